@@ -18,6 +18,7 @@ from itertools import count
 from typing import Final
 
 from kvstore import wire
+from kvstore.cluster.bringing import BRINGS_MAX, BringEnded, Bringing, OpenedPair
 from kvstore.cluster.greeting import LocalNode, check_protocol
 from kvstore.errors import (
     CapacityError,
@@ -25,12 +26,13 @@ from kvstore.errors import (
     KVStoreError,
     PageCorrupt,
     PeerUnreachable,
+    ProtocolError,
     TierUnavailable,
     TransferTimeout,
     error_from_code,
 )
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, ShardSpec, SpaceIdentity
-from kvstore.state.remote.jobs import FetchEnd, PeerFetch
+from kvstore.page import DIGEST_BYTES, KEY_BYTES
+from kvstore.state.remote.jobs import FetchEnd, PeerBring, PeerFetch
 from kvstore.transport.base import TICKET_BYTES, PageArrival, TransferEnd
 
 MS: Final = 1_000_000
@@ -112,8 +114,9 @@ class CloseLink:
     field: str = ""
 
 
-Effect = Send | StartTransfer | CancelTransfer | Ended | SlotsSettled | CloseLink
-_Pair = tuple[SpaceIdentity, ShardSpec]
+CarriedOut = StartTransfer | CancelTransfer | Ended | SlotsSettled | BringEnded
+"""What is carried out for the node; the rest concerns the connection."""
+Effect = Send | CloseLink | CarriedOut
 
 
 class _Stage(Enum):
@@ -178,12 +181,15 @@ class PeerSession:
         self._heard_ns = 0
         self._asked_ns = 0
         self._hello = 0
-        self._places: dict[_Pair, _Place] = {}
-        self._opening: dict[int, _Pair] = {}
+        self._places: dict[OpenedPair, _Place] = {}
+        self._opening: dict[int, OpenedPair] = {}
         self._leasing: dict[int, _Fetch] = {}
         #: Acquire that nobody waits for → its lease.
         self._late: dict[int, int] = {}
         self._fetches: dict[int, _Fetch] = {}
+        self._brings = Bringing(peer, self._numbers, lambda end: self.effects.append(end))
+        #: Minor version of the other node's protocol.
+        self._minor = 0
 
     @property
     def fetches(self) -> int:
@@ -208,6 +214,7 @@ class PeerSession:
         self._opening.clear()
         self._leasing.clear()
         self._late.clear()
+        self._brings.lost(self._unreachable())
         for fetch in list(self._fetches.values()):
             if fetch.stage in (_Stage.OPENING, _Stage.LEASING):
                 self._end(fetch, self._unreachable())
@@ -227,6 +234,8 @@ class PeerSession:
                 self._opened_space(answer, now_ns)
             case wire.Lent() if answer.id in self._leasing or answer.id in self._late:
                 self._lent(answer, now_ns)
+            case wire.Brought() if self._brings.answered(answer):
+                pass
             case wire.Failure():
                 self._failed(answer)
             case _:
@@ -238,6 +247,9 @@ class PeerSession:
             over = fetch.stage is _Stage.UNSETTLED or fetch.job.job not in self._fetches
             if not over and now_ns >= fetch.job.deadline_ns:
                 self._overdue(fetch)  # may close the connection, which ends others
+        self._brings.advance(now_ns)
+        if self._brings.too_many_unanswered:
+            self._close("silent", "too many requests were not answered in time")
         if not self._connected:
             return
         if self._asked_ns:
@@ -255,6 +267,7 @@ class PeerSession:
             for one in self._fetches.values()
             if one.stage is not _Stage.UNSETTLED
         ]
+        deadlines += self._brings.deadlines()
         if self._connected:
             limit_ns = SILENT_NS if self.up else HELLO_NS
             asked, heard = self._asked_ns, self._heard_ns
@@ -273,17 +286,33 @@ class PeerSession:
         if refusal is not None:
             self._end(fetch, refusal)
             return
-        pair = job.identity, job.shard
-        place = self._places.get(pair)
-        if place is None:
-            place = self._places[pair] = _Place()
-            request = next(self._numbers)
-            self._opening[request] = pair
-            self.effects.append(Send(wire.OpenSpace(request, job.identity, [job.shard])))
+        place = self._place((job.identity, job.shard))
         if place.numbers is None:
             place.waiting.append(fetch)
         else:
             self._acquire(fetch, place.numbers, now_ns)
+
+    def bring(self, job: PeerBring, now_ns: int) -> None:
+        """Ask the other node to bring pages from here; ends at once if it cannot be asked."""
+        refusal: KVStoreError | None = None
+        if not self.up:
+            refusal = self._unreachable()
+        elif self._minor < wire.COPIES_MINOR:
+            spoken = f"{wire.PROTOCOL_MAJOR}.{self._minor}"
+            refusal = ProtocolError(
+                f"node {self.peer} speaks protocol {spoken}: it brings no pages when it is asked to"
+            )
+        elif len(self._brings) >= BRINGS_MAX:
+            refusal = CapacityError(f"node {self.peer} brings pages for {BRINGS_MAX} requests")
+        elif now_ns >= job.deadline_ns:
+            refusal = self._timeout()
+        if refusal is not None:
+            self._brings.refuse(job, refusal)
+            return
+        self._brings.add(job)
+        place = self._place((job.identity, job.shard))
+        if place.numbers is not None:
+            self.effects.append(Send(self._brings.ask(job, place.numbers, now_ns)))
 
     def transfer_ended(self, end: TransferEnd) -> None:
         """The transfer of a fetch has ended."""
@@ -328,7 +357,7 @@ class PeerSession:
             return
         offered = {name: place for name, place in answer.transports.items() if place}
         self.up = True
-        self.boot = answer.boot
+        self.boot, self._minor = answer.boot, answer.minor
         self.transport = next((name for name in self._transports if name in offered), "")
         endpoint = offered.get(self.transport, "")
         self._endpoint = f"{self._host}{endpoint}" if endpoint.startswith(":") else endpoint
@@ -348,12 +377,24 @@ class PeerSession:
         if len(answer.shards) != 1:
             self._close("protocol", f"{len(answer.shards)} shards were opened instead of 1")
             return
-        place = self._places[self._opening.pop(answer.id)]
+        pair = self._opening.pop(answer.id)
+        place = self._places[pair]
         place.numbers = answer.space, answer.shards[0]
         waiting, place.waiting = place.waiting, []
         for fetch in waiting:
             if fetch.job.job in self._fetches:
                 self._acquire(fetch, place.numbers, now_ns)
+        self.effects += map(Send, self._brings.opened(pair, place.numbers, now_ns))
+
+    def _place(self, pair: OpenedPair) -> _Place:
+        """A space and shard on this connection; the other node is asked to open it if need be."""
+        place = self._places.get(pair)
+        if place is None:
+            place = self._places[pair] = _Place()
+            request = next(self._numbers)
+            self._opening[request] = pair
+            self.effects.append(Send(wire.OpenSpace(request, pair[0], [pair[1]])))
+        return place
 
     def _acquire(self, fetch: _Fetch, numbers: tuple[int, int], now_ns: int) -> None:
         job = fetch.job
@@ -396,15 +437,16 @@ class PeerSession:
     def _failed(self, answer: wire.Failure) -> None:
         error = error_from_code(answer.code, answer.message, answer.field)
         if answer.id in self._opening:
-            waiting = self._places.pop(self._opening.pop(answer.id)).waiting
-            for fetch in waiting:
+            pair = self._opening.pop(answer.id)
+            for fetch in self._places.pop(pair).waiting:
                 if fetch.job.job in self._fetches:
                     self._end(fetch, error)
+            self._brings.refused(pair, error)
             if isinstance(error, CapacityError) and len(self._places) >= SPACES_MAX:
                 self._close("spaces", "the other node opens no more spaces in this session")
         elif answer.id in self._leasing:
             self._end(self._leasing.pop(answer.id), error)
-        elif self._late.pop(answer.id, 0) == 0:
+        elif self._late.pop(answer.id, 0) == 0 and not self._brings.failed(answer.id, error):
             self._close("refused", answer.message)
 
     def _overdue(self, fetch: _Fetch) -> None:

@@ -11,10 +11,13 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from kvstore import wire
+from kvstore.cluster.bringing import BringEnded
+from kvstore.cluster.copier import Copier
 from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.links import PeerLink
 from kvstore.cluster.session import (
     CancelTransfer,
+    CarriedOut,
     Ended,
     PeerSession,
     SlotsSettled,
@@ -22,7 +25,17 @@ from kvstore.cluster.session import (
 )
 from kvstore.errors import KVStoreError, PeerUnreachable, TransferTimeout
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, digest_seed, page_seeds
-from kvstore.state.remote.jobs import FetchEnd, Holding, Locate, PeerFetch
+from kvstore.state.remote.jobs import (
+    BringEnd,
+    FetchEnd,
+    Holding,
+    Locate,
+    PeerBring,
+    PeerFetch,
+    PeerJob,
+    Spread,
+    SpreadEnd,
+)
 from kvstore.state.tree.slots import SlotTable
 from kvstore.transport.base import (
     PageTransfer,
@@ -56,6 +69,9 @@ class PeerDesk(Protocol):
     def peer_settled(self, job: int) -> None:
         """Nothing writes into the slots of an ended PeerFetch any more."""
 
+    def peer_spread(self, end: SpreadEnd) -> None:
+        """The end of a Spread."""
+
 
 class SlotMemory(Protocol):
     """The memory of the slots; see :class:`kvstore.tier.host.HostMemory`."""
@@ -70,8 +86,15 @@ class SlotMemory(Protocol):
 class FetchLink(Protocol):
     """The connection to one other node; see :class:`kvstore.cluster.links.PeerLink`."""
 
+    @property
+    def up(self) -> bool:
+        """Whether the other node has welcomed this one."""
+
     def fetch(self, job: PeerFetch) -> None:
         """Begin a fetch."""
+
+    def bring(self, job: PeerBring) -> None:
+        """Ask the other node to bring pages from here."""
 
     def transfer_ended(self, end: TransferEnd) -> None:
         """A transfer that the session has started has ended."""
@@ -111,10 +134,13 @@ class Peers:
         directory: says who has which pages.
         ticket_ended: a ticket for peers that was revoked is not in use any more.
         time: of the loop; None = the running one.
+
+    Attributes:
+        copier: lets other nodes have pages of this one.
     """
 
     def __init__(
-        self, desk: PeerDesk, take: Callable[[], list[Locate | PeerFetch]], slots: SlotTable,
+        self, desk: PeerDesk, take: Callable[[], list[PeerJob]], slots: SlotTable,
         memory: SlotMemory, transports: Sequence[Transport], directory: Locating,
         ticket_ended: Callable[[bytes], None], time: LoopTime | None = None,
     ) -> None:  # fmt: skip
@@ -132,6 +158,7 @@ class Peers:
         #: Fetches of these whose transfer waits for memory.
         self._without_memory: set[int] = set()
         self._completions: deque[Callable[[], None]] = deque()
+        self.copier = Copier(self._bring, self._up, self._time.now_ns)
 
     async def run(
         self, local: LocalNode, places: Mapping[str, str], tls: ssl.SSLContext | None
@@ -171,6 +198,9 @@ class Peers:
             if isinstance(job, Locate):
                 self._directory.locate(job, self._located)
                 continue
+            if isinstance(job, Spread):
+                self.copier.spread(job, self._spread)
+                continue
             link = self._links.get(job.peer)
             if link is None:
                 error = PeerUnreachable(f"{job.peer!r} is not a node of this cluster")
@@ -188,10 +218,8 @@ class Peers:
 
     # ---- what sessions decide ---------------------------------------------------------------
 
-    def carry(
-        self, link: FetchLink, effect: StartTransfer | CancelTransfer | Ended | SlotsSettled
-    ) -> None:
-        """Carry out what the session of a link has decided about a fetch."""
+    def carry(self, link: FetchLink, effect: CarriedOut) -> None:
+        """Carry out what the session of a link has decided about a fetch, or a request."""
         match effect:
             case StartTransfer():
                 self._start(link, effect)
@@ -205,6 +233,8 @@ class Peers:
                 self._ended(end)
             case SlotsSettled(job):
                 self._complete(partial(self._desk.peer_settled, job))
+            case BringEnded(bring_end):
+                self.copier.brought(bring_end)
 
     def _start(self, link: FetchLink, start: StartTransfer) -> None:
         job = start.fetch.job
@@ -280,6 +310,20 @@ class Peers:
 
     def _located(self, number: int, holdings: Sequence[Holding]) -> None:
         self._complete(partial(self._desk.located, number, holdings))
+
+    def _bring(self, job: PeerBring) -> None:
+        link = self._links.get(job.peer)
+        if link is None:
+            error = PeerUnreachable(f"{job.peer!r} is not a node of this cluster")
+            self.copier.brought(BringEnd(job.number, 0, error))
+        else:
+            link.bring(job)
+
+    def _up(self) -> list[str]:
+        return [name for name, link in self._links.items() if link.up]
+
+    def _spread(self, end: SpreadEnd) -> None:
+        self._complete(partial(self._desk.peer_spread, end))
 
     def _ended(self, end: FetchEnd) -> None:
         self._complete(partial(self._desk.peer_fetched, end))

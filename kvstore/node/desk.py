@@ -23,7 +23,7 @@ from kvstore import wire
 from kvstore.node.node import Node
 from kvstore.node.selfcheck import SelfCheck
 from kvstore.page import KEY_BYTES
-from kvstore.state.remote.jobs import FetchEnd, Holding
+from kvstore.state.remote.jobs import FetchEnd, Holding, SpreadEnd
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.actions import Action
 from kvstore.state.tree.sessions import Peer
@@ -227,6 +227,14 @@ class Desk:
         self.node.peer_settled(job, began_ns)
         self.flush()
         self.note_turn(self._clock() - began_ns, "the end of a peer's late writes")
+
+    @_explained
+    def peer_spread(self, end: SpreadEnd) -> None:
+        """Other nodes have got copies of pages, or cannot."""
+        began_ns = self._clock()
+        self.node.peer_spread(end, began_ns)
+        self.flush()
+        self.note_turn(self._clock() - began_ns, "the end of copies to peers")
 
     # ---- duration of turns ------------------------------------------------------------------
 

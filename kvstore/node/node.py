@@ -19,7 +19,8 @@ from typing import Any, Final, TypeVar
 
 from kvstore import wire
 from kvstore.errors import InvalidArgument, KVStoreError, ProtocolError
-from kvstore.node.hello import refuse_hello, refuse_writes, session_of
+from kvstore.node.copies import CopyRequests, tell_copies
+from kvstore.node.hello import refuse_hello, refuse_others, session_of
 from kvstore.node.labels import free_label
 from kvstore.node.requests import ROOM, NodeLimits, Outcome, Requests, acknowledge
 from kvstore.node.waiting import Waiter, WaitingRoom, request_bytes
@@ -27,8 +28,9 @@ from kvstore.page import KEY_BYTES
 from kvstore.state.ask.describe import describe
 from kvstore.state.disk.jobs import Durable
 from kvstore.state.metering import Histogram
-from kvstore.state.remote.jobs import FetchEnd, Holding, PeerLimits
+from kvstore.state.remote.jobs import FetchEnd, Holding, PeerLimits, SpreadEnd
 from kvstore.state.remote.pages import RemotePages
+from kvstore.state.remote.spreads import Spreading
 from kvstore.state.table.pages import PageTable
 from kvstore.state.table.retirement import Retirement
 from kvstore.state.tree.actions import Abandoned, Action
@@ -41,7 +43,9 @@ WAIT_MS_MAX: Final = 60_000
 SWEEP_STEPS = 64
 """Steps in one turn of removing descendants of dropped pages."""
 _NS_PER_MS: Final = 1_000_000
-_PATIENT: Final = (wire.Lookup, wire.Acquire, wire.BeginPut, wire.Persist)
+_PATIENT: Final = (
+    wire.Lookup, wire.Acquire, wire.BeginPut, wire.Persist, wire.Bring, wire.Replicate,
+)  # fmt: skip
 """Requests that may wait for a better answer."""
 
 
@@ -97,6 +101,7 @@ class Node:
             wire.Lookup: meter.lookup, wire.Acquire: meter.acquire,
         }  # fmt: skip
         self._requests = asked = Requests(self.pages, limits, boot)
+        self._copies = CopyRequests(self.pages, asked)
         self._handlers: dict[type, Callable[[Process, Any, int], wire.Answer | None]] = {
             **dict.fromkeys(_PATIENT, self._answer_or_wait),
             wire.OpenSpace: lambda process, request, _: asked.open_space(process, request),
@@ -133,8 +138,7 @@ class Node:
                 if process.lost:
                     self.closing.append(connection)
                     raise ProtocolError("this connection was given up: a later one took its place")
-                if process.peer.remote:
-                    refuse_writes(request)
+                refuse_others(request, process.peer)
             if handler is not None and process is not None:
                 answer = handler(process, request, now_ns)
             elif isinstance(request, wire.Hello):
@@ -199,6 +203,11 @@ class Node:
     def peer_settled(self, job: int, now_ns: int) -> None:
         """Nothing writes into the slots of a job any more that ended without being settled."""
         self._told_by_peers(now_ns).peer_settled(job)
+        self._after(now_ns)
+
+    def peer_spread(self, end: SpreadEnd, now_ns: int) -> None:
+        """A :class:`~kvstore.state.remote.jobs.Spread` has ended."""
+        self._told_by_peers(now_ns).spreads.told(end)
         self._after(now_ns)
 
     def _told_by_peers(self, now_ns: int) -> RemotePages:
@@ -349,6 +358,10 @@ class Node:
                 return self._requests.acquire(process, request, now_ns, waits=waits)
             case wire.BeginPut():
                 return self._requests.begin_put(process, request)
+            case wire.Bring():
+                return self._copies.bring(process, request, waits=waits)
+            case wire.Replicate():
+                return self._copies.replicate(process, request, waits=waits)
             case _:
                 return self._requests.persist(process, request, waits=waits)
 
@@ -369,8 +382,15 @@ class Node:
                 )
             elif isinstance(request, wire.Lookup):
                 answer, awaited = self._requests.lookup(process, request, waiter.awaited)
+            elif isinstance(request, wire.Bring):
+                assert isinstance(waiter.awaited, Fetch)
+                answer, awaited = self._copies.bring_again(
+                    process, request, waiter.awaited, waits=now_ns < waiter.deadline_ns
+                )
             elif isinstance(waiter.awaited, Durable):
                 answer = acknowledge(request, waiter.awaited)
+            elif isinstance(waiter.awaited, Spreading):
+                answer = tell_copies(request, waiter.awaited)
             else:
                 answer, awaited = self._ask(process, request, now_ns, waits=True)
         except KVStoreError as error:
@@ -445,6 +465,8 @@ class Node:
         if self.remote is not None:
             ended += self.remote.chains.answered
             self.remote.chains.answered.clear()
+            ended += self.remote.spreads.ended
+            self.remote.spreads.ended.clear()
         if self.waiting.count:
             things = {(at.space.number, key): None for at in actions for key in at.keys}
             for thing in [*things, *ended]:

@@ -13,7 +13,16 @@ from kvstore.client.store import KVStore
 from kvstore.errors import TierUnavailable
 from kvstore.mover.kvpool import KVPool
 from kvstore.page import KEY_BYTES, PrefixKeys, digest_seed, page_seeds
-from kvstore.state.remote.jobs import FetchEnd, Holding, Locate, PeerFetch, PeerLimits
+from kvstore.state.remote.jobs import (
+    FetchEnd,
+    Holding,
+    Locate,
+    PeerFetch,
+    PeerJob,
+    PeerLimits,
+    Spread,
+    SpreadEnd,
+)
 from kvstore.tier.vectored import memory_at
 from tests.client.conftest import content, new_keys, open_space
 
@@ -37,7 +46,9 @@ class Elsewhere:
         self.asked: list[Locate] = []
         self.read: list[bytes] = []
         self._link: Any = store._link
-        self._jobs: list[Locate | PeerFetch] = []
+        self._jobs: list[PeerJob] = []
+        self.spreads: list[Spread] = []
+        self.others = 1
         self._come, self._closed = threading.Event(), False
         self._link.node.join(PeerLimits(64 << 20))
         self._link._desk.peers = self
@@ -70,13 +81,17 @@ class Elsewhere:
                 with self._link._answered:
                     self._end(job)
 
-    def _end(self, job: Locate | PeerFetch) -> None:
+    def _end(self, job: PeerJob) -> None:
         desk = self._link._desk
         every = [job.keys[at : at + KEY_BYTES] for at in range(0, len(job.keys), KEY_BYTES)]
         there = next((at for at, key in enumerate(every) if key not in self.pages), len(every))
         if isinstance(job, Locate):
             self.asked.append(job)
             desk.located(job.number, [Holding("there", there)])
+            return
+        if isinstance(job, Spread):
+            self.spreads.append(job)
+            desk.peer_spread(SpreadEnd(job.number, min(job.peers, self.others)))
             return
         self.read += every
         size = job.shard.page_bytes(job.identity)

@@ -29,7 +29,7 @@ from kvstore.page import (
 )
 from kvstore.server.loans import Loans
 from kvstore.server.peers import PeerService
-from kvstore.state.remote.jobs import FetchEnd, Holding, Locate, PeerFetch
+from kvstore.state.remote.jobs import FetchEnd, Holding, Locate, PeerFetch, PeerJob, SpreadEnd
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.sessions import Peer
 from kvstore.state.tree.slots import Slot, SlotTable
@@ -107,9 +107,10 @@ class WholeNode:
         )  # fmt: skip
         self.transport = FakeTransport(network, f"{name}:1")
         self.loans = Loans(self.memory, [self.transport])
-        self.jobs: list[Locate | PeerFetch] = []
+        self.jobs: list[PeerJob] = []
         self.ends: list[FetchEnd] = []
         self.settled: list[int] = []
+        self.spread: list[SpreadEnd] = []
         self.holdings: dict[int, Sequence[Holding]] = {}
         self.peers = Peers(
             self,
@@ -124,7 +125,7 @@ class WholeNode:
 
     # what the peer side calls
 
-    def _take(self) -> list[Locate | PeerFetch]:
+    def _take(self) -> list[PeerJob]:
         jobs, self.jobs = self.jobs, []
         return jobs
 
@@ -139,6 +140,9 @@ class WholeNode:
 
     def peer_settled(self, job: int) -> None:
         self.settled.append(job)
+
+    def peer_spread(self, end: SpreadEnd) -> None:
+        self.spread.append(end)
 
     # what tests do
 

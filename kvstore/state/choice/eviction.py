@@ -4,7 +4,8 @@ Pages of one tenant and one slot size share a queue; a space with a quota or a r
 queues of its own, so that its leaves can be found, or left alone, without looking at the others'.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from kvstore.state.choice.policy import EvictionPolicy, new_policy
@@ -62,6 +63,17 @@ class Eviction:
         self._tick = 0
         #: The time of the message that is being carried out.
         self.now_ns = 0
+        #: Pages that were used or stored since then do not go; 0 = any may.
+        self.spared_since_ns = 0
+
+    @contextmanager
+    def sparing(self, since_ns: int) -> Iterator[None]:
+        """Meanwhile pages go only if they were used and stored before; 0 = as always."""
+        self.spared_since_ns = since_ns
+        try:
+            yield
+        finally:
+            self.spared_since_ns = 0
 
     def change_policy(self, policy: str) -> None:
         """Choose by another policy from now on; leaves move over as victims are asked for.
@@ -164,7 +176,14 @@ class Eviction:
             for node in found:
                 if node is not chosen:
                     self.add_candidate(node)
+        if chosen is not None and self._is_spared(chosen):
+            self.add_candidate(chosen)
+            return None
         return chosen
+
+    def _is_spared(self, node: PrefixNode) -> bool:
+        since_ns = self.spared_since_ns
+        return since_ns > 0 and max(node.used_ns, node.stored_ns) >= since_ns
 
     def _pop(self, name: str, slot_bytes: int) -> PrefixNode | None:
         queue = self._queue(name, slot_bytes)

@@ -29,6 +29,7 @@ from kvstore.state.remote.arrival import Arrival
 from kvstore.state.remote.jobs import FetchEnd, Holding, PeerFetch, PeerJob, PeerLimits
 from kvstore.state.remote.located import FRESH_NS, KEPT_NS, LocatedChain, LocatedChains, Span
 from kvstore.state.remote.rates import START_S, PeerRates
+from kvstore.state.remote.spreads import Spreads
 from kvstore.state.table.pages import PageTable
 from kvstore.state.table.runs import ready_pages
 from kvstore.state.tree.actions import PageStatus
@@ -53,12 +54,14 @@ class RemotePages:
     Attributes:
         jobs: to be carried out by the peer side, in order.
         chains: what peers have.
+        spreads: pages of this node that peers are to have too.
     """
 
     def __init__(self, table: PageTable, limits: PeerLimits) -> None:
         self.jobs: list[PeerJob] = []
         self.limits = limits
         self.chains = LocatedChains(self.jobs, table.counts)
+        self.spreads = Spreads(self.jobs.append, table.counts)
         self._table = table
         self._rates = PeerRates()
         self._number = count(1)
@@ -142,6 +145,12 @@ class RemotePages:
             return span.chain if asks else None
         most = self._pages_of(span, shard)
         return span._replace(pages=most) if most > 0 else None
+
+    def promised(
+        self, space: PrefixTree, shard: int, packed: bytes, at: int, promise: Holding
+    ) -> None:  # fmt: skip
+        """A peer says that it has a whole chain, of which page ``at`` is missing here."""
+        self.chains.believe(space, [shard], packed, at, self._table.now_ns, promise)
 
     def offered(
         self, space: PrefixTree, shard: int, packed: bytes, ready: int, *, begins: bool

@@ -118,7 +118,9 @@ class Residents:
         while len(taken) < count and victims_left > 0:
             victims_left -= 1
             if not self._make_room(space, slot_bytes, count - len(taken)) and (
-                self.draining.serves(space, slot_bytes) or not self._spill(head, slot_bytes)
+                self.draining.serves(space, slot_bytes)
+                or self.eviction.spared_since_ns
+                or not self._spill(head, slot_bytes)
             ):
                 break
             taken += self.slots.allocate(count - len(taken), space.identity.tenant, slot_bytes)
@@ -278,7 +280,7 @@ class Residents:
                 return False
             if verdict is Verdict.EVICT:
                 break
-        if self._take_extent(space, slot_bytes, node):
+        if not self.eviction.spared_since_ns and self._take_extent(space, slot_bytes, node):
             if node is not None:
                 self.add_candidate(node)
             return self.draining.now is None

@@ -61,6 +61,16 @@ def leading_ready(
     return found
 
 
+def chain_keys(last: PrefixNode) -> bytes:
+    """The keys of a chain from its beginning to the last page of a node, 32 bytes each."""
+    parts: list[bytes] = []
+    at: PrefixNode | None = last
+    while at is not None and at.above is not None:
+        parts.append(at.keys)
+        at = at.above
+    return b"".join(reversed(parts))
+
+
 def ready_pages(space: PrefixTree, shard: int, packed: bytes) -> tuple[int, bool]:
     """How many leading pages of one shard are READY; whether some of them are not in memory."""
     at, missing, index = 0, False, space.index

@@ -115,6 +115,7 @@ class Peer:
         tenants: the tenants that it may belong to; None = any.
         remote: it is another node, which reads over the network and checks digests: what it holds
             is released when its connection or a deadline ends.
+        node: name of that node.
     """
 
     identity: int
@@ -122,6 +123,7 @@ class Peer:
     watched: bool = True
     tenants: frozenset[str] | None = None
     remote: bool = False
+    node: str = ""
 
 
 @dataclass(slots=True, eq=False)
