@@ -271,11 +271,42 @@ def _add_jobs(verb: _Add) -> None:
             made.add_argument("--to", choices=["host", "ssd"], default="ssd",
                               help="target tier; default: ssd; descendants move first")  # fmt: skip
         _waits(made)
+    _add_copies(verb)
     jobs = verb("jobs", "the jobs of a node, or one of them", _jobs, show.jobs)
     jobs.add_argument("job", type=count(1), nargs="?", help="number of the job; default: all")
     jobs.add_argument(
         "--cancel", action="store_true", help="cancel the job; its changes are not undone"
     )
+
+
+def _add_copies(verb: _Add) -> None:
+    """The verbs that let other nodes of a cluster have pages."""
+    for name, summary in (
+        ("replicate", "let several nodes of the cluster have a page and all before it"),
+        ("move-to-node", "let another node have a page and all before it, then drop them here"),
+        ("drain", "let the other nodes of the cluster have all pages of this node"),
+    ):
+        made = verb(name, summary, _copied, show.job)
+        if name != "drain":
+            _names_page(made)
+        if name == "replicate":
+            made.add_argument(
+                "--copies", type=count(2), default=2, metavar="N",
+                help="nodes that are to have it, this one included; default: 2",
+            )  # fmt: skip
+        if name == "move-to-node":
+            made.add_argument("--node", help="name of the other node; default: this node chooses")
+        if name == "drain":
+            made.add_argument(
+                "--bytes-per-second", type=size, default=0, metavar="SIZE",
+                help="copy so much in a second at most; default: no limit",
+            )  # fmt: skip
+        limit_s = 600.0 if name == "drain" else 60.0
+        made.add_argument(
+            "--deadline", type=seconds(zero=False), default=limit_s, metavar="SECONDS",
+            help=f"stop after this time; default: {limit_s:.0f}",
+        )  # fmt: skip
+        _waits(made)
 
 
 def _names_page(verb: argparse.ArgumentParser) -> None:
@@ -406,6 +437,15 @@ def _confirm(node: Remote) -> None:
 def _moved(node: Remote, at: argparse.Namespace) -> Any:
     body = {"space": at.space, "keys": at.keys, "deadline_s": at.deadline}
     return _job(node, at, {**body, "to": at.to} if at.verb == "move" else body)
+
+
+def _copied(node: Remote, at: argparse.Namespace) -> Any:
+    body: dict[str, Any] = {"deadline_s": at.deadline}
+    if at.verb == "drain":
+        return _job(node, at, {**body, "bytes_per_s": at.bytes_per_second})
+    body |= {"space": at.space, "key": at.key}
+    more = {"copies": at.copies} if at.verb == "replicate" else {"node": at.node}
+    return _job(node, at, body | more)
 
 
 def _job(node: Remote, at: argparse.Namespace, body: dict[str, Any]) -> Any:

@@ -74,25 +74,27 @@ class Copier:
         up: names of the nodes that this one has a session with.
         now_ns: the time.
 
-    Attributes:
-        copied_pages: pages that other nodes have said to have.
-        failures: orders that were not carried out as a whole.
     """
 
     def __init__(
         self, ask: Callable[[PeerBring], None], up: Callable[[], Iterable[str]],
         now_ns: Callable[[], int],
     ) -> None:  # fmt: skip
-        self.copied_pages = 0
-        self.failures = 0
+        self._copied_pages = 0
+        self._failures = 0
         self._ask = ask
         self._up = up
         self._now_ns = now_ns
         self._number = count(1)
         self._asked: dict[int, _Copy] = {}
 
-    def __len__(self) -> int:
-        return len(self._asked)
+    def stats(self) -> dict[str, int]:
+        """Orders under way, pages that other nodes said to have, and orders that failed."""
+        return {
+            "running": len(self._asked),
+            "copied_pages": self._copied_pages,
+            "failed": self._failures,
+        }
 
     def peers(self, key: bytes) -> list[str]:
         """The nodes that can be asked, the preferred one for a chain's first key first."""
@@ -117,13 +119,13 @@ class Copier:
         wanted = len(order.keys) // KEY_BYTES - order.first
         went_on = end.pages > copy.pages
         if end.error is None:
-            self.copied_pages += max(0, end.pages - copy.pages)
+            self._copied_pages += max(0, end.pages - copy.pages)
             copy.pages = end.pages
             if went_on and copy.pages < wanted and not self.is_over(order.deadline_ns):
                 self._next(copy)
                 return
         complete = end.error is None and copy.pages >= wanted
-        self.failures += not complete
+        self._failures += not complete
         copy.told(CopyEnd(copy.pages, complete, end.error))
 
     def _next(self, copy: _Copy) -> None:

@@ -209,11 +209,12 @@ class Peers:
                 link.fetch(job)
 
     def stats(self) -> dict[str, Any]:
-        """Each other node, transfers that are not settled, and counts of the transports."""
+        """Each other node, transfers that are not settled, and counts of transports and copies."""
         return {
             "peers": {name: link.stats() for name, link in self._links.items()},
             "transfers": len(self._reading),
             "transports": {name: one.stats() for name, one in self._transports.items()},
+            "copies": self.copier.stats(),
         }
 
     # ---- what sessions decide ---------------------------------------------------------------

@@ -60,6 +60,7 @@ class CopyRequests:
             return answer, None
         at = request.first + ready
         if earlier is None:
+            self._pages.counts["brings"] += 1
             remote.promised(space, shard, request.keys, at, Holding(process.peer.node, count))
         span = remote.want(space, shard, request.keys, at, asks=False, begins=False)
         slot_bytes = space.shards[shard].slot_bytes

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from kvstore.cluster.copier import Copier
 from kvstore.cluster.directory import PeersDirectory, index_settings
 from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.membership import LocalMembership
@@ -67,6 +68,7 @@ class ClusterSide:
     Attributes:
         peers: the desk's peer side.
         service: the peer service.
+        state: ``serving`` or ``draining``.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class ClusterSide:
     ) -> None:
         """Listen for bytes of pages; see :meth:`start`."""
         cluster, node = config.cluster, desk.node
+        self.state = "serving"
         assert cluster.name
         self._places = {name: str(at) for name, at in cluster.others(node.name).items()}
         self._local = LocalNode(cluster.name, node.name, node.boot, SCHEME)
@@ -144,11 +147,21 @@ class ClusterSide:
         """See :meth:`kvstore.cluster.directory.PeersDirectory.holders`."""
         return self._directory.holders(identity, shards, key)
 
+    @property
+    def copier(self) -> Copier:
+        """Lets other nodes have pages of this one."""
+        return self.peers.copier
+
+    def set_state(self, state: str) -> None:
+        """The node is ``serving`` or ``draining``; it serves what it is asked for in both."""
+        self.state = state
+
     def stats(self) -> dict[str, Any]:
         """What other nodes there are, what they read here and this node there; plain values."""
         return {
             "name": self._local.cluster,
             "endpoint": self.service.endpoint,
+            "state": self.state,
             "service": self.service.stats(),
             "events": self._tunnels.stats(),
             "directory": self._directory.stats(),
