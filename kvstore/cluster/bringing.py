@@ -25,7 +25,8 @@ UNANSWERED_MAX: Final = 1024
 """Maximum answers that are still expected although nobody waits for them."""
 _MS: Final = 1_000_000
 _ANSWER_MS: Final = 50
-"""The other node stops waiting so long before the deadline, so that its answer comes in time."""
+"""The other node stops waiting so long before the deadline, but at most a quarter of the time, so
+that its answer comes in time."""
 
 OpenedPair = tuple[SpaceIdentity, ShardSpec]
 
@@ -80,9 +81,10 @@ class Bringing:
         """The message of a request whose space and shard are open."""
         request = next(self._numbers)
         self._asked[request] = job
-        left_ms = (job.deadline_ns - now_ns) // _MS - _ANSWER_MS
+        left_ms = (job.deadline_ns - now_ns) // _MS
+        wait_ms = max(0, left_ms - min(_ANSWER_MS, left_ms // 4))
         return wire.Bring(
-            request, *numbers, job.keys, job.first, max(0, left_ms), job.idle_ms
+            request, *numbers, job.keys, job.first, wait_ms, job.idle_ms
         )  # fmt: skip
 
     def opened(

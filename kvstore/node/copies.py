@@ -20,7 +20,8 @@ from kvstore.state.tree.sessions import Fetch, Process
 
 _NS_PER_MS: Final = 1_000_000
 _TELL_MS: Final = 50
-"""The peer side ends so long before the request that waits for it, so that its end is told."""
+"""The peer side ends so long before the request that waits for it, but at most a quarter of its
+time, so that its end is told."""
 
 
 class CopyRequests:
@@ -101,7 +102,8 @@ class CopyRequests:
         if request.copies == 1 or not waits or self._requests.remote is None:
             return only_here, None
         keys = chain_keys(run[-1])
-        deadline_ns = self._pages.now_ns + max(1, request.wait_ms - _TELL_MS) * _NS_PER_MS
+        spread_ms = request.wait_ms - min(_TELL_MS, request.wait_ms // 4)
+        deadline_ns = self._pages.now_ns + spread_ms * _NS_PER_MS
         spreading = self._remote().spreads.begin(
             space.identity, space.shards[request.shard].spec, keys, len(keys) // KEY_BYTES - count,
             request.copies - 1, deadline_ns,

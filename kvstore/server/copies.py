@@ -33,6 +33,7 @@ _POLL_S: Final = 0.005
 _REJOIN_POLL_S: Final = 0.1
 _STEP_NODES: Final = 32
 _NS_PER_MS: Final = 1_000_000
+_NOTHING: Final = "its pages have a TTL, are read once, or have left"
 _NO_MORE: Final = "it has no room for more, or does not get them"
 
 
@@ -111,7 +112,7 @@ class CopyJobs:
         def work(job: OperatorJob) -> Work[None]:
             parts = yield from self._parts(space, keys)
             job.total = (asked.copies - 1) * sum(stop - first for _, first, stop in parts)
-            copies, why = 1, "" if parts else "no page of it may be copied"
+            copies, why = 1, "" if parts else _NOTHING
             for peer in copier.peers(keys[:KEY_BYTES]) if parts else ():
                 if copies >= asked.copies or _is_over(job, deadline_ns):
                     break
@@ -145,7 +146,9 @@ class CopyJobs:
             parts = yield from self._parts(space, keys)
             job.total = sum(stop - first for _, first, stop in parts)
             job.result.update(dropped=0)
-            why = yield from self._copy(job, peer, space, keys, parts, 0, deadline_ns)
+            why = _NOTHING
+            if parts:
+                why = yield from self._copy(job, peer, space, keys, parts, 0, deadline_ns)
             job.done = job.pages
             if not why and not job.cancelled:
                 yield from self._drop(job, space, keys, parts)

@@ -19,7 +19,7 @@ from prometheus_client.core import (
 
 from kvstore.server.event_series import event_series
 from kvstore.server.nodes import node_list
-from kvstore.server.peer_series import node_series, peer_series
+from kvstore.server.peer_series import copy_series, node_series, peer_series
 from kvstore.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 _SLOT_STATES: Final = ("free", "writing", "ready", "pinned", "limbo", "withheld", "retiring")
@@ -145,6 +145,7 @@ class _Snapshot:
             yield from peer_series(remote)
         if stats.get("cluster"):
             yield from node_series(node_list(stats))
+            yield from copy_series(stats["cluster"]["copies"])
         if events := stats["events"]:
             yield from event_series(events)
 

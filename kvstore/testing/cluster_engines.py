@@ -12,7 +12,7 @@ from kvstore.testing.timeline import Timeline
 
 MS: Final = 1_000_000
 HABITS: Final = Habits(
-    ("put", "put", "put", *["restore"] * 7, "read", "wait", "persist"),
+    ("put", "put", "put", *["restore"] * 7, "read", "wait", "persist", "replicate"),
     (0, 20, 80, 200, 200), (0, 0, 0, 0, 30), 4 * MS, digest_of_page,
 )  # fmt: skip
 

@@ -343,6 +343,9 @@ class ClusterNode:
         assert not self._coming, "fetches that have not ended"
         assert all(link.session.fetches == 0 for link in self.links.values())
         assert self.peers.stats()["transfers"] == 0
+        assert self.peers.copier.stats()["running"] == 0, "nodes that are asked to bring pages"
+        assert self.node.remote is not None
+        assert not len(self.node.remote.spreads), "copies that are waited for"
         transport = self.transport.stats()
         assert transport["in_flight_bytes"] == transport["tickets"] == 0
         assert not self.loans.open, "loans that are open"

@@ -56,6 +56,7 @@ class SimulationOutcome:
     nodes_killed: int = 0
     nodes_stopped: int = 0
     partitions: int = 0
+    copies_made: int = 0
 
 
 class Timeline:
