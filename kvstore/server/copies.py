@@ -96,6 +96,7 @@ class CopyJobs:
         self._table = table
         self._jobs = jobs
         self._side = side
+        self._draining = False
         self.handlers: dict[type[operations.Operation], Callable[[Any, Caller], Work[Any]]] = {
             operations.ReplicatePages: self.replicate,
             operations.MoveToNode: self.move,
@@ -161,6 +162,10 @@ class CopyJobs:
         """Let other nodes have all pages of this one, the last used ones first."""
         yield from ()
         self._joined()
+        if self._draining:
+            raise Refusal(409, "busy", "a drain runs already; see kvstore jobs")
+        self._jobs.refuse_if_full()
+        self._draining = True
         deadline_ns = _deadline_ns(asked.deadline_s)
         subject: dict[str, answers.Value] = {
             "deadline_s": asked.deadline_s, "bytes_per_s": asked.bytes_per_s
@@ -180,9 +185,12 @@ class CopyJobs:
             yield from self._find(job, done)
             complete = yield from self._drain_all(job, done, deadline_ns, bytes_per_s)
         finally:
+            self._draining = False
             if not complete:
                 side.set_state("serving")
         job.result["kept"] = max(0, job.total - job.done)
+        if _is_over(job, deadline_ns):
+            done.why = "cancelled" if job.cancelled else "the deadline has passed"
         job.result.update(complete=complete, why="" if complete else done.why)
 
     def _find(self, job: OperatorJob, done: _Drained) -> Work[None]:
@@ -205,18 +213,15 @@ class CopyJobs:
         """Copy one chain after the other; whether all were copied."""
         left = 0
         while done.hottest:
-            if job.cancelled or monotonic_ns() >= deadline_ns:
-                done.why = "cancelled" if job.cancelled else "the deadline has passed"
-                return False
             used_ns, _, space, key = heappop(done.hottest)
             node = space.index.get(key)
             if node is None or (space.number, key) in done.peer_of:
                 yield None  # it has left, or went with a page behind it
                 continue
-            peers = yield from self._targets(job, done, node)
-            if not peers:
+            keys = _chain_to(node, key)
+            peers = yield from self._targets(job, done, keys[:KEY_BYTES])
+            if not peers or _is_over(job, deadline_ns):
                 return False
-            keys = chain_keys(node)[: (node.first_depth + node.position(key)) * KEY_BYTES]
             idle_ms = max(1, (self._table.now_ns + used_ns) // _NS_PER_MS)
             for peer in peers:
                 failed = yield from self._drain_to(
@@ -232,9 +237,8 @@ class CopyJobs:
                 yield from _pause(job, due_s - (monotonic_ns() - done.since_ns) / 1e9, deadline_ns)
         return not left
 
-    def _targets(self, job: OperatorJob, done: _Drained, node: PrefixNode) -> Work[list[str]]:
-        """The nodes to ask for a chain, the first one first; none = the drain is over."""
-        first = chain_keys(node)[:KEY_BYTES]
+    def _targets(self, job: OperatorJob, done: _Drained, first: bytes) -> Work[list[str]]:
+        """The nodes to ask for a chain that begins with a key; none = the drain is over."""
         give_up_ns = monotonic_ns() + REJOIN_NS
         while True:
             up = self._joined().copier.peers(first)
@@ -341,7 +345,7 @@ class CopyJobs:
         node = space.index.get(key)
         if node is None or not node.ready:
             raise not_stored(key.hex(), "key")
-        return space, chain_keys(node)[: (node.first_depth + node.position(key)) * KEY_BYTES]
+        return space, _chain_to(node, key)
 
     def _joined(self) -> CopySide:
         side = self._side()
@@ -349,6 +353,11 @@ class CopyJobs:
             message = "this node is not one of a cluster: set cluster.name"
             raise Refusal(409, "not_clustered", message)
         return side
+
+
+def _chain_to(node: PrefixNode, key: PrefixKey) -> bytes:
+    """The keys of the chain up to one page of a node."""
+    return chain_keys(node)[: (node.first_depth + node.position(key)) * KEY_BYTES]
 
 
 def _why(error: KVStoreError | None) -> str:
