@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvstore import wire
-from kvstore.errors import KVStoreError, TransferTimeout
+from kvstore.errors import (
+    CapacityError,
+    KVStoreError,
+    PeerUnreachable,
+    ProtocolError,
+    TransferTimeout,
+)
 from kvstore.page import ShardSpec, SpaceIdentity
 from kvstore.state.remote.jobs import BringEnd, PeerBring
 
@@ -60,22 +66,26 @@ class Bringing:
         #: Ids of requests that nobody waits for any more.
         self._unanswered: set[int] = set()
 
-    def __len__(self) -> int:
-        return len(self._jobs)
+    def begin(self, job: PeerBring, now_ns: int, minor: int | None) -> bool:
+        """Begin a request, which waits for :meth:`opened` or :meth:`ask`; False if it has ended.
 
-    @property
-    def too_many_unanswered(self) -> bool:
-        """Whether the other node leaves more requests without an answer than may be."""
-        return len(self._unanswered) > UNANSWERED_MAX
-
-    def refuse(self, job: PeerBring, why: KVStoreError) -> None:
-        """A request cannot be begun."""
-        self._tell(BringEnded(BringEnd(job.number, 0, why)))
-
-    def add(self, job: PeerBring) -> None:
-        """Begin a request; it waits for :meth:`opened` or :meth:`ask`."""
+        ``minor``: minor version of the other node's protocol; None = there is no session with it.
+        """
         assert job.number not in self._jobs
         self._jobs[job.number] = job
+        why: KVStoreError | None = None
+        if minor is None:
+            why = PeerUnreachable(f"no session with node {self._peer}")
+        elif minor < wire.COPIES_MINOR:
+            spoken = f"protocol {wire.PROTOCOL_MAJOR}.{minor}"
+            why = ProtocolError(f"node {self._peer} speaks {spoken}: it brings no pages when asked")
+        elif len(self._jobs) > BRINGS_MAX:
+            why = CapacityError(f"node {self._peer} brings pages for {BRINGS_MAX} requests")
+        elif now_ns >= job.deadline_ns:
+            why = self._timeout()
+        if why is not None:
+            self._end(job, 0, why)
+        return why is None
 
     def ask(self, job: PeerBring, numbers: tuple[int, int], now_ns: int) -> wire.Bring:
         """The message of a request whose space and shard are open."""
@@ -128,15 +138,15 @@ class Bringing:
         for job in list(self._jobs.values()):
             self._end(job, 0, why)
 
-    def advance(self, now_ns: int) -> None:
-        """Apply all deadlines up to ``now_ns``."""
+    def advance(self, now_ns: int) -> bool:
+        """Apply all deadlines up to ``now_ns``; False if too many requests stay unanswered."""
         late = [job for job in self._jobs.values() if now_ns >= job.deadline_ns]
         for job in late:
             for request in [id_ for id_, one in self._asked.items() if one is job]:
                 del self._asked[request]
                 self._unanswered.add(request)
-            why = TransferTimeout(f"node {self._peer} did not bring the pages in time")
-            self._end(job, 0, why)
+            self._end(job, 0, self._timeout())
+        return len(self._unanswered) <= UNANSWERED_MAX
 
     def deadlines(self) -> list[int]:
         """When :meth:`advance` has something to do."""
@@ -150,6 +160,9 @@ class Bringing:
             for job in self._jobs.values()
             if job.number not in sent and (job.identity, job.shard) == pair
         ]
+
+    def _timeout(self) -> TransferTimeout:
+        return TransferTimeout(f"node {self._peer} did not bring the pages in time")
 
     def _end(self, job: PeerBring, pages: int, why: KVStoreError | None) -> None:
         del self._jobs[job.number]

@@ -18,7 +18,7 @@ from itertools import count
 from typing import Final
 
 from kvstore import wire
-from kvstore.cluster.bringing import BRINGS_MAX, BringEnded, Bringing, OpenedPair
+from kvstore.cluster.bringing import BringEnded, Bringing, OpenedPair
 from kvstore.cluster.greeting import LocalNode, check_protocol
 from kvstore.errors import (
     CapacityError,
@@ -26,7 +26,6 @@ from kvstore.errors import (
     KVStoreError,
     PageCorrupt,
     PeerUnreachable,
-    ProtocolError,
     TierUnavailable,
     TransferTimeout,
     error_from_code,
@@ -230,12 +229,12 @@ class PeerSession:
         match answer:
             case wire.Pong():
                 pass
+            case wire.Brought() if self._brings.answered(answer):
+                pass
             case wire.SpaceOpened() if answer.id in self._opening:
                 self._opened_space(answer, now_ns)
             case wire.Lent() if answer.id in self._leasing or answer.id in self._late:
                 self._lent(answer, now_ns)
-            case wire.Brought() if self._brings.answered(answer):
-                pass
             case wire.Failure():
                 self._failed(answer)
             case _:
@@ -247,8 +246,7 @@ class PeerSession:
             over = fetch.stage is _Stage.UNSETTLED or fetch.job.job not in self._fetches
             if not over and now_ns >= fetch.job.deadline_ns:
                 self._overdue(fetch)  # may close the connection, which ends others
-        self._brings.advance(now_ns)
-        if self._brings.too_many_unanswered:
+        if not self._brings.advance(now_ns):
             self._close("silent", "too many requests were not answered in time")
         if not self._connected:
             return
@@ -262,12 +260,11 @@ class PeerSession:
 
     def next_deadline_ns(self) -> int:
         """When :meth:`advance` must be called next; 0 = no deadline."""
-        deadlines = [
+        deadlines = self._brings.deadlines() + [
             one.job.deadline_ns
             for one in self._fetches.values()
             if one.stage is not _Stage.UNSETTLED
         ]
-        deadlines += self._brings.deadlines()
         if self._connected:
             limit_ns = SILENT_NS if self.up else HELLO_NS
             asked, heard = self._asked_ns, self._heard_ns
@@ -294,22 +291,8 @@ class PeerSession:
 
     def bring(self, job: PeerBring, now_ns: int) -> None:
         """Ask the other node to bring pages from here; ends at once if it cannot be asked."""
-        refusal: KVStoreError | None = None
-        if not self.up:
-            refusal = self._unreachable()
-        elif self._minor < wire.COPIES_MINOR:
-            spoken = f"{wire.PROTOCOL_MAJOR}.{self._minor}"
-            refusal = ProtocolError(
-                f"node {self.peer} speaks protocol {spoken}: it brings no pages when it is asked to"
-            )
-        elif len(self._brings) >= BRINGS_MAX:
-            refusal = CapacityError(f"node {self.peer} brings pages for {BRINGS_MAX} requests")
-        elif now_ns >= job.deadline_ns:
-            refusal = self._timeout()
-        if refusal is not None:
-            self._brings.refuse(job, refusal)
+        if not self._brings.begin(job, now_ns, self._minor if self.up else None):
             return
-        self._brings.add(job)
         place = self._place((job.identity, job.shard))
         if place.numbers is not None:
             self.effects.append(Send(self._brings.ask(job, place.numbers, now_ns)))

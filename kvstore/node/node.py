@@ -19,18 +19,17 @@ from typing import Any, Final, TypeVar
 
 from kvstore import wire
 from kvstore.errors import InvalidArgument, KVStoreError, ProtocolError
-from kvstore.node.copies import CopyRequests, tell_copies
+from kvstore.node.copies import CopyRequests
 from kvstore.node.hello import refuse_hello, refuse_others, session_of
 from kvstore.node.labels import free_label
-from kvstore.node.requests import ROOM, NodeLimits, Outcome, Requests, acknowledge
+from kvstore.node.patient import PATIENT, PatientRequests
+from kvstore.node.requests import ROOM, NodeLimits, Requests
 from kvstore.node.waiting import Waiter, WaitingRoom, request_bytes
 from kvstore.page import KEY_BYTES
 from kvstore.state.ask.describe import describe
-from kvstore.state.disk.jobs import Durable
 from kvstore.state.metering import Histogram
 from kvstore.state.remote.jobs import FetchEnd, Holding, PeerLimits, SpreadEnd
 from kvstore.state.remote.pages import RemotePages
-from kvstore.state.remote.spreads import Spreading
 from kvstore.state.table.pages import PageTable
 from kvstore.state.table.retirement import Retirement
 from kvstore.state.tree.actions import Abandoned, Action
@@ -43,10 +42,6 @@ WAIT_MS_MAX: Final = 60_000
 SWEEP_STEPS = 64
 """Steps in one turn of removing descendants of dropped pages."""
 _NS_PER_MS: Final = 1_000_000
-_PATIENT: Final = (
-    wire.Lookup, wire.Acquire, wire.BeginPut, wire.Persist, wire.Bring, wire.Replicate,
-)  # fmt: skip
-"""Requests that may wait for a better answer."""
 
 
 class Node:
@@ -101,9 +96,9 @@ class Node:
             wire.Lookup: meter.lookup, wire.Acquire: meter.acquire,
         }  # fmt: skip
         self._requests = asked = Requests(self.pages, limits, boot)
-        self._copies = CopyRequests(self.pages, asked)
+        self._patient = PatientRequests(asked, CopyRequests(self.pages, asked))
         self._handlers: dict[type, Callable[[Process, Any, int], wire.Answer | None]] = {
-            **dict.fromkeys(_PATIENT, self._answer_or_wait),
+            **dict.fromkeys(PATIENT, self._answer_or_wait),
             wire.OpenSpace: lambda process, request, _: asked.open_space(process, request),
             wire.Release: lambda process, request, _: asked.release(process, request),
             wire.CommitPut: asked.commit_put,
@@ -338,7 +333,7 @@ class Node:
         if not 0 <= request.wait_ms <= WAIT_MS_MAX:
             raise InvalidArgument("wait_ms", f"{request.wait_ms} is outside 0..{WAIT_MS_MAX}")
         waits = request.wait_ms > 0 and self._may_wait(process, request)
-        answer, awaited = self._ask(process, request, now_ns, waits=waits)
+        answer, awaited = self._patient.ask(process, request, now_ns, waits=waits)
         if awaited is None or not waits:
             self._requests.count_found(process, request, answer)
             return answer
@@ -348,22 +343,6 @@ class Node:
             Waiter(process.connection, token, request, size, now_ns, deadline_ns, awaited)
         )
         return None
-
-    def _ask(self, process: Process, request: Any, now_ns: int, *, waits: bool) -> Outcome:
-        """The answer of now, and what to wait for to get a better one."""
-        match request:
-            case wire.Lookup():
-                return self._requests.lookup(process, request)
-            case wire.Acquire():
-                return self._requests.acquire(process, request, now_ns, waits=waits)
-            case wire.BeginPut():
-                return self._requests.begin_put(process, request)
-            case wire.Bring():
-                return self._copies.bring(process, request, waits=waits)
-            case wire.Replicate():
-                return self._copies.replicate(process, request, waits=waits)
-            case _:
-                return self._requests.persist(process, request, waits=waits)
 
     def _may_wait(self, process: Process, request: Any) -> bool:
         """Whether the limits of its session and of the node allow one more waiting request."""
@@ -375,24 +354,9 @@ class Node:
         answer: wire.Answer | None
         awaited: Hashable = None
         try:
-            if isinstance(request, wire.Acquire):
-                waits = now_ns < waiter.deadline_ns
-                answer, awaited = self._requests.acquire_again(
-                    process, request, now_ns, waiter.awaited, waits=waits
-                )
-            elif isinstance(request, wire.Lookup):
-                answer, awaited = self._requests.lookup(process, request, waiter.awaited)
-            elif isinstance(request, wire.Bring):
-                assert isinstance(waiter.awaited, Fetch)
-                answer, awaited = self._copies.bring_again(
-                    process, request, waiter.awaited, waits=now_ns < waiter.deadline_ns
-                )
-            elif isinstance(waiter.awaited, Durable):
-                answer = acknowledge(request, waiter.awaited)
-            elif isinstance(waiter.awaited, Spreading):
-                answer = tell_copies(request, waiter.awaited)
-            else:
-                answer, awaited = self._ask(process, request, now_ns, waits=True)
+            answer, awaited = self._patient.ask_again(
+                process, request, now_ns, waiter.awaited, waits=now_ns < waiter.deadline_ns
+            )
         except KVStoreError as error:
             answer = self._refuse(request, error)
         if awaited is not None and now_ns < waiter.deadline_ns:
