@@ -32,8 +32,10 @@ test: lint
 test-compiled: $(VENV)/.ready
 	@$(BIN)/python -m tests.compiled
 
-# Several nodes as real processes: about two minutes.
+# Several nodes as real processes, and real servers of etcd and Redis: about three minutes. Servers
+# that are not installed are unpacked from Debian's packages outside the clone.
 test-cluster: $(VENV)/.ready
+	@-$(BIN)/python -m bench.store_programs >/dev/null
 	@$(BIN)/python -m pytest tests/cluster_processes -m "cluster and not soak" -n auto --maxprocesses 2 $(ARGS)
 
 # Real vLLM engines, in an environment of their own outside the clone, made when it is absent.

@@ -30,6 +30,7 @@ GROUPS: Final = {
     "slab": "bench.slab",
     "snapshot": "bench.snapshot",
     "ssd": "bench.ssd",
+    "stores": "bench.stores",
     "structure": "bench.structure",
     "vllm": "bench.vllm",
 }

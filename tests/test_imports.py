@@ -30,5 +30,6 @@ def test_the_node_needs_no_torch() -> None:
         "import kvstore.server.daemon, kvstore.server.admin.process, conductor.service, kvstore.cli"
     )
     assert loaded & {"torch", "vllm", "sglang"} == set()
+    assert loaded & {"aetcd", "grpc", "redis"} == set(), "only the index process has such a client"
     assert "zmq" not in loaded, "events need no libzmq: decisions/0013"
     assert "uvicorn" in loaded, "the list above means something only while the daemon needs these"

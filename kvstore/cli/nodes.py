@@ -14,6 +14,13 @@ _JOINED: Final = {
     "alone": "no other node has a session with it; it serves its own pages",
 }
 
+_MEMBER: Final = {
+    "joining": "this node has not joined yet",
+    "joined": "this node has joined",
+    "away": "away; what it said last counts",
+    "refused": "this node is refused and serves alone",
+}
+
 
 def nodes(answer: Any, console: Console) -> None:
     """This node, the index of others' pages, and a row for each other node."""
@@ -28,6 +35,8 @@ def nodes(answer: Any, console: Console) -> None:
         f" {answer['boot']}: {_JOINED[answer['joined']]}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
+    if said := _membership(answer.get("membership")):  # an older node does not say it
+        console.print(said, highlight=False, soft_wrap=True)
     if (index := answer["index"]) is not None:
         console.print(
             f"index: {index['entries']:,} of {index['entries_max']:,} pages,"
@@ -46,9 +55,23 @@ def nodes(answer: Any, console: Console) -> None:
     if rows:
         table(console, "other nodes", columns, rows)
     else:
-        console.print("cluster.nodes names no other node", style="italic", highlight=False)
+        console.print("there is no other node", style="italic", highlight=False)
     for line in _troubles(answer["nodes"]):
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def _membership(member: Any) -> str:
+    """A line about the store of the membership; empty if it is a list."""
+    if member is None or member["kind"] == "local":
+        return ""
+    field = f" ({member['field']})" if member["field"] else ""
+    why = f": {member['why']}" if member["why"] else ""
+    left_out = member["unreadable_records"]
+    return (
+        f"membership in {member['kind']}: {_MEMBER[member['state']]}{field}{why};"
+        f" changes: {_counts(member['changes']) or 'none'}"
+        + (f"; {left_out} unreadable records left out" if left_out else "")
+    )
 
 
 def _row(node: Any) -> list[object]:

@@ -9,6 +9,7 @@ from time import monotonic
 from typing import Any, Final
 
 from kvstore import wire
+from kvstore.cli.stores import store_checks
 from kvstore.cluster.greeting import LocalNode, check_protocol
 from kvstore.cluster.records import SCHEME
 from kvstore.cluster.tls import client_context, server_context
@@ -53,6 +54,10 @@ def peer_checks(config: ServerConfig | None, stats: Mapping[str, Any] | None) ->
     if client is not None and server is not None:
         yield _certificates(client, server, config.node.name)
     yield from _listeners(cluster)
+    yield from store_checks(config)
+    if cluster.membership != "local":
+        yield from (_seen(name, row) for name, row in told.items())
+        return
     others = cluster.others(config.node.name)
     if len(others) >= NODES_MAX:
         yield Check("cluster", "fail", f"{len(others) + 1} nodes", f"at most {NODES_MAX} work")

@@ -95,14 +95,22 @@ class PeersDirectory:
         found(asked.number, self._holdings(asked))
 
     def holders(
-        self, identity: SpaceIdentity, shards: Sequence[ShardSpec], key: PrefixKey
-    ) -> dict[str, list[int]]:
-        """Which nodes have one page: node → positions in ``shards`` of those that it has."""
-        found: dict[str, list[int]] = {}
+        self, identity: SpaceIdentity, shards: Sequence[ShardSpec], key: PrefixKey,
+        found: Callable[[dict[str, list[int]]], None],
+    ) -> None:  # fmt: skip
+        """Look which nodes have one page.
+
+        Args:
+            identity: its space.
+            shards: of which shards.
+            key: its key.
+            found: called once, at once: node → positions in ``shards`` of those that it has.
+        """
+        held: dict[str, list[int]] = {}
         for at, shard in enumerate(shards):
             for one in self._holdings(Locate(0, identity, (shard,), key)):
-                found.setdefault(one.peer, []).append(at)
-        return found
+                held.setdefault(one.peer, []).append(at)
+        found(held)
 
     def stats(self) -> dict[str, object]:
         """What is known of each node, and of how many pages."""

@@ -92,6 +92,13 @@ class PeerLink:
         self._session.transfer_settled(job)
         self._carry_out()
 
+    def end(self) -> None:
+        """End all fetches now; :meth:`run` must be cancelled next. Transfers may settle later."""
+        self._session.left()
+        self._carry_out()
+        self._standing.left()
+        self._abort()
+
     def stats(self) -> dict[str, Any]:
         """Whether the other node has welcomed this one, running fetches, and faults by cause."""
         session = self._session

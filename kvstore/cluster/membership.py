@@ -6,10 +6,26 @@ hit depends on it.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
-from typing import Protocol
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any, Final, Protocol
 
-from kvstore.cluster.records import NodeRecord
+import msgspec
+
+from kvstore.cluster.messages import (
+    Join,
+    Leave,
+    NodesTold,
+)
+from kvstore.cluster.records import JoinStanding, NodeRecord
+from kvstore.process.faults import printable
+from kvstore.process.logs import event
+
+log = logging.getLogger(__name__)
+
+TOLD_NODES_MAX: Final = 256
+"""Nodes of a membership that are used; as many as have sessions with one node."""
 
 
 class Membership(Protocol):
@@ -18,12 +34,11 @@ class Membership(Protocol):
     async def join(self, record: NodeRecord) -> None:
         """Be a node of the cluster from now on, in place of an earlier start of the same node.
 
+        A membership that is kept elsewhere returns before it is one; see
+        :class:`kvstore.cluster.records.JoinStanding`.
+
         Args:
             record: about this node.
-
-        Raises:
-            InvalidArgument: another live node has this name; ``field`` is ``name``.
-            PeerUnreachable: the membership is away; nothing has changed.
         """
 
     def watch(self) -> AsyncGenerator[Mapping[str, NodeRecord], None]:
@@ -37,6 +52,30 @@ class Membership(Protocol):
         """Be no node of the cluster any more; nothing happens if it is none."""
 
 
+class _Nodes:
+    """The present nodes, for any number of watchers."""
+
+    def __init__(self, present: dict[str, NodeRecord]) -> None:
+        self.present = present
+        self._changed = asyncio.Event()
+
+    def set(self, present: dict[str, NodeRecord]) -> None:
+        """These are the nodes from now on."""
+        if present != self.present:
+            self.present = present
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    async def watch(self) -> AsyncGenerator[Mapping[str, NodeRecord], None]:
+        """See :meth:`Membership.watch`."""
+        told: dict[str, NodeRecord] | None = None
+        while True:
+            while self.present == told:
+                await self._changed.wait()
+            told = self.present
+            yield told
+
+
 class LocalMembership:
     """A fixed list of nodes: all of them are always there, and only this one comes and goes."""
 
@@ -47,34 +86,122 @@ class LocalMembership:
             nodes: the other nodes: name → ``host:port`` of its peer service.
         """
         self._others = {name: NodeRecord(name=name, endpoint=at) for name, at in nodes.items()}
-        self._own: NodeRecord | None = None
-        self._changed = asyncio.Condition()
+        self._nodes = _Nodes(dict(self._others))
 
     async def join(self, record: NodeRecord) -> None:
         """See :meth:`Membership.join`; a name of the list is that of this node from now on."""
-        await self._set(record)
+        self._others.pop(record.name, None)
+        self._nodes.set({**self._others, record.name: record})
 
-    async def watch(self) -> AsyncGenerator[Mapping[str, NodeRecord], None]:
+    def watch(self) -> AsyncGenerator[Mapping[str, NodeRecord], None]:
         """See :meth:`Membership.watch`."""
-        told: dict[str, NodeRecord] | None = None
-        while True:
-            async with self._changed:
-                while (nodes := self._nodes()) == told:
-                    await self._changed.wait()
-            told = nodes
-            yield nodes
+        return self._nodes.watch()
 
     async def leave(self) -> None:
         """See :meth:`Membership.leave`."""
-        await self._set(None)
+        self._nodes.set(dict(self._others))
 
-    def _nodes(self) -> dict[str, NodeRecord]:
-        own = {self._own.name: self._own} if self._own is not None else {}
-        return self._others | own
+    def knows(self, name: str) -> bool:
+        """Whether another node of that name may be served: it is in the list."""
+        return name in self._others
 
-    async def _set(self, own: NodeRecord | None) -> None:
-        async with self._changed:
-            if own is not None:
-                self._others.pop(own.name, None)
-            self._own = own
-            self._changed.notify_all()
+    def stats(self) -> dict[str, Any]:
+        """As those of :meth:`ToldMembership.stats`: a node of the list is always one."""
+        return {
+            "kind": "local", "state": "joined", "field": "", "why": "", "changes": {},
+            "unreadable_records": 0,
+        }  # fmt: skip
+
+
+class ToldMembership:
+    """The nodes that the index process finds in a store outside of the nodes.
+
+    What was told last stays true while the store or that process is away: nodes may have come and
+    gone, which costs misses only. What is told counts only if this node is among it, so an index
+    process that has just begun, or a store that was emptied, does not take all nodes away. A node
+    that is refused is alone.
+
+    Attributes:
+        standing: of this node.
+    """
+
+    def __init__(self, kind: str, tell: Callable[[Join | Leave], None]) -> None:
+        """Not a node yet.
+
+        Args:
+            kind: of the store, for operators.
+            tell: tells the index process; what is told while it is away is lost.
+        """
+        self.standing = JoinStanding()
+        self._kind = kind
+        self._tell = tell
+        self._own: NodeRecord | None = None
+        self._nodes = _Nodes({})
+        self._changes: Counter[str] = Counter()
+
+    async def join(self, record: NodeRecord) -> None:
+        """See :meth:`Membership.join`; returns before it is a node."""
+        self._own = record
+        self._tell(Join(record))
+
+    def watch(self) -> AsyncGenerator[Mapping[str, NodeRecord], None]:
+        """See :meth:`Membership.watch`."""
+        return self._nodes.watch()
+
+    async def leave(self) -> None:
+        """See :meth:`Membership.leave`."""
+        own, self._own = self._own, None
+        if own is not None:
+            self._tell(Leave())
+            self._nodes.set({n: one for n, one in self._nodes.present.items() if n != own.name})
+
+    def began(self) -> None:
+        """The index process has started, and knows nothing yet."""
+        self._stand(JoinStanding(why="the index process has started"))
+        if self._own is not None:
+            self._tell(Join(self._own))
+
+    def heard(self, told: NodesTold) -> None:
+        """The index process has told something."""
+        self._stand(told.standing)
+        own = self._own
+        if own is None:
+            return
+        if told.standing.state == "refused":
+            self._nodes.set({})
+        elif told.standing.state == "joined" and self._is_own(told.nodes.get(own.name)):
+            others = sorted(name for name in told.nodes if name != own.name)
+            used = [*others[: TOLD_NODES_MAX - 1], own.name]
+            self._nodes.set({name: told.nodes[name] for name in used})
+
+    def knows(self, name: str) -> bool:  # noqa: ARG002
+        """Whether another node of that name may be served.
+
+        Any may: it can be in the store before it is heard of here, and whoever has no certificate
+        of the cluster does not get as far.
+        """
+        return True
+
+    def stats(self) -> dict[str, Any]:
+        """The standing of this node, its changes by state, and records that were left out."""
+        standing = self.standing
+        return {
+            "kind": self._kind, "state": standing.state, "field": standing.field,
+            "why": standing.why, "changes": dict(self._changes),
+            "unreadable_records": standing.unreadable,
+        }  # fmt: skip
+
+    def _is_own(self, record: NodeRecord | None) -> bool:
+        assert self._own is not None
+        return record is not None and record.boot == self._own.boot
+
+    def _stand(self, standing: JoinStanding) -> None:
+        before = self.standing
+        self.standing = msgspec.structs.replace(standing, why=printable(standing.why))
+        if (standing.state, standing.field) == (before.state, before.field):
+            return
+        self._changes[standing.state] += 1
+        level = logging.INFO if standing.state in ("joined", "joining") else logging.WARNING
+        known = {"field": standing.field, "why": self.standing.why}
+        event(log, level, f"membership {standing.state}", store=self._kind,
+              **{name: text for name, text in known.items() if text})  # fmt: skip

@@ -218,6 +218,13 @@ class PeerSession:
             if fetch.stage in (_Stage.OPENING, _Stage.LEASING):
                 self._end(fetch, self._unreachable())
 
+    def left(self) -> None:
+        """The other node is none of the cluster any more: all fetches end now."""
+        for fetch in list(self._fetches.values()):
+            if fetch.stage is _Stage.READING:
+                self._cancel(fetch, self._unreachable())
+        self.closed()
+
     def received(self, answer: wire.Answer, now_ns: int) -> None:
         """An answer has come."""
         if not self._connected:
@@ -434,15 +441,19 @@ class PeerSession:
 
     def _overdue(self, fetch: _Fetch) -> None:
         if fetch.stage is _Stage.READING:
-            self.effects.append(CancelTransfer(fetch.job.job))
-            self._release(fetch)
-            self._end(fetch, self._timeout(), settled=False)
+            self._cancel(fetch, self._timeout())
             return
         if self._leasing.pop(fetch.request, None) is not None:
             self._late[fetch.request] = fetch.lease
         self._end(fetch, self._timeout())
         if len(self._late) > LATE_MAX:
             self._close("silent", f"{LATE_MAX} leases were not answered in time")
+
+    def _cancel(self, fetch: _Fetch, error: KVStoreError) -> None:
+        """End a fetch whose transfer is under way."""
+        self.effects.append(CancelTransfer(fetch.job.job))
+        self._release(fetch)
+        self._end(fetch, error, settled=False)
 
     def _report(self, fetch: _Fetch, lent: wire.Lent, at: int) -> None:
         """Tell the owner of a page that it came with wrong bytes."""

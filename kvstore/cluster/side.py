@@ -3,7 +3,8 @@
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from functools import partial
 from time import monotonic_ns
 from typing import Any, Final, Protocol
@@ -15,6 +16,7 @@ from kvstore.cluster.bringing import BringEnded
 from kvstore.cluster.copier import Copier
 from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.links import PeerLink
+from kvstore.cluster.membership import Membership
 from kvstore.cluster.session import (
     CancelTransfer,
     CarriedOut,
@@ -102,6 +104,9 @@ class FetchLink(Protocol):
     def transfer_settled(self, job: int) -> None:
         """A transfer that had ended before does not write any more."""
 
+    def end(self) -> None:
+        """End all fetches now, and the connection for good; transfers may settle later."""
+
     def stats(self) -> dict[str, Any]:
         """State and counts, as plain values."""
 
@@ -158,39 +163,56 @@ class Peers:
         #: Fetches of these whose transfer waits for memory.
         self._without_memory: set[int] = set()
         self._completions: deque[Callable[[], None]] = deque()
+        #: Nodes that are draining: they are asked for pages, but not to keep more.
+        self._leaving: set[str] = set()
         self.copier = Copier(self._bring, self._up, self._time.now_ns)
 
     async def run(
-        self, local: LocalNode, places: Mapping[str, str], tls: ssl.SSLContext | None
+        self, local: LocalNode, membership: Membership, tls: ssl.SSLContext | None
     ) -> None:
-        """Keep sessions with other nodes until cancelled.
+        """Keep sessions with the other nodes of a membership until cancelled.
 
         Args:
             local: this node.
-            places: name and ``host:port`` of each other node.
+            membership: who the others are.
             tls: this node's certificate, and the authority of its peers; None = plain TCP.
         """
         loop = asyncio.get_running_loop()
-        names = list(self._transports)
-        links: list[PeerLink] = []
-        for peer, place in places.items():
-            session = PeerSession(peer, local, names, place)
-            links.append(PeerLink(session, place, tls, self.carry))
-            self.add(peer, links[-1])
         for transport in self._transports.values():
             loop.add_reader(transport.fileno(), self.poll, transport)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for link in links:
-                    tasks.create_task(link.run())
-                await loop.create_future()  # without links, others may still read here
+            async with asyncio.TaskGroup() as tasks, aclosing(membership.watch()) as changes:
+                links: dict[str, tuple[str, asyncio.Task[None]]] = {}
+                async for nodes in changes:
+                    self._leaving = {name for name, at in nodes.items() if at.state == "draining"}
+                    places = {name: one.endpoint for name, one in nodes.items()}
+                    places.pop(local.name, None)
+                    for peer, (place, task) in list(links.items()):
+                        if places.get(peer) != place:
+                            del links[peer]
+                            self.remove(peer)
+                            task.cancel()
+                    for peer in places.keys() - links.keys():
+                        link = self._link(peer, places[peer], local, tls)
+                        self.add(peer, link)
+                        links[peer] = places[peer], tasks.create_task(link.run())
         finally:
             for transport in self._transports.values():
                 loop.remove_reader(transport.fileno())
 
+    def _link(
+        self, peer: str, place: str, local: LocalNode, tls: ssl.SSLContext | None
+    ) -> PeerLink:
+        session = PeerSession(peer, local, list(self._transports), place)
+        return PeerLink(session, place, tls, self.carry)
+
     def add(self, peer: str, link: FetchLink) -> None:
         """Fetches from this node go over this link from now on."""
         self._links[peer] = link
+
+    def remove(self, peer: str) -> None:
+        """This is no node of the cluster any more, or not there: fetches from it end now."""
+        self._links.pop(peer).end()
 
     def flush(self) -> None:
         """Start the node's jobs; never blocks, and completes none of them at once."""
@@ -321,7 +343,7 @@ class Peers:
             link.bring(job)
 
     def _up(self) -> list[str]:
-        return [name for name, link in self._links.items() if link.up]
+        return [n for n, link in self._links.items() if link.up and n not in self._leaving]
 
     def _spread(self, end: SpreadEnd) -> None:
         self._complete(partial(self._desk.peer_spread, end))

@@ -59,6 +59,11 @@ class Standing:
         event(log, logging.INFO, "node up", peer=self._peer, at=self._place, boot=boot.hex(),
               transport=transport or "none in common")  # fmt: skip
 
+    def left(self) -> None:
+        """The other node is none of the cluster any more, or is at another address."""
+        self.up = False
+        event(log, logging.INFO, "node left", peer=self._peer, at=self._place)
+
     def failed(self, cause: str, why: str, field: str = "") -> None:
         """The session has ended, or could not begin.
 

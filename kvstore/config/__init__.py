@@ -23,6 +23,7 @@ from kvstore.config.constraints import allowed
 from kvstore.config.machine import Needs
 from kvstore.config.section import NodeName, Section
 from kvstore.config.sizes import exact, size_of
+from kvstore.config.stores import StoreConfig
 from kvstore.errors import ConfigError, reason
 
 log = logging.getLogger(__name__)
@@ -274,11 +275,20 @@ class ServerConfig(Section, frozen=True):
     http: HttpConfig = HttpConfig()
     events: EventsConfig = EventsConfig()
     cluster: ClusterConfig = ClusterConfig()
+    etcd: StoreConfig = StoreConfig()
+    redis: StoreConfig = StoreConfig()
     admin: AdminConfig = AdminConfig()
     debug: DebugConfig = DebugConfig()
 
     def __post_init__(self) -> None:
-        """Refuse more nodes than one can follow."""
+        """Refuse more nodes than one can follow, and a store that is used but is nowhere."""
+        for section in ("etcd", "redis"):
+            store: StoreConfig = getattr(self, section)
+            if why := store.refusal(section):
+                raise ValueError(why)
+            user = self.cluster.stores.get(section)
+            if user and not store.endpoints:
+                raise ValueError(f"{user} needs {section}.endpoints, the addresses of its servers")
         others = list(self.cluster.others(self.node.name))
         if len(others) >= NODES_MAX:
             raise ValueError(

@@ -1,15 +1,15 @@
 """The settings of a node that is one of several."""
 
 import re
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 
-from kvstore.config.addresses import Address, is_loopback, read_address
+from kvstore.config.addresses import Address, is_loopback, is_wildcard, read_address
 from kvstore.config.section import NAME_WORDS, Section
 
 NODES_MAX: Final = 16
-"""Nodes of a cluster, this one included: each follows the events of all others."""
+"""Nodes of a cluster with the directory ``peers``, this one included: each follows all others."""
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _FILES: Final = ("certificate", "key", "authority")
 
@@ -22,8 +22,15 @@ class ClusterConfig(Section, frozen=True):
         listen: ``host:port`` at which other nodes ask for pages and follow this node's events;
             beyond loopback it needs certificates.
         transfer_listen: ``host:port`` at which other nodes read the bytes of pages; likewise.
-        nodes: all nodes of the cluster, 16 at most: entries ``NODE=host:port``, the ``node.name``
-            of each and its ``cluster.listen`` as seen from here. This node may be among them.
+        advertise: ``host:port`` of ``listen`` as other nodes reach it; empty = ``listen``. Port 0 =
+            that of ``listen``.
+        membership: where the nodes of the cluster are known: ``local`` = in ``nodes``, ``etcd`` =
+            in the etcd of section ``etcd``, ``redis`` = in the Redis of section ``redis``.
+        directory: how a node knows which pages the others have: ``peers`` = it follows the events
+            of each, 15 at most, ``redis`` = all write it into the Redis of section ``redis``.
+        nodes: with the membership ``local``, all nodes of the cluster, 16 at most: entries
+            ``NODE=host:port``, the ``node.name`` of each and its ``cluster.listen`` as seen from
+            here. This node may be among them.
         certificate: PEM file with this node's certificate; empty = no TLS. Whoever has a
             certificate of the authority can read every tenant's pages.
         key: PEM file with its private key, not encrypted.
@@ -43,6 +50,9 @@ class ClusterConfig(Section, frozen=True):
     ] = ""
     listen: str = "127.0.0.1:7400"
     transfer_listen: str = "127.0.0.1:7401"
+    advertise: str = ""
+    membership: Literal["local", "etcd", "redis"] = "local"
+    directory: Literal["peers", "redis"] = "peers"
     nodes: tuple[str, ...] = ()
     certificate: str = ""
     key: str = ""
@@ -55,6 +65,12 @@ class ClusterConfig(Section, frozen=True):
         read_nodes(self.nodes)
         if self.nodes and not self.name:
             raise ValueError("cluster.nodes needs cluster.name: an empty one means no cluster")
+        if self.nodes and self.membership != "local":
+            raise ValueError(
+                f"cluster.nodes={','.join(self.nodes)} is not used with"
+                f" cluster.membership={self.membership}: leave one of the two out"
+            )
+        self._check_advertise()
         missing = [field for field in _FILES if not getattr(self, field)]
         if missing and len(missing) < len(_FILES):
             given = next(field for field in _FILES if field not in missing)
@@ -72,6 +88,41 @@ class ClusterConfig(Section, frozen=True):
                     f"cluster.{field}={text} is not loopback, so cluster.certificate, cluster.key"
                     " and cluster.authority are needed"
                 )
+
+    def _check_advertise(self) -> None:
+        """Refuse an address to which other nodes cannot connect."""
+        if self.advertise:
+            try:
+                address = read_address(self.advertise)
+            except ValueError as error:
+                raise ValueError(f"cluster.advertise={self.advertise}: {error}") from error
+            if is_wildcard(address.host):
+                raise ValueError(
+                    f"cluster.advertise={self.advertise} stands for all addresses: name the one"
+                    " that other nodes reach"
+                )
+            return
+        try:
+            host = read_address(self.listen).host
+        except ValueError:
+            return  # said below
+        for field in ("membership", "directory"):
+            where = getattr(self, field)
+            if self.name and where not in ("local", "peers") and is_wildcard(host):
+                raise ValueError(
+                    f"cluster.{field}={where} needs cluster.advertise, because"
+                    f" cluster.listen={self.listen} stands for all addresses"
+                )
+
+    @property
+    def stores(self) -> dict[Literal["etcd", "redis"], str]:
+        """Which sections this one needs: ``etcd`` or ``redis`` → the setting that says so."""
+        needed: dict[Literal["etcd", "redis"], str] = {}
+        if self.name and self.directory != "peers":
+            needed[self.directory] = f"cluster.directory={self.directory}"
+        if self.name and self.membership != "local":
+            needed[self.membership] = f"cluster.membership={self.membership}"
+        return needed
 
     @property
     def has_certificates(self) -> bool:

@@ -11,11 +11,13 @@ import secrets
 import signal
 import socket
 import sys
-from typing import Final
+from collections.abc import Callable
+from functools import partial
+from typing import Final, Protocol
 
 import uvloop
 
-from kvstore.index.control import StartIndex
+from kvstore.index.control import Aside, StartIndex
 from kvstore.index.framing import framed, next_command
 from kvstore.index.memory import TableMemory
 from kvstore.index.reading import UnreadableError
@@ -23,9 +25,31 @@ from kvstore.index.service import IndexService
 from kvstore.process.collector import spare_the_old
 
 _REPORT_S: Final = 0.25
+_UNREAD_BYTES_MAX: Final = 16 << 20
+"""Whoever has left so much unread will not read any more."""
 
 
-async def _serve(memory: int, control: socket.socket) -> None:
+class Companion(Protocol):
+    """Does something else in the same process, and the same event loop."""
+
+    async def run(self, tell: Callable[[bytes], None]) -> None:
+        """Run until cancelled, which must be over within a second.
+
+        Args:
+            tell: sends an aside to whoever started the process; never blocks.
+        """
+        ...
+
+    def hear(self, body: bytes) -> None:
+        """An aside has come.
+
+        Raises:
+            UnreadableError: it is not for this companion; the process ends.
+        """
+        ...
+
+
+async def _serve(memory: int, control: socket.socket, companion: Companion | None) -> None:
     reader, writer = await asyncio.open_connection(sock=control)
     try:
         begin = await next_command(reader)
@@ -44,12 +68,42 @@ async def _serve(memory: int, control: socket.socket) -> None:
 
     async with asyncio.TaskGroup() as tasks:
         background = [tasks.create_task(service.run()), tasks.create_task(report())]
+        if companion is not None:
+            background.append(tasks.create_task(companion.run(partial(_tell, writer))))
         try:
             while True:
-                service.obey(await next_command(reader))
+                command = await next_command(reader)
+                if not isinstance(command, Aside):
+                    service.obey(command)
+                elif companion is not None:
+                    companion.hear(command.body)
         except (OSError, EOFError, UnreadableError):
             for task in background:
                 task.cancel()
+
+
+def _tell(writer: asyncio.StreamWriter, body: bytes) -> None:
+    """Send an aside; whoever does not read any more is left."""
+    if writer.transport.is_closing():  # the end is seen by the reader
+        return
+    if writer.transport.get_write_buffer_size() > _UNREAD_BYTES_MAX:
+        writer.transport.abort()
+    else:
+        writer.write(framed(Aside(body)))
+
+
+def serve(memory: int, control: int, companion: Companion | None = None) -> None:
+    """Serve as the index process until the socket is closed.
+
+    Args:
+        memory: descriptor of the table's memory.
+        control: descriptor of the socket.
+        companion: what this process does besides; it is cancelled at the end.
+    """
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    spare_the_old()
+    uvloop.run(_serve(memory, socket.socket(fileno=control), companion))
 
 
 def main() -> int:
@@ -58,11 +112,8 @@ def main() -> int:
     Returns:
         Exit status.
     """
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    spare_the_old()
     memory, control = (int(argument) for argument in sys.argv[1:])
-    uvloop.run(_serve(memory, socket.socket(fileno=control)))
+    serve(memory, control)
     return 0
 
 

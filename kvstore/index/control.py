@@ -98,7 +98,13 @@ class Expect(msgspec.Struct, frozen=True, tag="expect"):
     until_ns: int
 
 
-Command = StartIndex | Follow | Unfollow | Expect
+class Aside(msgspec.Struct, frozen=True, tag="aside"):
+    """A message that is not about the index, in either direction: it is passed on unread."""
+
+    body: bytes
+
+
+Command = StartIndex | Follow | Unfollow | Expect | Aside
 
 
 class FollowedWorker(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,3 +179,6 @@ class IndexReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     expected: int = 0
     resident_bytes: int = 0
     workers: list[FollowedWorker] = []
+
+
+Report = IndexReport | Aside

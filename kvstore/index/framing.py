@@ -9,18 +9,18 @@ from typing import Final
 
 import msgspec
 
-from kvstore.index.control import Command, IndexReport
+from kvstore.index.control import Command, Report
 from kvstore.index.reading import read
 
 MESSAGE_BYTES_MAX: Final = 64 << 20
 """A report about 1,024 workers has less than one MiB; an expected prompt 8 bytes a block."""
 _LENGTH_BYTES: Final = 4
 _COMMANDS: Final[msgspec.msgpack.Decoder[Command]] = msgspec.msgpack.Decoder(Command)
-_REPORTS: Final = msgspec.msgpack.Decoder(IndexReport)
+_REPORTS: Final[msgspec.msgpack.Decoder[Report]] = msgspec.msgpack.Decoder(Report)
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
-def framed(message: Command | IndexReport) -> bytes:
+def framed(message: Command | Report) -> bytes:
     """One message with its length."""
     body = _ENCODER.encode(message)
     return len(body).to_bytes(_LENGTH_BYTES, "little") + body
@@ -36,7 +36,7 @@ async def next_command(reader: asyncio.StreamReader) -> Command:
     return read(_COMMANDS.decode, await _body(reader))
 
 
-async def next_report(reader: asyncio.StreamReader) -> IndexReport:
+async def next_report(reader: asyncio.StreamReader) -> Report:
     """Wait for the next report; raises the same as :func:`next_command`."""
     return read(_REPORTS.decode, await _body(reader))
 

@@ -1,9 +1,9 @@
 """The index in a process of its own: how it is started, watched and restarted.
 
 The process that needs an index makes the memory of its table and a socket pair, and starts
-``python -m kvstore.index.child`` with both. It reads the table itself, without asking. The index
-process ends when the socket pair does, so it never outlives whoever started it; its memory has no
-name, so nothing stays behind.
+``python -m kvstore.index.child`` with both, or a program that does more besides. It reads the table
+itself, without asking. The index process ends when the socket pair does, so it never outlives
+whoever started it; its memory has no name, so nothing stays behind.
 
 If the process ends, or shows no sign of life for :data:`HUNG_S`, another one is started with an
 empty table and follows the same sources. The old table is read for :data:`STALE_S` more, or until
@@ -16,15 +16,17 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from kvstore.index.control import (
+    Aside,
     Command,
     Expect,
     Follow,
     IndexReport,
     IndexSettings,
+    Report,
     Source,
     StartIndex,
     Unfollow,
@@ -61,15 +63,22 @@ class IndexProcess:
     Attributes:
         restarts: how often the process was started again.
         faults: ends of the process, and expectations that were left out.
+        began: called after each start of the process, before it has said anything.
+        heard: called with the body of each aside of the process; what it cannot read
+            (:class:`UnreadableError`) ends the process.
     """
 
-    def __init__(self, settings: IndexSettings) -> None:
+    def __init__(self, settings: IndexSettings, program: str = "kvstore.index.child") -> None:
         """Start nothing yet; see :meth:`run`.
 
         Args:
             settings: settings of the index.
+            program: the module that the process runs.
         """
         self.restarts = 0
+        self.began: Callable[[], None] = lambda: None
+        self.heard: Callable[[bytes], None] = lambda _: None
+        self._program = program
         self._report = IndexReport(entries_max=settings.entries_max)
         self.faults = Faults(_log, "the index process")
         self._settings = settings
@@ -118,6 +127,10 @@ class IndexProcess:
         else:
             life.send(expected)
 
+    def aside(self, body: bytes) -> None:
+        """Tell the process something that is not about the index; nothing if it has ended."""
+        self._send(Aside(body))
+
     def _send(self, command: Command) -> None:
         if self._life is not None:
             self._life.send(command)
@@ -147,12 +160,17 @@ class IndexProcess:
             EOFError: it has ended.
             UnreadableError: it said something else than a report.
         """
-        life = await _Life.start(self._settings, self._sources.values())
+        life = await _Life.start(self._program, self._settings, self._sources.values())
         self._life = life
         try:
+            self.began()
             while True:
                 async with asyncio.timeout(HUNG_S if life.begun else _START_S):
-                    self._report = await life.next_report()
+                    report = await life.next_report()
+                if isinstance(report, Aside):
+                    self.heard(report.body)
+                    continue
+                self._report = report
                 life.begun = True
                 self._to_catch_up -= {one.worker for one in self._report.workers if one.current}
         except TimeoutError:
@@ -200,7 +218,9 @@ class _Life:
         self._reader, self._writer = streams
 
     @classmethod
-    async def start(cls, settings: IndexSettings, sources: Iterable[Source]) -> "_Life":
+    async def start(
+        cls, program: str, settings: IndexSettings, sources: Iterable[Source]
+    ) -> "_Life":
         """Start a process that follows these sources.
 
         Raises:
@@ -210,7 +230,7 @@ class _Life:
         ours, theirs = socket.socketpair()
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "kvstore.index.child", str(memory.fd), str(theirs.fileno()),
+                sys.executable, "-m", program, str(memory.fd), str(theirs.fileno()),
                 pass_fds=(memory.fd, theirs.fileno()), stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
@@ -237,7 +257,7 @@ class _Life:
         """Send a command; nothing if the process has ended."""
         self._writer.write(framed(command))
 
-    async def next_report(self) -> IndexReport:
+    async def next_report(self) -> Report:
         """Wait for the next report."""
         return await next_report(self._reader)
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvstore.index.audit import Auditor
 from kvstore.index.control import (
+    Aside,
     Command,
     Expect,
     Follow,
@@ -19,7 +20,7 @@ from kvstore.index.control import (
     Unfollow,
 )
 from kvstore.index.expected import Expectations
-from kvstore.index.feed import PageFeeds
+from kvstore.index.feed import PageFeeds, WorkerFeed
 from kvstore.index.followers import Follower, Followers
 from kvstore.index.memory import TableMemory
 from kvstore.index.table import IndexReader
@@ -59,8 +60,8 @@ class IndexService:
             case Expect(worker, chains, from_ns, until_ns):
                 blocks = np.frombuffer(chains, dtype="<u8")
                 self._expected.add(worker, blocks, from_ns, until_ns)
-            case StartIndex():
-                raise AssertionError("an index begins once")
+            case StartIndex() | Aside():
+                raise AssertionError(f"{type(command).__name__} is not for the index")
 
     async def run(self) -> None:
         """Follow until cancelled."""
@@ -87,7 +88,9 @@ class IndexService:
             workers=[self._reported(one, pages) for one in self._followers],
         )
 
-    def _reported(self, follower: Follower, pages: dict[str, dict[str, int]]) -> FollowedWorker:
+    def _reported(
+        self, follower: Follower[WorkerFeed], pages: dict[str, dict[str, int]]
+    ) -> FollowedWorker:
         feed, sequence, worker = follower.feed, follower.sequence, follower.source.worker
         audit = self._auditor.last(worker)
         return FollowedWorker(

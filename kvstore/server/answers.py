@@ -8,6 +8,7 @@ from kvstore.page import Layout
 
 Value = int | float | bool | str | None
 Joined = Literal["off", "alone", "partly", "joined"]
+Member = Literal["off", "local", "joining", "joined", "away", "refused"]
 
 
 class Answer(Struct, frozen=True, kw_only=True, gc=False):
@@ -40,13 +41,16 @@ class Readiness(Answer, frozen=True):
     ``withheld_bytes``: memory that clients of the previous run still map. ``ssd``: ``off``,
     ``ready`` or ``degraded``. ``unwatched_processes``: engine processes whose exit the node cannot
     detect. ``cluster``: ``off``, ``joined`` = it has sessions with all other nodes, ``partly`` =
-    with some, ``alone`` = with none; it serves its own pages in any case.
+    with some, ``alone`` = with none; it serves its own pages in any case. ``membership``: ``off``,
+    ``local`` = a list in its configuration; else whether it is one of the nodes that etcd or Redis
+    knows: ``joining`` = not yet, ``joined``, ``away`` = the store does not answer, ``refused``.
     """
 
     withheld_bytes: int
     ssd: str
     unwatched_processes: int
     cluster: Joined
+    membership: Member
     status: Literal["ready"] = "ready"
 
 

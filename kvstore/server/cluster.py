@@ -6,19 +6,24 @@ whether another node can be reached or not.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from kvstore.cluster.asked import AskedDirectory
+from kvstore.cluster.configured import check_stores, store_servers
 from kvstore.cluster.copier import Copier
 from kvstore.cluster.directory import PeersDirectory, index_settings
 from kvstore.cluster.greeting import LocalNode
-from kvstore.cluster.membership import LocalMembership
-from kvstore.cluster.records import SCHEME, NodeRecord
+from kvstore.cluster.membership import LocalMembership, ToldMembership
+from kvstore.cluster.messages import ChildSettings, DirectorySettings, StorePlace
+from kvstore.cluster.records import SCHEME, NodeRecord, NodeState
 from kvstore.cluster.serving import EventTunnels
 from kvstore.cluster.side import Peers
+from kvstore.cluster.talk import ChildTalk
 from kvstore.cluster.tls import certificate_files, client_context, server_context
 from kvstore.config import ServerConfig
+from kvstore.config.addresses import Address, read_address
 from kvstore.errors import ConfigError, InvalidArgument
 from kvstore.index.credentials import PeerCredentials
 from kvstore.index.process import IndexProcess
@@ -26,7 +31,7 @@ from kvstore.node.desk import Desk
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.process.logs import event
 from kvstore.server.loans import Loans
-from kvstore.server.peers import PeerService
+from kvstore.server.peers import PeerService, told_endpoint
 from kvstore.server.publish import Publication
 from kvstore.state.remote.jobs import PeerJob, PeerLimits
 from kvstore.tier.host import HostMemory
@@ -68,7 +73,7 @@ class ClusterSide:
     Attributes:
         peers: the desk's peer side.
         service: the peer service.
-        state: ``serving`` or ``draining``.
+        state: ``up`` or ``draining``, as other nodes are told.
     """
 
     def __init__(
@@ -76,20 +81,21 @@ class ClusterSide:
     ) -> None:
         """Listen for bytes of pages; see :meth:`start`."""
         cluster, node = config.cluster, desk.node
-        self.state = "serving"
+        self.state: NodeState = "up"
+        self._state_changed = asyncio.Event()
         assert cluster.name
-        self._places = {name: str(at) for name, at in cluster.others(node.name).items()}
+        check_stores(config)
         self._local = LocalNode(cluster.name, node.name, node.boot, SCHEME)
         self._client = client_context(cluster)
         server = server_context(cluster)
         credentials = PeerCredentials(
             cluster.name, node.name, SCHEME, certificate_files(cluster)
         )  # fmt: skip
-        self._membership = LocalMembership(self._places)
-        self._directory = PeersDirectory(
-            IndexProcess(index_settings(cluster.index_pages_max)), self._membership, credentials
-        )
+        self._config = config
+        self._credentials = credentials
+        self._membership, self._directory = self._members()
         self._tunnels = EventTunnels(publication)
+        self._advertise = cluster.advertise
         self._desk = desk
         self._limits = PeerLimits(cluster.in_flight_bytes_max)
         try:
@@ -101,7 +107,7 @@ class ClusterSide:
             raise ConfigError(f"cluster.{error}") from error
         self._loans = Loans(memory, [self._transport])
         self.service = PeerService(
-            cluster.listen, self._local, self._places.__contains__, desk, self._loans,
+            cluster.listen, self._local, self._membership.knows, desk, self._loans,
             self._tunnels.serve_events, server,
         )  # fmt: skip
         self.peers = Peers(
@@ -121,19 +127,72 @@ class ClusterSide:
 
     async def run(self) -> None:
         """Serve the other nodes, and keep sessions with them, until cancelled."""
-        own = NodeRecord(
-            name=self._local.name, boot=self._local.boot, endpoint=self.service.endpoint
-        )
-        await self._membership.join(own)
+        await self._membership.join(self._record())
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.service.serve(), name="peer service")
+                tasks.create_task(self._tell_state(), name="state")
                 tasks.create_task(self._directory.run(), name="directory of peers")
                 tasks.create_task(
-                    self.peers.run(self._local, self._places, self._client), name="sessions"
+                    self.peers.run(self._local, self._membership, self._client), name="sessions"
                 )
         finally:
             await self._membership.leave()
+
+    async def _tell_state(self) -> None:
+        """Replace this node's record whenever its state has changed."""
+        while True:
+            await self._state_changed.wait()
+            self._state_changed.clear()
+            await self._membership.join(self._record())
+
+    def _record(self) -> NodeRecord:
+        """This node, as others reach it."""
+        listening = self.service.endpoint
+        endpoint = read_address(self._advertise or listening)
+        if not endpoint.port:
+            endpoint = Address(endpoint.host, read_address(listening).port)
+        return NodeRecord(
+            name=self._local.name, boot=self._local.boot, endpoint=str(endpoint),
+            transports={one.name: told_endpoint(one.endpoint) for one in (self._transport,)},
+            state=self.state,
+        )  # fmt: skip
+
+    def _members(
+        self,
+    ) -> tuple[LocalMembership | ToldMembership, PeersDirectory | AskedDirectory]:
+        """Membership and directory, and the index process that they use."""
+        config, cluster, shown = self._config, self._config.cluster, self._credentials
+        settings = index_settings(cluster.index_pages_max)
+        index = IndexProcess(
+            settings, "kvstore.cluster.child" if cluster.stores else "kvstore.index.child"
+        )
+        talk = ChildTalk(index, self._child_settings) if cluster.stores else None
+        membership: LocalMembership | ToldMembership
+        if cluster.membership == "local" or talk is None:
+            places = {name: str(at) for name, at in cluster.others(config.node.name).items()}
+            membership = LocalMembership(places)
+        else:
+            membership = ToldMembership(cluster.membership, talk.tell)
+            talk.told_nodes(membership)
+        if cluster.directory == "peers" or talk is None:
+            return membership, PeersDirectory(index, membership, shown)
+        directory = AskedDirectory(index, membership, shown.node, talk.tell)
+        talk.told_pages(directory)
+        return membership, directory
+
+    def _child_settings(self) -> ChildSettings:
+        """What the index process needs to know; called once the node listens."""
+        config, cluster = self._config, self._config.cluster
+        place = directory = None
+        if cluster.membership != "local":
+            place = StorePlace(cluster.membership, store_servers(config, cluster.membership))
+        if cluster.directory != "peers":
+            directory = DirectorySettings(
+                servers=store_servers(config, cluster.directory), boot=self._local.boot,
+                endpoint=self._record().endpoint,
+            )  # fmt: skip
+        return ChildSettings(credentials=self._credentials, membership=place, directory=directory)
 
     def close(self) -> None:
         """End everything; nothing reads or writes the node's memory afterwards."""
@@ -142,19 +201,21 @@ class ClusterSide:
         self._transport.close()
 
     def holders(
-        self, identity: SpaceIdentity, shards: Sequence[ShardSpec], key: PrefixKey
-    ) -> dict[str, list[int]]:
+        self, identity: SpaceIdentity, shards: Sequence[ShardSpec], key: PrefixKey,
+        found: Callable[[dict[str, list[int]]], None],
+    ) -> None:  # fmt: skip
         """See :meth:`kvstore.cluster.directory.PeersDirectory.holders`."""
-        return self._directory.holders(identity, shards, key)
+        self._directory.holders(identity, shards, key, found)
 
     @property
     def copier(self) -> Copier:
         """Lets other nodes have pages of this one."""
         return self.peers.copier
 
-    def set_state(self, state: str) -> None:
-        """The node is ``serving`` or ``draining``; it serves what it is asked for in both."""
+    def set_state(self, state: NodeState) -> None:
+        """Tell the other nodes; this one serves what it is asked for in any state."""
         self.state = state
+        self._state_changed.set()
 
     def stats(self) -> dict[str, Any]:
         """What other nodes there are, what they read here and this node there; plain values."""
@@ -162,6 +223,7 @@ class ClusterSide:
             "name": self._local.cluster,
             "endpoint": self.service.endpoint,
             "state": self.state,
+            "membership": self._membership.stats(),
             "service": self.service.stats(),
             "events": self._tunnels.stats(),
             "directory": self._directory.stats(),

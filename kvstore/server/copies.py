@@ -11,6 +11,7 @@ from time import monotonic_ns
 from typing import Any, Final, NamedTuple, Protocol
 
 from kvstore.cluster.copier import Copier, CopyEnd, CopyOrder
+from kvstore.cluster.records import NodeState
 from kvstore.errors import KVStoreError
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.server import answers, operations
@@ -45,8 +46,8 @@ class CopySide(Protocol):
         """Lets other nodes have pages."""
         ...
 
-    def set_state(self, state: str) -> None:
-        """Tell other nodes ``serving`` or ``draining``."""
+    def set_state(self, state: NodeState) -> None:
+        """Tell the other nodes."""
         ...
 
 
@@ -187,7 +188,7 @@ class CopyJobs:
         finally:
             self._draining = False
             if not complete:
-                side.set_state("serving")
+                side.set_state("up")
         job.result["kept"] = max(0, job.total - job.done)
         if _is_over(job, deadline_ns):
             done.why = "cancelled" if job.cancelled else "the deadline has passed"

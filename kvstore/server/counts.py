@@ -1,7 +1,7 @@
 """Counters and measurements of a node, as answers of the admin API."""
 
 from kvstore.server.answers import Answer, WearCounts
-from kvstore.server.nodes import NodeIndex, SessionFault
+from kvstore.server.nodes import MembershipState, NodeIndex, SessionFault
 
 
 class HostSizes(Answer, frozen=True):
@@ -189,11 +189,31 @@ class FollowedPeer(Answer, frozen=True):
     faults: dict[str, int]
 
 
+class SharedDirectoryCounts(Answer, frozen=True):
+    """The directory in Redis.
+
+    ``announced``: pages, changes included. ``announcements``: how often all pages were announced.
+    ``faults``: those of the index process, by cause; of questions with ``ask_`` before it.
+    ``unanswered``: questions of this node without an answer in time, by cause.
+    """
+
+    current: bool
+    announced: int
+    waiting: int
+    announcements: int
+    asked: int
+    faults: dict[str, int]
+    why: str
+    outstanding: int
+    unanswered: dict[str, int]
+
+
 class PeerDirectoryCounts(NodeIndex, frozen=True):
     """The index of other nodes' pages; ``refused``: nodes beyond the limit of nodes."""
 
     peers: dict[str, FollowedPeer]
     refused: list[str]
+    shared: SharedDirectoryCounts | None = None
 
 
 class CopyCounts(Answer, frozen=True):
@@ -212,7 +232,7 @@ class CopyCounts(Answer, frozen=True):
 class ClusterCounts(Answer, frozen=True):
     """The side towards the other nodes of the cluster; ``GET /v1/nodes`` shows it by node.
 
-    ``state``: ``serving`` or ``draining``. ``transfers``: reads whose bytes may still arrive.
+    ``state``: ``up`` or ``draining``. ``transfers``: reads whose bytes may still arrive.
     ``transports``: counts of each.
     """
 
@@ -220,6 +240,7 @@ class ClusterCounts(Answer, frozen=True):
     endpoint: str
     state: str
     copies: CopyCounts
+    membership: MembershipState
     service: PeerServiceCounts
     events: EventTunnelCounts
     directory: PeerDirectoryCounts

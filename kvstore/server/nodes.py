@@ -77,12 +77,30 @@ class NodeIndex(Answer, frozen=True):
     restarts: int
 
 
+class MembershipState(Answer, frozen=True):
+    """Where the nodes of the cluster are known, and whether this one is among them.
+
+    ``kind``: ``local``, ``etcd`` or ``redis``. ``state``: ``joining`` = it has not been one yet,
+    ``joined``, ``away`` = the store does not answer, ``refused`` = it must not be: ``field`` says
+    what refuses it (``name``, ``scheme``, ``protocol``). ``changes``: how often it came to each
+    state. ``unreadable_records``: records of the store that describe no node.
+    """
+
+    kind: str
+    state: Literal["joining", "joined", "away", "refused"]
+    field: str
+    why: str
+    changes: dict[str, int]
+    unreadable_records: int
+
+
 class NodeList(Answer, frozen=True):
     """The nodes of the cluster.
 
     ``cluster``: its name; empty = this node is alone by its configuration. ``node``, ``boot``,
     ``endpoint``: this node. ``joined``: ``off``, ``alone`` = no session with any other node,
-    ``partly`` = with some, ``joined`` = with all. ``not_followed``: nodes beyond the limit of
+    ``partly`` = with some, ``joined`` = with all. ``membership``: None = this node is alone by its
+    configuration. ``not_followed``: nodes beyond the limit of
     nodes. ``not_admitted``: connections of other nodes that were refused, by cause.
     """
 
@@ -91,6 +109,7 @@ class NodeList(Answer, frozen=True):
     boot: str
     endpoint: str
     joined: Joined
+    membership: MembershipState | None
     nodes: list[NodeRow]
     index: NodeIndex | None
     not_followed: list[str]
@@ -106,8 +125,8 @@ def node_list(stats: Mapping[str, Any]) -> dict[str, Any]:
     node, boot, cluster = stats["node"], stats["boot"], stats["cluster"]
     if not cluster:
         return {
-            "cluster": "", "node": node, "boot": boot, "endpoint": "", "joined": "off", "nodes": [],
-            "index": None, "not_followed": [], "not_admitted": {},
+            "cluster": "", "node": node, "boot": boot, "endpoint": "", "joined": "off",
+            "membership": None, "nodes": [], "index": None, "not_followed": [], "not_admitted": {},
         }  # fmt: skip
     reads = stats["remote"]["peers"]
     directory, service = cluster["directory"], cluster["service"]
@@ -122,6 +141,7 @@ def node_list(stats: Mapping[str, Any]) -> dict[str, Any]:
         "boot": boot,
         "endpoint": cluster["endpoint"],
         "joined": _joined(sum(row["state"] == "up" for row in rows), len(rows)),
+        "membership": cluster.get("membership"),  # an older node does not say it
         "nodes": rows,
         "index": {name: directory[name] for name in NodeIndex.__struct_fields__},
         "not_followed": directory["refused"],

@@ -130,7 +130,30 @@ def node_series(cluster: Mapping[str, Any]) -> Iterator[Metric]:
     for cause, count in sorted(({"cluster": 0} | cluster["not_admitted"]).items()):
         refused.add_metric([cause], count)
     yield refused
+    yield from _membership(cluster["membership"])
     yield from _index(cluster["index"])
+
+
+def _membership(member: Mapping[str, Any]) -> Iterator[Metric]:
+    state = GaugeMetricFamily(
+        "kvstore_cluster_membership_state",
+        "1 = the state of this node by the membership; a node of a fixed list has joined.",
+        labels=["state"],
+    )
+    changes = CounterMetricFamily(
+        "kvstore_cluster_membership_changes",
+        "How often the membership has come to a state.",
+        labels=["state"],
+    )
+    for name in ("joining", "joined", "away", "refused"):
+        state.add_metric([name], float(member["state"] == name))
+        changes.add_metric([name], member["changes"].get(name, 0))
+    yield from (state, changes)
+    yield GaugeMetricFamily(
+        "kvstore_cluster_membership_unreadable_records",
+        "Records of the membership's store that describe no node, and are left out.",
+        value=member["unreadable_records"],
+    )
 
 
 def _index(index: Mapping[str, Any]) -> Iterator[Metric]:

@@ -199,7 +199,7 @@ class PeerService:
             connection, hello.node, self._desk, self._loans
         )
         local = self._local
-        transports = {one.name: _told(one.endpoint) for one in self._loans.transports}
+        transports = {one.name: told_endpoint(one.endpoint) for one in self._loans.transports}
         connection.answer(
             wire.PeerWelcome(
                 hello.id, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, local.name, local.boot,
@@ -307,7 +307,7 @@ class _Opening(asyncio.Protocol):
             self.transport.abort()
 
 
-def _told(endpoint: str) -> str:
+def told_endpoint(endpoint: str) -> str:
     """An endpoint as other nodes are told it: without a host that stands for all addresses."""
     host, port = read_address(endpoint)
     return f":{port}" if is_wildcard(host) else endpoint

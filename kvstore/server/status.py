@@ -27,9 +27,14 @@ class OtherNodes(CopySide, Protocol):
         ...
 
     def holders(
-        self, identity: SpaceIdentity, shards: Sequence[ShardSpec], key: PrefixKey
-    ) -> dict[str, list[int]]:
-        """Which nodes have one page: node → positions in ``shards`` of those that it has."""
+        self, identity: SpaceIdentity, shards: Sequence[ShardSpec], key: PrefixKey,
+        found: Callable[[dict[str, list[int]]], None],
+    ) -> None:  # fmt: skip
+        """Ask which nodes have one page.
+
+        ``found`` is called once, at once or within a second: node → positions in ``shards`` of
+        those that it has.
+        """
         ...
 
 

@@ -176,9 +176,10 @@ class ClusterSimulation:
         self._time.at(random.randrange(TROUBLE_NS_MAX), self._trouble)
         if random.random() >= self._faults.trouble:
             return
-        weights = (4.0, 2.0, 2.0, 3.0, 2.0, self._faults.kill)
+        weights = (4.0, 2.0, 2.0, 3.0, 2.0, 2.0, self._faults.kill)
         choices = (
-            self._wires.lose_some, self._cut, self._stop, self._mislead, self._lag, self._kill,
+            self._wires.lose_some, self._cut, self._stop, self._mislead, self._lag, self._leave,
+            self._kill,
         )  # fmt: skip
         random.choices(choices, weights)[0]()
 
@@ -207,6 +208,15 @@ class ClusterSimulation:
         node = self._random.choice(self.nodes)
         self._wires.lag(node.name, self._random.choice((0, 0, 20 * MS, 100 * MS)))
 
+    def _leave(self) -> None:
+        """One node is told that another one has left, and later that it is back."""
+        one, other = self._random.sample(self.nodes, 2)
+        if other.name in one.links:
+            self.outcome.nodes_left += 1
+            one.turn(lambda: one.part(other))
+            back_ns = self._random.randrange(100 * MS)
+            self._time.at(back_ns, lambda: one.turn(lambda: one.meet(other)))
+
     def _kill(self) -> None:
         host = self._random.choice(self.hosts)
         node = host.node
@@ -231,6 +241,8 @@ class ClusterSimulation:
             node.go_on()
             self._start(node)
             node.directory.mode = "honest"
+            for other in self._others(node):
+                node.meet(other)
             self._wires.lag(node.name, 0)
 
     def _part(self) -> None:

@@ -70,8 +70,10 @@ class SimulatedLink(FetchLink):
             self._later(BACKOFF_NS, self.connect)
 
     def end(self) -> None:
-        """Close the connection for good."""
+        """See :class:`kvstore.cluster.side.FetchLink`."""
         self._ended = True
+        self.session.left()
+        self._carry_out()
         circuit = self._circuit
         if circuit is not None:
             circuit.close(0)

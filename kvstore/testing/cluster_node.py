@@ -175,6 +175,7 @@ class ClusterNode:
     transport: MemoryTransport
     directory: SimulatedDirectory
     publication: SimulatedPublication
+    _local: LocalNode
 
     def __init__(
         self, name: str, time: Timeline, wires: Wires, network: MemoryNetwork, extents: Extents,
@@ -188,6 +189,8 @@ class ClusterNode:
         self.memory = ClusterMemory(time, late=rules is None)
         self.followers = KnownPages()
         self.links: dict[str, SimulatedLink] = {}
+        #: Links to nodes that have left the membership since.
+        self._former: list[SimulatedLink] = []
         self.rules = rules
         self.in_flight_bytes_max = extents.in_flight_pages * PAGE_BYTES
         self.disk: SimulatedTier | None = None
@@ -255,17 +258,34 @@ class ClusterNode:
             self, self._take, slots, self.memory, [transport], self.directory, lambda _: None,
             _TimeOfNode(time, self.later),
         )  # fmt: skip
-        self.links = {}
+        self._local = local
+        self.links.clear()
+        self._former.clear()
         for other in others:
-            link = SimulatedLink(
-                PeerSession(other.name, local, [transport.name], f"{other.name}:1"), self.peers,
-                lambda: time.now_ns, self.later, partial(self._dial, other),
-            )  # fmt: skip
-            self.links[other.name] = link
-            self.peers.add(other.name, link)
-            self.later(1, link.connect)
+            self.meet(other)
             self.later(1, partial(self._follow, other))
         self.later(TICK_NS, self._tick)
+
+    def meet(self, other: "ClusterNode") -> None:
+        """The membership names another node; nothing happens if it did before."""
+        if other.name in self.links:
+            return
+        session = PeerSession(other.name, self._local, [self.transport.name], f"{other.name}:1")
+        link = SimulatedLink(
+            session, self.peers, lambda: self._time.now_ns, self.later, partial(self._dial, other)
+        )
+        self.links[other.name] = link
+        self.peers.add(other.name, link)
+        self.later(1, link.connect)
+
+    def part(self, other: "ClusterNode") -> None:
+        """The membership names another node no more; fetches from it end now."""
+        link = self.links.pop(other.name, None)
+        if link is not None:
+            fetching = [job.job for job in self._coming.values() if job.peer == other.name]
+            self.peers.remove(other.name)
+            self._former.append(link)
+            self.later(2, lambda: self._check_parted(fetching))
 
     def kill(self) -> None:
         """End this life at once."""
@@ -341,7 +361,8 @@ class ClusterNode:
         for name in ("jobs", "unsettled_jobs", "in_flight_bytes", "locating"):
             assert remote[name] == 0, f"{self.name}: {name} is {remote[name]}"
         assert not self._coming, "fetches that have not ended"
-        assert all(link.session.fetches == 0 for link in self.links.values())
+        links = [*self.links.values(), *self._former]
+        assert all(link.session.fetches == 0 for link in links)
         assert self.peers.stats()["transfers"] == 0
         assert self.peers.copier.stats()["running"] == 0, "nodes that are asked to bring pages"
         assert self.node.remote is not None
@@ -366,6 +387,10 @@ class ClusterNode:
                     assert stored == page_content(key), "a late write landed in a READY page"
 
     # ---- inside -------------------------------------------------------------------------------
+
+    def _check_parted(self, jobs: Sequence[int]) -> None:
+        left = [job for job in jobs if job in self._coming]
+        assert not left, f"fetches {left} from a node that has left have not ended"
 
     def _tick(self) -> None:
         self.desk.advance()

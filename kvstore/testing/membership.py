@@ -61,9 +61,10 @@ class MembershipContract:
         """A restarted node is there at once under its name, with its new boot id."""
         async with asyncio.timeout(WAIT_S), self._open() as (a, _):
             await a.join(A)
+            await _seen(a, lambda nodes: nodes.get("a") == A)
             again = NodeRecord(name="a", boot=b"A" * 16, endpoint="127.0.0.1:7003")
             await a.join(again)
-            seen = await _seen(a, lambda nodes: nodes.get("a") != A)
+            seen = await _seen(a, lambda nodes: nodes.get("a", A) != A)
             assert seen["a"] == again, "the record of an earlier start is there still"
 
     async def who_left_sees_itself_no_more_and_may_join_again(self) -> None:

@@ -55,6 +55,7 @@ class SimulationOutcome:
     fetches_unsettled: int = 0
     nodes_killed: int = 0
     nodes_stopped: int = 0
+    nodes_left: int = 0
     partitions: int = 0
     copies_made: int = 0
 

@@ -20,6 +20,7 @@ from kvstore.cluster.records import SCHEME
 from kvstore.config import NodeConfig, ServerConfig
 from kvstore.config.cluster import ClusterConfig
 from kvstore.config.machine import Check
+from kvstore.config.stores import StoreConfig
 from kvstore.process.tls import CertificateFiles
 
 CERTIFICATES = Path(__file__).parents[1] / "cluster" / "certificates"
@@ -259,3 +260,59 @@ def signed(folder: Path, name: str, days: int) -> CertificateFiles:
     openssl("x509", "-req", "-in", "node.csr", "-CA", "ca.pem", "-CAkey", "ca.key",
             "-CAcreateserial", "-days", str(days), "-out", "node.pem")  # fmt: skip
     return CertificateFiles(*(str(folder / one) for one in ("node.pem", "node.key", "ca.pem")))
+
+
+# ---- etcd and Redis --------------------------------------------------------------------------
+
+
+def of_store(advertise: str = "", listen: str = "127.0.0.1:0", **redis: Any) -> dict[str, Check]:
+    config = ServerConfig(
+        node=NodeConfig(name="b"), redis=StoreConfig(**redis),
+        cluster=ClusterConfig(
+            name="blue", membership="redis", listen=listen, advertise=advertise
+        ),
+    )  # fmt: skip
+    return {one.name: one for one in peer_checks(config, None)}
+
+
+@contextmanager
+def accepting() -> Iterator[str]:
+    """What accepts connections; yields where."""
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        yield f"127.0.0.1:{one.getsockname()[1]}"
+
+
+def test_a_store_that_answers_is_ok_and_one_that_does_not_is_told() -> None:
+    gone = f"127.0.0.1:{unused_port()}"
+    with accepting() as place:
+        found = of_store(endpoints=(place, gone))
+
+    assert found[f"redis {place}"].status == "ok"
+    assert found[f"redis {gone}"].status == "warn"
+    assert "firewall" in found[f"redis {gone}"].advice
+    assert "cluster" not in found, "no list of nodes is missed"
+
+
+def test_a_store_whose_certificate_is_of_another_authority_is_told() -> None:
+    authority = str(CERTIFICATES / "other.pem")
+    with answering(lambda _: [], CertificateFiles(**FILES).accepting()) as place:
+        one = of_store(endpoints=(place,), authority=authority)[f"redis {place}"]
+
+    assert one.status == "warn"
+    assert "redis.authority" in one.advice
+
+
+def test_a_file_of_a_store_that_cannot_be_read_keeps_the_node_from_starting() -> None:
+    one = of_store(endpoints=("127.0.0.1:9",), login="/nowhere/login")["stores"]
+
+    assert one.status == "fail"
+    assert "redis.login" in one.found
+
+
+@pytest.mark.parametrize("advertise", ["", "127.0.0.1:7400"])
+def test_an_address_that_other_machines_cannot_reach_is_warned_of(advertise: str) -> None:
+    with accepting() as place:
+        assert "cluster.advertise" not in of_store(advertise, endpoints=(place,))
+    gone = f"kvstore.invalid:{unused_port()}"
+    one = of_store(advertise, endpoints=(gone,))["cluster.advertise"]
+    assert (one.status, "cluster.advertise" in one.advice) == ("warn", True)

@@ -43,6 +43,7 @@ def test_the_histories_of_a_cluster_contain_what_they_are_there_for():
     assert total("nodes_killed") > 1
     assert total("nodes_stopped") > 3
     assert total("partitions") > 3
+    assert total("nodes_left") > 3
     assert total("lookups_waited") > 3
     assert total("copies_made") > 3
 

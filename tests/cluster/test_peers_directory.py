@@ -104,7 +104,9 @@ async def test_the_nodes_that_have_one_page_are_told_with_its_shards() -> None:
         async with asking(a, b) as it:
             await eventually(lambda: it.holds((two[1],)) == {"a": 4, "b": 2})
             await eventually(lambda: it.holds((two[0],)) == {"a": 4})
-            asked = [it.directory.holders(SPACE, two, KEYS[at]) for at in (1, 3, 9)]
+            asked: list[dict[str, list[int]]] = []
+            for at in (1, 3, 9):
+                it.directory.holders(SPACE, two, KEYS[at], asked.append)
 
             assert asked == [{"a": [0, 1], "b": [1]}, {"a": [0, 1]}, {}]
 

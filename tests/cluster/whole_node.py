@@ -14,6 +14,7 @@ import numpy as np
 
 from kvstore import mover, wire
 from kvstore.cluster.greeting import LocalNode
+from kvstore.cluster.membership import LocalMembership, Membership
 from kvstore.cluster.side import Peers
 from kvstore.node.desk import Desk
 from kvstore.node.node import Node
@@ -251,10 +252,11 @@ async def serving(
 
 @asynccontextmanager
 async def reading(
-    node: WholeNode, places: Mapping[str, str], tls: ssl.SSLContext | None = None
+    node: WholeNode, others: Mapping[str, str] | Membership, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[None]:
-    """The sessions of a node with others."""
-    task = asyncio.create_task(node.peers.run(node.local, places, tls))
+    """The sessions of a node with others: a membership, or name → address of each."""
+    membership = LocalMembership(others) if isinstance(others, Mapping) else others
+    task = asyncio.create_task(node.peers.run(node.local, membership, tls))
     try:
         yield
     finally:

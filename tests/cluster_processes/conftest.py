@@ -175,7 +175,17 @@ class ClusterNode:
         """Whether it has a session with another node, and follows its events."""
         cluster = self.stats()["cluster"]
         follows = cluster["directory"]["peers"].get(other.name, {"current": False})
-        return bool(cluster["peers"][other.name]["up"] and follows["current"])
+        session = cluster["peers"].get(other.name, {"up": False})
+        return bool(session["up"] and follows["current"])
+
+    def ready(self) -> dict[str, Any]:
+        """Its ``/readyz``, which must say that it is ready."""
+        status, body = client.send(
+            self.process.ready.group(2), "GET", "/readyz", timeout_s=JOIN_WAIT_S
+        )
+        assert status == 200, body
+        found: dict[str, Any] = json.loads(body)
+        return found
 
     def knows(self, other: "ClusterNode", pages: int) -> None:
         """Wait until its directory has so many pages of another node, summed over shards."""

@@ -97,7 +97,7 @@ def test_a_drain_whose_target_dies_says_what_was_copied_and_drops_nothing(
     assert not result["complete"]
     assert (result["pages"], result["kept"], result["to b"]) == (6, 6, 6)
     assert "no session" in result["why"]
-    assert a.stats()["cluster"]["state"] == "serving"
+    assert a.stats()["cluster"]["state"] == "up"
     for chain in (1, 2):
         assert is_chain(chain, read(here, content.keys(chain, 6)))
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.config import ServerConfig, load
+from kvstore.cluster.configured import check_stores
+from kvstore.config import ServerConfig, load, show
 from kvstore.config.addresses import Address, is_loopback, read_address
 from kvstore.errors import ConfigError
 
@@ -117,3 +118,68 @@ def test_whatever_is_read_as_an_address_is_written_as_it_was(text):
     assert read_address(str(address)) == address
     assert address.host
     assert 0 <= address.port <= 65_535
+
+
+def test_a_membership_in_a_store_needs_its_servers_and_no_list():
+    config = read(*NAMED, "cluster.membership=etcd", "etcd.endpoints=h:2379,[fd00::2]:2379")
+    assert config.etcd.endpoints == ("h:2379", "[fd00::2]:2379")
+    assert config.cluster.stores == {"etcd": "cluster.membership=etcd"}
+    both = read(
+        *NAMED, "cluster.membership=redis", "cluster.directory=redis", "redis.endpoints=h:1"
+    )
+    assert both.cluster.stores == {"redis": "cluster.membership=redis"}
+    assert read("cluster.membership=etcd").cluster.stores == {}, "the node is alone"
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["cluster.membership=etcd"], ["cluster.membership=etcd", "etcd.endpoints"]),
+        (["cluster.directory=redis"], ["cluster.directory=redis", "redis.endpoints"]),
+        (["cluster.membership=redis", "etcd.endpoints=h:1"], ["redis.endpoints"]),
+        (["cluster.membership=zookeeper"], ["one of local, etcd, redis"]),
+        (["cluster.directory=etcd"], ["one of peers, redis"]),
+        (["cluster.membership=etcd", "etcd.endpoints=h:1", "cluster.nodes=b=h:2"],
+         ["cluster.nodes=b=h:2", "cluster.membership=etcd"]),
+        (["etcd.endpoints=h"], ["etcd.endpoints=h", "host:port"]),
+        (["redis.endpoints=h:0"], ["redis.endpoints=h:0", "port 0"]),
+        (["redis.endpoints=h:1,h:1"], ["redis.endpoints=h:1,h:1 names one twice"]),
+        (["etcd.certificate=/c"], ["etcd.certificate=/c needs etcd.key"]),
+        (["etcd.key=/k"], ["etcd.key=/k needs etcd.certificate"]),
+        (["redis.key=/k", "redis.certificate=/c"], ["redis.certificate=/c needs redis.authority"]),
+        (["cluster.advertise=h"], ["cluster.advertise=h", "host:port"]),
+        (["cluster.advertise=0.0.0.0:1"], ["cluster.advertise=0.0.0.0:1", "all addresses"]),
+        (["cluster.membership=etcd", "etcd.endpoints=h:1", "cluster.listen=[::]:7400", *FILES],
+         ["cluster.membership=etcd needs cluster.advertise", "cluster.listen=[::]:7400"]),
+    ],
+)  # fmt: skip
+def test_settings_of_stores_that_cannot_work_together_are_refused_by_their_names(settings, says):
+    with pytest.raises(ConfigError) as refused:
+        read(*NAMED, *settings)
+    for words in says:
+        assert words in str(refused.value)
+
+
+def test_files_of_a_store_are_checked_and_never_shown(tmp_path):
+    login = tmp_path / "login"
+    login.write_text("root:s3cret\n")
+    settings = [
+        *NAMED, "cluster.membership=redis", "redis.endpoints=h:1", f"redis.login={login}"
+    ]  # fmt: skip
+    config = read(*settings)
+    check_stores(config)
+    assert "s3cret" not in show(load(ServerConfig, None, {}, settings))
+    login.write_text("s3cret")
+    with pytest.raises(ConfigError, match=r"^redis\.login: .*login.* user:password") as refused:
+        check_stores(config)
+    assert "s3cret" not in str(refused.value)
+    login.unlink()
+    with pytest.raises(ConfigError, match=r"^redis\.login: .*No such file"):
+        check_stores(config)
+
+
+def test_a_client_that_is_not_installed_is_named_with_its_extra(monkeypatch):
+    config = read(*NAMED, "cluster.membership=etcd", "etcd.endpoints=h:1")
+    monkeypatch.setattr("kvstore.cluster.configured.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"aetcd: pip install 'kvstore-server\[etcd\]'"):
+        check_stores(config)

@@ -204,7 +204,8 @@ def test_what_is_shown_is_toml_that_gives_the_same_tree(tmp_path):
     assert load(ServerConfig, again, {}).config == loaded.config
     assert "capacity_bytes = 1073741824  # --set host.capacity_bytes" in text
     sections = {
-        "node", "socket", "host", "ssd", "http", "events", "cluster", "admin", "debug",
+        "node", "socket", "host", "ssd", "http", "events", "cluster", "etcd", "redis",
+        "admin", "debug",
     }  # fmt: skip
     assert set(tomllib.loads(text)) == sections
 

@@ -21,6 +21,8 @@ REASONS: Final = {
     "changes the machine": "what it does is tried by hand, and its parts by tests/deploy",
     "needs a container engine": "tests/deploy looks at the files that it uses",
     "needs a network": "it installs packages",
+    "needs etcd": "make test-cluster looks at the same keys with another client",
+    "needs Redis": "likewise",
     "needs vLLM": "make test-vllm runs the same with real engines",
     "takes minutes": "make targets and measurements",
 }

@@ -202,11 +202,13 @@ class RemoteWorld:
         assert isinstance(granted, wire.PutGranted)
         return granted.statuses
 
-    def commit(self, connection: int, path: str, statuses: bytes, start: int = 0) -> bytes:
+    def commit(
+        self, connection: int, path: str, statuses: bytes, start: int = 0, shard: int = 0
+    ) -> bytes:
         """Commit the put that was begun last; what became of its pages."""
         keys = chain(path, start)
         digests = [
-            digest_of(key, self.shards[0])
+            digest_of(key, self.shards[shard])
             for key, status in zip(keys, statuses, strict=True)
             if status == PageStatus.GRANTED
         ]

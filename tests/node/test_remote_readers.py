@@ -5,6 +5,7 @@ import pytest
 from kvstore import wire
 from kvstore.page import KEY_BYTES
 from kvstore.state.choice.admission import Admission
+from kvstore.state.choice.eviction import GRACE_NS, REPLICA_AGES
 from kvstore.state.disk.jobs import DiskRead, DiskRules, SyncPolicy, WritePolicy
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.pages import DiskPages
@@ -12,7 +13,7 @@ from kvstore.state.remote import pages
 from kvstore.state.remote.jobs import PeerFetch
 from kvstore.state.tree.sessions import Peer
 from tests.node.remote_world import MS, RemoteWorld, S, leased
-from tests.state.world import FULL, PAGE, WINDOW, chain
+from tests.state.world import FULL, FULL_2, PAGE, WINDOW, chain
 
 OTHER_NODE = Peer(1 << 40, watched=False, remote=True)
 
@@ -43,6 +44,68 @@ def test_replicas_leave_memory_before_pages_of_equal_worth():
     assert [world.ready(path) for path in ("m", "r", "n")] == ["m", "", "n"]
     world.store(engine, "7")
     assert world.ready("m") == "", "then the policy's own order"
+
+
+def fetch(world: RemoteWorld, engine: int, path: str) -> None:
+    """Have a page of a peer here."""
+    world.locate(engine, path, ("p", 1))
+    world.acquire(engine, path)
+    world.end_all()
+    world.release(engine)
+
+
+def test_a_replica_leaves_memory_before_any_number_of_older_pages():
+    world = RemoteWorld(extents=5, shards=[FULL])  # 40 slots
+    engine = world.engine()
+    own = [chr(0x100 + at) for at in range(37)]
+    for path in own:
+        world.store(engine, path)
+    for path in "xyz":
+        fetch(world, engine, path)
+
+    for path in "uvw":
+        fetch(world, engine, path)
+
+    assert [path for path in "xyzuvw" if world.ready(path)] == ["u", "v", "w"]
+    assert all(world.ready(path) for path in own), "a peer has none of these"
+
+
+def test_a_replica_that_is_asked_for_all_the_time_stays_while_others_are_not_asked_for():
+    world = RemoteWorld(extents=1, shards=[FULL])  # 8 slots
+    engine = world.engine()
+    for path in "abcdefg":
+        world.store(engine, path)
+    fetch(world, engine, "r")
+    for _ in range(2 * REPLICA_AGES):
+        assert leased(world.acquire(engine, "r")) == 1
+        world.release(engine)
+
+    world.go(GRACE_NS)
+    world.store(engine, "x")
+
+    assert (world.ready("r"), world.ready("a")) == ("r", "")
+
+
+def test_a_page_that_a_client_put_after_it_was_fetched_stays_as_others_do():
+    world = RemoteWorld(extents=1, shards=[FULL, FULL_2])  # 8 slots
+    world.table.eviction.change_policy("lru")
+    engine = world.engine()
+    world.locate(engine, "a", ("p", 1))
+    world.acquire(engine, "a")
+    world.end_all()
+    world.release(engine)
+    world.commit(engine, "a", world.begin(engine, "a", shard=1), shard=1)
+    assert not world.space.index[chain("a")[0]].replica
+    for path in "bcdefg":
+        world.store(engine, path)
+    for path in "ag":
+        assert leased(world.acquire(engine, path)) == 1
+        world.release(engine)
+
+    world.go(GRACE_NS)
+    world.store(engine, "h")
+
+    assert (world.ready("a"), world.ready("b")) == ("a", "")
 
 
 def test_a_page_that_a_client_put_too_is_no_replica():

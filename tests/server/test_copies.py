@@ -340,7 +340,7 @@ def test_a_drain_ends_when_no_node_has_room(stored, one):
     assert (job.result["pages"], job.result["kept"]) == (4, 8)
     assert "no room" in job.result["why"]
     assert len(one.asked) == 2 + copies.FAILURES_MAX
-    assert one.states == ["draining", "serving"]
+    assert one.states == ["draining", "up"]
     assert len(stored.has("ab", "cd", "ef", "gh", "ij", "kl")) == 6
 
 
@@ -371,7 +371,7 @@ def test_a_cancelled_drain_says_what_it_has_done(stored, one):
     one.turns.before_step = cancel
     job = drain(one, bytes_per_s=1)
     assert (job.state, job.result["why"], job.result["kept"]) == ("cancelled", "cancelled", 2)
-    assert one.states == ["draining", "serving"]
+    assert one.states == ["draining", "up"]
 
 
 def test_a_drain_ends_at_its_deadline(stored, one):

@@ -208,14 +208,14 @@ def test_a_page_that_is_not_here_says_which_nodes_have_it_for_which_shards(asked
     asked.world.store(asked.process, asked.space, "a")
     questions: list[tuple[object, ...]] = []
 
-    def holders(identity, shards, page):
+    def holders(identity, shards, page, answer):
         questions.append((identity, tuple(shards), page))
         held = [("p", FULL), ("p", FULL_2), ("q", FULL_2)] if page == key("ab") else []
         found: dict[str, list[int]] = {}
         for peer, shard in held:
             if shard in shards:
                 found.setdefault(peer, []).append(shards.index(shard))
-        return found
+        answer(found)
 
     status = SimpleNamespace(others=SimpleNamespace(holders=holders))
     inspection = Inspection(SimpleNamespace(pages=asked.table), status)

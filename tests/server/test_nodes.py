@@ -23,6 +23,10 @@ KNOWN = {"current": True, "why": "", "pages": {"CPU": 40, "STORAGE": 2}, "lag_s"
          "faults": {}}  # fmt: skip
 
 
+MEMBER = {"kind": "etcd", "state": "refused", "field": "name", "why": "10.0.0.9:7400 has it",
+          "changes": {"joined": 2, "refused": 1}, "unreadable_records": 3}  # fmt: skip
+
+
 def stats(peers: dict[str, Any], **changed: Any) -> dict[str, Any]:
     """The counters of a node that says so much of its cluster."""
     directory = {
@@ -31,7 +35,7 @@ def stats(peers: dict[str, Any], **changed: Any) -> dict[str, Any]:
     }  # fmt: skip
     service = {"sessions": ["b"], "refused": {"scheme": 4}}
     cluster = {"name": "blue", "endpoint": "10.0.0.1:7400", "peers": peers,
-               "directory": directory, "service": service}  # fmt: skip
+               "directory": directory, "service": service, "membership": MEMBER}  # fmt: skip
     return {"node": "a", "boot": "0a" * 16, "cluster": cluster,
             "remote": {"peers": {"b": READ}}} | changed  # fmt: skip
 
@@ -82,6 +86,8 @@ def test_the_table_names_what_differs_and_what_is_left_out():
         "some other nodes have no session with it", "42 of 1,000 pages, 5 left out",
         "b (10.0.0.2:7400)", "up, tcp", "40 CPU, 2 STORAGE", "1, 2 unsettled",
         "7, 7.0 MiB, 3 missing, 1 retried", "5.0 MiB/s", "not followed, too many nodes: z",
+        "membership in etcd: this node is refused and serves alone (name): 10.0.0.9:7400 has it;",
+        "changes: joined 2, refused 1; 3 unreadable records left out",
         "not admitted: scheme 4", "c: refused (cluster) 2.5 s ago: cluster: 'red'",
     ):  # fmt: skip
         assert words in told, words
@@ -97,3 +103,27 @@ def test_no_more_nodes_have_series_than_a_cluster_may_have():
         if "peer" in sample.labels
     }
     assert len(peers) == PEERS_MAX == 15
+
+
+def test_the_series_say_in_which_state_the_node_is_by_its_membership():
+    found = {
+        (sample.name, sample.labels.get("state", "")): sample.value
+        for family in node_series(node_list(stats({"b": UP})))
+        for sample in family.samples
+        if "membership" in sample.name
+    }
+    assert found == {
+        **{("kvstore_cluster_membership_state", one): float(one == "refused")
+           for one in ("joining", "joined", "away", "refused")},
+        **{("kvstore_cluster_membership_changes_total", one): count
+           for one, count in (("joining", 0), ("joined", 2), ("away", 0), ("refused", 1))},
+        ("kvstore_cluster_membership_unreadable_records", ""): 3,
+    }  # fmt: skip
+
+
+def test_a_membership_that_is_a_list_and_an_older_node_have_no_line():
+    local = MEMBER | {"kind": "local", "state": "joined"}
+    found = stats({"b": UP})
+    for member in (local, None):
+        found["cluster"]["membership"] = member
+        assert "membership in" not in show(node_list(found))

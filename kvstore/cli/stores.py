@@ -1,0 +1,66 @@
+"""Checks of ``kvstore doctor``: do the etcd and the Redis of a node answer, and may it use them?"""
+
+import socket
+import ssl
+from collections.abc import Iterator
+from typing import Final
+
+from kvstore.cluster.access import StoreServers, tls_context
+from kvstore.cluster.configured import check_stores, store_servers
+from kvstore.cluster.stores import StoreKind
+from kvstore.config import ServerConfig
+from kvstore.config.addresses import is_loopback, read_address
+from kvstore.config.machine import Check
+from kvstore.errors import ConfigError, reason
+
+_TIMEOUT_S: Final = 3.0
+"""Of each connection."""
+_AWAY: Final = "does it run, and does a firewall let this machine reach it? The node serves alone"
+
+
+def store_checks(config: ServerConfig) -> Iterator[Check]:
+    """Check the sections ``etcd`` and ``redis``, as far as ``cluster`` uses them.
+
+    It looks at packages and files, and connects to each server; it sends no login.
+
+    Args:
+        config: of the node.
+    """
+    cluster = config.cluster
+    if not cluster.stores:
+        return
+    try:
+        check_stores(config)
+    except ConfigError as error:
+        yield Check("stores", "fail", str(error), "correct it; the node does not start")
+        return
+    for kind in cluster.stores:
+        yield from _servers(kind, store_servers(config, kind))
+    advertised = cluster.advertise or cluster.listen
+    servers = [one for kind in cluster.stores for one in store_servers(config, kind).endpoints]
+    if is_loopback(read_address(advertised).host) and not all(
+        is_loopback(read_address(one).host) for one in servers
+    ):
+        advice = "set cluster.advertise to an address that the other nodes reach"
+        yield Check(
+            "cluster.advertise", "warn", f"{advertised}: other machines cannot connect", advice
+        )
+
+
+def _servers(section: StoreKind, store: StoreServers) -> Iterator[Check]:
+    tls = tls_context(store)
+    for endpoint in store.endpoints:
+        name = f"{section} {endpoint}"
+        try:
+            with socket.create_connection(read_address(endpoint), _TIMEOUT_S) as connection:
+                if tls is not None:
+                    host = read_address(endpoint).host
+                    tls.wrap_socket(connection, server_hostname=host).close()
+        except ssl.SSLError as error:
+            why = getattr(error, "verify_message", "") or reason(error)
+            advice = f"its certificate must be of {section}.authority and name this host"
+            yield Check(name, "warn", why, advice)
+        except OSError as error:
+            yield Check(name, "warn", reason(error), _AWAY)
+        else:
+            yield Check(name, "ok", "it accepts connections" + (" over TLS" if tls else ""))

@@ -1,0 +1,171 @@
+"""``python -m kvstore.cluster.child MEMORY SOCKET``: the index process of a node of a cluster.
+
+It is the index process of :mod:`kvstore.index.child`, and keeps the node's record in a store
+besides. Whatever ends the node ends this process too, which takes the record away: the others need
+not wait until its lease has run out.
+"""
+
+import asyncio
+import sys
+from collections.abc import Callable
+from contextlib import aclosing
+
+from kvstore.cluster.claiming import Presence
+from kvstore.cluster.greeting import LocalNode
+from kvstore.cluster.leased import LeasedMembership
+from kvstore.cluster.messages import (
+    AskPages,
+    BeginCluster,
+    ChildSettings,
+    Join,
+    Leave,
+    NodesTold,
+    StorePlace,
+    encode_message,
+    message_to_child,
+)
+from kvstore.cluster.presence import PresenceCheck
+from kvstore.cluster.records import NodeRecord
+from kvstore.cluster.store import RecordStore
+from kvstore.cluster.stores import open_store
+from kvstore.errors import InvalidArgument
+from kvstore.index.child import serve
+from kvstore.index.reading import UnreadableError
+
+OpenStore = Callable[[StorePlace, str], RecordStore]
+"""Makes the store of a cluster of that name."""
+Tell = Callable[[bytes], None]
+
+
+def configured_store(place: StorePlace, cluster: str) -> RecordStore:
+    """The etcd or Redis of the configuration."""
+    return open_store(place.kind, place.servers, cluster)
+
+
+class ClusterCompanion:
+    """What the index process of a node does besides the index: it keeps the node's record.
+
+    Args:
+        make_store: makes the store of the membership.
+    """
+
+    def __init__(self, make_store: OpenStore = configured_store) -> None:
+        """Do nothing yet; see :meth:`run`."""
+        self._make_store = make_store
+        self._settings: ChildSettings | None = None
+        self._record: NodeRecord | None = None
+        self._changed = asyncio.Event()
+        self._begun = asyncio.Event()
+        self._ask: Callable[[AskPages], None] | None = None
+
+    async def run(self, tell: Tell) -> None:
+        """Be the node that is asked for; leave when cancelled, which takes a second at most.
+
+        Args:
+            tell: gets all nodes, and the standing, after each change.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._share(tell), name="shared directory")
+            await self._belong(tell)
+
+    async def _share(self, tell: Tell) -> None:
+        """Use the directory that nodes share, if there is one, until cancelled."""
+        await self._begun.wait()
+        settings = self._settings
+        assert settings is not None
+        if settings.directory is not None:
+            # Its client is an extra package.
+            from kvstore.cluster.sharing import SharedDirectory
+
+            shared = SharedDirectory(
+                settings.directory, settings.credentials,
+                lambda message: tell(encode_message(message)),
+            )  # fmt: skip
+            self._ask = shared.ask
+            await shared.run()
+
+    async def _belong(self, tell: Tell) -> None:
+        """Be the node that is asked for, until cancelled."""
+        while self._settings is None:
+            await self._wait()
+        settings = self._settings
+        place = settings.membership
+        if place is None:
+            return
+        store = self._make_store(place, settings.credentials.cluster)
+        membership = LeasedMembership(store, self._presence)
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(membership.run(), name="membership"),
+                tasks.create_task(_report(membership, tell), name="nodes"),
+            ]
+            try:
+                while True:
+                    if self._record is not None:
+                        await membership.join(self._record)
+                    else:
+                        await membership.leave()
+                    await self._wait()
+            finally:
+                await membership.leave()
+                for task in running:
+                    task.cancel()
+
+    def hear(self, body: bytes) -> None:
+        """See :class:`kvstore.index.child.Companion`."""
+        message = message_to_child(body)
+        match message:
+            case BeginCluster(settings):
+                if self._settings is not None:
+                    raise UnreadableError("it has begun already")
+                self._settings = settings
+                self._begun.set()
+            case AskPages():
+                if self._ask is not None:  # else whoever asks does not wait for long
+                    self._ask(message)
+                return
+            case Join(record):
+                self._record = record
+            case Leave():
+                self._record = None
+        self._changed.set()
+
+    async def _wait(self) -> None:
+        await self._changed.wait()
+        self._changed.clear()
+
+    async def _presence(self, there: NodeRecord) -> Presence:
+        """Whether the node of a record lives, which has the name of this one."""
+        own, settings = self._record, self._settings
+        assert settings is not None
+        if own is None:
+            return Presence.SILENT
+        shown = settings.credentials
+        try:
+            tls = shown.files.connecting() if shown.files is not None else None
+        except InvalidArgument:  # a new certificate may be on its way
+            return Presence.SILENT
+        local = LocalNode(shown.cluster, own.name, own.boot, own.scheme)
+        return await PresenceCheck(local, tls)(there)
+
+
+async def _report(membership: LeasedMembership, tell: Tell) -> None:
+    """Tell the nodes and the standing after each change, until cancelled."""
+    async with aclosing(membership.told()) as changes:
+        async for nodes, standing in changes:
+            tell(encode_message(NodesTold(dict(nodes), standing)))
+
+
+def main() -> int:
+    """Serve until the socket is closed.
+
+    Returns:
+        Exit status.
+    """
+    memory, control = (int(argument) for argument in sys.argv[1:])
+    serve(memory, control, ClusterCompanion())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""etcd and Redis as a node's configuration names them."""
+
+from importlib.util import find_spec
+from typing import Final
+
+from kvstore.cluster.access import StoreServers, read_login, tls_context
+from kvstore.cluster.stores import StoreKind
+from kvstore.config import ServerConfig
+from kvstore.config.stores import StoreConfig
+from kvstore.errors import ConfigError, InvalidArgument
+
+PACKAGES: Final = {"etcd": "aetcd", "redis": "redis"}
+"""The package of each client; the extra that installs it has the name of the store."""
+
+
+def store_servers(config: ServerConfig, kind: StoreKind) -> StoreServers:
+    """The servers of a section of the configuration, and how to be let in."""
+    section: StoreConfig = getattr(config, kind)
+    return StoreServers(
+        section.endpoints, section.login, section.authority, section.certificate, section.key
+    )
+
+
+def check_stores(config: ServerConfig) -> None:
+    """Check that the stores which the configuration uses can be used by this process.
+
+    Raises:
+        ConfigError: a package is missing, or a file cannot be used; says what to do.
+    """
+    for kind, user in config.cluster.stores.items():
+        if find_spec(PACKAGES[kind]) is None:
+            raise ConfigError(
+                f"{user} needs the package {PACKAGES[kind]}: pip install 'kvstore-server[{kind}]'"
+            )
+        servers = store_servers(config, kind)
+        try:
+            read_login(servers)
+            tls_context(servers)
+        except InvalidArgument as error:
+            raise ConfigError(f"{kind}.{error}") from None

@@ -1,0 +1,240 @@
+"""The records of a cluster in etcd; the only place of a membership that imports its client.
+
+``/kvstore/CLUSTER/settings`` and ``/kvstore/CLUSTER/nodes/NAME`` are JSON; the latter are attached
+to the lease of their node.
+
+The calls are those that ``aetcd`` has generated. Its client is not used: it has no TLS, and keeps
+one connection and one token for good.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from math import ceil
+from typing import Any, Final, TypeVar
+
+import grpc
+from aetcd import rpc
+
+from kvstore.cluster.access import EndpointTurns, StoreServers, read_login, read_pem
+from kvstore.cluster.store import CALL_S, LEASE_S
+from kvstore.errors import InvalidArgument, PeerUnreachable, TransferTimeout
+from kvstore.process.faults import printable
+
+_OPTIONS: Final = [
+    ("grpc.enable_http_proxy", 0),  # no variable of the environment leads elsewhere
+    ("grpc.use_local_subchannel_pool", 1),  # a new channel waits for no pause of an older one
+    ("grpc.max_receive_message_length", 16 << 20),
+]
+_LOGIN_TEXTS: Final = ("authentication", "user name is empty", "permission denied")
+"""What etcd's answers say when it does not take a login; codes do not tell that from mistakes."""
+
+
+_T = TypeVar("_T")
+
+
+class EtcdStore:
+    """See :class:`~kvstore.cluster.store.RecordStore`; for etcd 3.4 or newer.
+
+    Attributes:
+        lease_s: seconds after the last renewal in which a record is gone; whole ones, 2 at least.
+    """
+
+    def __init__(self, servers: StoreServers, cluster: str, lease_s: float = LEASE_S) -> None:
+        """Not connected.
+
+        Args:
+            servers: of one etcd.
+            cluster: name of the cluster.
+            lease_s: seconds after the last renewal in which a record is gone.
+        """
+        self.lease_s = float(ceil(lease_s))
+        self._servers = servers
+        self._turns = EndpointTurns(servers)
+        self._settings = f"/kvstore/{cluster}/settings".encode()
+        self._nodes = f"/kvstore/{cluster}/nodes/".encode()
+        self._channel: Any = None
+        self._metadata: tuple[tuple[str, str], ...] = ()
+        #: The lease of this process, over all connections; 0 = none.
+        self._lease = 0
+
+    async def open(self) -> None:
+        """See :meth:`kvstore.cluster.store.RecordStore.open`."""
+        await self.close()
+        where, pem = str(self._turns.next()), read_pem(self._servers)
+        if pem is None:
+            self._channel = rpc.insecure_channel(where, options=_OPTIONS)
+        else:
+            authority, certificate, key = pem
+            credentials = grpc.ssl_channel_credentials(authority, key, certificate)
+            self._channel = rpc.secure_channel(where, credentials, options=_OPTIONS)
+        await self._login()
+
+    async def close(self) -> None:
+        """See :meth:`kvstore.cluster.store.RecordStore.close`."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    async def settings(self, offered: bytes) -> bytes:
+        """See :meth:`kvstore.cluster.store.RecordStore.settings`."""
+        there = await self._swap(self._settings, offered, None, lease=0)
+        return offered if there is None else there
+
+    async def claim(self, name: str, value: bytes, expected: bytes | None) -> bytes | None:
+        """See :meth:`kvstore.cluster.store.RecordStore.claim`."""
+        return await self._bounded(self._leased(name, value, expected))
+
+    async def _leased(self, name: str, value: bytes, expected: bytes | None) -> bytes | None:
+        """Put a record under the lease; begins one if there is none."""
+        if not await self.renew():
+            asked = rpc.LeaseGrantRequest(TTL=int(self.lease_s))
+            granted = await self._call(lambda: rpc.LeaseStub(self._open()).LeaseGrant, asked)
+            self._lease = granted.ID
+        return await self._swap(self._nodes + name.encode(), value, expected, self._lease)
+
+    async def renew(self) -> bool:
+        """See :meth:`kvstore.cluster.store.RecordStore.renew`."""
+        if not self._lease:
+            return False
+
+        async def renew(request: Any, **given: Any) -> Any:
+            stream = rpc.LeaseStub(self._open()).LeaseKeepAlive(iter([request]), **given)
+            try:
+                return await stream.read()
+            finally:
+                stream.cancel()
+
+        answer = await self._call(lambda: renew, rpc.LeaseKeepAliveRequest(ID=self._lease))
+        if not getattr(answer, "TTL", 0):  # also when the stream ends without an answer
+            self._lease = 0
+        return bool(self._lease)
+
+    async def withdraw(self, name: str, value: bytes) -> None:
+        """See :meth:`kvstore.cluster.store.RecordStore.withdraw`."""
+        key = self._nodes + name.encode()
+        request = rpc.TxnRequest(
+            compare=[_is(key, value)],
+            success=[rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=key))],
+        )
+        await self._call(lambda: rpc.KVStub(self._open()).Txn, request)
+
+    async def watch(self) -> AsyncGenerator[Mapping[str, bytes], None]:
+        """See :meth:`kvstore.cluster.store.RecordStore.watch`."""
+        end = self._nodes[:-1] + bytes([self._nodes[-1] + 1])
+        asked = rpc.RangeRequest(key=self._nodes, range_end=end)
+        present = await self._call(lambda: rpc.KVStub(self._open()).Range, asked)
+        records = {self._name(one.key): one.value for one in present.kvs}
+        stream = rpc.WatchStub(self._open()).Watch(metadata=self._metadata)
+        create = rpc.WatchCreateRequest(
+            key=self._nodes, range_end=end, start_revision=present.header.revision + 1
+        )
+        try:
+            await self._bounded(stream.write(rpc.WatchRequest(create_request=create)))
+            self._continues(await self._bounded(stream.read()))
+            yield dict(records)
+            while True:
+                try:
+                    answer = self._continues(await stream.read())
+                except rpc.AioRpcError as error:
+                    raise _translated(error) from error
+                for change in answer.events:
+                    name = self._name(change.kv.key)
+                    if change.type == rpc.Event.DELETE:
+                        records.pop(name, None)
+                    else:
+                        records[name] = change.kv.value
+                if answer.events:
+                    yield dict(records)
+        finally:
+            stream.cancel()
+
+    async def _login(self) -> None:
+        """Get a token, if there is a login."""
+        self._metadata = ()
+        login = read_login(self._servers)
+        if login is None:
+            return
+        request = rpc.AuthenticateRequest(name=login.user, password=login.password)
+        call = rpc.AuthStub(self._open()).Authenticate(request, timeout=CALL_S)
+        self._metadata = (("token", (await self._bounded(call)).token),)
+
+    async def _swap(
+        self, key: bytes, value: bytes, expected: bytes | None, lease: int
+    ) -> bytes | None:
+        """Put a value if another one is there, or none; see :meth:`claim`."""
+        request = rpc.TxnRequest(
+            compare=[_is(key, expected)],
+            success=[
+                rpc.RequestOp(request_put=rpc.PutRequest(key=key, value=value, lease=lease))
+            ],
+            failure=[rpc.RequestOp(request_range=rpc.RangeRequest(key=key))],
+        )  # fmt: skip
+        answer = await self._call(lambda: rpc.KVStub(self._open()).Txn, request)
+        if answer.succeeded:
+            return None
+        found = answer.responses[0].response_range.kvs
+        return bytes(found[0].value) if found else b""
+
+    async def _call(self, method: Callable[[], Callable[..., Awaitable[Any]]], request: Any) -> Any:
+        """Call a method of the open channel; logs in again when the token has become invalid."""
+
+        async def attempts() -> Any:
+            try:
+                return await method()(request, timeout=CALL_S, metadata=self._metadata)
+            except rpc.AioRpcError as error:
+                if error.code() is not rpc.StatusCode.UNAUTHENTICATED:
+                    raise
+            await self._login()
+            return await method()(request, timeout=CALL_S, metadata=self._metadata)
+
+        return await self._bounded(attempts())
+
+    async def _bounded(self, call: Awaitable[_T]) -> _T:
+        """Wait for a call, or several that are one to the caller."""
+        try:
+            async with asyncio.timeout(CALL_S):
+                return await call
+        except TimeoutError as error:
+            raise TransferTimeout(_late()) from error
+        except rpc.AioRpcError as error:
+            raise _translated(error) from error
+
+    def _open(self) -> Any:
+        if self._channel is None:
+            raise PeerUnreachable("etcd is not connected")
+        return self._channel
+
+    def _continues(self, answer: Any) -> Any:
+        """An answer of a watch, unless it is the last one."""
+        ended = getattr(answer, "canceled", True)  # the end of the stream is no answer
+        if ended:
+            raise PeerUnreachable("etcd has ended the watch")
+        return answer
+
+    def _name(self, key: bytes) -> str:
+        return key[len(self._nodes) :].decode(errors="replace")
+
+
+def _is(key: bytes, value: bytes | None) -> Any:
+    """The condition that a key has a value; None = that it is absent."""
+    if value is None:
+        return rpc.Compare(
+            key=key, target=rpc.Compare.CREATE, result=rpc.Compare.EQUAL, create_revision=0
+        )
+    return rpc.Compare(key=key, target=rpc.Compare.VALUE, result=rpc.Compare.EQUAL, value=value)
+
+
+def _late() -> str:
+    return f"etcd did not answer within {CALL_S} s"
+
+
+def _translated(error: Any) -> Exception:
+    code, text = error.code(), error.details() or ""
+    if code is rpc.StatusCode.DEADLINE_EXCEEDED:
+        return TransferTimeout(_late())
+    if code is rpc.StatusCode.UNAUTHENTICATED or any(said in text for said in _LOGIN_TEXTS):
+        return InvalidArgument(
+            "login", "etcd does not take the login, or does not permit this user the keys"
+            " /kvstore/CLUSTER/",
+        )  # fmt: skip
+    return PeerUnreachable(f"etcd: {code.name}: {printable(text)}")

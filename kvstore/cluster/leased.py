@@ -1,0 +1,271 @@
+"""The membership that is kept in a store outside of the nodes, under leases."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import aclosing
+from time import monotonic
+from typing import Any, Final
+
+import msgspec
+
+from kvstore.cluster.claiming import (
+    AskThere,
+    NameClaim,
+    OwnRecord,
+    Presence,
+    PutRecord,
+    RefuseName,
+    TryLater,
+)
+from kvstore.cluster.records import (
+    JoinStanding,
+    NodeRecord,
+    StandingState,
+    differing_field,
+    settings_of,
+)
+from kvstore.cluster.roster import Roster
+from kvstore.cluster.store import RecordStore
+from kvstore.errors import InvalidArgument, PeerUnreachable, TransferError, reason
+from kvstore.process.faults import printable
+
+BACKOFF_S: Final = (0.1, 5.0)
+"""The first and the longest pause before a store that is away is tried again."""
+STEADY_S: Final = 5.0
+"""After a membership of so long, the pause is the first one again."""
+REFUSED_S: Final = 5.0
+"""Pause after a refusal, which an operator may have mended."""
+LATER_S = 0.5
+"""Pause before a name is tried again whose node does not answer."""
+LEAVE_S: Final = 1.0
+"""Limit of leaving."""
+_RENEW: Final = 0.3
+"""The lease is renewed each time so much of it is over."""
+_ROUNDS_MAX: Final = 16
+"""Attempts at a name whose record changes again and again."""
+
+AskAlive = Callable[[NodeRecord], Awaitable[Presence]]
+"""Asks at the endpoint of a record; takes 2 s at most."""
+
+
+class _RefusedError(Exception):
+    """This node must not be one of the cluster."""
+
+    def __init__(self, field: str, why: str) -> None:
+        super().__init__(why)
+        self.field = field
+
+
+class _LostError(Exception):
+    """The own record or its lease is gone."""
+
+
+class LeasedMembership:
+    """The nodes of a cluster whose records are in a store.
+
+    While the store is away, what it told last stays true. A node that is refused knows no others.
+
+    Attributes:
+        standing: whether this node is one of the cluster, as the store has it.
+    """
+
+    def __init__(self, store: RecordStore, alive: AskAlive) -> None:
+        """Not a node yet; see :meth:`run`.
+
+        Args:
+            store: used by nobody else.
+            alive: finds out whether the node of a record lives.
+        """
+        self.standing = JoinStanding()
+        self._store = store
+        self._alive = alive
+        self._roster = Roster(store.lease_s)
+        self._claim: NameClaim | None = None
+        self._changed = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._joined_s = 0.0
+        self._told: tuple[Mapping[str, NodeRecord], JoinStanding] = ({}, self.standing)
+        self._news = asyncio.Event()
+
+    async def join(self, record: NodeRecord) -> None:
+        """Be a node of the cluster as soon as its store permits; returns at once.
+
+        Args:
+            record: about this node; a later one replaces it.
+        """
+        if self._claim is None:
+            self._claim = NameClaim(record)
+            self._stand("joining")
+        else:
+            self._claim.change(record)
+        self._idle.clear()
+        self._changed.set()
+
+    async def leave(self) -> None:
+        """Withdraw the own record, and no other; returns within :data:`LEAVE_S`.
+
+        :meth:`run` must be running.
+        """
+        self._claim = None
+        self._changed.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                await self._idle.wait()
+
+    async def run(self) -> None:
+        """Join, stay joined, leave: as it was asked last, until cancelled."""
+        try:
+            while True:
+                self._changed.clear()
+                claim = self._claim
+                if claim is None:
+                    self._idle.set()
+                    await self._changed.wait()
+                    continue
+                await _first_of(self._hold(claim), self._changed.wait())
+                if self._claim is not claim:
+                    await self._withdraw(claim)
+        finally:
+            await self._store.close()
+
+    async def told(self) -> AsyncGenerator[tuple[Mapping[str, NodeRecord], JoinStanding], None]:
+        """All nodes by name and the standing: at once, and again after every change."""
+        told = None
+        while True:
+            while told is not None and self._told == told:
+                await self._news.wait()
+            told = self._told
+            yield told
+
+    async def watch(self) -> AsyncGenerator[Mapping[str, NodeRecord], None]:
+        """See :meth:`kvstore.cluster.membership.Membership.watch`."""
+        last = None
+        async with aclosing(self.told()) as changes:
+            async for nodes, _ in changes:
+                if nodes != last:
+                    last = nodes
+                    yield nodes
+
+    async def _hold(self, claim: NameClaim) -> None:
+        """Be a member, whatever happens to the store."""
+        pause_s, longest_s = BACKOFF_S
+        while True:
+            self._joined_s = 0.0
+            field = ""
+            try:
+                await self._member(claim)
+            except _RefusedError as refusal:
+                self._roster.clear()
+                self._stand("refused", refusal.field, str(refusal))
+                await self._store.close()
+                await asyncio.sleep(REFUSED_S)
+                continue
+            except _LostError as error:
+                self._roster.doubt()
+                self._stand("joining", why=str(error))
+            except (TransferError, InvalidArgument) as error:
+                if isinstance(error, InvalidArgument):
+                    field = error.field
+                self._roster.doubt()
+                self._stand("away", field, reason(error))
+            await self._store.close()
+            if self._joined_s and monotonic() - self._joined_s >= STEADY_S:
+                pause_s = BACKOFF_S[0]
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
+
+    async def _member(self, claim: NameClaim) -> None:
+        """Join, and be a member until something ends that.
+
+        Raises:
+            TransferError: the store is away.
+            InvalidArgument: the store does not take what this node shows.
+            _RefusedError: the cluster has another scheme, or another node of this name.
+            _LostError: the own record is gone.
+        """
+        await self._store.open()
+        own = settings_of(claim.record)
+        differs = differing_field(own, await self._store.settings(msgspec.json.encode(own)))
+        if differs is not None:
+            raise _RefusedError(*differs)
+        await self._take(claim)
+        self._joined_s = monotonic()
+        self._roster.trust(self._joined_s)
+        await _first_of(self._renew(), self._follow(claim))
+
+    async def _take(self, claim: NameClaim) -> None:
+        """Put the own record under its name."""
+        expected: bytes | None = None
+        rounds = 0
+        while rounds < _ROUNDS_MAX:
+            rounds += 1
+            found = await self._store.claim(claim.record.name, claim.value, expected)
+            if found is None:
+                return
+            step = claim.there(found)
+            if isinstance(step, AskThere):
+                step = claim.answered(found, await self._alive(step.record))
+            expected = None
+            match step:
+                case PutRecord(expected=expected):
+                    pass
+                case RefuseName(why=why):
+                    raise _RefusedError("name", why)
+                case TryLater(why=why):
+                    self._stand("joining", "name", why)
+                    await asyncio.sleep(LATER_S)
+                    rounds = 0  # it is looked at until its lease has run out
+        raise PeerUnreachable("the record of this node's name is changed by others all the time")
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(_RENEW * self._store.lease_s)
+            if not await self._store.renew():
+                raise _LostError("the lease has run out")
+            self._roster.expire(monotonic())
+            self._tell()
+
+    async def _follow(self, claim: NameClaim) -> None:
+        async with aclosing(self._store.watch()) as changes:
+            async for records in changes:
+                own = claim.seen(records.get(claim.record.name))
+                if isinstance(own, RefuseName):
+                    raise _RefusedError("name", own.why)
+                if own is OwnRecord.LOST:
+                    raise _LostError("the record of this node has been deleted")
+                self._roster.tell(records, monotonic())
+                self._stand("joined")
+
+    async def _withdraw(self, claim: NameClaim) -> None:
+        with contextlib.suppress(TransferError, InvalidArgument):
+            await self._store.withdraw(claim.record.name, claim.value)
+        await self._store.close()
+        self._roster.clear()
+        self._stand("joining")
+
+    def _stand(self, state: StandingState, field: str = "", why: str = "") -> None:
+        """Change the standing, and tell it."""
+        self.standing = JoinStanding(state, field, printable(why), self._roster.unreadable)
+        self._tell()
+
+    def _tell(self) -> None:
+        told = (dict(self._roster.nodes), self.standing)
+        if told != self._told:
+            self._told = told
+            news, self._news = self._news, asyncio.Event()
+            news.set()
+
+
+async def _first_of(*cases: Coroutine[Any, Any, object]) -> None:
+    """Run several until one of them ends; raises its error."""
+    tasks = [asyncio.create_task(case) for case in cases]
+    try:
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

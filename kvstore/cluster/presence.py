@@ -1,0 +1,71 @@
+"""Asks at the endpoint of a record whether its node lives."""
+
+import asyncio
+import ssl
+
+from kvstore import wire
+from kvstore.cluster.claiming import Presence
+from kvstore.cluster.greeting import LocalNode
+from kvstore.cluster.records import NodeRecord
+from kvstore.config.addresses import read_address
+from kvstore.errors import ProtocolError
+
+ASK_S = 2.0
+"""Limit of one question."""
+_READ_BYTES = 64 << 10
+
+
+class PresenceCheck:
+    """Finds out whether the process of a record lives, by greeting it as a node does."""
+
+    def __init__(self, local: LocalNode, tls: ssl.SSLContext | None) -> None:
+        """Ask nobody yet.
+
+        Args:
+            local: this node; it has the name of the records that are asked about.
+            tls: its certificate, and the authority of its peers; None = plain TCP.
+        """
+        self._local = local
+        self._tls = tls
+
+    async def __call__(self, record: NodeRecord) -> Presence:
+        """Ask; takes :data:`ASK_S` at most.
+
+        A node that lives refuses this one, because both have one name. One that welcomes it has
+        another name, or is a later process: whose record this is has ended.
+        """
+        try:
+            async with asyncio.timeout(ASK_S):
+                answer = await self._answer(record)
+        except ConnectionRefusedError:
+            return Presence.DEAD
+        except (TimeoutError, OSError, ProtocolError, ValueError):
+            return Presence.SILENT
+        return _meaning(answer, record)
+
+    async def _answer(self, record: NodeRecord) -> object:
+        where = read_address(record.endpoint)
+        reader, writer = await asyncio.open_connection(
+            where.host, where.port, ssl=self._tls,
+            server_hostname=where.host if self._tls is not None else None,
+        )  # fmt: skip
+        try:
+            writer.write(wire.encode(self._local.hello(1)))
+            frames = wire.FrameReader()
+            while data := await reader.read(_READ_BYTES):
+                for body in frames.feed(data):
+                    return wire.decode_answer(body)
+        finally:
+            writer.transport.abort()
+        raise ConnectionResetError("closed without an answer")
+
+
+def _meaning(answer: object, record: NodeRecord) -> Presence:
+    """What an answer to a greeting says about the node of a record."""
+    if isinstance(answer, wire.PeerWelcome):
+        return Presence.LIVE if answer.boot == record.boot else Presence.DEAD
+    if isinstance(answer, wire.Failure) and answer.field == "cluster":
+        return Presence.DEAD
+    if isinstance(answer, wire.Failure) and answer.field == "node":
+        return Presence.LIVE
+    return Presence.SILENT

@@ -1,0 +1,177 @@
+"""The records of a cluster in Redis; the only place of a membership that imports its client.
+
+``kvstore:{CLUSTER}:settings`` and ``kvstore:{CLUSTER}:node:NAME`` are strings of JSON; the latter
+expire (PX). ``kvstore:{CLUSTER}:nodes`` is a sorted set of names by the time, in ms, at which they
+expire, so that nobody has to search for keys. All changes are scripts, so each is whole.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Final
+
+from redis import exceptions
+from redis.asyncio import Redis
+
+from kvstore.cluster.access import StoreServers
+from kvstore.cluster.redis_client import redis_clients
+from kvstore.cluster.store import CALL_S, LEASE_S
+from kvstore.errors import InvalidArgument, PeerUnreachable, TransferTimeout
+from kvstore.process.faults import printable
+
+POLL_S: Final = 0.5
+"""Changes are seen at most so much later."""
+
+_NOW: Final = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+"""
+_SETTINGS: Final = """
+redis.call('SET', KEYS[1], ARGV[1], 'NX')
+return redis.call('GET', KEYS[1])
+"""
+_CLAIM: Final = (
+    _NOW
+    + """
+local there = redis.call('GET', KEYS[1]) or ''
+if there ~= ARGV[2] then return there end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[3])
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
+redis.call('ZADD', KEYS[2], now + ARGV[3], ARGV[4])
+return false
+"""
+)
+_RENEW: Final = (
+    _NOW
+    + """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+redis.call('ZADD', KEYS[2], now + ARGV[2], ARGV[3])
+return 1
+"""
+)
+_WITHDRAW: Final = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('DEL', KEYS[1])
+redis.call('ZREM', KEYS[2], ARGV[2])
+return 1
+"""
+_LIST: Final = (
+    _NOW
+    + """
+local found = {}
+for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], now, '+inf')) do
+  local value = redis.call('GET', KEYS[2] .. name)
+  if value then
+    found[#found + 1] = name
+    found[#found + 1] = value
+  end
+end
+return found
+"""
+)
+_LOGIN: Final = (
+    exceptions.AuthenticationError,  # of a wrong password, and of none where one is needed
+    exceptions.NoPermissionError,
+)
+
+
+class RedisStore:
+    """See :class:`~kvstore.cluster.store.RecordStore`; for Redis 6.2 or newer.
+
+    Attributes:
+        lease_s: seconds after the last renewal in which a record is gone.
+    """
+
+    def __init__(self, servers: StoreServers, cluster: str, lease_s: float = LEASE_S) -> None:
+        """Not connected.
+
+        Args:
+            servers: of one Redis; a replica among them does not serve.
+            cluster: name of the cluster.
+            lease_s: seconds after the last renewal in which a record is gone.
+        """
+        self.lease_s = lease_s
+        self._client = redis_clients(servers, CALL_S)
+        self._prefix = f"kvstore:{{{cluster}}}:"
+        self._redis: Redis | None = None
+        self._own: tuple[str, bytes] | None = None
+
+    async def open(self) -> None:
+        """See :meth:`kvstore.cluster.store.RecordStore.open`."""
+        await self.close()
+        self._redis = self._client()
+        await self._eval("return 1", 0)
+
+    async def close(self) -> None:
+        """See :meth:`kvstore.cluster.store.RecordStore.close`."""
+        redis, self._redis = self._redis, None
+        if redis is not None:
+            await redis.aclose()
+
+    async def settings(self, offered: bytes) -> bytes:
+        """See :meth:`kvstore.cluster.store.RecordStore.settings`."""
+        return bytes(await self._eval(_SETTINGS, 1, f"{self._prefix}settings", offered))
+
+    async def claim(self, name: str, value: bytes, expected: bytes | None) -> bytes | None:
+        """See :meth:`kvstore.cluster.store.RecordStore.claim`."""
+        there = await self._eval(
+            _CLAIM, 2, *self._keys(name), value, expected or b"", self._lease_ms(), name
+        )
+        if there is None:
+            self._own = (name, value)
+        return there if there is None else bytes(there)
+
+    async def renew(self) -> bool:
+        """See :meth:`kvstore.cluster.store.RecordStore.renew`."""
+        if self._own is None:
+            return False
+        name, value = self._own
+        return bool(await self._eval(_RENEW, 2, *self._keys(name), value, self._lease_ms(), name))
+
+    async def withdraw(self, name: str, value: bytes) -> None:
+        """See :meth:`kvstore.cluster.store.RecordStore.withdraw`."""
+        await self._eval(_WITHDRAW, 2, *self._keys(name), value, name)
+
+    async def watch(self) -> AsyncGenerator[Mapping[str, bytes], None]:
+        """See :meth:`kvstore.cluster.store.RecordStore.watch`."""
+        told: dict[str, bytes] | None = None
+        while True:
+            found = await self._eval(_LIST, 2, f"{self._prefix}nodes", f"{self._prefix}node:")
+            records = {
+                name.decode(errors="replace"): bytes(value)
+                for name, value in zip(found[::2], found[1::2], strict=True)
+            }
+            if records != told:
+                told = records
+                yield records
+            await asyncio.sleep(POLL_S)
+
+    def _keys(self, name: str) -> tuple[str, str]:
+        return f"{self._prefix}node:{name}", f"{self._prefix}nodes"
+
+    def _lease_ms(self) -> int:
+        return round(1_000 * self.lease_s)
+
+    async def _eval(self, script: str, keys: int, *arguments: str | bytes | int) -> Any:
+        """Run a script.
+
+        Raises:
+            TransferTimeout: no answer in time.
+            PeerUnreachable: the server is away, or cannot do it.
+            InvalidArgument: it does not take the login.
+        """
+        if self._redis is None:
+            raise PeerUnreachable("Redis is not connected")
+        try:
+            async with asyncio.timeout(CALL_S):
+                return await self._redis.eval(script, keys, *arguments)
+        except _LOGIN as error:
+            # Redis names the user; its text is not repeated, whatever it may come to contain.
+            raise InvalidArgument(
+                "login", "Redis does not take the login, or does not permit this user the keys"
+                f" {self._prefix}* and scripts",
+            ) from error  # fmt: skip
+        except (TimeoutError, exceptions.TimeoutError) as error:
+            raise TransferTimeout(f"Redis did not answer within {CALL_S} s") from error
+        except (OSError, exceptions.RedisError) as error:
+            raise PeerUnreachable(f"Redis: {printable(str(error))}") from error

@@ -1,0 +1,70 @@
+"""The nodes of a cluster as the records of a store tell them. Pure."""
+
+import math
+from collections.abc import Mapping
+
+from kvstore.cluster.records import NodeRecord, read_record
+
+
+class Roster:
+    """The nodes that a store tells of, through its failures.
+
+    A store that comes back may have been emptied, and the others need time to come back to it. So
+    nodes that were known before stay until they have been seen again, or for a lease's time.
+
+    Attributes:
+        nodes: by name.
+        unreadable: number of records in the last answer that are left out.
+    """
+
+    def __init__(self, hold_s: float) -> None:
+        """Nobody is known yet.
+
+        Args:
+            hold_s: how long nodes of before stay after the store has come back.
+        """
+        self.nodes: dict[str, NodeRecord] = {}
+        self.unreadable = 0
+        self._hold_s = hold_s
+        self._held: set[str] = set()
+        self._until_s = math.inf
+
+    def doubt(self) -> None:
+        """The store is away, or may have been emptied: whom it does not tell of may be there."""
+        self._held = set(self.nodes)
+        self._until_s = math.inf
+
+    def trust(self, now_s: float) -> None:
+        """The store serves again: the others come back to it from now on."""
+        self._until_s = now_s + self._hold_s
+
+    def tell(self, records: Mapping[str, bytes], now_s: float) -> None:
+        """All records of the store at a time.
+
+        Args:
+            records: name → JSON, from whoever can write to the store.
+            now_s: the time.
+        """
+        self._held -= records.keys()
+        nodes = {name: self.nodes[name] for name in self._held}
+        self.unreadable = 0
+        for name, value in records.items():
+            try:
+                nodes[name] = read_record(name, value)
+            except ValueError:
+                self.unreadable += 1
+        self.nodes = nodes
+        self.expire(now_s)
+
+    def expire(self, now_s: float) -> None:
+        """Take out the nodes of before that have not come back in time."""
+        if now_s >= self._until_s:
+            for name in self._held:
+                del self.nodes[name]
+            self._held.clear()
+
+    def clear(self) -> None:
+        """Know nobody."""
+        self.nodes = {}
+        self.unreadable = 0
+        self._held.clear()
