@@ -128,6 +128,7 @@ class Acquire(msgspec.Struct, array_like=True, tag=7):
     For ``lease_ms``, or less if the node limits it. Waits up to ``wait_ms`` while pages of the run
     are loaded from disk or fetched from peers; with 0 none are. ``begins``: the chain begins with
     these keys, so that peers can be asked for them; False = unknown (and protocol 1.4 and older).
+    ``copies``: another node was asked to keep copies of them, so that this is no use (since 1.6).
     """
 
     id: int
@@ -138,6 +139,7 @@ class Acquire(msgspec.Struct, array_like=True, tag=7):
     lease_ms: int
     wait_ms: int = 0
     begins: bool = False
+    copies: bool = False
 
 
 class Acquired(msgspec.Struct, array_like=True, tag=8):

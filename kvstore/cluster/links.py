@@ -7,7 +7,8 @@ from time import monotonic, monotonic_ns
 from typing import Any, Final
 
 from kvstore import wire
-from kvstore.cluster.session import CarriedOut, CloseLink, Effect, PeerSession, Send
+from kvstore.cluster.effects import CarriedOut, CloseLink, Effect, Send
+from kvstore.cluster.session import PeerSession
 from kvstore.cluster.standing import Standing
 from kvstore.errors import ProtocolError, reason
 from kvstore.process.listeners import Tcp, parse_endpoint

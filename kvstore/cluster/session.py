@@ -18,7 +18,16 @@ from itertools import count
 from typing import Final
 
 from kvstore import wire
-from kvstore.cluster.bringing import BringEnded, Bringing, OpenedPair
+from kvstore.cluster.bringing import Bringing, OpenedPair
+from kvstore.cluster.effects import (
+    CancelTransfer,
+    CloseLink,
+    Effect,
+    Ended,
+    Send,
+    SlotsSettled,
+    StartTransfer,
+)
 from kvstore.cluster.greeting import LocalNode, check_protocol
 from kvstore.errors import (
     CapacityError,
@@ -49,73 +58,6 @@ LATE_MAX: Final = 1024
 SPACES_MAX: Final = 128
 """If the other node opens no more spaces after so many, the session begins again."""
 _ADDRESS_BYTES: Final = wire.ADDRESS.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send a message to the other node."""
-
-    message: wire.Request
-
-
-@dataclass(frozen=True, slots=True)
-class StartTransfer:
-    """Read leased pages; its number is that of the fetch.
-
-    Attributes:
-        fetch: whose leading slots get the pages.
-        transport: name of the transport.
-        endpoint: of the other node's transport.
-        lent: the lease.
-        deadline_ns: end of the transfer.
-    """
-
-    fetch: PeerFetch
-    transport: str
-    endpoint: str
-    lent: wire.Lent
-    deadline_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class CancelTransfer:
-    """Nobody waits for the transfer of this fetch any more."""
-
-    job: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Tell the node that a fetch has ended."""
-
-    end: FetchEnd
-
-
-@dataclass(frozen=True, slots=True)
-class SlotsSettled:
-    """Tell the node that nothing writes into the slots of an ended fetch any more."""
-
-    job: int
-
-
-@dataclass(frozen=True, slots=True)
-class CloseLink:
-    """Close the connection.
-
-    Attributes:
-        cause: ``refused``, ``protocol``, ``silent`` or ``spaces``.
-        why: description for the log.
-        field: what differs between the two nodes, if that refuses the session.
-    """
-
-    cause: str
-    why: str
-    field: str = ""
-
-
-CarriedOut = StartTransfer | CancelTransfer | Ended | SlotsSettled | BringEnded
-"""What is carried out for the node; the rest concerns the connection."""
-Effect = Send | CloseLink | CarriedOut
 
 
 class _Stage(Enum):
@@ -395,7 +337,13 @@ class PeerSession:
         self._leasing[fetch.request] = fetch
         # Half of the time for loads from the owner's SSDs, the rest for the bytes.
         asked = wire.Acquire(
-            fetch.request, fetch.lease, *numbers, job.keys, max(1, left_ms), max(0, left_ms // 2)
+            fetch.request,
+            fetch.lease,
+            *numbers,
+            job.keys,
+            max(1, left_ms),
+            max(0, left_ms // 2),
+            copies=job.copies,
         )
         self.effects.append(Send(asked))
 

@@ -14,17 +14,17 @@ import numpy as np
 from kvstore import wire
 from kvstore.cluster.bringing import BringEnded
 from kvstore.cluster.copier import Copier
-from kvstore.cluster.greeting import LocalNode
-from kvstore.cluster.links import PeerLink
-from kvstore.cluster.membership import Membership
-from kvstore.cluster.session import (
+from kvstore.cluster.effects import (
     CancelTransfer,
     CarriedOut,
     Ended,
-    PeerSession,
     SlotsSettled,
     StartTransfer,
 )
+from kvstore.cluster.greeting import LocalNode
+from kvstore.cluster.links import PeerLink
+from kvstore.cluster.membership import Membership
+from kvstore.cluster.session import PeerSession
 from kvstore.errors import KVStoreError, PeerUnreachable, TransferTimeout
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, digest_seed, page_seeds
 from kvstore.state.remote.jobs import (

@@ -178,6 +178,7 @@ class Requests:
         pages = ready + (further.pages if further is not None else 0)
         size = pages * space.shards[shard].slot_bytes
         fetch, full = self._pages.begin_fetch(process, size, earlier), False
+        fetch.copies = isinstance(request, wire.Bring)
         if self.remote is not None and further is not None:
             if earlier is not None and earlier.peers_until_ns:
                 fetch.peers_until_ns = earlier.peers_until_ns
@@ -323,7 +324,13 @@ class Requests:
         shard, deadline_ns = request.shard, now_ns + lease_ms * _NS_PER_MS
         space = self.space(process, request.space, [shard])
         leased = self._pages.acquire(
-            process, request.lease, space, shard, request.keys, deadline_ns
+            process,
+            request.lease,
+            space,
+            shard,
+            request.keys,
+            deadline_ns,
+            used=not request.copies,
         )
         return wire.Acquired(
             request.id,

@@ -7,7 +7,8 @@ import pytest
 from kvstore import wire
 from kvstore.cluster import bringing
 from kvstore.cluster.bringing import BRINGS_MAX, BringEnded
-from kvstore.cluster.session import MS, CloseLink, PeerSession, Send
+from kvstore.cluster.effects import CloseLink, Send
+from kvstore.cluster.session import MS, PeerSession
 from kvstore.errors import (
     CapacityError,
     KVStoreError,

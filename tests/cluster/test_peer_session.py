@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from kvstore import wire
+from kvstore.cluster.effects import CloseLink, Ended, Send, StartTransfer
 from kvstore.cluster.session import (
     FETCHES_MAX,
     HELLO_NS,
@@ -13,11 +14,7 @@ from kvstore.cluster.session import (
     PING_NS,
     SILENT_NS,
     SPACES_MAX,
-    CloseLink,
-    Ended,
     PeerSession,
-    Send,
-    StartTransfer,
 )
 from kvstore.errors import (
     CapacityError,

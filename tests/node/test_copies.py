@@ -57,6 +57,7 @@ def test_a_peer_that_asks_is_read_and_told_when_its_pages_are_here(world, peer):
     job = world.read(peer="p")
     assert job.keys == b"".join(chain("abc"))
     assert not world.locates, "who asks has them; the directory is not asked"
+    assert job.copies
 
     world.end(job)
 
@@ -194,6 +195,18 @@ def test_engines_do_not_ask_to_bring_and_nodes_do_not_ask_for_copies(world, engi
     for asked in (bring(world, engine, "ab"), replicate(world, peer, "ab")):
         assert isinstance(asked, wire.Failure)
         assert asked.code == "protocol"
+
+
+def test_a_read_for_copies_is_no_use_of_the_pages(world, engine, peer):
+    world.store(engine, "abc")
+    asked = wire.Acquire(8, 1, 0, 0, b"".join(chain("abc")), 1000, copies=True)
+    assert leased(world.ask(peer, asked)) == 3
+    node = world.space.index.get(chain("abc")[-1])
+    assert node is not None
+    assert (node.hits, node.uses, node.used_ns, world.table.counts["loaded_bytes"]) == (0, 0, 0, 0)
+    asked = wire.Acquire(8, 2, 0, 0, b"".join(chain("abc")), 1000)
+    assert leased(world.ask(peer, asked)) == 3
+    assert node.hits == 1
 
 
 # Replicate

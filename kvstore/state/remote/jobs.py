@@ -60,6 +60,7 @@ class PeerFetch:
         keys: of the wanted pages, 32 bytes each.
         slots: where each goes, at ``SlotTable.address``; its memory may be on its way still.
         deadline_ns: after it nobody waits for the job.
+        copies: no engine asks for them, but the peer itself.
     """
 
     job: int
@@ -70,6 +71,7 @@ class PeerFetch:
     keys: bytes
     slots: list[Slot]
     deadline_ns: int
+    copies: bool = False
 
 
 class FetchEnd(NamedTuple):

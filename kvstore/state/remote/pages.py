@@ -373,7 +373,8 @@ class RemotePages:
                     break
             return 0
         arrival = Arrival(
-            number, number, process, peer, chain, shard, at, fetch.peers_until_ns
+            number, number, process, peer, chain, shard, at, fetch.peers_until_ns,
+            copies=fetch.copies,
         )  # fmt: skip
         known = self._by_key.setdefault((space.number, shard), {})
         known.update(dict.fromkeys(put.keys, arrival))
@@ -391,6 +392,7 @@ class RemotePages:
                 arrival.job, arrival.peer, chain.space.identity,
                 chain.space.shards[arrival.shard].spec, chain.keys[: arrival.at * KEY_BYTES],
                 b"".join(put.keys), list(put.slots), arrival.deadline_ns,
+                arrival.copies,
             )
         )  # fmt: skip
 

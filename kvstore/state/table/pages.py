@@ -76,9 +76,11 @@ class PageTable(Residents):
 
     def acquire(
         self, process: Process, lease_id: int, space: PrefixTree, shard: int, packed: bytes,
-        deadline_ns: int,
+        deadline_ns: int, *, used: bool = True,
     ) -> Leased:  # fmt: skip
         """Pin the leading run of pages of one shard that are in memory under a lease.
+
+        ``used``: this counts as a use of them.
 
         Raises:
             CapacityError: the session's quota is used up; nothing was pinned.
@@ -96,18 +98,23 @@ class PageTable(Residents):
                 f"the session's quota of {process.session.quota_bytes} bytes is used up"
             )
         if nodes:
-            last = nodes[-1]
             self.slots.pin(slots, self.tick)
-            for node in nodes:
-                node.access = self.tick  # segments are reclaimed without looking at descendants
-            self._use(last)
-            if not last.memory & (1 << shard) - 1:  # ranks of one request count once
-                self.eviction.used(last, self.tick)
             self._lend(process, lease_id, lease, nodes[0], shard)
-            self.counts["loaded_bytes"] += len(slots) * space.shards[shard].page_bytes
-            if self.disk is not None:
-                self.disk.used(last, shard)
+            if used:
+                self._count_use(nodes, shard)
+                self.counts["loaded_bytes"] += len(slots) * space.shards[shard].page_bytes
         return Leased(lease, b"".join([node.digest_columns[shard] for node in nodes]), nodes)
+
+    def _count_use(self, nodes: Sequence[PrefixNode], shard: int) -> None:
+        """A request has used a run of pages of one shard."""
+        last = nodes[-1]
+        for node in nodes:
+            node.access = self.tick  # segments are reclaimed without looking at descendants
+        self._use(last)
+        if not last.memory & (1 << shard) - 1:  # ranks of one request count once
+            self.eviction.used(last, self.tick)
+        if self.disk is not None:
+            self.disk.used(last, shard)
 
     def release(self, process: Process, lease_id: int, *, read: bool = True) -> None:
         """The reader is done; unknown leases are ignored (the answer to them may be late).
