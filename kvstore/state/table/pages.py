@@ -28,7 +28,7 @@ from kvstore.state.tree.match import longest_match
 from kvstore.state.tree.node import ORDINARY, PrefixNode, Retention, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch, Lease, Process, Put, Session
-from kvstore.state.tree.slots import Slot, SlotTable
+from kvstore.state.tree.slots import SlotTable
 
 EXPIRE_MAX = 128
 """Pages whose deadline one turn applies."""
@@ -89,9 +89,7 @@ class PageTable(Residents):
             raise InvalidArgument("lease", f"{lease_id} is in use")
         self.tick += 1
         nodes = leading_in_memory(space, packed, shard)
-        slots: list[Slot] = []
-        for node in nodes:
-            slots += node.slots_of(shard)
+        slots = [slot for node in nodes for slot in node.slots_of(shard)]
         lease = Lease(slots, len(slots) * space.shards[shard].slot_bytes, deadline_ns)
         if not process.session.admits(lease.size_bytes):
             raise CapacityError(
