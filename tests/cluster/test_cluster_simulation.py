@@ -53,6 +53,7 @@ def test_the_histories_of_a_cluster_contain_what_they_are_there_for():
     assert total("partitions") > 3
     assert total("nodes_left") > 3
     assert total("lookups_waited") > 3
+    assert total("copies_made") > 3
 
 
 def test_histories_have_fetches_of_all_shards_and_nodes_that_come_back_with_an_empty_disk():
