@@ -12,8 +12,6 @@ released. A lease whose answer comes too late is released then.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 from itertools import count
 from typing import Final
 
@@ -31,6 +29,7 @@ from kvstore.cluster.effects import (
 )
 from kvstore.cluster.greeting import LocalNode, check_protocol
 from kvstore.cluster.kept import retentions
+from kvstore.cluster.underway import FetchStage, OpenedPlace, SessionFetch
 from kvstore.cluster.ways import offered, ways_of
 from kvstore.errors import (
     CapacityError,
@@ -62,37 +61,6 @@ LATE_MAX: Final = 1024
 SPACES_MAX: Final = 128
 """If the other node opens no more spaces after so many, the session begins again."""
 _ADDRESS_BYTES: Final = wire.ADDRESS.itemsize
-
-
-class _Stage(Enum):
-    OPENING = 0
-    LEASING = 1
-    READING = 2
-    UNSETTLED = 3
-
-
-@dataclass(slots=True, eq=False)
-class _Fetch:
-    """One fetch; ``connection``: the number of the connection that has its lease.
-
-    ``asked_ns``: when its lease was asked for.
-    """
-
-    job: PeerFetch
-    stage: _Stage = _Stage.OPENING
-    connection: int = 0
-    request: int = 0
-    lease: int = 0
-    asked_ns: int = 0
-    lent: wire.Lent | None = None
-
-
-@dataclass(slots=True)
-class _Place:
-    """A space and shard on this connection; ``numbers`` None = the answer is awaited."""
-
-    numbers: tuple[int, int] | None = None
-    waiting: list[_Fetch] = field(default_factory=list)
 
 
 class PeerSession:
@@ -130,12 +98,12 @@ class PeerSession:
         self._heard_ns = 0
         self._asked_ns = 0
         self._hello = 0
-        self._places: dict[OpenedPair, _Place] = {}
+        self._places: dict[OpenedPair, OpenedPlace] = {}
         self._opening: dict[int, OpenedPair] = {}
-        self._leasing: dict[int, _Fetch] = {}
+        self._leasing: dict[int, SessionFetch] = {}
         #: Acquire that nobody waits for → its lease.
         self._late: dict[int, int] = {}
-        self._fetches: dict[int, _Fetch] = {}
+        self._fetches: dict[int, SessionFetch] = {}
         self._brings = Bringing(peer, self._numbers, lambda end: self.effects.append(end))
         #: Minor version of the other node's protocol.
         self._minor = 0
@@ -167,13 +135,13 @@ class PeerSession:
         self._late.clear()
         self._brings.lost(self._unreachable())
         for fetch in list(self._fetches.values()):
-            if fetch.stage in (_Stage.OPENING, _Stage.LEASING):
+            if fetch.stage in (FetchStage.OPENING, FetchStage.LEASING):
                 self._end(fetch, self._unreachable())
 
     def left(self) -> None:
         """The other node is none of the cluster any more: all fetches end now."""
         for fetch in list(self._fetches.values()):
-            if fetch.stage is _Stage.READING:
+            if fetch.stage is FetchStage.READING:
                 self._cancel(fetch, self._unreachable())
         self.closed()
 
@@ -202,7 +170,7 @@ class PeerSession:
     def advance(self, now_ns: int) -> None:
         """Apply all deadlines up to ``now_ns``."""
         for fetch in list(self._fetches.values()):
-            over = fetch.stage is _Stage.UNSETTLED or fetch.job.job not in self._fetches
+            over = fetch.stage is FetchStage.UNSETTLED or fetch.job.job not in self._fetches
             if not over and now_ns >= fetch.job.deadline_ns:
                 self._overdue(fetch)  # may close the connection, which ends others
         if not self._brings.advance(now_ns):
@@ -222,7 +190,7 @@ class PeerSession:
         deadlines = self._brings.deadlines() + [
             one.job.deadline_ns
             for one in self._fetches.values()
-            if one.stage is not _Stage.UNSETTLED
+            if one.stage is not FetchStage.UNSETTLED
         ]
         if self._connected:
             limit_ns = SILENT_NS if self.up else HELLO_NS
@@ -236,7 +204,7 @@ class PeerSession:
         """Begin a fetch; it ends at once if it cannot be begun."""
         assert job.job not in self._fetches
         assert len(job.keys) == len(job.slots) * KEY_BYTES > 0
-        fetch = _Fetch(job)
+        fetch = SessionFetch(job)
         self._fetches[job.job] = fetch
         refusal = self._refusal(job, now_ns)
         if refusal is not None:
@@ -259,7 +227,7 @@ class PeerSession:
     def transfer_ended(self, end: TransferEnd) -> None:
         """The transfer of a fetch has ended."""
         fetch = self._fetches[end.number]
-        if fetch.stage is _Stage.UNSETTLED:  # the fetch had ended before
+        if fetch.stage is FetchStage.UNSETTLED:  # the fetch had ended before
             if end.settled:
                 self.transfer_settled(end.number)
             return
@@ -280,7 +248,7 @@ class PeerSession:
     def transfer_settled(self, job: int) -> None:
         """Nothing writes into the slots of a fetch any more."""
         fetch = self._fetches.pop(job)
-        assert fetch.stage is _Stage.UNSETTLED
+        assert fetch.stage is FetchStage.UNSETTLED
         self.effects.append(SlotsSettled(job))
 
     # ---- internal ---------------------------------------------------------------------------
@@ -329,20 +297,20 @@ class PeerSession:
                 self._acquire(fetch, place.numbers, now_ns)
         self.effects += map(Send, self._brings.opened(pair, place.numbers, now_ns))
 
-    def _place(self, pair: OpenedPair) -> _Place:
+    def _place(self, pair: OpenedPair) -> OpenedPlace:
         """A space and shard on this connection; the other node is asked to open it if need be."""
         place = self._places.get(pair)
         if place is None:
-            place = self._places[pair] = _Place()
+            place = self._places[pair] = OpenedPlace()
             request = next(self._numbers)
             self._opening[request] = pair
             self.effects.append(Send(wire.OpenSpace(request, pair[0], [pair[1]])))
         return place
 
-    def _acquire(self, fetch: _Fetch, numbers: tuple[int, int], now_ns: int) -> None:
+    def _acquire(self, fetch: SessionFetch, numbers: tuple[int, int], now_ns: int) -> None:
         job = fetch.job
         left_ms = (job.deadline_ns - now_ns) // MS
-        fetch.stage = _Stage.LEASING
+        fetch.stage = FetchStage.LEASING
         fetch.connection, fetch.asked_ns = self._connection, now_ns
         fetch.request, fetch.lease = next(self._numbers), next(self._numbers)
         self._leasing[fetch.request] = fetch
@@ -379,7 +347,7 @@ class PeerSession:
         if not pages:
             self._end(fetch, None)
             return
-        fetch.stage, fetch.lent = _Stage.READING, answer
+        fetch.stage, fetch.lent = FetchStage.READING, answer
         deadline_ns = max(now_ns, fetch.job.deadline_ns - REPORT_NS)
         ways = ways_of(answer, self._endpoints, self._host)
         self.effects.append(StartTransfer(fetch.job, ways, answer, deadline_ns))
@@ -399,8 +367,8 @@ class PeerSession:
         elif self._late.pop(answer.id, 0) == 0 and not self._brings.failed(answer.id, error):
             self._close("refused", answer.message)
 
-    def _overdue(self, fetch: _Fetch) -> None:
-        if fetch.stage is _Stage.READING:
+    def _overdue(self, fetch: SessionFetch) -> None:
+        if fetch.stage is FetchStage.READING:
             self._cancel(fetch, self._timeout())
             return
         if self._leasing.pop(fetch.request, None) is not None:
@@ -409,13 +377,13 @@ class PeerSession:
         if len(self._late) > LATE_MAX:
             self._close("silent", f"{LATE_MAX} leases were not answered in time")
 
-    def _cancel(self, fetch: _Fetch, error: KVStoreError) -> None:
+    def _cancel(self, fetch: SessionFetch, error: KVStoreError) -> None:
         """End a fetch whose transfer is under way."""
         self.effects.append(CancelTransfer(fetch.job.job))
         self._release(fetch)
         self._end(fetch, error, settled=False)
 
-    def _report(self, fetch: _Fetch, lent: wire.Lent, at: int) -> None:
+    def _report(self, fetch: SessionFetch, lent: wire.Lent, at: int) -> None:
         """Tell the owner of a page that it came with wrong bytes."""
         place = self._places.get((fetch.job.identity, fetch.job.shard))
         if not self._holds(fetch) or place is None or place.numbers is None:
@@ -424,26 +392,26 @@ class PeerSession:
         key = fetch.job.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
         self.effects.append(Send(wire.Corrupt(*place.numbers, key, generation, self.boot)))
 
-    def _release(self, fetch: _Fetch, *, read: bool = False) -> None:
+    def _release(self, fetch: SessionFetch, *, read: bool = False) -> None:
         if self._holds(fetch):
             self.effects.append(Send(wire.Release(fetch.lease, read)))
 
-    def _holds(self, fetch: _Fetch) -> bool:
+    def _holds(self, fetch: SessionFetch) -> bool:
         """Whether the lease is one of the present connection."""
         return self.up and fetch.connection == self._connection
 
     def _end(
-        self, fetch: _Fetch, error: KVStoreError | None, digests: bytes = b"", *,
+        self, fetch: SessionFetch, error: KVStoreError | None, digests: bytes = b"", *,
         settled: bool = True, kept: Sequence[Retention] = (),
     ) -> None:  # fmt: skip
         """Tell the end of a fetch; what may still be written over is not delivered."""
         place = self._places.get((fetch.job.identity, fetch.job.shard))
-        if fetch.stage is _Stage.OPENING and place is not None and fetch in place.waiting:
+        if fetch.stage is FetchStage.OPENING and place is not None and fetch in place.waiting:
             place.waiting.remove(fetch)  # its OpenSpace may never be answered
         if settled:
             del self._fetches[fetch.job.job]
         else:
-            fetch.stage = _Stage.UNSETTLED
+            fetch.stage = FetchStage.UNSETTLED
             digests, kept = b"", ()
         self.effects.append(Ended(FetchEnd(fetch.job.job, digests, error, settled, kept)))
 

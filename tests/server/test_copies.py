@@ -111,7 +111,7 @@ class Stored:
         self.at(1000)
 
     def at(self, seconds: int) -> None:
-        self.table.now_ns = seconds * S
+        self.table.moment.now_ns = seconds * S
 
     def store(
         self, path: str, *, start: int = 0, shards: tuple[int, ...] = (0,),

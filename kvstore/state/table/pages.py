@@ -127,10 +127,9 @@ class PageTable:
 
     def _count_use(self, nodes: Sequence[PrefixNode], shard: int) -> None:
         """A request has used a run of pages of one shard."""
-        last = nodes[-1]
         for node in nodes:
             node.access = self.moment.tick  # segments are reclaimed without a look at descendants
-        self.residents.use(last)
+        self.residents.use(last := nodes[-1])
         if not last.memory & (1 << shard) - 1:  # ranks of one request count once
             self.eviction.used(last, self.moment.tick)
         if self.disk is not None:
@@ -468,8 +467,8 @@ class PageTable:
             refusal = PageStatus.NO_ROOM
         granted = keys[: len(slots)]
         if slots:
-            each = len(tokens) // len(keys)
-            begin_pages(space, shard, granted, slots, parent, tokens[: each * len(slots)])
+            told = tokens[: len(tokens) // len(keys) * len(slots)]
+            begin_pages(space, shard, granted, slots, parent, told)
             self.residents.owners.add(slots, granted, space)
         else:
             self.residents.tidy(head)
