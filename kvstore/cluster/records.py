@@ -34,6 +34,8 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
         protocol: ``major.minor`` of the protocol that it speaks.
         scheme: how it computes keys and digests of pages.
         state: ``up``, or ``draining`` = it is about to leave.
+        admin: URL of its admin API as other machines reach it, which whoever reads this checks;
+            empty = they do not reach it, or it is a node of an earlier version.
     """
 
     name: str
@@ -43,6 +45,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     protocol: str = PROTOCOL
     scheme: str = SCHEME
     state: Literal["up", "draining"] = "up"
+    admin: str = ""
 
 
 class JoinStanding(msgspec.Struct, frozen=True):
@@ -85,6 +88,7 @@ class _WrittenRecord(msgspec.Struct):
     scheme: str
     transports: dict[str, str] = {}
     state: Literal["up", "draining"] = "up"
+    admin: str = ""
 
 
 _SETTINGS: Final = msgspec.json.Decoder(ClusterSettings)
@@ -96,7 +100,7 @@ def write_record(record: NodeRecord) -> bytes:
     return msgspec.json.encode(
         _WrittenRecord(
             record.name, record.boot.hex(), record.endpoint, record.protocol, record.scheme,
-            record.transports, record.state,
+            record.transports, record.state, record.admin,
         ), order="sorted",
     )  # fmt: skip
 
@@ -128,6 +132,7 @@ def read_record(name: str, value: bytes) -> NodeRecord:
     return NodeRecord(
         name=name, boot=boot, endpoint=written.endpoint, transports=written.transports,
         protocol=written.protocol, scheme=written.scheme, state=written.state,
+        admin=written.admin,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from kvstore.cluster.serving import EventTunnels
 from kvstore.cluster.side import Peers
 from kvstore.cluster.tls import certificate_files, client_context, server_context
 from kvstore.config import ServerConfig
-from kvstore.config.addresses import Address, read_address
+from kvstore.config.addresses import Address, is_loopback, is_wildcard, read_address
 from kvstore.errors import ConfigError, InvalidArgument
 from kvstore.index.credentials import PeerCredentials
 from kvstore.index.process import IndexProcess
@@ -38,16 +38,25 @@ log = logging.getLogger(__name__)
 
 
 def join(
-    config: ServerConfig, desk: Desk, memory: HostMemory, publication: Publication, undo: ExitStack
-) -> "ClusterSide | None":
+    config: ServerConfig, desk: Desk, memory: HostMemory, publication: Publication, admin_url: str,
+    undo: ExitStack,
+) -> "ClusterSide | None":  # fmt: skip
     """Listen for the other nodes of the cluster; None if the node is alone.
+
+    Args:
+        config: of the node.
+        desk: gets a peer side.
+        memory: the memory of the node's slots.
+        publication: the node's events, for other nodes.
+        admin_url: where the admin API listens over TCP.
+        undo: gets a function that ends everything.
 
     Raises:
         ConfigError: an address or a certificate cannot be used; names its key.
     """
     if not config.cluster.name:
         return None
-    side = ClusterSide(config, desk, memory, publication)
+    side = ClusterSide(config, desk, memory, publication, admin_url)
     undo.callback(side.close)
     side.start()
     event(log, logging.INFO, "listening for other nodes", cluster=config.cluster.name,
@@ -63,21 +72,25 @@ class ClusterSide:
         desk: gets a peer side; other nodes get lines at it.
         memory: the memory of the node's slots.
         publication: the node's events, for other nodes.
+        admin_url: where the admin API listens over TCP.
 
     Raises:
         ConfigError: an address or a certificate cannot be used; names its key.
 
     Attributes:
+        cluster: name of the cluster.
         peers: the desk's peer side.
         service: the peer service.
     """
 
     def __init__(
-        self, config: ServerConfig, desk: Desk, memory: HostMemory, publication: Publication
-    ) -> None:
+        self, config: ServerConfig, desk: Desk, memory: HostMemory, publication: Publication,
+        admin_url: str,
+    ) -> None:  # fmt: skip
         """Listen for bytes of pages; see :meth:`start`."""
         cluster, node = config.cluster, desk.node
         assert cluster.name
+        self.cluster = cluster.name
         check_stores(config)
         if cluster.directory != "peers":
             raise ConfigError(f"cluster.directory={cluster.directory} is not there yet: use peers")
@@ -91,6 +104,7 @@ class ClusterSide:
         self._directory = PeersDirectory(index, self._membership, credentials)
         self._tunnels = EventTunnels(publication)
         self._advertise = cluster.advertise
+        self._admin = (config.http.advertise, admin_url)
         self._desk = desk
         self._limits = PeerLimits(cluster.in_flight_bytes_max)
         try:
@@ -142,6 +156,7 @@ class ClusterSide:
         return NodeRecord(
             name=self._local.name, boot=self._local.boot, endpoint=str(endpoint),
             transports={one.name: told_endpoint(one.endpoint) for one in (self._transport,)},
+            admin=told_admin(*self._admin, endpoint.host),
         )  # fmt: skip
 
     def close(self) -> None:
@@ -176,6 +191,23 @@ class ClusterSide:
         return taken
 
 
+def told_admin(advertise: str, listening: str, host: str) -> str:
+    """The URL of a node's admin API as other machines reach it; empty if they do not.
+
+    Args:
+        advertise: what the configuration says; empty = nothing.
+        listening: where it listens, ``http://host:port``.
+        host: of the node's peer service, as others reach it.
+    """
+    if advertise:
+        return advertise
+    bound, _, port = listening.rpartition("//")[2].rpartition(":")
+    at = bound.strip("[]")
+    if at == "*" or is_wildcard(at):
+        return f"http://{Address(host, int(port))}"
+    return "" if is_loopback(at) and not is_loopback(host) else listening
+
+
 def _members(
     config: ServerConfig, credentials: PeerCredentials
 ) -> tuple[LocalMembership | ToldMembership, IndexProcess]:
@@ -186,5 +218,5 @@ def _members(
         places = {name: str(at) for name, at in cluster.others(config.node.name).items()}
         return LocalMembership(places), IndexProcess(settings)
     index = IndexProcess(settings, "kvstore.cluster.child")
-    place = StorePlace(cluster.membership, store_servers(config, cluster.membership))
+    place = StorePlace(cluster.membership, store_servers(getattr(config, cluster.membership)))
     return ToldMembership.over(index, place, credentials), index
