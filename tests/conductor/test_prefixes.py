@@ -50,12 +50,12 @@ class Cluster:
             pass
         self._feed(worker).flush()
 
-    def pages(self, shard: str, first: int, last: int, salt: str = "") -> None:
-        """The node has these pages of the prompt, of one shard."""
+    def pages(self, shard: str, first: int, last: int, salt: str = "", node: str = "n") -> None:
+        """A node has these pages of the prompt, of one shard."""
         seed = chain_seed([("cache_salt", salt)] if salt else [])
         keys = [bytes(key) for key in page_keys(TOKENS, PAGE, seed=seed)]
         self.tell(
-            node_worker("n"), block_hashes=keys[first:last], block_size=PAGE, medium="CPU",
+            node_worker(node), block_hashes=keys[first:last], block_size=PAGE, medium="CPU",
             space=SPACE, shard=0, shard_digest=shard[:16],
         )  # fmt: skip
 
