@@ -220,9 +220,9 @@ class FollowedCluster(Section, frozen=True):
         membership: the nodes' ``cluster.membership``: ``etcd`` = they are found in the etcd of
             section ``etcd``, ``redis`` = in the Redis of section ``redis``; ``local`` = only nodes
             of ``nodes``, and those that are registered, are followed.
-        read_token_file: file with the nodes' ``http.read_token``; empty = they need none. It is
-            sent to each URL that a record of a node names.
-        events_token_file: file with the nodes' ``events.follow_token``; empty = none.
+        read_token_file: file with the ``http.read_token`` of all nodes, without which they tell
+            nothing over TCP. It is sent to each URL that a record of a node names.
+        events_token_file: file with the ``events.follow_token`` of all nodes; empty = none.
     """
 
     name: Annotated[

@@ -217,11 +217,16 @@ class RegisteredNode(NamedTuple):
     def why_not(self) -> tuple[str, str] | None:
         """Why its pages do not count, and what to do; None if nothing is known to be wrong."""
         if self.trouble:
-            return self.trouble, "check whether it runs, and its `url` and `read_token`"
+            advice = "check whether it runs, and its `url` and `read_token`"
+            if self.source == "membership":
+                advice = "check whether it runs, its http.advertise, and cluster.read_token_file"
+            return self.trouble, advice
         if self.events is None and self.view is not None:
             return "its events are off", "set events.endpoint at the node"
         if self.lacks_token:
             what = "its events need a token"
+            if self.source == "membership":
+                return what, "set cluster.events_token_file, with the nodes' events.follow_token"
             return what, "register it with `events_token`, the node's events.follow_token"
         return None
 
