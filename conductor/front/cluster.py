@@ -107,16 +107,17 @@ class ClusterNodes:
         }  # fmt: skip
 
     def gauges(self) -> dict[str, dict[tuple[str, ...], float]]:
-        """State of the membership, for metrics; empty without one."""
-        if self._membership is None:
-            return {}
-        standing = self._membership.standing
+        """State of the membership, for metrics; all 0 without one."""
+        membership = self._membership
+        standing = membership.standing if membership is not None else None
+        unreadable = standing.unreadable if standing is not None else 0
         return {
             "membership_state": {
-                (state,): float(state == standing.state) for state in get_args(WatchState)
+                (state,): float(standing is not None and state == standing.state)
+                for state in get_args(WatchState)
             },
-            "membership_nodes": {(): float(len(self._membership.nodes))},
-            "membership_left_out": {(): float(len(self.left_out) + standing.unreadable)},
+            "membership_nodes": {(): float(len(membership.nodes) if membership is not None else 0)},
+            "membership_left_out": {(): float(len(self.left_out) + unreadable)},
         }
 
     def _compare(self, membership: WatchedMembership) -> None:

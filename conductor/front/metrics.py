@@ -44,7 +44,7 @@ _GAUGES: Final = {
         ("node", "source"),
     ),
     "membership_state": (
-        "1 for the state of what is known of the cluster's nodes, 0 for the others; none without a"
+        "1 for the state of what is known of the cluster's nodes, 0 for the others; all 0 without a"
         " membership in etcd or Redis.",
         ("state",),
     ),
