@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from conductor.routing.joining import NodeView, Sessions
 from conductor.routing.naming import own_domain
 from conductor.routing.places import engine_worker, node_worker
-from conductor.routing.policy import POLICIES, Assign, Scheduler, View, Waiting
-from tests.conductor.test_policy import views
+from conductor.routing.policy import POLICIES, Assign, Prefix, Scheduler, View
+from tests.conductor.test_policy import NOW, engine, request
 from tests.conductor.test_prefixes import LEFT, ONE, PAGE, RIGHT, TOKENS, Cluster
 
 
@@ -94,23 +94,29 @@ def test_peers_are_the_other_nodes_that_name_the_same_cluster():
     assert [sessions.peers(node) for node in ("b", "x", "unknown", None)] == [()] * 4
 
 
-@given(views(), st.integers(1, 1000))
-def test_no_decision_depends_on_what_peers_have(case: tuple[View, list[Waiting]], more: int):
-    view, waiting = case
-    remote = {
-        name: one._replace(peer=more * number)
-        for number, (name, one) in enumerate(view.prefixes(waiting[0]).items() if waiting else ())
+TOKENS_OF_EACH = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99)), min_size=2, max_size=5)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@given(TOKENS_OF_EACH)
+def test_no_decision_depends_on_what_peers_have(policy: str, tokens: list[tuple[int, int]]):
+    """``tokens``: usable, and at a peer, of each engine."""
+    names = [f"e{number}" for number in range(len(tokens))]
+    engines = [engine(name) for name in names]
+    told = {
+        name: Prefix(0, usable, usable, None, peer)
+        for name, (usable, peer) in zip(names, tokens, strict=True)
     }
-    for name in POLICIES:
-        schedule = Scheduler(name).schedule
-        before = schedule(view, waiting, 0.0)
-        after = schedule(replace(view, prefixes=lambda _: remote), waiting, 0.0)
-        for one, other in zip(before, after, strict=True):
-            if isinstance(one, Assign) and isinstance(other, Assign):
-                if POLICIES[name].needs_prefixes:
-                    told = {
-                        candidate.engine: candidate.peer_tokens for candidate in other.candidates
-                    }
-                    assert told == {engine: remote[engine].peer for engine in told}
-                other = replace(other, candidates=one.candidates)
-            assert one == other
+    untold = {name: prefix._replace(peer=0) for name, prefix in told.items()}
+    waiting = [request(number) for number in range(4)]
+    before, after = (
+        Scheduler(policy).schedule(View(engines=engines, prefixes=lambda _: known), waiting, NOW)  # noqa: B023
+        for known in (untold, told)
+    )
+    for one, other in zip(before, after, strict=True):
+        assert isinstance(one, Assign)
+        assert isinstance(other, Assign)
+        assert one == replace(other, candidates=one.candidates)
+        if POLICIES[policy].needs_prefixes:
+            shown = {candidate.engine: candidate.peer_tokens for candidate in other.candidates}
+            assert shown == {name: prefix.peer for name, prefix in told.items()}
