@@ -208,17 +208,10 @@ class Cluster:
         if options.nodes == 1:
             return {"local": self._daemon("node", "kvstore.sock")}
         hosts = {f"node-{letter}": loopback() for letter in "abcdefgh"[: options.nodes]}
-        entries = [f"{name}={host}:{_PEERS_PORT}" for name, host in hosts.items()]
         found: dict[str, Service] = {}
-        for name, host in hosts.items():
-            sets = (
-                f"node.name={name}",
-                "cluster.name=demo",
-                f"cluster.listen={host}:{_PEERS_PORT}",
-                f"cluster.transfer_listen={host}:{_PAGES_PORT}",
-                f"cluster.nodes={json.dumps(entries)}",
-                f"cluster.index_pages_max={_INDEX_PAGES_MAX}",
-            )
+        for name in hosts:
+            settings = cluster_settings(name, hosts, _INDEX_PAGES_MAX)
+            sets = [f"{key}={value}" for key, value in settings.items()]
             found[name] = self._daemon(name, f"{name}.sock", *sets)
         return found
 
@@ -276,14 +269,39 @@ class Cluster:
             time.sleep(_POLL_S)
 
     def _has_met(self, node: NodeAt) -> bool:
-        known = node_stats(node)["cluster"]
         others = [one.name for one in self.nodes if one is not node]
-        follows = known["directory"]["peers"]
-        return all(
-            known["peers"].get(name, {"up": False})["up"]
-            and follows.get(name, {"current": False})["current"]
-            for name in others
-        )
+        return has_met(node_stats(node), others)
+
+
+def cluster_settings(
+    name: str, hosts: Mapping[str, str], index_pages_max: int
+) -> dict[str, object]:
+    """Settings of one daemon of a cluster on this machine.
+
+    Args:
+        name: of the daemon.
+        hosts: name → :func:`loopback` address of each daemon that it knows, itself included.
+        index_pages_max: maximum entries of its index.
+    """
+    return {
+        "node.name": name,
+        "cluster.name": "demo",
+        "cluster.listen": f"{hosts[name]}:{_PEERS_PORT}",
+        "cluster.transfer_listen": f"{hosts[name]}:{_PAGES_PORT}",
+        "cluster.nodes": json.dumps([f"{one}={at}:{_PEERS_PORT}" for one, at in hosts.items()]),
+        "cluster.index_pages_max": index_pages_max,
+    }
+
+
+def has_met(stats: Mapping[str, Any], others: Sequence[str]) -> bool:
+    """Whether a daemon with these statistics reaches all the others, and follows their events."""
+    known = stats["cluster"]
+    follows = known["directory"]["peers"]
+    return all(
+        known["peers"].get(name, {"up": False})["up"]
+        and follows.get(name, {"current": False})["current"]
+        for name in others
+    )
 
 
 def node_stats(node: NodeAt) -> dict[str, Any]:

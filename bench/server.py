@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -26,12 +26,15 @@ class NodeError(RuntimeError):
 
 
 @contextmanager
-def running(pool_bytes: int, *, prefault: bool = True) -> Iterator[str]:
+def running(
+    pool_bytes: int, *, prefault: bool = True, more: Mapping[str, str] | None = None
+) -> Iterator[str]:
     """Run ``kvstore-server`` in a directory of its own until the block ends.
 
     Args:
         pool_bytes: capacity of its host tier; a whole number of 4 extents.
         prefault: whether it touches its memory before it is used.
+        more: further settings.
 
     Returns:
         the address to connect to.
@@ -48,7 +51,7 @@ def running(pool_bytes: int, *, prefault: bool = True) -> Iterator[str]:
             "http.port": 0,
         }
         command = [sys.executable, "-m", "kvstore.server.daemon", "--log-level", "WARNING"]
-        for key, value in settings.items():
+        for key, value in (settings | dict(more or {})).items():
             command += ["--set", f"{key}={value}"]
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
         try:

@@ -223,10 +223,11 @@ class EtcdServer(_StoreServer):
 
 
 class RedisServer(_StoreServer):
-    """A Redis that writes down every change."""
+    """A Redis that writes down every change, unless it is :class:`ForgetfulRedisServer`."""
 
     PROGRAM = "redis-server"
     PORTS = 1
+    keeps = True
 
     def empty(self) -> None:
         """Delete all keys."""
@@ -247,8 +248,8 @@ class RedisServer(_StoreServer):
         self._send(b"ZADD", key.encode(), b"%d" % (1_000 * (now_s + lease_s + 1)), name.encode())
 
     def _command(self) -> Sequence[str | Path]:
-        lines = [f"bind {HOST}", f"dir {self._folder}", "appendonly yes", "appendfsync always",
-                 'save ""']  # fmt: skip
+        keeping = ["appendonly yes", "appendfsync always"] if self.keeps else []
+        lines = [f"bind {HOST}", f"dir {self._folder}", *keeping, 'save ""']
         if self._tls:
             lines += [
                 "port 0", f"tls-port {self._ports[0]}", f"tls-cert-file {self._tls.certificate}",
@@ -293,6 +294,18 @@ class RedisServer(_StoreServer):
         while data := connection.recv(4_096):
             answer += data
         return answer[skipped:].removesuffix(b"+OK\r\n") or b"+OK\r\n"
+
+
+class ForgetfulRedisServer(RedisServer):
+    """A Redis that keeps everything in memory only."""
+
+    keeps = False
+
+    def info(self, name: str) -> int:
+        """A number of ``INFO``; of ``db0`` how many keys it has."""
+        lines = self._send(b"INFO").decode().split("\r\n")
+        found = [line.partition(":")[2] for line in lines if line.startswith(f"{name}:")]
+        return int(found[0].removeprefix("keys=").partition(",")[0]) if found else 0
 
 
 def _free_ports(count: int) -> list[int]:

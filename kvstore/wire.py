@@ -34,6 +34,12 @@ SHORT_BYTES_MAX: Final = 2 << 20
 
 ADDRESS: Final = np.dtype([("extent", "<u4"), ("generation", "<u4"), ("offset", "<u8")])
 """Address of a slot: extent number, generation of the extent's allocation, byte offset."""
+KEPT: Final = np.dtype([("left_ms", "<u8"), ("read_once", "u1"), ("memory_only", "u1")])
+"""How long a page stays that is lent to another node: milliseconds from the answer on, or
+:data:`NO_TTL`; whether its first read is its last; whether it may not go to disk."""
+NO_TTL: Final = (1 << 64) - 1
+TTL_MS_MAX: Final = 10 * 366 * 86_400_000
+"""Maximum lifetime of a page with a TTL."""
 _ADDRESS: Final = struct.Struct("<IIQ")
 _LENGTH: Final = struct.Struct("<I")
 
@@ -144,7 +150,7 @@ class Acquired(msgspec.Struct, array_like=True, tag=8):
     An Acquire that waits may bring the next ``more`` pages: they are READY on disk, except the last
     ``remote`` of them, which peers have or are to be asked for. The first ``lasting`` pages have no
     TTL and are not read-once: only these may be copied to a slab. The lease expires after
-    ``lease_ms``; 0 = unknown.
+    ``lease_ms``; 0 = unknown. ``kept`` is for another node, as in :class:`Lent`.
     """
 
     id: int
@@ -154,6 +160,7 @@ class Acquired(msgspec.Struct, array_like=True, tag=8):
     lasting: int = 0
     lease_ms: int = 0
     remote: int = 0
+    kept: bytes = b""
 
 
 class Release(msgspec.Struct, array_like=True, tag=9):
@@ -372,7 +379,11 @@ class FollowEvents(msgspec.Struct, array_like=True, tag=29):
 class Lent(msgspec.Struct, array_like=True, tag=30):
     """Answer to Acquire of another node: as Acquired, and the 16 bytes that open the pages.
 
-    The pages can be read through a transport with ``ticket`` until the lease ends.
+    The pages can be read through a transport with ``ticket`` until the lease ends. ``kept`` says
+    how long each may stay at the reader (:data:`KEPT`); empty = all until their room is needed.
+    ``places``: name of each transport that reads these pages by their addresses → its endpoint, and
+    the address of each page, 8 bytes each, little-endian. (Nodes before this field read over
+    ``tcp``.)
     """
 
     id: int
@@ -382,6 +393,8 @@ class Lent(msgspec.Struct, array_like=True, tag=30):
     lasting: int
     lease_ms: int
     ticket: bytes
+    kept: bytes = b""
+    places: dict[str, tuple[str, bytes]] = {}
 
 
 Request = (

@@ -14,6 +14,7 @@ from kvstore.cluster.claiming import Presence
 from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.leased import LeasedMembership
 from kvstore.cluster.messages import (
+    AskPages,
     BeginCluster,
     ChildSettings,
     Join,
@@ -54,6 +55,8 @@ class ClusterCompanion:
         self._settings: ChildSettings | None = None
         self._record: NodeRecord | None = None
         self._changed = asyncio.Event()
+        self._begun = asyncio.Event()
+        self._ask: Callable[[AskPages], None] | None = None
 
     async def run(self, tell: Tell) -> None:
         """Be the node that is asked for; leave when cancelled, which takes a second at most.
@@ -61,6 +64,28 @@ class ClusterCompanion:
         Args:
             tell: gets all nodes, and the standing, after each change.
         """
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._share(tell), name="shared directory")
+            await self._belong(tell)
+
+    async def _share(self, tell: Tell) -> None:
+        """Use the directory that nodes share, if there is one, until cancelled."""
+        await self._begun.wait()
+        settings = self._settings
+        assert settings is not None
+        if settings.directory is not None:
+            # Its client is an extra package.
+            from kvstore.cluster.sharing import SharedDirectory
+
+            shared = SharedDirectory(
+                settings.directory, settings.credentials,
+                lambda message: tell(encode_message(message)),
+            )  # fmt: skip
+            self._ask = shared.ask
+            await shared.run()
+
+    async def _belong(self, tell: Tell) -> None:
+        """Be the node that is asked for, until cancelled."""
         while self._settings is None:
             await self._wait()
         settings = self._settings
@@ -94,6 +119,11 @@ class ClusterCompanion:
                 if self._settings is not None:
                     raise UnreadableError("it has begun already")
                 self._settings = settings
+                self._begun.set()
+            case AskPages():
+                if self._ask is not None:  # else whoever asks does not wait for long
+                    self._ask(message)
+                return
             case Join(record):
                 self._record = record
             case Leave():

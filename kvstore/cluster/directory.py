@@ -7,6 +7,7 @@ the directory says is a miss.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Final
 
 from kvstore.cluster.membership import Membership
@@ -21,11 +22,13 @@ from kvstore.index.runs import PartNeed, PrefixNeeds
 from kvstore.index.scope import key_chains, scope_seed
 from kvstore.index.table import IndexReader
 from kvstore.index.tunnel import SCHEME as PEER
-from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.page import KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.remote.jobs import Holding, Locate
 
 MEDIA: Final = ("CPU", "STORAGE")
 """Media from which a node lends pages, as its events name them."""
+TURN_KEYS: Final = 4_096
+"""Keys that are looked for in one turn of the loop."""
 _SPACES_MAX: Final = 1_024
 _SHAPES_MAX: Final = 256
 """Spaces and lists of shards that are prepared; more than that are prepared again and again."""
@@ -89,20 +92,54 @@ class PeersDirectory:
 
         Args:
             asked: which ones.
-            found: called once, at once: with the nodes that have at least one page, the longest
-                prefix first. If nothing is known, nobody has one.
+            found: called once: with the nodes that have at least one page, the longest prefix
+                first. If nothing is known, nobody has one. It is called at once, unless a node has
+                the first :data:`TURN_KEYS`; the others are looked for in turns of their own.
         """
-        found(asked.number, self._holdings(asked))
+        if any(shard.window_pages for shard in asked.shards):
+            found(asked.number, self._holdings(asked))  # the last pages count: it cannot be split
+        else:
+            self._locate_from(0, asked, {}, found)
+
+    def _locate_from(self, at: int, asked: Locate, before: dict[str, int], found: Found) -> None:
+        """Look for further pages of a question.
+
+        Args:
+            at: how many were looked for.
+            asked: the question.
+            before: the nodes that have at least one of these, and how many.
+            found: see :meth:`locate`.
+        """
+        end = at + TURN_KEYS
+        part = replace(asked, keys=asked.keys[at * KEY_BYTES : end * KEY_BYTES])
+        for peer, pages in self._holdings(part):
+            if before.get(peer, 0) == at:
+                before[peer] = at + pages
+        if end * KEY_BYTES < len(asked.keys) and end in before.values():
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self._locate_from, end, asked, before, found)
+            return
+        holdings = [Holding(peer, pages) for peer, pages in before.items()]
+        holdings.sort(key=lambda one: -one.pages)
+        found(asked.number, holdings)
 
     def holders(
-        self, identity: SpaceIdentity, shards: Sequence[ShardSpec], key: PrefixKey
-    ) -> dict[str, list[int]]:
-        """Which nodes have one page: node → positions in ``shards`` of those that it has."""
-        found: dict[str, list[int]] = {}
+        self, identity: SpaceIdentity, shards: Sequence[ShardSpec], key: PrefixKey,
+        found: Callable[[dict[str, list[int]]], None],
+    ) -> None:  # fmt: skip
+        """Look which nodes have one page.
+
+        Args:
+            identity: its space.
+            shards: of which shards.
+            key: its key.
+            found: called once, at once: node → positions in ``shards`` of those that it has.
+        """
+        held: dict[str, list[int]] = {}
         for at, shard in enumerate(shards):
             for one in self._holdings(Locate(0, identity, (shard,), key)):
-                found.setdefault(one.peer, []).append(at)
-        return found
+                held.setdefault(one.peer, []).append(at)
+        found(held)
 
     def stats(self) -> dict[str, object]:
         """What is known of each node, and of how many pages."""

@@ -53,6 +53,8 @@ class LocalNode:
         if hello.scheme != self.scheme:
             raise InvalidArgument("scheme", f"{hello.scheme!r}; this node uses {self.scheme!r}")
         if hello.node == self.name:
+            if isinstance(hello, wire.FollowEvents):
+                return  # this node's index process, which announces its pages
             raise InvalidArgument("node", f"{hello.node!r} is the name of this node")
         if not knows(hello.node):
             raise InvalidArgument("node", f"{hello.node!r} is not a node of this cluster")

@@ -13,6 +13,7 @@ from kvstore.cluster.session import (
     Effect,
     Ended,
     PeerSession,
+    PeerStanding,
     Send,
     SlotsSettled,
     StartTransfer,
@@ -33,7 +34,9 @@ UNSENT_BYTES_MAX: Final = 16 << 20
 """More requests than this are not sent to a node that does not read them."""
 _READ_BYTES: Final = 64 << 10
 
-Carry = Callable[["PeerLink", StartTransfer | CancelTransfer | Ended | SlotsSettled], None]
+Carry = Callable[
+    ["PeerLink", StartTransfer | CancelTransfer | Ended | SlotsSettled | PeerStanding], None
+]
 
 
 class PeerLink:
@@ -120,7 +123,7 @@ class PeerLink:
         except ssl.SSLError as error:
             self._standing.failed("tls", reason(error))
             return
-        except (TimeoutError, OSError) as error:
+        except (TimeoutError, OSError, ValueError) as error:  # a name that no host can have
             self._standing.failed("unreachable", reason(error))
             return
         self._writer = writer

@@ -9,23 +9,16 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol
 
 import msgspec
 
 from kvstore.cluster.messages import (
-    BeginCluster,
-    ChildSettings,
     Join,
     Leave,
     NodesTold,
-    StorePlace,
-    encode_message,
-    message_from_child,
 )
 from kvstore.cluster.records import JoinStanding, NodeRecord
-from kvstore.index.credentials import PeerCredentials
-from kvstore.index.process import IndexProcess
 from kvstore.process.faults import printable
 from kvstore.process.logs import event
 
@@ -145,26 +138,6 @@ class ToldMembership:
         self._own: NodeRecord | None = None
         self._nodes = _Nodes({})
         self._changes: Counter[str] = Counter()
-
-    @classmethod
-    def over(cls, index: IndexProcess, store: StorePlace, shown: PeerCredentials) -> Self:
-        """The membership that an index process keeps in a store.
-
-        Args:
-            index: runs :mod:`kvstore.cluster.child`; it is told everything again when it starts.
-            store: where the records are.
-            shown: what to show to another node that has this node's name.
-        """
-        begin = BeginCluster(ChildSettings(credentials=shown, membership=store))
-        membership = cls(store.kind, lambda message: index.aside(encode_message(message)))
-
-        def began() -> None:
-            index.aside(encode_message(begin))
-            membership.began()
-
-        index.began = began
-        index.heard = lambda body: membership.heard(message_from_child(body))
-        return membership
 
     async def join(self, record: NodeRecord) -> None:
         """See :meth:`Membership.join`; returns before it is a node."""

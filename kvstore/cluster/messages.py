@@ -27,16 +27,32 @@ class StorePlace(msgspec.Struct, frozen=True):
     servers: StoreServers
 
 
+class DirectorySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """A directory that nodes share.
+
+    Attributes:
+        servers: of Redis.
+        endpoint: ``host:port`` of this node's own peer service, whose events are announced.
+        boot: boot id of this node.
+    """
+
+    servers: StoreServers
+    endpoint: str
+    boot: bytes
+
+
 class ChildSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the index process of a node needs to know of the cluster.
 
     Attributes:
         credentials: what to show to other nodes.
         membership: where the membership is kept; None = nowhere.
+        directory: the directory that nodes share; None = there is none.
     """
 
     credentials: PeerCredentials
     membership: StorePlace | None = None
+    directory: DirectorySettings | None = None
 
 
 class BeginCluster(msgspec.Struct, frozen=True, tag="begin"):
@@ -67,8 +83,59 @@ class NodesTold(msgspec.Struct, frozen=True, tag="nodes"):
     standing: JoinStanding
 
 
-ToChild = BeginCluster | Join | Leave
-FromChild = NodesTold
+class AskPages(msgspec.Struct, frozen=True, tag="ask"):
+    """Which nodes have these pages?
+
+    Attributes:
+        number: names the question.
+        space: hex digest of their space.
+        shards: for each shard its hex digest, and how many of the last pages suffice; 0 = all.
+        keys: their prefix keys, 32 bytes each.
+    """
+
+    number: int
+    space: str
+    shards: list[tuple[str, int]]
+    keys: bytes
+
+
+class Told(msgspec.Struct, frozen=True, tag="told"):
+    """The answer to an :class:`AskPages`.
+
+    Attributes:
+        number: of the question.
+        holdings: name and boot id of each node, and how many leading pages it has; the longest
+            prefix first.
+    """
+
+    number: int
+    holdings: list[tuple[str, bytes, int]]
+
+
+class DirectoryReport(msgspec.Struct, frozen=True, tag="directory"):
+    """What the process does for the shared directory, from time to time.
+
+    Attributes:
+        current: all pages of this node are announced, but for those that wait.
+        announced: pages announced, changes included.
+        waiting: pages that wait.
+        announcements: how often all pages were announced.
+        asked: questions that were answered.
+        faults: what went wrong, by cause.
+        why: why the node's own events cannot be followed; empty if they can.
+    """
+
+    current: bool = False
+    announced: int = 0
+    waiting: int = 0
+    announcements: int = 0
+    asked: int = 0
+    faults: dict[str, int] = {}
+    why: str = ""
+
+
+ToChild = BeginCluster | Join | Leave | AskPages
+FromChild = NodesTold | Told | DirectoryReport
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _TO_CHILD: Final[msgspec.msgpack.Decoder[ToChild]] = msgspec.msgpack.Decoder(ToChild)

@@ -11,11 +11,9 @@ from typing import Any, Final
 
 from redis import exceptions
 from redis.asyncio import Redis
-from redis.asyncio.connection import Connection, ConnectionPool, SSLConnection
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
-from kvstore.cluster.access import EndpointTurns, StoreServers, read_login, tls_context
+from kvstore.cluster.access import StoreServers
+from kvstore.cluster.redis_client import redis_clients
 from kvstore.cluster.store import CALL_S, LEASE_S
 from kvstore.errors import InvalidArgument, PeerUnreachable, TransferTimeout
 from kvstore.process.faults import printable
@@ -93,8 +91,7 @@ class RedisStore:
             lease_s: seconds after the last renewal in which a record is gone.
         """
         self.lease_s = lease_s
-        self._servers = servers
-        self._turns = EndpointTurns(servers)
+        self._client = redis_clients(servers, CALL_S)
         self._prefix = f"kvstore:{{{cluster}}}:"
         self._redis: Redis | None = None
         self._own: tuple[str, bytes] | None = None
@@ -102,19 +99,7 @@ class RedisStore:
     async def open(self) -> None:
         """See :meth:`kvstore.cluster.store.RecordStore.open`."""
         await self.close()
-        where, login, tls = self._turns.next(), read_login(self._servers), self._servers.authority
-        context = tls_context(self._servers)
-        kind: type[Connection] = _TlsConnection if tls else Connection
-        given: dict[str, Any] = {} if context is None else {"context": context}
-        pool = ConnectionPool(
-            kind, max_connections=4, host=where.host, port=where.port, protocol=2,
-            username=login.user if login else None, password=login.password if login else None,
-            # The client's own retries made a call to a killed server last five seconds.
-            retry=Retry(NoBackoff(), 0), socket_timeout=CALL_S, socket_connect_timeout=CALL_S,
-            **given,
-        )  # fmt: skip
-        self._redis = Redis(connection_pool=pool)
-        self._redis.auto_close_connection_pool = True
+        self._redis = self._client()
         await self._eval("return 1", 0)
 
     async def close(self) -> None:
@@ -194,11 +179,3 @@ class RedisStore:
             raise TransferTimeout(f"Redis did not answer within {CALL_S} s") from error
         except (OSError, exceptions.RedisError) as error:
             raise PeerUnreachable(f"Redis: {printable(str(error))}") from error
-
-
-class _TlsConnection(SSLConnection):
-    """A connection with a context that is made here: the client's own would ask for passwords."""
-
-    def __init__(self, *, context: Any, **given: Any) -> None:
-        super().__init__(**given)
-        self.ssl_context.context = context

@@ -19,6 +19,8 @@ from typing import Final
 
 from kvstore import wire
 from kvstore.cluster.greeting import LocalNode, check_protocol
+from kvstore.cluster.kept import retentions
+from kvstore.cluster.ways import Way, offered, ways_of
 from kvstore.errors import (
     CapacityError,
     InvalidArgument,
@@ -31,7 +33,8 @@ from kvstore.errors import (
 )
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, ShardSpec, SpaceIdentity
 from kvstore.state.remote.jobs import FetchEnd, PeerFetch
-from kvstore.transport.base import TICKET_BYTES, PageArrival, TransferEnd
+from kvstore.state.tree.node import Retention
+from kvstore.transport.base import PLACE_BYTES, TICKET_BYTES, PageArrival, TransferEnd
 
 MS: Final = 1_000_000
 HELLO_NS: Final = 5_000 * MS
@@ -63,15 +66,13 @@ class StartTransfer:
 
     Attributes:
         fetch: whose leading slots get the pages.
-        transport: name of the transport.
-        endpoint: of the other node's transport.
+        ways: the transports of both nodes, the preferred one first; at least one.
         lent: the lease.
         deadline_ns: end of the transfer.
     """
 
     fetch: PeerFetch
-    transport: str
-    endpoint: str
+    ways: tuple[Way, ...]
     lent: wire.Lent
     deadline_ns: int
 
@@ -112,7 +113,18 @@ class CloseLink:
     field: str = ""
 
 
-Effect = Send | StartTransfer | CancelTransfer | Ended | SlotsSettled | CloseLink
+@dataclass(frozen=True, slots=True)
+class PeerStanding:
+    """Tell the node that a session with this boot of the other node is up.
+
+    ``boot`` empty = none is any more.
+    """
+
+    peer: str
+    boot: bytes
+
+
+Effect = Send | StartTransfer | CancelTransfer | Ended | SlotsSettled | CloseLink | PeerStanding
 _Pair = tuple[SpaceIdentity, ShardSpec]
 
 
@@ -125,13 +137,17 @@ class _Stage(Enum):
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """One fetch; ``connection``: the number of the connection that has its lease."""
+    """One fetch; ``connection``: the number of the connection that has its lease.
+
+    ``asked_ns``: when its lease was asked for.
+    """
 
     job: PeerFetch
     stage: _Stage = _Stage.OPENING
     connection: int = 0
     request: int = 0
     lease: int = 0
+    asked_ns: int = 0
     lent: wire.Lent | None = None
 
 
@@ -156,7 +172,7 @@ class PeerSession:
         effects: what is to be done, in order; the caller empties it after each call.
         up: the other node has welcomed this one.
         boot: boot id of the other node; empty before the first welcome.
-        transport: name of the transport in use; empty = none that both have.
+        transport: name of the preferred transport of both; empty = there is none.
     """
 
     def __init__(
@@ -170,7 +186,7 @@ class PeerSession:
         self._local = local
         self._transports = transports
         self._host = place.rpartition(":")[0]
-        self._endpoint = ""
+        self._endpoints: dict[str, str] = {}
         self._connection = 0
         self._connected = False
         self._numbers = count(1)
@@ -203,6 +219,8 @@ class PeerSession:
 
     def closed(self) -> None:
         """The connection was closed: leases are gone, transfers end by themselves."""
+        if self.up:
+            self.effects.append(PeerStanding(self.peer, b""))
         self._connected = self.up = False
         self._places.clear()
         self._opening.clear()
@@ -309,7 +327,9 @@ class PeerSession:
         error = end.error
         if error is None and wrong:
             error = PageCorrupt(f"{len(wrong)} pages of node {self.peer} came with wrong bytes")
-        self._end(fetch, error, fetch.lent.digests[: right * DIGEST_BYTES], settled=end.settled)
+        kept = retentions(fetch.lent.kept, fetch.asked_ns)[:right]
+        digests = fetch.lent.digests[: right * DIGEST_BYTES]
+        self._end(fetch, error, digests, settled=end.settled, kept=kept)
 
     def transfer_settled(self, job: int) -> None:
         """Nothing writes into the slots of a fetch any more."""
@@ -333,12 +353,11 @@ class PeerSession:
         except InvalidArgument as error:
             self._close("refused", str(error), error.field)
             return
-        offered = {name: place for name, place in answer.transports.items() if place}
         self.up = True
         self.boot = answer.boot
-        self.transport = next((name for name in self._transports if name in offered), "")
-        endpoint = offered.get(self.transport, "")
-        self._endpoint = f"{self._host}{endpoint}" if endpoint.startswith(":") else endpoint
+        self.effects.append(PeerStanding(self.peer, self.boot))
+        self._endpoints = offered(self._transports, answer.transports, self._host)
+        self.transport = next(iter(self._endpoints), "")
 
     def _refusal(self, job: PeerFetch, now_ns: int) -> KVStoreError | None:
         if not self.up:
@@ -366,7 +385,7 @@ class PeerSession:
         job = fetch.job
         left_ms = (job.deadline_ns - now_ns) // MS
         fetch.stage = _Stage.LEASING
-        fetch.connection = self._connection
+        fetch.connection, fetch.asked_ns = self._connection, now_ns
         fetch.request, fetch.lease = next(self._numbers), next(self._numbers)
         self._leasing[fetch.request] = fetch
         # Half of the time for loads from the owner's SSDs, the rest for the bytes.
@@ -387,6 +406,8 @@ class PeerSession:
             rest or pages > len(fetch.job.slots)
             or len(answer.addresses) != pages * _ADDRESS_BYTES
             or len(answer.ticket) != (TICKET_BYTES if pages else 0)
+            or any(len(told) != pages * PLACE_BYTES for _, told in answer.places.values())
+            or len(answer.kept) not in (0, pages * wire.KEPT.itemsize)
         ):  # fmt: skip
             self._close("protocol", "the parts of a lease do not match each other")
             return
@@ -396,9 +417,8 @@ class PeerSession:
             return
         fetch.stage, fetch.lent = _Stage.READING, answer
         deadline_ns = max(now_ns, fetch.job.deadline_ns - REPORT_NS)
-        self.effects.append(
-            StartTransfer(fetch.job, self.transport, self._endpoint, answer, deadline_ns)
-        )
+        ways = ways_of(answer, self._endpoints, self._host)
+        self.effects.append(StartTransfer(fetch.job, ways, answer, deadline_ns))
 
     def _failed(self, answer: wire.Failure) -> None:
         error = error_from_code(answer.code, answer.message, answer.field)
@@ -449,7 +469,7 @@ class PeerSession:
 
     def _end(
         self, fetch: _Fetch, error: KVStoreError | None, digests: bytes = b"", *,
-        settled: bool = True,
+        settled: bool = True, kept: Sequence[Retention] = (),
     ) -> None:  # fmt: skip
         """Tell the end of a fetch; what may still be written over is not delivered."""
         place = self._places.get((fetch.job.identity, fetch.job.shard))
@@ -459,8 +479,8 @@ class PeerSession:
             del self._fetches[fetch.job.job]
         else:
             fetch.stage = _Stage.UNSETTLED
-            digests = b""
-        self.effects.append(Ended(FetchEnd(fetch.job.job, digests, error, settled)))
+            digests, kept = b"", ()
+        self.effects.append(Ended(FetchEnd(fetch.job.job, digests, error, settled, kept)))
 
     def _close(self, cause: str, why: str, field: str = "") -> None:
         """Give the connection up; its loss is told by :meth:`closed`."""

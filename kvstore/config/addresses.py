@@ -30,6 +30,8 @@ def read_address(text: str) -> Address:
     plain = host[1:-1] if bracketed else host
     is_number = port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= 65_535
     is_host = plain.isascii() and plain.isprintable() and not set(plain) & set(" []/@*=,")
+    if not bracketed:  # the parts of a name, as DNS and TLS take them
+        is_host = is_host and all(0 < len(part) < 64 for part in plain.removesuffix(".").split("."))
     if not (colon and plain and is_host and is_number and bracketed == (":" in plain)):
         raise ValueError(f"{text!r} is not host:port, such as 10.0.0.2:7400 or [fd00::2]:7400")
     return Address(plain, int(port))

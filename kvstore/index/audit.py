@@ -18,6 +18,7 @@ from kvstore.events.questions import KEYS_MAX
 from kvstore.events.zmtp import PeerError
 from kvstore.index.apply import shard_name
 from kvstore.index.directory import PageHolder
+from kvstore.index.feed import WorkerFeed
 from kvstore.index.followers import Follower, Followers
 from kvstore.index.snapshot import SnapshotError, SnapshotPages, audit, sample
 from kvstore.index.table import IndexReader
@@ -72,7 +73,7 @@ class Auditor:
             known = {follower.source.worker for follower in self._followers}
             self._results = {worker: r for worker, r in self._results.items() if worker in known}
 
-    async def audit(self, follower: Follower) -> None:
+    async def audit(self, follower: Follower[WorkerFeed]) -> None:
         """Audit one node; a node that does not answer is audited another time."""
         try:
             async with asyncio.timeout(4 * _APPLIED_S_MAX):
@@ -88,7 +89,7 @@ class Auditor:
             if found.stale or not follower.may_lack_pages:  # reading again would not help
                 follower.drifted()
 
-    async def _compared(self, follower: Follower) -> AuditResult | None:
+    async def _compared(self, follower: Follower[WorkerFeed]) -> AuditResult | None:
         """The result; None if the batches that an answer needs do not come."""
         source = follower.source
         assert source.replay_endpoint is not None
@@ -106,7 +107,9 @@ class Auditor:
             stale += await self._differ(follower, part)
         return AuditResult(pages, missing, stale)
 
-    def _present(self, follower: Follower, part: SnapshotPages) -> npt.NDArray[np.bool_]:
+    def _present(
+        self, follower: Follower[WorkerFeed], part: SnapshotPages
+    ) -> npt.NDArray[np.bool_]:
         """Whether the index has each of some pages."""
         chains = follower.feed.chains_of(part.space, part.keys)
         holder = PageHolder(follower.source.worker, part.medium, shard_name(0, part.shard), 0)
@@ -117,7 +120,7 @@ class Auditor:
         here = (found.rows[:, bit // 64] >> np.uint64(bit % 64)) & np.uint64(1)
         return np.repeat(here != 0, np.diff(found.ends, prepend=0))
 
-    async def _differ(self, follower: Follower, part: SnapshotPages) -> int:
+    async def _differ(self, follower: Follower[WorkerFeed], part: SnapshotPages) -> int:
         """Number of pages on which node and index differ after all; of too many, of the first."""
         part = part._replace(keys=part.keys[: KEYS_MAX * KEY_BYTES])
         if not part.keys:
@@ -135,7 +138,7 @@ class Auditor:
         return int(np.count_nonzero(has != self._present(follower, part)))
 
 
-async def _applied(follower: Follower, number: int) -> bool:
+async def _applied(follower: Follower[WorkerFeed], number: int) -> bool:
     """Wait until all batches before one are applied; False if they do not come."""
     try:
         async with asyncio.timeout(_APPLIED_S_MAX):

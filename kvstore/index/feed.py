@@ -199,6 +199,11 @@ class WorkerFeed:
         """KV groups of an engine."""
         return self._ingest.groups
 
+    @property
+    def full(self) -> bool:
+        """Never: what does not fit is left out and counted."""
+        return False
+
     def apply(self, payload: bytes) -> Iterator[None]:
         """Apply one batch in steps, so that the caller can yield between them.
 

@@ -14,12 +14,13 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import aclosing
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from kvstore.events import zmtp
 from kvstore.events.publisher import wall_clock
 from kvstore.index.channel import CONNECT_S, EventConnection, EventListener
 from kvstore.index.control import Source, SourceBounds
+from kvstore.index.event_feed import EventFeed
 from kvstore.index.feed import PageFeeds, WorkerFeed
 from kvstore.index.reading import UnreadableError
 from kvstore.index.replay import TOPIC_BYTES_MAX, NoReplayError, read_replay
@@ -49,11 +50,18 @@ _AGAIN_S_MAX: Final = 1.0
 """Pause before reconnecting; it grows from the first value to the second."""
 
 
+_FULL_S: Final = 0.01
+"""Pause before it is looked again whether a feed takes more."""
+
+
+FeedT = TypeVar("FeedT", bound=EventFeed)
+
+
 class _ResyncNeededError(Exception):
     """What is known of a node has a gap: its snapshot must be read again."""
 
 
-class Follower:
+class Follower(Generic[FeedT]):
     """Follows one worker.
 
     Attributes:
@@ -71,7 +79,7 @@ class Follower:
     def __init__(
         self,
         source: Source,
-        feed: WorkerFeed,
+        feed: FeedT,
         bounds: SourceBounds,
     ) -> None:
         """Connect to nothing yet; see :meth:`run`.
@@ -350,8 +358,10 @@ class Follower:
         self.feed.clear()
 
     async def _let_others(self) -> None:
-        """Yield to the event loop if this turn was long."""
+        """Yield to the event loop if this turn was long; wait while the feed is full."""
         loop = asyncio.get_running_loop()
+        while self.feed.full:  # noqa: ASYNC110 -- feeds are pure
+            await asyncio.sleep(_FULL_S)
         now = loop.time()
         if now >= self._turn_ends:
             await asyncio.sleep(0)
@@ -432,11 +442,11 @@ class Followers:
         """
         self._pages = pages
         self._bounds = bounds
-        self._followers: dict[str, Follower] = {}
+        self._followers: dict[str, Follower[WorkerFeed]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
 
-    def __iter__(self) -> Iterator[Follower]:
+    def __iter__(self) -> Iterator[Follower[WorkerFeed]]:
         return iter(self._followers.values())
 
     def follow(self, source: Source) -> None:

@@ -20,7 +20,7 @@ from kvstore.index.control import (
     Unfollow,
 )
 from kvstore.index.expected import Expectations
-from kvstore.index.feed import PageFeeds
+from kvstore.index.feed import PageFeeds, WorkerFeed
 from kvstore.index.followers import Follower, Followers
 from kvstore.index.memory import TableMemory
 from kvstore.index.table import IndexReader
@@ -88,7 +88,9 @@ class IndexService:
             workers=[self._reported(one, pages) for one in self._followers],
         )
 
-    def _reported(self, follower: Follower, pages: dict[str, dict[str, int]]) -> FollowedWorker:
+    def _reported(
+        self, follower: Follower[WorkerFeed], pages: dict[str, dict[str, int]]
+    ) -> FollowedWorker:
         feed, sequence, worker = follower.feed, follower.sequence, follower.source.worker
         audit = self._auditor.last(worker)
         return FollowedWorker(

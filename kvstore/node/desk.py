@@ -228,6 +228,10 @@ class Desk:
         self.flush()
         self.note_turn(self._clock() - began_ns, "the end of a peer's late writes")
 
+    def peer_standing(self, peer: str, boot: bytes) -> None:
+        """A session with this boot of a peer is up; empty = none is any more."""
+        self.node.pages.eviction.sources.changed(peer, boot)
+
     # ---- duration of turns ------------------------------------------------------------------
 
     def note_turn(self, took_ns: int, what: object) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+
 from kvstore import wire
 from kvstore.errors import CapacityError, DurabilityUnavailable, InvalidArgument, TransferTimeout
 from kvstore.page import KEY_BYTES, PrefixKey
@@ -20,7 +22,7 @@ from kvstore.state.table.pages import PageTable
 from kvstore.state.table.runs import leading_ready, ready_pages
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.match import awaited_key
-from kvstore.state.tree.node import Retention
+from kvstore.state.tree.node import ORDINARY, Retention
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch, Process
 
@@ -29,7 +31,6 @@ PUT_PAGES_MAX: Final = 128
 LEASE_PAGES_MAX: Final = 4096
 """Maximum pages leased by one Acquire: the first ones of a longer run."""
 PERSIST_PAGES_MAX: Final = 4096
-TTL_MS_MAX: Final = 10 * 366 * 86_400_000
 PREFILL_S_MAX: Final = 3600.0
 ROOM: Final = "room"
 """What puts wait for while pages are written to disk to free slots."""
@@ -100,7 +101,7 @@ class Requests:
         on_disk = 0
         awaited = None
         if table.disk is not None:
-            on_disk = table.on_disk(space, request.shards, request.keys, pages)
+            on_disk = table.residents.on_disk(space, request.shards, request.keys, pages)
         if pending:
             key = awaited_key(space, request.shards, request.keys, pages + pending)
             awaited = (space.number, key)
@@ -184,7 +185,7 @@ class Requests:
             else:
                 fetch.peers_until_ns = self._pages.now_ns + self.remote.limits.fetch_ns
             full = self.remote.fetch(fetch, further, shard)
-        self._pages.fetch(fetch, space, shard, request.keys[: ready * KEY_BYTES])
+        self._pages.room.fetch(fetch, space, shard, request.keys[: ready * KEY_BYTES])
         return fetch, full
 
     def acquire_again(
@@ -214,7 +215,7 @@ class Requests:
             return  # it has left memory; the copy on disk is verified when it is loaded
         _, generation, _ = self._pages.slots.address(node.slot(request.shard))
         if generation & 0xFFFFFFFF == request.generation:
-            self._pages.drop(node, request.shard, "corrupt")
+            self._pages.residents.drop(node, request.shard, "corrupt")
 
     # ---- writing ----------------------------------------------------------------------------
 
@@ -247,8 +248,8 @@ class Requests:
 
     def commit_put(self, process: Process, request: wire.CommitPut, now_ns: int) -> wire.Answer:
         """Make written pages READY."""
-        if not 0 <= request.ttl_ms <= TTL_MS_MAX:
-            raise InvalidArgument("ttl_ms", f"{request.ttl_ms} is outside 0..{TTL_MS_MAX}")
+        if not 0 <= request.ttl_ms <= wire.TTL_MS_MAX:
+            raise InvalidArgument("ttl_ms", f"{request.ttl_ms} is outside 0..{wire.TTL_MS_MAX}")
         expires_ns = now_ns + request.ttl_ms * _NS_PER_MS if request.ttl_ms else 0
         keep = Retention(expires_ns, request.read_once, request.memory_only)
         statuses = self._pages.commit_put(process, request.put, request.digests, keep)
@@ -329,6 +330,7 @@ class Requests:
             wire.pack_addresses(self._pages.slots.addresses(leased.lease.slots)),
             leased.digests, max(0, ready - len(leased.lease.slots)) + offered, leased.lasting,
             lease_ms, offered,
+            _pack_kept(leased.kept(shard), now_ns) if process.peer.remote else b"",
         )  # fmt: skip
 
 
@@ -343,6 +345,17 @@ def acknowledge(request: wire.Persist, durable: Durable) -> wire.Answer:
     if not durable.ended:
         raise TransferTimeout("the pages are not synced yet; they may be later")
     return wire.Persisted(request.id)
+
+
+def _pack_kept(kept: list[Retention], now_ns: int) -> bytes:
+    """For another node: how long each page stays; empty if nothing is special about any."""
+    if all(one == ORDINARY for one in kept):
+        return b""
+    rows = [
+        (max(0, one.expires_ns - now_ns) // _NS_PER_MS if one.expires_ns else wire.NO_TTL, *one[1:])
+        for one in kept
+    ]
+    return np.array(rows, dtype=wire.KEPT).tobytes()
 
 
 def _refuse_others(process: Process, tenant: str) -> None:

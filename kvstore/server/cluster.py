@@ -6,33 +6,34 @@ whether another node can be reached or not.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from kvstore.cluster.asked import AskedDirectory
 from kvstore.cluster.configured import check_stores, store_servers
 from kvstore.cluster.directory import PeersDirectory, index_settings
 from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.membership import LocalMembership, ToldMembership
-from kvstore.cluster.messages import StorePlace
+from kvstore.cluster.messages import ChildSettings, DirectorySettings, StorePlace
 from kvstore.cluster.records import SCHEME, NodeRecord
 from kvstore.cluster.serving import EventTunnels
 from kvstore.cluster.side import Peers
+from kvstore.cluster.talk import ChildTalk
 from kvstore.cluster.tls import certificate_files, client_context, server_context
 from kvstore.config import ServerConfig
 from kvstore.config.addresses import Address, is_loopback, is_wildcard, read_address
-from kvstore.errors import ConfigError, InvalidArgument
 from kvstore.index.credentials import PeerCredentials
 from kvstore.index.process import IndexProcess
 from kvstore.node.desk import Desk
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.process.logs import event
 from kvstore.server.loans import Loans
-from kvstore.server.peers import PeerService, told_endpoint
+from kvstore.server.peers import PeerService, told_transports
 from kvstore.server.publish import Publication
+from kvstore.server.transports import Registration, open_transports
 from kvstore.state.remote.jobs import PeerJob, PeerLimits
 from kvstore.tier.host import HostMemory
-from kvstore.transport.tcp import TcpTransport
 
 log = logging.getLogger(__name__)
 
@@ -92,35 +93,31 @@ class ClusterSide:
         assert cluster.name
         self.cluster = cluster.name
         check_stores(config)
-        if cluster.directory != "peers":
-            raise ConfigError(f"cluster.directory={cluster.directory} is not there yet: use peers")
         self._local = LocalNode(cluster.name, node.name, node.boot, SCHEME)
         self._client = client_context(cluster)
         server = server_context(cluster)
         credentials = PeerCredentials(
             cluster.name, node.name, SCHEME, certificate_files(cluster)
         )  # fmt: skip
-        self._membership, index = _members(config, credentials)
-        self._directory = PeersDirectory(index, self._membership, credentials)
+        self._config = config
+        self._credentials = credentials
+        self._membership, self._directory = self._members()
         self._tunnels = EventTunnels(publication)
         self._advertise = cluster.advertise
-        self._admin = (config.http.advertise, admin_url)
+        self._admin_url = admin_url
         self._desk = desk
         self._limits = PeerLimits(cluster.in_flight_bytes_max)
-        try:
-            self._transport = TcpTransport(
-                cluster.transfer_listen, cluster.in_flight_bytes_max,
-                server=server, client=self._client,
-            )  # fmt: skip
-        except InvalidArgument as error:
-            raise ConfigError(f"cluster.{error}") from error
-        self._loans = Loans(memory, [self._transport])
+        self._transports = open_transports(cluster, server, self._client)
+        self._registration = Registration(
+            memory, node.pages.slots, self._transports, cluster.rdma_tenants
+        )
+        self._loans = Loans(memory, self._transports)
         self.service = PeerService(
             cluster.listen, self._local, self._membership.knows, desk, self._loans,
             self._tunnels.serve_events, server,
         )  # fmt: skip
         self.peers = Peers(
-            desk, self._take, node.pages.slots, memory, [self._transport], self._directory,
+            desk, self._take, node.pages.slots, memory, self._transports, self._directory,
             self._loans.ticket_ended,
         )  # fmt: skip
 
@@ -140,6 +137,7 @@ class ClusterSide:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.service.serve(), name="peer service")
+                tasks.create_task(self._registration.run(), name="registration")
                 tasks.create_task(self._directory.run(), name="directory of peers")
                 tasks.create_task(
                     self.peers.run(self._local, self._membership, self._client), name="sessions"
@@ -155,21 +153,60 @@ class ClusterSide:
             endpoint = Address(endpoint.host, read_address(listening).port)
         return NodeRecord(
             name=self._local.name, boot=self._local.boot, endpoint=str(endpoint),
-            transports={one.name: told_endpoint(one.endpoint) for one in (self._transport,)},
-            admin=told_admin(*self._admin, endpoint.host),
+            transports=told_transports(self._transports),
+            admin=told_admin(self._config.http.advertise, self._admin_url, endpoint.host),
         )  # fmt: skip
+
+    def _members(
+        self,
+    ) -> tuple[LocalMembership | ToldMembership, PeersDirectory | AskedDirectory]:
+        """Membership and directory, and the index process that they use."""
+        config, cluster, shown = self._config, self._config.cluster, self._credentials
+        settings = index_settings(cluster.index_pages_max)
+        index = IndexProcess(
+            settings, "kvstore.cluster.child" if cluster.stores else "kvstore.index.child"
+        )
+        talk = ChildTalk(index, self._child_settings) if cluster.stores else None
+        membership: LocalMembership | ToldMembership
+        if cluster.membership == "local" or talk is None:
+            places = {name: str(at) for name, at in cluster.others(config.node.name).items()}
+            membership = LocalMembership(places)
+        else:
+            membership = ToldMembership(cluster.membership, talk.tell)
+            talk.told_nodes(membership)
+        if cluster.directory == "peers" or talk is None:
+            return membership, PeersDirectory(index, membership, shown)
+        directory = AskedDirectory(index, membership, shown.node, talk.tell)
+        talk.told_pages(directory)
+        return membership, directory
+
+    def _child_settings(self) -> ChildSettings:
+        """What the index process needs to know; called once the node listens."""
+        config, cluster = self._config, self._config.cluster
+        place = directory = None
+        if cluster.membership != "local":
+            servers = store_servers(getattr(config, cluster.membership))
+            place = StorePlace(cluster.membership, servers)
+        if cluster.directory != "peers":
+            directory = DirectorySettings(
+                servers=store_servers(getattr(config, cluster.directory)), boot=self._local.boot,
+                endpoint=self._record().endpoint,
+            )  # fmt: skip
+        return ChildSettings(credentials=self._credentials, membership=place, directory=directory)
 
     def close(self) -> None:
         """End everything; nothing reads or writes the node's memory afterwards."""
         self.service.close()
         self._loans.close()
-        self._transport.close()
+        for transport in self._transports:
+            transport.close()
 
     def holders(
-        self, identity: SpaceIdentity, shards: Sequence[ShardSpec], key: PrefixKey
-    ) -> dict[str, list[int]]:
+        self, identity: SpaceIdentity, shards: Sequence[ShardSpec], key: PrefixKey,
+        found: Callable[[dict[str, list[int]]], None],
+    ) -> None:  # fmt: skip
         """See :meth:`kvstore.cluster.directory.PeersDirectory.holders`."""
-        return self._directory.holders(identity, shards, key)
+        self._directory.holders(identity, shards, key, found)
 
     def stats(self) -> dict[str, Any]:
         """What other nodes there are, what they read here and this node there; plain values."""
@@ -206,17 +243,3 @@ def told_admin(advertise: str, listening: str, host: str) -> str:
     if at == "*" or is_wildcard(at):
         return f"http://{Address(host, int(port))}"
     return "" if is_loopback(at) and not is_loopback(host) else listening
-
-
-def _members(
-    config: ServerConfig, credentials: PeerCredentials
-) -> tuple[LocalMembership | ToldMembership, IndexProcess]:
-    """The membership of a node, and its index process, which keeps one that is not a list."""
-    cluster = config.cluster
-    settings = index_settings(cluster.index_pages_max)
-    if cluster.membership == "local":
-        places = {name: str(at) for name, at in cluster.others(config.node.name).items()}
-        return LocalMembership(places), IndexProcess(settings)
-    index = IndexProcess(settings, "kvstore.cluster.child")
-    place = StorePlace(cluster.membership, store_servers(getattr(config, cluster.membership)))
-    return ToldMembership.over(index, place, credentials), index

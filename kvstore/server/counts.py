@@ -189,11 +189,31 @@ class FollowedPeer(Answer, frozen=True):
     faults: dict[str, int]
 
 
+class SharedDirectoryCounts(Answer, frozen=True):
+    """The directory in Redis.
+
+    ``announced``: pages, changes included. ``announcements``: how often all pages were announced.
+    ``faults``: those of the index process, by cause; of questions with ``ask_`` before it.
+    ``unanswered``: questions of this node without an answer in time, by cause.
+    """
+
+    current: bool
+    announced: int
+    waiting: int
+    announcements: int
+    asked: int
+    faults: dict[str, int]
+    why: str
+    outstanding: int
+    unanswered: dict[str, int]
+
+
 class PeerDirectoryCounts(NodeIndex, frozen=True):
     """The index of other nodes' pages; ``refused``: nodes beyond the limit of nodes."""
 
     peers: dict[str, FollowedPeer]
     refused: list[str]
+    shared: SharedDirectoryCounts | None = None
 
 
 class ClusterCounts(Answer, frozen=True):

@@ -33,6 +33,7 @@ _SHELVES_MAX: Final = 64
 """Maximum shelves searched for one answer; the next answer continues."""
 _SPACES_MAX: Final = 64
 _SHARDS_MAX: Final = 64
+_ANSWER_POLL_S: Final = 0.005
 """Spaces, and shards of each, for which other nodes are looked up for one explanation."""
 _STEP_ROWS: Final = 16
 _CHILDREN_MAX: Final = 100
@@ -88,12 +89,14 @@ class Inspection:
         ssd = "off" if disk is None else "degraded" if disk.troubled else "ready"
         withheld = slots.withheld * slots.extent_bytes
         unwatched = sum(not one.peer.watched for one in self._node.processes.values())
-        nodes = self._status.nodes()
+        nodes, registered = self._status.nodes(), self._status.registered()
         member = nodes["membership"] or {"kind": "off"}
         return answers.Readiness(
             withheld_bytes=withheld, ssd=ssd, unwatched_processes=unwatched,
             cluster=nodes["joined"],
             membership=member["kind"] if member["kind"] in ("off", "local") else member["state"],
+            registered_bytes=registered.get("registered_bytes", 0),
+            registered_huge_bytes=registered.get("registered_huge_bytes", 0),
         )  # fmt: skip
 
     def spaces(self, asked: operations.ListSpaces) -> Work[answers.SpaceList]:
@@ -267,7 +270,7 @@ class Inspection:
         spaces = [space] if space is not None else list(self._table.spaces)[:_SPACES_MAX]
         for one in spaces:
             yield None
-            peers = self._holders(one, key, asked.shard)
+            peers = yield from self._holders(one, key, asked.shard)
             if peers:
                 text = f"{found.text}; {_had_by(peers)}"
                 return replace(found, text=text, space=one.label, peers=peers)
@@ -285,14 +288,17 @@ class Inspection:
 
     def _holders(
         self, space: PrefixTree, key: PrefixKey, shard: int | None
-    ) -> dict[str, list[int]]:
+    ) -> Work[dict[str, list[int]]]:
         """Which other nodes have a page, and for which shards of those that are asked for."""
         assert self._status.others is not None
         numbers = range(len(space.shards)) if shard is None else [shard]
         asked = [number for number in numbers if number < len(space.shards)][:_SHARDS_MAX]
         specs = [space.shards[number].spec for number in asked]
-        found = self._status.others.holders(space.identity, specs, key)
-        return {peer: [asked[at] for at in held] for peer, held in found.items()}
+        answers: list[dict[str, list[int]]] = []
+        self._status.others.holders(space.identity, specs, key, answers.append)
+        while not answers:  # it has a deadline of its own
+            yield _ANSWER_POLL_S
+        return {peer: [asked[at] for at in held] for peer, held in answers[0].items()}
 
     def _stored(self, space: PrefixTree, text: str, field: str) -> PrefixKey:
         """The key in a request, if the space has it."""

@@ -14,6 +14,7 @@ from kvstore.server.nodes import node_list
 from kvstore.server.publish import Publication
 from kvstore.state.choice.policy import POLICIES
 from kvstore.tier.host import HostMemory
+from kvstore.transport.mooncake import MooncakeTransport
 
 _WITHHELD: Final = "all memory is withheld because clients of the previous run still map it"
 
@@ -32,9 +33,14 @@ class OtherNodes(Protocol):
         ...
 
     def holders(
-        self, identity: SpaceIdentity, shards: Sequence[ShardSpec], key: PrefixKey
-    ) -> dict[str, list[int]]:
-        """Which nodes have one page: node → positions in ``shards`` of those that it has."""
+        self, identity: SpaceIdentity, shards: Sequence[ShardSpec], key: PrefixKey,
+        found: Callable[[dict[str, list[int]]], None],
+    ) -> None:  # fmt: skip
+        """Ask which nodes have one page.
+
+        ``found`` is called once, at once or within a second: node → positions in ``shards`` of
+        those that it has.
+        """
         ...
 
 
@@ -74,6 +80,13 @@ class NodeStatus:
         """Show the other nodes too, if there are any."""
         self.others = others
         self.add(lambda: {"cluster": others and others.stats()})
+
+    def registered(self) -> Mapping[str, int]:
+        """The counts of the transport that registers memory; empty = there is none."""
+        counts: Mapping[str, Mapping[str, int]] = {}
+        if self.others is not None:
+            counts = self.others.stats()["transports"]
+        return counts.get(MooncakeTransport.name, {})
 
     def unready(self) -> str:
         """Why no page can be stored; empty if pages can be stored."""

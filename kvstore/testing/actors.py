@@ -33,6 +33,14 @@ DELAY_NS_MAX: Final = 2_000_000
 WAIT_MS: Final = 30
 LEASE_MS_MAX: Final = 20
 _SHARD: Final = ShardSpec(layout=CanonicalLayout(2048), layers=(0, 1), heads=(0, 1))
+SHARDS: Final = (
+    _SHARD,
+    ShardSpec(layout=CanonicalLayout(2048), layers=(0, 1), heads=(1, 2)),
+    ShardSpec(
+        layout=CanonicalLayout(2048), layers=(0, 1), heads=(2, 3), group="window", window_pages=2
+    ),
+)
+"""Two ranks, and a KV group of which a hit needs the last two pages."""
 _ORIGINS: Final = count(1)
 
 Script = Generator[int | wire.Request, wire.Answer | None, None]
@@ -52,6 +60,7 @@ class Actor:
         watched: the node is notified when it ends.
         boot: boot id of the node that welcomed it.
         earlier: boot id of that node before it restarted; empty if it has not.
+        shards: numbers that this node gave to the shards of its habits.
     """
 
     pid: int
@@ -62,6 +71,7 @@ class Actor:
     watched: bool = True
     boot: bytes = b""
     earlier: bytes = b""
+    shards: tuple[int, ...] = (0,)
     mapped: dict[int, bytearray] = field(default_factory=dict)
     origin: bytes = field(default_factory=lambda: next(_ORIGINS).to_bytes(8, "little"))
     awaited: int = 0
@@ -70,7 +80,7 @@ class Actor:
     names: "count[int]" = field(default_factory=lambda: count(1))
 
 
-def _sha256(_identity: SpaceIdentity, _key: bytes, content: bytes) -> bytes:
+def _sha256(_identity: SpaceIdentity, _key: bytes, content: bytes, _shard: ShardSpec) -> bytes:
     return sha256(content).digest()[:16]
 
 
@@ -83,14 +93,16 @@ class Habits:
         wait_ms: for how long reads may wait; one is chosen each time.
         ttl_ms: lifetime of pages, 0 = unlimited; one is chosen each time.
         pause_ns: longest pause between two actions.
-        digest: computes the digest of a page from its space, key and bytes.
+        digest: computes the digest of a page from its space, key, bytes and shard.
+        shards: that they open; they put and read one at a time.
     """
 
     actions: tuple[str, ...] = ("put", "put", "read", "read", "wait", "persist")
     wait_ms: tuple[int, ...] = (0, WAIT_MS - 1)
     ttl_ms: tuple[int, ...] = (0, 0, 5)
     pause_ns: int = DELAY_NS_MAX
-    digest: Callable[[SpaceIdentity, bytes, bytes], bytes] = _sha256
+    digest: Callable[[SpaceIdentity, bytes, bytes, ShardSpec], bytes] = _sha256
+    shards: tuple[ShardSpec, ...] = (_SHARD,)
 
 
 class Engines:
@@ -159,15 +171,25 @@ class Engines:
         process.session = self.sessions[process.tenant] = welcome.session
         # A script does one thing at a time: no copy of an earlier connection is in progress.
         self._tell(process, wire.Settled(number))
-        opened = yield wire.OpenSpace(0, identity, [_SHARD])
-        return opened.space if isinstance(opened, wire.SpaceOpened) else -1
+        opened = yield wire.OpenSpace(0, identity, list(self._habits.shards))
+        if not isinstance(opened, wire.SpaceOpened):
+            return -1
+        process.shards = tuple(opened.shards)
+        return opened.space
+
+    def _rank(self) -> int:
+        """Which of the shards is put or read."""
+        count = len(self._habits.shards)
+        return self._random.randrange(count) if count > 1 else 0
 
     def _put(self, process: Actor, space: int, keys: PrefixKeys) -> Script:
         put = next(process.names)
         identity = _identity(process.tenant)
         wait_ms = self._random.choice((0, WAIT_MS))
         tokens = b"".join(map(page_token, keys)) if put % 3 else b""
-        granted = yield wire.BeginPut(0, put, space, 0, keys.packed, b"", tokens, wait_ms)
+        rank = self._rank()
+        shard, number = self._habits.shards[rank], process.shards[rank]
+        granted = yield wire.BeginPut(0, put, space, number, keys.packed, b"", tokens, wait_ms)
         if not isinstance(granted, wire.PutGranted) or not granted.addresses:
             return
         chosen = [
@@ -178,7 +200,7 @@ class Engines:
         places = self._map(process, granted.addresses)
         digests = b""
         for key, place in zip(chosen, places, strict=True):
-            content = page_content(key)
+            content = page_content(key, shard)
             for start in range(0, PAGE_BYTES, PAGE_BYTES // PIECES):
                 if place is not None:
                     memory, offset = place
@@ -186,7 +208,7 @@ class Engines:
                     memory[offset + start : offset + start + len(piece)] = piece
                     self._outcome.late_pieces += not process.connection
                 yield self._piece_ns()
-            digests += self._habits.digest(identity, key, content)
+            digests += self._habits.digest(identity, key, content, shard)
         if self._random.random() < 0.1 or None in places:
             self._tell(process, wire.AbortPut(put))
             return
@@ -200,19 +222,23 @@ class Engines:
         lease = next(process.names)
         lease_ms = self._random.randrange(1, LEASE_MS_MAX + 1)
         wait_ms = self._random.choice(self._habits.wait_ms)
-        leased = yield wire.Acquire(0, lease, space, 0, keys.packed, lease_ms, wait_ms)
+        rank = self._rank()
+        shard, number = self._habits.shards[rank], process.shards[rank]
+        if shard.window_pages:  # only these are fetched
+            keys = keys[max(0, len(keys) - shard.window_pages) :]
+        leased = yield wire.Acquire(0, lease, space, number, keys.packed, lease_ms, wait_ms)
         if not isinstance(leased, wire.Acquired):
             return
         places = self._map(process, leased.addresses)
         if process.earlier and leased.addresses and self._random.random() < 0.2:
             # A report of the node's earlier boot, in which the generation happened to be the same.
             _, generation, _ = wire.unpack_addresses(leased.addresses)[0]
-            self._tell(process, wire.Corrupt(space, 0, keys[0], generation, process.earlier))
+            self._tell(process, wire.Corrupt(space, number, keys[0], generation, process.earlier))
         for key, place in zip(keys, places, strict=False):
             if place is None:
                 break
             memory, offset = place
-            content = page_content(key)
+            content = page_content(key, shard)
             for start in range(0, PAGE_BYTES, PAGE_BYTES // PIECES):
                 stop = start + PAGE_BYTES // PIECES
                 seen = memory[offset + start : offset + stop]
@@ -224,19 +250,21 @@ class Engines:
     def _restore(self, process: Actor, space: int, keys: PrefixKeys) -> Script:
         """Look a prompt up, and read what is to be had of it, here or elsewhere."""
         wait_ms = self._random.choice(self._habits.wait_ms)
-        found = yield wire.Lookup(0, space, [0], keys.packed, wait_ms)
+        found = yield wire.Lookup(0, space, [*process.shards], keys.packed, wait_ms)
         if isinstance(found, wire.Found) and found.pages + found.pending + found.remote:
             yield from self._read(process, space, keys)
 
-    def _wait(self, _process: Actor, space: int, keys: PrefixKeys) -> Script:
+    def _wait(self, process: Actor, space: int, keys: PrefixKeys) -> Script:
         before_ns = self._time.now_ns
-        found = yield wire.Lookup(0, space, [0], keys.packed, self._random.randrange(WAIT_MS))
+        wait_ms = self._random.randrange(WAIT_MS)
+        found = yield wire.Lookup(0, space, [*process.shards], keys.packed, wait_ms)
         if isinstance(found, wire.Found):
             assert found.pages + found.pending <= len(keys)
             self._outcome.lookups_waited += self._time.now_ns - before_ns > 2 * DELAY_NS_MAX
 
-    def _persist(self, _process: Actor, space: int, keys: PrefixKeys) -> Script:
-        answer = yield wire.Persist(0, space, 0, keys.packed, WAIT_MS - 1)
+    def _persist(self, process: Actor, space: int, keys: PrefixKeys) -> Script:
+        number = process.shards[self._rank()]
+        answer = yield wire.Persist(0, space, number, keys.packed, WAIT_MS - 1)
         if isinstance(answer, wire.Persisted):
             self._outcome.pages_persisted += len(keys)
 
@@ -270,10 +298,10 @@ def make_prompts(random: Random, count: int = 6) -> dict[str, list[PrefixKeys]]:
 
 
 @cache
-def digest_of_page(identity: SpaceIdentity, key: bytes, content: bytes) -> bytes:
+def digest_of_page(identity: SpaceIdentity, key: bytes, content: bytes, shard: ShardSpec) -> bytes:
     """The digest that a transport compares with."""
     page = np.frombuffer(content, dtype=np.uint8)
-    seeds = page_seeds(key, digest_seed(identity, _SHARD))
+    seeds = page_seeds(key, digest_seed(identity, shard))
     places = np.array([page.ctypes.data], dtype=np.uint64)
     return mover.digest(places, len(content), seeds).tobytes()
 

@@ -35,6 +35,23 @@ LAST_NS: Final = 1_500 * MS
 
 
 @dataclass(frozen=True)
+class ClusterSize:
+    """What there is of each kind.
+
+    Attributes:
+        nodes: number of nodes.
+        engines: number of engines of each node at any time.
+        disks: how many nodes have an SSD tier, if there are any.
+        shards: number of shards of each space, at most 3: two ranks, and a group with a window.
+    """
+
+    nodes: int = 3
+    engines: int = 2
+    disks: int = 1
+    shards: int = 1
+
+
+@dataclass(frozen=True)
 class ClusterFaults:
     """Probabilities of what may happen between nodes.
 
@@ -85,12 +102,11 @@ class ClusterSimulation:
 
     Args:
         seed: determines all random choices.
-        nodes: number of nodes.
-        engines: number of engines of each node at any time.
+        size: how many nodes, engines, SSDs and shards there are.
         extents: memory of each node.
         faults: of the cluster.
         rates: of engines and disks.
-        rules: rules of the SSD tier of the first node; None = no SSD tier.
+        rules: rules of the SSD tiers; None = there are none.
 
     Attributes:
         nodes: all of them.
@@ -98,7 +114,7 @@ class ClusterSimulation:
     """
 
     def __init__(
-        self, seed: int, nodes: int = 3, engines: int = 2, extents: Extents | None = None,
+        self, seed: int, size: ClusterSize = ClusterSize(), extents: Extents | None = None,
         faults: ClusterFaults | None = None, rates: FaultRates | None = None,
         rules: DiskRules | None = None,
     ) -> None:  # fmt: skip
@@ -109,16 +125,18 @@ class ClusterSimulation:
         self.outcome: SimulationOutcome = time.outcome
         self._wires = Wires(time)
         network = _Carrier(self, time)
-        names = [chr(ord("a") + at) for at in range(nodes)]
+        names = [chr(ord("a") + at) for at in range(size.nodes)]
         self.nodes = [
             ClusterNode(
                 name, time, self._wires, network, extents or Extents(), names,
-                rules if at == 0 else None,
+                rules if at < size.disks else None,
             )
             for at, name in enumerate(names)
         ]  # fmt: skip
         prompts = make_prompts(time.random, PROMPTS)
-        self.hosts = [NodeEngines(time, node, prompts, engines) for node in self.nodes]
+        self.hosts = [
+            NodeEngines(time, node, prompts, size.engines, size.shards) for node in self.nodes
+        ]
         self._quiet = False
 
     def run(self, seconds: float) -> SimulationOutcome:
@@ -220,8 +238,9 @@ class ClusterSimulation:
     def _kill(self) -> None:
         host = self._random.choice(self.hosts)
         node = host.node
-        if node.alive and node.rules is None:  # a simulated SSD tier does not outlive its node
+        if node.alive:
             self.outcome.nodes_killed += 1
+            self.outcome.disks_lost += node.rules is not None
             node.kill()
             host.lost_node()
             self._time.at(self._random.randrange(60 * MS), lambda: self._start(node))
@@ -305,4 +324,6 @@ def drawn_cluster(seed: int) -> ClusterSimulation:
         )  # fmt: skip
     rates = FaultRates(random.choice((0.0, 0.003, 0.02)))
     nodes, engines = random.choice((2, 3, 3, 4)), random.randrange(1, 4)
-    return ClusterSimulation(seed, nodes, engines, extents, faults, rates, rules)
+    disks, shards = random.randrange(1, nodes + 1), random.choice((1, 1, 2, 3, 3))
+    size = ClusterSize(nodes, engines, disks, shards)
+    return ClusterSimulation(seed, size, extents, faults, rates, rules)

@@ -127,15 +127,19 @@ class SimulatedDirectory:
 
     def _holdings(self, asked: Locate) -> list[Holding]:
         space = asked.identity.digest.hex()
-        labels = [shard.digest.hex()[:16] for shard in asked.shards]
+        labels = {shard.digest.hex()[:16]: shard.window_pages for shard in asked.shards}
+        keys = [asked.keys[at : at + KEY_BYTES] for at in range(0, len(asked.keys), KEY_BYTES)]
+
+        def is_hit(known: Known, pages: int) -> bool:
+            return all(
+                known.get((space, label, key))
+                for label, window in labels.items()
+                for key in keys[max(0, pages - window) if window else 0 : pages]
+            )
+
         found: list[Holding] = []
         for peer, known in self._known.items():
-            pages = 0
-            for at in range(0, len(asked.keys), KEY_BYTES):
-                key = asked.keys[at : at + KEY_BYTES]
-                if not all(known.get((space, label, key)) for label in labels):
-                    break
-                pages += 1
+            pages = next((n for n in range(len(keys), 0, -1) if is_hit(known, n)), 0)
             if pages:
                 found.append(Holding(peer, pages))
         found.sort(key=lambda one: -one.pages)

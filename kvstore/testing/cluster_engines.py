@@ -6,15 +6,21 @@ from typing import Final
 from kvstore import wire
 from kvstore.page import PrefixKeys
 from kvstore.state.tree.sessions import Peer
-from kvstore.testing.actors import DELAY_NS_MAX, Actor, Engines, Habits, digest_of_page
+from kvstore.testing.actors import (
+    DELAY_NS_MAX,
+    SHARDS,
+    Actor,
+    Engines,
+    Habits,
+    digest_of_page,
+)
 from kvstore.testing.cluster_node import TICK_NS, ClusterNode
 from kvstore.testing.timeline import Timeline
 
 MS: Final = 1_000_000
-HABITS: Final = Habits(
-    ("put", "put", "put", *["restore"] * 7, "read", "wait", "persist"),
-    (0, 20, 80, 200, 200), (0, 0, 0, 0, 30), 4 * MS, digest_of_page,
-)  # fmt: skip
+ACTIONS: Final = ("put", "put", "put", *["restore"] * 7, "read", "wait", "persist")
+WAITS_MS: Final = (0, 20, 80, 200, 200)
+TTLS_MS: Final = (0, 0, 0, 0, 30)
 
 
 class EngineLine:
@@ -42,11 +48,13 @@ class NodeEngines:
         node: the node.
         prompts: of each tenant, equal at all nodes.
         wanted: number of engines at any time.
+        shards: number of shards of each space.
     """
 
     def __init__(
-        self, time: Timeline, node: ClusterNode, prompts: dict[str, list[PrefixKeys]], wanted: int
-    ) -> None:
+        self, time: Timeline, node: ClusterNode, prompts: dict[str, list[PrefixKeys]], wanted: int,
+        shards: int,
+    ) -> None:  # fmt: skip
         self.node = node
         self._time = time
         self._random = time.random
@@ -55,8 +63,9 @@ class NodeEngines:
         self._processes: list[Actor] = []
         self._lines: dict[Actor, EngineLine] = {}
         self._arrival_ns: dict[tuple[EngineLine, bool], int] = {}
+        habits = Habits(ACTIONS, WAITS_MS, TTLS_MS, 4 * MS, digest_of_page, SHARDS[:shards])
         self._engines = Engines(
-            time, node.memory.extents, self._connect, self._tell, HABITS, prompts
+            time, node.memory.extents, self._connect, self._tell, habits, prompts
         )
 
     def begin(self) -> None:

@@ -21,7 +21,7 @@ from kvstore.state.tree.actions import Action
 from kvstore.state.tree.slots import Replacement, SlotTable
 from kvstore.testing.cluster_directory import SimulatedDirectory, SimulatedPublication, held_pages
 from kvstore.testing.cluster_links import SimulatedLink
-from kvstore.testing.cluster_serving import SimulatedLoans, SimulatedService
+from kvstore.testing.cluster_serving import LentRetentions, SimulatedLoans, SimulatedService
 from kvstore.testing.cluster_wires import Circuit, CircuitEnd, Wires
 from kvstore.testing.followers import KnownPages
 from kvstore.testing.slowtier import SimulatedTier
@@ -150,7 +150,7 @@ class ClusterNode:
         network: carries pages.
         extents: how much memory it has.
         names: of all nodes.
-        rules: rules of its SSD tier; None = it has none.
+        rules: rules of its SSD tier, which is empty in each life; None = it has none.
 
     Attributes:
         in_flight_bytes_max: limit of the bytes on their way from peers.
@@ -158,6 +158,7 @@ class ClusterNode:
         alive: it is not between two lives.
         stalled_ns: until then it was stopped, or has not been alive.
         followers: checks its own events.
+        lent: how long pages stay here that others have read.
     """
 
     node: Node
@@ -182,6 +183,7 @@ class ClusterNode:
         self.memory = ClusterMemory(time, late=rules is None)
         self.followers = KnownPages()
         self.links: dict[str, SimulatedLink] = {}
+        self.lent = LentRetentions()
         #: Links to nodes that have left the membership since.
         self._former: list[SimulatedLink] = []
         self.rules = rules
@@ -193,6 +195,7 @@ class ClusterNode:
         self._extents = extents
         self._names = names
         self._waiting: list[tuple[int, Callable[[], object]]] = []
+        self._others: dict[str, ClusterNode] = {}
         #: Keys on their way here, by job.
         self._coming: dict[int, PeerFetch] = {}
 
@@ -223,6 +226,7 @@ class ClusterNode:
         """Begin a life, with another boot id and empty memory."""
         self.life += 1
         self.alive = True
+        self._others = {other.name: other for other in others}
         time, random = self._time, self._time.random
         count, in_flight = self._extents.count, self.in_flight_bytes_max
         boot = b"%s %13d" % (self.name.encode(), self.life)
@@ -242,7 +246,9 @@ class ClusterNode:
         local = LocalNode("simulated", self.name, boot, SCHEME)
         place = f"{self.name}/{self.life}"
         self.transport = transport = self._network.open(place, 4 * in_flight)
-        self.loans = SimulatedLoans(time, self.later, transport, self.memory.address)
+        self.loans = SimulatedLoans(
+            time, self.later, transport, self.memory.address, self.lent, node.pages
+        )
         self.service = SimulatedService(local, desk, self.loans, self.later, place, self._names)
         names = [other.name for other in others]
         self.directory = SimulatedDirectory(time, self.turns(), names)
@@ -284,6 +290,8 @@ class ClusterNode:
         """End this life at once."""
         self.alive = self.stopped = False
         self._waiting.clear()
+        if self.disk is not None:
+            self.disk.lost = True
         self.transport.close()
         self._wires.ended(self.name)
 
@@ -318,13 +326,20 @@ class ClusterNode:
         pages = len(end.digests) // 16
         assert self._time.now_ns <= max(job.deadline_ns, self.stalled_ns) + TICK_NS, "a late end"
         self._time.outcome.pages_fetched += pages
+        self._time.outcome.window_pages_fetched += pages * (job.shard.window_pages > 0)
         self._time.outcome.fetches_failed += pages * KEY_BYTES < len(job.keys)
         self._time.outcome.fetches_unsettled += not end.settled
+        if end.digests:
+            self._others[job.peer].lent.check(end, job, self._time.now_ns)
         self.desk.peer_fetched(end)
 
     def peer_settled(self, job: int) -> None:
         """See :class:`kvstore.cluster.side.PeerDesk`."""
         self.desk.peer_settled(job)
+
+    def peer_standing(self, peer: str, boot: bytes) -> None:
+        """See :class:`kvstore.cluster.side.PeerDesk`."""
+        self.desk.peer_standing(peer, boot)
 
     # ---- checks -------------------------------------------------------------------------------
 
@@ -367,10 +382,11 @@ class ClusterNode:
         pages = self.node.pages
         for space in pages.spaces:
             for key, page in space.nodes.items():
-                for slot in page.slots.values():
+                for shard, slot in page.slots.items():
                     number, _, offset = pages.slots.address(slot)
                     stored = self.memory.extents[number][offset : offset + PAGE_BYTES]
-                    assert stored == page_content(key), "a late write landed in a READY page"
+                    content = page_content(key, space.shards[shard].spec)
+                    assert stored == content, "a late write landed in a READY page"
 
     # ---- inside -------------------------------------------------------------------------------
 

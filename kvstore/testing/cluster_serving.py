@@ -4,7 +4,7 @@ The sessions are the product's. Loans stand in for :class:`kvstore.server.loans.
 a loop and a thread.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import count
@@ -14,9 +14,13 @@ from kvstore import wire
 from kvstore.cluster.greeting import LocalNode
 from kvstore.errors import KVStoreError, ProtocolError
 from kvstore.node.desk import Desk
+from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.server.frames import FrameConnection
 from kvstore.server.loans import LentPages, Loan, Loans
 from kvstore.server.served import ServedPeer
+from kvstore.state.remote.jobs import FetchEnd, PeerFetch
+from kvstore.state.table.pages import PageTable
+from kvstore.state.tree.node import ORDINARY, Retention
 from kvstore.state.tree.sessions import Peer
 from kvstore.testing.cluster_wires import Circuit
 from kvstore.testing.timeline import PAGE_BYTES, Timeline, page_content
@@ -31,6 +35,38 @@ Later = Callable[[int, Callable[[], None]], None]
 """Makes a call after so many nanoseconds, in a turn of one life of a node."""
 
 
+class LentRetentions:
+    """How long the pages that a node has lent stay there; it outlives the node."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[bytes, bytes, bytes], set[Retention]] = defaultdict(set)
+
+    def add(self, pages: LentPages, table: PageTable) -> None:
+        """These are lent now."""
+        space = next(one for one in table.spaces if one.identity == pages.identity)
+        for at in range(0, len(pages.keys), KEY_BYTES):
+            key, bit = PrefixKey(pages.keys[at : at + KEY_BYTES]), 1 << pages.number
+            page = space.index.get(key)
+            assert page is not None
+            stays = Retention(
+                page.expires.get(pages.number, 0), bool(page.read_once & bit),
+                bool(page.memory_only & bit),
+            )  # fmt: skip
+            self._known[pages.identity.digest, pages.shard.digest, key].add(stays)
+
+    def check(self, end: FetchEnd, job: PeerFetch, now_ns: int) -> None:
+        """Assert that no page stays longer where it has come to, unless its time is over anyway."""
+        kept = end.kept or [ORDINARY] * (len(end.digests) // DIGEST_BYTES)
+        for at, stays in enumerate(kept):
+            key = job.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+            for there in self._known[job.identity.digest, job.shard.digest, key]:
+                sooner = 0 < stays.expires_ns <= max(there.expires_ns, now_ns)
+                if stays[1:] == there[1:] and (sooner or not there.expires_ns):
+                    break
+            else:
+                raise AssertionError(f"a page stays {stays}, which was not lent so")
+
+
 class SimulatedLoans:
     """All leases of other nodes; see :class:`kvstore.server.loans.Loans`.
 
@@ -41,8 +77,11 @@ class SimulatedLoans:
     """
 
     def __init__(
-        self, time: Timeline, later: Later, transport: Transport, address: Callable[[int], int]
-    ) -> None:
+        self, time: Timeline, later: Later, transport: Transport, address: Callable[[int], int],
+        lent: "LentRetentions", table: PageTable,
+    ) -> None:  # fmt: skip
+        self._lent = lent
+        self._table = table
         self.open: set[Loan] = set()
         self.counts: Counter[str] = Counter()
         self.transports: Sequence[Transport] = [transport]
@@ -57,6 +96,7 @@ class SimulatedLoans:
             (Range(extent, generation, offset, size), self._address(extent) + offset)
             for extent, generation, offset in pages.addresses
         ]
+        self._lent.add(pages, self._table)
         loan = Loan(pages, self._time.random.randbytes(TICKET_BYTES), release)
         open_ns = lease_ms * 750_000  # so that a read can be broken off before the lease ends
         for transport in self.transports:
@@ -102,7 +142,9 @@ class SimulatedLoans:
         if not check.cancelled():
             extent, _, offset = loan.pages.addresses[position]
             key = loan.pages.keys[position * 32 : (position + 1) * 32]
-            wrong = memory_at(self._address(extent) + offset, PAGE_BYTES) != page_content(key)
+            wrong = memory_at(self._address(extent) + offset, PAGE_BYTES) != page_content(
+                key, loan.pages.shard
+            )
             true = wrong and confirmed()
             self.counts["reports_true" if true else "reports_false"] += 1
         self._release(loan)

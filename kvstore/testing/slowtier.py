@@ -32,12 +32,14 @@ class SimulatedTier:
 
     Attributes:
         records: place → bytes of the record.
+        lost: its node has ended; what was under way touches no memory any more.
     """
 
     def __init__(
         self, time: Timeline, desk: Desk, extents: dict[int, bytearray], rules: DiskRules
     ) -> None:
         self.records: dict[Place, bytes] = {}
+        self.lost = False
         self._tokens: dict[Place, bytes] = {}
         self._time = time
         self._random = time.random
@@ -50,14 +52,15 @@ class SimulatedTier:
         pages = desk.node.pages
         pages.pins.budget_bytes = pages.pins.disk_budget_bytes = 4 * PAGE_BYTES
         log = SegmentLog(SEGMENTS, SEGMENT_BYTES)
-        self.pages = pages.disk = DiskPages(
-            pages, log, Admission("all", 0, log.capacity_bytes), rules
+        self.pages = pages.residents.disk = DiskPages(
+            pages.residents, log, Admission("all", 0, log.capacity_bytes), rules
         )
 
     def flush(self) -> None:
         """See :class:`~kvstore.node.desk.DiskSide`."""
         self.pages.go_on()
-        jobs, self.pages.jobs = self.pages.jobs, []
+        jobs = list(self.pages.jobs)
+        self.pages.jobs.clear()
         for job in jobs:
             delay_ns = self._random.randrange(DELAY_NS_MAX)
             self._time.at(delay_ns, partial(self._end, job))
@@ -94,7 +97,7 @@ class SimulatedTier:
         quota = random.choice((0, 2, 3, 6))
         self.pages.limit(space, quota * record, random.randrange(3) * record)
         for node in space.nodes.values():
-            table.add_candidate(node)
+            table.residents.add_candidate(node)
         self.pages.limits.all_offered(space)
         self.pages.limits.shrink(space, 1 << 20)
         keys = [at.key for at in space.nodes.values() if at.ready and not at.memory_only]
@@ -113,6 +116,8 @@ class SimulatedTier:
         self._sizes = {one.number: one.disk_bytes for one in self._node.pages.spaces}
 
     def _end(self, job: DiskJob) -> None:
+        if self.lost:
+            return
         error: KVStoreError | None = None
         if self._random.random() < self._time.faults.disk:
             error = TierUnavailable("simulated")
@@ -129,20 +134,20 @@ class SimulatedTier:
         match job:
             case diskjobs.DiskWrite(place=place, page=page, slot=slot):
                 content = bytes(self._memory(slot))
-                if content != page_content(page.key):
+                if content != _content(page):
                     return PageCorrupt("simulated")
                 self.records[place] = content
                 self._tokens[place] = page.tokens
             case diskjobs.DiskRead(place=place, page=page, slot=slot):
-                error = self._read(place, self._memory(slot), page_content(page.key))
+                error = self._read(place, self._memory(slot), _content(page))
                 self._outcome.pages_from_disk += error is None
                 return error
             case diskjobs.DiskCheck(place=place, page=page):
                 self._outcome.pages_checked += 1
-                return self._read(place, memoryview(bytearray(PAGE_BYTES)), page_content(page.key))
+                return self._read(place, memoryview(bytearray(PAGE_BYTES)), _content(page))
             case diskjobs.DiskCopy(source=source, place=place, page=page):
                 content = self.records[source]
-                if content != page_content(page.key):
+                if content != _content(page):
                     return PageCorrupt("simulated")
                 self.records[place] = content
                 self._tokens[place] = self._tokens[source]
@@ -164,3 +169,7 @@ class SimulatedTier:
     def _memory(self, slot: Slot) -> memoryview:
         number, _, offset = self._node.pages.slots.address(slot)
         return memoryview(self._extents[number])[offset : offset + PAGE_BYTES]
+
+
+def _content(page: diskjobs.PageName) -> bytes:
+    return page_content(page.key, page.space.shards[page.shard].spec)

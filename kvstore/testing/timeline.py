@@ -10,6 +10,8 @@ from itertools import count
 from random import Random
 from typing import Final
 
+from kvstore.page import ShardSpec
+
 PAGE_BYTES: Final = 4096
 EXTENT_BYTES: Final = 4 * PAGE_BYTES
 
@@ -51,9 +53,11 @@ class SimulationOutcome:
     pages_checked: int = 0
     extents_retired: int = 0
     pages_fetched: int = 0
+    window_pages_fetched: int = 0
     fetches_failed: int = 0
     fetches_unsettled: int = 0
     nodes_killed: int = 0
+    disks_lost: int = 0
     nodes_stopped: int = 0
     nodes_left: int = 0
     partitions: int = 0
@@ -95,6 +99,11 @@ class Timeline:
         self.now_ns = end_ns
 
 
-def page_content(key: bytes) -> bytes:
-    """The only correct bytes of a page; every 32 bytes of it differ from those of other pages."""
-    return key * (PAGE_BYTES // len(key))
+def page_content(key: bytes, shard: ShardSpec | None = None) -> bytes:
+    """The only correct bytes of a page; every 32 bytes of it differ from those of other pages.
+
+    Shards are told apart by their first heads; None = the shard that begins with head 0.
+    """
+    part = shard.heads[0] if shard is not None else 0
+    marked = bytes([byte ^ part for byte in key]) if part else key
+    return marked * (PAGE_BYTES // len(key))

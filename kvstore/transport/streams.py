@@ -13,12 +13,14 @@ from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
 from kvstore.errors import InvalidArgument, PeerUnreachable, TransferTimeout, reason
+from kvstore.transport.names import HostNames
 
 BUFFERS_MAX: Final = 256
 """Buffers of one call; the kernel takes 1024."""
 _TLS_STEP_BYTES: Final = 256 * 1024
 """Bytes of one call to OpenSSL, so that the deadline is looked at."""
 _TIMEVAL: Final = struct.Struct("@ll")
+_names: Final = HostNames()
 
 
 class DataStream(Protocol):
@@ -73,13 +75,17 @@ def connect(host: str, port: int, context: ssl.SSLContext | None, deadline_ns: i
         TransferTimeout: the deadline passed.
         PeerUnreachable: nobody listens there, or it is refused.
     """
-    try:
-        found = socket.create_connection((host, port), _left_s(deadline_ns))
-    except TimeoutError as error:
-        raise TransferTimeout(f"{host}:{port} did not answer in time") from error
-    except (OSError, UnicodeError) as error:
-        raise PeerUnreachable(f"{host}:{port}: {reason(error)}") from error
-    return stream_of(found, context, host=host)
+    refused = ""
+    for address in _names.addresses(host, deadline_ns):
+        try:
+            found = socket.create_connection((address, port), _left_s(deadline_ns))
+        except TimeoutError as error:
+            raise TransferTimeout(f"{host}:{port} did not answer in time") from error
+        except OSError as error:
+            refused = reason(error)
+        else:
+            return stream_of(found, context, host=host)
+    raise PeerUnreachable(f"{host}:{port}: {refused}")
 
 
 def stream_of(

@@ -6,8 +6,14 @@ Its error has the last events of the page concerned, and the state of every node
 
 import pytest
 
+from kvstore.state.disk.jobs import DiskRules, SyncPolicy, WritePolicy
 from kvstore.state.remote import pages, rates
-from kvstore.testing.cluster import ClusterFaults, ClusterSimulation, drawn_cluster
+from kvstore.testing.cluster import (
+    ClusterFaults,
+    ClusterSimulation,
+    ClusterSize,
+    drawn_cluster,
+)
 from kvstore.testing.timeline import PAGE_BYTES, FaultRates
 
 SEEDS = 200
@@ -45,6 +51,16 @@ def test_the_histories_of_a_cluster_contain_what_they_are_there_for():
     assert total("partitions") > 3
     assert total("nodes_left") > 3
     assert total("lookups_waited") > 3
+
+
+def test_histories_have_fetches_of_all_shards_and_nodes_that_come_back_with_an_empty_disk():
+    rules = DiskRules(WritePolicy.THROUGH, SyncPolicy.INTERVAL, 5 * MS, 16 * PAGE_BYTES, 20 * MS)
+    size = ClusterSize(disks=2, shards=3)
+    outcomes = [ClusterSimulation(seed, size, rules=rules).run(1.0) for seed in range(4)]
+
+    for name in ("window_pages_fetched", "disks_lost", "pages_from_disk", "pages_persisted"):
+        assert sum(getattr(outcome, name) for outcome in outcomes) > 1, name
+    assert sum(one.pages_fetched - one.window_pages_fetched for one in outcomes) > 10
 
 
 def test_a_cluster_without_faults_loses_nothing():

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvstore import wire
@@ -16,9 +17,11 @@ from kvstore.cluster.session import (
     CloseLink,
     Ended,
     PeerSession,
+    PeerStanding,
     Send,
     StartTransfer,
 )
+from kvstore.cluster.ways import Way
 from kvstore.errors import (
     CapacityError,
     LayoutMismatch,
@@ -28,6 +31,7 @@ from kvstore.errors import (
     TransferTimeout,
 )
 from kvstore.state.remote.jobs import PeerFetch
+from kvstore.state.tree.node import ORDINARY
 from kvstore.transport.base import TransferEnd
 from tests.cluster.session_parts import (
     KEYS,
@@ -58,7 +62,7 @@ class Talk:
     def sent(self) -> list[Any]:
         return [one.message for one in self.effects() if isinstance(one, Send)]
 
-    def lend(self, made: PeerFetch, now_ns: int = 2) -> wire.Lent:
+    def lend(self, made: PeerFetch, now_ns: int = 2, kept: bytes = b"") -> wire.Lent:
         """Bring a fetch to where its pages are read."""
         self.session.fetch(made, now_ns)
         (request,) = self.sent()
@@ -66,7 +70,8 @@ class Talk:
             self.session.received(wire.SpaceOpened(request.id, 5, [3]), now_ns)
             (request,) = self.sent()
         pages = len(made.slots)
-        lent = wire.Lent(request.id, addresses(pages), b"d" * 16 * pages, 0, 0, 1_000, b"t" * 16)
+        digests, ticket = b"d" * 16 * pages, b"t" * 16
+        lent = wire.Lent(request.id, addresses(pages), digests, 0, 0, 1_000, ticket, kept)
         self.session.received(lent, now_ns)
         (started,) = self.effects()
         assert isinstance(started, StartTransfer)
@@ -94,6 +99,44 @@ def test_a_space_is_opened_once_for_fetches_that_come_together_and_later():
     assert {(one.lease_ms, one.wait_ms) for one in asked} == {(999, 499)}
 
 
+def test_the_ways_of_a_lease_are_in_the_readers_order_with_what_the_owner_told_of_each():
+    talk = Talk()
+    talk.session.closed()
+    talk.effects()
+    talk.session.opened(2)
+    (hello,) = talk.sent()
+    both = {"tcp": ":7401", "other": "z:1", "fast": "old:1"}
+    talk.session.received(welcome(hello.id, transports=both), 3)
+    made = job(1, 1_000 * MS)
+    talk.session.fetch(made, 3)
+    (opening,) = talk.sent()
+    talk.session.received(wire.SpaceOpened(opening.id, 5, [3]), 3)
+    (asked,) = talk.sent()
+    told = {"fast": ("new:2", b"p" * 8), "unknown": ("z:1", b"q" * 8)}
+    lent = wire.Lent(asked.id, addresses(1), b"d" * 16, 0, 0, 9, b"t" * 16, places=told)
+
+    talk.session.received(lent, 4)
+
+    host = PLACE.rpartition(":")[0]
+    assert only(talk.effects(), StartTransfer).ways == (
+        Way("fast", "new:2", b"p" * 8), Way("tcp", f"{host}:7401", b""),
+    )  # fmt: skip
+
+
+def test_places_that_are_not_one_for_each_page_end_the_session():
+    talk = Talk()
+    talk.session.fetch(job(1, 1_000 * MS), 2)
+    (opening,) = talk.sent()
+    talk.session.received(wire.SpaceOpened(opening.id, 5, [3]), 3)
+    (asked,) = talk.sent()
+    told = {"fast": ("a:1", b"p" * 7)}
+    lent = wire.Lent(asked.id, addresses(1), b"d" * 16, 0, 0, 9, b"t" * 16, places=told)
+
+    talk.session.received(lent, 4)
+
+    assert only(talk.effects(), CloseLink).cause == "protocol"
+
+
 def test_wrong_pages_are_reported_before_their_lease_is_released():
     talk = Talk()
     talk.lend(job(1, 1_000 * MS))
@@ -107,6 +150,20 @@ def test_wrong_pages_are_reported_before_their_lease_is_released():
     end = only(effects, Ended).end
     assert end.digests == b"d" * 16
     assert isinstance(end.error, PageCorrupt)
+
+
+def test_the_time_of_a_page_with_a_ttl_runs_from_the_request_for_it():
+    talk = Talk()
+    rows = [(wire.NO_TTL, 0, 0), (200, 0, 1), (1 << 63, 1, 1), (0, 0, 1)]
+    talk.lend(job(1, 1_000 * MS), 7, np.array(rows, dtype=wire.KEPT).tobytes())
+
+    talk.session.transfer_ended(TransferEnd(1, b"\1\1\1\1", None, settled=True))
+
+    end = only(talk.effects(), Ended).end
+    far_ns = 7 + wire.TTL_MS_MAX * MS
+    assert end.kept == [
+        ORDINARY, (7 + 200 * MS, False, True), (far_ns, True, True), (7, False, True),
+    ]  # fmt: skip
 
 
 def test_a_lease_that_comes_after_the_deadline_is_released():
@@ -128,7 +185,7 @@ def test_what_arrived_counts_although_the_session_broke_meanwhile():
     talk = Talk()
     talk.lend(job(1, 1_000 * MS))
     talk.session.closed()
-    assert talk.effects() == []
+    assert talk.effects() == [PeerStanding("a", b"")]
 
     talk.session.transfer_ended(TransferEnd(1, b"\1\1\0\0", PeerUnreachable("x"), settled=True))
 
@@ -190,8 +247,9 @@ def test_silence_is_asked_about_and_then_ends_the_connection():
     talk.session.advance(2 + 2 * PING_NS)
     assert len(talk.sent()) == 1
     talk.session.advance(2 + 2 * PING_NS + SILENT_NS)
-    (closing,) = talk.effects()
+    closing, standing = talk.effects()
     assert closing.cause == "silent"
+    assert standing == PeerStanding("a", b"")
 
     greeting = PeerSession("a", LOCAL, ["tcp"], PLACE)
     greeting.opened(7)

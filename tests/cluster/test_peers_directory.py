@@ -104,7 +104,9 @@ async def test_the_nodes_that_have_one_page_are_told_with_its_shards() -> None:
         async with asking(a, b) as it:
             await eventually(lambda: it.holds((two[1],)) == {"a": 4, "b": 2})
             await eventually(lambda: it.holds((two[0],)) == {"a": 4})
-            asked = [it.directory.holders(SPACE, two, KEYS[at]) for at in (1, 3, 9)]
+            asked: list[dict[str, list[int]]] = []
+            for at in (1, 3, 9):
+                it.directory.holders(SPACE, two, KEYS[at], asked.append)
 
             assert asked == [{"a": [0, 1], "b": [1]}, {"a": [0, 1]}, {}]
 
@@ -130,6 +132,44 @@ async def test_a_prefix_counts_only_as_far_as_all_shards_that_are_asked_for_have
         await eventually(lambda: it.holds((shard(1),)) == {"a": 3, "b": 5})
         assert it.holds() == {"a": 8}
         assert it.holds((shard(2),)) == {}
+
+
+class Counted(PeersDirectory):
+    """A directory of two nodes that have some of the first keys; counts those that it looks for."""
+
+    def __init__(self, held: dict[str, int]) -> None:
+        self.held = held
+        self.parts: list[int] = []
+
+    def _holdings(self, asked: Locate) -> list[Holding]:
+        first, pages = KEYS.packed.index(asked.keys[:32]) // 32, len(asked.keys) // 32
+        self.parts.append(pages)
+        return [Holding(name, min(n - first, pages)) for name, n in self.held.items() if n > first]
+
+
+@pytest.mark.parametrize(
+    ("held", "parts", "answer"),
+    [
+        ({"a": 3, "b": 2}, [4], {"a": 3, "b": 2}),
+        ({"a": 2, "b": 4}, [4, 4], {"b": 4, "a": 2}),
+        ({"a": 10, "b": 6}, [4, 4, 4], {"a": 10, "b": 6}),
+        ({"a": 16}, [4, 4, 4, 4], {"a": 16}),
+        ({}, [4], {}),
+    ],
+)
+@in_loop
+async def test_what_a_long_question_asks_further_is_looked_for_in_later_turns(
+    monkeypatch: pytest.MonkeyPatch, held: dict[str, int], parts: list[int], answer: dict[str, int]
+) -> None:
+    monkeypatch.setattr("kvstore.cluster.directory.TURN_KEYS", 4)
+    directory, answers = Counted(held), []
+    asked = Locate(7, SPACE, ONE, KEYS.packed)
+    directory.locate(asked, lambda number, found: answers.append((number, list(found))))
+    assert directory.parts == [4]
+
+    await eventually(lambda: answers)
+    assert directory.parts == parts
+    assert answers == [(7, [Holding(*one) for one in answer.items()])]
 
 
 @in_loop

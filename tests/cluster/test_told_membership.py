@@ -15,8 +15,9 @@ import pytest
 
 from kvstore.cluster.access import StoreServers
 from kvstore.cluster.membership import ToldMembership
-from kvstore.cluster.messages import Join, Leave, NodesTold, StorePlace
+from kvstore.cluster.messages import ChildSettings, Join, Leave, NodesTold, StorePlace
 from kvstore.cluster.records import JoinStanding, NodeRecord, write_record
+from kvstore.cluster.talk import ChildTalk
 from kvstore.errors import PeerUnreachable
 from kvstore.index.control import IndexSettings, SourceBounds
 from kvstore.index.credentials import PeerCredentials
@@ -49,7 +50,9 @@ class Kept:
         self.index = IndexProcess(IndexSettings(4096, bounds), "tests.cluster.folder_child")
         store = StorePlace("etcd", StoreServers((str(folder),)))
         shown = PeerCredentials("blue", name, SCHEME)
-        self.membership = ToldMembership.over(self.index, store, shown)
+        talk = ChildTalk(self.index, lambda: ChildSettings(credentials=shown, membership=store))
+        self.membership = ToldMembership(store.kind, talk.tell)
+        talk.told_nodes(self.membership)
         self.nodes: Mapping[str, NodeRecord] = {}
 
     @property

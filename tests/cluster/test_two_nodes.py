@@ -16,7 +16,6 @@ from kvstore.server import loans
 from kvstore.state.remote.jobs import Locate
 from kvstore.tier.vectored import memory_at
 from kvstore.transport.base import TransferSettled
-from tests.cluster.fake_transport import Network
 from tests.cluster.whole_node import (
     IDENTITY,
     KEYS,
@@ -24,29 +23,13 @@ from tests.cluster.whole_node import (
     SHARD,
     WholeNode,
     context,
+    linked,
     reading,
     serving,
-    whole_node,
+    two_nodes,
 )
 from tests.loops import WAIT_S as LOOP_WAIT_S
 from tests.loops import eventually, in_loop
-
-
-async def two_nodes(undo: AsyncExitStack) -> tuple[WholeNode, WholeNode]:
-    network = Network()
-    return (
-        await undo.enter_async_context(whole_node("a", network)),
-        await undo.enter_async_context(whole_node("b", network)),
-    )
-
-
-async def linked(undo: AsyncExitStack) -> tuple[WholeNode, WholeNode]:
-    """a with its service, and b with a session."""
-    a, b = await two_nodes(undo)
-    service = await undo.enter_async_context(serving(a))
-    await undo.enter_async_context(reading(b, {"a": service.endpoint}))
-    await eventually(b.up)
-    return a, b
 
 
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "tls"])
@@ -60,6 +43,7 @@ async def test_pages_of_one_node_arrive_on_the_other_with_their_digests(encrypte
         service = await undo.enter_async_context(serving(a, server))
         await undo.enter_async_context(reading(b, {"a": service.endpoint}, client))
         await eventually(b.up)
+        assert b.standing == {"a": a.local.boot}
         slots = b.room(KEYS)
 
         first = b.fetch(slots[:2], keys=KEYS[:2])
@@ -89,7 +73,7 @@ async def test_a_node_without_the_pages_lends_none_and_holds_nothing():
         assert len(b.ends[0].digests) == 3 * DIGEST_BYTES
         other = b.fetch(b.room(KEYS, "t"), tenant="t")
         await eventually(lambda: b.end(other))
-        assert b.ends[1][1:] == (b"", None, True)
+        assert b.ends[1] == (other, b"", None, True, ())
         await eventually(lambda: not a.pinned_bytes())
 
 
@@ -170,30 +154,6 @@ async def test_a_lease_is_released_after_the_check_of_its_page_or_when_its_reade
         await eventually(lambda: a.loans.stats()["open"] == 0)
 
 
-@in_loop
-async def test_pages_to_be_read_once_stay_until_a_reader_has_got_all_of_them():
-    async with AsyncExitStack() as undo:
-        a, b = await two_nodes(undo)
-        a.store(read_once=True)
-        service = await undo.enter_async_context(serving(a))
-        async with reading(b, {"a": service.endpoint}):
-            await eventually(b.up)
-            b.transport.held = []
-            b.fetch(b.room(KEYS))
-            await eventually(lambda: b.transport.held)
-        await eventually(lambda: not a.pinned_bytes())
-        assert a.stored() == 6, "its reader has left"
-
-        b.transport.held = None
-        await undo.enter_async_context(reading(b, {"a": service.endpoint}))
-        await eventually(b.up)
-        for damaged, left in ({4}, 6), (set(), 0):
-            b.transport.damaged = damaged
-            number = b.fetch(b.room(KEYS, f"t{left}"))
-            await eventually(lambda number=number: b.end(number) and not a.pinned_bytes())
-            assert a.stored() == left
-
-
 def _slot_of(node: WholeNode, position: int) -> Any:
     (space,) = node.node.pages.spaces
     return space.nodes[KEYS[position]].slot(0)
@@ -231,7 +191,7 @@ async def test_a_lease_ends_with_its_deadline_though_the_reader_stays():
         number = b.fetch(b.room(KEYS), wait_s=0.3)
         await eventually(lambda: b.end(number))
 
-        assert b.ends == [(number, b"", b.ends[0].error, False)]
+        assert b.ends == [(number, b"", b.ends[0].error, False, ())]
         assert isinstance(b.ends[0].error, TransferTimeout)
         await eventually(lambda: not a.pinned_bytes())
         assert not a.transport.tickets
@@ -290,6 +250,15 @@ async def test_a_fetch_waits_for_the_memory_of_its_slots_until_its_deadline(monk
             assert isinstance(b.ends[0].error, TransferTimeout)
             assert b.ends[0].digests == b""
         await eventually(lambda: not a.pinned_bytes() and not b.peers.stats()["transfers"])
+
+
+@in_loop
+async def test_a_name_that_no_host_can_have_is_a_node_that_is_not_there():
+    async with AsyncExitStack() as undo:
+        _, b = await two_nodes(undo)
+        await undo.enter_async_context(reading(b, {"a": "a..b:1"}))
+        faults = lambda: b.peers.stats()["peers"].get("a", {}).get("faults", {})  # noqa: E731
+        await eventually(lambda: faults().get("unreachable", 0) > 1, "it is tried again")
 
 
 @in_loop

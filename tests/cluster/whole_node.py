@@ -5,7 +5,7 @@ import contextlib
 import os
 import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from kvstore.state.tree.slots import Slot, SlotTable
 from kvstore.tier.host import HostMemory
 from kvstore.tier.vectored import memory_at
 from tests.cluster.fake_transport import FakeTransport, Network
+from tests.loops import eventually
 
 IDENTITY = SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=2)
 SHARD = ShardSpec(layout=CanonicalLayout(1024), layers=(0, 1), heads=(0, 1))
@@ -111,6 +112,7 @@ class WholeNode:
         self.jobs: list[Locate | PeerFetch] = []
         self.ends: list[FetchEnd] = []
         self.settled: list[int] = []
+        self.standing: dict[str, bytes] = {}
         self.holdings: dict[int, Sequence[Holding]] = {}
         self.peers = Peers(
             self,
@@ -141,10 +143,14 @@ class WholeNode:
     def peer_settled(self, job: int) -> None:
         self.settled.append(job)
 
+    def peer_standing(self, peer: str, boot: bytes) -> None:
+        self.standing[peer] = boot
+
     # what tests do
 
     def store(
-        self, keys: PrefixKeys = KEYS, tenant: str = "default", *, read_once: bool = False
+        self, keys: PrefixKeys = KEYS, tenant: str = "default", *, read_once: bool = False,
+        ttl_ms: int = 0,
     ) -> list[bytes]:  # fmt: skip
         """Store pages as an engine does; returns their bytes."""
         engine = ByHand(self, tenant)
@@ -155,9 +161,8 @@ class WholeNode:
             memory_at(address, PAGE_BYTES)[:] = page
         seeds = page_seeds(keys.packed, digest_seed(engine.identity, SHARD))
         digests = mover.digest(addresses, PAGE_BYTES, seeds).tobytes()
-        assert isinstance(
-            engine.ask(wire.CommitPut(0, 1, digests, read_once=read_once)), wire.Committed
-        )
+        commit = wire.CommitPut(0, 1, digests, ttl_ms, read_once)
+        assert isinstance(engine.ask(commit), wire.Committed)
         self.desk.disconnect(engine.number, ended=True)
         return pages
 
@@ -276,3 +281,20 @@ async def _ended(task: asyncio.Task[None]) -> None:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
+
+
+async def two_nodes(undo: AsyncExitStack) -> tuple[WholeNode, WholeNode]:
+    network = Network()
+    return (
+        await undo.enter_async_context(whole_node("a", network)),
+        await undo.enter_async_context(whole_node("b", network)),
+    )
+
+
+async def linked(undo: AsyncExitStack) -> tuple[WholeNode, WholeNode]:
+    """a with its service, and b with a session."""
+    a, b = await two_nodes(undo)
+    service = await undo.enter_async_context(serving(a))
+    await undo.enter_async_context(reading(b, {"a": service.endpoint}))
+    await eventually(b.up)
+    return a, b

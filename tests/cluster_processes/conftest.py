@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ class ClusterNode:
     Attributes:
         name: its name.
         host: its address; a restarted node has the same one.
+        run_in: makes the command that runs it where it is to run.
     """
 
     def __init__(self, name: str, spawn: Spawn, folder: Path) -> None:
@@ -51,6 +52,7 @@ class ClusterNode:
         self._gates = folder / f"{name}.gates"
         self._gates.mkdir()
         self._program: list[str] = []
+        self.run_in: Callable[[Sequence[str]], list[str]] = list
         self._process: Process | None = None
 
     @property
@@ -82,7 +84,7 @@ class ClusterNode:
             for part in ("--set", f"{key.replace('__', '.')}={value}")
         ]
         program = [sys.executable, "-m", "tests.cluster_processes.gated", str(self._gates)]
-        return [*program, *flags]
+        return self.run_in([*program, *flags])
 
     def restart(self) -> None:
         """Start it as it was started before."""

@@ -59,7 +59,9 @@ def test_this_node_may_be_in_the_list_and_is_none_of_the_others():
     [("b", "NODE=host:port"), ("=h:1", "NODE=host:port"), ("a b=h:1", "1 to 64 of"),
      ("b=h", "'h' is not host:port"), ("b=:1", "host:port"), ("b=h:x", "host:port"),
      ("b=h:70000", "host:port"), ("b=fd00::2:1", "host:port"), ("b=[h]:1", "host:port"),
-     ("b=peer://h:1", "host:port"), ("b=h:0", "port 0"), ("a=h:2", "a is there twice"),
+     ("b=peer://h:1", "host:port"), ("b=h:0", "port 0"), ("b=a..b:1", "host:port"),
+     ("b=.h:1", "host:port"),
+     (f"b={64 * 'h'}:1", "host:port"), ("a=h:2", "a is there twice"),
      ("b=h:1", "another node has this address"), ("b\n=h:3", "NODE=host:port"),
      ("b=h:٣", "host:port"), ("b=u@h:3", "host:port")],
 )  # fmt: skip
@@ -120,6 +122,35 @@ def test_whatever_is_read_as_an_address_is_written_as_it_was(text):
     assert read_address(str(address)) == address
     assert address.host
     assert 0 <= address.port <= 65_535
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (['cluster.transports=["mooncake"]'], "tcp among them"),
+        (['cluster.transports=["tcp", "tcp"]'], "each once"),
+        (['cluster.transports=["nvlink"]'], "transports"),
+        (['cluster.rdma_tenants=["t"]'], "of no use without mooncake"),
+        (
+            [
+                'cluster.transports=["mooncake", "tcp"]', "cluster.transfer_listen=0.0.0.0:1",
+                *FILES,
+            ],
+            "stands for all addresses",
+        ),
+        (['cluster.transports=["mooncake", "tcp"]', "cluster.mooncake_protocol=x"], "mooncake_pr"),
+    ],
+)  # fmt: skip
+def test_transports_that_cannot_work_are_refused(settings, says):
+    with pytest.raises(ConfigError, match=says):
+        read(*NAMED, *settings)
+
+
+def test_mooncake_may_be_preferred_to_tcp_for_the_tenants_that_are_named():
+    chosen = ['cluster.transports=["mooncake", "tcp"]', 'cluster.rdma_tenants=["t"]']
+    cluster = read(*NAMED, *chosen).cluster
+    assert (cluster.transports, cluster.rdma_tenants) == (("mooncake", "tcp"), ("t",))
+    assert read().cluster.transports == ("tcp",)
 
 
 def test_a_membership_in_a_store_needs_its_servers_and_no_list():

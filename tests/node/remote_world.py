@@ -13,6 +13,7 @@ from kvstore.page import KEY_BYTES, ShardSpec
 from kvstore.state.remote.jobs import FetchEnd, Holding, Locate, PeerFetch, PeerLimits
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.node import Retention
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Peer
 from kvstore.state.tree.slots import SlotState, SlotTable
@@ -113,7 +114,7 @@ class RemoteWorld:
 
     def end(
         self, job: PeerFetch, pages: int | None = None, *, settled: bool = True,
-        digests: bytes | None = None,
+        digests: bytes | None = None, kept: Sequence[Retention] = (),
     ) -> None:  # fmt: skip
         """End a job after so many pages; None = all of them."""
         came = len(job.slots) if pages is None else pages
@@ -122,7 +123,7 @@ class RemoteWorld:
             self.late[job.job] = job
         error = None if came == len(job.slots) else GONE
         told = digests_of(job, came) if digests is None else digests
-        self.desk.peer_fetched(FetchEnd(job.job, told, error, settled))
+        self.desk.peer_fetched(FetchEnd(job.job, told, error, settled, kept))
         self.check()
 
     def end_all(self) -> None:
@@ -198,11 +199,13 @@ class RemoteWorld:
         assert isinstance(granted, wire.PutGranted)
         return granted.statuses
 
-    def commit(self, connection: int, path: str, statuses: bytes, start: int = 0) -> bytes:
+    def commit(
+        self, connection: int, path: str, statuses: bytes, start: int = 0, shard: int = 0
+    ) -> bytes:
         """Commit the put that was begun last; what became of its pages."""
         keys = chain(path, start)
         digests = [
-            digest_of(key, self.shards[0])
+            digest_of(key, self.shards[shard])
             for key, status in zip(keys, statuses, strict=True)
             if status == PageStatus.GRANTED
         ]
@@ -212,6 +215,14 @@ class RemoteWorld:
 
     def store(self, connection: int, path: str, start: int = 0) -> None:
         self.commit(connection, path, self.begin(connection, path, start), start)
+
+    def report(self, connection: int, page: str) -> None:
+        """Report the first page of a chain as corrupt; it leaves the node."""
+        (key,) = chain(page)
+        node = self.space.nodes[key]
+        _, generation, _ = self.table.slots.address(node.slot(0))
+        self.ask(connection, wire.Corrupt(0, 0, key, generation))
+        assert not self.ready(page)
 
     def locate(self, connection: int, path: str, *holdings: tuple[str, int]) -> wire.Found:
         """Look up, let the directory answer, look up again."""

@@ -6,6 +6,7 @@ from kvstore import wire
 from kvstore.state.remote import pages
 from kvstore.state.remote.jobs import FetchEnd, Holding
 from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.node import ORDINARY, Retention
 from tests.node.remote_world import MS, RemoteWorld, S, leased
 from tests.state.world import FULL, PAGE, STATE, WINDOW, chain
 
@@ -137,6 +138,56 @@ def test_pages_that_a_peer_lacks_are_asked_of_another_holder_in_the_same_slots(w
 
     assert leased(world.answer(engine)) == 4
     assert world.table.counts["peer_retried_pages"] == 3
+
+
+def test_pages_that_lost_their_head_are_not_asked_of_another_holder(world, engine):
+    """Others may have asked for them anew: then a page would be on its way here twice."""
+    other = world.engine()
+    world.store(engine, "a")
+    world.locate(engine, "abc", ("p", 3), ("q", 3))
+    assert world.acquire(engine, "abc") is None
+    first = world.read()
+    world.report(engine, "a")
+    world.locate(other, "abc", ("q", 3))
+    assert world.acquire(other, "abc") is None
+
+    world.end(first, 0)
+
+    again = world.read()
+    assert (again.peer, again.keys) == ("q", b"".join(chain("abc")))
+    assert world.table.counts["peer_retried_pages"] == 0
+    world.end(again)
+    assert (leased(world.answer(engine)), leased(world.answer(other))) == (3, 3)
+
+
+def test_pages_of_peers_stay_as_long_as_they_stay_there(world, engine):
+    world.locate(engine, "abcd", ("p", 4))
+    assert world.acquire(engine, "abcd") is None
+    short = Retention(world.now_ns + 100 * MS, read_once=False, memory_only=True)
+    once = Retention(read_once=True, memory_only=True)
+
+    world.end(world.read(), kept=[ORDINARY, short, once, once])
+
+    answer = world.answer(engine)
+    assert (leased(answer), answer.lasting) == (4, 1)
+    world.release(engine)
+    assert world.ready("abcd") == "ab", "they were read"
+    world.go(100 * MS)
+    assert world.ready("abcd") == "a"
+    world.check_nothing_held()
+
+
+def test_the_first_of_the_pages_that_came_keep_what_is_said_of_them(world, engine):
+    world.locate(engine, "abcd", ("p", 4), ("q", 4))
+    assert world.acquire(engine, "abcd") is None
+    short = Retention(world.now_ns + 100 * MS, memory_only=True)
+
+    world.end(world.read(), 3, kept=[ORDINARY, short, ORDINARY])
+    world.end(world.read())
+
+    assert leased(world.answer(engine)) == 4
+    expires = [world.space.node_of(key).expires for key in chain("abcd")]
+    assert expires == [{}, {0: short.expires_ns}, {}, {}]
 
 
 def test_as_long_a_prefix_as_came_is_leased_when_no_holder_is_left(world, engine):

@@ -5,6 +5,8 @@ import pytest
 from kvstore import wire
 from kvstore.page import KEY_BYTES
 from kvstore.state.choice.admission import Admission
+from kvstore.state.choice.eviction import GRACE_NS, REPLICA_AGES
+from kvstore.state.choice.sources import SOURCES_MAX, Sources
 from kvstore.state.disk.jobs import DiskRead, DiskRules, SyncPolicy, WritePolicy
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.pages import DiskPages
@@ -12,7 +14,7 @@ from kvstore.state.remote import pages
 from kvstore.state.remote.jobs import PeerFetch
 from kvstore.state.tree.sessions import Peer
 from tests.node.remote_world import MS, RemoteWorld, S, leased
-from tests.state.world import FULL, PAGE, WINDOW, chain
+from tests.state.world import FULL, FULL_2, PAGE, WINDOW, chain
 
 OTHER_NODE = Peer(1 << 40, watched=False, remote=True)
 
@@ -30,6 +32,7 @@ def engine(world: RemoteWorld) -> int:
 def test_replicas_leave_memory_before_pages_of_equal_worth():
     world = RemoteWorld(extents=1, shards=[FULL])
     engine = world.engine()
+    world.desk.peer_standing("p", b"boot")
     world.store(engine, "m")
     world.locate(engine, "r", ("p", 1))
     world.acquire(engine, "r")
@@ -45,9 +48,114 @@ def test_replicas_leave_memory_before_pages_of_equal_worth():
     assert world.ready("m") == "", "then the policy's own order"
 
 
+def fetch(world: RemoteWorld, engine: int, path: str) -> None:
+    """Have a page of a peer here, with a session that stays up."""
+    world.desk.peer_standing("p", b"boot")
+    world.locate(engine, path, ("p", 1))
+    world.acquire(engine, path)
+    world.end_all()
+    world.release(engine)
+
+
+def test_a_replica_leaves_memory_before_any_number_of_older_pages():
+    world = RemoteWorld(extents=5, shards=[FULL])  # 40 slots
+    engine = world.engine()
+    own = [chr(0x100 + at) for at in range(37)]
+    for path in own:
+        world.store(engine, path)
+    for path in "xyz":
+        fetch(world, engine, path)
+
+    for path in "uvw":
+        fetch(world, engine, path)
+
+    assert [path for path in "xyzuvw" if world.ready(path)] == ["u", "v", "w"]
+    assert all(world.ready(path) for path in own), "a peer has none of these"
+
+
+def test_a_replica_that_is_asked_for_all_the_time_stays_while_others_are_not_asked_for():
+    world = RemoteWorld(extents=1, shards=[FULL])  # 8 slots
+    engine = world.engine()
+    for path in "abcdefg":
+        world.store(engine, path)
+    fetch(world, engine, "r")
+    for _ in range(2 * REPLICA_AGES):
+        assert leased(world.acquire(engine, "r")) == 1
+        world.release(engine)
+
+    world.go(GRACE_NS)
+    world.store(engine, "x")
+
+    assert (world.ready("r"), world.ready("a")) == ("r", "")
+
+
+def test_a_page_that_a_client_put_after_it_was_fetched_stays_as_others_do():
+    world = RemoteWorld(extents=1, shards=[FULL, FULL_2])  # 8 slots
+    world.table.eviction.change_policy("lru")
+    engine = world.engine()
+    world.desk.peer_standing("p", b"boot")
+    world.locate(engine, "a", ("p", 1))
+    world.acquire(engine, "a")
+    world.end_all()
+    world.release(engine)
+    world.commit(engine, "a", world.begin(engine, "a", shard=1), shard=1)
+    assert not world.space.index[chain("a")[0]].replica
+    for path in "bcdefg":
+        world.store(engine, path)
+    for path in "ag":
+        assert leased(world.acquire(engine, path)) == 1
+        world.release(engine)
+
+    world.go(GRACE_NS)
+    world.store(engine, "h")
+
+    assert (world.ready("a"), world.ready("b")) == ("a", "")
+
+
+@pytest.mark.parametrize(
+    "boot", [b"", b"boot", b"later"], ids=["none", "the same boot", "another boot"]
+)
+def test_a_replica_counts_as_the_last_copy_while_the_boot_that_gave_it_has_no_session(boot):
+    world = RemoteWorld(extents=1, shards=[FULL])
+    engine = world.engine()
+    world.desk.peer_standing("p", b"boot")
+    for path in "mn":
+        world.store(engine, path)
+    world.locate(engine, "r", ("p", 1))
+    world.acquire(engine, "r")
+    world.end_all()
+    world.release(engine)
+    for path in "12345":
+        world.store(engine, path)
+
+    world.desk.peer_standing("p", b"")
+    if boot:
+        world.desk.peer_standing("p", boot)
+
+    world.store(engine, "6")
+
+    gone = "r" if boot == b"boot" else "m"
+    assert [path for path in "mnr" if not world.ready(path)] == [gone]
+
+
+def test_no_more_than_64_nodes_are_remembered_as_sources():
+    sources = Sources()
+    sources.changed("stays", b"boot")
+    for number in range(2 * SOURCES_MAX):
+        sources.changed(f"n{number}", b"boot")
+        sources.changed(f"n{number}", b"")
+    first = sources.of("stays")
+    sources.changed("n0", b"boot")
+
+    assert first == sources.of("stays") > 0
+    assert sources.of("n0") > 2 * SOURCES_MAX, "it was forgotten"
+    assert sources.reachable == {first, sources.of("n0")}
+
+
 def test_a_page_that_a_client_put_too_is_no_replica():
     world = RemoteWorld(shards=[FULL, WINDOW])
     engine = world.engine()
+    world.desk.peer_standing("p", b"boot")
     world.locate(engine, "a", ("p", 1))
     for shard in (0, 1):
         world.acquire(engine, "a", shard=shard)
@@ -118,7 +226,9 @@ def test_pages_fetched_again_are_shared_although_an_older_job_ends(world, engine
 def test_a_run_that_is_partly_on_disk_and_partly_at_a_peer_waits_for_both(world, engine, first):
     rules = DiskRules(WritePolicy.BACK, SyncPolicy.ALWAYS, 1, 1 << 30)
     log = SegmentLog(4, 1 << 20)
-    disk = world.table.disk = DiskPages(world.table, log, Admission("all", 0, 4 << 20), rules)
+    disk = world.table.residents.disk = DiskPages(
+        world.table.residents, log, Admission("all", 0, 4 << 20), rules
+    )
     world.store(engine, "ab")
     world.ask(engine, wire.Persist(3, 0, 0, b"".join(chain("ab")), 1000))
     while disk.jobs:
@@ -126,7 +236,7 @@ def test_a_run_that_is_partly_on_disk_and_partly_at_a_peer_waits_for_both(world,
     world.desk.flush()
     assert isinstance(world.answer(engine), wire.Persisted)
     for path in ("ab", "a"):
-        assert world.table.release_memory(world.space.nodes[chain(path)[-1]])
+        assert world.table.residents.release_memory(world.space.nodes[chain(path)[-1]])
     world.locate(engine, "abcd", ("p", 4))
 
     assert world.acquire(engine, "abcd") is None

@@ -2,13 +2,15 @@
 
 Pages of one tenant and one slot size share a queue; a space with a quota or a reservation has
 queues of its own, so that its leaves can be found, or left alone, without looking at the others'.
+Replicas, which a peer has too, stand in queues of their own beside those.
 """
 
 from collections.abc import Iterable
 from typing import Final
 
-from kvstore.state.choice.policy import EvictionPolicy, new_policy
+from kvstore.state.choice.policy import EvictionPolicy, LeastRecent, new_policy
 from kvstore.state.choice.quotas import Quotas
+from kvstore.state.choice.sources import Sources
 from kvstore.state.tree.columns import last_slot
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree
@@ -19,9 +21,9 @@ GRACE_NS: Final = 10_000_000_000
 just stored is read by a decode engine in a moment, whatever its chances are later."""
 GRACE_LOOKS: Final = 32
 """Leaves within their grace that are passed over before one of them goes."""
-REPLICA_LOOKS: Final = 8
-"""Leaves that no peer is known to have and that are passed over for a replica among the next ones:
-so near to each other their worth counts as equal."""
+REPLICA_AGES: Final = 32
+"""A replica goes before the next leaf if it was unused for this part of its time: the peer has it
+still, so it costs only a read to have it again. One that is asked for all the time stays."""
 TAKE_OVER_MAX: Final = 64
 """Leaves that change over to a new policy at each choice, so that no request waits for all."""
 
@@ -43,7 +45,9 @@ class Eviction:
         new_policy(policy, 0)
         self.policy = policy
         self.quotas = Quotas(lambda space: space.host_bytes)
-        #: A replica was stored: only then leaves are passed over for one.
+        #: Where replicas came from.
+        self.sources = Sources()
+        #: A replica was stored: only then one is looked for.
         self.has_replicas = False
         self._slots = slots
         self._queues: dict[tuple[str, int], EvictionPolicy] = {}
@@ -53,8 +57,12 @@ class Eviction:
         self._passed: dict[tuple[str, int], list[PrefixNode]] = {}
         #: Queues of which leaves within their grace go, until the end of the choice.
         self._graceless: set[tuple[str, int]] = set()
-        #: Queues with no replica among their next leaves, until the end of the choice.
+        #: Replicas, by queue: the longest unused first.
+        self._replicas: dict[tuple[str, int], LeastRecent] = {}
+        #: Queues of which no more replicas go before others, until the end of the choice.
         self._no_replica: set[tuple[str, int]] = set()
+        #: When the next leaf of a queue that is no replica was used, in this choice.
+        self._others_used: dict[tuple[str, int], int] = {}
         #: Queues that have taken leaves over for this choice.
         self._took_over: set[tuple[str, int]] = set()
         #: Leaves of another queue that this choice has met.
@@ -88,11 +96,12 @@ class Eviction:
         self._tick = tick
         self._queue(self.quotas.queue_name(node.space), slot_bytes).stored(node, tick)
 
-    def mark_replicas(self, stored: Iterable[PrefixNode], shard: int, *, copied: bool) -> None:
-        """These pages of a shard came from a peer, or from a client: then they are no replicas."""
-        self.has_replicas |= copied
+    def mark_replicas(self, stored: Iterable[PrefixNode], shard: int, peer: str) -> None:
+        """These pages of a shard came from a peer; empty: from a client, and are no replicas."""
+        source = self.sources.of(peer) if peer else 0
+        self.has_replicas |= source > 0
         for node in stored:
-            node.replica = copied and (node.replica or node.ready == 1 << shard)
+            node.replica = source if node.replica or node.ready == 1 << shard else 0
 
     def used(self, node: PrefixNode, tick: int) -> None:
         """A request used the prefix that ends at ``node``; said once a request."""
@@ -108,7 +117,8 @@ class Eviction:
         if self.evictable(node):
             name = self.quotas.queue_name(node.space)
             for slot_bytes in classes(node):
-                self._queue(name, slot_bytes).add_candidate(node, self._tick)
+                line = self._replica_line if self._is_elsewhere(node) else self._queue
+                line(name, slot_bytes).add_candidate(node, self._tick)
 
     def offer_all(self, nodes: Iterable[PrefixNode], *, anew: bool = False) -> None:
         """Offer many, of which some may be gone; ``anew``: their queue is another one now."""
@@ -132,6 +142,7 @@ class Eviction:
         self._graceless.clear()
         if self.has_replicas:
             self._no_replica.clear()
+            self._others_used.clear()
         self._took_over.clear()
         self._strays = 0
         for queue in list(self._passed):
@@ -142,6 +153,7 @@ class Eviction:
         assert not self._passed
         assert not self._graceless
         assert not self._no_replica
+        assert not self._others_used
         assert not self._took_over
 
     def evictable(self, node: PrefixNode) -> bool:
@@ -167,6 +179,44 @@ class Eviction:
         return chosen
 
     def _pop(self, name: str, slot_bytes: int) -> PrefixNode | None:
+        """The next leaf of a queue that may go, a replica or not."""
+        queue = (name, slot_bytes)
+        if not self.has_replicas:
+            return self._pop_other(name, slot_bytes)
+        replica = None if queue in self._no_replica else self._pop_replica(name, slot_bytes)
+        if replica is not None:
+            if queue not in self._others_used:
+                other = self._pop_other(name, slot_bytes)
+                if other is None:
+                    return replica
+                self._others_used[queue] = other.access
+                self.add_candidate(other)
+            unused = self._tick - replica.access
+            if unused * REPLICA_AGES >= self._tick - self._others_used[queue]:
+                return replica
+            self.add_candidate(replica)
+            self._no_replica.add(queue)
+        # Replicas of which none goes first do go when there is nothing else.
+        return self._pop_other(name, slot_bytes) or self._pop_replica(name, slot_bytes)
+
+    def _pop_replica(self, name: str, slot_bytes: int) -> PrefixNode | None:
+        """The replica of a queue that was unused for longest."""
+        line = self._replicas.get((name, slot_bytes))
+        while line is not None and self._strays < TAKE_OVER_MAX:
+            node = line.pop(self._tick)
+            if node is None:
+                return None
+            if not (slot_bytes in classes(node) and self.evictable(node)):
+                continue
+            if self._is_elsewhere(node) and self.quotas.queue_name(node.space) == name:
+                return node
+            # A client has stored it since, its source is gone, or its space has limits now.
+            self.add_candidate(node)
+            self._strays += 1
+        return None
+
+    def _pop_other(self, name: str, slot_bytes: int) -> PrefixNode | None:
+        """The next leaf of a queue of the policy that may go."""
         queue = self._queue(name, slot_bytes)
         if self._before and (name, slot_bytes) not in self._took_over:
             self._took_over.add((name, slot_bytes))
@@ -188,19 +238,8 @@ class Eviction:
         return None
 
     def _passes_over(self, queue: tuple[str, int], node: PrefixNode) -> bool:
-        """Whether something else may go in the place of ``node``: it is young, or no replica."""
-        if queue in self._graceless:
-            return False
-        if self.has_replicas:
-            if node.replica:
-                return False
-            if queue not in self._no_replica:
-                passed = self._passed.setdefault(queue, [])
-                passed.append(node)
-                if len(passed) == REPLICA_LOOKS:
-                    self._find_no_replica(queue)
-                return True
-        if not self._has_grace(node):
+        """Whether something else may go in the place of ``node``, because it is young."""
+        if queue in self._graceless or not self._has_grace(node):
             return False
         passed = self._passed.setdefault(queue, [])
         passed.append(node)
@@ -212,16 +251,7 @@ class Eviction:
         """Nothing is left: whether there is after leaves of the policy before, or passed ones."""
         if self._take_more(queue):
             return True
-        if self.has_replicas and self._find_no_replica(queue):
-            return True
         return self._lift_grace(queue)
-
-    def _find_no_replica(self, queue: tuple[str, int]) -> bool:
-        """Pass over no more leaves for a replica; False when none was passed over."""
-        if queue in self._no_replica:
-            return False
-        self._no_replica.add(queue)
-        return self._end_passing(queue)
 
     def _take_more(self, queue: tuple[str, int]) -> bool:
         """Take leaves over from the policy before; False when it has none any more."""
@@ -245,8 +275,13 @@ class Eviction:
                 self.add_candidate(node)
         return bool(passed)
 
+    def _is_elsewhere(self, node: PrefixNode) -> bool:
+        """Whether the node is a replica, and the boot that gave it may be believed to have it."""
+        return node.replica in self.sources.reachable
+
     def _has_grace(self, node: PrefixNode) -> bool:
-        return not node.uses and 0 < self.now_ns - node.stored_ns < GRACE_NS
+        young = 0 < self.now_ns - node.stored_ns < GRACE_NS
+        return young and not node.uses and not node.replica
 
     def _take_over(self, name: tuple[str, int], before: EvictionPolicy, most: int) -> bool:
         """Move leaves to the present policy's queue; False when none was left."""
@@ -256,6 +291,12 @@ class Eviction:
                 return False
             self._queue(*name).add_candidate(node, self._tick)
         return True
+
+    def _replica_line(self, name: str, slot_bytes: int) -> LeastRecent:
+        line = self._replicas.get((name, slot_bytes))
+        if line is None:
+            line = self._replicas[name, slot_bytes] = LeastRecent(slot_bytes)
+        return line
 
     def _queue(self, name: str, slot_bytes: int) -> EvictionPolicy:
         queue = self._queues.get((name, slot_bytes))

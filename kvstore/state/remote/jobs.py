@@ -1,10 +1,12 @@
 """What a node asks its peer side to do, and what that says of it. Pure values."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvstore.errors import KVStoreError
 from kvstore.page import ShardSpec, SpaceIdentity
+from kvstore.state.tree.node import Retention
 from kvstore.state.tree.slots import Slot
 
 
@@ -80,12 +82,14 @@ class FetchEnd(NamedTuple):
         digests: 16 bytes for each leading page that arrived and matched its digest.
         error: why not all did; None when the peer just has no more of them.
         settled: nothing writes into the slots any more; if False, the node is told later.
+        kept: how long each of these pages stays; empty = all until their room is needed.
     """
 
     job: int
     digests: bytes
     error: KVStoreError | None
     settled: bool
+    kept: Sequence[Retention] = ()
 
 
 PeerJob = Locate | PeerFetch

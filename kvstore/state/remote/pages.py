@@ -20,8 +20,8 @@ again, and what is still missing is asked of the holders that are left.
 
 import sys
 from collections import Counter
-from collections.abc import Iterable
-from itertools import count
+from collections.abc import Iterable, Sequence
+from itertools import count, groupby
 from typing import Any, Final
 
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
@@ -32,6 +32,7 @@ from kvstore.state.remote.rates import START_S, PeerRates
 from kvstore.state.table.pages import PageTable
 from kvstore.state.table.runs import ready_pages
 from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.node import ORDINARY, Retention
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch, Peer, Process, Session
 
@@ -202,7 +203,7 @@ class RemotePages:
             return
         self._count_end(arrival, came)
         if came:
-            self._store(arrival, came, end.digests)
+            self._store(arrival, end.digests, end.kept or [ORDINARY] * came)
         if came == pages or not self._try_another(arrival):
             self._abandon(arrival)
 
@@ -260,7 +261,7 @@ class RemotePages:
             assert list(arrival.process.puts) == [arrival.put]
             size += put.size_bytes
             for key, slot in zip(put.keys, put.slots, strict=True):
-                if self._table.owner(slot) is not None:
+                if self._table.residents.owner(slot) is not None:
                     assert self._by_key[put.space.number, put.shard][key] is arrival
         assert size == self._session.used_bytes
         for keys in self._by_key.values():
@@ -395,15 +396,23 @@ class RemotePages:
         if missing:
             chain.lacks(arrival.peer, arrival.at + came)
 
-    def _store(self, arrival: Arrival, came: int, digests: bytes) -> None:
-        """The first pages of a job are READY, and stay for those who wait."""
-        put, process = arrival.pages, arrival.process
-        self._not_coming(arrival, put.keys[:came])
+    def _store(self, arrival: Arrival, digests: bytes, kept: Sequence[Retention]) -> None:
+        """The first pages of a job are READY, and stay for those who wait, and as ``kept`` says."""
+        self._not_coming(arrival, arrival.pages.keys[: len(kept)])
+        for keep, alike in groupby(kept):
+            pages = len(list(alike))
+            self._store_part(arrival, digests[: pages * DIGEST_BYTES], keep)
+            digests = digests[pages * DIGEST_BYTES :]
+            arrival.at += pages
+
+    def _store_part(self, arrival: Arrival, digests: bytes, keep: Retention) -> None:
+        """Store the first of the pages that have not been stored yet, which stay alike."""
+        put, process, came = arrival.pages, arrival.process, len(digests) // DIGEST_BYTES
         slots, part = put.slots[:came], arrival.put
         if came < len(put.slots):
             part = next(self._number)
             process.puts[part] = put.part(came)
-        statuses = self._table.commit_put(process, part, digests, peer=arrival.peer)
+        statuses = self._table.commit_put(process, part, digests, keep, peer=arrival.peer)
         stored = [
             slot
             for slot, status in zip(slots, statuses, strict=True)
@@ -412,7 +421,6 @@ class RemotePages:
         for fetch in arrival.waiters:
             if not fetch.ended:
                 self._table.fetches.keep(fetch, stored)
-        arrival.at += came
 
     def _try_another(self, arrival: Arrival) -> bool:
         """Ask another holder for the rest of a job; whether there is one, and time."""
@@ -423,6 +431,8 @@ class RemotePages:
             not able
             or now_ns >= arrival.deadline_ns
             or not any(not fetch.ended for fetch in arrival.waiters)
+            # What lost its head meanwhile may be on its way again, by another job.
+            or any(self._table.residents.owner(slot) is None for slot in put.slots)
         ):
             return False
         del self._arrivals[arrival.job]

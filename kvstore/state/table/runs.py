@@ -8,7 +8,7 @@ from kvstore.state.tree import node as nodes
 from kvstore.state.tree.actions import Stored
 from kvstore.state.tree.columns import pack_slots
 from kvstore.state.tree.match import by_window
-from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.node import PrefixNode, Retention
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Lease, Put
 from kvstore.state.tree.slots import Slot
@@ -26,6 +26,15 @@ class Leased(NamedTuple):
     lease: Lease
     digests: bytes
     nodes: list[PrefixNode]
+
+    def kept(self, shard: int) -> list[Retention]:
+        """How long each page of this shard stays."""
+        kept: list[Retention] = []
+        for node in self.nodes:
+            once, memory_only = node.read_once >> shard & 1, node.memory_only >> shard & 1
+            stays = Retention(node.expires.get(shard, 0), bool(once), bool(memory_only))
+            kept += [stays] * node.count
+        return kept
 
     @property
     def lasting(self) -> int:

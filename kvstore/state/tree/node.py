@@ -93,7 +93,8 @@ class PrefixNode:
         read_once: bit i set = the page of shard i leaves the index when its first reader is done.
         memory_only: bit i set = the page of shard i never goes to disk. Pages that are kept so, or
             that expire, are nodes of one page.
-        replica: its READY pages were read from a peer, and no client of this node put them.
+        replica: its READY pages were read from a peer, and no client of this node put them: the
+            number of the peer's boot, see :class:`kvstore.state.choice.sources.Sources`; else 0.
         queued: slot sizes of the eviction policies in which an entry stands for this node.
         hits: lookups and acquires that ended at the last page, or at a descendant that is gone.
         stored_ns: when a page of it last became READY; 0 = not in this life of the node.
@@ -130,7 +131,7 @@ class PrefixNode:
         self.access = 0
         self.expires = _NEVER
         self.read_once = self.memory_only = 0
-        self.replica = False
+        self.replica = 0
         self.queued: tuple[int, ...] = ()
         self.hits = self.stored_ns = self.used_ns = self.serial = 0
         self.memory_pins = self.disk_pins = 0

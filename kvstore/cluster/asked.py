@@ -1,0 +1,162 @@
+"""The directory that nodes share, as the node sees it: questions go to its index process.
+
+The node's process has no client of the directory. A question that the index process does not answer
+in time is answered with nobody.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+
+from kvstore.cluster.membership import Membership
+from kvstore.cluster.messages import AskPages, DirectoryReport, Told
+from kvstore.cluster.records import NodeRecord
+from kvstore.index.face import PrefixIndex
+from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.state.remote.jobs import Holding, Locate
+
+OUTSTANDING_MAX: Final = 256
+ANSWER_S: Final = 1.0
+"""An answer that comes later is ignored."""
+
+
+class AskedDirectory:
+    """See :class:`kvstore.cluster.directory.PeersDirectory`; this one asks. For one event loop.
+
+    Args:
+        index: runs the process that answers; it indexes nothing itself.
+        membership: the nodes that count, in the boot that they are in.
+        own: name of this node.
+        tell: sends a question to the process; what is sent while it is away is lost.
+
+    Attributes:
+        refused: always empty: nobody is followed.
+    """
+
+    def __init__(
+        self, index: PrefixIndex, membership: Membership, own: str, tell: Callable[[AskPages], None]
+    ) -> None:
+        """AskPages nothing yet; see :meth:`run`."""
+        self.refused: list[str] = []
+        self._index = index
+        self._membership = membership
+        self._own = own
+        self._tell = tell
+        self._nodes: Mapping[str, NodeRecord] = {}
+        self._numbers = 0
+        #: Who gets the answer, and when it is too late.
+        self._waiting: dict[int, tuple[Callable[[list[Holding]], None], asyncio.TimerHandle]] = {}
+        self._report = DirectoryReport()
+        self._counts: Counter[str] = Counter()
+
+    async def run(self) -> None:
+        """Run the index process and follow the membership until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._index.run(), name="index of peers")
+            async with aclosing(self._membership.watch()) as changes:
+                async for nodes in changes:
+                    self._nodes = nodes
+
+    def locate(self, asked: Locate, found: Callable[[int, Sequence[Holding]], None]) -> None:
+        """AskPages for pages; never blocks.
+
+        Args:
+            asked: which ones.
+            found: called once, with the nodes that have at least one page, the longest prefix
+                first; with nobody if there is no answer within :data:`ANSWER_S`.
+        """
+        self._ask(asked.identity, asked.shards, asked.keys, partial(found, asked.number))
+
+    def holders(
+        self, identity: SpaceIdentity, shards: Sequence[ShardSpec], key: PrefixKey,
+        found: Callable[[dict[str, list[int]]], None],
+    ) -> None:  # fmt: skip
+        """AskPages which nodes have one page.
+
+        Args:
+            identity: its space.
+            shards: of which shards.
+            key: its key.
+            found: called once, at once or within :data:`ANSWER_S`: node → positions in ``shards``
+                of those that it has.
+        """
+        held: dict[str, list[int]] = {}
+        left = len(shards)
+
+        def one(at: int, holdings: list[Holding]) -> None:
+            nonlocal left
+            for holding in holdings:
+                held.setdefault(holding.peer, []).append(at)
+            left -= 1
+            if not left:
+                found({peer: sorted(positions) for peer, positions in held.items()})
+
+        for at, shard in enumerate(shards):
+            self._ask(identity, (shard,), key, partial(one, at))
+        if not shards:
+            found({})
+
+    def heard(self, told: Told | DirectoryReport) -> None:
+        """The process has said something."""
+        if isinstance(told, DirectoryReport):
+            self._report = told
+            return
+        waiting = self._waiting.pop(told.number, None)
+        if waiting is None:
+            self._counts["late"] += 1
+            return
+        found, timer = waiting
+        timer.cancel()
+        found([Holding(peer, pages) for peer, boot, pages in told.holdings
+               if pages > 0 and self._counts_as(peer, boot)])  # fmt: skip
+
+    def began(self) -> None:
+        """The process has started again: it knows no questions."""
+        self._report = DirectoryReport()
+        waiting, self._waiting = self._waiting, {}
+        for found, timer in waiting.values():
+            timer.cancel()
+            found([])
+
+    def stats(self) -> dict[str, Any]:
+        """What is announced and asked, with the fields of the other directory."""
+        report = self._index.present().report
+        return {
+            "peers": {}, "refused": [], "entries": report.entries,
+            "entries_max": report.entries_max, "left_out": 0,
+            "resident_bytes": report.resident_bytes, "restarts": self._index.restarts,
+            "shared": {
+                **msgspec.to_builtins(self._report), "outstanding": len(self._waiting),
+                "unanswered": dict(self._counts),
+            },
+        }  # fmt: skip
+
+    def _ask(
+        self, identity: SpaceIdentity, shards: Sequence[ShardSpec], keys: bytes,
+        found: Callable[[list[Holding]], None],
+    ) -> None:  # fmt: skip
+        if len(self._waiting) >= OUTSTANDING_MAX:
+            self._counts["overload"] += 1
+            found([])
+            return
+        self._numbers += 1
+        number = self._numbers
+        timer = asyncio.get_running_loop().call_later(ANSWER_S, self._give_up, number)
+        self._waiting[number] = (found, timer)
+        named = [(one.digest.hex(), one.window_pages) for one in shards]
+        self._tell(AskPages(number, identity.digest.hex(), named, keys))
+
+    def _give_up(self, number: int) -> None:
+        found, _ = self._waiting.pop(number)
+        self._counts["timeout"] += 1
+        found([])
+
+    def _counts_as(self, peer: str, boot: bytes) -> bool:
+        """Whether it is another node of the cluster, in the boot that it is in now."""
+        node = self._nodes.get(peer)
+        return node is not None and peer != self._own and node.boot in (boot, b"")

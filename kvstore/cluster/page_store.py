@@ -1,0 +1,72 @@
+"""Where nodes announce their pages: entries that several nodes change at the same time."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from kvstore.cluster.entries import FoundEntries
+
+
+class DirectoryFault(Exception):
+    """A call to the store failed; it may have been carried out, or may still be.
+
+    Args:
+        cause: ``away``, ``late``, ``full`` or ``refused``.
+        what: what happened.
+    """
+
+    def __init__(self, cause: str, what: str) -> None:
+        super().__init__(what)
+        self.cause = cause
+
+
+class ChangedPages(NamedTuple):
+    """Pages that a member got, or has no more.
+
+    Attributes:
+        stored: whether it got them.
+        sign: of the member, by medium; see :data:`kvstore.cluster.entries.SIGNS`.
+        names: their names, packed.
+    """
+
+    stored: bool
+    sign: str
+    names: bytes
+
+
+class PageStore(Protocol):
+    """The entries of a cluster, and the numbers of announcements. Every call has a deadline.
+
+    Each call raises :class:`DirectoryFault`.
+    """
+
+    async def claim(self, node: str, boot: bytes, token: str) -> int:
+        """Get a number for an announcement; all numbers of other boots of the node mean nothing.
+
+        A number means something for a while; see :meth:`renew`. It is given to another announcement
+        only when no entry may name it any more. The same token gets the same number again.
+        """
+        ...
+
+    async def change(
+        self, number: int, token: str, batch: int, changes: Sequence[ChangedPages]
+    ) -> bool:
+        """Change entries, in this order, if all earlier batches of the announcement were.
+
+        A batch that has been carried out already is not carried out again.
+
+        Returns:
+            False if the number is not that announcement's any more, or a batch is missing.
+        """
+        ...
+
+    async def renew(self, tokens: Mapping[int, str]) -> list[int]:
+        """Let some numbers mean something for longer; returns those that are lost."""
+        ...
+
+    async def withdraw(self, number: int, token: str) -> None:
+        """Let a number mean nothing from now on."""
+        ...
+
+    async def find(self, shards: Sequence[bytes]) -> FoundEntries:
+        """The entries of some pages: for each shard their names, packed."""
+        ...

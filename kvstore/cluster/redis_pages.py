@@ -1,0 +1,300 @@
+"""The entries of pages in Redis: one string a page. docs/internals/directory.md describes them.
+
+Scripts change many entries in one call, so that two nodes do not lose each other's changes. They
+name keys that they were not given, so one server has all of them: Redis Cluster does not fit.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from redis import exceptions
+from redis.asyncio import Redis
+from redis.commands.core import AsyncScript
+
+from kvstore.cluster.entries import NAME_BYTES, FoundEntries, NumberHolder
+from kvstore.cluster.page_store import ChangedPages, DirectoryFault
+from kvstore.errors import InvalidArgument
+from kvstore.process.faults import printable
+
+ENTRY_MS: Final = 3_600_000
+"""An entry expires so long after it was announced."""
+NUMBER_MS: Final = 30_000
+"""A number means nothing so long after it was renewed."""
+_MARGIN_MS: Final = 60_000
+CALL_S: Final = 2.0
+_FOUND_NAMES: Final = 4_096
+"""Entries of one call; other clients of the server wait meanwhile: a millisecond."""
+
+_LOGIN: Final = (exceptions.AuthenticationError, exceptions.NoPermissionError)
+
+_NOW: Final = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+"""
+
+_CLAIM: Final = (
+    _NOW
+    + """
+local numbers, holder = KEYS[1], KEYS[2]
+local node, boot, token, lease, keep = unpack(ARGV)
+local taken = {}
+for _, number in ipairs(redis.call('ZRANGE', numbers, 0, -1)) do
+  local one = redis.call('HMGET', holder .. number, 'node', 'boot', 'token')
+  if one[3] == token then return tonumber(number) end
+  if not one[1] then
+    redis.call('ZREM', numbers, number)
+  else
+    taken[tonumber(number)] = true
+    if one[1] == node and one[2] ~= boot then
+      redis.call('HSET', holder .. number, 'until', 0)
+    end
+  end
+end
+local number = 1
+while taken[number] do number = number + 1 end
+redis.call('DEL', holder .. number)
+redis.call('HSET', holder .. number,
+  'node', node, 'boot', boot, 'token', token, 'batch', 0, 'until', now + lease)
+redis.call('PEXPIRE', holder .. number, keep)
+redis.call('ZADD', numbers, now, number)
+return number
+"""
+)
+
+_RENEW: Final = (
+    _NOW
+    + """
+local holder, lease, keep = KEYS[1], ARGV[1], ARGV[2]
+local lost = {}
+for at = 3, #ARGV, 2 do
+  local key = holder .. ARGV[at]
+  local one = redis.call('HMGET', key, 'token', 'until')
+  if one[1] == ARGV[at + 1] and tonumber(one[2]) > now then
+    redis.call('HSET', key, 'until', now + lease)
+    redis.call('PEXPIRE', key, keep)
+  else
+    lost[#lost + 1] = tonumber(ARGV[at])
+  end
+end
+return lost
+"""
+)
+
+_WITHDRAW: Final = """
+local key = KEYS[1] .. ARGV[1]
+if redis.call('HGET', key, 'token') == ARGV[2] then redis.call('HSET', key, 'until', 0) end
+return 1
+"""
+
+_LIVE: Final = """
+local function texts_of(names)
+  local keys = {}
+  for start = 1, #names, size do
+    keys[#keys + 1] = 'k' .. string.sub(names, start, start + size - 1)
+  end
+  return keys, #keys > 0 and redis.call('MGET', unpack(keys)) or {}
+end
+local live = {}
+local function is_live(number)
+  if live[number] == nil then
+    local til = redis.call('HGET', holder .. number, 'until')
+    live[number] = til and tonumber(til) > now or false
+  end
+  return live[number]
+end
+"""
+
+_CHANGE: Final = (
+    _NOW
+    + """
+local holder, number, token, batch, ttl, size =
+  KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
+local own = redis.call('HMGET', holder .. number, 'token', 'until', 'batch')
+if own[1] ~= token or tonumber(own[2]) <= now then return 0 end
+if tonumber(own[3]) == batch then return 1 end
+if tonumber(own[3]) ~= batch - 1 then return 0 end
+"""
+    + _LIVE
+    + """
+local function others(text, member)
+  local kept = {}
+  for one in string.gmatch(text, '[^,]+') do
+    if one ~= member and is_live((string.gsub(one, '^-', ''))) then kept[#kept + 1] = one end
+  end
+  return kept
+end
+for at = 6, #ARGV, 3 do
+  local is_stored, member, names = ARGV[at] == '+', ARGV[at + 1] .. number, ARGV[at + 2]
+  local keys, texts = texts_of(names)
+  for at, key in ipairs(keys) do
+    local text = texts[at]
+    if is_stored then
+      if text and text ~= member then
+        local kept = others(text, member)
+        kept[#kept + 1] = member
+        redis.call('SET', key, table.concat(kept, ','), 'PX', ttl)
+      else
+        redis.call('SET', key, member, 'PX', ttl)
+      end
+    elseif text then
+      local kept = others(text, member)
+      if #kept == 0 then
+        redis.call('DEL', key)
+      else
+        redis.call('SET', key, table.concat(kept, ','), 'KEEPTTL')
+      end
+    end
+  end
+end
+redis.call('HSET', holder .. number, 'batch', batch)
+return 1
+"""
+)
+
+_FIND: Final = (
+    _NOW
+    + """
+local holder, size = KEYS[1], tonumber(ARGV[1])
+"""
+    + _LIVE
+    + """
+local seen, known, holders, shards = {}, {}, {}, {}
+for shard = 2, #ARGV do
+  local names, runs, last = ARGV[shard], {}, nil
+  local _, texts = texts_of(names)
+  for at = 1, #texts do
+    local text = texts[at] or ''
+    if text == last then
+      runs[#runs - 1] = runs[#runs - 1] + 1
+    else
+      runs[#runs + 1], runs[#runs + 2], last = 1, text, text
+      if not seen[text] then
+        seen[text] = true
+        for number in string.gmatch(text, '%d+') do
+          if not known[number] then
+            known[number] = true
+            if is_live(number) then
+              local one = redis.call('HMGET', holder .. number, 'node', 'boot')
+              holders[#holders + 1] = {number, one[1], one[2]}
+            end
+          end
+        end
+      end
+    end
+  end
+  shards[#shards + 1] = runs
+end
+return {holders, shards}
+"""
+)
+
+
+class RedisPages:
+    """A :class:`kvstore.cluster.page_store.PageStore` in Redis.
+
+    Args:
+        connect: a client of one server, not decoding and without retries; called again when its
+            server is away, so that another one is tried.
+        cluster: name of the cluster.
+        entry_ms: lifetime of an entry.
+        number_ms: lifetime of a number that is not renewed.
+    """
+
+    def __init__(
+        self, connect: Callable[[], Redis], cluster: str, entry_ms: int = ENTRY_MS,
+        number_ms: int = NUMBER_MS,
+    ) -> None:  # fmt: skip
+        """Call nothing yet."""
+        self._connect = connect
+        self._numbers = f"kvstore:{{{cluster}}}:numbers"
+        self._holder = f"kvstore:{{{cluster}}}:holder:"
+        self._entry_ms = entry_ms
+        self._lease_ms = number_ms
+        self._keep_ms = entry_ms + number_ms + _MARGIN_MS
+        self._client: Redis | None = None
+        self._scripts: dict[str, AsyncScript] = {}
+
+    async def close(self) -> None:
+        """Disconnect; the next call connects again."""
+        client, self._client = self._client, None
+        self._scripts.clear()
+        if client is not None:
+            await client.aclose()
+
+    async def claim(self, node: str, boot: bytes, token: str) -> int:
+        """See :meth:`kvstore.cluster.page_store.PageStore.claim`."""
+        arguments = [node, boot.hex(), token, self._lease_ms, self._keep_ms]
+        return int(await self._call(_CLAIM, [self._numbers, self._holder], arguments))
+
+    async def change(
+        self, number: int, token: str, batch: int, changes: Sequence[ChangedPages]
+    ) -> bool:
+        """See :meth:`kvstore.cluster.page_store.PageStore.change`."""
+        arguments: list[Any] = [number, token, batch, self._entry_ms, NAME_BYTES]
+        for one in changes:
+            arguments += ["+" if one.stored else "-", one.sign, one.names]
+        return bool(await self._call(_CHANGE, [self._holder], arguments))
+
+    async def renew(self, tokens: Mapping[int, str]) -> list[int]:
+        """See :meth:`kvstore.cluster.page_store.PageStore.renew`."""
+        arguments: list[Any] = [self._lease_ms, self._keep_ms]
+        for number, token in tokens.items():
+            arguments += [number, token]
+        return list(await self._call(_RENEW, [self._holder], arguments))
+
+    async def withdraw(self, number: int, token: str) -> None:
+        """See :meth:`kvstore.cluster.page_store.PageStore.withdraw`."""
+        await self._call(_WITHDRAW, [self._holder], [number, token])
+
+    async def find(self, shards: Sequence[bytes]) -> FoundEntries:
+        """See :meth:`kvstore.cluster.page_store.PageStore.find`."""
+        step = max(1, _FOUND_NAMES // max(1, len(shards))) * NAME_BYTES
+        runs: list[list[tuple[int, str]]] = [[] for _ in shards]
+        holders: dict[int, NumberHolder] = {}
+        for start in range(0, max(map(len, shards), default=0), step):
+            parts = [names[start : start + step] for names in shards]
+            arguments: list[Any] = [NAME_BYTES, *parts]
+            told, found = await self._call(_FIND, [self._holder], arguments)
+            try:
+                for number, node, boot in told:
+                    holders[int(number)] = NumberHolder(node.decode(), bytes.fromhex(boot.decode()))
+            except ValueError as error:
+                raise DirectoryFault("refused", "a holder's record cannot be read") from error
+            for shard, counts in zip(runs, found, strict=True):
+                texts = [text.decode("ascii", "replace") for text in counts[1::2]]
+                shard += zip(counts[::2], texts, strict=True)
+        return FoundEntries(runs, holders)
+
+    async def _call(self, text: str, keys: list[str], arguments: list[Any]) -> Any:
+        """Run a script, with its deadline.
+
+        Raises:
+            DirectoryFault: it failed.
+        """
+        try:
+            script = self._script(text)
+            async with asyncio.timeout(CALL_S):
+                return await script(keys, arguments)
+        except InvalidArgument as error:
+            raise DirectoryFault("login", str(error)) from error
+        except _LOGIN as error:
+            raise DirectoryFault("login", "Redis does not take the login") from error
+        except (TimeoutError, exceptions.TimeoutError) as error:
+            await self.close()
+            raise DirectoryFault("late", f"Redis did not answer within {CALL_S} s") from error
+        except (OSError, exceptions.ConnectionError) as error:
+            await self.close()
+            raise DirectoryFault("away", f"Redis: {printable(str(error))}") from error
+        except exceptions.OutOfMemoryError as error:
+            raise DirectoryFault("full", "Redis takes no more: see its maxmemory") from error
+        except exceptions.RedisError as error:
+            raise DirectoryFault("refused", f"Redis: {printable(str(error))}") from error
+
+    def _script(self, text: str) -> AsyncScript:
+        script = self._scripts.get(text)
+        if script is None:
+            if self._client is None:
+                self._client = self._connect()
+            script = self._scripts[text] = self._client.register_script(text)
+        return script

@@ -1,0 +1,60 @@
+"""What a node and its index process tell each other about the cluster: who gets which message."""
+
+from collections.abc import Callable
+
+from kvstore.cluster.asked import AskedDirectory
+from kvstore.cluster.membership import ToldMembership
+from kvstore.cluster.messages import (
+    BeginCluster,
+    ChildSettings,
+    NodesTold,
+    ToChild,
+    encode_message,
+    message_from_child,
+)
+from kvstore.index.process import IndexProcess
+
+
+class ChildTalk:
+    """The messages between a node and an index process that runs ``kvstore.cluster.child``.
+
+    Args:
+        index: the process; it is told everything again when it starts.
+        settings: what it needs to know; asked for at each start.
+    """
+
+    def __init__(self, index: IndexProcess, settings: Callable[[], ChildSettings]) -> None:
+        """Listen to the process."""
+        self._index = index
+        self._settings = settings
+        self._membership: ToldMembership | None = None
+        self._directory: AskedDirectory | None = None
+        index.began = self._began
+        index.heard = self._heard
+
+    def told_nodes(self, membership: ToldMembership) -> None:
+        """This membership gets what the process says of nodes."""
+        self._membership = membership
+
+    def told_pages(self, directory: AskedDirectory) -> None:
+        """This directory gets what the process says of pages."""
+        self._directory = directory
+
+    def tell(self, message: ToChild) -> None:
+        """Tell the process something; nothing if it is away."""
+        self._index.aside(encode_message(message))
+
+    def _began(self) -> None:
+        self.tell(BeginCluster(self._settings()))
+        if self._membership is not None:
+            self._membership.began()
+        if self._directory is not None:
+            self._directory.began()
+
+    def _heard(self, body: bytes) -> None:
+        message = message_from_child(body)
+        if not isinstance(message, NodesTold):
+            if self._directory is not None:
+                self._directory.heard(message)
+        elif self._membership is not None:
+            self._membership.heard(message)

@@ -1,0 +1,50 @@
+"""What a follower feeds with the events of its worker."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from kvstore.index.blocks import Workspace
+
+
+class EventFeed(Protocol):
+    """What a follower does with the events of its worker."""
+
+    @property
+    def workspace(self) -> Workspace:
+        """What decoding events needs."""
+        ...
+
+    @property
+    def published(self) -> float:
+        """Publication time of the newest batch, seconds since the epoch."""
+        ...
+
+    @property
+    def left_out(self) -> int:
+        """Pages that were left out, of whatever worker; it only grows."""
+        ...
+
+    @property
+    def full(self) -> bool:
+        """Whether no more is to be read at the moment."""
+        ...
+
+    def add(self, space: str, shard: str, medium: str, keys: bytes) -> None:
+        """Add pages of a snapshot; see :meth:`kvstore.index.feed.WorkerFeed.add`."""
+        ...
+
+    def apply(self, payload: bytes) -> Iterator[None]:
+        """Apply one batch in steps.
+
+        Raises:
+            UnreadableError: the payload cannot be read; some of its events may have been applied.
+        """
+        ...
+
+    def clear(self) -> None:
+        """The worker has no page, as far as is known."""
+        ...
+
+    def live(self, *, counts: bool) -> None:
+        """Whether everything earlier was applied, so that its pages count."""
+        ...

@@ -1,0 +1,89 @@
+"""Addresses of hosts, without a wait that nobody can end: ``getaddrinfo`` knows no deadline."""
+
+import ipaddress
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from kvstore.errors import PeerUnreachable, TransferTimeout, reason
+
+Resolve = Callable[[str], list[str]]
+"""Returns the addresses of a host name; may wait."""
+
+
+def resolve(host: str) -> list[str]:
+    """The addresses of a host name, as the system knows them.
+
+    Raises:
+        OSError: it has none.
+        UnicodeError: it cannot be the name of a host.
+    """
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+class HostNames:
+    """Resolves names in threads of its own, at most one a name at a time.
+
+    Args:
+        ask: resolves one name.
+    """
+
+    def __init__(self, ask: Resolve = resolve) -> None:
+        self._ask = ask
+        self._lock = threading.Lock()
+        #: Name → the question under way.
+        self._asking: dict[str, _Question] = {}
+
+    def addresses(self, host: str, deadline_ns: int) -> list[str]:
+        """The addresses of a host, of which there is at least one; asks anew each time.
+
+        Raises:
+            TransferTimeout: nobody answered until the deadline, in ``time.monotonic_ns()``.
+            PeerUnreachable: there is no such host.
+        """
+        if _is_address(host):
+            return [host]
+        with self._lock:
+            question = self._asking.get(host)
+            if question is None:
+                question = self._asking[host] = _Question()
+                thread = threading.Thread(
+                    target=self._answer, args=(host, question), name="kvstore-names", daemon=True
+                )
+                thread.start()
+        left_s = (deadline_ns - time.monotonic_ns()) / 1e9
+        if not question.answered.wait(max(0.0, left_s)):
+            raise TransferTimeout(f"the name {host} was not resolved in time")
+        if not question.addresses:
+            raise PeerUnreachable(f"{host}: {question.error}")
+        return question.addresses
+
+    def _answer(self, host: str, question: "_Question") -> None:
+        try:
+            question.addresses = self._ask(host)
+        except (OSError, UnicodeError) as error:
+            question.error = reason(error)
+        finally:
+            with self._lock:
+                del self._asking[host]
+            question.answered.set()
+
+
+class _Question:
+    """What is asked about one name; ``error`` says why it has no address."""
+
+    def __init__(self) -> None:
+        self.answered: Final = threading.Event()
+        self.addresses: list[str] = []
+        self.error = "it has no address"
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
