@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
@@ -17,6 +17,7 @@ from conductor.routing.engines import Role
 from conductor.routing.policy import POLICIES
 from kvstore.config import Loaded, Positive, load
 from kvstore.config.section import Section
+from kvstore.config.stores import StoreConfig
 from kvstore.errors import InvalidArgument
 from kvstore.process.listeners import parse_endpoint
 
@@ -211,6 +212,32 @@ class DecisionsConfig(Section, frozen=True):
     kept: Count = 4096
 
 
+class FollowedCluster(Section, frozen=True):
+    """A cluster whose nodes are followed as they come and go.
+
+    Attributes:
+        name: the nodes' ``cluster.name``; needed with a membership other than ``local``.
+        membership: the nodes' ``cluster.membership``: ``etcd`` = they are found in the etcd of
+            section ``etcd``, ``redis`` = in the Redis of section ``redis``; ``local`` = only nodes
+            of ``nodes``, and those that are registered, are followed.
+        read_token_file: file with the ``http.read_token`` of all nodes, without which they tell
+            nothing over TCP. It is sent to each URL that a record of a node names.
+        events_token_file: file with the ``events.follow_token`` of all nodes; empty = none.
+    """
+
+    name: Annotated[
+        str, Meta(pattern=r"^[A-Za-z0-9._-]{0,64}$(?!\n)", description="a name, or empty")
+    ] = ""
+    membership: Literal["local", "etcd", "redis"] = "local"
+    read_token_file: str = ""
+    events_token_file: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse a membership of no cluster."""
+        if self.membership != "local" and not self.name:
+            raise ValueError(f"cluster.membership={self.membership} needs cluster.name")
+
+
 _URL: Final = re.compile(
     r"https?://(?:[A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::(?P<port>[0-9]{1,5}))?"
 )
@@ -343,8 +370,23 @@ class ConductorConfig(Section, frozen=True):
     index: IndexConfig = IndexConfig()
     events: EventsConfig = EventsConfig()
     decisions: DecisionsConfig = DecisionsConfig()
+    cluster: FollowedCluster = FollowedCluster()
+    etcd: StoreConfig = StoreConfig()
+    redis: StoreConfig = StoreConfig()
     engines: tuple[EngineEntry, ...] = ()
     nodes: tuple[NodeEntry, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse a store that is used but is nowhere."""
+        for section in ("etcd", "redis"):
+            store: StoreConfig = getattr(self, section)
+            if why := store.refusal(section):
+                raise ValueError(why)
+            if self.cluster.membership == section and not store.endpoints:
+                raise ValueError(
+                    f"cluster.membership={section} needs {section}.endpoints, the addresses of its"
+                    " servers"
+                )
 
 
 def load_conductor(

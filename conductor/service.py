@@ -29,6 +29,7 @@ from conductor.routing.engines import EngineRegistry
 from conductor.routing.policy import POLICIES, Scheduler
 from conductor.routing.prefixes import PrefixView
 from conductor.routing.queue import QueueRules
+from kvstore.cluster.store import RecordStore
 from kvstore.config import show
 from kvstore.config.machine import version_of
 from kvstore.errors import ConfigError, reason
@@ -63,6 +64,7 @@ class Conductor:
         config: ConductorConfig,
         clock: Callable[[], float] = time.monotonic,
         index: PrefixIndex | None = None,
+        store: RecordStore | None = None,
     ) -> None:
         """Create the parts; nothing listens or connects yet.
 
@@ -70,6 +72,10 @@ class Conductor:
             config: all settings; each part gets its section.
             clock: seconds, monotonic; also used for health and deadlines of the queue.
             index: the prefix index; None = one in a process of its own.
+            store: has the nodes of ``config.cluster``; None = the one in ``config``.
+
+        Raises:
+            ConfigError: a token or that store cannot be used.
         """
         self.config = config
         self.failed = False
@@ -86,7 +92,7 @@ class Conductor:
         rules = QueueRules(self.registry, scheduler, prefixes, waiting_max=config.queue.waiting_max)
         self.queue = RequestQueue(rules, clock)
         self.membership = Membership(
-            config, self.registry, self._upstream, self.index, self._pump, clock
+            config, self.registry, self._upstream, self.index, self._pump, clock, store
         )
         self.metrics = Metrics(self._gauges)
         self.decisions = DecisionLog(config.decisions.kept)
@@ -135,6 +141,7 @@ class Conductor:
             "engine_state": self.membership.states(),
             "engine_gap": self.membership.gap_states(),
             **self.membership.nodes.gauges(),
+            **self.membership.cluster.gauges(),
             "engine_in_flight": {
                 (engine.info.id,): float(self.queue.rules.in_flight(engine.info.id))
                 for engine in self.registry

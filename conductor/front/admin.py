@@ -11,6 +11,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from conductor.config import EngineEntry, NodeEntry
 from conductor.front.auth import Auth, CallerRole
+from conductor.front.cluster import LeftOut
 from conductor.front.matching import MatchBody
 from conductor.front.membership import Membership
 from conductor.front.metrics import Metrics
@@ -161,7 +162,10 @@ class Admin:
         return web.Response(status=204)
 
     async def _nodes(self, _: web.Request) -> web.Response:
-        return _json({"nodes": [_shown_node(node) for node in self._membership.nodes]})
+        cluster = self._membership.cluster
+        shown = [_shown_node(node) for node in self._membership.nodes]
+        shown += [_left_out_node(*one) for one in sorted(cluster.left_out.items())]
+        return _json({"nodes": shown, "membership": cluster.state()})
 
     async def _add_node(self, http: web.Request) -> web.Response:
         entry = parse(await read_body(http), NodeEntry)
@@ -175,8 +179,13 @@ class Admin:
 
     async def _remove_node(self, http: web.Request) -> web.Response:
         node_id = http.match_info["id"]
-        if not self._membership.nodes.remove(node_id):
+        node = self._membership.nodes.get(node_id)
+        if node is None:
             return _unknown("node")
+        if node.source == "membership":
+            what = "it is followed because it is in the store of its cluster; stop the node"
+            raise BadRequestError("id", what)
+        self._membership.nodes.remove(node_id)
         _log.info("node %s was removed by %s", node_id, http.remote)
         return web.Response(status=204)
 
@@ -227,6 +236,8 @@ def _shown_node(node: RegisteredNode) -> dict[str, object]:
     view, why = node.view, node.why_not()
     return {
         "id": node.id,
+        "source": node.source,
+        "cluster": view.cluster if view is not None else None,
         "url": node.entry.url,
         "events": node.events,
         "events_replay": node.events_replay,
@@ -238,6 +249,15 @@ def _shown_node(node: RegisteredNode) -> dict[str, object]:
         "why_not": why[0] if why is not None else None,
         "do": why[1] if why is not None else None,
     }
+
+
+def _left_out_node(node_id: str, why: LeftOut) -> dict[str, object]:
+    """A node of a membership that is not followed, as :func:`_shown_node` shows others."""
+    return {
+        "id": node_id, "source": "membership", "cluster": None, "url": None, "events": None,
+        "events_replay": None, "boot": None, "engines": [], "unnamed_sessions": None,
+        "why_not": why.why, "do": why.do,
+    }  # fmt: skip
 
 
 def _not_served(field: str, name: str) -> web.Response:

@@ -61,9 +61,9 @@ class Auth:
             (CallerRole.READ, "read", config.read_token, config.read_token_file),
             (CallerRole.OPERATE, "operate", config.operate_token, config.operate_token_file),
         ):
-            text = token or _read(f"http.{key}_token_file", path)
+            text = token or read_token_file(f"http.{key}_token_file", path)
             if text:
-                self._tokens[role] = _checked(f"http.{key}_token", text)
+                self._tokens[role] = checked_token(f"http.{key}_token", text)
                 self._open[role] = False
         self.made = "" if CallerRole.OPERATE in self._tokens else secrets.token_urlsafe(24)
         if self.made:
@@ -135,7 +135,12 @@ class MadeToken:
             privatefile.remove(self.path, self._token)
 
 
-def _checked(key: str, text: str) -> bytes:
+def checked_token(key: str, text: str) -> bytes:
+    """A token as it is sent.
+
+    Raises:
+        ConfigError: it is too short, or HTTP headers do not allow it; names ``key``.
+    """
     if len(text) < _TOKEN_CHARACTERS_MIN:
         raise ConfigError(
             f"{key} has {len(text)} characters; {_TOKEN_CHARACTERS_MIN} or more are needed"
@@ -145,7 +150,12 @@ def _checked(key: str, text: str) -> bytes:
     return text.encode()
 
 
-def _read(key: str, path: str) -> str:
+def read_token_file(key: str, path: str) -> str:
+    """The token in a file; empty without one.
+
+    Raises:
+        ConfigError: it cannot be read, or is empty; names ``key``, the setting.
+    """
     if not path:
         return ""
     try:

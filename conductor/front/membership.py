@@ -21,6 +21,7 @@ from conductor.config import (
     EngineEntry,
     check_endpoint,
 )
+from conductor.front.cluster import ClusterNodes
 from conductor.front.nodes import Nodes
 from conductor.front.openai import BadRequestError
 from conductor.front.served import DescribedEngine, ServedReader
@@ -35,7 +36,8 @@ from conductor.routing.engines import (
 )
 from conductor.routing.joining import ADVICE, FoundSessions, Gap, RankEvents, Sessions
 from conductor.routing.naming import own_domain
-from conductor.routing.prefixes import engine_worker, engine_workers, node_worker
+from conductor.routing.places import engine_worker, engine_workers, node_worker
+from kvstore.cluster.store import RecordStore
 from kvstore.index.control import Source
 from kvstore.index.face import PrefixIndex
 from kvstore.index.reading import UnreadableError
@@ -68,6 +70,7 @@ class _Registration:
         adapters: the LoRA adapters that it serves.
         read_at: when these are read again, on the clock; None = never, it has ``GET /v1/engine``.
         found: its sessions; those that were found last, if there are none now.
+        peers: ids of the other nodes of its node's cluster.
     """
 
     entry: EngineEntry
@@ -75,6 +78,12 @@ class _Registration:
     adapters: dict[str, LoraAdapter]
     read_at: float | None
     found: FoundSessions | None = None
+    peers: tuple[str, ...] = ()
+
+    @property
+    def node(self) -> str | None:
+        """Id of its node; None = unknown."""
+        return self.entry.node or self.said.node or (self.found.node if self.found else None)
 
 
 class Membership:
@@ -88,16 +97,22 @@ class Membership:
         index: PrefixIndex,
         changed: Callable[[], None],
         clock: Callable[[], float],
+        store: RecordStore | None,
     ) -> None:
         """Connect the parts; send nothing yet.
 
         Args:
-            config: :meth:`run` registers its ``engines`` and ``nodes``.
+            config: :meth:`run` registers its ``engines`` and ``nodes``, and the nodes of its
+                ``cluster``.
             registry: the engines; updated here.
             upstream: client for engines.
             index: the prefix index; told here whom to follow.
             changed: called after each change that may affect waiting requests.
             clock: seconds, monotonic.
+            store: has the nodes of the cluster; None = the one in ``config``.
+
+        Raises:
+            ConfigError: that store cannot be used by this process.
         """
         self._config = config
         self._registry = registry
@@ -105,7 +120,8 @@ class Membership:
         self._index = index
         self._changed = changed
         self._clock = clock
-        self.nodes = Nodes(config, index, self._rejoin)
+        self.nodes = Nodes(config, index, self._nodes_changed)
+        self.cluster = ClusterNodes(config, self.nodes, store)
         self._served = ServedReader(upstream, config.health.probe_timeout_s)
         self._registrations: dict[str, _Registration] = {}
         self._followed: dict[str, set[str]] = {}  # engine → workers in the index
@@ -165,11 +181,19 @@ class Membership:
         """
         entry = registration.entry
         found = sessions.find(entry.id, entry.url, entry.node or registration.said.node)
+        before = registration.found
         if isinstance(found, Gap):
-            return found
-        if found.spaces or registration.found is None or registration.found.node != found.node:
-            registration.found = found
-        return None
+            gap = found
+        else:
+            gap = None
+            if found.spaces or before is None or before.node != found.node:
+                registration.found = found
+        registration.peers = sessions.peers(registration.node)
+        return gap
+
+    def _nodes_changed(self) -> None:
+        self.cluster.look()
+        self._rejoin()
 
     def _rejoin(self) -> None:
         """The nodes tell something else: search the sessions of all engines again."""
@@ -284,6 +308,7 @@ class Membership:
         """Register the configured engines, then probe engines and read nodes until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.nodes.run(), name="nodes")
+            tasks.create_task(self.cluster.run(), name="nodes of the cluster")
             for entry in self._config.engines:
                 tasks.create_task(self._take_up(entry))
             while True:
@@ -392,7 +417,8 @@ def _combine(registration: _Registration, page_tokens_default: int) -> EngineInf
         events_bind=events_bind,
         events_replay=events_replay,
         ranks=found.ranks if found else (),
-        node=entry.node or said.node or (found.node if found else None),
+        node=registration.node,
+        peers=registration.peers,
         max_running=entry.max_running or said.max_running or _MAX_RUNNING_DEFAULT,
     )
 

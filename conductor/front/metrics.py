@@ -39,6 +39,21 @@ _GAUGES: Final = {
         ("engine", "gap"),
     ),
     "node_readable": ("1 if a node's admin API answered the last time, else 0.", ("node",)),
+    "node_source": (
+        "1 for where each node comes from: it was registered, or is in the store of its cluster.",
+        ("node", "source"),
+    ),
+    "membership_state": (
+        "1 for the state of what is known of the cluster's nodes, 0 for the others; all 0 without a"
+        " membership in etcd or Redis.",
+        ("state",),
+    ),
+    "membership_nodes": ("Nodes of the cluster according to etcd or Redis.", ()),
+    "membership_left_out": (
+        "Nodes of the cluster that are not followed, because of what their records say, and"
+        " records that cannot be read.",
+        (),
+    ),
     "node_unnamed_sessions": (
         "Sessions of a node that have no engine's name, so that they belong to no engine.",
         ("node",),

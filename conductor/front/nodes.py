@@ -10,7 +10,7 @@ sessions.
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
-from typing import Annotated, Final, NamedTuple, TypeVar
+from typing import Annotated, Final, Literal, NamedTuple, TypeVar
 from urllib.parse import urlencode, urlsplit
 
 import aiohttp
@@ -21,7 +21,7 @@ from conductor.config import ConductorConfig, Endpoint, Name, NodeEntry, check_e
 from conductor.front.openai import BadRequestError
 from conductor.front.upstream import read_limited
 from conductor.routing.joining import NodeView, SeenSession, host_of, reachable
-from conductor.routing.prefixes import node_worker
+from conductor.routing.places import node_worker
 from kvstore.index.control import Source
 from kvstore.index.face import PrefixIndex
 from kvstore.index.reading import UnreadableError, read
@@ -54,6 +54,7 @@ class _Events(msgspec.Struct):
     endpoint: Endpoint | None
     replay_endpoint: Endpoint | None
     follow_token: bool
+    cluster: _Text = ""
 
 
 class _Sessions(msgspec.Struct):
@@ -133,6 +134,7 @@ class NodeApi:
             events=reachable(told.endpoint, self._host),
             events_replay=reachable(told.replay_endpoint, self._host),
             follow_token=told.follow_token,
+            cluster=told.cluster,
             sessions=named,
             unnamed=len(sessions) - len(named),
         )
@@ -175,15 +177,24 @@ class NodeApi:
             raise NodeUnreadableError(f"{what}: {error}") from error
 
 
-class RegisteredNode(NamedTuple):
-    """A registered node, what it told last, and why it could not be read since (empty = nothing).
+NodeSource = Literal["registered", "membership"]
 
-    ``entry.id`` is set.
+
+class RegisteredNode(NamedTuple):
+    """A node that is followed.
+
+    Attributes:
+        entry: its registration; ``id`` is set.
+        view: what it told last; None = nothing yet.
+        trouble: why it could not be read since; empty = nothing.
+        source: ``registered`` = it was registered, or is in the configuration; ``membership`` = it
+            is in the store of a cluster.
     """
 
     entry: NodeEntry
     view: NodeView | None = None
     trouble: str = ""
+    source: NodeSource = "registered"
 
     @property
     def id(self) -> str:
@@ -206,11 +217,16 @@ class RegisteredNode(NamedTuple):
     def why_not(self) -> tuple[str, str] | None:
         """Why its pages do not count, and what to do; None if nothing is known to be wrong."""
         if self.trouble:
-            return self.trouble, "check whether it runs, and its `url` and `read_token`"
+            advice = "check whether it runs, and its `url` and `read_token`"
+            if self.source == "membership":
+                advice = "check whether it runs, its http.advertise, and cluster.read_token_file"
+            return self.trouble, advice
         if self.events is None and self.view is not None:
             return "its events are off", "set events.endpoint at the node"
         if self.lacks_token:
             what = "its events need a token"
+            if self.source == "membership":
+                return what, "set cluster.events_token_file, with the nodes' events.follow_token"
             return what, "register it with `events_token`, the node's events.follow_token"
         return None
 
@@ -256,7 +272,7 @@ class Nodes:
         return [node.view for node in self._nodes.values() if node.view is not None]
 
     async def register(self, entry: NodeEntry) -> RegisteredNode:
-        """Add a node, or replace the one with this id.
+        """Add a node, or replace the one with this id; also one of a membership.
 
         Raises:
             BadRequestError: there are too many nodes, another one has its name, or it refuses the
@@ -278,7 +294,8 @@ class Nodes:
         known = self._nodes.get(entry.id or (view.id if view else ""))
         if entry.id is None:
             assert view is not None
-            if known is not None and known.entry.url != entry.url:
+            by_hand = known is not None and known.source == "registered"
+            if known is not None and by_hand and known.entry.url != entry.url:
                 what = f"the node at {known.entry.url or known.events} has the name {view.id} too;"
                 raise BadRequestError("id", f"{what} register one of them with another id")
             entry = msgspec.structs.replace(entry, id=view.id)
@@ -287,13 +304,41 @@ class Nodes:
         if view is None and known is not None and known.entry.url == entry.url:
             view = known.view
         node = RegisteredNode(entry, view, trouble)
-        if known is not None and known.entry != entry:
+        self._put(node)
+        return node
+
+    def take_up(self, entry: NodeEntry) -> bool:
+        """Add a node of a membership, or replace it where it is now; read it soon.
+
+        Args:
+            entry: with ``id`` and ``url``; no node with this id was registered.
+
+        Returns:
+            False if there are too many nodes.
+        """
+        assert entry.id is not None
+        known = self._nodes.get(entry.id)
+        if known is not None and known.entry == entry:
+            return True
+        if known is None and len(self._nodes) >= NODES_MAX:
+            return False
+        assert known is None or known.source == "membership"
+        view = known.view if known is not None else None
+        self._put(RegisteredNode(entry, view, source="membership"))
+        return True
+
+    def _put(self, node: RegisteredNode) -> None:
+        known = self._nodes.get(node.id)
+        if known is not None and known.entry != node.entry:
             self._stop(node.id)
         self._nodes[node.id] = node
         self._follow(node)
         self._wake.set()
         self._changed()
-        return node
+
+    def get(self, node_id: str) -> RegisteredNode | None:
+        """The node with this id."""
+        return self._nodes.get(node_id)
 
     def remove(self, node_id: str) -> bool:
         """Remove a node; returns False if it is unknown."""
@@ -314,7 +359,7 @@ class Nodes:
                 self._wake.clear()
                 for node in self._nodes.values():
                     if node.entry.url is not None and node.id not in self._tasks:
-                        task = tasks.create_task(self._watch(node.entry), name=f"node {node.id}")
+                        task = tasks.create_task(self._watch(node), name=f"node {node.id}")
                         self._tasks[node.id] = task
                 await self._wake.wait()
 
@@ -323,6 +368,7 @@ class Nodes:
         with_url = [node for node in self._nodes.values() if node.entry.url is not None]
         return {
             "node_readable": {(node.id,): float(not node.trouble) for node in with_url},
+            "node_source": {(node.id, node.source): 1.0 for node in self._nodes.values()},
             "node_unnamed_sessions": {
                 (node.id,): float(node.view.unnamed) for node in with_url if node.view is not None
             },
@@ -341,11 +387,11 @@ class Nodes:
             else:
                 return
 
-    async def _watch(self, entry: NodeEntry) -> None:
+    async def _watch(self, node: RegisteredNode) -> None:
         """Read one node until cancelled."""
-        health = self._config.health
+        health, entry = self._config.health, node.entry
         assert entry.id is not None
-        pause_s = health.node_s
+        pause_s = health.node_s if node.source == "registered" else 0.0
         async with NodeApi(entry, health.probe_timeout_s) as api:
             while True:
                 await asyncio.sleep(pause_s)
@@ -353,7 +399,7 @@ class Nodes:
                     view = await api.view(entry.id)
                 except NodeUnreadableError as error:
                     self._missed(entry.id, str(error))
-                    pause_s = min(2 * pause_s, max(health.node_s, health.backoff_s_max))
+                    pause_s = max(health.node_s, min(2 * pause_s, health.backoff_s_max))
                 else:
                     self._seen(entry.id, view)
                     pause_s = health.node_s

@@ -78,6 +78,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         ranks: the events of each data-parallel rank, as its node tells; those of the first are
             ``events``, unless the registration says otherwise.
         node: id of the kvstore node it uses, or None.
+        peers: ids of the other followed nodes of that node's cluster, sorted.
         max_running: maximum requests in flight, at least 1.
     """
 
@@ -97,6 +98,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     events_replay: str | None = None
     ranks: tuple[RankEvents, ...] = ()
     node: str | None = None
+    peers: tuple[str, ...] = ()
     max_running: int = 8
 
 

@@ -110,6 +110,7 @@ class NodeView(Struct, frozen=True, kw_only=True):
         events: endpoint of its KV events; None = it has none.
         events_replay: endpoint for missed batches.
         follow_token: whether followers over TCP need a token.
+        cluster: name of the cluster whose other nodes' pages it can use; empty = it is alone.
         sessions: its sessions, those with an engine's name first.
         unnamed: number of sessions without an engine's name.
     """
@@ -122,6 +123,7 @@ class NodeView(Struct, frozen=True, kw_only=True):
     follow_token: bool
     sessions: tuple[SeenSession, ...]
     unnamed: int
+    cluster: str = ""
 
 
 class RankEvents(Struct, frozen=True):
@@ -165,8 +167,11 @@ class Sessions:
         """Index what the nodes told last."""
         self._named: dict[str, dict[str, list[SeenSession]]] = {}
         self._hosts: dict[str, str] = {}
+        self._clusters: dict[str, str] = {}
         for view in views:
             self._hosts[view.id] = view.host
+            if view.cluster:
+                self._clusters[view.id] = view.cluster
             for session in view.sessions:
                 if session.engine is not None:
                     name = session.engine.name.partition(_RANKS)[0]
@@ -198,6 +203,17 @@ class Sessions:
             if fitting:
                 return _found(fitting[0], nodes[fitting[0]], host)
         return Gap.UNKNOWN_NODE
+
+    def peers(self, node: str | None) -> tuple[str, ...]:
+        """Ids of the other nodes of a node's cluster, sorted; none if it is alone or unknown."""
+        cluster = self._clusters.get(node or "")
+        return tuple(
+            sorted(
+                one
+                for one, name in self._clusters.items()
+                if cluster is not None and name == cluster and one != node
+            )
+        )
 
 
 def host_of(url: str) -> str:

@@ -45,12 +45,15 @@ class Prefix(NamedTuple):
         node: longest prefix on nodes it can read from.
         usable: longest prefix of which each page is in either, or expected soon.
         rank: the engine's data-parallel rank for which this is true; None = it is for all.
+        peer: how much longer than ``usable`` the prefix is that one other node of its node's
+            cluster has; its node could fetch that.
     """
 
     local: int = 0
     node: int = 0
     usable: int = 0
     rank: int | None = None
+    peer: int = 0
 
 
 NO_PREFIX: Final = Prefix()
@@ -131,6 +134,8 @@ class Candidate(msgspec.Struct, frozen=True):
         local_tokens: prompt tokens in its own cache.
         node_tokens: prompt tokens on nodes it reads from.
         usable_tokens: prompt tokens it need not compute.
+        peer_tokens: prompt tokens beyond these that its node could fetch from one other node of the
+            cluster; no policy uses them.
         verdict: the role it was chosen for, ``passed over``, or why it could not be chosen.
     """
 
@@ -143,6 +148,7 @@ class Candidate(msgspec.Struct, frozen=True):
     local_tokens: int
     node_tokens: int
     usable_tokens: int
+    peer_tokens: int
     verdict: str
 
 
@@ -366,6 +372,7 @@ class _Call:
         prefixes: Mapping[str, Prefix],
     ) -> Candidate:
         standing = self._standing(engine, prefixes)
+        prefix = standing.prefix
         if engine is first:
             verdict = "chosen to serve alone" if first is second else "chosen to prefill"
         elif engine is second:
@@ -383,7 +390,10 @@ class _Call:
             standing.in_flight,
             engine.max_running,
             round(standing.load, 3),
-            *standing.prefix[:3],
+            prefix.local,
+            prefix.node,
+            prefix.usable,
+            prefix.peer,
             verdict,
         )
 

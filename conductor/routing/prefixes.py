@@ -6,17 +6,19 @@ keys. A prompt is hashed once for each scope: way of naming, model or space, blo
 adapter and salt.
 
 A prefix is usable as far as each of its tokens is in a block or page that the engine can use.
+Besides, there is what its node could fetch: the longest prefix that one other node of the cluster
+has by itself, from the first page on, as the nodes' own directory counts it. What several of them
+have together does not count: a node tells its engines what one peer has.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
-from typing import Final, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from itertools import chain, groupby
+from typing import Final
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from conductor.routing.engines import Engine, EngineInfo, EngineRegistry
+from conductor.routing.engines import Engine, EngineRegistry
 from conductor.routing.naming import (
     Chains,
     NamedPrompt,
@@ -24,40 +26,28 @@ from conductor.routing.naming import (
     lora_of,
     own_scope,
     seed_of,
-    space_scope,
+)
+from conductor.routing.places import (
+    PrefixPlan,
+    RankPart,
+    RankPeers,
+    engine_worker,
+    engine_workers,
+    peer_places,
+    places,
 )
 from conductor.routing.policy import Prefix, Waiting
-from kvstore.index.apply import shard_name
-from kvstore.index.control import Expect, FollowedWorker, IndexReport
-from kvstore.index.directory import HolderDirectory, PageHolder
+from kvstore.index.control import Expect, IndexReport
+from kvstore.index.directory import HolderDirectory
 from kvstore.index.face import PrefixIndex
-from kvstore.index.feed import EXPECTED
-from kvstore.index.runs import PartNeed, PrefixNeeds
+from kvstore.index.layout import Flags, Numbers
+from kvstore.index.runs import HolderRuns, PartNeed, PrefixNeeds
 from kvstore.index.scope import key_chains
 from kvstore.index.table import IndexReader
 from kvstore.page import PrefixKeys
 
-Flags = npt.NDArray[np.bool_]
-Numbers = npt.NDArray[np.int64]
-
 _PLANS_MAX: Final = 256
 """Models and LoRA adapters whose engines' needs are kept."""
-
-
-def engine_worker(engine_id: str, rank: int = 0) -> str:
-    """An engine's name in the index; ranks are data-parallel ones."""
-    return f"engine/{engine_id}/dp{rank}" if rank else f"engine/{engine_id}"
-
-
-def node_worker(node_id: str) -> str:
-    """A node's name in the index."""
-    return f"node/{node_id}"
-
-
-def engine_workers(info: EngineInfo) -> list[tuple[int, str]]:
-    """The data-parallel ranks of an engine, and their names in the index."""
-    numbers = [rank.rank for rank in info.ranks] or [0]
-    return [(number, engine_worker(info.id, number)) for number in numbers]
 
 
 class MediumMatch(msgspec.Struct, frozen=True):
@@ -65,162 +55,28 @@ class MediumMatch(msgspec.Struct, frozen=True):
 
     Attributes:
         engine: id of the engine that could use it.
-        worker: the engine (a rank of it) or its node.
+        worker: the engine (a rank of it), its node, or a peer of that.
         medium: ``GPU``, ``CPU``, ``STORAGE``, or ``EXPECTED``.
+        peer: whether the worker is another node of the cluster, so that the engine's node has to
+            fetch it.
         tokens: the longest usable prefix in this medium alone.
     """
 
     engine: str
     worker: str
     medium: str
+    peer: bool
     tokens: int
-
-
-class _Rank(NamedTuple):
-    """A data-parallel rank of an engine, by the engine's position in its plan."""
-
-    engine: int
-    number: int
-
-
-class _Place(NamedTuple):
-    """Where blocks or pages that one rank of an engine can use are looked for.
-
-    Attributes:
-        kind: ``own``: its own blocks; ``node``: pages of its node; ``expected``: blocks that it
-            will probably have.
-        worker: who has them.
-        scope: how they are named.
-        needs: what a hit needs of them.
-    """
-
-    kind: Literal["own", "node", "expected"]
-    worker: str
-    scope: PromptScope
-    needs: list[PartNeed]
-
-
-class _Part(NamedTuple):
-    """Ranks whose blocks are named in the same way, and what each needs.
-
-    Attributes:
-        ranks: their rows, in the same order as the candidates.
-    """
-
-    scope: PromptScope
-    ranks: Numbers
-    needs: PrefixNeeds
-
-
-class _Plan:
-    """What to look up for one model, for one state of its engines and of the holder directory."""
-
-    def __init__(
-        self,
-        model: str,
-        engines: Sequence[Engine],
-        report: IndexReport,
-        directory: HolderDirectory,
-    ) -> None:
-        workers = {one.worker: one for one in report.workers}
-        self.infos = [engine.info for engine in engines]
-        self.directory = directory
-        self.report = report
-        self.ranks: list[_Rank] = []
-        rows: dict[str, dict[PromptScope, list[tuple[int, list[PartNeed]]]]] = {}
-        for number, info in enumerate(self.infos):
-            for rank, name in engine_workers(info):
-                for place in _places(info, model, name, workers, directory):
-                    of_scope = rows.setdefault(place.kind, {}).setdefault(place.scope, [])
-                    of_scope.append((len(self.ranks), place.needs))
-                self.ranks.append(_Rank(number, rank))
-        self.own, self.on_node, self.expected = (
-            _parts(rows.get(kind, {})) for kind in ("own", "node", "expected")
-        )
-
-    def fits(
-        self, engines: Sequence[Engine], report: IndexReport, directory: HolderDirectory
-    ) -> bool:
-        """Whether nothing has changed that matters."""
-        if self.directory is not directory or len(engines) != len(self.infos):
-            return False
-        if any(one.info is not info for one, info in zip(engines, self.infos, strict=True)):
-            return False
-        if report is not self.report and _shapes(report) != _shapes(self.report):
-            return False
-        self.report = report
-        return True
-
-
-def _parts(by_scope: dict[PromptScope, list[tuple[int, list[PartNeed]]]]) -> list[_Part]:
-    return [
-        _Part(
-            scope,
-            np.array([row for row, _ in rows], dtype=np.int64),
-            PrefixNeeds([needs for _, needs in rows]),
-        )
-        for scope, rows in by_scope.items()
-    ]
-
-
-def _shapes(report: IndexReport) -> list[tuple[object, ...]]:
-    return [(one.worker, one.kind, one.block_tokens, one.groups) for one in report.workers]
-
-
-def _own_needs(
-    name: str, workers: Mapping[str, FollowedWorker], directory: HolderDirectory
-) -> list[PartNeed]:
-    """What a hit in an engine's own cache needs: of each KV group all blocks, or the last ones."""
-    known = workers.get(name)
-    holders = [
-        one for one in directory.by_worker.get(name, ()) if one.medium != EXPECTED and not one.shard
-    ]
-    # The report may not know a group yet, or not know the engine.
-    groups = dict.fromkeys((one.group for one in holders), 0)
-    groups |= known.groups if known is not None else {}
-    return [
-        PartNeed([one for one in holders if one.group == group], last_blocks or None)
-        for group, last_blocks in groups.items()
-    ]
-
-
-def _page_needs(name: str, reader: EngineInfo | None, directory: HolderDirectory) -> list[PartNeed]:
-    """What a hit needs of a worker's pages: the shards of who reads them, or all if unknown."""
-    shards = reader.shards if reader is not None else ()
-    windows = reader.windows if reader is not None else {}
-    of_shard: dict[str, list[PageHolder]] = {shard_name(0, digest): [] for digest in shards}
-    last = {shard_name(0, digest): pages for digest, pages in windows.items()}
-    for holder in directory.by_worker.get(name, ()):
-        if holder.shard and (not shards or holder.shard in of_shard):
-            of_shard.setdefault(holder.shard, []).append(holder)
-    return [PartNeed(holders, last.get(shard)) for shard, holders in of_shard.items()]
-
-
-def _places(
-    info: EngineInfo,
-    model: str,
-    name: str,
-    workers: Mapping[str, FollowedWorker],
-    directory: HolderDirectory,
-) -> Iterator[_Place]:
-    """Where is looked for what one rank of an engine, the worker ``name``, can use."""
-    lora = lora_of(info, model)
-    scope, pages = own_scope(info, lora, workers.get(name)), space_scope(info, lora)
-    yield _Place("own", name, scope, _own_needs(name, workers, directory))
-    yield _Place("expected", name, scope, [PartNeed([PageHolder(name, EXPECTED, "", 0)])])
-    if pages is not None:
-        yield _Place("own", name, pages, _page_needs(name, None, directory))
-        if info.node is not None:
-            node = node_worker(info.node)
-            yield _Place("node", node, pages, _page_needs(node, info, directory))
 
 
 def _in_medium(need: PartNeed, medium: str) -> PartNeed:
     return need._replace(holders=[one for one in need.holders if one.medium == medium])
 
 
-_Asked = dict[PromptScope, dict[tuple[str, str, str], list[PartNeed]]]
-"""scope → (engine, worker, medium) → what a hit needs in this medium alone."""
+_Row = tuple[str, str, str, bool]
+"""Engine, worker, medium, and whether the worker is a peer."""
+_Asked = dict[PromptScope, dict[_Row, list[PartNeed]]]
+"""scope → row → what a hit needs in this medium alone."""
 
 
 def _asked(
@@ -231,9 +87,11 @@ def _asked(
     asked: _Asked = {}
     for info in (engine.info for engine in engines):
         for _, name in engine_workers(info):
-            for place in _places(info, model or info.model, name, workers, directory):
+            served = model or info.model
+            of_engine = places(info, served, name, workers, directory)
+            for place in chain(of_engine, peer_places(info, served, directory)):
                 for medium in {one.medium for need in place.needs for one in need.holders}:
-                    row = (info.id, place.worker, medium)
+                    row = (info.id, place.worker, medium, place.kind == "peer")
                     alone = [_in_medium(need, medium) for need in place.needs]
                     asked.setdefault(place.scope, {})[row] = alone
     return asked
@@ -242,7 +100,7 @@ def _asked(
 def _match(
     table: IndexReader,
     scope: PromptScope,
-    rows: Mapping[tuple[str, str, str], list[PartNeed]],
+    rows: Mapping[_Row, list[PartNeed]],
     chains: Mapping[int, Chains],
     found: Sequence[list[MediumMatch]],
 ) -> None:
@@ -272,7 +130,7 @@ class PrefixView:
         self._index = index
         self._registry = registry
         self._prompts: dict[int, NamedPrompt] = {}
-        self._plans: dict[str, _Plan] = {}
+        self._plans: dict[str, PrefixPlan] = {}
         self._secret = 0
         self.needed = needed
 
@@ -309,12 +167,12 @@ class PrefixView:
         engines: Sequence[Engine],
         report: IndexReport,
         directory: HolderDirectory,
-    ) -> _Plan:
+    ) -> PrefixPlan:
         plan = self._plans.get(model)
         if plan is None or not plan.fits(engines, report, directory):
             if plan is None and len(self._plans) >= _PLANS_MAX:
                 self._plans.clear()
-            plan = self._plans[model] = _Plan(model, engines, report, directory)
+            plan = self._plans[model] = PrefixPlan(model, engines, report, directory)
         return plan
 
     def match(
@@ -394,13 +252,15 @@ class PrefixView:
 class _Lookup:
     """One prompt at all engines of its model."""
 
-    def __init__(self, table: IndexReader, prompt: NamedPrompt, plan: _Plan) -> None:
+    def __init__(self, table: IndexReader, prompt: NamedPrompt, plan: PrefixPlan) -> None:
         self._table = table
         self._prompt = prompt
         self._plan = plan
         count = len(plan.ranks)
         self._own = np.zeros(count, dtype=np.int64)
         self._node = np.zeros(count, dtype=np.int64)
+        self._peer = np.zeros(count, dtype=np.int64)
+        self._found: dict[PromptScope, HolderRuns] = {}
         #: (ends in tokens, rows of ranks, whether each has each stretch)
         self._there: list[tuple[Numbers, Numbers, Flags]] = []
 
@@ -413,7 +273,10 @@ class _Lookup:
             self._add(part, self._node)
         for part in plan.expected:
             self._add(part, None)
+        for peers in plan.peers:
+            self._add_peers(peers)
         usable = np.maximum(self._covered(), np.maximum(self._own, self._node))
+        peer = np.maximum(self._peer - usable, 0)
         result: dict[str, Prefix] = {}
         for engine, ranks in groupby(enumerate(plan.ranks), key=lambda one: one[1].engine):
             rows = [row for row, _ in ranks]
@@ -421,22 +284,40 @@ class _Lookup:
             differs = len(rows) == 1 or usable[rows].min() < usable[best]
             result[plan.infos[engine].id] = Prefix(
                 int(self._own[best]), int(self._node[best]), int(usable[best]),
-                plan.ranks[best].number if differs else None,
+                plan.ranks[best].number if differs else None, int(peer[best]),
             )  # fmt: skip
         return result
 
-    def _add(self, part: _Part, longest: Numbers | None) -> None:
+    def _add(self, part: RankPart, longest: Numbers | None) -> None:
         """Look one scope up; ``longest`` gets the tokens of the longest prefix of each rank."""
-        chains = self._prompt.named(part.scope, self._table.secret)
-        if not len(chains):
+        found = self._find(part.scope)
+        if found is None:
             return
         part.needs.prepare(self._plan.directory)
-        found = self._table.find(chains)
         size = part.scope.block_tokens
         if longest is not None:
             tokens = part.needs.prefixes(found) * size
             longest[part.ranks] = np.maximum(longest[part.ranks], tokens)
         self._there.append((found.ends * size, part.ranks, part.needs.present(found)))
+
+    def _add_peers(self, peers: RankPeers) -> None:
+        """Of each rank, the longest prefix that one of its peers has by itself."""
+        found = self._find(peers.scope)
+        if found is not None:
+            peers.needs.prepare(self._plan.directory)
+            tokens = peers.needs.prefixes(found) * peers.scope.block_tokens
+            longest = np.where(peers.whose, tokens, 0).max(axis=1)
+            self._peer = np.maximum(self._peer, longest)
+
+    def _find(self, scope: PromptScope) -> HolderRuns | None:
+        """Who holds the prompt's blocks; None if it is shorter than one."""
+        found = self._found.get(scope)
+        if found is None:
+            chains = self._prompt.named(scope, self._table.secret)
+            if not len(chains):
+                return None
+            found = self._found[scope] = self._table.find(chains)
+        return found
 
     def _covered(self) -> Numbers:
         """For each rank, how many leading tokens are in one of its blocks or pages."""

@@ -45,17 +45,13 @@ def conductor_checks(url: str, token: str) -> list[Check]:
     """
     token = conductor_token(url) or token
     try:
-        engines, nodes = (_listed(url, name, token) for name in ("engines", "nodes"))
+        engines, nodes = (_answer(url, name, token) for name in ("engines", "nodes"))
+        checks = _checks(engines["engines"], nodes["nodes"], nodes.get("membership"))
+        counted = f"{url}: {len(engines['engines'])} engines, {len(nodes['nodes'])} nodes"
     except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as error:
         advice = "check --conductor, and whether it runs; if reading needs a token, give --token"
         return [Check("conductor", "fail", f"{url}: {error}", advice)]
-    checks = [
-        *(_dead(one) for one in engines if one.get("state") == "dead"),
-        *(_engine(one) for one in engines if one.get("gaps")),
-        *(_node(one) for one in nodes if one.get("why_not")),
-    ]
-    counted = f"{url}: {len(engines)} engines, {len(nodes)} nodes"
-    if not engines:
+    if not engines["engines"]:
         first = Check("conductor", "warn", counted, "register engines: POST /v1/engines")
     else:
         advice = "see the lines below" if checks else ""
@@ -63,7 +59,7 @@ def conductor_checks(url: str, token: str) -> list[Check]:
     return [first, *checks[:_SHOWN_MAX]]
 
 
-def _listed(url: str, name: str, token: str) -> list[dict[str, Any]]:
+def _answer(url: str, name: str, token: str) -> dict[str, Any]:
     """The engines or the nodes of a Conductor.
 
     Raises:
@@ -72,8 +68,27 @@ def _listed(url: str, name: str, token: str) -> list[dict[str, Any]]:
     status, body = client.send(url, "GET", f"/v1/{name}", token=token, timeout_s=_TIMEOUT_S)
     if status != http.client.OK:
         raise ValueError(f"GET /v1/{name}: status {status}")
-    rows: list[dict[str, Any]] = json.loads(body)[name]
-    return rows
+    answer: dict[str, Any] = json.loads(body)
+    return answer
+
+
+def _checks(
+    engines: list[dict[str, Any]], nodes: list[dict[str, Any]], membership: dict[str, Any] | None
+) -> list[Check]:
+    """A line for each engine and node that does not count, and for a membership that is away."""
+    return [
+        *([_membership(membership)] if membership and membership["state"] != "current" else []),
+        *(_dead(one) for one in engines if one.get("state") == "dead"),
+        *(_engine(one) for one in engines if one.get("gaps")),
+        *(_node(one) for one in nodes if one.get("why_not")),
+    ]
+
+
+def _membership(shown: Mapping[str, Any]) -> Check:
+    kind = shown["kind"]
+    means = f"cluster {shown['cluster']}: {kind} is {shown['state']}: {shown['why']}"
+    advice = f"check {kind}, and section {kind} of the Conductor; until then no new node is seen"
+    return Check("membership", "warn", means, advice)
 
 
 def _dead(shown: Mapping[str, Any]) -> Check:

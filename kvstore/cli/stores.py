@@ -35,9 +35,11 @@ def store_checks(config: ServerConfig) -> Iterator[Check]:
         yield Check("stores", "fail", str(error), "correct it; the node does not start")
         return
     for kind in cluster.stores:
-        yield from _servers(kind, store_servers(config, kind))
+        yield from _servers(kind, store_servers(getattr(config, kind)))
     advertised = cluster.advertise or cluster.listen
-    servers = [one for kind in cluster.stores for one in store_servers(config, kind).endpoints]
+    servers = [
+        one for kind in cluster.stores for one in store_servers(getattr(config, kind)).endpoints
+    ]
     if is_loopback(read_address(advertised).host) and not all(
         is_loopback(read_address(one).host) for one in servers
     ):

@@ -109,6 +109,11 @@ class EtcdStore:
             self._lease = 0
         return bool(self._lease)
 
+    async def check(self) -> None:
+        """See :meth:`kvstore.cluster.store.RecordStore.check`."""
+        request = rpc.RangeRequest(key=self._settings, count_only=True)
+        await self._call(lambda: rpc.KVStub(self._open()).Range, request)
+
     async def withdraw(self, name: str, value: bytes) -> None:
         """See :meth:`kvstore.cluster.store.RecordStore.withdraw`."""
         key = self._nodes + name.encode()

@@ -124,7 +124,7 @@ class LeasedMembership:
                     self._idle.set()
                     await self._changed.wait()
                     continue
-                await _first_of(self._hold(claim), self._changed.wait())
+                await first_of(self._hold(claim), self._changed.wait())
                 if self._claim is not claim:
                     await self._withdraw(claim)
         finally:
@@ -193,7 +193,7 @@ class LeasedMembership:
         await self._take(claim)
         self._joined_s = monotonic()
         self._roster.trust(self._joined_s)
-        await _first_of(self._renew(), self._follow(claim))
+        await first_of(self._renew(), self._follow(claim))
 
     async def _take(self, claim: NameClaim) -> None:
         """Put the own record under its name."""
@@ -258,7 +258,7 @@ class LeasedMembership:
             news.set()
 
 
-async def _first_of(*cases: Coroutine[Any, Any, object]) -> None:
+async def first_of(*cases: Coroutine[Any, Any, object]) -> None:
     """Run several until one of them ends; raises its error."""
     tasks = [asyncio.create_task(case) for case in cases]
     try:

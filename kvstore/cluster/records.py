@@ -35,6 +35,8 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
         protocol: ``major.minor`` of the protocol that it speaks.
         scheme: how it computes keys and digests of pages.
         state: ``up``, or ``draining`` = it is about to leave.
+        admin: URL of its admin API as other machines reach it, which whoever reads this checks;
+            empty = they do not reach it, or it is a node of an earlier version.
     """
 
     name: str
@@ -44,6 +46,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     protocol: str = PROTOCOL
     scheme: str = SCHEME
     state: NodeState = "up"
+    admin: str = ""
 
 
 class JoinStanding(msgspec.Struct, frozen=True):
@@ -86,6 +89,7 @@ class _WrittenRecord(msgspec.Struct):
     scheme: str
     transports: dict[str, str] = {}
     state: NodeState = "up"
+    admin: str = ""
 
 
 _SETTINGS: Final = msgspec.json.Decoder(ClusterSettings)
@@ -97,7 +101,7 @@ def write_record(record: NodeRecord) -> bytes:
     return msgspec.json.encode(
         _WrittenRecord(
             record.name, record.boot.hex(), record.endpoint, record.protocol, record.scheme,
-            record.transports, record.state,
+            record.transports, record.state, record.admin,
         ), order="sorted",
     )  # fmt: skip
 
@@ -129,6 +133,7 @@ def read_record(name: str, value: bytes) -> NodeRecord:
     return NodeRecord(
         name=name, boot=boot, endpoint=written.endpoint, transports=written.transports,
         protocol=written.protocol, scheme=written.scheme, state=written.state,
+        admin=written.admin,
     )  # fmt: skip
 
 

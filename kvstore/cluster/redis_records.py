@@ -128,6 +128,10 @@ class RedisStore:
         name, value = self._own
         return bool(await self._eval(_RENEW, 2, *self._keys(name), value, self._lease_ms(), name))
 
+    async def check(self) -> None:
+        """See :meth:`kvstore.cluster.store.RecordStore.check`."""
+        await self._eval("return 1", 0)
+
     async def withdraw(self, name: str, value: bytes) -> None:
         """See :meth:`kvstore.cluster.store.RecordStore.withdraw`."""
         await self._eval(_WITHDRAW, 2, *self._keys(name), value, name)

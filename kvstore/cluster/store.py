@@ -51,6 +51,9 @@ class RecordStore(Protocol):
     async def renew(self) -> bool:
         """Renew the lease; False = it has run out, so the record that was claimed may be gone."""
 
+    async def check(self) -> None:
+        """Ask for nothing: raises when the store is away, which a watch may not notice."""
+
     async def withdraw(self, name: str, value: bytes) -> None:
         """Delete a record if it is still this one."""
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, Generic, Literal, TypeVar, get_args, g
 
 import msgspec
 
-from kvstore.config.addresses import is_loopback
+from kvstore.config.addresses import is_loopback, read_url
 from kvstore.config.cluster import NODES_MAX, ClusterConfig
 from kvstore.config.constraints import allowed
 from kvstore.config.machine import Needs
@@ -176,6 +176,10 @@ class HttpConfig(Section, frozen=True):
         operate_token: bearer token that also allows changes; empty = taken from the file.
         operate_token_file: file with that token; empty = none. If no token is configured at all,
             the node generates one at each start, in a file next to ``socket_path``.
+        advertise: URL of the admin API as other machines reach it, for the node's record in etcd or
+            Redis, where a Conductor finds it; empty = ``host`` and ``port``. If ``host`` stands for
+            all addresses, the host of ``cluster.advertise`` or ``cluster.listen`` is used; if it is
+            loopback, the API is told only in a cluster on loopback.
     """
 
     host: str = "127.0.0.1"
@@ -185,9 +189,15 @@ class HttpConfig(Section, frozen=True):
     read_token_file: str = ""
     operate_token: str = ""
     operate_token_file: str = ""
+    advertise: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse an address other than loopback without a token."""
+        """Refuse an address other than loopback without a token, and a URL that is none."""
+        if self.advertise:
+            try:
+                read_url(self.advertise)
+            except ValueError as error:
+                raise ValueError(f"http.advertise: {error}") from None
         tokens = (
             self.read_token, self.read_token_file, self.operate_token, self.operate_token_file
         )  # fmt: skip

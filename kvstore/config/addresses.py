@@ -37,6 +37,25 @@ def read_address(text: str) -> Address:
     return Address(plain, int(port))
 
 
+def read_url(text: str) -> Address:
+    """The address in ``http://host:port`` or ``https://host:port``.
+
+    Raises:
+        ValueError: it is none, or nobody can connect to it. The message does not repeat it, because
+            it could have a password.
+    """
+    scheme, separator, where = text.partition("://")
+    try:
+        address = read_address(where)
+    except ValueError:
+        address = Address("", 0)
+    if not separator or scheme not in ("http", "https") or not address.port:
+        raise ValueError("must be http://host:port or https://host:port, and nothing else")
+    if is_wildcard(address.host):
+        raise ValueError("stands for all addresses: name the one that others reach")
+    return address
+
+
 def is_wildcard(host: str) -> bool:
     """Whether it stands for all addresses of this machine, so that nobody can connect to it."""
     try:

@@ -232,7 +232,8 @@ class EventSource(Answer, frozen=True):
 
     ``boot`` and ``topic`` change at every start. ``endpoint`` and ``replay_endpoint`` are None if
     they are off. ``follow_token``: followers over TCP must send ``events.follow_token``.
-    ``tokens``: events have the token ids of pages.
+    ``tokens``: events have the token ids of pages. ``cluster``: name of the cluster whose other
+    nodes' pages this one can use; empty = it is alone.
     """
 
     node: str
@@ -242,6 +243,7 @@ class EventSource(Answer, frozen=True):
     replay_endpoint: str | None
     follow_token: bool
     tokens: bool
+    cluster: str
 
 
 # Explanations

@@ -23,7 +23,7 @@ from kvstore.cluster.side import Peers
 from kvstore.cluster.talk import ChildTalk
 from kvstore.cluster.tls import certificate_files, client_context, server_context
 from kvstore.config import ServerConfig
-from kvstore.config.addresses import Address, read_address
+from kvstore.config.addresses import Address, is_loopback, is_wildcard, read_address
 from kvstore.index.credentials import PeerCredentials
 from kvstore.index.process import IndexProcess
 from kvstore.node.desk import Desk
@@ -40,16 +40,25 @@ log = logging.getLogger(__name__)
 
 
 def join(
-    config: ServerConfig, desk: Desk, memory: HostMemory, publication: Publication, undo: ExitStack
-) -> "ClusterSide | None":
+    config: ServerConfig, desk: Desk, memory: HostMemory, publication: Publication, admin_url: str,
+    undo: ExitStack,
+) -> "ClusterSide | None":  # fmt: skip
     """Listen for the other nodes of the cluster; None if the node is alone.
+
+    Args:
+        config: of the node.
+        desk: gets a peer side.
+        memory: the memory of the node's slots.
+        publication: the node's events, for other nodes.
+        admin_url: where the admin API listens over TCP.
+        undo: gets a function that ends everything.
 
     Raises:
         ConfigError: an address or a certificate cannot be used; names its key.
     """
     if not config.cluster.name:
         return None
-    side = ClusterSide(config, desk, memory, publication)
+    side = ClusterSide(config, desk, memory, publication, admin_url)
     undo.callback(side.close)
     side.start()
     event(log, logging.INFO, "listening for other nodes", cluster=config.cluster.name,
@@ -65,24 +74,28 @@ class ClusterSide:
         desk: gets a peer side; other nodes get lines at it.
         memory: the memory of the node's slots.
         publication: the node's events, for other nodes.
+        admin_url: where the admin API listens over TCP.
 
     Raises:
         ConfigError: an address or a certificate cannot be used; names its key.
 
     Attributes:
+        cluster: name of the cluster.
         peers: the desk's peer side.
         service: the peer service.
         state: ``up`` or ``draining``, as other nodes are told.
     """
 
     def __init__(
-        self, config: ServerConfig, desk: Desk, memory: HostMemory, publication: Publication
-    ) -> None:
+        self, config: ServerConfig, desk: Desk, memory: HostMemory, publication: Publication,
+        admin_url: str,
+    ) -> None:  # fmt: skip
         """Listen for bytes of pages; see :meth:`start`."""
         cluster, node = config.cluster, desk.node
         self.state: NodeState = "up"
         self._state_changed = asyncio.Event()
         assert cluster.name
+        self.cluster = cluster.name
         check_stores(config)
         self._local = LocalNode(cluster.name, node.name, node.boot, SCHEME)
         self._client = client_context(cluster)
@@ -95,6 +108,7 @@ class ClusterSide:
         self._membership, self._directory = self._members()
         self._tunnels = EventTunnels(publication)
         self._advertise = cluster.advertise
+        self._admin_url = admin_url
         self._desk = desk
         self._limits = PeerLimits(cluster.in_flight_bytes_max)
         self._transports = open_transports(cluster, server, self._client)
@@ -152,6 +166,7 @@ class ClusterSide:
         return NodeRecord(
             name=self._local.name, boot=self._local.boot, endpoint=str(endpoint),
             transports=told_transports(self._transports), state=self.state,
+            admin=told_admin(self._config.http.advertise, self._admin_url, endpoint.host),
         )  # fmt: skip
 
     def _members(
@@ -182,10 +197,11 @@ class ClusterSide:
         config, cluster = self._config, self._config.cluster
         place = directory = None
         if cluster.membership != "local":
-            place = StorePlace(cluster.membership, store_servers(config, cluster.membership))
+            servers = store_servers(getattr(config, cluster.membership))
+            place = StorePlace(cluster.membership, servers)
         if cluster.directory != "peers":
             directory = DirectorySettings(
-                servers=store_servers(config, cluster.directory), boot=self._local.boot,
+                servers=store_servers(getattr(config, cluster.directory)), boot=self._local.boot,
                 endpoint=self._record().endpoint,
             )  # fmt: skip
         return ChildSettings(credentials=self._credentials, membership=place, directory=directory)
@@ -233,3 +249,20 @@ class ClusterSide:
         taken = list(remote.jobs)
         remote.jobs.clear()
         return taken
+
+
+def told_admin(advertise: str, listening: str, host: str) -> str:
+    """The URL of a node's admin API as other machines reach it; empty if they do not.
+
+    Args:
+        advertise: what the configuration says; empty = nothing.
+        listening: where it listens, ``http://host:port``.
+        host: of the node's peer service, as others reach it.
+    """
+    if advertise:
+        return advertise
+    bound, _, port = listening.rpartition("//")[2].rpartition(":")
+    at = bound.strip("[]")
+    if at == "*" or is_wildcard(at):
+        return f"http://{Address(host, int(port))}"
+    return "" if is_loopback(at) and not is_loopback(host) else listening

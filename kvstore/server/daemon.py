@@ -161,7 +161,7 @@ class Daemon:
             self._recover(loop)
         questions = FollowerQuestions(self.desk, self.publication)
         self._undo.callback(questions.close)
-        cluster = join(self.config, self.desk, self.memory, self.publication, self._undo)
+        cluster = join(self.config, self.desk, self.memory, self.publication, http.url, self._undo)
         self.status.join(cluster)
         self.socket.listen()
         self._undo.callback(self.socket.close)

@@ -21,7 +21,13 @@ _WITHHELD: Final = "all memory is withheld because clients of the previous run s
 
 
 class OtherNodes(CopySide, Protocol):
-    """The side towards the other nodes of the cluster."""
+    """The side towards the other nodes of the cluster.
+
+    Attributes:
+        cluster: name of the cluster.
+    """
+
+    cluster: str
 
     def stats(self) -> dict[str, Any]:
         """A :class:`kvstore.server.counts.ClusterCounts`, as plain values."""
@@ -120,6 +126,7 @@ class NodeStatus:
             endpoint=publication.endpoint or None,
             replay_endpoint=publication.replay_endpoint or None,
             follow_token=publication.needs_token, tokens=publication.tells_tokens,
+            cluster=self.others.cluster if self.others is not None else "",
         )  # fmt: skip
 
     def tiers(self) -> list[dict[str, Any]]:

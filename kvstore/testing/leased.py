@@ -103,6 +103,11 @@ class TimedStore:
         async with self._measured():
             return await self._store.renew()
 
+    async def check(self) -> None:
+        """See :class:`~kvstore.cluster.store.RecordStore`."""
+        async with self._measured():
+            await self._store.check()
+
     async def withdraw(self, name: str, value: bytes) -> None:
         """See :class:`~kvstore.cluster.store.RecordStore`."""
         async with self._measured():

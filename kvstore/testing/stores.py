@@ -142,6 +142,10 @@ class MemoryStore:
         self._shared.put(*self._own)
         return True
 
+    async def check(self) -> None:
+        """See :class:`~kvstore.cluster.store.RecordStore`."""
+        await self._call()
+
     async def withdraw(self, name: str, value: bytes) -> None:
         """See :class:`~kvstore.cluster.store.RecordStore`."""
         await self._call()

@@ -72,6 +72,16 @@ def test_each_gap_of_an_engine_or_node_is_a_line_with_its_advice(conductor) -> N
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("state", "lines"), [("current", 0), ("away", 1), ("connecting", 1)])
+def test_a_membership_that_is_not_read_is_a_line(conductor, state: str, lines: int) -> None:
+    membership = {"kind": "etcd", "cluster": "blue", "state": state, "field": "", "why": "closed"}
+    conductor.answers["/v1/engines"] = {"engines": [{"id": "e", "gaps": []}]}
+    conductor.answers["/v1/nodes"] = {"nodes": [], "membership": membership}
+    _, *found = conductor_checks(conductor.url, "")
+    assert [(one.name, one.status) for one in found] == [("membership", "warn")] * lines
+    assert all(f"etcd is {state}: closed" in one.found for one in found)
+
+
 def test_a_dead_engine_is_a_line_even_if_it_lacks_nothing(conductor) -> None:
     dead = {"id": "e", "gaps": [], "state": "dead", "failures": 7, "url": "http://h:1"}
     conductor.answers["/v1/engines"] = {"engines": [dead, {**dead, "id": "a", "state": "alive"}]}

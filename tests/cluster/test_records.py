@@ -17,7 +17,7 @@ from kvstore.cluster.roster import Roster
 
 RECORD = NodeRecord(
     name="a", boot=b"\xff" * 16, endpoint="[fd00::2]:7400", transports={"tcp": ":7401"},
-    protocol="1.9", scheme="other", state="draining",
+    protocol="1.9", scheme="other", state="draining", admin="http://[fd00::2]:7780",
 )  # fmt: skip
 NAMES = st.text(string.ascii_letters + string.digits + "._-", min_size=1, max_size=64)
 
@@ -30,6 +30,7 @@ def test_a_record_is_json_with_the_boot_id_in_hex():
     assert json.loads(write_record(RECORD)) == {
         "name": "a", "boot": "ff" * 16, "endpoint": "[fd00::2]:7400",
         "transports": {"tcp": ":7401"}, "protocol": "1.9", "scheme": "other", "state": "draining",
+        "admin": "http://[fd00::2]:7780",
     }  # fmt: skip
 
 
@@ -37,6 +38,12 @@ def test_a_record_is_json_with_the_boot_id_in_hex():
 def test_a_record_is_read_as_it_was_written(name: str, boot: bytes, port: int):
     record = NodeRecord(name=name, boot=boot, endpoint=f"10.0.0.1:{port}")
     assert read_record(name, write_record(record)) == record
+
+
+def test_a_node_of_an_earlier_version_tells_no_admin_api():
+    before = json.loads(write_record(RECORD))
+    del before["admin"]
+    assert read_record("a", json.dumps(before).encode()).admin == ""
 
 
 def test_fields_of_a_newer_node_are_ignored():

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from conductor.config import ConductorConfig
 from conductor.service import Conductor, index_settings
+from kvstore.cluster.store import RecordStore
 from kvstore.index.followers import Follower
 from tests.local_index import LocalIndex
 
@@ -399,14 +400,16 @@ def configured(**sections: Any) -> ConductorConfig:
 
 
 @asynccontextmanager
-async def serving(*engines: FakeEngine, **sections: Any) -> AsyncIterator[Client]:
+async def serving(
+    *engines: FakeEngine, store: RecordStore | None = None, **sections: Any
+) -> AsyncIterator[Client]:
     """A Conductor that knows these engines; everything ends with the context."""
     async with AsyncExitStack() as stack:
         for engine in engines:
             await engine.start()
             stack.push_async_callback(engine.stop)
         config = configured(**sections)
-        conductor = Conductor(config, index=LocalIndex(index_settings(config)))
+        conductor = Conductor(config, index=LocalIndex(index_settings(config)), store=store)
         stop, url = asyncio.Event(), asyncio.get_running_loop().create_future()
         async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
             tasks.create_task(conductor.serve(stop, url.set_result))

@@ -286,7 +286,7 @@ async def test_a_nodes_token_is_kept_and_told_to_nobody() -> None:
         status, answer, _ = await client.operate("/v1/nodes", {**node, "events_token": READ})
         assert (status, {**answer, **node}) == (201, answer)
         assert READ not in str(answer)
-        assert (await client.get("/v1/nodes"))[1] == {"nodes": [answer]}
+        assert (await client.get("/v1/nodes"))[1]["nodes"] == [answer]
         follower = client.followed("node/n")
         assert follower is not None
         assert follower.source.token == READ

@@ -11,7 +11,7 @@ from conductor.front import membership
 from conductor.front.served import ADAPTERS_MAX, ServedReader
 from conductor.routing.engines import LoraAdapter
 from conductor.routing.naming import lora_of, own_domain
-from conductor.routing.prefixes import engine_worker, node_worker
+from conductor.routing.places import engine_worker, node_worker
 from engine_adapters.vllm.names import names_of
 from kvstore.engine.identity import chain_seed
 from kvstore.engine.requests import weights_fingerprint

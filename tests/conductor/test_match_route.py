@@ -34,7 +34,7 @@ async def test_tokens_and_keys_of_a_batch_are_matched_each_as_it_would_be_alone(
             publisher.publish([stored(keys_of(PROMPT)[:3])])
             await eventually(lambda: client.entries == 3)
             await eventually(lambda: client.is_current("engine/b"))
-            found = {"engine": "b", "worker": "engine/b", "medium": "GPU"}
+            found = {"engine": "b", "worker": "engine/b", "medium": "GPU", "peer": False}
             expected = {**found, "medium": "EXPECTED", "tokens": 0}
             own = {**found, "tokens": 12}
             by_tokens = {"prompt_tokens": len(TOKENS), "matches": [expected, own]}

@@ -288,7 +288,7 @@ async def test_a_node_that_cannot_be_read_is_refused_unless_it_is_named() -> Non
         node.status = 500
         status, answer, _ = await client.operate("/v1/nodes", {"url": node.url})
         assert (status, answer["error"]["code"]) == (502, "node_unreachable")
-        assert (await client.get("/v1/nodes"))[1] == {"nodes": []}
+        assert (await client.get("/v1/nodes"))[1]["nodes"] == []
         body = {"id": "mine", "url": node.url, "read_token": READ}
         status, answer, _ = await client.operate("/v1/nodes", body)
         assert status == 201

@@ -7,8 +7,9 @@ import pytest
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.joining import RankEvents
 from conductor.routing.naming import own_domain
+from conductor.routing.places import engine_worker
 from conductor.routing.policy import Prefix, Waiting
-from conductor.routing.prefixes import PrefixView, engine_worker
+from conductor.routing.prefixes import PrefixView
 from kvstore.index.control import IndexReport, IndexSettings, Source, SourceBounds
 from kvstore.index.feed import WorkerFeed
 from kvstore.page import page_keys

@@ -7,8 +7,9 @@ import pytest
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.joining import RankEvents
 from conductor.routing.naming import own_domain
+from conductor.routing.places import engine_worker, node_worker
 from conductor.routing.policy import Prefix, Waiting
-from conductor.routing.prefixes import PrefixView, engine_worker, node_worker
+from conductor.routing.prefixes import PrefixView
 from kvstore.engine.identity import chain_seed
 from kvstore.index.control import IndexSettings, Source, SourceBounds
 from kvstore.page import page_keys
@@ -49,12 +50,12 @@ class Cluster:
             pass
         self._feed(worker).flush()
 
-    def pages(self, shard: str, first: int, last: int, salt: str = "") -> None:
-        """The node has these pages of the prompt, of one shard."""
+    def pages(self, shard: str, first: int, last: int, salt: str = "", node: str = "n") -> None:
+        """A node has these pages of the prompt, of one shard."""
         seed = chain_seed([("cache_salt", salt)] if salt else [])
         keys = [bytes(key) for key in page_keys(TOKENS, PAGE, seed=seed)]
         self.tell(
-            node_worker("n"), block_hashes=keys[first:last], block_size=PAGE, medium="CPU",
+            node_worker(node), block_hashes=keys[first:last], block_size=PAGE, medium="CPU",
             space=SPACE, shard=0, shard_digest=shard[:16],
         )  # fmt: skip
 

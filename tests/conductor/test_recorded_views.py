@@ -6,8 +6,9 @@ import pytest
 
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.naming import own_domain
+from conductor.routing.places import engine_worker, node_worker
 from conductor.routing.policy import Assign, EngineView, Health, Scheduler, View, Waiting
-from conductor.routing.prefixes import PrefixView, engine_worker, node_worker
+from conductor.routing.prefixes import PrefixView
 from kvstore.index.control import IndexSettings, Source, SourceBounds
 from tests.conductor.recorded import ENGINES, MODEL, NODES, PAGE_TOKENS, RECORDED, SPACE, steps
 from tests.local_index import LocalIndex

@@ -4,10 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conductor.config import load_conductor
 from kvstore.cluster.configured import check_stores
 from kvstore.config import ServerConfig, load, show
 from kvstore.config.addresses import Address, is_loopback, read_address
 from kvstore.errors import ConfigError
+from kvstore.server.cluster import told_admin
 
 FILES = ["cluster.certificate=/c", "cluster.key=/k", "cluster.authority=/a"]
 NAMED = ["cluster.name=c"]
@@ -214,3 +216,58 @@ def test_a_client_that_is_not_installed_is_named_with_its_extra(monkeypatch):
     monkeypatch.setattr("kvstore.cluster.configured.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"aetcd: pip install 'kvstore-server\[etcd\]'"):
         check_stores(config)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["10.0.0.1:7780", "unix:///run/kvstore.sock", "http://user:secret@10.0.0.1:7780",
+     "http://10.0.0.1", "http://10.0.0.1:0", "http://0.0.0.0:7780", "https://[::]:7780",
+     "http://10.0.0.1:7780/secret"],
+)  # fmt: skip
+def test_an_admin_api_that_nobody_can_connect_to_is_not_advertised(url):
+    with pytest.raises(ConfigError, match=r"http\.advertise: ") as refused:
+        read(f"http.advertise={url}")
+    assert "secret" not in str(refused.value).partition("http.advertise: ")[2]
+    assert read("http.advertise=https://node-a:443").http.advertise == "https://node-a:443"
+
+
+@pytest.mark.parametrize(
+    ("advertise", "listening", "host", "told"),
+    [("https://a.example:443", "http://127.0.0.1:7780", "10.0.0.1", "https://a.example:443"),
+     ("", "http://10.0.0.9:7780", "10.0.0.1", "http://10.0.0.9:7780"),
+     ("", "http://0.0.0.0:7781", "10.0.0.1", "http://10.0.0.1:7781"),
+     ("", "http://*:7781", "fd00::1", "http://[fd00::1]:7781"),
+     ("", "http://[::]:7781", "fd00::1", "http://[fd00::1]:7781"),
+     ("", "http://127.0.0.1:7780", "10.0.0.1", ""),
+     ("", "http://127.0.0.1:7780", "127.0.0.2", "http://127.0.0.1:7780"),
+     ("", "http://[::1]:7780", "node-a", ""),
+     ("", "http://node-a:7780", "10.0.0.1", "http://node-a:7780")],
+)  # fmt: skip
+def test_the_record_of_a_node_tells_the_admin_api_as_others_reach_it(
+    advertise, listening, host, told
+):
+    assert told_admin(advertise, listening, host) == told
+
+
+def conduct(*overrides):
+    return load_conductor(None, {}, overrides).config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [(["cluster.membership=etcd"], "cluster.membership=etcd needs cluster.name"),
+     (["cluster.name=blue", "cluster.membership=redis"], "needs redis.endpoints"),
+     (["cluster.name=a b"], "cluster.name"),
+     (["cluster.membership=zookeeper"], "cluster.membership"),
+     (["etcd.endpoints=h"], "etcd.endpoints=h"),
+     (["redis.endpoints=h:1", "redis.key=/k"], "redis.certificate")],
+)  # fmt: skip
+def test_a_conductor_that_cannot_follow_a_cluster_says_which_setting_is_missing(overrides, why):
+    with pytest.raises(ConfigError, match=why):
+        conduct(*overrides)
+
+
+def test_a_conductor_follows_the_clusters_of_nodes_with_the_same_settings():
+    shared = ["cluster.name=blue", "cluster.membership=etcd", "etcd.endpoints=h:1,g:1"]
+    assert conduct(*shared).etcd == read(*shared).etcd
+    assert conduct().cluster.membership == "local"
