@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvstore.cluster.entries import NAME_BYTES, SIGNS, EntryNames
-from kvstore.cluster.page_store import ChangedPages
+from kvstore.cluster.page_store import AnnouncedNumber, ChangedPages
 from kvstore.index.blocks import Workspace
 from kvstore.index.payload import AllCleared, BlocksStored, read_payload
 from kvstore.index.reading import UnreadableError
@@ -215,10 +215,10 @@ class Renew:
     """Renew these numbers, then :meth:`Announcing.renewed`.
 
     Attributes:
-        tokens: of each number.
+        numbers: with what is known of each.
     """
 
-    tokens: dict[int, str]
+    numbers: dict[int, AnnouncedNumber]
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +287,7 @@ class Announcing:
         if self._renewed_ns is None:
             self._renewed_ns = now_ns
         if live and now_ns >= self._renewed_ns + RENEW_NS:
-            return Renew({one.number: one.token for one in live})
+            return Renew({one.number: AnnouncedNumber(one.token, one.batch - 1) for one in live})
         if self._withdrawn:
             return self._withdrawn[0]
         coming = self.coming
@@ -385,9 +385,10 @@ class Announcing:
         self._pause_ns = _PAUSE_NS_MIN
 
     def _lost(self, one: PageAnnouncement, now_ns: int) -> None:
-        """The store does not know the number of an announcement any more."""
+        """The store does not know an announcement any more, or not all of it."""
         self._fell("lost", now_ns)
         one.over = True
+        self._drop(one)
         if one is self.present:
             self.present = None
         else:

@@ -41,11 +41,13 @@ class ClusterNode:
     Attributes:
         name: its name.
         host: its address; a restarted node has the same one.
+        inside: a command that runs it somewhere else, before its program.
     """
 
     def __init__(self, name: str, spawn: Spawn, folder: Path) -> None:
         self.name = name
         self.host = _next_host()
+        self.inside: tuple[str, ...] = ()
         self._spawn = spawn
         self._folder = folder
         self._gates = folder / f"{name}.gates"
@@ -82,7 +84,11 @@ class ClusterNode:
             for part in ("--set", f"{key.replace('__', '.')}={value}")
         ]
         program = [sys.executable, "-m", "tests.cluster_processes.gated", str(self._gates)]
-        return [*program, *flags]
+        return [*self.inside, *program, *flags]
+
+    def move(self) -> None:
+        """Let it have another address when it is started again."""
+        self.host = _next_host()
 
     def restart(self) -> None:
         """Start it as it was started before."""
