@@ -18,9 +18,8 @@ from typing import Final
 from kvstore.cluster.entries import NAME_BYTES, SIGNS, EntryNames
 from kvstore.cluster.page_store import AnnouncedNumber, ChangedPages
 from kvstore.index.blocks import Workspace
+from kvstore.index.keys import packed_keys
 from kvstore.index.payload import AllCleared, BlocksStored, read_payload
-from kvstore.index.reading import UnreadableError
-from kvstore.index.snapshot import SnapshotError, packed_keys
 
 BATCH_PAGES: Final = 2_048
 _BATCH_RUNS: Final = 512
@@ -112,10 +111,7 @@ class PageAnnouncement:
             if isinstance(event, AllCleared):
                 self.clear()
             elif event.space is not None and event.shard_digest is not None:
-                try:
-                    keys = packed_keys(event.block_hashes)
-                except SnapshotError as error:
-                    raise UnreadableError(str(error)) from error
+                keys = packed_keys(event.block_hashes)
                 self._put(
                     stored=isinstance(event, BlocksStored), medium=event.medium or "", paced=False,
                     names=self._names.of(event.space, event.shard_digest, keys),

@@ -166,7 +166,9 @@ async def play(seed: int, steps: int, *, sets_back: bool) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 1 << 32), st.integers(0, 400), st.booleans())
 def test_the_directory_is_at_last_what_the_nodes_have(
-    seed: int, steps: int, sets_back: bool,  # noqa: FBT001
+    seed: int,
+    steps: int,
+    sets_back: bool,
 ) -> None:
     asyncio.run(play(seed, steps, sets_back=sets_back))
 
@@ -209,6 +211,28 @@ def test_what_a_dropped_announcement_has_said_means_nothing_at_once() -> None:
         assert await located(pages, 0) == {}
         for _ in range(8):
             await node.step(400_000_000)
+        assert await located(pages, 0) == {"a": 2}
+
+    asyncio.run(case())
+
+
+def test_what_older_data_say_means_nothing_from_the_next_renewal_on() -> None:
+    async def case() -> None:
+        pages = MemoryPages()
+        node = AnnouncingNode("a", pages)
+        node.store(*pages_of(0, 9))
+        for _ in range(8):
+            await node.step(0)
+        pages.save()
+        node.remove(*pages_of(2, 9))
+        await node.step(0)
+        pages.set_back()
+        assert await located(pages, 0) == {"a": 9}
+        assert isinstance(await node.step(announcing.RENEW_NS), announcing.Renew)
+        await node.step(announcing.RENEW_NS)
+        assert await located(pages, 0) == {}
+        for _ in range(8):
+            await node.step(announcing.RENEW_NS + 200_000_000)
         assert await located(pages, 0) == {"a": 2}
 
     asyncio.run(case())

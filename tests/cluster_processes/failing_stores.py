@@ -1,6 +1,5 @@
 """Nodes that find each other and their pages in real stores, which tests harm."""
 
-import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -113,13 +112,13 @@ def index_process(node: ClusterNode) -> int:
 def descriptors(node: ClusterNode) -> int:
     """Open descriptors of a node and its index process."""
     pids = (node.process.pid, index_process(node))
-    return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
+    return sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids)
 
 
 def threads(node: ClusterNode) -> int:
     """Threads of a node and its index process."""
     pids = (node.process.pid, index_process(node))
-    return sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids)
+    return sum(len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in pids)
 
 
 class LocalHits:

@@ -4,6 +4,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -86,5 +87,5 @@ def _hold(undo: ExitStack, command: list[str]) -> int:
     return process.pid
 
 
-def _namespace(pid: int) -> str:
-    return os.readlink(f"/proc/{pid}/ns/net")
+def _namespace(pid: int) -> Path:
+    return Path(f"/proc/{pid}/ns/net").readlink()

@@ -121,6 +121,30 @@ def test_a_full_reader_gets_a_shorter_prefix(scene: ClusterScene) -> None:
     assert is_chain(2, read(there, own))
 
 
+def test_a_reader_whose_memory_is_all_in_use_gets_nothing_in_time_and_all_when_it_is_free(
+    scene: ClusterScene,
+) -> None:
+    a, b = scene.add("a", "b")
+    a.start([a, b])
+    b.start([a, b], host__capacity_bytes=16 << 20)
+    scene.meet(a, b)
+    keys, own = content.keys(1, 8), content.keys(2, 16)
+    assert scene.space(a).put(keys, content.pages(1, 8)).stored == 8
+    there = scene.space(b)
+    b.knows(a, 8)
+    stored = there.put(own, content.pages(2, 16)).stored
+    assert stored > 8
+    with there.get(own[:stored]) as held:
+        assert len(held.arrays) == stored
+        room = 16 - stored
+        came = fetch(there, keys)
+        assert came <= room
+        assert is_chain(2, [bytes(one) for one in held.arrays])
+
+    assert fetch(there, keys) == 8
+    assert is_chain(1, read(there, keys))
+
+
 def test_a_page_that_is_damaged_at_its_owner_is_a_miss_and_leaves_it(scene: ClusterScene) -> None:
     a, b = scene.start("a", "b")
     here, keys = scene.space(a), content.keys(1, 6)
