@@ -381,6 +381,9 @@ class Lent(msgspec.Struct, array_like=True, tag=30):
 
     The pages can be read through a transport with ``ticket`` until the lease ends. ``kept`` says
     how long each may stay at the reader (:data:`KEPT`); empty = all until their room is needed.
+    ``places``: name of each transport that reads these pages by their addresses → its endpoint, and
+    the address of each page, 8 bytes each, little-endian. (Nodes before this field read over
+    ``tcp``.)
     """
 
     id: int
@@ -391,6 +394,7 @@ class Lent(msgspec.Struct, array_like=True, tag=30):
     lease_ms: int
     ticket: bytes
     kept: bytes = b""
+    places: dict[str, tuple[str, bytes]] = {}
 
 
 Request = (

@@ -20,6 +20,7 @@ from typing import Final
 from kvstore import wire
 from kvstore.cluster.greeting import LocalNode, check_protocol
 from kvstore.cluster.kept import retentions
+from kvstore.cluster.ways import Way, offered, ways_of
 from kvstore.errors import (
     CapacityError,
     InvalidArgument,
@@ -33,7 +34,7 @@ from kvstore.errors import (
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, ShardSpec, SpaceIdentity
 from kvstore.state.remote.jobs import FetchEnd, PeerFetch
 from kvstore.state.tree.node import Retention
-from kvstore.transport.base import TICKET_BYTES, PageArrival, TransferEnd
+from kvstore.transport.base import PLACE_BYTES, TICKET_BYTES, PageArrival, TransferEnd
 
 MS: Final = 1_000_000
 HELLO_NS: Final = 5_000 * MS
@@ -65,15 +66,13 @@ class StartTransfer:
 
     Attributes:
         fetch: whose leading slots get the pages.
-        transport: name of the transport.
-        endpoint: of the other node's transport.
+        ways: the transports of both nodes, the preferred one first; at least one.
         lent: the lease.
         deadline_ns: end of the transfer.
     """
 
     fetch: PeerFetch
-    transport: str
-    endpoint: str
+    ways: tuple[Way, ...]
     lent: wire.Lent
     deadline_ns: int
 
@@ -173,7 +172,7 @@ class PeerSession:
         effects: what is to be done, in order; the caller empties it after each call.
         up: the other node has welcomed this one.
         boot: boot id of the other node; empty before the first welcome.
-        transport: name of the transport in use; empty = none that both have.
+        transport: name of the preferred transport of both; empty = there is none.
     """
 
     def __init__(
@@ -187,7 +186,7 @@ class PeerSession:
         self._local = local
         self._transports = transports
         self._host = place.rpartition(":")[0]
-        self._endpoint = ""
+        self._endpoints: dict[str, str] = {}
         self._connection = 0
         self._connected = False
         self._numbers = count(1)
@@ -354,13 +353,11 @@ class PeerSession:
         except InvalidArgument as error:
             self._close("refused", str(error), error.field)
             return
-        offered = {name: place for name, place in answer.transports.items() if place}
         self.up = True
         self.boot = answer.boot
         self.effects.append(PeerStanding(self.peer, self.boot))
-        self.transport = next((name for name in self._transports if name in offered), "")
-        endpoint = offered.get(self.transport, "")
-        self._endpoint = f"{self._host}{endpoint}" if endpoint.startswith(":") else endpoint
+        self._endpoints = offered(self._transports, answer.transports, self._host)
+        self.transport = next(iter(self._endpoints), "")
 
     def _refusal(self, job: PeerFetch, now_ns: int) -> KVStoreError | None:
         if not self.up:
@@ -409,6 +406,7 @@ class PeerSession:
             rest or pages > len(fetch.job.slots)
             or len(answer.addresses) != pages * _ADDRESS_BYTES
             or len(answer.ticket) != (TICKET_BYTES if pages else 0)
+            or any(len(told) != pages * PLACE_BYTES for _, told in answer.places.values())
             or len(answer.kept) not in (0, pages * wire.KEPT.itemsize)
         ):  # fmt: skip
             self._close("protocol", "the parts of a lease do not match each other")
@@ -419,9 +417,8 @@ class PeerSession:
             return
         fetch.stage, fetch.lent = _Stage.READING, answer
         deadline_ns = max(now_ns, fetch.job.deadline_ns - REPORT_NS)
-        self.effects.append(
-            StartTransfer(fetch.job, self.transport, self._endpoint, answer, deadline_ns)
-        )
+        ways = ways_of(answer, self._endpoints, self._host)
+        self.effects.append(StartTransfer(fetch.job, ways, answer, deadline_ns))
 
     def _failed(self, answer: wire.Failure) -> None:
         error = error_from_code(answer.code, answer.message, answer.field)

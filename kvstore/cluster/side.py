@@ -5,6 +5,7 @@ import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from time import monotonic_ns
 from typing import Any, Final, Protocol
@@ -23,7 +24,7 @@ from kvstore.cluster.session import (
     SlotsSettled,
     StartTransfer,
 )
-from kvstore.errors import KVStoreError, PeerUnreachable, TransferTimeout
+from kvstore.errors import KVStoreError, PeerUnreachable, TierUnavailable, TransferTimeout
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, digest_seed, page_seeds
 from kvstore.state.remote.jobs import FetchEnd, Holding, Locate, PeerFetch
 from kvstore.state.tree.slots import SlotTable
@@ -234,7 +235,7 @@ class Peers:
 
     def _start(self, link: FetchLink, start: StartTransfer) -> None:
         job = start.fetch.job
-        self._reading[job] = link, self._transports[start.transport]
+        self._reading[job] = link, self._transports[start.ways[-1].transport]
         self._without_memory.add(job)
         self._read(start)
 
@@ -254,9 +255,25 @@ class Peers:
             self._not_started(job, pages, TransferTimeout("no memory for the pages in time"))
             return
         try:
-            self._reading[job][1].read(self._transfer(start, places))
+            transport, transfer = self._choose(start, self._transfer(start, places))
+            self._reading[job] = self._reading[job][0], transport
+            transport.read(transfer)
         except KVStoreError as error:
             self._not_started(job, pages, error)
+
+    def _choose(
+        self, start: StartTransfer, transfer: PageTransfer
+    ) -> tuple[Transport, PageTransfer]:
+        """The first transport that takes a transfer, and the transfer as it wants it.
+
+        Raises:
+            TierUnavailable: none does.
+        """
+        for way in start.ways:
+            asked = replace(transfer, endpoint=way.endpoint, addresses=way.addresses)
+            if self._transports[way.transport].takes(asked):
+                return self._transports[way.transport], asked
+        raise TierUnavailable(f"no transport of {start.fetch.peer} reads these pages now")
 
     def _not_started(self, job: int, pages: int, error: KVStoreError) -> None:
         end = TransferEnd(job, bytes(pages), error, settled=True)
@@ -265,7 +282,7 @@ class Peers:
     def _transfer(
         self, start: StartTransfer, places: Sequence[tuple[int, int, int]]
     ) -> PageTransfer:
-        """The transfer of leased pages into the leading slots of a fetch.
+        """The transfer of leased pages into the leading slots of a fetch, through no transport yet.
 
         Raises:
             TierUnavailable: the memory of a slot is not available.
@@ -280,7 +297,7 @@ class Peers:
         keys = fetch.keys[: len(remote) * KEY_BYTES]
         seeds = page_seeds(keys, digest_seed(fetch.identity, fetch.shard))
         return PageTransfer(
-            fetch.job, start.endpoint, lent.ticket, remote, local, seeds, lent.digests,
+            fetch.job, "", lent.ticket, remote, local, seeds, lent.digests,
             start.deadline_ns,
         )  # fmt: skip
 

@@ -91,7 +91,7 @@ class Node:
         self._room_may_be = False
         #: Ended processes that hold more than one turn releases.
         self._ending: dict[Process, None] = {}
-        self.retirement = Retirement(self.pages, limits.unwatched_ns, self._end)
+        self.retirement = Retirement(self.pages, limits.unwatched_ns)
         meter = self.pages.meter
         self.latencies: dict[type, Histogram] = {
             wire.Lookup: meter.lookup, wire.Acquire: meter.acquire,
@@ -127,7 +127,7 @@ class Node:
         """
         handler = self._handlers.get(type(request))
         process = self.processes.get(connection)
-        self.pages.now_ns = now_ns
+        self.pages.moment.now_ns = now_ns
         try:
             if process is not None:
                 if process.lost:
@@ -150,7 +150,7 @@ class Node:
 
     def disconnected(self, connection: int, now_ns: int, *, ended: bool) -> None:
         """A connection was closed; ``ended``: its process is known to have ended too."""
-        self.pages.now_ns = now_ns
+        self.pages.moment.now_ns = now_ns
         self._peers.pop(connection, None)
         process = self.processes.get(connection)
         if process is not None:
@@ -167,7 +167,7 @@ class Node:
         Its open connections (a child process may hold them) are added to :attr:`closing`, including
         those without an accepted Hello, because a later Hello would be accepted.
         """
-        self.pages.now_ns = now_ns
+        self.pages.moment.now_ns = now_ns
         ended = [one for one in self.processes.values() if one.peer.identity == identity]
         self.closing += [at for at, peer in self._peers.items() if peer.identity == identity]
         for process in ended:
@@ -182,7 +182,7 @@ class Node:
         ``tokens``: tokens in the record, if the job read one.
         """
         assert self.pages.disk is not None
-        self.pages.now_ns = now_ns
+        self.pages.moment.now_ns = now_ns
         self._room_may_be |= self.pages.disk.completed(job, error, tokens)
         self._after(now_ns)
 
@@ -203,36 +203,36 @@ class Node:
 
     def _told_by_peers(self, now_ns: int) -> RemotePages:
         assert self.remote is not None
-        self.pages.now_ns, self._room_may_be = now_ns, True
+        self.pages.moment.now_ns, self._room_may_be = now_ns, True
         return self.remote
 
     def advance(self, now_ns: int) -> None:
         """Apply all deadlines up to ``now_ns``: leases, pages with a TTL, waiting requests."""
-        self.pages.now_ns = now_ns
+        self.pages.moment.now_ns = now_ns
         self._overdue = self.pages.expire(now_ns)
         if self.pages.disk is not None:
             self.pages.disk.advance(now_ns)
         if self.remote is not None:
             self.remote.advance()
-        self.retirement.advance(now_ns)
+        for process in self.retirement.advance(now_ns):
+            self._end(process)
         self.waiting.wake_due(now_ns)
         self._room_may_be = True
         self._after(now_ns)
 
     def go_on(self, now_ns: int) -> None:
         """Continue work that one turn could not finish; see :attr:`unfinished`."""
-        self.pages.now_ns = now_ns
+        self.pages.moment.now_ns = now_ns
         self._overdue = self.pages.expire(now_ns)
-        self.pages.sweep(SWEEP_STEPS)
-        if self.pages.drain(SWEEP_STEPS):
+        self.pages.residents.sweep(SWEEP_STEPS)
+        if self.pages.room.drain(SWEEP_STEPS):
             self._room_may_be |= self.pages.draining.now is None
-        if self.pages.disk is not None:
-            self.pages.disk.loads.go_on()
+        self.pages.room.load_more()
         self._after(now_ns)
 
     def operate(self, change: Callable[[PageTable], T], now_ns: int) -> T:
         """Carry out an operator's change of the page table, with its effects."""
-        self.pages.now_ns = now_ns
+        self.pages.moment.now_ns = now_ns
         try:
             return change(self.pages)
         finally:
@@ -402,7 +402,7 @@ class Node:
         if self.waiting.count:
             self._resume_some(now_ns)
         self.unfinished = bool(
-            self._ending or self._overdue or self.pages.unfinished or self._may_resume
+            self._ending or self._overdue or self.pages.residents.unfinished or self._may_resume
         )
 
     def _resume_some(self, now_ns: int) -> None:
@@ -433,9 +433,7 @@ class Node:
         """Collect the effects since the last call; requests that waited for them become ready."""
         ended: list[Hashable] = []
         actions, fetched, disk = self.pages.actions, self.pages.fetches.ended, self.pages.disk
-        if actions:
-            self.pages.actions = []
-            self.actions += [action for action in actions if not isinstance(action, Abandoned)]
+        self.actions += [action for action in actions if not isinstance(action, Abandoned)]
         if fetched:
             ended += fetched
             fetched.clear()
@@ -449,6 +447,7 @@ class Node:
             things = {(at.space.number, key): None for at in actions for key in at.keys}
             for thing in [*things, *ended]:
                 self.waiting.wake(thing)
+        actions.clear()
 
     def next_deadline_ns(self) -> int:
         """When :meth:`advance` must be called next; 0 = no deadline."""

@@ -101,7 +101,7 @@ class Requests:
         on_disk = 0
         awaited = None
         if table.disk is not None:
-            on_disk = table.on_disk(space, request.shards, request.keys, pages)
+            on_disk = table.residents.on_disk(space, request.shards, request.keys, pages)
         if pending:
             key = awaited_key(space, request.shards, request.keys, pages + pending)
             awaited = (space.number, key)
@@ -185,7 +185,7 @@ class Requests:
             else:
                 fetch.peers_until_ns = self._pages.now_ns + self.remote.limits.fetch_ns
             full = self.remote.fetch(fetch, further, shard)
-        self._pages.fetch(fetch, space, shard, request.keys[: ready * KEY_BYTES])
+        self._pages.room.fetch(fetch, space, shard, request.keys[: ready * KEY_BYTES])
         return fetch, full
 
     def acquire_again(
@@ -215,7 +215,7 @@ class Requests:
             return  # it has left memory; the copy on disk is verified when it is loaded
         _, generation, _ = self._pages.slots.address(node.slot(request.shard))
         if generation & 0xFFFFFFFF == request.generation:
-            self._pages.drop(node, request.shard, "corrupt")
+            self._pages.residents.drop(node, request.shard, "corrupt")
 
     # ---- writing ----------------------------------------------------------------------------
 

@@ -23,18 +23,17 @@ from kvstore.cluster.talk import ChildTalk
 from kvstore.cluster.tls import certificate_files, client_context, server_context
 from kvstore.config import ServerConfig
 from kvstore.config.addresses import Address, read_address
-from kvstore.errors import ConfigError, InvalidArgument
 from kvstore.index.credentials import PeerCredentials
 from kvstore.index.process import IndexProcess
 from kvstore.node.desk import Desk
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.process.logs import event
 from kvstore.server.loans import Loans
-from kvstore.server.peers import PeerService, told_endpoint
+from kvstore.server.peers import PeerService, told_transports
 from kvstore.server.publish import Publication
+from kvstore.server.transports import Registration, open_transports
 from kvstore.state.remote.jobs import PeerJob, PeerLimits
 from kvstore.tier.host import HostMemory
-from kvstore.transport.tcp import TcpTransport
 
 log = logging.getLogger(__name__)
 
@@ -94,20 +93,17 @@ class ClusterSide:
         self._advertise = cluster.advertise
         self._desk = desk
         self._limits = PeerLimits(cluster.in_flight_bytes_max)
-        try:
-            self._transport = TcpTransport(
-                cluster.transfer_listen, cluster.in_flight_bytes_max,
-                server=server, client=self._client,
-            )  # fmt: skip
-        except InvalidArgument as error:
-            raise ConfigError(f"cluster.{error}") from error
-        self._loans = Loans(memory, [self._transport])
+        self._transports = open_transports(cluster, server, self._client)
+        self._registration = Registration(
+            memory, node.pages.slots, self._transports, cluster.rdma_tenants
+        )
+        self._loans = Loans(memory, self._transports)
         self.service = PeerService(
             cluster.listen, self._local, self._membership.knows, desk, self._loans,
             self._tunnels.serve_events, server,
         )  # fmt: skip
         self.peers = Peers(
-            desk, self._take, node.pages.slots, memory, [self._transport], self._directory,
+            desk, self._take, node.pages.slots, memory, self._transports, self._directory,
             self._loans.ticket_ended,
         )  # fmt: skip
 
@@ -127,6 +123,7 @@ class ClusterSide:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.service.serve(), name="peer service")
+                tasks.create_task(self._registration.run(), name="registration")
                 tasks.create_task(self._directory.run(), name="directory of peers")
                 tasks.create_task(
                     self.peers.run(self._local, self._membership, self._client), name="sessions"
@@ -142,7 +139,7 @@ class ClusterSide:
             endpoint = Address(endpoint.host, read_address(listening).port)
         return NodeRecord(
             name=self._local.name, boot=self._local.boot, endpoint=str(endpoint),
-            transports={one.name: told_endpoint(one.endpoint) for one in (self._transport,)},
+            transports=told_transports(self._transports),
         )  # fmt: skip
 
     def _members(
@@ -185,7 +182,8 @@ class ClusterSide:
         """End everything; nothing reads or writes the node's memory afterwards."""
         self.service.close()
         self._loans.close()
-        self._transport.close()
+        for transport in self._transports:
+            transport.close()
 
     def holders(
         self, identity: SpaceIdentity, shards: Sequence[ShardSpec], key: PrefixKey,

@@ -238,7 +238,7 @@ class OperatorRequests:
                 if tier == "host":
                     table.eviction.offer_all(some, anew=True)
                 for node in some:
-                    table.add_candidate(node)
+                    table.residents.add_candidate(node)
                 yield None  # also if cancelled: leaves that are not queued would never be evicted
         if tier == "ssd" and table.disk is not None:
             table.disk.limits.all_offered(space)
@@ -275,7 +275,7 @@ class OperatorRequests:
             job.pages += _evicted(table)
             return before - space.disk_bytes, kept, False
         before = space.host_bytes
-        kept = table.shrink(space, _SHRINK_PAGES)
+        kept = table.room.shrink(space, _SHRINK_PAGES)
         job.pages += _evicted(table)
         return before - space.host_bytes, kept, disk is not None and disk.busy
 

@@ -182,7 +182,7 @@ class ServedPeer:
         """Open leased pages to the transports."""
         addresses = wire.unpack_addresses(answer.addresses)
         open_ms = answer.lease_ms - min(BREAK_OFF_MS, answer.lease_ms // 2)
-        ticket = b""
+        ticket, places = b"", {}
         if addresses:
             space = self._space(request.space)
             pages = LentPages(
@@ -206,8 +206,8 @@ class ServedPeer:
                 return wire.Failure(request.id, error.code, str(error))
             self._leases[request.lease] = loan
             self._held.add(loan)
-            ticket = loan.ticket
+            ticket, places = loan.ticket, loan.places
         return wire.Lent(
             request.id, answer.addresses, answer.digests, answer.more, answer.lasting,
-            open_ms, ticket, answer.kept,
+            open_ms, ticket, answer.kept, places,
         )  # fmt: skip

@@ -14,6 +14,7 @@ from kvstore.server.nodes import node_list
 from kvstore.server.publish import Publication
 from kvstore.state.choice.policy import POLICIES
 from kvstore.tier.host import HostMemory
+from kvstore.transport.mooncake import MooncakeTransport
 
 _WITHHELD: Final = "all memory is withheld because clients of the previous run still map it"
 
@@ -73,6 +74,13 @@ class NodeStatus:
         """Show the other nodes too, if there are any."""
         self.others = others
         self.add(lambda: {"cluster": others and others.stats()})
+
+    def registered(self) -> Mapping[str, int]:
+        """The counts of the transport that registers memory; empty = there is none."""
+        counts: Mapping[str, Mapping[str, int]] = {}
+        if self.others is not None:
+            counts = self.others.stats()["transports"]
+        return counts.get(MooncakeTransport.name, {})
 
     def unready(self) -> str:
         """Why no page can be stored; empty if pages can be stored."""

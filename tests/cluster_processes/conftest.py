@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -41,18 +41,18 @@ class ClusterNode:
     Attributes:
         name: its name.
         host: its address; a restarted node has the same one.
-        inside: a command that runs it somewhere else, before its program.
+        run_in: makes the command that runs it where it is to run.
     """
 
     def __init__(self, name: str, spawn: Spawn, folder: Path) -> None:
         self.name = name
         self.host = _next_host()
-        self.inside: tuple[str, ...] = ()
         self._spawn = spawn
         self._folder = folder
         self._gates = folder / f"{name}.gates"
         self._gates.mkdir()
         self._program: list[str] = []
+        self.run_in: Callable[[Sequence[str]], list[str]] = list
         self._process: Process | None = None
 
     @property
@@ -84,7 +84,7 @@ class ClusterNode:
             for part in ("--set", f"{key.replace('__', '.')}={value}")
         ]
         program = [sys.executable, "-m", "tests.cluster_processes.gated", str(self._gates)]
-        return [*self.inside, *program, *flags]
+        return self.run_in([*program, *flags])
 
     def move(self) -> None:
         """Let it have another address when it is started again."""

@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -18,21 +18,21 @@ _END_S = 10.0
 
 
 class CutLink:
-    """A veth pair of two namespaces.
-
-    Attributes:
-        inside: for each side a command that runs another one there.
-    """
+    """A veth pair of two namespaces, side 0 and side 1."""
 
     def __init__(self, holders: tuple[int, int]) -> None:
         """Join the namespaces of two processes."""
-        self.inside = [("nsenter", "--target", str(pid), *_ENTER) for pid in holders]
+        self._holders = holders
         self._ip(0, "link", "add", "link0", "type", "veth", "peer", "name", "link0",
                  "netns", str(holders[1]))  # fmt: skip
         for side, address in enumerate(ADDRESSES):
             self._ip(side, "link", "set", "lo", "up")
             self._ip(side, "address", "add", f"{address}/24", "dev", "link0")
             self._ip(side, "link", "set", "link0", "up")
+
+    def program(self, side: int, words: Sequence[str]) -> list[str]:
+        """The command that runs another one at a side."""
+        return ["nsenter", "--target", str(self._holders[side]), *_ENTER, *words]
 
     def cut(self) -> None:
         """Nothing arrives any more, and nobody is told."""
@@ -44,7 +44,7 @@ class CutLink:
 
     def _ip(self, side: int, *words: str) -> None:
         subprocess.run(
-            [*self.inside[side], "ip", *words], check=True, capture_output=True, text=True,
+            self.program(side, ["ip", *words]), check=True, capture_output=True, text=True,
             timeout=_END_S,
         )  # fmt: skip
 

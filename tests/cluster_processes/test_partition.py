@@ -2,6 +2,7 @@
 each other, and read each other's pages again when it is healed."""
 
 from collections.abc import Iterator
+from functools import partial
 from time import monotonic
 
 import pytest
@@ -39,8 +40,8 @@ def test_a_link_is_cut_during_a_read_and_healed(
     scene: ClusterScene, link: CutLink, wait_until: WaitUntil, when: str
 ) -> None:
     a, b = scene.add("a", "b")
-    for node, address, inside in zip((a, b), ADDRESSES, link.inside, strict=True):
-        node.host, node.inside = address, inside
+    for side, node in enumerate((a, b)):
+        node.host, node.run_in = ADDRESSES[side], partial(link.program, side)
     for node in (a, b):
         node.start([a, b], **certificates())
     scene.meet(a, b)

@@ -261,7 +261,7 @@ class RemotePages:
             assert list(arrival.process.puts) == [arrival.put]
             size += put.size_bytes
             for key, slot in zip(put.keys, put.slots, strict=True):
-                if self._table.owner(slot) is not None:
+                if self._table.residents.owner(slot) is not None:
                     assert self._by_key[put.space.number, put.shard][key] is arrival
         assert size == self._session.used_bytes
         for keys in self._by_key.values():
@@ -432,7 +432,7 @@ class RemotePages:
             or now_ns >= arrival.deadline_ns
             or not any(not fetch.ended for fetch in arrival.waiters)
             # What lost its head meanwhile may be on its way again, by another job.
-            or any(self._table.owner(slot) is None for slot in put.slots)
+            or any(self._table.residents.owner(slot) is None for slot in put.slots)
         ):
             return False
         del self._arrivals[arrival.job]
