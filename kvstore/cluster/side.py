@@ -13,20 +13,33 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from kvstore import wire
-from kvstore.cluster.greeting import LocalNode
-from kvstore.cluster.links import PeerLink
-from kvstore.cluster.membership import Membership
-from kvstore.cluster.session import (
+from kvstore.cluster.bringing import BringEnded
+from kvstore.cluster.copier import Copier
+from kvstore.cluster.effects import (
     CancelTransfer,
+    CarriedOut,
     Ended,
-    PeerSession,
     PeerStanding,
     SlotsSettled,
     StartTransfer,
 )
+from kvstore.cluster.greeting import LocalNode
+from kvstore.cluster.links import PeerLink
+from kvstore.cluster.membership import Membership
+from kvstore.cluster.session import PeerSession
 from kvstore.errors import KVStoreError, PeerUnreachable, TierUnavailable, TransferTimeout
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, digest_seed, page_seeds
-from kvstore.state.remote.jobs import FetchEnd, Holding, Locate, PeerFetch
+from kvstore.state.remote.jobs import (
+    BringEnd,
+    FetchEnd,
+    Holding,
+    Locate,
+    PeerBring,
+    PeerFetch,
+    PeerJob,
+    Spread,
+    SpreadEnd,
+)
 from kvstore.state.tree.slots import SlotTable
 from kvstore.transport.base import (
     PageTransfer,
@@ -63,6 +76,9 @@ class PeerDesk(Protocol):
     def peer_standing(self, peer: str, boot: bytes) -> None:
         """A session with this boot of a peer is up; empty = none is any more."""
 
+    def peer_spread(self, end: SpreadEnd) -> None:
+        """The end of a Spread."""
+
 
 class SlotMemory(Protocol):
     """The memory of the slots; see :class:`kvstore.tier.host.HostMemory`."""
@@ -77,8 +93,15 @@ class SlotMemory(Protocol):
 class FetchLink(Protocol):
     """The connection to one other node; see :class:`kvstore.cluster.links.PeerLink`."""
 
+    @property
+    def up(self) -> bool:
+        """Whether the other node has welcomed this one."""
+
     def fetch(self, job: PeerFetch) -> None:
         """Begin a fetch."""
+
+    def bring(self, job: PeerBring) -> None:
+        """Ask the other node to bring pages from here."""
 
     def transfer_ended(self, end: TransferEnd) -> None:
         """A transfer that the session has started has ended."""
@@ -121,10 +144,13 @@ class Peers:
         directory: says who has which pages.
         ticket_ended: a ticket for peers that was revoked is not in use any more.
         time: of the loop; None = the running one.
+
+    Attributes:
+        copier: lets other nodes have pages of this one.
     """
 
     def __init__(
-        self, desk: PeerDesk, take: Callable[[], list[Locate | PeerFetch]], slots: SlotTable,
+        self, desk: PeerDesk, take: Callable[[], list[PeerJob]], slots: SlotTable,
         memory: SlotMemory, transports: Sequence[Transport], directory: Locating,
         ticket_ended: Callable[[bytes], None], time: LoopTime | None = None,
     ) -> None:  # fmt: skip
@@ -142,6 +168,9 @@ class Peers:
         #: Fetches of these whose transfer waits for memory.
         self._without_memory: set[int] = set()
         self._completions: deque[Callable[[], None]] = deque()
+        #: Nodes that are draining: they are asked for pages, but not to keep more.
+        self._leaving: set[str] = set()
+        self.copier = Copier(self._bring, self._up, self._time.now_ns)
 
     async def run(
         self, local: LocalNode, membership: Membership, tls: ssl.SSLContext | None
@@ -160,6 +189,7 @@ class Peers:
             async with asyncio.TaskGroup() as tasks, aclosing(membership.watch()) as changes:
                 links: dict[str, tuple[str, asyncio.Task[None]]] = {}
                 async for nodes in changes:
+                    self._leaving = {name for name, at in nodes.items() if at.state == "draining"}
                     places = {name: one.endpoint for name, one in nodes.items()}
                     places.pop(local.name, None)
                     for peer, (place, task) in list(links.items()):
@@ -195,6 +225,9 @@ class Peers:
             if isinstance(job, Locate):
                 self._directory.locate(job, self._located)
                 continue
+            if isinstance(job, Spread):
+                self.copier.spread(job, self._spread)
+                continue
             link = self._links.get(job.peer)
             if link is None:
                 error = PeerUnreachable(f"{job.peer!r} is not a node of this cluster")
@@ -203,20 +236,18 @@ class Peers:
                 link.fetch(job)
 
     def stats(self) -> dict[str, Any]:
-        """Each other node, transfers that are not settled, and counts of the transports."""
+        """Each other node, transfers that are not settled, and counts of transports and copies."""
         return {
             "peers": {name: link.stats() for name, link in self._links.items()},
             "transfers": len(self._reading),
             "transports": {name: one.stats() for name, one in self._transports.items()},
+            "copies": self.copier.stats(),
         }
 
     # ---- what sessions decide ---------------------------------------------------------------
 
-    def carry(
-        self, link: FetchLink,
-        effect: StartTransfer | CancelTransfer | Ended | SlotsSettled | PeerStanding,
-    ) -> None:  # fmt: skip
-        """Carry out what the session of a link has decided about a fetch."""
+    def carry(self, link: FetchLink, effect: CarriedOut) -> None:
+        """Carry out what the session of a link has decided about a fetch, or a request."""
         match effect:
             case StartTransfer():
                 self._start(link, effect)
@@ -232,6 +263,8 @@ class Peers:
                 self._complete(partial(self._desk.peer_settled, job))
             case PeerStanding(peer, boot):
                 self._complete(partial(self._desk.peer_standing, peer, boot))
+            case BringEnded(bring_end):
+                self.copier.brought(bring_end)
 
     def _start(self, link: FetchLink, start: StartTransfer) -> None:
         job = start.fetch.job
@@ -323,6 +356,20 @@ class Peers:
 
     def _located(self, number: int, holdings: Sequence[Holding]) -> None:
         self._complete(partial(self._desk.located, number, holdings))
+
+    def _bring(self, job: PeerBring) -> None:
+        link = self._links.get(job.peer)
+        if link is None:
+            error = PeerUnreachable(f"{job.peer!r} is not a node of this cluster")
+            self.copier.brought(BringEnd(job.number, 0, error))
+        else:
+            link.bring(job)
+
+    def _up(self) -> list[str]:
+        return [n for n, link in self._links.items() if link.up and n not in self._leaving]
+
+    def _spread(self, end: SpreadEnd) -> None:
+        self._complete(partial(self._desk.peer_spread, end))
 
     def _ended(self, end: FetchEnd) -> None:
         self._complete(partial(self._desk.peer_fetched, end))

@@ -19,15 +19,16 @@ from typing import Any, Final, TypeVar
 
 from kvstore import wire
 from kvstore.errors import InvalidArgument, KVStoreError, ProtocolError
-from kvstore.node.hello import refuse_hello, refuse_writes, session_of
+from kvstore.node.copies import CopyRequests
+from kvstore.node.hello import refuse_hello, refuse_others, session_of
 from kvstore.node.labels import free_label
-from kvstore.node.requests import ROOM, NodeLimits, Outcome, Requests, acknowledge
+from kvstore.node.patient import PATIENT, PatientRequests
+from kvstore.node.requests import ROOM, NodeLimits, Requests
 from kvstore.node.waiting import Waiter, WaitingRoom, request_bytes
 from kvstore.page import KEY_BYTES
 from kvstore.state.ask.describe import describe
-from kvstore.state.disk.jobs import Durable
 from kvstore.state.metering import Histogram
-from kvstore.state.remote.jobs import FetchEnd, Holding, PeerLimits
+from kvstore.state.remote.jobs import FetchEnd, Holding, PeerLimits, SpreadEnd
 from kvstore.state.remote.pages import RemotePages
 from kvstore.state.table.pages import PageTable
 from kvstore.state.table.retirement import Retirement
@@ -41,8 +42,6 @@ WAIT_MS_MAX: Final = 60_000
 SWEEP_STEPS = 64
 """Steps in one turn of removing descendants of dropped pages."""
 _NS_PER_MS: Final = 1_000_000
-_PATIENT: Final = (wire.Lookup, wire.Acquire, wire.BeginPut, wire.Persist)
-"""Requests that may wait for a better answer."""
 
 
 class Node:
@@ -97,8 +96,9 @@ class Node:
             wire.Lookup: meter.lookup, wire.Acquire: meter.acquire,
         }  # fmt: skip
         self._requests = asked = Requests(self.pages, limits, boot)
+        self._patient = PatientRequests(asked, CopyRequests(self.pages, asked))
         self._handlers: dict[type, Callable[[Process, Any, int], wire.Answer | None]] = {
-            **dict.fromkeys(_PATIENT, self._answer_or_wait),
+            **dict.fromkeys(PATIENT, self._answer_or_wait),
             wire.OpenSpace: lambda process, request, _: asked.open_space(process, request),
             wire.Release: lambda process, request, _: asked.release(process, request),
             wire.CommitPut: asked.commit_put,
@@ -133,8 +133,7 @@ class Node:
                 if process.lost:
                     self.closing.append(connection)
                     raise ProtocolError("this connection was given up: a later one took its place")
-                if process.peer.remote:
-                    refuse_writes(request)
+                refuse_others(request, process.peer)
             if handler is not None and process is not None:
                 answer = handler(process, request, now_ns)
             elif isinstance(request, wire.Hello):
@@ -199,6 +198,11 @@ class Node:
     def peer_settled(self, job: int, now_ns: int) -> None:
         """Nothing writes into the slots of a job any more that ended without being settled."""
         self._told_by_peers(now_ns).peer_settled(job)
+        self._after(now_ns)
+
+    def peer_spread(self, end: SpreadEnd, now_ns: int) -> None:
+        """A :class:`~kvstore.state.remote.jobs.Spread` has ended."""
+        self._told_by_peers(now_ns).spreads.told(end)
         self._after(now_ns)
 
     def _told_by_peers(self, now_ns: int) -> RemotePages:
@@ -329,7 +333,7 @@ class Node:
         if not 0 <= request.wait_ms <= WAIT_MS_MAX:
             raise InvalidArgument("wait_ms", f"{request.wait_ms} is outside 0..{WAIT_MS_MAX}")
         waits = request.wait_ms > 0 and self._may_wait(process, request)
-        answer, awaited = self._ask(process, request, now_ns, waits=waits)
+        answer, awaited = self._patient.ask(process, request, now_ns, waits=waits)
         if awaited is None or not waits:
             self._requests.count_found(process, request, answer)
             return answer
@@ -339,18 +343,6 @@ class Node:
             Waiter(process.connection, token, request, size, now_ns, deadline_ns, awaited)
         )
         return None
-
-    def _ask(self, process: Process, request: Any, now_ns: int, *, waits: bool) -> Outcome:
-        """The answer of now, and what to wait for to get a better one."""
-        match request:
-            case wire.Lookup():
-                return self._requests.lookup(process, request)
-            case wire.Acquire():
-                return self._requests.acquire(process, request, now_ns, waits=waits)
-            case wire.BeginPut():
-                return self._requests.begin_put(process, request)
-            case _:
-                return self._requests.persist(process, request, waits=waits)
 
     def _may_wait(self, process: Process, request: Any) -> bool:
         """Whether the limits of its session and of the node allow one more waiting request."""
@@ -362,17 +354,9 @@ class Node:
         answer: wire.Answer | None
         awaited: Hashable = None
         try:
-            if isinstance(request, wire.Acquire):
-                waits = now_ns < waiter.deadline_ns
-                answer, awaited = self._requests.acquire_again(
-                    process, request, now_ns, waiter.awaited, waits=waits
-                )
-            elif isinstance(request, wire.Lookup):
-                answer, awaited = self._requests.lookup(process, request, waiter.awaited)
-            elif isinstance(waiter.awaited, Durable):
-                answer = acknowledge(request, waiter.awaited)
-            else:
-                answer, awaited = self._ask(process, request, now_ns, waits=True)
+            answer, awaited = self._patient.ask_again(
+                process, request, now_ns, waiter.awaited, waits=now_ns < waiter.deadline_ns
+            )
         except KVStoreError as error:
             answer = self._refuse(request, error)
         if awaited is not None and now_ns < waiter.deadline_ns:
@@ -443,6 +427,8 @@ class Node:
         if self.remote is not None:
             ended += self.remote.chains.answered
             self.remote.chains.answered.clear()
+            ended += self.remote.spreads.ended
+            self.remote.spreads.ended.clear()
         if self.waiting.count:
             things = {(at.space.number, key): None for at in actions for key in at.keys}
             for thing in [*things, *ended]:

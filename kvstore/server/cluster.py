@@ -12,11 +12,12 @@ from typing import Any
 
 from kvstore.cluster.asked import AskedDirectory
 from kvstore.cluster.configured import check_stores, store_servers
+from kvstore.cluster.copier import Copier
 from kvstore.cluster.directory import PeersDirectory, index_settings
 from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.membership import LocalMembership, ToldMembership
 from kvstore.cluster.messages import ChildSettings, DirectorySettings, StorePlace
-from kvstore.cluster.records import SCHEME, NodeRecord
+from kvstore.cluster.records import SCHEME, NodeRecord, NodeState
 from kvstore.cluster.serving import EventTunnels
 from kvstore.cluster.side import Peers
 from kvstore.cluster.talk import ChildTalk
@@ -71,6 +72,7 @@ class ClusterSide:
     Attributes:
         peers: the desk's peer side.
         service: the peer service.
+        state: ``up`` or ``draining``, as other nodes are told.
     """
 
     def __init__(
@@ -78,6 +80,8 @@ class ClusterSide:
     ) -> None:
         """Listen for bytes of pages; see :meth:`start`."""
         cluster, node = config.cluster, desk.node
+        self.state: NodeState = "up"
+        self._state_changed = asyncio.Event()
         assert cluster.name
         check_stores(config)
         self._local = LocalNode(cluster.name, node.name, node.boot, SCHEME)
@@ -124,12 +128,20 @@ class ClusterSide:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.service.serve(), name="peer service")
                 tasks.create_task(self._registration.run(), name="registration")
+                tasks.create_task(self._tell_state(), name="state")
                 tasks.create_task(self._directory.run(), name="directory of peers")
                 tasks.create_task(
                     self.peers.run(self._local, self._membership, self._client), name="sessions"
                 )
         finally:
             await self._membership.leave()
+
+    async def _tell_state(self) -> None:
+        """Replace this node's record whenever its state has changed."""
+        while True:
+            await self._state_changed.wait()
+            self._state_changed.clear()
+            await self._membership.join(self._record())
 
     def _record(self) -> NodeRecord:
         """This node, as others reach it."""
@@ -139,7 +151,7 @@ class ClusterSide:
             endpoint = Address(endpoint.host, read_address(listening).port)
         return NodeRecord(
             name=self._local.name, boot=self._local.boot, endpoint=str(endpoint),
-            transports=told_transports(self._transports),
+            transports=told_transports(self._transports), state=self.state,
         )  # fmt: skip
 
     def _members(
@@ -192,11 +204,22 @@ class ClusterSide:
         """See :meth:`kvstore.cluster.directory.PeersDirectory.holders`."""
         self._directory.holders(identity, shards, key, found)
 
+    @property
+    def copier(self) -> Copier:
+        """Lets other nodes have pages of this one."""
+        return self.peers.copier
+
+    def set_state(self, state: NodeState) -> None:
+        """Tell the other nodes; this one serves what it is asked for in any state."""
+        self.state = state
+        self._state_changed.set()
+
     def stats(self) -> dict[str, Any]:
         """What other nodes there are, what they read here and this node there; plain values."""
         return {
             "name": self._local.cluster,
             "endpoint": self.service.endpoint,
+            "state": self.state,
             "membership": self._membership.stats(),
             "service": self.service.stats(),
             "events": self._tunnels.stats(),

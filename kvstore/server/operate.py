@@ -13,6 +13,7 @@ from kvstore.page import PrefixKey
 from kvstore.server import answers, operations
 from kvstore.server.answers import JobRow
 from kvstore.server.channel import Caller
+from kvstore.server.copies import CopyJobs
 from kvstore.server.jobs import Jobs, OperatorJob
 from kvstore.server.naming import key_of, not_stored, space_of
 from kvstore.server.refusal import Refusal
@@ -74,6 +75,7 @@ class OperatorRequests:
             operations.CancelJob: self.cancel,
             operations.ListJobs: self.all_jobs,
             operations.ShowJob: self.job,
+            **CopyJobs(table, self._jobs, lambda: status.others).handlers,
         }
 
     def close(self) -> None:

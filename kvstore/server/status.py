@@ -10,6 +10,7 @@ from kvstore.config.machine import version_of
 from kvstore.node.desk import Desk
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.server import answers
+from kvstore.server.copies import CopySide
 from kvstore.server.nodes import node_list
 from kvstore.server.publish import Publication
 from kvstore.state.choice.policy import POLICIES
@@ -19,7 +20,7 @@ from kvstore.transport.mooncake import MooncakeTransport
 _WITHHELD: Final = "all memory is withheld because clients of the previous run still map it"
 
 
-class OtherNodes(Protocol):
+class OtherNodes(CopySide, Protocol):
     """The side towards the other nodes of the cluster."""
 
     def stats(self) -> dict[str, Any]:

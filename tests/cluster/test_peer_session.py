@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvstore import wire
+from kvstore.cluster.effects import CloseLink, Ended, PeerStanding, Send, StartTransfer
 from kvstore.cluster.session import (
     FETCHES_MAX,
     HELLO_NS,
@@ -14,12 +15,7 @@ from kvstore.cluster.session import (
     PING_NS,
     SILENT_NS,
     SPACES_MAX,
-    CloseLink,
-    Ended,
     PeerSession,
-    PeerStanding,
-    Send,
-    StartTransfer,
 )
 from kvstore.cluster.ways import Way
 from kvstore.errors import (

@@ -9,16 +9,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore import wire
-from kvstore.cluster.session import (
-    MS,
+from kvstore.cluster.effects import (
     CancelTransfer,
     CloseLink,
     Ended,
-    PeerSession,
     Send,
     SlotsSettled,
     StartTransfer,
 )
+from kvstore.cluster.session import MS, PeerSession
 from kvstore.cluster.ways import Way
 from kvstore.errors import (
     TransferError,

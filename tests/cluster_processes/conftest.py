@@ -148,6 +148,35 @@ class ClusterNode:
         found: dict[str, Any] = json.loads(body)
         return found
 
+    def begin_job(self, path: str, **body: object) -> int:
+        """Start a job; its number."""
+        return int(self._operate("POST", path, body, 202)["job"])
+
+    def job(self, number: int) -> dict[str, Any]:
+        """What a job has done."""
+        return self._operate("GET", f"/v1/jobs/{number}", None, 200)
+
+    def finished(self, number: int, wait_s: float = 30.0) -> dict[str, Any]:
+        """What a job has done at its end."""
+        if not wait_for(lambda: self.job(number)["state"] != "running", wait_s):
+            pytest.fail(f"job {number} of {self.name} did not end: {self.job(number)}")
+        return self.job(number)
+
+    def cancel(self, number: int) -> None:
+        """Cancel a job."""
+        self._operate("DELETE", f"/v1/jobs/{number}", None, 200)
+
+    def _operate(
+        self, method: str, path: str, body: Mapping[str, object] | None, wanted: int
+    ) -> dict[str, Any]:
+        packed = json.dumps(body).encode() if body is not None else None
+        status, answer = client.send(
+            self.process.ready.group(2), method, path, body=packed, timeout_s=JOIN_WAIT_S
+        )
+        assert status == wanted, answer
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
     def reaches(self, other: "ClusterNode") -> bool:
         """Whether it has a session with another node, and follows its events."""
         cluster = self.stats()["cluster"]

@@ -30,7 +30,7 @@ from kvstore.state.tree.match import longest_match
 from kvstore.state.tree.node import ORDINARY, PrefixNode, Retention, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch, Lease, Process, Put, Session
-from kvstore.state.tree.slots import Slot, SlotTable
+from kvstore.state.tree.slots import SlotTable
 
 EXPIRE_MAX = 128
 """Pages whose deadline one turn applies."""
@@ -98,9 +98,11 @@ class PageTable:
 
     def acquire(
         self, process: Process, lease_id: int, space: PrefixTree, shard: int, packed: bytes,
-        deadline_ns: int,
+        deadline_ns: int, *, used: bool = True,
     ) -> Leased:  # fmt: skip
         """Pin the leading run of pages of one shard that are in memory under a lease.
+
+        ``used``: this counts as a use of them.
 
         Raises:
             CapacityError: the session's quota is used up; nothing was pinned.
@@ -109,27 +111,30 @@ class PageTable:
             raise InvalidArgument("lease", f"{lease_id} is in use")
         self.moment.tick = tick = self.moment.tick + 1
         nodes = leading_in_memory(space, packed, shard)
-        slots: list[Slot] = []
-        for node in nodes:
-            slots += node.slots_of(shard)
+        slots = [slot for node in nodes for slot in node.slots_of(shard)]
         lease = Lease(slots, len(slots) * space.shards[shard].slot_bytes, deadline_ns)
         if not process.session.admits(lease.size_bytes):
             raise CapacityError(
                 f"the session's quota of {process.session.quota_bytes} bytes is used up"
             )
         if nodes:
-            last = nodes[-1]
             self.slots.pin(slots, tick)
-            for node in nodes:
-                node.access = tick  # segments are reclaimed without looking at descendants
-            self.residents.use(last)
-            if not last.memory & (1 << shard) - 1:  # ranks of one request count once
-                self.eviction.used(last, tick)
             self._lend(process, lease_id, lease, nodes[0], shard)
-            self.counts["loaded_bytes"] += len(slots) * space.shards[shard].page_bytes
-            if self.disk is not None:
-                self.disk.used(last, shard)
+            if used:
+                self._count_use(nodes, shard)
+                self.counts["loaded_bytes"] += len(slots) * space.shards[shard].page_bytes
         return Leased(lease, b"".join([node.digest_columns[shard] for node in nodes]), nodes)
+
+    def _count_use(self, nodes: Sequence[PrefixNode], shard: int) -> None:
+        """A request has used a run of pages of one shard."""
+        last = nodes[-1]
+        for node in nodes:
+            node.access = self.moment.tick  # segments are reclaimed without a look at descendants
+        self.residents.use(last)
+        if not last.memory & (1 << shard) - 1:  # ranks of one request count once
+            self.eviction.used(last, self.moment.tick)
+        if self.disk is not None:
+            self.disk.used(last, shard)
 
     def release(self, process: Process, lease_id: int, *, read: bool = True) -> None:
         """The reader is done; unknown leases are ignored (the answer to them may be late).

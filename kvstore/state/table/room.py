@@ -59,7 +59,9 @@ class Room:
         while len(taken) < count and victims_left > 0:
             victims_left -= 1
             if not self._make_room(space, slot_bytes, count - len(taken)) and (
-                held.draining.serves(space, slot_bytes) or not self._spill(head, slot_bytes)
+                held.draining.serves(space, slot_bytes)
+                or held.eviction.spared_since_ns
+                or not self._spill(head, slot_bytes)
             ):
                 break
             taken += held.slots.allocate(count - len(taken), tenant, slot_bytes)
@@ -107,7 +109,8 @@ class Room:
                 return False
             if verdict is Verdict.EVICT:
                 break
-        if self._take_extent(space, slot_bytes, node):
+        held = self._held
+        if not held.eviction.spared_since_ns and self._take_extent(space, slot_bytes, node):
             if node is not None:
                 self._held.add_candidate(node)
             return self._held.draining.now is None
