@@ -88,11 +88,15 @@ class Service:
         log = self.log.read_text(errors="replace")[-2000:]
         raise ClusterError(f"{self.name} did not become ready; the end of {self.log}:\n{log}")
 
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End it, at last with SIGKILL."""
+    def ask_to_end(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send it a signal; :meth:`stop` waits for its end."""
         if self.process.poll() is None:
             self.process.send_signal(number)
             self.process.send_signal(signal.SIGCONT)
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """End it, at last with SIGKILL."""
+        self.ask_to_end(number)
         try:
             self.process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -172,6 +176,8 @@ class Cluster:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        for name in self.engine_urls:  # all at once, and before what they use
+            self.services[name].ask_to_end()
         self._undo.close()
 
     def _start(self) -> None:

@@ -57,7 +57,8 @@ async def _turns(clusters: list[Cluster], seconds: float) -> list[list[float]]:
         for cluster in clusters:  # what every process does once
             await _ask(session, cluster, rng)
         began = time.monotonic()
-        while len(found[0]) < TURNS_MIN or time.monotonic() - began < seconds:
+        turns = min(TURNS_MIN, 1 + int(seconds))
+        while len(found[0]) < turns or time.monotonic() - began < seconds:
             at = len(found[0]) % 2
             for which in (at, 1 - at):
                 found[which].append(await _ask(session, clusters[which], rng))

@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import shutil
 import signal
 import socket
 import ssl
@@ -51,6 +52,7 @@ class _StoreServer:
 
     PROGRAM: str
     PORTS: int
+    DATA: tuple[str, ...]
 
     def __init__(
         self, folder: Path, tls: ServerTls | None = None, login: tuple[str, str] | None = None
@@ -119,6 +121,15 @@ class _StoreServer:
             self._process.kill()
             self._process.wait()
 
+    def forget(self) -> None:
+        """Delete the data of a killed server: it starts as a new one."""
+        for name in self.DATA:
+            path = self._folder / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
     def stop(self) -> None:
         """SIGSTOP; its connections stay."""
         self._signal(signal.SIGSTOP)
@@ -146,6 +157,7 @@ class EtcdServer(_StoreServer):
 
     PROGRAM = "etcd"
     PORTS = 2
+    DATA = ("data",)
 
     def start(self) -> None:
         """See the base class; the users are there too then."""
@@ -227,6 +239,7 @@ class RedisServer(_StoreServer):
 
     PROGRAM = "redis-server"
     PORTS = 1
+    DATA = ("appendonlydir",)
     keeps = True
 
     def empty(self) -> None:
@@ -300,6 +313,11 @@ class ForgetfulRedisServer(RedisServer):
     """A Redis that keeps everything in memory only."""
 
     keeps = False
+    DATA = ("dump.rdb",)
+
+    def save(self) -> None:
+        """Write down what it has; it has just that after it was killed and started."""
+        self._send(b"SAVE")
 
     def info(self, name: str) -> int:
         """A number of ``INFO``; of ``db0`` how many keys it has."""

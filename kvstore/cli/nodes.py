@@ -44,6 +44,8 @@ def nodes(answer: Any, console: Console) -> None:
             f" {index['restarts']} restarts",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
+    if (shared := answer.get("shared")) is not None:
+        console.print(_shared(shared), highlight=False, soft_wrap=True)
     for what, left in (
         ("not followed, too many nodes", ", ".join(answer["not_followed"])),
         ("not admitted", _counts(answer["not_admitted"])),
@@ -74,12 +76,26 @@ def _membership(member: Any) -> str:
     )
 
 
+def _shared(shared: Any) -> str:
+    """A line about the directory in Redis."""
+    told = "all pages of this node are announced" if shared["current"] else "not announced yet"
+    why = f"; its own events cannot be followed: {shared['why']}" if shared["why"] else ""
+    return (
+        f"directory in Redis: {told}; {shared['waiting']:,} wait, {shared['announced']:,} were"
+        f" announced; {shared['asked']:,} questions answered"
+        f"; unanswered: {_counts(shared['unanswered']) or 'none'}"
+        f"; faults: {_counts(shared['faults']) or 'none'}{why}"
+    )
+
+
 def _row(node: Any) -> list[object]:
     pages = ", ".join(
         f"{count:,} {medium}" for medium, count in sorted(node["indexed_pages"].items())
     )
     index = "not current"
-    if node["current"]:
+    if node["current"] and node["lag_s"] is None:
+        pages, index = "in Redis", "none"
+    elif node["current"]:
         index = f"current, lag {seconds(node['lag_s'])}"
     session = node["state"]
     if session == "up":

@@ -113,8 +113,8 @@ class PageAnnouncer:
                 changes = one.next_changes()
                 done = await self._store.change(one.number, one.token, batch, changes)
                 state.changed(one, monotonic_ns(), done=done, paced=paced)
-            case Renew(tokens):
-                lost = await self._store.renew(tokens)
+            case Renew(numbers):
+                lost = await self._store.renew(numbers)
                 state.renewed(lost, monotonic_ns())
             case Withdraw(number, token):
                 await self._store.withdraw(number, token)

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvstore.cluster.entries import NAME_BYTES, SIGNS, EntryNames
-from kvstore.cluster.page_store import ChangedPages
+from kvstore.cluster.page_store import AnnouncedNumber, ChangedPages
 from kvstore.index.blocks import Workspace
+from kvstore.index.keys import packed_keys
 from kvstore.index.payload import AllCleared, BlocksStored, read_payload
-from kvstore.index.reading import UnreadableError
-from kvstore.index.snapshot import SnapshotError, packed_keys
 
 BATCH_PAGES: Final = 2_048
 _BATCH_RUNS: Final = 512
@@ -112,10 +111,7 @@ class PageAnnouncement:
             if isinstance(event, AllCleared):
                 self.clear()
             elif event.space is not None and event.shard_digest is not None:
-                try:
-                    keys = packed_keys(event.block_hashes)
-                except SnapshotError as error:
-                    raise UnreadableError(str(error)) from error
+                keys = packed_keys(event.block_hashes)
                 self._put(
                     stored=isinstance(event, BlocksStored), medium=event.medium or "", paced=False,
                     names=self._names.of(event.space, event.shard_digest, keys),
@@ -215,10 +211,10 @@ class Renew:
     """Renew these numbers, then :meth:`Announcing.renewed`.
 
     Attributes:
-        tokens: of each number.
+        numbers: with what is known of each.
     """
 
-    tokens: dict[int, str]
+    numbers: dict[int, AnnouncedNumber]
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +283,7 @@ class Announcing:
         if self._renewed_ns is None:
             self._renewed_ns = now_ns
         if live and now_ns >= self._renewed_ns + RENEW_NS:
-            return Renew({one.number: one.token for one in live})
+            return Renew({one.number: AnnouncedNumber(one.token, one.batch - 1) for one in live})
         if self._withdrawn:
             return self._withdrawn[0]
         coming = self.coming
@@ -385,9 +381,10 @@ class Announcing:
         self._pause_ns = _PAUSE_NS_MIN
 
     def _lost(self, one: PageAnnouncement, now_ns: int) -> None:
-        """The store does not know the number of an announcement any more."""
+        """The store does not know an announcement any more, or not all of it."""
         self._fell("lost", now_ns)
         one.over = True
+        self._drop(one)
         if one is self.present:
             self.present = None
         else:

@@ -33,6 +33,18 @@ class ChangedPages(NamedTuple):
     names: bytes
 
 
+class AnnouncedNumber(NamedTuple):
+    """What an announcement knows of its number.
+
+    Attributes:
+        token: of the announcement.
+        batch: the last one that was carried out; 0 = none.
+    """
+
+    token: str
+    batch: int
+
+
 class PageStore(Protocol):
     """The entries of a cluster, and the numbers of announcements. Every call has a deadline.
 
@@ -59,8 +71,11 @@ class PageStore(Protocol):
         """
         ...
 
-    async def renew(self, tokens: Mapping[int, str]) -> list[int]:
-        """Let some numbers mean something for longer; returns those that are lost."""
+    async def renew(self, numbers: Mapping[int, AnnouncedNumber]) -> list[int]:
+        """Let some numbers mean something for longer; returns those that are lost.
+
+        A number is also lost if the store has forgotten a batch: it came back with older data.
+        """
         ...
 
     async def withdraw(self, number: int, token: str) -> None:

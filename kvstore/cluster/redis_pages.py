@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
 from kvstore.cluster.entries import NAME_BYTES, FoundEntries, NumberHolder
-from kvstore.cluster.page_store import ChangedPages, DirectoryFault
+from kvstore.cluster.page_store import AnnouncedNumber, ChangedPages, DirectoryFault
 from kvstore.errors import InvalidArgument
 from kvstore.process.faults import printable
 
@@ -67,10 +67,11 @@ _RENEW: Final = (
     + """
 local holder, lease, keep = KEYS[1], ARGV[1], ARGV[2]
 local lost = {}
-for at = 3, #ARGV, 2 do
+for at = 3, #ARGV, 3 do
   local key = holder .. ARGV[at]
-  local one = redis.call('HMGET', key, 'token', 'until')
-  if one[1] == ARGV[at + 1] and tonumber(one[2]) > now then
+  local one = redis.call('HMGET', key, 'token', 'until', 'batch')
+  if one[1] == ARGV[at + 1] and tonumber(one[2]) > now
+      and tonumber(one[3]) >= tonumber(ARGV[at + 2]) then
     redis.call('HSET', key, 'until', now + lease)
     redis.call('PEXPIRE', key, keep)
   else
@@ -236,11 +237,11 @@ class RedisPages:
             arguments += ["+" if one.stored else "-", one.sign, one.names]
         return bool(await self._call(_CHANGE, [self._holder], arguments))
 
-    async def renew(self, tokens: Mapping[int, str]) -> list[int]:
+    async def renew(self, numbers: Mapping[int, AnnouncedNumber]) -> list[int]:
         """See :meth:`kvstore.cluster.page_store.PageStore.renew`."""
         arguments: list[Any] = [self._lease_ms, self._keep_ms]
-        for number, token in tokens.items():
-            arguments += [number, token]
+        for number, (token, batch) in numbers.items():
+            arguments += [number, token, batch]
         return list(await self._call(_RENEW, [self._holder], arguments))
 
     async def withdraw(self, number: int, token: str) -> None:

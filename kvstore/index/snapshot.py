@@ -36,9 +36,9 @@ from kvstore.events.questions import (
     Asked,
     encode_question,
 )
-from kvstore.index.batch import HASHES_MAX
 from kvstore.index.channel import CONNECT_S, EventConnection
 from kvstore.index.credentials import PeerCredentials
+from kvstore.index.keys import packed_keys
 from kvstore.index.reading import UnreadableError, read
 from kvstore.page import KEY_BYTES
 
@@ -54,11 +54,6 @@ PAGES_MAX: Final = 1 << 28
 _EVENTS_MAX: Final = 65_536
 _PLACES_MAX: Final = 64
 """Shards and media in which the keys of a sample are, on average, at most."""
-_ENTRY_BYTES: Final = 2 + KEY_BYTES
-"""A key in msgpack: type and length, and the key."""
-_ENTRY_HEAD: Final = (0xC4, KEY_BYTES)
-_ARRAY_HEADS: Final = {0xDC: 2, 0xDD: 4}
-"""Bytes of the length of an array with more than 15 elements."""
 
 _Word = Annotated[str, Meta(max_length=64)]
 _Number = Annotated[int, Meta(ge=0)]
@@ -336,7 +331,10 @@ async def _parts(
             yield _head(payload)
         elif word == PAGES and begun:
             for held in _read(_HOLDING, payload).events:
-                keys = packed_keys(held.block_hashes)
+                try:
+                    keys = packed_keys(held.block_hashes)
+                except UnreadableError as error:
+                    raise SnapshotError("invalid", str(error)) from error
                 pages += len(keys) // KEY_BYTES
                 if pages > pages_max:
                     raise SnapshotError("invalid", f"it has more than {pages_max} pages")
@@ -348,31 +346,6 @@ async def _parts(
             yield end
         else:
             raise SnapshotError("invalid", f"{word[:16]!r} is out of place")
-
-
-def packed_keys(raw: msgspec.Raw) -> bytes:
-    """The prefix keys of an encoded array, packed, without an object for each.
-
-    Raises:
-        SnapshotError: it is not an array of keys of 32 bytes, or one of too many.
-    """
-    view = memoryview(raw)
-    first = view[0]
-    if 0x90 <= first <= 0x9F:
-        start, count = 1, first & 0x0F
-    elif first in _ARRAY_HEADS:
-        start = 1 + _ARRAY_HEADS[first]
-        count = int.from_bytes(view[1:start], "big")
-    else:
-        raise SnapshotError("invalid", "keys are no array")
-    if count > HASHES_MAX:
-        raise SnapshotError("invalid", f"an event has too many keys: {count}")
-    if len(view) != start + count * _ENTRY_BYTES:
-        raise SnapshotError("invalid", f"these are not {count} keys")
-    entries = np.frombuffer(view[start:], dtype=np.uint8).reshape(count, _ENTRY_BYTES)
-    if not (entries[:, :2] == _ENTRY_HEAD).all():
-        raise SnapshotError("invalid", "a key has not 32 bytes")
-    return entries[:, 2:].tobytes()
 
 
 def _head(payload: bytes) -> SnapshotHead:

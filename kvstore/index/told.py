@@ -5,8 +5,10 @@ from collections import deque
 from typing import Final
 
 from kvstore.index.blocks import Workspace
+from kvstore.index.keys import packed_keys
 from kvstore.index.payload import BlocksStored, read_payload
-from kvstore.index.snapshot import SnapshotError, SnapshotPages, packed_keys
+from kvstore.index.reading import UnreadableError
+from kvstore.index.snapshot import SnapshotPages
 from kvstore.page import KEY_BYTES
 
 EVERY: Final = 16
@@ -41,7 +43,7 @@ class ToldPages:
         for event in stored[:_EVENTS]:
             kind = (event.space or "", event.shard_digest or "", event.medium or "")
             if all(kind) and (kind in self._keys or len(self._keys) < _KINDS_MAX):
-                with contextlib.suppress(SnapshotError):  # keys that are encoded in another way
+                with contextlib.suppress(UnreadableError):  # keys that are encoded in another way
                     first = packed_keys(event.block_hashes)[:KEY_BYTES]
                     self._keys.setdefault(kind, deque(maxlen=_KEYS_MAX)).append(first)
 

@@ -1,7 +1,7 @@
 """Counters and measurements of a node, as answers of the admin API."""
 
 from kvstore.server.answers import Answer, WearCounts
-from kvstore.server.nodes import MembershipState, NodeIndex, SessionFault
+from kvstore.server.nodes import MembershipState, NodeIndex, SessionFault, SharedDirectoryCounts
 
 
 class HostSizes(Answer, frozen=True):
@@ -187,25 +187,6 @@ class FollowedPeer(Answer, frozen=True):
     pages: dict[str, int]
     lag_s: float
     faults: dict[str, int]
-
-
-class SharedDirectoryCounts(Answer, frozen=True):
-    """The directory in Redis.
-
-    ``announced``: pages, changes included. ``announcements``: how often all pages were announced.
-    ``faults``: those of the index process, by cause; of questions with ``ask_`` before it.
-    ``unanswered``: questions of this node without an answer in time, by cause.
-    """
-
-    current: bool
-    announced: int
-    waiting: int
-    announcements: int
-    asked: int
-    faults: dict[str, int]
-    why: str
-    outstanding: int
-    unanswered: dict[str, int]
 
 
 class PeerDirectoryCounts(NodeIndex, frozen=True):

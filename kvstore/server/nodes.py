@@ -10,6 +10,8 @@ from typing import Any, Final, Literal
 from kvstore.server.answers import Answer, Joined
 
 NO_INDEX: Final = "the index does not follow it"
+IN_SHARED: Final[Mapping[str, Any]] = {"current": True, "why": ""}
+"""What the index knows of a node whose pages are in a directory that nodes share."""
 
 
 class SessionFault(Answer, frozen=True):
@@ -34,8 +36,9 @@ class NodeRow(Answer, frozen=True):
     ``faults``: counts by cause. ``reads_here``: it has a session to read from this node.
 
     The index: ``indexed_pages``: pages that it knows the node to have, by medium. ``current``: its
-    pages count; if not, ``index_why`` says why. ``lag_s``: from the publication of
-    the newest events to their application; None = the index does not follow it.
+    pages count; if not, ``index_why`` says why. ``lag_s``: from the publication of the newest
+    events to their application; None = the index does not follow it, for example because nodes
+    share a directory.
 
     Reads since the start: ``reads`` under way, ``unsettled_reads`` that have ended and whose bytes
     may still arrive. ``retried_pages``: missing pages that were then asked of another node.
@@ -77,6 +80,28 @@ class NodeIndex(Answer, frozen=True):
     restarts: int
 
 
+class SharedDirectoryCounts(Answer, frozen=True):
+    """The directory in Redis.
+
+    ``current``: all pages of this node are announced, but for the ``waiting`` ones.
+    ``announced``: pages, changes included. ``announcements``: how often all pages were announced.
+    ``faults``: those of the index process, by cause; of questions with ``ask_`` before it.
+    ``asked``: questions that were answered. ``outstanding``: questions without an answer yet.
+    ``why``: why the node's own events cannot be followed; empty if they can.
+    ``unanswered``: questions of this node without an answer in time, by cause.
+    """
+
+    current: bool
+    announced: int
+    waiting: int
+    announcements: int
+    asked: int
+    faults: dict[str, int]
+    why: str
+    outstanding: int
+    unanswered: dict[str, int]
+
+
 class MembershipState(Answer, frozen=True):
     """Where the nodes of the cluster are known, and whether this one is among them.
 
@@ -100,8 +125,9 @@ class NodeList(Answer, frozen=True):
     ``cluster``: its name; empty = this node is alone by its configuration. ``node``, ``boot``,
     ``endpoint``: this node. ``joined``: ``off``, ``alone`` = no session with any other node,
     ``partly`` = with some, ``joined`` = with all. ``membership``: None = this node is alone by its
-    configuration. ``not_followed``: nodes beyond the limit of
-    nodes. ``not_admitted``: connections of other nodes that were refused, by cause.
+    configuration. ``shared``: None = each node follows the events of the others.
+    ``not_followed``: nodes beyond the limit of nodes. ``not_admitted``: connections of other nodes
+    that were refused, by cause.
     """
 
     cluster: str
@@ -112,6 +138,7 @@ class NodeList(Answer, frozen=True):
     membership: MembershipState | None
     nodes: list[NodeRow]
     index: NodeIndex | None
+    shared: SharedDirectoryCounts | None
     not_followed: list[str]
     not_admitted: dict[str, int]
 
@@ -126,13 +153,22 @@ def node_list(stats: Mapping[str, Any]) -> dict[str, Any]:
     if not cluster:
         return {
             "cluster": "", "node": node, "boot": boot, "endpoint": "", "joined": "off",
-            "membership": None, "nodes": [], "index": None, "not_followed": [], "not_admitted": {},
+            "membership": None, "nodes": [], "index": None, "shared": None, "not_followed": [],
+            "not_admitted": {},
         }  # fmt: skip
     reads = stats["remote"]["peers"]
     directory, service = cluster["directory"], cluster["service"]
     known = directory["peers"]
+    shared = directory.get("shared")
+    unknown = {} if shared is None else IN_SHARED
     rows = [
-        _row(name, session, reads.get(name, {}), known.get(name, {}), name in service["sessions"])
+        _row(
+            name,
+            session,
+            reads.get(name, {}),
+            known.get(name, unknown),
+            name in service["sessions"],
+        )
         for name, session in sorted(cluster["peers"].items())
     ]
     return {
@@ -144,6 +180,7 @@ def node_list(stats: Mapping[str, Any]) -> dict[str, Any]:
         "membership": cluster.get("membership"),  # an older node does not say it
         "nodes": rows,
         "index": {name: directory[name] for name in NodeIndex.__struct_fields__},
+        "shared": shared,
         "not_followed": directory["refused"],
         "not_admitted": service["refused"],
     }

@@ -132,6 +132,8 @@ def node_series(cluster: Mapping[str, Any]) -> Iterator[Metric]:
     yield refused
     yield from _membership(cluster["membership"])
     yield from _index(cluster["index"])
+    if cluster["shared"] is not None:
+        yield from _shared(cluster["shared"])
 
 
 def _membership(member: Mapping[str, Any]) -> Iterator[Metric]:
@@ -154,6 +156,34 @@ def _membership(member: Mapping[str, Any]) -> Iterator[Metric]:
         "Records of the membership's store that describe no node, and are left out.",
         value=member["unreadable_records"],
     )
+
+
+def _shared(shared: Mapping[str, Any]) -> Iterator[Metric]:
+    """The directory in Redis."""
+    for name, of, help_text in (
+        ("current", "current", "1 = all pages of this node are announced in the directory."),
+        ("waiting_pages", "waiting", "Pages and changes of this node that wait to be announced."),
+        ("outstanding", "outstanding", "Questions to the directory that have no answer yet."),
+    ):
+        yield GaugeMetricFamily(
+            f"kvstore_cluster_directory_{name}", help_text, value=float(shared[of])
+        )
+    for name, of, help_text in (
+        ("announced_pages", "announced", "Pages announced in the directory, changes included."),
+        ("announcements", "announcements", "How often all pages of this node were announced."),
+        ("answers", "asked", "Questions that the directory answered."),
+    ):
+        yield CounterMetricFamily(f"kvstore_cluster_directory_{name}", help_text, value=shared[of])
+    for name, of, first, help_text in (
+        ("faults", "faults", "away", "Calls to the directory that failed, and what was lost."),
+        ("unanswered", "unanswered", "timeout", "Questions without an answer in time."),
+    ):
+        counter = CounterMetricFamily(
+            f"kvstore_cluster_directory_{name}", f"{help_text[:-1]}, by cause.", labels=["cause"]
+        )
+        for cause, count in sorted(({first: 0} | shared[of]).items()):
+            counter.add_metric([cause], count)
+        yield counter
 
 
 def _index(index: Mapping[str, Any]) -> Iterator[Metric]:

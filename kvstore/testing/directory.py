@@ -30,7 +30,7 @@ from kvstore.cluster.announcing import (
     Withdraw,
 )
 from kvstore.cluster.entries import EntryNames, usable_prefixes
-from kvstore.cluster.page_store import ChangedPages, DirectoryFault, PageStore
+from kvstore.cluster.page_store import AnnouncedNumber, ChangedPages, DirectoryFault, PageStore
 from kvstore.events.publisher import Event, EventBatch, RemovedEvent, StoredEvent
 from kvstore.index.blocks import Workspace
 from kvstore.page import KEY_BYTES, page_keys
@@ -118,8 +118,8 @@ class AnnouncingNode:
                         one.number, one.token, batch, one.next_changes()
                     )
                     state.changed(one, now_ns, done=done, paced=paced)
-                case Renew(tokens):
-                    state.renewed(await self._store.renew(tokens), now_ns)
+                case Renew(numbers):
+                    state.renewed(await self._store.renew(numbers), now_ns)
                 case Withdraw(number, token):
                     await self._store.withdraw(number, token)
                     state.withdrawn()
@@ -178,6 +178,14 @@ class OpenedDirectory(Protocol):
         """Delete everything."""
         ...
 
+    async def save(self) -> None:
+        """Keep what it has now for :meth:`set_back`."""
+        ...
+
+    async def set_back(self) -> None:
+        """Let it have again just what it had at :meth:`save`."""
+        ...
+
     async def stop(self) -> None:
         """Let it answer nobody."""
         ...
@@ -204,6 +212,7 @@ class DirectoryContract:
         "nodes_that_change_the_same_pages_at_once_lose_nothing",
         "a_new_boot_takes_the_place_of_the_one_before",
         "what_was_emptied_is_announced_again",
+        "what_came_back_with_older_data_is_announced_again",
         "what_was_missed_is_announced_again_and_nothing_stale_is_left",
         "while_it_is_away_calls_fail_in_time_and_changes_are_made_good",
         "the_pages_of_a_dead_node_mean_nothing",
@@ -289,6 +298,19 @@ class DirectoryContract:
             await _finds(reader, {"a": 10, "b": 4})
             assert a.announcing.faults["lost"], "nobody has noticed"
 
+    async def what_came_back_with_older_data_is_announced_again(self) -> None:
+        """A directory that forgets what it was told last has it again, also if nothing changes."""
+        async with asyncio.timeout(WAIT_S), self._open() as at, _running(at, "a") as (a,):
+            reader = at.store()
+            a.store(*pages_of(0, 4))
+            await _finds(reader, {"a": 4})
+            await at.save()
+            a.store(*pages_of(4, 9))
+            await _finds(reader, {"a": 9})
+            await at.set_back()
+            await _finds(reader, {"a": 9})
+            assert a.announcing.faults["lost"], "nobody has noticed"
+
     async def what_was_missed_is_announced_again_and_nothing_stale_is_left(self) -> None:
         """After a gap in its events a node's pages are what it has."""
         async with asyncio.timeout(WAIT_S), self._open() as at, _running(at, "a") as (a,):
@@ -349,7 +371,7 @@ class DirectoryContract:
             assert await located(store, 0) == {"a": 16}
             await store.withdraw(number, "t1")
             assert await located(store, 0) == {}
-            assert await store.renew({number: "t1"}) == [number]
+            assert await store.renew({number: AnnouncedNumber("t1", 3)}) == [number]
             assert await store.claim("b", b"boot", "t3") != number, "entries name it still"
 
 

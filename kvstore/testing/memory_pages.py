@@ -1,11 +1,12 @@
 """A store of entries in memory: what Redis does, with a clock that only tests move."""
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvstore.cluster.entries import NAME_BYTES, FoundEntries, NumberHolder, numbers_of
-from kvstore.cluster.page_store import ChangedPages, DirectoryFault
+from kvstore.cluster.page_store import AnnouncedNumber, ChangedPages, DirectoryFault
 
 ENTRY_MS: Final = 3_600_000
 NUMBER_MS: Final = 30_000
@@ -33,11 +34,22 @@ class MemoryPages:
     away: bool = False
     _entries: dict[bytes, tuple[str, int]] = field(default_factory=dict)
     _numbers: dict[int, _Number] = field(default_factory=dict)
+    _saved: tuple[dict[bytes, tuple[str, int]], dict[int, _Number]] = field(
+        default_factory=lambda: ({}, {})
+    )
 
     def empty(self) -> None:
         """Forget everything."""
         self._entries.clear()
         self._numbers.clear()
+
+    def save(self) -> None:
+        """Keep what it has now for :meth:`set_back`."""
+        self._saved = deepcopy((self._entries, self._numbers))
+
+    def set_back(self) -> None:
+        """Have again just what it had at :meth:`save`."""
+        self._entries, self._numbers = deepcopy(self._saved)
 
     async def claim(self, node: str, boot: bytes, token: str) -> int:
         """See :meth:`kvstore.cluster.page_store.PageStore.claim`."""
@@ -73,13 +85,13 @@ class MemoryPages:
             own.batch = batch
         return True
 
-    async def renew(self, tokens: Mapping[int, str]) -> list[int]:
+    async def renew(self, numbers: Mapping[int, AnnouncedNumber]) -> list[int]:
         """See :meth:`kvstore.cluster.page_store.PageStore.renew`."""
         self._come()
         lost = []
-        for number, token in tokens.items():
+        for number, (token, batch) in numbers.items():
             own = self._numbers.get(number)
-            if own is None or own.token != token or own.until <= self.now_ms:
+            if own is None or own.token != token or own.until <= self.now_ms or own.batch < batch:
                 lost.append(number)
             else:
                 self._prolong(own)

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from kvstore.cluster import announcing
 from kvstore.cluster.entries import FoundEntries
-from kvstore.cluster.page_store import ChangedPages, DirectoryFault
+from kvstore.cluster.page_store import AnnouncedNumber, ChangedPages, DirectoryFault
 from kvstore.testing.directory import AnnouncingNode, located, pages_of
 from kvstore.testing.memory_pages import MemoryPages
 
 SHARE = 0.3
+SETTLE_MS = 20_000
 
 
 class Unreliable:
@@ -36,8 +37,8 @@ class Unreliable:
         sent = list(changes)
         return bool(await self._call(lambda: self.pages.change(number, token, batch, sent)))
 
-    async def renew(self, tokens: Mapping[int, str]) -> list[int]:
-        lost: list[int] = await self._call(lambda: self.pages.renew(tokens))
+    async def renew(self, numbers: Mapping[int, AnnouncedNumber]) -> list[int]:
+        lost: list[int] = await self._call(lambda: self.pages.renew(numbers))
         return lost
 
     async def withdraw(self, number: int, token: str) -> None:
@@ -62,7 +63,10 @@ class Unreliable:
 
 
 class Case:
-    def __init__(self, seed: int) -> None:
+    """Two nodes; ``sets_back``: their store comes back with older data now and then."""
+
+    def __init__(self, seed: int, *, sets_back: bool) -> None:
+        self.sets_back = sets_back
         self.chance = random.Random(seed)
         self.pages = MemoryPages()
         self.store = Unreliable(self.pages, self.chance)
@@ -92,7 +96,7 @@ class Case:
                 del node.pages[one]
             node.miss()
         elif what < 0.28:
-            self.pages.empty()
+            await self._lose()
         elif what < 0.29:
             self.nodes[at] = self._start(node.name)
         elif what < 0.31:
@@ -102,14 +106,25 @@ class Case:
         else:
             await self._announce(node)
 
+    async def _lose(self) -> None:
+        if not self.sets_back or self.chance.random() < 0.3:
+            self.pages.empty()
+        elif self.chance.random() < 0.5:
+            self.pages.save()
+        else:
+            self.pages.set_back()
+
     async def _announce(self, node: AnnouncingNode) -> None:
         self.pages.now_ms += 10
         await node.step(self.pages.now_ms * 1_000_000)
 
     async def settle(self) -> None:
-        """Nothing fails any more: announce until there is nothing to say."""
+        """Nothing fails any more: announce until there is nothing to say.
+
+        That is before numbers end by themselves, unless some that were withdrawn have come back.
+        """
         self.store.good = True
-        for _ in range(2_000):
+        for _ in range(2_000 if self.sets_back else SETTLE_MS // 20):
             self.pages.now_ms += 20
             for node in self.nodes:
                 await node.step(self.pages.now_ms * 1_000_000)
@@ -140,8 +155,8 @@ class Case:
         await located(self.pages, 0, 0)
 
 
-async def play(seed: int, steps: int) -> None:
-    case = Case(seed)
+async def play(seed: int, steps: int, *, sets_back: bool) -> None:
+    case = Case(seed, sets_back=sets_back)
     for _ in range(steps):
         await case.step()
     await case.settle()
@@ -149,9 +164,78 @@ async def play(seed: int, steps: int) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 1 << 32), st.integers(0, 400))
-def test_the_directory_is_at_last_what_the_nodes_have(seed: int, steps: int) -> None:
-    asyncio.run(play(seed, steps))
+@given(st.integers(0, 1 << 32), st.integers(0, 400), st.booleans())
+def test_the_directory_is_at_last_what_the_nodes_have(
+    seed: int,
+    steps: int,
+    sets_back: bool,
+) -> None:
+    asyncio.run(play(seed, steps, sets_back=sets_back))
+
+
+def test_a_batch_that_the_store_does_not_know_is_not_announced_and_all_pages_are_again() -> None:
+    async def case() -> None:
+        pages = MemoryPages()
+        node = AnnouncingNode("a", pages)
+        node.store(*pages_of(0, 4))
+        for _ in range(8):
+            await node.step(0)
+        assert node.announcing.pages == 4
+        pages.empty()
+        node.store(*pages_of(4, 5))
+        before = node.announcing.announcements
+        assert isinstance(await node.step(1), announcing.ChangeEntries)
+        assert node.announcing.pages == 4
+        assert (node.announcing.present, node.announcing.announcements) == (None, [])
+        steps = [await node.step(200_000_000) for _ in range(8)]
+        assert any(isinstance(one, announcing.Claim) for one in steps), "before a renewal is due"
+        assert node.announcing.announcements != before
+        assert await located(pages, 0) == {"a": 5}
+
+    asyncio.run(case())
+
+
+def test_what_a_dropped_announcement_has_said_means_nothing_at_once() -> None:
+    async def case() -> None:
+        pages = MemoryPages()
+        node = AnnouncingNode("a", pages)
+        node.store(*pages_of(0, 9))
+        for _ in range(8):
+            await node.step(0)
+        assert await located(pages, 0) == {"a": 9}
+        for page in pages_of(2, 9):
+            del node.pages[page]
+        node.miss()
+        for _ in range(2):
+            await node.step(200_000_000)
+        assert await located(pages, 0) == {}
+        for _ in range(8):
+            await node.step(400_000_000)
+        assert await located(pages, 0) == {"a": 2}
+
+    asyncio.run(case())
+
+
+def test_what_older_data_say_means_nothing_from_the_next_renewal_on() -> None:
+    async def case() -> None:
+        pages = MemoryPages()
+        node = AnnouncingNode("a", pages)
+        node.store(*pages_of(0, 9))
+        for _ in range(8):
+            await node.step(0)
+        pages.save()
+        node.remove(*pages_of(2, 9))
+        await node.step(0)
+        pages.set_back()
+        assert await located(pages, 0) == {"a": 9}
+        assert isinstance(await node.step(announcing.RENEW_NS), announcing.Renew)
+        await node.step(announcing.RENEW_NS)
+        assert await located(pages, 0) == {}
+        for _ in range(8):
+            await node.step(announcing.RENEW_NS + 200_000_000)
+        assert await located(pages, 0) == {"a": 2}
+
+    asyncio.run(case())
 
 
 def test_pages_are_announced_again_before_they_expire(monkeypatch: pytest.MonkeyPatch) -> None:

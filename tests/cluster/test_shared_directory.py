@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvstore.cluster.entries import FoundEntries, NumberHolder, usable_prefixes
-from kvstore.cluster.page_store import PageStore
+from kvstore.cluster.page_store import AnnouncedNumber, PageStore
 from kvstore.testing.directory import DirectoryContract
 from kvstore.testing.memory_pages import NUMBER_MS, MemoryPages
 from tests.loops import eventually, in_loop
@@ -15,9 +15,9 @@ from tests.loops import eventually, in_loop
 class CountedPages(MemoryPages):
     renewals = 0
 
-    async def renew(self, tokens: Mapping[int, str]) -> list[int]:
+    async def renew(self, numbers: Mapping[int, AnnouncedNumber]) -> list[int]:
         self.renewals += 1
-        return await super().renew(tokens)
+        return await super().renew(numbers)
 
 
 class OpenedMemory:
@@ -29,6 +29,12 @@ class OpenedMemory:
 
     async def empty(self) -> None:
         self.pages.empty()
+
+    async def save(self) -> None:
+        self.pages.save()
+
+    async def set_back(self) -> None:
+        self.pages.set_back()
 
     async def stop(self) -> None:
         self.pages.away = True

@@ -86,6 +86,10 @@ class ClusterNode:
         program = [sys.executable, "-m", "tests.cluster_processes.gated", str(self._gates)]
         return self.run_in([*program, *flags])
 
+    def move(self) -> None:
+        """Let it have another address when it is started again."""
+        self.host = _next_host()
+
     def restart(self) -> None:
         """Start it as it was started before."""
         self._process = self._spawn(self._program, ready=READY)

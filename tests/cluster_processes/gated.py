@@ -14,7 +14,7 @@ from typing import Any
 
 from kvstore.server import daemon
 from kvstore.transport.reader import PageReader
-from kvstore.transport.streams import PlainStream
+from kvstore.transport.streams import PlainStream, TlsStream
 
 PAGE_BYTES_MIN = 64 << 10
 
@@ -32,19 +32,25 @@ def stand(gates: Path, name: str) -> None:
 
 def main() -> int:
     gates = Path(sys.argv[1])
-    ask, receive = PageReader._ask, PlainStream.receive
+    ask = PageReader._ask
 
     def gated_ask(self: PageReader, part: Any, stream: Any) -> None:
         stand(gates, "lease")
         ask(self, part, stream)
 
-    def gated_receive(self: PlainStream, buffers: Sequence[memoryview], deadline_ns: int) -> None:
-        receive(self, buffers, deadline_ns)
-        if sum(map(len, buffers)) >= PAGE_BYTES_MIN:
-            stand(gates, "read")
+    def gate_receive(kind: type[PlainStream] | type[TlsStream]) -> None:
+        receive = kind.receive
+
+        def gated(self: Any, buffers: Sequence[memoryview], deadline_ns: int) -> None:
+            receive(self, buffers, deadline_ns)
+            if sum(map(len, buffers)) >= PAGE_BYTES_MIN:
+                stand(gates, "read")
+
+        kind.receive = gated  # type: ignore[method-assign]
 
     PageReader._ask = gated_ask  # type: ignore[method-assign]
-    PlainStream.receive = gated_receive  # type: ignore[method-assign]
+    gate_receive(PlainStream)
+    gate_receive(TlsStream)
     return daemon.main(sys.argv[2:])
 
 

@@ -34,6 +34,13 @@ class OpenedRedis:
     async def empty(self) -> None:
         self.server.empty()
 
+    async def save(self) -> None:
+        self.server.save()
+
+    async def set_back(self) -> None:
+        self.server.kill()
+        await asyncio.to_thread(self.server.start)
+
     async def stop(self) -> None:
         if self._kill:
             self.server.kill()

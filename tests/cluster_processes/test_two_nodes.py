@@ -2,13 +2,16 @@
 
 import mmap
 import os
+from contextlib import ExitStack
 from pathlib import Path
+from time import monotonic
 
 import numpy as np
 import pytest
 
 from kvstore.page import CanonicalLayout, ShardSpec, SpaceIdentity, page_keys
 from tests.cluster_processes.conftest import (
+    CLEAN_WAIT_S,
     FETCH_WAIT_S,
     ClusterNode,
     ClusterScene,
@@ -20,6 +23,8 @@ from tests.conftest import WaitUntil
 from tests.faults import content
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+READ_S = 3.0
+"""2 s, and what a busy machine may add."""
 
 
 def test_a_client_gets_pages_that_only_another_node_has_and_later_ones_are_local(
@@ -119,6 +124,32 @@ def test_a_full_reader_gets_a_shorter_prefix(scene: ClusterScene) -> None:
     own = content.keys(2, 4)
     assert there.put(own, content.pages(2, 4)).stored == 4
     assert is_chain(2, read(there, own))
+
+
+def test_a_reader_whose_memory_is_all_in_use_gets_nothing_in_time_and_all_when_it_is_free(
+    scene: ClusterScene, wait_until: WaitUntil
+) -> None:
+    a, b = scene.add("a", "b")
+    a.start([a, b])
+    b.start([a, b], host__capacity_bytes=16 << 20)
+    scene.meet(a, b)
+    keys = content.keys(1, 8)
+    assert scene.space(a).put(keys, content.pages(1, 8)).stored == 8
+    there = scene.space(b)
+    b.knows(a, 8)
+    with ExitStack() as held:
+        for chain in (2, 3):  # a client may hold half of the memory
+            own, client = content.keys(chain, 8), scene.space(b)
+            assert client.put(own, content.pages(chain, 8)).stored == 8
+            views = held.enter_context(client.get(own))
+            assert is_chain(chain, [bytes(one) for one in views.arrays])
+            assert len(views.arrays) == 8
+        begun = monotonic()
+        assert fetch(there, keys) == 0
+        assert monotonic() - begun < READ_S
+
+    wait_until(lambda: fetch(there, keys) == 8, CLEAN_WAIT_S)
+    assert is_chain(1, read(there, keys))
 
 
 def test_a_page_that_is_damaged_at_its_owner_is_a_miss_and_leaves_it(scene: ClusterScene) -> None:

@@ -63,25 +63,32 @@ def series_of(text: str) -> dict[str, Series]:
 
 @pytest.fixture(scope="module")
 def node_series(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Series]]:
-    """Of a node with both tiers and a peer that is not there, after a little traffic."""
+    """Of a node with both tiers and a peer that is not there, after a little traffic; and of
+    one with a directory that is not there."""
     folder = tmp_path_factory.mktemp("node")
+    cluster = {"cluster__name": "blue", "cluster__listen": "127.0.0.1:0",
+               "cluster__transfer_listen": "127.0.0.1:0"}  # fmt: skip
     settings = {"ssd__directories": folder / "ssd", "ssd__capacity_bytes": "64MiB",
-                "ssd__segment_bytes": "16MiB", "cluster__name": "blue",
-                "cluster__listen": "127.0.0.1:0", "cluster__transfer_listen": "127.0.0.1:0",
+                "ssd__segment_bytes": "16MiB", **cluster,
                 "cluster__nodes": '["other=127.0.0.1:1"]'}  # fmt: skip
+    other = {"cluster__directory": "redis", "redis__endpoints": "127.0.0.1:1", **cluster}
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with_directory = Process(arguments(folder / "b.sock", **other), environ, folder / "other")
     process = Process(arguments(folder / "kv.sock", **settings), environ, folder / "daemon")
     try:
+        with_directory.wait_ready(READY, 30.0)
         process.wait_ready(READY, 30.0)
+        of_other = series_of(Daemon(with_directory).ask("/metrics").decode())
         daemon = Daemon(process)
         with daemon.connect() as store:
             space = open_space(store, model='a "model"\n\\')
             keys = new_keys(space, 3)
             space.put(keys, content(3, FLAT.page_bytes(identity())))
             space.lookup(keys)
-        yield series_of(daemon.ask("/metrics").decode())
+        yield of_other | series_of(daemon.ask("/metrics").decode())
     finally:
-        assert process.stop() == 0, process.report()
+        for one in (process, with_directory):
+            assert one.stop() == 0, one.report()
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,11 @@ MEMBER = {"kind": "etcd", "state": "refused", "field": "name", "why": "10.0.0.9:
           "changes": {"joined": 2, "refused": 1}, "unreadable_records": 3}  # fmt: skip
 
 
+SHARED = {"current": True, "announced": 70, "waiting": 3, "announcements": 2, "asked": 9,
+          "faults": {"lost": 1, "ask_away": 4}, "why": "", "outstanding": 5,
+          "unanswered": {"overload": 6}}  # fmt: skip
+
+
 def stats(peers: dict[str, Any], **changed: Any) -> dict[str, Any]:
     """The counters of a node that says so much of its cluster."""
     directory = {
@@ -91,6 +96,33 @@ def test_the_table_names_what_differs_and_what_is_left_out():
         "not admitted: scheme 4", "c: refused (cluster) 2.5 s ago: cluster: 'red'",
     ):  # fmt: skip
         assert words in told, words
+
+
+def test_pages_in_a_directory_that_nodes_share_count_and_its_counts_are_shown_and_exported():
+    counted = stats({"b": UP})
+    counted["cluster"]["directory"] |= {"peers": {}, "shared": SHARED}
+    found = node_list(counted)
+
+    (b,) = msgspec.convert(found, NodeList).nodes
+    assert (b.current, b.index_why, b.lag_s, b.indexed_pages) == (True, "", None, {})
+    told = show(found)
+    assert "do not count" not in told
+    assert "in Redis" in told
+    assert "directory in Redis: all pages of this node are announced; 3 wait, 70 were" in told
+    assert "unanswered: overload 6; faults: ask_away 4, lost 1" in told
+    series = {
+        (sample.name.removeprefix("kvstore_cluster_directory_"), *sample.labels.values()):
+        sample.value
+        for family in node_series(found)
+        for sample in family.samples
+        if "cluster_directory" in sample.name
+    }  # fmt: skip
+    assert series == {
+        ("current",): 1, ("waiting_pages",): 3, ("outstanding",): 5, ("announced_pages_total",): 70,
+        ("announcements_total",): 2, ("answers_total",): 9,
+        ("faults_total", "away"): 0, ("faults_total", "ask_away"): 4, ("faults_total", "lost"): 1,
+        ("unanswered_total", "timeout"): 0, ("unanswered_total", "overload"): 6,
+    }  # fmt: skip
 
 
 def test_no_more_nodes_have_series_than_a_cluster_may_have():
