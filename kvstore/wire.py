@@ -132,6 +132,8 @@ class Acquire(msgspec.Struct, array_like=True, tag=7):
     For ``lease_ms``, or less if the node limits it. Waits up to ``wait_ms`` while pages of the run
     are loaded from disk or fetched from peers; with 0 none are. ``begins``: the chain begins with
     these keys, so that peers can be asked for them; False = unknown (and protocol 1.4 and older).
+    ``parent``: the key before the first, so that peers can be asked if its page is here; empty =
+    unknown.
     """
 
     id: int
@@ -142,6 +144,7 @@ class Acquire(msgspec.Struct, array_like=True, tag=7):
     lease_ms: int
     wait_ms: int = 0
     begins: bool = False
+    parent: bytes = b""
 
 
 class Acquired(msgspec.Struct, array_like=True, tag=8):
