@@ -144,9 +144,8 @@ class Requests:
         ready, missing = ready_pages(space, shard, request.keys)
         if ready * KEY_BYTES == len(request.keys):
             remote = None  # peers have nothing that is not here
-        chain, here = request.keys, ready
-        if request.parent and follows(space, shard, PrefixKey(request.parent)):
-            chain, here = request.parent + chain, here + 1  # so a fetched page has its parent
+        before = _known_parent(space, request)
+        chain, here = before + request.keys, len(before) // KEY_BYTES + ready
         if not waits:
             offered = 0
             if remote is not None:
@@ -359,6 +358,12 @@ def _check_parent(parent: bytes) -> None:
     if len(parent) not in (0, KEY_BYTES):
         raise InvalidArgument("parent", f"{len(parent)} bytes are not a key")
     wire.refuse_all_keys("parent", parent)
+
+
+def _known_parent(space: PrefixTree, request: wire.Acquire) -> bytes:
+    """The key before the run, if a page that is fetched can follow it here; else nothing."""
+    known = request.parent and follows(space, request.shard, PrefixKey(request.parent))
+    return request.parent if known else b""
 
 
 def _pack_kept(kept: list[Retention], now_ns: int) -> bytes:
