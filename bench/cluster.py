@@ -228,14 +228,15 @@ class Cluster:
     def _start_stores(self) -> dict[str, object]:
         """Start the etcd and the Redis that are needed; the settings of nodes that use them."""
         used = {self.options.membership, self.options.directory}
-        for name, kind in (("etcd", EtcdServer), ("redis", ForgetfulRedisServer)):
-            if name not in used:
-                continue
-            try:
-                server = kind(self.directory / name)
-            except (NoProgramError, ServerStartError) as error:
-                raise ClusterError(str(error)) from error
-            self.stores[name] = self._undo.enter_context(server)
+        try:
+            if "etcd" in used:
+                etcd = EtcdServer(self.directory / "etcd")
+                self.stores["etcd"] = self._undo.enter_context(etcd)
+            if "redis" in used:
+                redis = ForgetfulRedisServer(self.directory / "redis")
+                self.stores["redis"] = self._undo.enter_context(redis)
+        except (NoProgramError, ServerStartError) as error:
+            raise ClusterError(str(error)) from error
         return {
             "cluster.membership": self.options.membership,
             "cluster.directory": self.options.directory,

@@ -40,6 +40,7 @@ def nodes(scene: ClusterScene, tmp_path: Path) -> Iterator[tuple[ClusterNode, Cl
     """Two nodes that find each other in etcd and announce their pages in Redis."""
     with ExitStack() as undo:
         settings: dict[str, object] = {"debug__check_every_step": "false"}
+        settings["events__replay_max"] = 500  # what is kept for followers is full after a round
         for kind, used in (("etcd", "membership"), ("redis", "directory")):
             server = undo.enter_context(start_server(kind, tmp_path / kind))
             settings |= {f"cluster__{used}": kind, f"{kind}__endpoints": server.endpoint}
