@@ -76,6 +76,12 @@ class Server:
         }  # fmt: skip
         return ask(f"{self.url}/v1/completions", body)
 
+    def metric(self, name: str) -> float:
+        """The sum of one of its metrics."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
     def _answers(self) -> bool:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
