@@ -36,6 +36,7 @@ test-compiled: $(VENV)/.ready
 # that are not installed are unpacked from Debian's packages outside the clone.
 test-cluster: $(VENV)/.ready
 	@-$(BIN)/python -m bench.store_programs >/dev/null
+	@-$(BIN)/python -m bench.mooncake_wheel
 	@$(BIN)/python -m pytest tests/cluster_processes -m "cluster and not soak" -n auto --maxprocesses 2 $(ARGS)
 
 # Real vLLM engines, in an environment of their own outside the clone, made when it is absent.

@@ -158,13 +158,15 @@ class Cache:
         self.space, _ = self.table.spaces.open(session, identity, [_SHARD])
         log = a_log(self.disk_blocks)
         admission = Admission(self.admission, self.budget_bytes_per_day, log.capacity_bytes)
-        self.disk = self.table.disk = DiskPages(self.table, log, admission, _RULES)
+        self.disk = self.table.residents.disk = DiskPages(
+            self.table.residents, log, admission, _RULES
+        )
         self.names = 0
 
     def replay(self, requests: list[trace.Request]) -> Outcome:
         """Ask for and store every request."""
         for request in requests:
-            self.table.now_ns = request.timestamp * 1_000_000
+            self.table.moment.now_ns = request.timestamp * 1_000_000
             self.disk.advance(self.table.now_ns)
             self._serve([block_key(block) for block in request.hash_ids])
         check(self.table)
@@ -186,19 +188,19 @@ class Cache:
     def _load(self, keys: list[PrefixKey]) -> Lease:
         """Bring what is on disk to memory and pin the run."""
         packed = b"".join(keys)
-        run = self.table.ready_run(self.space, 0, packed)
+        run = self.table.residents.ready_run(self.space, 0, packed)
         self.hits += len(run)
         fetch, missing = None, -1
         while run and any(0 not in node.slots for node in run):
             before, missing = missing, sum(0 not in node.slots for node in run)
             size = len(run) * self.space.shards[0].slot_bytes
             again = self.table.begin_fetch(self.process, size, fetch)
-            self.table.fetch(again, self.space, 0, packed[: len(run) * KEY_BYTES])
+            self.table.room.fetch(again, self.space, 0, packed[: len(run) * KEY_BYTES])
             self._end_jobs()
             if fetch is not None:
                 self.table.end_fetch(self.process, fetch)
             fetch = again
-            run = self.table.ready_run(self.space, 0, packed)
+            run = self.table.residents.ready_run(self.space, 0, packed)
             if missing == before:
                 break  # memory is too small for the run
         self.names += 1
@@ -229,6 +231,7 @@ class Cache:
     def _end_jobs(self) -> None:
         while self.disk.jobs or self.disk.busy:
             self.disk.advance(self.table.now_ns)  # the pages of a segment leave in turns
-            jobs, self.disk.jobs = self.disk.jobs, []
+            jobs = list(self.disk.jobs)
+            self.disk.jobs.clear()
             for job in jobs:
                 self.disk.completed(job.job, None)

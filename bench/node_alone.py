@@ -119,7 +119,9 @@ class TakesAll:
             int(config.sync_interval_s * 1e9), IN_FLIGHT_BYTES_MAX,
         )  # fmt: skip
         admission = Admission(config.admission, 0, log.capacity_bytes)
-        self.pages = node.pages.disk = DiskPages(node.pages, log, admission, rules)
+        self.pages = node.pages.residents.disk = DiskPages(
+            node.pages.residents, log, admission, rules
+        )
         node.pages.pins.disk_budget_bytes = log.capacity_bytes // 4
         self._node = node
         self._at_once = at_once
@@ -129,7 +131,8 @@ class TakesAll:
         """See :class:`~kvstore.node.desk.DiskSide`."""
         self.pages.go_on()
         while self.pages.jobs:
-            jobs, self.pages.jobs = self.pages.jobs, []
+            jobs = list(self.pages.jobs)
+            self.pages.jobs.clear()
             self._begun += [job.job for job in jobs]
             if self._at_once:
                 self._end(len(self._begun), self._node.pages.now_ns)
@@ -183,7 +186,7 @@ class LoneNode:
             "alone", bytes(16), slots, limits, lambda: next(tokens).to_bytes(16, "little"), policy
         )
         node.pages.pins.budget_bytes = capacity_bytes // 4
-        node.pages.ghosts = Ghosts(AdminConfig().ghosts_max)
+        node.pages.residents.ghosts = Ghosts(AdminConfig().ghosts_max)
         node.pages.ghosts.policy = policy
         self._later: deque[Callable[[], None]] = deque()
         self.pages_max = capacity_bytes // PAGE_BYTES

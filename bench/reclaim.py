@@ -97,8 +97,8 @@ class Cache:
             records = self.disk_blocks // self.segments
             size = records * record_bytes(PAGE_BYTES) + footer_bytes(records)
             log = SegmentLog(self.segments, -(-size // 4096) * 4096)
-            self.table.disk = DiskPages(
-                self.table, log, Admission("all", 0, log.capacity_bytes), _RULES
+            self.table.residents.disk = DiskPages(
+                self.table.residents, log, Admission("all", 0, log.capacity_bytes), _RULES
             )
 
     def replay(self, requests: list[list[int]]) -> float:
@@ -124,13 +124,13 @@ class Cache:
         )
 
     def _serve(self, keys: list[PrefixKey]) -> None:
-        run = self.table.ready_run(self.space, 0, b"".join(keys))
+        run = self.table.residents.ready_run(self.space, 0, b"".join(keys))
         if self.table.disk is not None:
             run = run[: next((i for i, node in enumerate(run) if not node.disk), len(run))]
         self.hits += len(run)
-        self.table.tick += 1
+        self.table.moment.tick += 1
         for node in run:
-            node.access = self.table.tick
+            node.access = self.table.moment.tick
         self.names += 1
         _, put = self.table.begin_put(
             self.process, self.names, self.space, 0, b"".join(keys), PrefixKey(b"")
@@ -145,6 +145,7 @@ class Cache:
         disk = self.table.disk
         while disk is not None and (disk.jobs or disk.busy):
             disk.advance(0)  # the pages of a segment leave in turns
-            jobs, disk.jobs = disk.jobs, []
+            jobs = list(disk.jobs)
+            disk.jobs.clear()
             for job in jobs:
                 disk.completed(job.job, None)

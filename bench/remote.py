@@ -19,12 +19,15 @@ from bench import (
     remote_capacity,
     remote_get,
     remote_lookup,
+    remote_mooncake,
     remote_transport,
     remote_ttft,
 )
 from bench.measure import Progress, Report
 
-PARTS: Final = (remote_transport, remote_get, remote_lookup, remote_capacity, remote_ttft)
+PARTS: Final = (
+    remote_transport, remote_mooncake, remote_get, remote_lookup, remote_capacity, remote_ttft,
+)  # fmt: skip
 """Modules with cases: their ``names()``, and ``results(name, seconds)`` of one."""
 
 

@@ -27,8 +27,9 @@ from bench.measure import Measured, Progress, Report
 from kvstore import mover
 from kvstore.errors import KVStoreError
 from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity, page_seeds
+from kvstore.state.disk.jobs import DiskDrop, DiskSync
 from kvstore.state.tree.places import FOOTER_TABLE_BYTES, Place, record_bytes
-from kvstore.tier.base import DropSegment, Job, PageRecord, ReadPage, SyncAll, WritePage
+from kvstore.tier.base import Job, PageRecord, ReadPage, WritePage
 from kvstore.tier.directories import Directory
 from kvstore.tier.disk import OSDisk
 from kvstore.tier.record import pair_seed
@@ -186,7 +187,7 @@ class Disks:
         seconds = self._write_pages(sync_groups=sync_groups)
         self._offset += self._count * self._record_bytes
         if self._offset >= SEGMENT_CALLS * self._count * self._record_bytes:
-            self._finish([DropSegment(self._next_job(), self._segment)])
+            self._finish([DiskDrop(self._next_job(), self._segment)])
             self._segment, self._offset = self._segment + 1, 0
         return seconds
 
@@ -210,11 +211,11 @@ class Disks:
         if sync_groups:
             for at in range(0, len(writes), self._group):
                 # The sync covers the group before, which has ended, while this one is written.
-                self._finish([SyncAll(self._next_job()), *writes[at : at + self._group]])
-            self._finish([SyncAll(self._next_job())])
+                self._finish([DiskSync(self._next_job()), *writes[at : at + self._group]])
+            self._finish([DiskSync(self._next_job())])
         else:
             if start - self._synced_at >= INTERVAL_S:
-                writes.append(SyncAll(self._next_job()))
+                writes.append(DiskSync(self._next_job()))
                 self._synced_at = start
             self._finish(writes)
         return time.perf_counter() - start

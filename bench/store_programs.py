@@ -8,12 +8,11 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from bench import environments
+from bench import debian, environments
 
 _PACKAGES: Final = {
     "etcd": ("etcd-server",),
@@ -22,8 +21,6 @@ _PACKAGES: Final = {
         "libsystemd0",
     ),
 }  # fmt: skip
-_FOLDERS: Final = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "lib/x86_64-linux-gnu")
-_DOWNLOAD_S: Final = 300.0
 
 
 class Program(NamedTuple):
@@ -58,25 +55,13 @@ def find(name: str) -> Program:
     try:
         with environments.making(target) as absent:
             if absent:
-                _unpack(_PACKAGES[name], target)
+                debian.unpack(_PACKAGES[name], target)
     except (OSError, subprocess.SubprocessError) as error:
         raise NoProgramError(
             f"{name} is not installed, and Debian's cannot be had: {error}"
         ) from error
-    folders = [str(target / one) for one in _FOLDERS if (target / one).is_dir()]
-    return Program(target / "usr/bin" / name, {"LD_LIBRARY_PATH": os.pathsep.join(folders)})
-
-
-def _unpack(packages: tuple[str, ...], target: Path) -> None:
-    """Download packages, and unpack them into a folder."""
-    sys.stderr.write(f"unpacking {', '.join(packages)} into {target}\n")
-    with tempfile.TemporaryDirectory(prefix="kvstore-") as folder:
-        command = ["apt-get", "--quiet", "--quiet", "download", *packages]
-        subprocess.run(
-            command, cwd=folder, check=True, timeout=_DOWNLOAD_S, stdout=subprocess.DEVNULL
-        )
-        for package in sorted(Path(folder).glob("*.deb")):
-            subprocess.run(["dpkg", "-x", package, target], check=True)
+    folders = os.pathsep.join(debian.libraries(target))
+    return Program(target / "usr/bin" / name, {"LD_LIBRARY_PATH": folders})
 
 
 def main() -> int:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         PeerUnreachable,
         ProtocolError,
         TierUnavailable,
+        TooFewCopies,
         TransferError,
         TransferTimeout,
     )
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 _ERRORS: Final = (
     "CapacityError", "ConfigError", "DurabilityUnavailable", "EngineNameTaken", "InvalidArgument",
     "KVStoreError", "LayoutMismatch", "NotFound", "PageCorrupt", "PeerUnreachable", "ProtocolError",
-    "TierUnavailable", "TransferError", "TransferTimeout",
+    "TierUnavailable", "TooFewCopies", "TransferError", "TransferTimeout",
 )  # fmt: skip
 _PAGES: Final = (
     "CanonicalLayout", "OpaqueLayout", "PrefixKeys", "ShardSpec", "SpaceIdentity", "page_keys",
@@ -67,6 +68,7 @@ __all__ = [
     "InvalidArgument", "KVPool", "KVStore", "KVStoreError", "LayoutMismatch", "NotFound",
     "OpaqueLayout", "PageCorrupt", "PageViews", "PeerUnreachable", "PrefixKeys", "ProtocolError",
     "PutResult", "RestoreResult", "ShardSpec", "Space", "SpaceIdentity", "TierUnavailable",
+    "TooFewCopies",
     "TransferError", "TransferTimeout", "__version__", "page_keys",
 ]  # fmt: skip
 

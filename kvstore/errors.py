@@ -6,6 +6,7 @@
     ├─ ConfigError                   a key or value of the configuration; names key and value
     ├─ EngineNameTaken     (retry)   another live engine of this node has the same name
     ├─ CapacityError       (retry)   no slot is free and none may be evicted, or a quota is reached
+    ├─ TooFewCopies        (retry)   stored, but fewer nodes have the pages than were asked for
     ├─ InvalidArgument               an argument is wrong; names the field
     │  ├─ LayoutMismatch             the caller's layout is not that of this space; names the field
     │  └─ NotFound                   the named object does not exist on this node
@@ -61,6 +62,21 @@ class CapacityError(KVStoreError):
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)
         self.field = field
+
+
+class TooFewCopies(KVStoreError):
+    """The pages are stored at this node, but fewer nodes have them than were asked for.
+
+    Attributes:
+        copies: how many nodes are known to have all of them, this one included; at least 1.
+    """
+
+    code = "too_few_copies"
+    retryable = True
+
+    def __init__(self, message: str, copies: int) -> None:
+        super().__init__(message)
+        self.copies = copies
 
 
 class InvalidArgument(KVStoreError):

@@ -17,10 +17,12 @@ from kvstore.errors import InvalidArgument, ProtocolError
 from kvstore.page import ALL_KEYS, KEY_BYTES, EngineLabel, ShardSpec, SpaceIdentity
 
 PROTOCOL_MAJOR: Final = 1
-PROTOCOL_MINOR: Final = 5
+PROTOCOL_MINOR: Final = 6
 SETTLED_MINOR: Final = 3
 """The minor version since which Settled has ``before``. It is not sent to an older node, which
 would settle too much."""
+COPIES_MINOR: Final = 6
+"""The minor version since which a node understands Bring and Replicate."""
 FRAME_BYTES_MAX: Final = 16 << 20
 BATCH_KEYS_MAX: Final = 65_536
 HOLDER_CHARS_MAX: Final = 64
@@ -132,8 +134,9 @@ class Acquire(msgspec.Struct, array_like=True, tag=7):
     For ``lease_ms``, or less if the node limits it. Waits up to ``wait_ms`` while pages of the run
     are loaded from disk or fetched from peers; with 0 none are. ``begins``: the chain begins with
     these keys, so that peers can be asked for them; False = unknown (and protocol 1.4 and older).
+    ``copies``: another node was asked to keep copies of them, so that this is no use (since 1.6).
     ``parent``: the key before the first, so that peers can be asked if its page is here; empty =
-    unknown.
+    unknown (since 1.6).
     """
 
     id: int
@@ -144,6 +147,7 @@ class Acquire(msgspec.Struct, array_like=True, tag=7):
     lease_ms: int
     wait_ms: int = 0
     begins: bool = False
+    copies: bool = False
     parent: bytes = b""
 
 
@@ -384,6 +388,9 @@ class Lent(msgspec.Struct, array_like=True, tag=30):
 
     The pages can be read through a transport with ``ticket`` until the lease ends. ``kept`` says
     how long each may stay at the reader (:data:`KEPT`); empty = all until their room is needed.
+    ``places``: name of each transport that reads these pages by their addresses → its endpoint, and
+    the address of each page, 8 bytes each, little-endian. (Nodes before this field read over
+    ``tcp``.)
     """
 
     id: int
@@ -394,22 +401,69 @@ class Lent(msgspec.Struct, array_like=True, tag=30):
     lease_ms: int
     ticket: bytes
     kept: bytes = b""
+    places: dict[str, tuple[str, bytes]] = {}
+
+
+class Bring(msgspec.Struct, array_like=True, tag=31):
+    """Ask another node to fetch pages from the node that asks, and to keep them.
+
+    ``keys``: a chain from its beginning. It brings the pages from number ``first`` on, and those
+    before them that it has not. It makes room only by evicting pages that were not used for
+    ``idle_ms``; 0 = as for a put. Answered when it has them, or has got no more after ``wait_ms``.
+    """
+
+    id: int
+    space: int
+    shard: int
+    keys: bytes
+    first: int
+    wait_ms: int
+    idle_ms: int = 0
+
+
+class Brought(msgspec.Struct, array_like=True, tag=32):
+    """Answer to Bring: how many consecutive pages from ``first`` on are READY there now."""
+
+    id: int
+    pages: int
+
+
+class Replicate(msgspec.Struct, array_like=True, tag=33):
+    """Let ``copies`` nodes have these READY pages, this node included.
+
+    Answered when they have, or after ``wait_ms``, or when no other node can take them.
+    """
+
+    id: int
+    space: int
+    shard: int
+    keys: bytes
+    copies: int
+    wait_ms: int
+
+
+class Replicated(msgspec.Struct, array_like=True, tag=34):
+    """Answer to Replicate: how many nodes are known to have all of the pages, this one included."""
+
+    id: int
+    copies: int
 
 
 Request = (
     Hello | OpenSpace | Lookup | Acquire | Release | BeginPut | CommitPut | AbortPut | Corrupt
     | Settled | ReportPrefill | Stats | FetchExtents | Ping | Persist | PeerHello | FollowEvents
+    | Bring | Replicate
 )  # fmt: skip
 Answer = (
     Welcome | SpaceOpened | Found | Acquired | PutGranted | Committed | StatsReply | ExtentsFollow
-    | Failure | Pong | Persisted | PeerWelcome | Lent
+    | Failure | Pong | Persisted | PeerWelcome | Lent | Brought | Replicated
 )  # fmt: skip
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _REQUESTS: Final = msgspec.msgpack.Decoder(Request)
 _ANSWERS: Final = msgspec.msgpack.Decoder(Answer)
 _FIXARRAY: Final = 0x9
-_LONG: Final = (5, 7, 10, 12, 25)
+_LONG: Final = (5, 7, 10, 12, 25, 31, 33)
 """Tags of the requests with packed fields."""
 _NO_MESSAGE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, InvalidArgument)
 """Invalid bytes, too deep nesting, and values that a type refuses."""

@@ -17,6 +17,7 @@ PUBLIC = {
     "InvalidArgument", "KVPool", "KVStore", "KVStoreError", "LayoutMismatch", "NotFound",
     "OpaqueLayout", "PageCorrupt", "PageViews", "PeerUnreachable", "PrefixKeys", "ProtocolError",
     "PutResult", "RestoreResult", "ShardSpec", "Space", "SpaceIdentity", "TierUnavailable",
+    "TooFewCopies",
     "TransferError", "TransferTimeout", "__version__", "page_keys",
 }  # fmt: skip
 

@@ -6,15 +6,25 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from rich.console import Console
-
 from kvstore.cli import doctor, show, top
 from kvstore.cli.index import asked_index, index
-from kvstore.cli.names import PREFIX_MIN, SPACES_MAX, Names
+from kvstore.cli.jobs import (
+    JOB_WAIT_S,
+    KEY,
+    SPACE,
+    AddVerb,
+    Show,
+    Verb,
+    add_copies,
+    job_of,
+    names_page,
+    waits,
+)
+from kvstore.cli.names import SPACES_MAX, Names
 from kvstore.cli.nodes import nodes
 from kvstore.cli.numbers import count, seconds, size
 from kvstore.cli.remote import Remote, path_of
@@ -23,13 +33,7 @@ from kvstore.errors import ConfigError, InvalidArgument, KVStoreError, NotFound
 from kvstore.server.client import is_address
 from kvstore.server.environment import cli_defaults
 
-Verb = Callable[[Remote, argparse.Namespace], Any]
-Show = Callable[[Any, Console], None]
-
-_JOB_WAIT_S: Final = 3600.0
 _INTERVAL_MAX_S: Final = 3600.0
-_SPACE: Final = f"model of the space, or {PREFIX_MIN} or more hex digits of its label"
-_KEY: Final = f"64 hex digits, or the first {PREFIX_MIN} or more"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -158,10 +162,7 @@ def _http(text: str) -> str:
     return text.rstrip("/")
 
 
-_Add = Callable[[str, str, Verb, Show], argparse.ArgumentParser]
-
-
-def _add_looks(verb: _Add) -> None:
+def _add_looks(verb: AddVerb) -> None:
     """The verbs that change nothing."""
     for name, summary, path, shown in (
         ("stats", "version, hit rate, memory, spaces, sessions", "/v1/stats", show.stats),
@@ -183,7 +184,7 @@ def _add_looks(verb: _Add) -> None:
          lambda node, _options: node.listed("spaces", "/v1/spaces", {}, SPACES_MAX),
          show.spaces)  # fmt: skip
     pages = verb("pages", "the pages of a space", _pages, show.pages)
-    pages.add_argument("space", help=_SPACE)
+    pages.add_argument("space", help=SPACE)
     pages.add_argument("--prefix", metavar="KEY", help="only this page and its descendants")
     pages.add_argument("--tier", choices=["host", "ssd"], help="only pages in this tier")
     for bound, compared in (("min", "at least"), ("max", "at most")):
@@ -195,27 +196,27 @@ def _add_looks(verb: _Add) -> None:
     page = verb("page", "details of one page", _page, show.page)
     tokens = verb("tokens", "the token ids of a page; needs the role operate", _page_tokens,
                   show.tokens)  # fmt: skip
-    _names_page(tokens)
+    names_page(tokens)
     tokens.add_argument("--pages", type=count(1), default=1,
                         help="number of pages, ending with this one; default: 1")  # fmt: skip
     tree = verb("tree", "the descendants of a page", _tree, show.tree)
-    tree.add_argument("space", help=_SPACE)
-    tree.add_argument("key", nargs="?", help=f"{_KEY}; default: the whole space")
+    tree.add_argument("space", help=SPACE)
+    tree.add_argument("key", nargs="?", help=f"{KEY}; default: the whole space")
     tree.add_argument("--depth", type=count(1), default=8, help="number of levels; default: 8")
     tree.add_argument("--limit", type=count(1), default=100,
                       help="maximum pages; default: 100")  # fmt: skip
     explain = verb("explain", "say why a key or prompt is a hit or not", _explain, show.explanation)
-    explain.add_argument("key", nargs="?", help=_KEY)
+    explain.add_argument("key", nargs="?", help=KEY)
     explain.add_argument("--tokens", help="token ids, 1,2,3, or @FILE with a JSON list of them")
-    explain.add_argument("--space", help=f"{_SPACE}; default: the best match")
+    explain.add_argument("--space", help=f"{SPACE}; default: the best match")
     explain.add_argument("--shard", type=count(0), help="number of a shard; default: any")
-    _names_page(page)
+    names_page(page)
 
 
-def _add_changes(verb: _Add) -> None:
+def _add_changes(verb: AddVerb) -> None:
     """The verbs that need the operate role and are done at once."""
     pin = verb("pin", "protect a page and all pages before it from eviction", _pin, show.anything)
-    _names_page(pin)
+    names_page(pin)
     pin.add_argument("--ttl", type=seconds(zero=True), default=3600.0, metavar="SECONDS",
                      help="duration of the pin; 0 = until unpin; default: 3600")  # fmt: skip
     pin.add_argument("--tier", choices=["host", "ssd"], default="host",
@@ -224,7 +225,7 @@ def _add_changes(verb: _Add) -> None:
                  show.anything)  # fmt: skip
     unpin.add_argument("pin", type=count(1), help="number of the pin; see kvstore pins")
     quota = verb("quota", "show the limits of all spaces, or set those of one", _quota, show.quotas)
-    quota.add_argument("space", nargs="?", help=f"{_SPACE}; default: show all")
+    quota.add_argument("space", nargs="?", help=f"{SPACE}; default: show all")
     quota.add_argument("--quota-bytes", type=size, metavar="SIZE",
                        help="maximum bytes; 0 = no quota; default: unchanged")  # fmt: skip
     quota.add_argument("--reserved-bytes", type=size, metavar="SIZE",
@@ -237,16 +238,16 @@ def _add_changes(verb: _Add) -> None:
     )
 
 
-def _add_jobs(verb: _Add) -> None:
+def _add_jobs(verb: AddVerb) -> None:
     """The verbs that start a job and wait for it, and the one that shows jobs."""
     for name, summary in (
         ("evict", "evict a page and its descendants, or a whole space"),
         ("verify", "read stored pages again and compare them with their digests"),
     ):
         made = verb(name, summary, _bulk, show.job)
-        made.add_argument("space", nargs="?" if name == "verify" else None, help=_SPACE)
-        made.add_argument("key", nargs="?", help=f"{_KEY}; default: the whole space")
-        _waits(made)
+        made.add_argument("space", nargs="?" if name == "verify" else None, help=SPACE)
+        made.add_argument("key", nargs="?", help=f"{KEY}; default: the whole space")
+        waits(made)
         if name == "verify":
             made.add_argument("--tier", choices=["host", "ssd"], help="tier to read; default: all")
             made.add_argument(
@@ -254,37 +255,29 @@ def _add_jobs(verb: _Add) -> None:
                 help="stop after this time; default: 3600",
             )  # fmt: skip
     clear = verb("clear", "empty a space, or all spaces", _clear, show.job)
-    clear.add_argument("space", nargs="?", help=_SPACE)
+    clear.add_argument("space", nargs="?", help=SPACE)
     clear.add_argument("--all", action="store_true", help="every space")
     clear.add_argument("--yes", action="store_true", help="do not ask before emptying every space")
-    _waits(clear)
+    waits(clear)
     for name, summary in (
         ("prefetch", "load pages from the SSD tier into host memory"),
         ("move", "move pages to another tier"),
     ):
         made = verb(name, summary, _moved, show.job)
-        made.add_argument("space", help=_SPACE)
+        made.add_argument("space", help=SPACE)
         made.add_argument("keys", nargs="+", metavar="KEY", help="keys of one prompt, in order")
         made.add_argument("--deadline", type=seconds(zero=False), default=60.0, metavar="SECONDS",
                           help="stop after this time; default: 60")  # fmt: skip
         if name == "move":
             made.add_argument("--to", choices=["host", "ssd"], default="ssd",
                               help="target tier; default: ssd; descendants move first")  # fmt: skip
-        _waits(made)
+        waits(made)
+    add_copies(verb)
     jobs = verb("jobs", "the jobs of a node, or one of them", _jobs, show.jobs)
     jobs.add_argument("job", type=count(1), nargs="?", help="number of the job; default: all")
     jobs.add_argument(
         "--cancel", action="store_true", help="cancel the job; its changes are not undone"
     )
-
-
-def _names_page(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("space", help=_SPACE)
-    verb.add_argument("key", help=_KEY)
-
-
-def _waits(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--no-wait", action="store_true", help="start the job and do not wait for it")
 
 
 # The request of each verb
@@ -359,7 +352,7 @@ def _quota(node: Remote, at: argparse.Namespace) -> Any:
     every = (one for one in shown["quotas"] if one["tier"] == at.tier)
     before: dict[str, Any] = next((one for one in every if one["space"] == at.space), {})
     body = {**{name: before.get(name, 0) for name in asked}, **limits, "tier": at.tier}
-    job = node.finished(node.send("PUT", path_of("quotas", at.space), body), _JOB_WAIT_S)
+    job = node.finished(node.send("PUT", path_of("quotas", at.space), body), JOB_WAIT_S)
     return node.get("/v1/quotas") if job["state"] == "done" else job
 
 
@@ -373,7 +366,7 @@ def _bulk(node: Remote, at: argparse.Namespace) -> Any:
     body = {"space": at.space, "key": at.key}
     if at.verb == "verify":
         body |= {"tier": at.tier, "deadline_s": at.deadline}
-    return _job(node, at, {k: v for k, v in body.items() if v is not None})
+    return job_of(node, at, {k: v for k, v in body.items() if v is not None})
 
 
 def _clear(node: Remote, at: argparse.Namespace) -> Any:
@@ -381,7 +374,7 @@ def _clear(node: Remote, at: argparse.Namespace) -> Any:
         raise InvalidArgument("space", "name a space to empty, or --all")
     if at.all and not at.yes:
         _confirm(node)
-    return _job(node, at, {"space": at.space, "all": at.all})
+    return job_of(node, at, {"space": at.space, "all": at.all})
 
 
 def _confirm(node: Remote) -> None:
@@ -405,19 +398,7 @@ def _confirm(node: Remote) -> None:
 
 def _moved(node: Remote, at: argparse.Namespace) -> Any:
     body = {"space": at.space, "keys": at.keys, "deadline_s": at.deadline}
-    return _job(node, at, {**body, "to": at.to} if at.verb == "move" else body)
-
-
-def _job(node: Remote, at: argparse.Namespace, body: dict[str, Any]) -> Any:
-    job = node.send("POST", f"/v1/{at.verb}", body)
-    try:
-        return job if at.no_wait else node.finished(job, _JOB_WAIT_S)
-    except KeyboardInterrupt:
-        number = job["job"]
-        sys.stderr.write(
-            f"kvstore: job {number} continues; stop it: kvstore jobs {number} --cancel\n"
-        )
-        raise
+    return job_of(node, at, {**body, "to": at.to} if at.verb == "move" else body)
 
 
 def _jobs(node: Remote, at: argparse.Namespace) -> Any:

@@ -54,6 +54,8 @@ def peer_checks(config: ServerConfig | None, stats: Mapping[str, Any] | None) ->
     if client is not None and server is not None:
         yield _certificates(client, server, config.node.name)
     yield from _listeners(cluster)
+    if "mooncake" in cluster.transports:
+        yield _mooncake(cluster)
     yield from store_checks(config)
     if cluster.membership != "local":
         yield from (_seen(name, row) for name, row in told.items())
@@ -152,6 +154,17 @@ def _is_open(place: Address) -> bool:
     except OSError:
         return False
     return True
+
+
+def _mooncake(cluster: ClusterConfig) -> Check:
+    """Say what Mooncake's ports mean."""
+    tenants = ", ".join(cluster.rdma_tenants)
+    if not tenants:
+        advice = "name tenants in cluster.rdma_tenants, or take mooncake out of cluster.transports"
+        return Check("mooncake", "warn", "it serves nobody's pages", advice)
+    found = f"whoever reaches ports 15000 to 17000 of any interface reads and writes {tenants}"
+    advice = "let a firewall open these ports to the other nodes only"
+    return Check("mooncake", "warn", found, advice)
 
 
 # ---- other nodes ----------------------------------------------------------------------------

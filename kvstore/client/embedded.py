@@ -114,6 +114,7 @@ class Embedded:
     """
 
     epoch = 1
+    node_minor = wire.PROTOCOL_MINOR
 
     def __init__(self, host: HostConfig, name: str, ssd: SSDConfig | None = None) -> None:
         """Create the memory, recover the SSD tier, and send Hello to the node."""

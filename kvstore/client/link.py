@@ -69,6 +69,10 @@ class NodeLink(Protocol):
     def node_name(self) -> str:
         """Name of the node; empty = unknown."""
 
+    @property
+    def node_minor(self) -> int:
+        """Minor version of the node's protocol; 0 = unknown."""
+
     def request(
         self, message: wire.Request, timeout_s: float, epoch: int | None = None
     ) -> wire.Answer:
@@ -151,7 +155,7 @@ class Link:
         self.engine = engine
         self.quota_bytes = 0
         self.node_name = ""
-        self._node_minor = 0
+        self.node_minor = 0
         self.why = "not connected yet"
         self._refusal = ""
         self._locks()
@@ -298,7 +302,7 @@ class Link:
         self.session = welcome.session
         self.quota_bytes = welcome.quota_bytes
         self.node_name = welcome.node
-        self._node_minor = welcome.minor
+        self.node_minor = welcome.minor
         self._connection = connection
         memory = self._reconnecting.memory
         if memory and memory not in self._mappings:
@@ -349,7 +353,7 @@ class Link:
         The caller holds ``_state``, so that no other decision is made in between.
         """
         connection = self._connection
-        named = self._node_minor >= wire.SETTLED_MINOR
+        named = self.node_minor >= wire.SETTLED_MINOR
         if effects.settle and connection is not None and named:
             connection.post(wire.Settled(effects.settle), now=True)
         self._unused += [self._mappings.pop(number) for number in effects.unmap]

@@ -14,7 +14,8 @@ from kvstore.client.loads import DISK_WAIT_S, Loader, LoadState, names
 from kvstore.client.mapping import Use
 from kvstore.client.resources import Opened, StoreResources
 from kvstore.client.results import MISS, Hit, PageViews, PutResult, RestoreResult
-from kvstore.errors import CapacityError, InvalidArgument, KVStoreError
+from kvstore.config.cluster import NODES_MAX
+from kvstore.errors import CapacityError, InvalidArgument, KVStoreError, TooFewCopies
 from kvstore.mover.kvpool import KVPool
 from kvstore.page import (
     PrefixKeys,
@@ -31,6 +32,10 @@ BATCH_BYTES: Final = 256 << 20
 """Maximum bytes pinned or reserved by one message: longer calls are split, to block less."""
 SYNC_WAIT_S: Final = 30.0
 """Maximum wait of a durable put until its pages survive a crash."""
+REPLICATE_WAIT_S: Final = 10.0
+"""Maximum wait until further nodes have a batch of pages."""
+REPLICATE_PAGES: Final = 4096
+"""Maximum pages of one message that asks for copies."""
 
 
 class Keep(NamedTuple):
@@ -148,6 +153,7 @@ class Space:
         read_once: bool = False,
         no_store: bool = False,
         durable: bool = False,
+        replicas: int = 1,
     ) -> PutResult:
         """Store pages; return when others can read them.
 
@@ -162,10 +168,15 @@ class Space:
             no_store: the pages are never written to an SSD.
             durable: return when these pages and all pages before them survive a crash of the node;
                 this can take 30 seconds. It excludes the three options above.
+            replicas: return when so many nodes of the cluster have these pages and all pages before
+                them, this node included: 1 to 16. This can take 10 seconds for each batch of pages
+                (256 MiB or less). More than 1 excludes ``ttl_s`` and ``read_once``.
 
         Raises:
             InvalidArgument: the number of pages, a buffer or a combination of options is wrong;
                 ``field`` names it.
+            TooFewCopies: fewer nodes have the pages than ``replicas``; ``copies`` says how many.
+                The pages are stored at this node. Retryable.
             LayoutMismatch: the node has this space with another layout.
             CapacityError: no free space for some pages; the others are stored. Retryable.
             DurabilityUnavailable: ``durable`` was requested, but the node never syncs, or a page
@@ -180,10 +191,56 @@ class Space:
         if durable and (ttl_s or read_once or no_store):
             raise InvalidArgument("durable", "such pages never go to disk")
         keep = Keep(ttl_s, read_once=read_once, memory_only=no_store)
+        if replicas != 1 and (ttl_s or read_once):
+            raise InvalidArgument("replicas", "pages with a TTL and read-once pages are not copied")
+        if not 1 <= replicas <= NODES_MAX:
+            raise InvalidArgument("replicas", f"{replicas} is outside 1..{NODES_MAX}")
         result = self.put_pieces(keys, source, shard, keep)
         if durable:
             self.persist(keys, shard)
+        if replicas > 1:
+            self.replicate(keys, replicas, shard)
         return result
+
+    def replicate(self, keys: PrefixKeys, replicas: int, shard: int = 0) -> None:
+        """Let further nodes have stored pages, and all pages before them.
+
+        Each of the others is asked to fetch them; one that has them already counts too. It waits up
+        to 10 seconds for each batch of pages (256 MiB or less).
+
+        Args:
+            keys: the pages, stored before.
+            replicas: how many nodes are to have them, this node included: 1 to 16.
+            shard: the shard of these pages.
+
+        Raises:
+            TooFewCopies: fewer nodes have them; ``copies`` says how many. Retryable.
+            InvalidArgument: ``replicas`` is out of range.
+            CapacityError: some pages are not stored here, or the node is too busy. Retryable.
+            TransferTimeout, PeerUnreachable: the node did not answer. Retryable.
+        """
+        if not 1 <= replicas <= NODES_MAX:
+            raise InvalidArgument("replicas", f"{replicas} is outside 1..{NODES_MAX}")
+        # Not the connection of puts that wait for free slots: copying can take much longer.
+        link = self._services.waiting_link("replicate")
+        fewest = replicas
+        for start, stop in self._batches(len(keys), shard, REPLICATE_PAGES):
+            opened = self.numbers(link)
+            if link.node_minor < wire.COPIES_MINOR:
+                raise TooFewCopies("the node is too old to copy pages to other nodes", 1)
+            number, wait_ms = opened.shards[shard], int(REPLICATE_WAIT_S * 1000)
+            request = wire.Replicate(
+                0, opened.space, number, keys[start:stop].packed, replicas, wait_ms
+            )
+            answer = link.request(
+                request, self._services.timeout_s + REPLICATE_WAIT_S, opened.epoch
+            )
+            assert isinstance(answer, wire.Replicated)
+            fewest = min(fewest, answer.copies)
+        if fewest < replicas:
+            raise TooFewCopies(
+                f"{fewest} of {replicas} nodes have the {len(keys)} pages; try again later", fewest
+            )
 
     def persist(self, keys: PrefixKeys, shard: int = 0) -> None:
         """Make stored pages durable: return when they and all before them survive a crash.
@@ -433,8 +490,10 @@ class Space:
         most = min(BATCH_BYTES, quota // 2)  # half, so that a load and a store fit at the same time
         return max(1, min(wire.BATCH_KEYS_MAX, most // self._size(shard)))
 
-    def _batches(self, count: int, shard: int) -> list[tuple[int, int]]:
-        each = self._batch_pages(shard)
+    def _batches(
+        self, count: int, shard: int, most: int = wire.BATCH_KEYS_MAX
+    ) -> list[tuple[int, int]]:
+        each = min(most, self._batch_pages(shard))
         return [(start, min(start + each, count)) for start in range(0, count, each)]
 
     def _put_batch(

@@ -7,21 +7,12 @@ from time import monotonic, monotonic_ns
 from typing import Any, Final
 
 from kvstore import wire
-from kvstore.cluster.session import (
-    CancelTransfer,
-    CloseLink,
-    Effect,
-    Ended,
-    PeerSession,
-    PeerStanding,
-    Send,
-    SlotsSettled,
-    StartTransfer,
-)
+from kvstore.cluster.effects import CarriedOut, CloseLink, Effect, Send
+from kvstore.cluster.session import PeerSession
 from kvstore.cluster.standing import Standing
 from kvstore.errors import ProtocolError, reason
 from kvstore.process.listeners import Tcp, parse_endpoint
-from kvstore.state.remote.jobs import PeerFetch
+from kvstore.state.remote.jobs import PeerBring, PeerFetch
 from kvstore.transport.base import TransferEnd
 
 CONNECT_S: Final = 5.0
@@ -34,9 +25,7 @@ UNSENT_BYTES_MAX: Final = 16 << 20
 """More requests than this are not sent to a node that does not read them."""
 _READ_BYTES: Final = 64 << 10
 
-Carry = Callable[
-    ["PeerLink", StartTransfer | CancelTransfer | Ended | SlotsSettled | PeerStanding], None
-]
+Carry = Callable[["PeerLink", CarriedOut], None]
 
 
 class PeerLink:
@@ -82,6 +71,16 @@ class PeerLink:
     def fetch(self, job: PeerFetch) -> None:
         """Begin a fetch."""
         self._session.fetch(job, monotonic_ns())
+        self._carry_out()
+
+    @property
+    def up(self) -> bool:
+        """Whether the other node has welcomed this one."""
+        return self._session.up
+
+    def bring(self, job: PeerBring) -> None:
+        """Ask the other node to bring pages from here."""
+        self._session.bring(job, monotonic_ns())
         self._carry_out()
 
     def transfer_ended(self, end: TransferEnd) -> None:

@@ -19,6 +19,7 @@ TRANSPORTS_MAX: Final = 16
 _BOOT_BYTES: Final = 16
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
+NodeState = Literal["up", "draining"]
 StandingState = Literal["joining", "joined", "away", "refused"]
 
 
@@ -42,7 +43,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     transports: dict[str, str] = {}
     protocol: str = PROTOCOL
     scheme: str = SCHEME
-    state: Literal["up", "draining"] = "up"
+    state: NodeState = "up"
 
 
 class JoinStanding(msgspec.Struct, frozen=True):
@@ -84,7 +85,7 @@ class _WrittenRecord(msgspec.Struct):
     protocol: str
     scheme: str
     transports: dict[str, str] = {}
-    state: Literal["up", "draining"] = "up"
+    state: NodeState = "up"
 
 
 _SETTINGS: Final = msgspec.json.Decoder(ClusterSettings)

@@ -18,8 +18,20 @@ from itertools import count
 from typing import Final
 
 from kvstore import wire
+from kvstore.cluster.bringing import Bringing, OpenedPair
+from kvstore.cluster.effects import (
+    CancelTransfer,
+    CloseLink,
+    Effect,
+    Ended,
+    PeerStanding,
+    Send,
+    SlotsSettled,
+    StartTransfer,
+)
 from kvstore.cluster.greeting import LocalNode, check_protocol
 from kvstore.cluster.kept import retentions
+from kvstore.cluster.ways import offered, ways_of
 from kvstore.errors import (
     CapacityError,
     InvalidArgument,
@@ -30,10 +42,10 @@ from kvstore.errors import (
     TransferTimeout,
     error_from_code,
 )
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, ShardSpec, SpaceIdentity
-from kvstore.state.remote.jobs import FetchEnd, PeerFetch
+from kvstore.page import DIGEST_BYTES, KEY_BYTES
+from kvstore.state.remote.jobs import FetchEnd, PeerBring, PeerFetch
 from kvstore.state.tree.node import Retention
-from kvstore.transport.base import TICKET_BYTES, PageArrival, TransferEnd
+from kvstore.transport.base import PLACE_BYTES, TICKET_BYTES, PageArrival, TransferEnd
 
 MS: Final = 1_000_000
 HELLO_NS: Final = 5_000 * MS
@@ -50,83 +62,6 @@ LATE_MAX: Final = 1024
 SPACES_MAX: Final = 128
 """If the other node opens no more spaces after so many, the session begins again."""
 _ADDRESS_BYTES: Final = wire.ADDRESS.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send a message to the other node."""
-
-    message: wire.Request
-
-
-@dataclass(frozen=True, slots=True)
-class StartTransfer:
-    """Read leased pages; its number is that of the fetch.
-
-    Attributes:
-        fetch: whose leading slots get the pages.
-        transport: name of the transport.
-        endpoint: of the other node's transport.
-        lent: the lease.
-        deadline_ns: end of the transfer.
-    """
-
-    fetch: PeerFetch
-    transport: str
-    endpoint: str
-    lent: wire.Lent
-    deadline_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class CancelTransfer:
-    """Nobody waits for the transfer of this fetch any more."""
-
-    job: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Tell the node that a fetch has ended."""
-
-    end: FetchEnd
-
-
-@dataclass(frozen=True, slots=True)
-class SlotsSettled:
-    """Tell the node that nothing writes into the slots of an ended fetch any more."""
-
-    job: int
-
-
-@dataclass(frozen=True, slots=True)
-class CloseLink:
-    """Close the connection.
-
-    Attributes:
-        cause: ``refused``, ``protocol``, ``silent`` or ``spaces``.
-        why: description for the log.
-        field: what differs between the two nodes, if that refuses the session.
-    """
-
-    cause: str
-    why: str
-    field: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class PeerStanding:
-    """Tell the node that a session with this boot of the other node is up.
-
-    ``boot`` empty = none is any more.
-    """
-
-    peer: str
-    boot: bytes
-
-
-Effect = Send | StartTransfer | CancelTransfer | Ended | SlotsSettled | CloseLink | PeerStanding
-_Pair = tuple[SpaceIdentity, ShardSpec]
 
 
 class _Stage(Enum):
@@ -173,7 +108,7 @@ class PeerSession:
         effects: what is to be done, in order; the caller empties it after each call.
         up: the other node has welcomed this one.
         boot: boot id of the other node; empty before the first welcome.
-        transport: name of the transport in use; empty = none that both have.
+        transport: name of the preferred transport of both; empty = there is none.
     """
 
     def __init__(
@@ -187,7 +122,7 @@ class PeerSession:
         self._local = local
         self._transports = transports
         self._host = place.rpartition(":")[0]
-        self._endpoint = ""
+        self._endpoints: dict[str, str] = {}
         self._connection = 0
         self._connected = False
         self._numbers = count(1)
@@ -195,12 +130,15 @@ class PeerSession:
         self._heard_ns = 0
         self._asked_ns = 0
         self._hello = 0
-        self._places: dict[_Pair, _Place] = {}
-        self._opening: dict[int, _Pair] = {}
+        self._places: dict[OpenedPair, _Place] = {}
+        self._opening: dict[int, OpenedPair] = {}
         self._leasing: dict[int, _Fetch] = {}
         #: Acquire that nobody waits for → its lease.
         self._late: dict[int, int] = {}
         self._fetches: dict[int, _Fetch] = {}
+        self._brings = Bringing(peer, self._numbers, lambda end: self.effects.append(end))
+        #: Minor version of the other node's protocol.
+        self._minor = 0
 
     @property
     def fetches(self) -> int:
@@ -227,6 +165,7 @@ class PeerSession:
         self._opening.clear()
         self._leasing.clear()
         self._late.clear()
+        self._brings.lost(self._unreachable())
         for fetch in list(self._fetches.values()):
             if fetch.stage in (_Stage.OPENING, _Stage.LEASING):
                 self._end(fetch, self._unreachable())
@@ -249,6 +188,8 @@ class PeerSession:
         match answer:
             case wire.Pong():
                 pass
+            case wire.Brought() if self._brings.answered(answer):
+                pass
             case wire.SpaceOpened() if answer.id in self._opening:
                 self._opened_space(answer, now_ns)
             case wire.Lent() if answer.id in self._leasing or answer.id in self._late:
@@ -264,6 +205,8 @@ class PeerSession:
             over = fetch.stage is _Stage.UNSETTLED or fetch.job.job not in self._fetches
             if not over and now_ns >= fetch.job.deadline_ns:
                 self._overdue(fetch)  # may close the connection, which ends others
+        if not self._brings.advance(now_ns):
+            self._close("silent", "too many requests were not answered in time")
         if not self._connected:
             return
         if self._asked_ns:
@@ -276,7 +219,7 @@ class PeerSession:
 
     def next_deadline_ns(self) -> int:
         """When :meth:`advance` must be called next; 0 = no deadline."""
-        deadlines = [
+        deadlines = self._brings.deadlines() + [
             one.job.deadline_ns
             for one in self._fetches.values()
             if one.stage is not _Stage.UNSETTLED
@@ -299,17 +242,19 @@ class PeerSession:
         if refusal is not None:
             self._end(fetch, refusal)
             return
-        pair = job.identity, job.shard
-        place = self._places.get(pair)
-        if place is None:
-            place = self._places[pair] = _Place()
-            request = next(self._numbers)
-            self._opening[request] = pair
-            self.effects.append(Send(wire.OpenSpace(request, job.identity, [job.shard])))
+        place = self._place((job.identity, job.shard))
         if place.numbers is None:
             place.waiting.append(fetch)
         else:
             self._acquire(fetch, place.numbers, now_ns)
+
+    def bring(self, job: PeerBring, now_ns: int) -> None:
+        """Ask the other node to bring pages from here; ends at once if it cannot be asked."""
+        if not self._brings.begin(job, now_ns, self._minor if self.up else None):
+            return
+        place = self._place((job.identity, job.shard))
+        if place.numbers is not None:
+            self.effects.append(Send(self._brings.ask(job, place.numbers, now_ns)))
 
     def transfer_ended(self, end: TransferEnd) -> None:
         """The transfer of a fetch has ended."""
@@ -354,13 +299,11 @@ class PeerSession:
         except InvalidArgument as error:
             self._close("refused", str(error), error.field)
             return
-        offered = {name: place for name, place in answer.transports.items() if place}
         self.up = True
-        self.boot = answer.boot
+        self.boot, self._minor = answer.boot, answer.minor
         self.effects.append(PeerStanding(self.peer, self.boot))
-        self.transport = next((name for name in self._transports if name in offered), "")
-        endpoint = offered.get(self.transport, "")
-        self._endpoint = f"{self._host}{endpoint}" if endpoint.startswith(":") else endpoint
+        self._endpoints = offered(self._transports, answer.transports, self._host)
+        self.transport = next(iter(self._endpoints), "")
 
     def _refusal(self, job: PeerFetch, now_ns: int) -> KVStoreError | None:
         if not self.up:
@@ -377,12 +320,24 @@ class PeerSession:
         if len(answer.shards) != 1:
             self._close("protocol", f"{len(answer.shards)} shards were opened instead of 1")
             return
-        place = self._places[self._opening.pop(answer.id)]
+        pair = self._opening.pop(answer.id)
+        place = self._places[pair]
         place.numbers = answer.space, answer.shards[0]
         waiting, place.waiting = place.waiting, []
         for fetch in waiting:
             if fetch.job.job in self._fetches:
                 self._acquire(fetch, place.numbers, now_ns)
+        self.effects += map(Send, self._brings.opened(pair, place.numbers, now_ns))
+
+    def _place(self, pair: OpenedPair) -> _Place:
+        """A space and shard on this connection; the other node is asked to open it if need be."""
+        place = self._places.get(pair)
+        if place is None:
+            place = self._places[pair] = _Place()
+            request = next(self._numbers)
+            self._opening[request] = pair
+            self.effects.append(Send(wire.OpenSpace(request, pair[0], [pair[1]])))
+        return place
 
     def _acquire(self, fetch: _Fetch, numbers: tuple[int, int], now_ns: int) -> None:
         job = fetch.job
@@ -393,7 +348,13 @@ class PeerSession:
         self._leasing[fetch.request] = fetch
         # Half of the time for loads from the owner's SSDs, the rest for the bytes.
         asked = wire.Acquire(
-            fetch.request, fetch.lease, *numbers, job.keys, max(1, left_ms), max(0, left_ms // 2)
+            fetch.request,
+            fetch.lease,
+            *numbers,
+            job.keys,
+            max(1, left_ms),
+            max(0, left_ms // 2),
+            copies=job.copies,
         )
         self.effects.append(Send(asked))
 
@@ -409,6 +370,7 @@ class PeerSession:
             rest or pages > len(fetch.job.slots)
             or len(answer.addresses) != pages * _ADDRESS_BYTES
             or len(answer.ticket) != (TICKET_BYTES if pages else 0)
+            or any(len(told) != pages * PLACE_BYTES for _, told in answer.places.values())
             or len(answer.kept) not in (0, pages * wire.KEPT.itemsize)
         ):  # fmt: skip
             self._close("protocol", "the parts of a lease do not match each other")
@@ -419,22 +381,22 @@ class PeerSession:
             return
         fetch.stage, fetch.lent = _Stage.READING, answer
         deadline_ns = max(now_ns, fetch.job.deadline_ns - REPORT_NS)
-        self.effects.append(
-            StartTransfer(fetch.job, self.transport, self._endpoint, answer, deadline_ns)
-        )
+        ways = ways_of(answer, self._endpoints, self._host)
+        self.effects.append(StartTransfer(fetch.job, ways, answer, deadline_ns))
 
     def _failed(self, answer: wire.Failure) -> None:
         error = error_from_code(answer.code, answer.message, answer.field)
         if answer.id in self._opening:
-            waiting = self._places.pop(self._opening.pop(answer.id)).waiting
-            for fetch in waiting:
+            pair = self._opening.pop(answer.id)
+            for fetch in self._places.pop(pair).waiting:
                 if fetch.job.job in self._fetches:
                     self._end(fetch, error)
+            self._brings.refused(pair, error)
             if isinstance(error, CapacityError) and len(self._places) >= SPACES_MAX:
                 self._close("spaces", "the other node opens no more spaces in this session")
         elif answer.id in self._leasing:
             self._end(self._leasing.pop(answer.id), error)
-        elif self._late.pop(answer.id, 0) == 0:
+        elif self._late.pop(answer.id, 0) == 0 and not self._brings.failed(answer.id, error):
             self._close("refused", answer.message)
 
     def _overdue(self, fetch: _Fetch) -> None:

@@ -5,6 +5,7 @@ import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from time import monotonic_ns
 from typing import Any, Final, Protocol
@@ -12,20 +13,33 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from kvstore import wire
-from kvstore.cluster.greeting import LocalNode
-from kvstore.cluster.links import PeerLink
-from kvstore.cluster.membership import Membership
-from kvstore.cluster.session import (
+from kvstore.cluster.bringing import BringEnded
+from kvstore.cluster.copier import Copier
+from kvstore.cluster.effects import (
     CancelTransfer,
+    CarriedOut,
     Ended,
-    PeerSession,
     PeerStanding,
     SlotsSettled,
     StartTransfer,
 )
-from kvstore.errors import KVStoreError, PeerUnreachable, TransferTimeout
+from kvstore.cluster.greeting import LocalNode
+from kvstore.cluster.links import PeerLink
+from kvstore.cluster.membership import Membership
+from kvstore.cluster.session import PeerSession
+from kvstore.errors import KVStoreError, PeerUnreachable, TierUnavailable, TransferTimeout
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, digest_seed, page_seeds
-from kvstore.state.remote.jobs import FetchEnd, Holding, Locate, PeerFetch
+from kvstore.state.remote.jobs import (
+    BringEnd,
+    FetchEnd,
+    Holding,
+    Locate,
+    PeerBring,
+    PeerFetch,
+    PeerJob,
+    Spread,
+    SpreadEnd,
+)
 from kvstore.state.tree.slots import SlotTable
 from kvstore.transport.base import (
     PageTransfer,
@@ -62,6 +76,9 @@ class PeerDesk(Protocol):
     def peer_standing(self, peer: str, boot: bytes) -> None:
         """A session with this boot of a peer is up; empty = none is any more."""
 
+    def peer_spread(self, end: SpreadEnd) -> None:
+        """The end of a Spread."""
+
 
 class SlotMemory(Protocol):
     """The memory of the slots; see :class:`kvstore.tier.host.HostMemory`."""
@@ -76,8 +93,15 @@ class SlotMemory(Protocol):
 class FetchLink(Protocol):
     """The connection to one other node; see :class:`kvstore.cluster.links.PeerLink`."""
 
+    @property
+    def up(self) -> bool:
+        """Whether the other node has welcomed this one."""
+
     def fetch(self, job: PeerFetch) -> None:
         """Begin a fetch."""
+
+    def bring(self, job: PeerBring) -> None:
+        """Ask the other node to bring pages from here."""
 
     def transfer_ended(self, end: TransferEnd) -> None:
         """A transfer that the session has started has ended."""
@@ -120,10 +144,13 @@ class Peers:
         directory: says who has which pages.
         ticket_ended: a ticket for peers that was revoked is not in use any more.
         time: of the loop; None = the running one.
+
+    Attributes:
+        copier: lets other nodes have pages of this one.
     """
 
     def __init__(
-        self, desk: PeerDesk, take: Callable[[], list[Locate | PeerFetch]], slots: SlotTable,
+        self, desk: PeerDesk, take: Callable[[], list[PeerJob]], slots: SlotTable,
         memory: SlotMemory, transports: Sequence[Transport], directory: Locating,
         ticket_ended: Callable[[bytes], None], time: LoopTime | None = None,
     ) -> None:  # fmt: skip
@@ -141,6 +168,9 @@ class Peers:
         #: Fetches of these whose transfer waits for memory.
         self._without_memory: set[int] = set()
         self._completions: deque[Callable[[], None]] = deque()
+        #: Nodes that are draining: they are asked for pages, but not to keep more.
+        self._leaving: set[str] = set()
+        self.copier = Copier(self._bring, self._up, self._time.now_ns)
 
     async def run(
         self, local: LocalNode, membership: Membership, tls: ssl.SSLContext | None
@@ -159,6 +189,7 @@ class Peers:
             async with asyncio.TaskGroup() as tasks, aclosing(membership.watch()) as changes:
                 links: dict[str, tuple[str, asyncio.Task[None]]] = {}
                 async for nodes in changes:
+                    self._leaving = {name for name, at in nodes.items() if at.state == "draining"}
                     places = {name: one.endpoint for name, one in nodes.items()}
                     places.pop(local.name, None)
                     for peer, (place, task) in list(links.items()):
@@ -194,6 +225,9 @@ class Peers:
             if isinstance(job, Locate):
                 self._directory.locate(job, self._located)
                 continue
+            if isinstance(job, Spread):
+                self.copier.spread(job, self._spread)
+                continue
             link = self._links.get(job.peer)
             if link is None:
                 error = PeerUnreachable(f"{job.peer!r} is not a node of this cluster")
@@ -202,20 +236,18 @@ class Peers:
                 link.fetch(job)
 
     def stats(self) -> dict[str, Any]:
-        """Each other node, transfers that are not settled, and counts of the transports."""
+        """Each other node, transfers that are not settled, and counts of transports and copies."""
         return {
             "peers": {name: link.stats() for name, link in self._links.items()},
             "transfers": len(self._reading),
             "transports": {name: one.stats() for name, one in self._transports.items()},
+            "copies": self.copier.stats(),
         }
 
     # ---- what sessions decide ---------------------------------------------------------------
 
-    def carry(
-        self, link: FetchLink,
-        effect: StartTransfer | CancelTransfer | Ended | SlotsSettled | PeerStanding,
-    ) -> None:  # fmt: skip
-        """Carry out what the session of a link has decided about a fetch."""
+    def carry(self, link: FetchLink, effect: CarriedOut) -> None:
+        """Carry out what the session of a link has decided about a fetch, or a request."""
         match effect:
             case StartTransfer():
                 self._start(link, effect)
@@ -231,10 +263,12 @@ class Peers:
                 self._complete(partial(self._desk.peer_settled, job))
             case PeerStanding(peer, boot):
                 self._complete(partial(self._desk.peer_standing, peer, boot))
+            case BringEnded(bring_end):
+                self.copier.brought(bring_end)
 
     def _start(self, link: FetchLink, start: StartTransfer) -> None:
         job = start.fetch.job
-        self._reading[job] = link, self._transports[start.transport]
+        self._reading[job] = link, self._transports[start.ways[-1].transport]
         self._without_memory.add(job)
         self._read(start)
 
@@ -254,9 +288,25 @@ class Peers:
             self._not_started(job, pages, TransferTimeout("no memory for the pages in time"))
             return
         try:
-            self._reading[job][1].read(self._transfer(start, places))
+            transport, transfer = self._choose(start, self._transfer(start, places))
+            self._reading[job] = self._reading[job][0], transport
+            transport.read(transfer)
         except KVStoreError as error:
             self._not_started(job, pages, error)
+
+    def _choose(
+        self, start: StartTransfer, transfer: PageTransfer
+    ) -> tuple[Transport, PageTransfer]:
+        """The first transport that takes a transfer, and the transfer as it wants it.
+
+        Raises:
+            TierUnavailable: none does.
+        """
+        for way in start.ways:
+            asked = replace(transfer, endpoint=way.endpoint, addresses=way.addresses)
+            if self._transports[way.transport].takes(asked):
+                return self._transports[way.transport], asked
+        raise TierUnavailable(f"no transport of {start.fetch.peer} reads these pages now")
 
     def _not_started(self, job: int, pages: int, error: KVStoreError) -> None:
         end = TransferEnd(job, bytes(pages), error, settled=True)
@@ -265,7 +315,7 @@ class Peers:
     def _transfer(
         self, start: StartTransfer, places: Sequence[tuple[int, int, int]]
     ) -> PageTransfer:
-        """The transfer of leased pages into the leading slots of a fetch.
+        """The transfer of leased pages into the leading slots of a fetch, through no transport yet.
 
         Raises:
             TierUnavailable: the memory of a slot is not available.
@@ -280,7 +330,7 @@ class Peers:
         keys = fetch.keys[: len(remote) * KEY_BYTES]
         seeds = page_seeds(keys, digest_seed(fetch.identity, fetch.shard))
         return PageTransfer(
-            fetch.job, start.endpoint, lent.ticket, remote, local, seeds, lent.digests,
+            fetch.job, "", lent.ticket, remote, local, seeds, lent.digests,
             start.deadline_ns,
         )  # fmt: skip
 
@@ -306,6 +356,20 @@ class Peers:
 
     def _located(self, number: int, holdings: Sequence[Holding]) -> None:
         self._complete(partial(self._desk.located, number, holdings))
+
+    def _bring(self, job: PeerBring) -> None:
+        link = self._links.get(job.peer)
+        if link is None:
+            error = PeerUnreachable(f"{job.peer!r} is not a node of this cluster")
+            self.copier.brought(BringEnd(job.number, 0, error))
+        else:
+            link.bring(job)
+
+    def _up(self) -> list[str]:
+        return [n for n, link in self._links.items() if link.up and n not in self._leaving]
+
+    def _spread(self, end: SpreadEnd) -> None:
+        self._complete(partial(self._desk.peer_spread, end))
 
     def _ended(self, end: FetchEnd) -> None:
         self._complete(partial(self._desk.peer_fetched, end))

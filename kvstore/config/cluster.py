@@ -36,6 +36,13 @@ class ClusterConfig(Section, frozen=True):
         key: PEM file with its private key, not encrypted.
         authority: PEM file with the certificate of the authority that signs those of all nodes,
             and of nobody else.
+        transports: how the bytes of pages are read from other nodes, the preferred one first: two
+            nodes use the first of the reader's that the owner has too. ``mooncake`` needs the extra
+            ``mooncake`` or ``mooncake-cuda``; ``tcp`` must be among them.
+        rdma_tenants: tenants whose pages may be read through ``mooncake``; those of others are read
+            through ``tcp``. Mooncake has neither tickets nor certificates: whoever reaches its
+            ports can read and write all memory of these tenants.
+        mooncake_protocol: ``rdma``; ``tcp`` is for tests, and slower than the transport ``tcp``.
         in_flight_bytes_max: the most bytes of pages that are being fetched from other nodes at a
             time.
         index_pages_max: the most entries of the index of other nodes' pages: one for each prefix
@@ -57,6 +64,9 @@ class ClusterConfig(Section, frozen=True):
     certificate: str = ""
     key: str = ""
     authority: str = ""
+    transports: tuple[Literal["tcp", "mooncake"], ...] = ("tcp",)
+    rdma_tenants: tuple[str, ...] = ()
+    mooncake_protocol: Literal["rdma", "tcp"] = "rdma"
     in_flight_bytes_max: Annotated[int, msgspec.Meta(ge=1 << 20)] = 256 << 20
     index_pages_max: Annotated[int, msgspec.Meta(ge=1_024, le=1 << 28)] = 10_000_000
 
@@ -88,6 +98,23 @@ class ClusterConfig(Section, frozen=True):
                     f"cluster.{field}={text} is not loopback, so cluster.certificate, cluster.key"
                     " and cluster.authority are needed"
                 )
+        self._check_transports()
+
+    def _check_transports(self) -> None:
+        """Refuse transports that cannot work together, and tenants that none would serve."""
+        chosen = ",".join(self.transports)
+        if "tcp" not in self.transports or len(set(self.transports)) < len(self.transports):
+            raise ValueError(f"cluster.transports={chosen}: each once, and tcp among them")
+        if self.rdma_tenants and "mooncake" not in self.transports:
+            raise ValueError(
+                f"cluster.rdma_tenants={','.join(self.rdma_tenants)} is of no use without mooncake"
+                " in cluster.transports"
+            )
+        if "mooncake" in self.transports and is_wildcard(read_address(self.transfer_listen).host):
+            raise ValueError(
+                f"cluster.transfer_listen={self.transfer_listen} stands for all addresses: name"
+                " the one that other nodes reach, for mooncake tells it to them"
+            )
 
     def _check_advertise(self) -> None:
         """Refuse an address to which other nodes cannot connect."""

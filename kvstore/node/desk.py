@@ -23,7 +23,7 @@ from kvstore import wire
 from kvstore.node.node import Node
 from kvstore.node.selfcheck import SelfCheck
 from kvstore.page import KEY_BYTES
-from kvstore.state.remote.jobs import FetchEnd, Holding
+from kvstore.state.remote.jobs import FetchEnd, Holding, SpreadEnd
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.actions import Action
 from kvstore.state.tree.sessions import Peer
@@ -231,6 +231,14 @@ class Desk:
     def peer_standing(self, peer: str, boot: bytes) -> None:
         """A session with this boot of a peer is up; empty = none is any more."""
         self.node.pages.eviction.sources.changed(peer, boot)
+
+    @_explained
+    def peer_spread(self, end: SpreadEnd) -> None:
+        """Other nodes have got copies of pages, or cannot."""
+        began_ns = self._clock()
+        self.node.peer_spread(end, began_ns)
+        self.flush()
+        self.note_turn(self._clock() - began_ns, "the end of copies to peers")
 
     # ---- duration of turns ------------------------------------------------------------------
 

@@ -12,8 +12,9 @@ TOKEN_BYTES: Final = 16
 ORIGIN_BYTES_MAX: Final = 64
 _OF_PEERS: Final = (
     wire.Hello, wire.OpenSpace, wire.Lookup, wire.Acquire, wire.Release, wire.Corrupt, wire.Ping,
+    wire.Bring,
 )  # fmt: skip
-"""What another node may ask for: it only reads."""
+"""What another node may ask for: it reads, and asks this node to read."""
 LOST_MAX: Final = 256
 """Maximum lost connections of one process whose leases and puts it has not settled."""
 
@@ -37,14 +38,17 @@ def refuse_hello(request: wire.Hello, peer: Peer, processes: Iterable[Process]) 
         raise CapacityError(f"{lost} earlier connections of this process still hold pages")
 
 
-def refuse_writes(request: wire.Request) -> None:
-    """Refuse what another node may not ask for.
+def refuse_others(request: wire.Request, peer: Peer) -> None:
+    """Refuse what only engines, or only other nodes, may ask for.
 
     Raises:
-        ProtocolError: the request is not one of a reader.
+        ProtocolError: the request is not one of who asks.
     """
-    if not isinstance(request, _OF_PEERS):
-        raise ProtocolError(f"{type(request).__name__} is not for other nodes: they read")
+    name = type(request).__name__
+    if peer.remote and not isinstance(request, _OF_PEERS):
+        raise ProtocolError(f"{name} is not for other nodes: they read")
+    if not peer.remote and isinstance(request, wire.Bring):
+        raise ProtocolError(f"{name} is for other nodes only")
 
 
 def session_of(

@@ -96,7 +96,7 @@ class Prefetch:
         node, shard = self._missing.popleft()
         if is_live(node) and node.ready >> shard & 1:
             self._fetches.append(fetch := Fetch())
-            self._disk.loads.fetch(fetch, [node], shard)
+            self._table.room.load(fetch, [node], shard)
         else:
             self.done += 1
 
@@ -142,7 +142,7 @@ class Demotion:
         while waiting and not self._over:
             kept: list[PrefixNode] = []
             for count, node in enumerate(reversed(waiting), start=1):
-                if is_live(node) and node.slots and not self._table.release_memory(node):
+                if is_live(node) and node.slots and not self._table.residents.release_memory(node):
                     kept.append(node)
                 else:
                     self.done += 1

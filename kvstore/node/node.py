@@ -19,15 +19,16 @@ from typing import Any, Final, TypeVar
 
 from kvstore import wire
 from kvstore.errors import InvalidArgument, KVStoreError, ProtocolError
-from kvstore.node.hello import refuse_hello, refuse_writes, session_of
+from kvstore.node.copies import CopyRequests
+from kvstore.node.hello import refuse_hello, refuse_others, session_of
 from kvstore.node.labels import free_label
-from kvstore.node.requests import ROOM, NodeLimits, Outcome, Requests, acknowledge
+from kvstore.node.patient import PATIENT, PatientRequests
+from kvstore.node.requests import ROOM, NodeLimits, Requests
 from kvstore.node.waiting import Waiter, WaitingRoom, request_bytes
 from kvstore.page import KEY_BYTES
 from kvstore.state.ask.describe import describe
-from kvstore.state.disk.jobs import Durable
 from kvstore.state.metering import Histogram
-from kvstore.state.remote.jobs import FetchEnd, Holding, PeerLimits
+from kvstore.state.remote.jobs import FetchEnd, Holding, PeerLimits, SpreadEnd
 from kvstore.state.remote.pages import RemotePages
 from kvstore.state.table.pages import PageTable
 from kvstore.state.table.retirement import Retirement
@@ -41,8 +42,6 @@ WAIT_MS_MAX: Final = 60_000
 SWEEP_STEPS = 64
 """Steps in one turn of removing descendants of dropped pages."""
 _NS_PER_MS: Final = 1_000_000
-_PATIENT: Final = (wire.Lookup, wire.Acquire, wire.BeginPut, wire.Persist)
-"""Requests that may wait for a better answer."""
 
 
 class Node:
@@ -91,14 +90,15 @@ class Node:
         self._room_may_be = False
         #: Ended processes that hold more than one turn releases.
         self._ending: dict[Process, None] = {}
-        self.retirement = Retirement(self.pages, limits.unwatched_ns, self._end)
+        self.retirement = Retirement(self.pages, limits.unwatched_ns)
         meter = self.pages.meter
         self.latencies: dict[type, Histogram] = {
             wire.Lookup: meter.lookup, wire.Acquire: meter.acquire,
         }  # fmt: skip
         self._requests = asked = Requests(self.pages, limits, boot)
+        self._patient = PatientRequests(asked, CopyRequests(self.pages, asked))
         self._handlers: dict[type, Callable[[Process, Any, int], wire.Answer | None]] = {
-            **dict.fromkeys(_PATIENT, self._answer_or_wait),
+            **dict.fromkeys(PATIENT, self._answer_or_wait),
             wire.OpenSpace: lambda process, request, _: asked.open_space(process, request),
             wire.Release: lambda process, request, _: asked.release(process, request),
             wire.CommitPut: asked.commit_put,
@@ -127,14 +127,13 @@ class Node:
         """
         handler = self._handlers.get(type(request))
         process = self.processes.get(connection)
-        self.pages.now_ns = now_ns
+        self.pages.moment.now_ns = now_ns
         try:
             if process is not None:
                 if process.lost:
                     self.closing.append(connection)
                     raise ProtocolError("this connection was given up: a later one took its place")
-                if process.peer.remote:
-                    refuse_writes(request)
+                refuse_others(request, process.peer)
             if handler is not None and process is not None:
                 answer = handler(process, request, now_ns)
             elif isinstance(request, wire.Hello):
@@ -150,7 +149,7 @@ class Node:
 
     def disconnected(self, connection: int, now_ns: int, *, ended: bool) -> None:
         """A connection was closed; ``ended``: its process is known to have ended too."""
-        self.pages.now_ns = now_ns
+        self.pages.moment.now_ns = now_ns
         self._peers.pop(connection, None)
         process = self.processes.get(connection)
         if process is not None:
@@ -167,7 +166,7 @@ class Node:
         Its open connections (a child process may hold them) are added to :attr:`closing`, including
         those without an accepted Hello, because a later Hello would be accepted.
         """
-        self.pages.now_ns = now_ns
+        self.pages.moment.now_ns = now_ns
         ended = [one for one in self.processes.values() if one.peer.identity == identity]
         self.closing += [at for at, peer in self._peers.items() if peer.identity == identity]
         for process in ended:
@@ -182,7 +181,7 @@ class Node:
         ``tokens``: tokens in the record, if the job read one.
         """
         assert self.pages.disk is not None
-        self.pages.now_ns = now_ns
+        self.pages.moment.now_ns = now_ns
         self._room_may_be |= self.pages.disk.completed(job, error, tokens)
         self._after(now_ns)
 
@@ -201,38 +200,43 @@ class Node:
         self._told_by_peers(now_ns).peer_settled(job)
         self._after(now_ns)
 
+    def peer_spread(self, end: SpreadEnd, now_ns: int) -> None:
+        """A :class:`~kvstore.state.remote.jobs.Spread` has ended."""
+        self._told_by_peers(now_ns).spreads.told(end)
+        self._after(now_ns)
+
     def _told_by_peers(self, now_ns: int) -> RemotePages:
         assert self.remote is not None
-        self.pages.now_ns, self._room_may_be = now_ns, True
+        self.pages.moment.now_ns, self._room_may_be = now_ns, True
         return self.remote
 
     def advance(self, now_ns: int) -> None:
         """Apply all deadlines up to ``now_ns``: leases, pages with a TTL, waiting requests."""
-        self.pages.now_ns = now_ns
+        self.pages.moment.now_ns = now_ns
         self._overdue = self.pages.expire(now_ns)
         if self.pages.disk is not None:
             self.pages.disk.advance(now_ns)
         if self.remote is not None:
             self.remote.advance()
-        self.retirement.advance(now_ns)
+        for process in self.retirement.advance(now_ns):
+            self._end(process)
         self.waiting.wake_due(now_ns)
         self._room_may_be = True
         self._after(now_ns)
 
     def go_on(self, now_ns: int) -> None:
         """Continue work that one turn could not finish; see :attr:`unfinished`."""
-        self.pages.now_ns = now_ns
+        self.pages.moment.now_ns = now_ns
         self._overdue = self.pages.expire(now_ns)
-        self.pages.sweep(SWEEP_STEPS)
-        if self.pages.drain(SWEEP_STEPS):
+        self.pages.residents.sweep(SWEEP_STEPS)
+        if self.pages.room.drain(SWEEP_STEPS):
             self._room_may_be |= self.pages.draining.now is None
-        if self.pages.disk is not None:
-            self.pages.disk.loads.go_on()
+        self.pages.room.load_more()
         self._after(now_ns)
 
     def operate(self, change: Callable[[PageTable], T], now_ns: int) -> T:
         """Carry out an operator's change of the page table, with its effects."""
-        self.pages.now_ns = now_ns
+        self.pages.moment.now_ns = now_ns
         try:
             return change(self.pages)
         finally:
@@ -329,7 +333,7 @@ class Node:
         if not 0 <= request.wait_ms <= WAIT_MS_MAX:
             raise InvalidArgument("wait_ms", f"{request.wait_ms} is outside 0..{WAIT_MS_MAX}")
         waits = request.wait_ms > 0 and self._may_wait(process, request)
-        answer, awaited = self._ask(process, request, now_ns, waits=waits)
+        answer, awaited = self._patient.ask(process, request, now_ns, waits=waits)
         if awaited is None or not waits:
             self._requests.count_found(process, request, answer)
             return answer
@@ -339,18 +343,6 @@ class Node:
             Waiter(process.connection, token, request, size, now_ns, deadline_ns, awaited)
         )
         return None
-
-    def _ask(self, process: Process, request: Any, now_ns: int, *, waits: bool) -> Outcome:
-        """The answer of now, and what to wait for to get a better one."""
-        match request:
-            case wire.Lookup():
-                return self._requests.lookup(process, request)
-            case wire.Acquire():
-                return self._requests.acquire(process, request, now_ns, waits=waits)
-            case wire.BeginPut():
-                return self._requests.begin_put(process, request)
-            case _:
-                return self._requests.persist(process, request, waits=waits)
 
     def _may_wait(self, process: Process, request: Any) -> bool:
         """Whether the limits of its session and of the node allow one more waiting request."""
@@ -362,17 +354,9 @@ class Node:
         answer: wire.Answer | None
         awaited: Hashable = None
         try:
-            if isinstance(request, wire.Acquire):
-                waits = now_ns < waiter.deadline_ns
-                answer, awaited = self._requests.acquire_again(
-                    process, request, now_ns, waiter.awaited, waits=waits
-                )
-            elif isinstance(request, wire.Lookup):
-                answer, awaited = self._requests.lookup(process, request, waiter.awaited)
-            elif isinstance(waiter.awaited, Durable):
-                answer = acknowledge(request, waiter.awaited)
-            else:
-                answer, awaited = self._ask(process, request, now_ns, waits=True)
+            answer, awaited = self._patient.ask_again(
+                process, request, now_ns, waiter.awaited, waits=now_ns < waiter.deadline_ns
+            )
         except KVStoreError as error:
             answer = self._refuse(request, error)
         if awaited is not None and now_ns < waiter.deadline_ns:
@@ -402,7 +386,7 @@ class Node:
         if self.waiting.count:
             self._resume_some(now_ns)
         self.unfinished = bool(
-            self._ending or self._overdue or self.pages.unfinished or self._may_resume
+            self._ending or self._overdue or self.pages.residents.unfinished or self._may_resume
         )
 
     def _resume_some(self, now_ns: int) -> None:
@@ -433,9 +417,7 @@ class Node:
         """Collect the effects since the last call; requests that waited for them become ready."""
         ended: list[Hashable] = []
         actions, fetched, disk = self.pages.actions, self.pages.fetches.ended, self.pages.disk
-        if actions:
-            self.pages.actions = []
-            self.actions += [action for action in actions if not isinstance(action, Abandoned)]
+        self.actions += [action for action in actions if not isinstance(action, Abandoned)]
         if fetched:
             ended += fetched
             fetched.clear()
@@ -445,10 +427,13 @@ class Node:
         if self.remote is not None:
             ended += self.remote.chains.answered
             self.remote.chains.answered.clear()
+            ended += self.remote.spreads.ended
+            self.remote.spreads.ended.clear()
         if self.waiting.count:
             things = {(at.space.number, key): None for at in actions for key in at.keys}
             for thing in [*things, *ended]:
                 self.waiting.wake(thing)
+        actions.clear()
 
     def next_deadline_ns(self) -> int:
         """When :meth:`advance` must be called next; 0 = no deadline."""

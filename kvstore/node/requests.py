@@ -93,7 +93,7 @@ class Requests:
         ``awaited``: what it has waited for.
         """
         answer = awaited if isinstance(awaited, LocatedChain) else None
-        space = self._space(process, request.space, request.shards)
+        space = self.space(process, request.space, request.shards)
         wire.count_keys(request.keys)
         if len(request.holder) > wire.HOLDER_CHARS_MAX or request.held < 0:
             raise InvalidArgument("holder", "is no name of a node with a number of pages")
@@ -102,7 +102,7 @@ class Requests:
         on_disk = 0
         awaited = None
         if table.disk is not None:
-            on_disk = table.on_disk(space, request.shards, request.keys, pages)
+            on_disk = table.residents.on_disk(space, request.shards, request.keys, pages)
         if pending:
             key = awaited_key(space, request.shards, request.keys, pages + pending)
             awaited = (space.number, key)
@@ -129,7 +129,7 @@ class Requests:
         Those on disk are loaded, and those that follow them are read from peers. ``answer``: of the
         directory, for which it has waited.
         """
-        space = self._space(process, request.space, [request.shard])
+        space = self.space(process, request.space, [request.shard])
         wire.count_keys(request.keys)
         request.keys = request.keys[: LEASE_PAGES_MAX * KEY_BYTES]
         _check_parent(request.parent)
@@ -161,7 +161,7 @@ class Requests:
                 return wire.Acquired(request.id, b"", b"", ready), found
             further = found
         if missing or further is not None:
-            fetch, full = self._begin_fetch(process, request, ready, further, earlier)
+            fetch, full = self.begin_fetch(process, request, ready, further, earlier)
             if fetch.waits:
                 return wire.Acquired(request.id, b"", b""), fetch
             self._pages.end_fetch(process, fetch)
@@ -170,26 +170,27 @@ class Requests:
                 return wire.Acquired(request.id, b"", b"", ready), ROOM
         return self._lease(process, request, now_ns, ready), None
 
-    def _begin_fetch(
-        self, process: Process, request: wire.Acquire, ready: int, further: Span | None,
-        earlier: Fetch | None,
+    def begin_fetch(
+        self, process: Process, request: wire.Acquire | wire.Bring, ready: int,
+        further: Span | None, earlier: Fetch | None,
     ) -> tuple[Fetch, bool]:  # fmt: skip
         """Bring ``ready`` pages to memory, and ``further`` ones of peers.
 
         Returns:
             who waits for them; and whether memory has no room for more of those of peers.
         """
-        space, shard = self._space(process, request.space, [request.shard]), request.shard
+        space, shard = self.space(process, request.space, [request.shard]), request.shard
         pages = ready + (further.pages if further is not None else 0)
         size = pages * space.shards[shard].slot_bytes
         fetch, full = self._pages.begin_fetch(process, size, earlier), False
+        fetch.copies = isinstance(request, wire.Bring)
         if self.remote is not None and further is not None:
             if earlier is not None and earlier.peers_until_ns:
                 fetch.peers_until_ns = earlier.peers_until_ns
             else:
                 fetch.peers_until_ns = self._pages.now_ns + self.remote.limits.fetch_ns
             full = self.remote.fetch(fetch, further, shard)
-        self._pages.fetch(fetch, space, shard, request.keys[: ready * KEY_BYTES])
+        self._pages.room.fetch(fetch, space, shard, request.keys[: ready * KEY_BYTES])
         return fetch, full
 
     def acquire_again(
@@ -211,7 +212,7 @@ class Requests:
 
     def corrupt(self, process: Process, request: wire.Corrupt) -> None:
         """Drop a page that a reader found corrupt; reports from another boot are ignored."""
-        space = self._space(process, request.space, [request.shard])
+        space = self.space(process, request.space, [request.shard])
         node = space.nodes.get(PrefixKey(request.key))
         if request.boot not in (b"", self._boot) or node is None:
             return
@@ -219,13 +220,13 @@ class Requests:
             return  # it has left memory; the copy on disk is verified when it is loaded
         _, generation, _ = self._pages.slots.address(node.slot(request.shard))
         if generation & 0xFFFFFFFF == request.generation:
-            self._pages.drop(node, request.shard, "corrupt")
+            self._pages.residents.drop(node, request.shard, "corrupt")
 
     # ---- writing ----------------------------------------------------------------------------
 
     def begin_put(self, process: Process, request: wire.BeginPut) -> Outcome:
         """Grant slots for missing pages."""
-        space = self._space(process, request.space, [request.shard])
+        space = self.space(process, request.space, [request.shard])
         count = wire.count_keys(request.keys)
         _check_parent(request.parent)
         token_bytes = space.token_bytes
@@ -263,7 +264,7 @@ class Requests:
 
     def persist(self, process: Process, request: wire.Persist, *, waits: bool) -> Outcome:
         """Make pages durable; it waits for their sync, or for free space."""
-        space = self._space(process, request.space, [request.shard])
+        space = self.space(process, request.space, [request.shard])
         count = wire.count_keys(request.keys)
         if count > PERSIST_PAGES_MAX:
             raise InvalidArgument("keys", f"{count} keys, at most {PERSIST_PAGES_MAX}")
@@ -307,7 +308,8 @@ class Requests:
         host = answer.pages - answer.on_disk
         pages.meter.found(model, host, answer.on_disk, asked - answer.pages)
 
-    def _space(self, process: Process, number: int, shards: list[int]) -> PrefixTree:
+    def space(self, process: Process, number: int, shards: list[int]) -> PrefixTree:
+        """An open space, of which the process may use these shards."""
         space = self._pages.spaces.get(number, process.session)
         _refuse_others(process, space.identity.tenant)  # another process of the session opened it
         if not 1 <= len(shards) <= len(space.shards):
@@ -323,9 +325,15 @@ class Requests:
         """Lease those of ``ready`` pages that are in memory; peers may have ``offered`` others."""
         lease_ms = min(request.lease_ms, self._limits.lease_ms_max)
         shard, deadline_ns = request.shard, now_ns + lease_ms * _NS_PER_MS
-        space = self._space(process, request.space, [shard])
+        space = self.space(process, request.space, [shard])
         leased = self._pages.acquire(
-            process, request.lease, space, shard, request.keys, deadline_ns
+            process,
+            request.lease,
+            space,
+            shard,
+            request.keys,
+            deadline_ns,
+            used=not request.copies,
         )
         return wire.Acquired(
             request.id,

@@ -39,19 +39,7 @@ from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.adopt import FoundSegment, adopt
 from kvstore.state.tree.places import HEADER_BYTES, record_bytes
 from kvstore.state.tree.slots import Slot
-from kvstore.tier.base import (
-    Completion,
-    CopyPage,
-    DropSegment,
-    Job,
-    PageRecord,
-    ReadPage,
-    ReadTokens,
-    SealSegment,
-    SyncAll,
-    WritePage,
-    WriteTombstone,
-)
+from kvstore.tier.base import Completion, CopyPage, Job, PageRecord, ReadPage, ReadTokens, WritePage
 from kvstore.tier.directories import Directory
 from kvstore.tier.disk import Disk
 from kvstore.tier.host import HostMemory
@@ -103,7 +91,9 @@ class DiskTier:
             int(config.sync_interval_s * _NS), IN_FLIGHT_BYTES_MAX,
         )  # fmt: skip
         admission = Admission(config.admission, config.bytes_per_day_max, segments.capacity_bytes)
-        self.pages = node.pages.disk = DiskPages(node.pages, segments, admission, rules)
+        self.pages = node.pages.residents.disk = DiskPages(
+            node.pages.residents, segments, admission, rules
+        )
         self.recovery_s = 0.0
         self._recover()
 
@@ -226,14 +216,8 @@ class DiskTier:
                 made = ReadTokens(number, place, _record(page))
             case DiskCopy(number, source, place, page):
                 made = CopyPage(number, source, place, _record(page))
-            case DiskTombstone(number, place, space, shard, keys):
-                made = WriteTombstone(number, place, space, shard, keys)
-            case DiskSync(number):
-                made = SyncAll(number)
-            case DiskSeal(number, segment):
-                made = SealSegment(number, segment)
-            case DiskDrop(number, segment):
-                made = DropSegment(number, segment)
+            case DiskTombstone() | DiskSync() | DiskSeal() | DiskDrop():
+                made = job
         return made
 
     def _target(self, job: DiskRead | DiskCheck) -> int:

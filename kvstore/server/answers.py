@@ -44,6 +44,8 @@ class Readiness(Answer, frozen=True):
     with some, ``alone`` = with none; it serves its own pages in any case. ``membership``: ``off``,
     ``local`` = a list in its configuration; else whether it is one of the nodes that etcd or Redis
     knows: ``joining`` = not yet, ``joined``, ``away`` = the store does not answer, ``refused``.
+    ``registered_bytes``: memory that other nodes can read through ``mooncake``,
+    ``registered_huge_bytes`` of it in huge pages.
     """
 
     withheld_bytes: int
@@ -51,6 +53,8 @@ class Readiness(Answer, frozen=True):
     unwatched_processes: int
     cluster: Joined
     membership: Member
+    registered_bytes: int = 0
+    registered_huge_bytes: int = 0
     status: Literal["ready"] = "ready"
 
 

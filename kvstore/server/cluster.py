@@ -12,29 +12,29 @@ from typing import Any
 
 from kvstore.cluster.asked import AskedDirectory
 from kvstore.cluster.configured import check_stores, store_servers
+from kvstore.cluster.copier import Copier
 from kvstore.cluster.directory import PeersDirectory, index_settings
 from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.membership import LocalMembership, ToldMembership
 from kvstore.cluster.messages import ChildSettings, DirectorySettings, StorePlace
-from kvstore.cluster.records import SCHEME, NodeRecord
+from kvstore.cluster.records import SCHEME, NodeRecord, NodeState
 from kvstore.cluster.serving import EventTunnels
 from kvstore.cluster.side import Peers
 from kvstore.cluster.talk import ChildTalk
 from kvstore.cluster.tls import certificate_files, client_context, server_context
 from kvstore.config import ServerConfig
 from kvstore.config.addresses import Address, read_address
-from kvstore.errors import ConfigError, InvalidArgument
 from kvstore.index.credentials import PeerCredentials
 from kvstore.index.process import IndexProcess
 from kvstore.node.desk import Desk
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.process.logs import event
 from kvstore.server.loans import Loans
-from kvstore.server.peers import PeerService, told_endpoint
+from kvstore.server.peers import PeerService, told_transports
 from kvstore.server.publish import Publication
+from kvstore.server.transports import Registration, open_transports
 from kvstore.state.remote.jobs import PeerJob, PeerLimits
 from kvstore.tier.host import HostMemory
-from kvstore.transport.tcp import TcpTransport
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +72,7 @@ class ClusterSide:
     Attributes:
         peers: the desk's peer side.
         service: the peer service.
+        state: ``up`` or ``draining``, as other nodes are told.
     """
 
     def __init__(
@@ -79,6 +80,8 @@ class ClusterSide:
     ) -> None:
         """Listen for bytes of pages; see :meth:`start`."""
         cluster, node = config.cluster, desk.node
+        self.state: NodeState = "up"
+        self._state_changed = asyncio.Event()
         assert cluster.name
         check_stores(config)
         self._local = LocalNode(cluster.name, node.name, node.boot, SCHEME)
@@ -94,20 +97,17 @@ class ClusterSide:
         self._advertise = cluster.advertise
         self._desk = desk
         self._limits = PeerLimits(cluster.in_flight_bytes_max)
-        try:
-            self._transport = TcpTransport(
-                cluster.transfer_listen, cluster.in_flight_bytes_max,
-                server=server, client=self._client,
-            )  # fmt: skip
-        except InvalidArgument as error:
-            raise ConfigError(f"cluster.{error}") from error
-        self._loans = Loans(memory, [self._transport])
+        self._transports = open_transports(cluster, server, self._client)
+        self._registration = Registration(
+            memory, node.pages.slots, self._transports, cluster.rdma_tenants
+        )
+        self._loans = Loans(memory, self._transports)
         self.service = PeerService(
             cluster.listen, self._local, self._membership.knows, desk, self._loans,
             self._tunnels.serve_events, server,
         )  # fmt: skip
         self.peers = Peers(
-            desk, self._take, node.pages.slots, memory, [self._transport], self._directory,
+            desk, self._take, node.pages.slots, memory, self._transports, self._directory,
             self._loans.ticket_ended,
         )  # fmt: skip
 
@@ -127,12 +127,21 @@ class ClusterSide:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.service.serve(), name="peer service")
+                tasks.create_task(self._registration.run(), name="registration")
+                tasks.create_task(self._tell_state(), name="state")
                 tasks.create_task(self._directory.run(), name="directory of peers")
                 tasks.create_task(
                     self.peers.run(self._local, self._membership, self._client), name="sessions"
                 )
         finally:
             await self._membership.leave()
+
+    async def _tell_state(self) -> None:
+        """Replace this node's record whenever its state has changed."""
+        while True:
+            await self._state_changed.wait()
+            self._state_changed.clear()
+            await self._membership.join(self._record())
 
     def _record(self) -> NodeRecord:
         """This node, as others reach it."""
@@ -142,7 +151,7 @@ class ClusterSide:
             endpoint = Address(endpoint.host, read_address(listening).port)
         return NodeRecord(
             name=self._local.name, boot=self._local.boot, endpoint=str(endpoint),
-            transports={one.name: told_endpoint(one.endpoint) for one in (self._transport,)},
+            transports=told_transports(self._transports), state=self.state,
         )  # fmt: skip
 
     def _members(
@@ -185,7 +194,8 @@ class ClusterSide:
         """End everything; nothing reads or writes the node's memory afterwards."""
         self.service.close()
         self._loans.close()
-        self._transport.close()
+        for transport in self._transports:
+            transport.close()
 
     def holders(
         self, identity: SpaceIdentity, shards: Sequence[ShardSpec], key: PrefixKey,
@@ -194,11 +204,22 @@ class ClusterSide:
         """See :meth:`kvstore.cluster.directory.PeersDirectory.holders`."""
         self._directory.holders(identity, shards, key, found)
 
+    @property
+    def copier(self) -> Copier:
+        """Lets other nodes have pages of this one."""
+        return self.peers.copier
+
+    def set_state(self, state: NodeState) -> None:
+        """Tell the other nodes; this one serves what it is asked for in any state."""
+        self.state = state
+        self._state_changed.set()
+
     def stats(self) -> dict[str, Any]:
         """What other nodes there are, what they read here and this node there; plain values."""
         return {
             "name": self._local.cluster,
             "endpoint": self.service.endpoint,
+            "state": self.state,
             "membership": self._membership.stats(),
             "service": self.service.stats(),
             "events": self._tunnels.stats(),

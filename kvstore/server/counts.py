@@ -216,14 +216,30 @@ class PeerDirectoryCounts(NodeIndex, frozen=True):
     shared: SharedDirectoryCounts | None = None
 
 
+class CopyCounts(Answer, frozen=True):
+    """Copies of this node's pages at other nodes.
+
+    ``running``: nodes that are asked to bring pages now. ``copied_pages``: pages of one shard that
+    other nodes said to have when they were asked. ``failed``: times that one did not get all pages
+    that it was asked for.
+    """
+
+    running: int
+    copied_pages: int
+    failed: int
+
+
 class ClusterCounts(Answer, frozen=True):
     """The side towards the other nodes of the cluster; ``GET /v1/nodes`` shows it by node.
 
-    ``transfers``: reads whose bytes may still arrive. ``transports``: counts of each.
+    ``state``: ``up`` or ``draining``. ``transfers``: reads whose bytes may still arrive.
+    ``transports``: counts of each.
     """
 
     name: str
     endpoint: str
+    state: str
+    copies: CopyCounts
     membership: MembershipState
     service: PeerServiceCounts
     events: EventTunnelCounts

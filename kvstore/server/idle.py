@@ -30,7 +30,7 @@ class IdleChecks:
             AssertionError: the state is broken.
         """
         node, before = self._desk.node, self._tick
-        self._tick = node.pages.tick
+        self._tick = node.pages.moment.tick
         busy = self._tick != before or node.waiting.count or node.unfinished
         if busy or now_s < self._next_s:
             return

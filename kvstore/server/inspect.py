@@ -89,12 +89,14 @@ class Inspection:
         ssd = "off" if disk is None else "degraded" if disk.troubled else "ready"
         withheld = slots.withheld * slots.extent_bytes
         unwatched = sum(not one.peer.watched for one in self._node.processes.values())
-        nodes = self._status.nodes()
+        nodes, registered = self._status.nodes(), self._status.registered()
         member = nodes["membership"] or {"kind": "off"}
         return answers.Readiness(
             withheld_bytes=withheld, ssd=ssd, unwatched_processes=unwatched,
             cluster=nodes["joined"],
             membership=member["kind"] if member["kind"] in ("off", "local") else member["state"],
+            registered_bytes=registered.get("registered_bytes", 0),
+            registered_huge_bytes=registered.get("registered_huge_bytes", 0),
         )  # fmt: skip
 
     def spaces(self, asked: operations.ListSpaces) -> Work[answers.SpaceList]:

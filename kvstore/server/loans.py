@@ -80,6 +80,7 @@ class Loan:
         transfers: transports through which it is still read, although it has ended.
         checked: positions of pages that were reported.
         read: its reader has got all the pages, as it says.
+        places: as in ``wire.Lent``.
     """
 
     pages: LentPages
@@ -91,6 +92,7 @@ class Loan:
     checks: set[Future[bool]] = field(default_factory=set)
     checked: set[int] = field(default_factory=set)
     read: bool = False
+    places: dict[str, tuple[str, bytes]] = field(default_factory=dict)
 
 
 class Loans:
@@ -147,6 +149,9 @@ class Loans:
         try:
             for transport in self.transports:
                 transport.grant(loan.ticket, ranges, deadline_ns)
+                endpoint, told = transport.endpoint, transport.addresses(ranges)
+                if endpoint and told:
+                    loan.places[transport.name] = endpoint, told
         except KVStoreError:
             for transport in self.transports:
                 transport.revoke(loan.ticket)

@@ -19,7 +19,7 @@ from prometheus_client.core import (
 
 from kvstore.server.event_series import event_series
 from kvstore.server.nodes import node_list
-from kvstore.server.peer_series import node_series, peer_series
+from kvstore.server.peer_series import copy_series, node_series, peer_series
 from kvstore.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 _SLOT_STATES: Final = ("free", "writing", "ready", "pinned", "limbo", "withheld", "retiring")
@@ -81,14 +81,17 @@ COUNTED: Final = {
     "peer_late_jobs": "Reads from peers that had not ended at their deadline.",
     "peer_unsettled_jobs":
         "Reads from peers that ended while bytes could still arrive; their slots were in LIMBO.",
+    "brings": "Requests of peers that this node reads pages from them, and keeps them.",
+    "spreads": "Requests of engines that other nodes get copies of stored pages.",
+    "spread_copies": "Nodes that got all pages of such a request.",
     "tombstone_keys": "Removed keys whose tombstones were written to the SSDs.",
     "tombstone_keys_lost":
         "Removed keys whose tombstones could not be written; a restart may find their pages again.",
 }  # fmt: skip
 """Counters of the node's state that are exported as separate series, with their help texts."""
 _CAUSES: Final = (
-    "cleared", "corrupt", "evicted", "expired", "head_lost", "operator", "quota", "read_once",
-    "reclaimed", "retired", "unreadable",
+    "cleared", "corrupt", "evicted", "expired", "head_lost", "moved", "operator", "quota",
+    "read_once", "reclaimed", "retired", "unreadable",
 )  # fmt: skip
 """Causes of removals; exported from the start, so that the first removal is an increase."""
 _CODES: Final = (
@@ -142,6 +145,7 @@ class _Snapshot:
             yield from peer_series(remote)
         if stats.get("cluster"):
             yield from node_series(node_list(stats))
+            yield from copy_series(stats["cluster"]["copies"])
         if events := stats["events"]:
             yield from event_series(events)
 

@@ -13,6 +13,7 @@ from kvstore.page import PrefixKey
 from kvstore.server import answers, operations
 from kvstore.server.answers import JobRow
 from kvstore.server.channel import Caller
+from kvstore.server.copies import CopyJobs
 from kvstore.server.jobs import Jobs, OperatorJob
 from kvstore.server.naming import key_of, not_stored, space_of
 from kvstore.server.refusal import Refusal
@@ -74,6 +75,7 @@ class OperatorRequests:
             operations.CancelJob: self.cancel,
             operations.ListJobs: self.all_jobs,
             operations.ShowJob: self.job,
+            **CopyJobs(table, self._jobs, lambda: status.others).handlers,
         }
 
     def close(self) -> None:
@@ -238,7 +240,7 @@ class OperatorRequests:
                 if tier == "host":
                     table.eviction.offer_all(some, anew=True)
                 for node in some:
-                    table.add_candidate(node)
+                    table.residents.add_candidate(node)
                 yield None  # also if cancelled: leaves that are not queued would never be evicted
         if tier == "ssd" and table.disk is not None:
             table.disk.limits.all_offered(space)
@@ -275,7 +277,7 @@ class OperatorRequests:
             job.pages += _evicted(table)
             return before - space.disk_bytes, kept, False
         before = space.host_bytes
-        kept = table.shrink(space, _SHRINK_PAGES)
+        kept = table.room.shrink(space, _SHRINK_PAGES)
         job.pages += _evicted(table)
         return before - space.host_bytes, kept, disk is not None and disk.busy
 

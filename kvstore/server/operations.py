@@ -250,6 +250,46 @@ class MovePages(Change, frozen=True):
     deadline_s: Annotated[float, Meta(gt=0, le=3600)] = 60.0
 
 
+class ReplicatePages(Change, frozen=True):
+    """Let ``copies`` nodes of the cluster have the pages of a key and of all keys before it.
+
+    The others fetch them. The job's ``result``: ``copies``, this node included; ``pages`` and
+    ``bytes`` that other nodes said to have; whether it is ``complete``, and if not, ``why``.
+    """
+
+    space: Name
+    key: Name
+    copies: Annotated[int, Meta(ge=2, le=16)] = 2
+    deadline_s: Annotated[float, Meta(gt=0, le=3600)] = 60.0
+
+
+class MoveToNode(Change, frozen=True):
+    """Let another node have the pages of a key and of all keys before it, then drop them here.
+
+    ``node``: None = the node chooses. Pages are dropped only after the other node has said that it
+    has all of them, and from the last one on, up to a page that is pinned, in use, or continued by
+    others.
+    """
+
+    space: Name
+    key: Name
+    node: Name | None = None
+    deadline_s: Annotated[float, Meta(gt=0, le=3600)] = 60.0
+
+
+class DrainNode(Change, frozen=True):
+    """Let the other nodes have all pages of this node, the last used ones first.
+
+    They evict nothing for it that was used later. ``bytes_per_s``: at most; 0 = no limit. The pages
+    stay here too. The job's ``result`` counts the ``pages`` that other nodes said to have, and
+    those of chains that no other node is known to have as a whole (``kept``), and says whether it
+    is ``complete``, and if not, ``why``.
+    """
+
+    deadline_s: Annotated[float, Meta(gt=0, le=86_400)] = 600.0
+    bytes_per_s: Bytes = 0
+
+
 class SetLimits(Change, frozen=True):
     """Set the quota and the reservation of a space in a tier; 0 = none.
 

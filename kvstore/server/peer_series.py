@@ -67,6 +67,24 @@ def peer_series(remote: Mapping[str, Any]) -> Iterator[Metric]:
     )
 
 
+def copy_series(copies: Mapping[str, int]) -> Iterator[Metric]:
+    """Copies of this node's pages at other nodes."""
+    yield GaugeMetricFamily(
+        "kvstore_copies_running", "Nodes that are asked to bring pages now.",
+        value=copies["running"],
+    )  # fmt: skip
+    yield CounterMetricFamily(
+        "kvstore_copied_pages",
+        "Pages of one shard that other nodes said to have when they were asked to bring them.",
+        value=copies["copied_pages"],
+    )
+    yield CounterMetricFamily(
+        "kvstore_copies_failed",
+        "Times that another node did not get all pages that it was asked to bring.",
+        value=copies["failed"],
+    )
+
+
 def node_series(cluster: Mapping[str, Any]) -> Iterator[Metric]:
     """Each peer, and the index of their pages: of a :class:`kvstore.server.nodes.NodeList`."""
     peers = cluster["nodes"][:PEERS_MAX]

@@ -8,7 +8,7 @@ the same node ends the older one. Everything runs on the loop that owns the node
 import asyncio
 import logging
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, Final, cast
@@ -26,6 +26,7 @@ from kvstore.server.handshakes import FirstFrame, Handshakes
 from kvstore.server.loans import Loans
 from kvstore.server.served import ServedPeer
 from kvstore.state.tree.sessions import Peer
+from kvstore.transport.base import Transport
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +200,7 @@ class PeerService:
             connection, hello.node, self._desk, self._loans
         )
         local = self._local
-        transports = {one.name: told_endpoint(one.endpoint) for one in self._loans.transports}
+        transports = told_transports(self._loans.transports)
         connection.answer(
             wire.PeerWelcome(
                 hello.id, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, local.name, local.boot,
@@ -307,7 +308,14 @@ class _Opening(asyncio.Protocol):
             self.transport.abort()
 
 
-def told_endpoint(endpoint: str) -> str:
-    """An endpoint as other nodes are told it: without a host that stands for all addresses."""
-    host, port = read_address(endpoint)
-    return f":{port}" if is_wildcard(host) else endpoint
+def told_transports(transports: Sequence[Transport]) -> dict[str, str]:
+    """Name and endpoint of each transport through which this node can be read now.
+
+    An endpoint whose host stands for all addresses is told without it.
+    """
+    told: dict[str, str] = {}
+    for endpoint, name in ((one.endpoint, one.name) for one in transports):
+        if endpoint:
+            host, port = read_address(endpoint)
+            told[name] = f":{port}" if is_wildcard(host) else endpoint
+    return told

@@ -4,7 +4,7 @@ It has one line at the desk. Its session may open spaces of all tenants.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvstore import wire
@@ -19,6 +19,7 @@ BREAK_OFF_MS: Final = 2_000
 memory is broken off meanwhile."""
 ASKED_MAX: Final = 1024
 """Maximum requests of one node that wait for their answers."""
+_Asked = wire.OpenSpace | wire.Lookup | wire.Acquire | wire.Bring
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +45,13 @@ class ServedPeer:
         self._loans = loans
         self._spaces: dict[int, _OpenedSpace] = {}
         #: Requests that wait for their answers, by id.
-        self._asked: dict[int, wire.OpenSpace | wire.Lookup | wire.Acquire] = {}
+        self._asked: dict[int, _Asked] = {}
         #: Leases that were not released, and all loans that hold pages still.
         self._leases: dict[int, Loan] = {}
         self._held: set[Loan] = set()
         self._lost = False
         self._welcomed = False
-        self._number = desk.connect(connection.peer, self)
+        self._number = desk.connect(replace(connection.peer, node=node), self)
         major, minor = wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR
         desk.receive(self._number, wire.Hello(1, major, minor, f"peer {node}"))
 
@@ -67,7 +68,7 @@ class ServedPeer:
         match request:
             case wire.Ping():
                 self.connection.answer(wire.Pong(request.id))
-            case wire.OpenSpace() | wire.Lookup() | wire.Acquire():
+            case wire.OpenSpace() | wire.Lookup() | wire.Acquire() | wire.Bring():
                 try:
                     self._ask(request)
                 except KVStoreError as error:
@@ -98,13 +99,15 @@ class ServedPeer:
 
     # ---- requests ---------------------------------------------------------------------------
 
-    def _ask(self, request: wire.OpenSpace | wire.Lookup | wire.Acquire) -> None:
+    def _ask(self, request: _Asked) -> None:
         if request.id in self._asked:
             raise InvalidArgument("id", f"{request.id} waits for its answer")
         if len(self._asked) >= ASKED_MAX:
             raise CapacityError(f"{ASKED_MAX} requests of this node wait for their answers")
         if isinstance(request, wire.Lookup):
             self._refuse_unopened(request.space, request.shards)
+        if isinstance(request, wire.Bring):
+            self._refuse_unopened(request.space, [request.shard])
         if isinstance(request, wire.Acquire):
             self._refuse_unopened(request.space, [request.shard])
             waiting = (one for one in self._asked.values() if isinstance(one, wire.Acquire))
@@ -182,7 +185,7 @@ class ServedPeer:
         """Open leased pages to the transports."""
         addresses = wire.unpack_addresses(answer.addresses)
         open_ms = answer.lease_ms - min(BREAK_OFF_MS, answer.lease_ms // 2)
-        ticket = b""
+        ticket, places = b"", {}
         if addresses:
             space = self._space(request.space)
             pages = LentPages(
@@ -206,8 +209,8 @@ class ServedPeer:
                 return wire.Failure(request.id, error.code, str(error))
             self._leases[request.lease] = loan
             self._held.add(loan)
-            ticket = loan.ticket
+            ticket, places = loan.ticket, loan.places
         return wire.Lent(
             request.id, answer.addresses, answer.digests, answer.more, answer.lasting,
-            open_ms, ticket, answer.kept,
+            open_ms, ticket, answer.kept, places,
         )  # fmt: skip

@@ -10,15 +10,17 @@ from kvstore.config.machine import version_of
 from kvstore.node.desk import Desk
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.server import answers
+from kvstore.server.copies import CopySide
 from kvstore.server.nodes import node_list
 from kvstore.server.publish import Publication
 from kvstore.state.choice.policy import POLICIES
 from kvstore.tier.host import HostMemory
+from kvstore.transport.mooncake import MooncakeTransport
 
 _WITHHELD: Final = "all memory is withheld because clients of the previous run still map it"
 
 
-class OtherNodes(Protocol):
+class OtherNodes(CopySide, Protocol):
     """The side towards the other nodes of the cluster."""
 
     def stats(self) -> dict[str, Any]:
@@ -73,6 +75,13 @@ class NodeStatus:
         """Show the other nodes too, if there are any."""
         self.others = others
         self.add(lambda: {"cluster": others and others.stats()})
+
+    def registered(self) -> Mapping[str, int]:
+        """The counts of the transport that registers memory; empty = there is none."""
+        counts: Mapping[str, Mapping[str, int]] = {}
+        if self.others is not None:
+            counts = self.others.stats()["transports"]
+        return counts.get(MooncakeTransport.name, {})
 
     def unready(self) -> str:
         """Why no page can be stored; empty if pages can be stored."""

@@ -156,7 +156,7 @@ class Verifier:
             wrong = reading.result()
             for page in wrong:
                 if is_live(page.node) and page.node.slots.get(page.shard) == page.slot:
-                    self._table.drop(page.node, page.shard, "corrupt")
+                    self._table.residents.drop(page.node, page.shard, "corrupt")
             scan.add("checked", len(taken))
             scan.add("corrupt", len(wrong))
             scan.job.done += start - before

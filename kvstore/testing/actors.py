@@ -136,7 +136,7 @@ class Engines:
         self._habits = habits
         self._actions = {
             "put": self._put, "read": self._read, "restore": self._restore, "wait": self._wait,
-            "persist": self._persist,
+            "persist": self._persist, "replicate": self._replicate,
         }  # fmt: skip
         self._prompts = prompts if prompts is not None else make_prompts(time.random)
 
@@ -267,6 +267,13 @@ class Engines:
         answer = yield wire.Persist(0, space, number, keys.packed, WAIT_MS - 1)
         if isinstance(answer, wire.Persisted):
             self._outcome.pages_persisted += len(keys)
+
+    def _replicate(self, _process: Actor, space: int, keys: PrefixKeys) -> Script:
+        copies = self._random.randrange(1, 4)
+        answer = yield wire.Replicate(0, space, 0, keys.packed, copies, WAIT_MS - 1)
+        if isinstance(answer, wire.Replicated):
+            assert 1 <= answer.copies <= copies
+            self._outcome.copies_made += answer.copies - 1
 
     def _map(self, process: Actor, addresses: bytes) -> list[tuple[bytearray, int] | None]:
         """Memory of the slots; None if an extent is gone and was not mapped before."""

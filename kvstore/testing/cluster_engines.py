@@ -18,7 +18,7 @@ from kvstore.testing.cluster_node import TICK_NS, ClusterNode
 from kvstore.testing.timeline import Timeline
 
 MS: Final = 1_000_000
-ACTIONS: Final = ("put", "put", "put", *["restore"] * 7, "read", "wait", "persist")
+ACTIONS: Final = ("put", "put", "put", *["restore"] * 7, "read", "wait", "persist", "replicate")
 WAITS_MS: Final = (0, 20, 80, 200, 200)
 TTLS_MS: Final = (0, 0, 0, 0, 30)
 

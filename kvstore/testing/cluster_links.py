@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from kvstore import wire
-from kvstore.cluster.session import CloseLink, PeerSession, Send
+from kvstore.cluster.effects import CloseLink, Send
+from kvstore.cluster.session import PeerSession
 from kvstore.cluster.side import FetchLink, Peers
-from kvstore.state.remote.jobs import PeerFetch
+from kvstore.state.remote.jobs import PeerBring, PeerFetch
 from kvstore.testing.cluster_serving import Later
 from kvstore.testing.cluster_wires import Circuit
 from kvstore.transport.base import TransferEnd
@@ -82,6 +83,16 @@ class SimulatedLink(FetchLink):
     def fetch(self, job: PeerFetch) -> None:
         """See :class:`kvstore.cluster.side.FetchLink`."""
         self.session.fetch(job, self._clock())
+        self._carry_out()
+
+    @property
+    def up(self) -> bool:
+        """See :class:`kvstore.cluster.side.FetchLink`."""
+        return self.session.up
+
+    def bring(self, job: PeerBring) -> None:
+        """See :class:`kvstore.cluster.side.FetchLink`."""
+        self.session.bring(job, self._clock())
         self._carry_out()
 
     def transfer_ended(self, end: TransferEnd) -> None:

@@ -16,7 +16,14 @@ from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.disk.jobs import DiskRules
-from kvstore.state.remote.jobs import FetchEnd, Holding, Locate, PeerFetch, PeerLimits
+from kvstore.state.remote.jobs import (
+    FetchEnd,
+    Holding,
+    PeerFetch,
+    PeerJob,
+    PeerLimits,
+    SpreadEnd,
+)
 from kvstore.state.tree.actions import Action
 from kvstore.state.tree.slots import Replacement, SlotTable
 from kvstore.testing.cluster_directory import SimulatedDirectory, SimulatedPublication, held_pages
@@ -341,6 +348,10 @@ class ClusterNode:
         """See :class:`kvstore.cluster.side.PeerDesk`."""
         self.desk.peer_standing(peer, boot)
 
+    def peer_spread(self, end: SpreadEnd) -> None:
+        """See :class:`kvstore.cluster.side.PeerDesk`."""
+        self.desk.peer_spread(end)
+
     # ---- checks -------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -368,6 +379,9 @@ class ClusterNode:
         links = [*self.links.values(), *self._former]
         assert all(link.session.fetches == 0 for link in links)
         assert self.peers.stats()["transfers"] == 0
+        assert self.peers.copier.stats()["running"] == 0, "nodes that are asked to bring pages"
+        assert self.node.remote is not None
+        assert not len(self.node.remote.spreads), "copies that are waited for"
         transport = self.transport.stats()
         assert transport["in_flight_bytes"] == transport["tickets"] == 0
         assert not self.loans.open, "loans that are open"
@@ -405,7 +419,7 @@ class ClusterNode:
             cause = getattr(action, "cause", "")
             assert self.disk is not None or cause != "corrupt", "a good page was dropped"
 
-    def _take(self) -> list[Locate | PeerFetch]:
+    def _take(self) -> list[PeerJob]:
         """The node's new jobs; no page is on its way twice."""
         assert self.node.remote is not None
         jobs, self.node.remote.jobs[:] = list(self.node.remote.jobs), []

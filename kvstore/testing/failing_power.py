@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
+from kvstore.state.disk.jobs import DiskSync
 from kvstore.state.tree.slots import Replacement
 from kvstore.testing.disk import SimulatedDisk
-from kvstore.tier.base import Completion, Job, SyncAll
+from kvstore.tier.base import Completion, Job
 from kvstore.tier.directories import Directory
 from kvstore.tier.disk import Buffer
 from kvstore.tier.host import MEMORY_WAIT_S, HostMemory
@@ -87,7 +88,7 @@ class UnorderedLog(SSDLog):
             run = self._dice.choice((1, 1, 2, 4))
             super().submit(left[:run])
             del left[:run]
-            if isinstance(self._queue[-1].jobs[0], SyncAll) and self._dice.random() < 0.5:
+            if isinstance(self._queue[-1].jobs[0], DiskSync) and self._dice.random() < 0.5:
                 self._run_one(len(self._queue) - 1)
 
     def poll(self) -> list[Completion]:

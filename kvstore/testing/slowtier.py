@@ -52,14 +52,15 @@ class SimulatedTier:
         pages = desk.node.pages
         pages.pins.budget_bytes = pages.pins.disk_budget_bytes = 4 * PAGE_BYTES
         log = SegmentLog(SEGMENTS, SEGMENT_BYTES)
-        self.pages = pages.disk = DiskPages(
-            pages, log, Admission("all", 0, log.capacity_bytes), rules
+        self.pages = pages.residents.disk = DiskPages(
+            pages.residents, log, Admission("all", 0, log.capacity_bytes), rules
         )
 
     def flush(self) -> None:
         """See :class:`~kvstore.node.desk.DiskSide`."""
         self.pages.go_on()
-        jobs, self.pages.jobs = self.pages.jobs, []
+        jobs = list(self.pages.jobs)
+        self.pages.jobs.clear()
         for job in jobs:
             delay_ns = self._random.randrange(DELAY_NS_MAX)
             self._time.at(delay_ns, partial(self._end, job))
@@ -96,7 +97,7 @@ class SimulatedTier:
         quota = random.choice((0, 2, 3, 6))
         self.pages.limit(space, quota * record, random.randrange(3) * record)
         for node in space.nodes.values():
-            table.add_candidate(node)
+            table.residents.add_candidate(node)
         self.pages.limits.all_offered(space)
         self.pages.limits.shrink(space, 1 << 20)
         keys = [at.key for at in space.nodes.values() if at.ready and not at.memory_only]

@@ -27,20 +27,9 @@ from kvstore.page import (
     digest_seed,
     page_seeds,
 )
+from kvstore.state.disk.jobs import DiskDrop, DiskSeal, DiskSync, DiskTombstone
 from kvstore.state.tree.places import BLOCK_BYTES, Place, record_bytes
-from kvstore.tier.base import (
-    Completion,
-    DropSegment,
-    Job,
-    PageRecord,
-    ReadPage,
-    ReadTokens,
-    SealSegment,
-    SyncAll,
-    Tier,
-    WritePage,
-    WriteTombstone,
-)
+from kvstore.tier.base import Completion, Job, PageRecord, ReadPage, ReadTokens, Tier, WritePage
 from kvstore.tier.vectored import aligned
 
 WAIT_S: Final = 30.0
@@ -136,19 +125,19 @@ class TierDriver:
 
     def tombstone(self, place: Place, keys: bytes) -> Completion:
         """Write a tombstone for these keys."""
-        return self.run(lambda job: WriteTombstone(job, place, SPACE, SHARD, keys))[0]
+        return self.run(lambda job: DiskTombstone(job, place, SPACE, SHARD, keys))[0]
 
     def sync(self) -> Completion:
         """Make all writes durable."""
-        return self.run(SyncAll)[0]
+        return self.run(DiskSync)[0]
 
     def seal(self, segment: int) -> Completion:
         """Seal a segment."""
-        return self.run(lambda job: SealSegment(job, segment))[0]
+        return self.run(lambda job: DiskSeal(job, segment))[0]
 
     def drop(self, segment: int) -> Completion:
         """Drop a segment."""
-        return self.run(lambda job: DropSegment(job, segment))[0]
+        return self.run(lambda job: DiskDrop(job, segment))[0]
 
 
 def _writer(place: Place, page: PageInMemory) -> Callable[[int], Job]:
@@ -289,7 +278,7 @@ class LogContract:
             for index in range(16)
         ]
         writes = [_writer(*one) for one in laid_out(1, [page for _, page in placed])]
-        ended = driver.run(*reads, SyncAll, *writes, SyncAll)
+        ended = driver.run(*reads, DiskSync, *writes, DiskSync)
         assert [one.error for one in ended] == [None] * 34
         assert all(t.content == page.content for t, (_, page) in zip(targets, placed, strict=True))
         tier.close()

@@ -61,6 +61,7 @@ class SimulationOutcome:
     nodes_stopped: int = 0
     nodes_left: int = 0
     partitions: int = 0
+    copies_made: int = 0
 
 
 class Timeline:

@@ -18,15 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar, Final, Protocol, TypeVar
 
-import numpy as np
-
-from kvstore import mover
 from kvstore.errors import CapacityError, InvalidArgument, KVStoreError, NotFound, TransferTimeout
-from kvstore.page import DIGEST_BYTES
+from kvstore.testing.transfer_pages import Bytes, TransferPages, any_memory
 from kvstore.transport.base import (
     TICKET_BYTES,
     PageTransfer,
-    Range,
     TransferEnd,
     TransferSettled,
     Transport,
@@ -60,6 +56,9 @@ class TransportPair(Protocol):
     def now_ns(self) -> int:
         """The time that deadlines are compared with."""
 
+    def memory(self, size: int) -> Bytes:
+        """Zeroed memory, shape (size,), that both transports have registered."""
+
     def wait(self) -> None:
         """Let some time pass, at most until the reader has something to poll."""
 
@@ -87,6 +86,10 @@ class TcpPair:
     def now_ns(self) -> int:
         """See :class:`TransportPair`."""
         return time.monotonic_ns()
+
+    def memory(self, size: int) -> Bytes:
+        """See :class:`TransportPair`; this transport needs none."""
+        return any_memory(size)
 
     def wait(self) -> None:
         """See :class:`TransportPair`."""
@@ -123,6 +126,10 @@ class MemoryPair:
         """See :class:`TransportPair`."""
         return self.network.now_ns
 
+    def memory(self, size: int) -> Bytes:
+        """See :class:`TransportPair`; this transport needs none."""
+        return any_memory(size)
+
     def wait(self) -> None:
         """See :class:`TransportPair`."""
         self.network.step(self.network.now_ns + _STEP_NS)
@@ -152,6 +159,18 @@ class TransportDriver:
         self.owner, self.reader = self._pair.owner, self._pair.reader
         self.silent = self._pair.silent
         self.left: list[TransportEvent] = []
+
+    def pages(self, page_bytes: int, count: int, *, gap: int = 0) -> TransferPages:
+        """Pages in memory that both transports know."""
+        pages = TransferPages(page_bytes, count, gap=gap, memory=self._pair.memory)
+        told = self.owner.addresses(pages.granted())
+        give_up_s = time.monotonic() + WAIT_S
+        while told is None:
+            assert time.monotonic() < give_up_s, "the owner's memory is never registered"
+            self._pair.wait()
+            told = self.owner.addresses(pages.granted())
+        pages.addresses = told
+        return pages
 
     def now_ns(self) -> int:
         """The time that deadlines are compared with."""
@@ -191,60 +210,6 @@ class TransportDriver:
             self.left += found
 
 
-class TransferPages:
-    """Pages of one size in memory, at their owner and at their reader.
-
-    Args:
-        page_bytes: size of each.
-        count: number of pages.
-        gap: pages of the reader do not touch, so many bytes are between them.
-
-    Attributes:
-        owned: what the owner has, shape (count, page_bytes).
-        ranges: where each page is in the owner's memory.
-        seeds: seed of each digest.
-        digests: of the pages that the owner has.
-    """
-
-    def __init__(self, page_bytes: int, count: int, *, gap: int = 0) -> None:
-        """Make random pages."""
-        random = np.random.default_rng(page_bytes + count)
-        self.owned = random.integers(0, 256, (count, page_bytes), dtype=np.uint8)
-        self._room = np.zeros((count, page_bytes + gap), dtype=np.uint8)
-        self.ranges = [Range(1, 2, at * page_bytes, page_bytes) for at in range(count)]
-        self.seeds = np.arange(count, dtype=np.uint64)
-        self.digests = mover.digest(_rows(self.owned), page_bytes, self.seeds).tobytes()
-
-    @property
-    def arrived(self) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-        """The reader's pages."""
-        return self._room[:, : self.owned.shape[1]]
-
-    @property
-    def untouched(self) -> bool:
-        """Whether nothing was written at the reader."""
-        return not self._room.any()
-
-    def granted(self) -> list[tuple[Range, int]]:
-        """The ranges with their addresses."""
-        return list(zip(self.ranges, _rows(self.owned).tolist(), strict=True))
-
-    def transfer(
-        self,
-        number: int,
-        endpoint: str,
-        ticket: bytes,
-        deadline_ns: int,
-        pages: slice = slice(None),
-    ) -> PageTransfer:
-        """A transfer of these pages, or some of them, into the reader's memory."""
-        digests = np.frombuffer(self.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
-        return PageTransfer(
-            number, endpoint, ticket, self.ranges[pages], _rows(self._room)[pages],
-            self.seeds[pages], digests[pages].tobytes(), deadline_ns,
-        )  # fmt: skip
-
-
 class TransportContract:
     """The checks.
 
@@ -276,9 +241,8 @@ class TransportContract:
         for number, (size, count, gap) in enumerate(
             [(1, 1, 0), (512, 300, 0), (4096, 33, 64), (1 << 20, 5, 0), (3 << 20, 3, 4096)]
         ):
-            pages, ticket = TransferPages(size, count, gap=gap), _ticket(number)
+            pages, ticket = pair.pages(size, count, gap=gap), _ticket(number)
             pair.owner.grant(ticket, pages.granted(), pair.after(WAIT_S))
-            pair.reader.register(int(_rows(pages.arrived)[0]), size)
             for again in (0, 100):
                 transfer = pages.transfer(
                     number + again, pair.owner.endpoint, ticket, pair.after(WAIT_S)
@@ -294,7 +258,8 @@ class TransportContract:
 
     def check_a_wrong_page_is_told_from_right_ones(self) -> None:
         """A page whose bytes differ from its digest is WRONG, its neighbours are RIGHT."""
-        pair, pages = TransportDriver(self._open), TransferPages(8192, 6)
+        pair = TransportDriver(self._open)
+        pages = pair.pages(8192, 6)
         pair.owner.grant(_ticket(0), pages.granted(), pair.after(WAIT_S))
         pages.owned[2, 77] ^= 1
         pages.owned[5, 0] ^= 128
@@ -306,7 +271,8 @@ class TransportContract:
 
     def check_only_a_ticket_that_is_open_opens_pages(self) -> None:
         """A wrong, ended or revoked ticket, or one for writing, brings an error and no byte."""
-        pair, pages = TransportDriver(self._open), TransferPages(4096, 4)
+        pair = TransportDriver(self._open)
+        pages = pair.pages(4096, 4)
         granted, later = pages.granted(), pair.after(WAIT_S)
         pair.owner.grant(_ticket(0), granted, later)
         pair.owner.grant(_ticket(2), granted, later)
@@ -329,7 +295,8 @@ class TransportContract:
 
     def check_a_ticket_opens_exactly_its_ranges(self) -> None:
         """A page outside the ticket, a longer or shifted one, or one twice: refused as a whole."""
-        pair, pages = TransportDriver(self._open), TransferPages(4096, 4)
+        pair = TransportDriver(self._open)
+        pages = pair.pages(4096, 4)
         later = pair.after(WAIT_S)
         pair.owner.grant(_ticket(0), pages.granted()[:3], later)
         true = list(pages.ranges)
@@ -356,7 +323,8 @@ class TransportContract:
 
     def check_each_of_many_transfers_ends_once(self) -> None:
         """Transfers under way together each have one end, and the descriptor says so."""
-        pair, pages = TransportDriver(self._open), TransferPages(2048, 64)
+        pair = TransportDriver(self._open)
+        pages = pair.pages(2048, 64)
         later = pair.after(WAIT_S)
         pair.owner.grant(_ticket(0), pages.granted(), later)
         assert not pair.reader.poll()
@@ -374,7 +342,8 @@ class TransportContract:
 
     def check_bytes_in_flight_are_bounded(self) -> None:
         """What would exceed the bound ends at once, and costs the others nothing."""
-        pair, pages = TransportDriver(self._open), TransferPages(1 << 20, 33)
+        pair = TransportDriver(self._open)
+        pages = pair.pages(1 << 20, 33)
         later = pair.after(WAIT_S)
         pair.owner.grant(_ticket(0), pages.granted(), later)
         pair.reader.read(pages.transfer(1, pair.owner.endpoint, _ticket(0), later))
@@ -389,7 +358,7 @@ class TransportContract:
     def check_a_silent_peer_costs_no_more_than_the_deadline(self) -> None:
         """The transfer ends by its deadline; others go on; after it is settled nothing changes."""
         pair = TransportDriver(self._open)
-        pages, others = TransferPages(1 << 20, 9), TransferPages(4096, 2)
+        pages, others = pair.pages(1 << 20, 9), pair.pages(4096, 2)
         later = pair.after(WAIT_S)
         pair.owner.grant(_ticket(0), others.granted(), later)
         pair.reader.read(pages.transfer(1, pair.silent, _ticket(1), later))
@@ -409,7 +378,8 @@ class TransportContract:
 
     def check_a_cancelled_transfer_ends_and_others_go_on(self) -> None:
         """Its end comes long before its deadline; a number that is not under way is ignored."""
-        pair, pages = TransportDriver(self._open), TransferPages(4096, 9)
+        pair = TransportDriver(self._open)
+        pages = pair.pages(4096, 9)
         later = pair.after(WAIT_S)
         pair.owner.grant(_ticket(0), pages.granted(), later)
         pair.reader.read(pages.transfer(1, pair.silent, _ticket(1), later))
@@ -425,7 +395,8 @@ class TransportContract:
 
     def check_nobody_there_is_an_end_with_an_error(self) -> None:
         """A peer that has closed, or was never there, is an end, not an exception."""
-        pair, pages = TransportDriver(self._open), TransferPages(4096, 2)
+        pair = TransportDriver(self._open)
+        pages = pair.pages(4096, 2)
         later = pair.after(WAIT_S)
         pair.owner.grant(_ticket(0), pages.granted(), later)
         pair.reader.read(pages.transfer(1, pair.owner.endpoint, _ticket(0), later))
@@ -445,7 +416,7 @@ class TransportContract:
     def check_written_pages_can_be_read_where_they_went(self) -> None:
         """A write has ended when the peer can read the bytes; no other byte has changed."""
         pair = TransportDriver(self._open)
-        pages, source = TransferPages(4096, 6), TransferPages(4096, 7)
+        pages, source = pair.pages(4096, 6), pair.pages(4096, 7)
         later, before = pair.after(WAIT_S), pages.owned.copy()
         pair.owner.grant(_ticket(0), pages.granted()[1:5], later, write=True)
         source.arrived[:] = source.owned  # what a transfer calls local
@@ -464,7 +435,8 @@ class TransportContract:
 
     def check_arguments_that_do_not_match_are_refused(self) -> None:
         """They raise InvalidArgument, and have no end."""
-        pair, pages = TransportDriver(self._open), TransferPages(4096, 3)
+        pair = TransportDriver(self._open)
+        pages = pair.pages(4096, 3)
         later = pair.after(WAIT_S)
         good = pages.transfer(1, pair.owner.endpoint, _ticket(0), later)
         endpoint, remote = good.endpoint, pages.ranges
@@ -490,7 +462,8 @@ class TransportContract:
     def check_a_closed_transport_leaves_nothing_behind(self) -> None:
         """Closing under way takes a limited time, may be repeated, and frees all it had."""
         threads, descriptors = set(threading.enumerate()), _descriptors()
-        pair, pages = TransportDriver(self._open), TransferPages(1 << 20, 8)
+        pair = TransportDriver(self._open)
+        pages = pair.pages(1 << 20, 8)
         later = pair.after(WAIT_S)
         pair.owner.grant(_ticket(0), pages.granted(), later)
         pair.reader.read(pages.transfer(1, pair.owner.endpoint, _ticket(0), later))
@@ -504,12 +477,6 @@ class TransportContract:
         assert (pages.arrived == kept).all(), "bytes arrived after the end"
         assert set(threading.enumerate()) <= threads, "threads are left"
         assert _descriptors() <= descriptors, "descriptors are left"
-
-
-def _rows(pages: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> mover.Addresses:
-    """Address of each row."""
-    start, step = pages.ctypes.data, pages.strides[0]
-    return np.arange(len(pages), dtype=np.uint64) * np.uint64(step) + np.uint64(start)
 
 
 def _ticket(number: int) -> bytes:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from kvstore.errors import KVStoreError
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.state.disk.jobs import DiskDrop, DiskSeal, DiskSync, DiskTombstone
 from kvstore.state.tree.places import Place
 
 
@@ -70,60 +71,8 @@ class CopyPage:
     record: PageRecord
 
 
-@dataclass(frozen=True, slots=True)
-class WriteTombstone:
-    """Write a tombstone for pages that were removed on purpose, so that a start does not find them.
-
-    It removes every record of its space, shard and keys that was submitted before it.
-    :data:`kvstore.page.ALL_KEYS` stands for all keys.
-    """
-
-    job: int
-    place: Place
-    space: SpaceIdentity
-    shard: ShardSpec
-    keys: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class SyncAll:
-    """Make durable every write that was completed when this job was submitted.
-
-    After a sync of a segment has failed, every SyncAll fails until that segment is deleted, because
-    the contents of the disk are unknown.
-    """
-
-    job: int
-
-
-@dataclass(frozen=True, slots=True)
-class SealSegment:
-    """Write the footer of a full segment, durably; its writes must have completed.
-
-    Its records are synced first. No record is written to it afterwards, even if sealing failed:
-    then it can be retried, or the next start scans the segment.
-    """
-
-    job: int
-    segment: int
-
-
-@dataclass(frozen=True, slots=True)
-class DropSegment:
-    """Delete a segment's file, durably; no read of it may be in progress.
-
-    Copies of its pages must be synced before, and no other segment may have a record older than its
-    tombstones: otherwise the next start would find removed pages.
-    """
-
-    job: int
-    segment: int
-
-
-Job = (
-    WritePage | ReadPage | ReadTokens | CopyPage | WriteTombstone | SyncAll | SealSegment
-    | DropSegment
-)  # fmt: skip
+Job = WritePage | ReadPage | ReadTokens | CopyPage | DiskTombstone | DiskSync | DiskSeal | DiskDrop
+"""Jobs of pages name addresses and identities; the others are those of the state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +95,7 @@ class Tier(Protocol):
     """
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Submit jobs. Writes and reads may end in any order; see :class:`SyncAll`."""
+        """Submit jobs. Writes and reads may end in any order; a ``DiskSync`` covers ended ones."""
         ...
 
     def poll(self) -> list[Completion]:

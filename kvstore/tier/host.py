@@ -14,7 +14,7 @@ import fcntl
 import logging
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import monotonic
 from typing import Final
@@ -72,6 +72,7 @@ class HostMemory:
 
     Attributes:
         failures: how often memory could not be replaced; each was retried.
+        leaving: called with the number of an extent whose memory goes, before it does.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class HostMemory:
     ) -> None:  # fmt: skip
         """Own no memory yet; :meth:`create` creates it."""
         self.failures = 0
+        self.leaving: Callable[[int], None] = lambda _number: None
         self._prefix = f"kvstore:{node}:{boot.hex()}:"
         self._extent_bytes = extent_bytes
         self._record = record
@@ -141,6 +143,7 @@ class HostMemory:
         """
         while replaced:
             old, new, in_use = replaced.pop(0)
+            self.leaving(old)
             self._begin(self._taken_out(old, new, in_use=in_use))
         if self._exchanges:
             self._go_on()

@@ -4,6 +4,7 @@ import ctypes
 import errno
 import mmap
 import os
+import re
 from typing import Final
 
 _PUNCH_HOLE: Final = 0x01 | 0x02
@@ -76,6 +77,23 @@ def give_back(address: int, size_bytes: int) -> None:
     """
     if _libc.madvise(address, size_bytes, mmap.MADV_REMOVE):
         raise _error()
+
+
+def prefer_huge_pages(address: int, size_bytes: int) -> None:
+    """Ask for huge pages where this memory is not there yet; nothing where there are none."""
+    _libc.madvise(address, size_bytes, mmap.MADV_HUGEPAGE)
+
+
+def huge_bytes(address: int) -> int:
+    """Bytes of huge pages in the shared mapping that begins at an address; 0 if it is unknown."""
+    with open("/proc/self/smaps", encoding="ascii", errors="replace") as maps:  # noqa: PTH123
+        found = False
+        for line in maps:
+            if re.match("[0-9a-f]+-", line):
+                found = line.startswith(f"{address:x}-")
+            elif found and line.startswith("ShmemPmdMapped:"):
+                return int(line.split()[1]) << 10
+    return 0
 
 
 def file_system_type(path: str) -> int:

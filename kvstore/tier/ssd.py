@@ -2,7 +2,7 @@
 
 A few threads take jobs from one bounded queue and process whole batches in native calls that
 release the GIL. Without threads, jobs run in :meth:`SSDLog.poll`; simulations use this. Writes are
-durable when a :class:`SyncAll` that was submitted after them has completed.
+durable when a :class:`DiskSync` that was submitted after them has completed.
 """
 
 import logging
@@ -14,19 +14,9 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, Final, NamedTuple, cast
 
 from kvstore.errors import CapacityError, ConfigError, KVStoreError, TierUnavailable
+from kvstore.state.disk.jobs import DiskDrop, DiskSeal, DiskSync, DiskTombstone
 from kvstore.state.tree.places import BLOCK_BYTES
-from kvstore.tier.base import (
-    Completion,
-    CopyPage,
-    DropSegment,
-    Job,
-    ReadPage,
-    ReadTokens,
-    SealSegment,
-    SyncAll,
-    WritePage,
-    WriteTombstone,
-)
+from kvstore.tier.base import Completion, CopyPage, Job, ReadPage, ReadTokens, WritePage
 from kvstore.tier.directories import Directory, failure, open_all, say_room
 from kvstore.tier.disk import Disk, OSDisk
 from kvstore.tier.record import SEGMENT_MAX, SEGMENT_NAME, ForeignLog, segment_name
@@ -46,7 +36,7 @@ _RECOVERY_THREADS: Final = 8
 
 
 class _Work(NamedTuple):
-    """A piece of work for one thread; ``unsynced``: the writes that a SyncAll must cover."""
+    """A piece of work for one thread; ``unsynced``: the writes that a DiskSync must cover."""
 
     jobs: list[Job]
     sequence: int
@@ -218,9 +208,9 @@ class SSDLog:
         work: list[_Work] = []
         sequence = self._sequence
         for batch in batches(jobs):
-            unsynced = self._segments.unsynced() if isinstance(batch[0], SyncAll) else {}
+            unsynced = self._segments.unsynced() if isinstance(batch[0], DiskSync) else {}
             work.append(_Work(batch, sequence, unsynced))
-            if isinstance(batch[0], WritePage | WriteTombstone | CopyPage):
+            if isinstance(batch[0], WritePage | DiskTombstone | CopyPage):
                 sequence += len(batch)
         with self._lock:
             if self._closing:
@@ -353,12 +343,12 @@ class SSDLog:
                 yield mover.read_tokens(first)
             case CopyPage():
                 yield mover.copy(first, work.sequence)
-            case SyncAll():
+            case DiskSync():
                 yield self._attempt(first, lambda: self._sync(work.unsynced, mover))
-            case SealSegment(segment=number):
+            case DiskSeal(segment=number):
                 yield self._attempt(first, lambda: self._segments.seal(number))
                 mover.counts["seals"] += 1
-            case DropSegment(segment=number):
+            case DiskDrop(segment=number):
                 yield self._attempt(first, lambda: self._segments.drop(number))
                 mover.counts["drops"] += 1
             case _:

@@ -15,17 +15,9 @@ import numpy as np
 from kvstore import mover
 from kvstore.errors import InvalidArgument, KVStoreError, PageCorrupt
 from kvstore.page import pack_pair, page_seeds
+from kvstore.state.disk.jobs import DiskTombstone
 from kvstore.state.tree.places import BLOCK_BYTES, HEADER_BYTES, Place, record_bytes
-from kvstore.tier.base import (
-    Completion,
-    CopyPage,
-    Job,
-    PageRecord,
-    ReadPage,
-    ReadTokens,
-    WritePage,
-    WriteTombstone,
-)
+from kvstore.tier.base import Completion, CopyPage, Job, PageRecord, ReadPage, ReadTokens, WritePage
 from kvstore.tier.directories import failure
 from kvstore.tier.disk import Disk
 from kvstore.tier.record import (
@@ -46,12 +38,12 @@ BATCH_BYTES: Final = 8 << 20
 BATCH_RECORDS: Final = 64
 """Maximum of one call: larger ones are not faster, and one thread handles a batch."""
 
-Write = WritePage | WriteTombstone
+Write = WritePage | DiskTombstone
 
 
 def payload_bytes(job: Write | ReadPage) -> int:
     """Payload bytes of a job's record."""
-    return len(job.keys) if isinstance(job, WriteTombstone) else job.record.page_bytes
+    return len(job.keys) if isinstance(job, DiskTombstone) else job.record.page_bytes
 
 
 def batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
@@ -59,7 +51,7 @@ def batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
     batch: list[Job] = []
     end, size = (0, 0), 0
     for job in jobs:
-        if not isinstance(job, WritePage | WriteTombstone | ReadPage):
+        if not isinstance(job, WritePage | DiskTombstone | ReadPage):
             if batch:
                 yield batch
             batch = []
@@ -206,7 +198,7 @@ class RecordMover:
         """A record's payload in whole blocks; a partial last block is copied and padded."""
         size = payload_bytes(job)
         whole = size - size % BLOCK_BYTES
-        if isinstance(job, WriteTombstone):
+        if isinstance(job, DiskTombstone):
             copy = aligned(record_bytes(size) - HEADER_BYTES)
             copy[:size] = job.keys
             return [copy]
@@ -288,7 +280,7 @@ def _header_of(job: Write, sequence: int) -> Header:
     Raises:
         InvalidArgument: the names of its space or shard are too long for the format.
     """
-    if isinstance(job, WriteTombstone):
+    if isinstance(job, DiskTombstone):
         digest = tombstone_digest(job.keys, pair_seed(job.space, job.shard))
         return Header(
             Kind.TOMBSTONE, sequence, job.place, len(job.keys), bytes(32), b"", digest,

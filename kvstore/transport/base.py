@@ -21,6 +21,8 @@ from kvstore.errors import InvalidArgument, KVStoreError
 from kvstore.page import DIGEST_BYTES
 
 TICKET_BYTES = 16
+PLACE_BYTES = 8
+"""Of the address of a page, for transports that read by addresses."""
 PAGES_MAX = 65_536
 """Pages of one transfer, and ranges of one ticket."""
 
@@ -58,6 +60,8 @@ class PageTransfer:
         seeds: seed of each page's digest, shape (n,). A write does not use it.
         digests: 16 bytes a page, as the peer has told them. A write does not use it.
         deadline_ns: time by which it must have ended, in ``time.monotonic_ns()``.
+        addresses: of each page in the peer, 8 bytes each, as its transport has told them
+            (:meth:`Transport.addresses`); empty = the transport needs none.
     """
 
     number: int
@@ -68,6 +72,7 @@ class PageTransfer:
     seeds: npt.NDArray[np.uint64]
     digests: bytes
     deadline_ns: int
+    addresses: bytes = b""
 
     @property
     def page_bytes(self) -> int:
@@ -151,14 +156,38 @@ class Transport(Protocol):
 
     Attributes:
         name: as in ``PeerWelcome.transports``.
-        endpoint: what peers connect to; empty = nobody can read from here.
     """
 
     name: str
-    endpoint: str
 
-    def register(self, address: int, length: int) -> None:
-        """Prepare memory in which local pages and granted ranges lie. It stays mapped."""
+    @property
+    def endpoint(self) -> str:
+        """What peers connect to; empty = nobody can read from here."""
+
+    def register(self, address: int, length: int, descriptor: int) -> None:
+        """Prepare memory in which local pages and granted ranges lie; may go on in the background.
+
+        Args:
+            address: where it is mapped; it stays so until :meth:`unregister`.
+            length: bytes.
+            descriptor: of its file, mapped from the beginning; it may be closed afterwards.
+        """
+        ...
+
+    def unregister(self, address: int) -> None:
+        """The memory that was registered at this address goes; no transfer uses it."""
+        ...
+
+    def addresses(self, ranges: Sequence[tuple[Range, int]]) -> bytes | None:
+        """What a peer needs to read ranges, besides a ticket: 8 bytes for each.
+
+        Returns:
+            None: they cannot be read through this transport now. Empty: nothing is needed.
+        """
+        ...
+
+    def takes(self, transfer: PageTransfer) -> bool:
+        """Whether it can carry out a transfer now; False = use another transport."""
         ...
 
     def read(self, transfer: PageTransfer) -> None:

@@ -237,8 +237,19 @@ class MemoryTransport:
         self._counts: Counter[str] = Counter()
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
-    def register(self, address: int, length: int) -> None:
+    def register(self, address: int, length: int, descriptor: int) -> None:
         """See :class:`kvstore.transport.base.Transport`; memory needs no preparation."""
+
+    def unregister(self, address: int) -> None:
+        """See :class:`kvstore.transport.base.Transport`."""
+
+    def addresses(self, ranges: Sequence[tuple[Range, int]]) -> bytes | None:  # noqa: ARG002
+        """See :class:`kvstore.transport.base.Transport`; the ticket is all that is needed."""
+        return b""
+
+    def takes(self, transfer: PageTransfer) -> bool:  # noqa: ARG002
+        """See :class:`kvstore.transport.base.Transport`."""
+        return True
 
     def read(self, transfer: PageTransfer) -> None:
         """See :class:`kvstore.transport.base.Transport`."""

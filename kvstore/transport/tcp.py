@@ -80,8 +80,19 @@ class TcpTransport:
         self._keeper = threading.Thread(target=self._keep, name="kvstore-data-port", daemon=True)
         self._keeper.start()
 
-    def register(self, address: int, length: int) -> None:
+    def register(self, address: int, length: int, descriptor: int) -> None:
         """See :class:`kvstore.transport.base.Transport`; sockets need no preparation."""
+
+    def unregister(self, address: int) -> None:
+        """See :class:`kvstore.transport.base.Transport`."""
+
+    def addresses(self, ranges: Sequence[tuple[Range, int]]) -> bytes | None:  # noqa: ARG002
+        """See :class:`kvstore.transport.base.Transport`; the ticket is all that is needed."""
+        return b""
+
+    def takes(self, transfer: PageTransfer) -> bool:  # noqa: ARG002
+        """See :class:`kvstore.transport.base.Transport`."""
+        return True
 
     def read(self, transfer: PageTransfer) -> None:
         """See :class:`kvstore.transport.base.Transport`."""

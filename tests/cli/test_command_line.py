@@ -51,7 +51,7 @@ def test_options_of_every_verb_may_stand_before_it_or_behind(daemon, capsys, mon
 @pytest.mark.parametrize(
     ("typed", "said"),
     [("stat", "did you mean stats?"), ("space", "did you mean spaces?"),
-     ("explian", "did you mean explain?"), ("frobnicate", "kvstore --help lists them")],
+     ("explian", "did you mean explain?"), ("xyzzy", "kvstore --help lists them")],
 )  # fmt: skip
 def test_a_verb_that_is_none_is_answered_with_the_one_that_was_meant(typed, said, capsys):
     with pytest.raises(SystemExit) as ended:

@@ -262,6 +262,16 @@ def signed(folder: Path, name: str, days: int) -> CertificateFiles:
     return CertificateFiles(*(str(folder / one) for one in ("node.pem", "node.key", "ca.pem")))
 
 
+def test_mooncake_is_told_with_who_reads_and_writes_what():
+    chosen = {"transports": ("mooncake", "tcp")}
+    assert "nobody's pages" in checks(**chosen)["mooncake"].found
+    told = checks(**chosen, rdma_tenants=("one", "two"))["mooncake"]
+    assert told.status == "warn"
+    assert "any interface reads and writes one, two" in told.found
+    assert "firewall" in told.advice
+    assert "mooncake" not in checks()
+
+
 # ---- etcd and Redis --------------------------------------------------------------------------
 
 

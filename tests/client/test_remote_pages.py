@@ -10,10 +10,19 @@ import pytest
 from kvstore import mover
 from kvstore.client.resources import DISK_BYTES_PER_S_GUESS, LOAD_BYTES_PER_S_GUESS
 from kvstore.client.store import KVStore
-from kvstore.errors import TierUnavailable
+from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable, TooFewCopies
 from kvstore.mover.kvpool import KVPool
 from kvstore.page import KEY_BYTES, PrefixKeys, digest_seed, page_seeds
-from kvstore.state.remote.jobs import FetchEnd, Holding, Locate, PeerFetch, PeerLimits
+from kvstore.state.remote.jobs import (
+    FetchEnd,
+    Holding,
+    Locate,
+    PeerFetch,
+    PeerJob,
+    PeerLimits,
+    Spread,
+    SpreadEnd,
+)
 from kvstore.tier.vectored import memory_at
 from tests.client.conftest import content, new_keys, open_space
 
@@ -28,6 +37,8 @@ class Elsewhere:
         gate: reads wait for it.
         asked: questions that came.
         read: keys that were read.
+        spreads: copies that were asked for.
+        others: how many other nodes can take some.
     """
 
     def __init__(self, store: KVStore) -> None:
@@ -37,7 +48,9 @@ class Elsewhere:
         self.asked: list[Locate] = []
         self.read: list[bytes] = []
         self._link: Any = store._link
-        self._jobs: list[Locate | PeerFetch] = []
+        self._jobs: list[PeerJob] = []
+        self.spreads: list[Spread] = []
+        self.others = 1
         self._come, self._closed = threading.Event(), False
         self._link.node.join(PeerLimits(64 << 20))
         self._link._desk.peers = self
@@ -70,13 +83,17 @@ class Elsewhere:
                 with self._link._answered:
                     self._end(job)
 
-    def _end(self, job: Locate | PeerFetch) -> None:
+    def _end(self, job: PeerJob) -> None:
         desk = self._link._desk
         every = [job.keys[at : at + KEY_BYTES] for at in range(0, len(job.keys), KEY_BYTES)]
         there = next((at for at, key in enumerate(every) if key not in self.pages), len(every))
         if isinstance(job, Locate):
             self.asked.append(job)
             desk.located(job.number, [Holding("there", there)])
+            return
+        if isinstance(job, Spread):
+            self.spreads.append(job)
+            desk.peer_spread(SpreadEnd(job.number, min(job.peers, self.others)))
             return
         self.read += every
         size = job.shard.page_bytes(job.identity)
@@ -216,3 +233,78 @@ def test_a_store_without_other_nodes_asks_nobody(store):
     space = open_space(store)
     hit = space.lookup(new_keys(space, 3), holder="there", held=3)
     assert hit == (0, 0, {"host": 0}, 0.0, 0, 0.0)
+
+
+# Copies
+
+
+def test_a_put_with_replicas_returns_when_other_nodes_have_the_pages(store, elsewhere):
+    space = open_space(store)
+    keys = new_keys(space, 6)
+    pages = content(len(keys), space.page_bytes[0])
+
+    assert space.put(keys, pages, replicas=2).stored == 6
+
+    (spread,) = elsewhere.spreads
+    assert (spread.keys, spread.first, spread.peers) == (keys.packed, 0, 1)
+    assert space.put(keys, pages, replicas=2).existing == 6, "it may be said again"
+    assert len(elsewhere.spreads) == 2
+    space.put(keys, pages)
+    assert len(elsewhere.spreads) == 2, "without replicas nobody is asked"
+
+
+def test_a_put_with_too_few_replicas_says_how_many_there_are(store, elsewhere):
+    elsewhere.others = 1
+    space = open_space(store)
+    keys = new_keys(space, 2)
+    pages = content(len(keys), space.page_bytes[0])
+
+    with pytest.raises(TooFewCopies) as too_few:
+        space.put(keys, pages, replicas=4)
+
+    assert (too_few.value.copies, too_few.value.retryable) == (2, True)
+    assert space.lookup(keys).pages == 2
+
+
+def test_a_node_alone_has_the_only_copy(store):
+    space = open_space(store)
+    keys = new_keys(space, 2)
+    with pytest.raises(TooFewCopies) as too_few:
+        space.put(keys, content(len(keys), space.page_bytes[0]), replicas=2)
+    assert too_few.value.copies == 1
+
+
+def test_a_node_that_is_too_old_is_not_asked_for_copies(store, elsewhere, monkeypatch):
+    monkeypatch.setattr(store._link, "node_minor", 5)
+    space = open_space(store)
+    keys = new_keys(space, 2)
+    with pytest.raises(TooFewCopies, match="too old"):
+        space.put(keys, content(len(keys), space.page_bytes[0]), replicas=2)
+    assert not elsewhere.spreads
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"replicas": 0}, "replicas"),
+        ({"replicas": 17}, "replicas"),
+        ({"replicas": 2, "ttl_s": 1.0}, "replicas"),
+        ({"replicas": 2, "read_once": True}, "replicas"),
+    ],
+)
+def test_replicas_that_cannot_be_are_refused_and_nothing_is_stored(store, options, field):
+    space = open_space(store)
+    keys = new_keys(space, 1)
+    with pytest.raises(InvalidArgument) as refused:
+        space.put(keys, content(1, space.page_bytes[0]), **options)
+    assert refused.value.field == field
+    assert space.lookup(keys).pages == 0
+
+
+def test_copies_of_pages_that_were_not_stored_are_refused(store, elsewhere):
+    space = open_space(store)
+    with pytest.raises(CapacityError, match="put them again"):
+        space.replicate(new_keys(space, 1), 2)
+    with pytest.raises(InvalidArgument):
+        space.replicate(new_keys(space, 1), 0)
+    assert not elsewhere.spreads

@@ -43,8 +43,17 @@ class FakeTransport:
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         network.transports[endpoint] = self
 
-    def register(self, address: int, length: int) -> None:
+    def register(self, address: int, length: int, descriptor: int) -> None:
         pass
+
+    def unregister(self, address: int) -> None:
+        pass
+
+    def addresses(self, ranges: Sequence[tuple[Range, int]]) -> bytes | None:
+        return b""
+
+    def takes(self, transfer: PageTransfer) -> bool:
+        return True
 
     def read(self, transfer: PageTransfer) -> None:
         transfer.check(verified=True)

@@ -28,5 +28,11 @@ def addresses(pages: int) -> bytes:
 
 
 def welcome(number: int, **fields: Any) -> wire.PeerWelcome:
-    told = {"node": "a", "boot": b"a" * 16, "transports": {"x": "a:0", "tcp": "a:1"}, **fields}
-    return wire.PeerWelcome(number, 1, wire.PROTOCOL_MINOR, **told)
+    told = {
+        "minor": wire.PROTOCOL_MINOR,
+        "node": "a",
+        "boot": b"a" * 16,
+        "transports": {"x": "a:0", "tcp": "a:1"},
+        **fields,
+    }
+    return wire.PeerWelcome(number, 1, **told)

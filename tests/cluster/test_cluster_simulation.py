@@ -31,10 +31,12 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("ten", range(SEEDS // 10))
 def test_no_history_of_a_cluster_shows_a_wrong_byte(ten):
+    pages_read = 0
     for seed in range(10 * ten, 10 * ten + 10):
         outcome = drawn_cluster(seed).run(SECONDS)
+        pages_read += outcome.pages_read  # none where all nodes are killed again and again
 
-        assert outcome.pages_read > 0, f"seed {seed}"
+    assert pages_read > 0
 
 
 def test_the_histories_of_a_cluster_contain_what_they_are_there_for():
@@ -51,6 +53,7 @@ def test_the_histories_of_a_cluster_contain_what_they_are_there_for():
     assert total("partitions") > 3
     assert total("nodes_left") > 3
     assert total("lookups_waited") > 3
+    assert total("copies_made") > 3
 
 
 def test_histories_have_fetches_of_all_shards_and_nodes_that_come_back_with_an_empty_disk():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvstore import wire
+from kvstore.cluster.effects import CloseLink, Ended, PeerStanding, Send, StartTransfer
 from kvstore.cluster.session import (
     FETCHES_MAX,
     HELLO_NS,
@@ -14,13 +15,9 @@ from kvstore.cluster.session import (
     PING_NS,
     SILENT_NS,
     SPACES_MAX,
-    CloseLink,
-    Ended,
     PeerSession,
-    PeerStanding,
-    Send,
-    StartTransfer,
 )
+from kvstore.cluster.ways import Way
 from kvstore.errors import (
     CapacityError,
     LayoutMismatch,
@@ -96,6 +93,44 @@ def test_a_space_is_opened_once_for_fetches_that_come_together_and_later():
     assert [(one.space, one.shard, one.keys) for one in asked] == [(5, 3, KEYS.packed)] * 3
     assert len({one.lease for one in asked}) == 3
     assert {(one.lease_ms, one.wait_ms) for one in asked} == {(999, 499)}
+
+
+def test_the_ways_of_a_lease_are_in_the_readers_order_with_what_the_owner_told_of_each():
+    talk = Talk()
+    talk.session.closed()
+    talk.effects()
+    talk.session.opened(2)
+    (hello,) = talk.sent()
+    both = {"tcp": ":7401", "other": "z:1", "fast": "old:1"}
+    talk.session.received(welcome(hello.id, transports=both), 3)
+    made = job(1, 1_000 * MS)
+    talk.session.fetch(made, 3)
+    (opening,) = talk.sent()
+    talk.session.received(wire.SpaceOpened(opening.id, 5, [3]), 3)
+    (asked,) = talk.sent()
+    told = {"fast": ("new:2", b"p" * 8), "unknown": ("z:1", b"q" * 8)}
+    lent = wire.Lent(asked.id, addresses(1), b"d" * 16, 0, 0, 9, b"t" * 16, places=told)
+
+    talk.session.received(lent, 4)
+
+    host = PLACE.rpartition(":")[0]
+    assert only(talk.effects(), StartTransfer).ways == (
+        Way("fast", "new:2", b"p" * 8), Way("tcp", f"{host}:7401", b""),
+    )  # fmt: skip
+
+
+def test_places_that_are_not_one_for_each_page_end_the_session():
+    talk = Talk()
+    talk.session.fetch(job(1, 1_000 * MS), 2)
+    (opening,) = talk.sent()
+    talk.session.received(wire.SpaceOpened(opening.id, 5, [3]), 3)
+    (asked,) = talk.sent()
+    told = {"fast": ("a:1", b"p" * 7)}
+    lent = wire.Lent(asked.id, addresses(1), b"d" * 16, 0, 0, 9, b"t" * 16, places=told)
+
+    talk.session.received(lent, 4)
+
+    assert only(talk.effects(), CloseLink).cause == "protocol"
 
 
 def test_wrong_pages_are_reported_before_their_lease_is_released():

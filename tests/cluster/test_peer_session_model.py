@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore import wire
-from kvstore.cluster.session import (
-    MS,
+from kvstore.cluster.effects import (
     CancelTransfer,
     CloseLink,
     Ended,
-    PeerSession,
     Send,
     SlotsSettled,
     StartTransfer,
 )
+from kvstore.cluster.session import MS, PeerSession
+from kvstore.cluster.ways import Way
 from kvstore.errors import (
     TransferError,
 )
@@ -222,7 +222,7 @@ class SessionMachine(RuleBasedStateMachine):
                 self.sent(message)
             case StartTransfer():
                 known = self.fetches[effect.fetch.job]
-                assert (effect.transport, effect.endpoint) == ("tcp", "a:1")
+                assert effect.ways == (Way("tcp", "a:1", b""),)
                 assert known.lent is effect.lent
                 assert known.end is None
                 assert self.now_ns <= effect.deadline_ns <= known.job.deadline_ns

@@ -43,7 +43,7 @@ async def test_pages_of_one_node_arrive_on_the_other_with_their_digests(encrypte
         service = await undo.enter_async_context(serving(a, server))
         await undo.enter_async_context(reading(b, {"a": service.endpoint}, client))
         await eventually(b.up)
-        assert b.standing == {"a": a.local.boot}
+        await eventually(lambda: b.standing == {"a": a.local.boot})
         slots = b.room(KEYS)
 
         first = b.fetch(slots[:2], keys=KEYS[:2])

@@ -30,7 +30,7 @@ from kvstore.page import (
 )
 from kvstore.server.loans import Loans
 from kvstore.server.peers import PeerService
-from kvstore.state.remote.jobs import FetchEnd, Holding, Locate, PeerFetch
+from kvstore.state.remote.jobs import FetchEnd, Holding, Locate, PeerFetch, PeerJob, SpreadEnd
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.sessions import Peer
 from kvstore.state.tree.slots import Slot, SlotTable
@@ -109,10 +109,11 @@ class WholeNode:
         )  # fmt: skip
         self.transport = FakeTransport(network, f"{name}:1")
         self.loans = Loans(self.memory, [self.transport])
-        self.jobs: list[Locate | PeerFetch] = []
+        self.jobs: list[PeerJob] = []
         self.ends: list[FetchEnd] = []
         self.settled: list[int] = []
         self.standing: dict[str, bytes] = {}
+        self.spread: list[SpreadEnd] = []
         self.holdings: dict[int, Sequence[Holding]] = {}
         self.peers = Peers(
             self,
@@ -127,7 +128,7 @@ class WholeNode:
 
     # what the peer side calls
 
-    def _take(self) -> list[Locate | PeerFetch]:
+    def _take(self) -> list[PeerJob]:
         jobs, self.jobs = self.jobs, []
         return jobs
 
@@ -145,6 +146,9 @@ class WholeNode:
 
     def peer_standing(self, peer: str, boot: bytes) -> None:
         self.standing[peer] = boot
+
+    def peer_spread(self, end: SpreadEnd) -> None:
+        self.spread.append(end)
 
     # what tests do
 

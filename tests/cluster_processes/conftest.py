@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ class ClusterNode:
     Attributes:
         name: its name.
         host: its address; a restarted node has the same one.
+        run_in: makes the command that runs it where it is to run.
     """
 
     def __init__(self, name: str, spawn: Spawn, folder: Path) -> None:
@@ -51,6 +52,7 @@ class ClusterNode:
         self._gates = folder / f"{name}.gates"
         self._gates.mkdir()
         self._program: list[str] = []
+        self.run_in: Callable[[Sequence[str]], list[str]] = list
         self._process: Process | None = None
 
     @property
@@ -82,7 +84,7 @@ class ClusterNode:
             for part in ("--set", f"{key.replace('__', '.')}={value}")
         ]
         program = [sys.executable, "-m", "tests.cluster_processes.gated", str(self._gates)]
-        return [*program, *flags]
+        return self.run_in([*program, *flags])
 
     def restart(self) -> None:
         """Start it as it was started before."""
@@ -149,6 +151,35 @@ class ClusterNode:
         )
         assert status == 200, body
         found: dict[str, Any] = json.loads(body)
+        return found
+
+    def begin_job(self, path: str, **body: object) -> int:
+        """Start a job; its number."""
+        return int(self._operate("POST", path, body, 202)["job"])
+
+    def job(self, number: int) -> dict[str, Any]:
+        """What a job has done."""
+        return self._operate("GET", f"/v1/jobs/{number}", None, 200)
+
+    def finished(self, number: int, wait_s: float = 30.0) -> dict[str, Any]:
+        """What a job has done at its end."""
+        if not wait_for(lambda: self.job(number)["state"] != "running", wait_s):
+            pytest.fail(f"job {number} of {self.name} did not end: {self.job(number)}")
+        return self.job(number)
+
+    def cancel(self, number: int) -> None:
+        """Cancel a job."""
+        self._operate("DELETE", f"/v1/jobs/{number}", None, 200)
+
+    def _operate(
+        self, method: str, path: str, body: Mapping[str, object] | None, wanted: int
+    ) -> dict[str, Any]:
+        packed = json.dumps(body).encode() if body is not None else None
+        status, answer = client.send(
+            self.process.ready.group(2), method, path, body=packed, timeout_s=JOIN_WAIT_S
+        )
+        assert status == wanted, answer
+        found: dict[str, Any] = json.loads(answer)
         return found
 
     def reaches(self, other: "ClusterNode") -> bool:

@@ -122,6 +122,35 @@ def test_whatever_is_read_as_an_address_is_written_as_it_was(text):
     assert 0 <= address.port <= 65_535
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (['cluster.transports=["mooncake"]'], "tcp among them"),
+        (['cluster.transports=["tcp", "tcp"]'], "each once"),
+        (['cluster.transports=["nvlink"]'], "transports"),
+        (['cluster.rdma_tenants=["t"]'], "of no use without mooncake"),
+        (
+            [
+                'cluster.transports=["mooncake", "tcp"]', "cluster.transfer_listen=0.0.0.0:1",
+                *FILES,
+            ],
+            "stands for all addresses",
+        ),
+        (['cluster.transports=["mooncake", "tcp"]', "cluster.mooncake_protocol=x"], "mooncake_pr"),
+    ],
+)  # fmt: skip
+def test_transports_that_cannot_work_are_refused(settings, says):
+    with pytest.raises(ConfigError, match=says):
+        read(*NAMED, *settings)
+
+
+def test_mooncake_may_be_preferred_to_tcp_for_the_tenants_that_are_named():
+    chosen = ['cluster.transports=["mooncake", "tcp"]', 'cluster.rdma_tenants=["t"]']
+    cluster = read(*NAMED, *chosen).cluster
+    assert (cluster.transports, cluster.rdma_tenants) == (("mooncake", "tcp"), ("t",))
+    assert read().cluster.transports == ("tcp",)
+
+
 def test_a_membership_in_a_store_needs_its_servers_and_no_list():
     config = read(*NAMED, "cluster.membership=etcd", "etcd.endpoints=h:2379,[fd00::2]:2379")
     assert config.etcd.endpoints == ("h:2379", "[fd00::2]:2379")

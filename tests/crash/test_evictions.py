@@ -80,7 +80,7 @@ class Lives:
 
         def change(table: PageTable) -> None:
             (space,) = table.spaces
-            table.drop(space.nodes[key], 0, "unreadable")
+            table.residents.drop(space.nodes[key], 0, "unreadable")
 
         with link._answered:
             link.node.operate(change, monotonic_ns())

@@ -44,7 +44,8 @@ SECTIONS: Final = {
     "An engine's name": ["EngineLabel"],
     "Results": ["Hit", "PutResult", "PageViews", "RestoreResult"],
     "Errors": [
-        "KVStoreError", "ConfigError", "EngineNameTaken", "CapacityError", "InvalidArgument",
+        "KVStoreError", "ConfigError", "EngineNameTaken", "CapacityError", "TooFewCopies",
+        "InvalidArgument",
         "LayoutMismatch", "NotFound", "TransferError", "TransferTimeout", "PeerUnreachable",
         "TierUnavailable", "DurabilityUnavailable", "PageCorrupt", "ProtocolError",
     ],

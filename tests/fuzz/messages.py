@@ -110,7 +110,7 @@ class Client:
         shard, wait_ms = self.chance.randrange(4), self._wait_ms()
         begins, parent = self.chance.random() < 0.5, self._keys().packed[:32]
         return wire.Acquire(
-            self._id(), self._name(), 0, shard, keys, lease_ms, wait_ms, begins, parent
+            self._id(), self._name(), 0, shard, keys, lease_ms, wait_ms, begins, parent=parent
         )
 
     def begin_put(self) -> wire.Request:

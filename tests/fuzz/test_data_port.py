@@ -8,7 +8,7 @@ from random import Random, SystemRandom
 
 import pytest
 
-from kvstore.testing.transport import TransferPages
+from kvstore.testing.transfer_pages import TransferPages
 from kvstore.transport.frames import MAGIC, VERSION
 from kvstore.transport.tcp import TcpTransport
 

@@ -81,8 +81,8 @@ class Fuzzed:
             chance.choice(list(WritePolicy)), chance.choice(list(SyncPolicy)), 5 * MS, 1 << 18,
             20 * MS,
         )  # fmt: skip
-        self.node.pages.disk = DiskPages(
-            self.node.pages, SegmentLog(8, 1 << 17), Admission("all", 0, 1 << 20), rules
+        self.node.pages.residents.disk = DiskPages(
+            self.node.pages.residents, SegmentLog(8, 1 << 17), Admission("all", 0, 1 << 20), rules
         )
         self.now_ns = 1
         #: What the desk goes on with in a later turn.

@@ -10,7 +10,7 @@ from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
 from kvstore.page import KEY_BYTES, ShardSpec
-from kvstore.state.remote.jobs import FetchEnd, Holding, Locate, PeerFetch, PeerLimits
+from kvstore.state.remote.jobs import FetchEnd, Holding, Locate, PeerFetch, PeerLimits, Spread
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.node import Retention
@@ -68,6 +68,7 @@ class RemoteWorld:
     Attributes:
         locates: questions that have no answer yet.
         reads: jobs that have not ended.
+        spreads: copies at peers that have not ended.
         late: jobs that have ended, or were given up, and may still write.
     """
 
@@ -89,6 +90,7 @@ class RemoteWorld:
         self.desk.peers = self
         self.locates: dict[int, Locate] = {}
         self.reads: dict[int, PeerFetch] = {}
+        self.spreads: dict[int, Spread] = {}
         self.late: dict[int, PeerFetch] = {}
         self.inboxes: dict[int, Inbox] = {}
         self._names = 0
@@ -100,6 +102,8 @@ class RemoteWorld:
         for job in jobs:
             if isinstance(job, Locate):
                 self.locates[job.number] = job
+            elif isinstance(job, Spread):
+                self.spreads[job.number] = job
             else:
                 assert len(job.keys) == KEY_BYTES * len(job.slots) > 0
                 assert job.deadline_ns > self.now_ns
@@ -185,7 +189,9 @@ class RemoteWorld:
         self._names += 1
         keys = b"".join(chain(path, start))
         before = chain(path[:start])[-1] if parent else b""
-        asked = wire.Acquire(8, self._names, 0, shard, keys, LEASE_MS, wait_ms, begins, before)
+        asked = wire.Acquire(
+            8, self._names, 0, shard, keys, LEASE_MS, wait_ms, begins, parent=before
+        )
         return self.ask(connection, asked)
 
     def release(self, connection: int) -> None:

@@ -44,8 +44,8 @@ class DurableWorld:
         limits = NodeLimits(1 << 30, 1000)
         self.node = Node("n", b"b" * 16, SlotTable(1 << 20, 4), limits, lambda: next(tokens))
         rules = DiskRules(WritePolicy.BACK, SyncPolicy.ALWAYS, 1, 1 << 30, retry_ns=1000 * MS)
-        self.disk = self.node.pages.disk = DiskPages(
-            self.node.pages,
+        self.disk = self.node.pages.residents.disk = DiskPages(
+            self.node.pages.residents,
             SegmentLog(6, 4 * PAGE_BYTES),
             Admission("all", 0, 24 * PAGE_BYTES),
             rules,
@@ -125,7 +125,7 @@ def test_a_report_about_a_page_that_has_gone_to_disk_meanwhile_changes_nothing()
     world.persist(keys)
     assert world.end(DiskWrite, DiskSync) == [wire.Persisted(5)]
     [space] = world.node.pages.spaces
-    assert world.node.pages.release_memory(space.nodes[keys[0]])
+    assert world.node.pages.residents.release_memory(space.nodes[keys[0]])
 
     assert world.ask(wire.Corrupt(0, 0, keys[0], 1)) == []
 

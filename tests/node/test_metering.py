@@ -150,7 +150,7 @@ def test_a_page_that_is_loaded_is_counted_where_it_was_found_and_timed_until_it_
     world.persist(keys)
     world.end(DiskWrite, DiskSync)
     [space] = world.node.pages.spaces
-    assert world.node.pages.release_memory(space.nodes[keys[0]])
+    assert world.node.pages.residents.release_memory(space.nodes[keys[0]])
     world.ask(wire.Lookup(6, 0, [0], keys.packed, 0))
 
     assert world.ask(wire.Acquire(7, 1, 0, 0, keys.packed, 1000, 1000)) == []

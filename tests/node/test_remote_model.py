@@ -93,7 +93,7 @@ class Machine(RuleBasedStateMachine):
         space = self.world.space
         node = space.nodes.get(chain(path)[0])
         if node is not None:
-            self.world.desk.operate(lambda table: table.drop(node, shard, "corrupt"))
+            self.world.desk.operate(lambda table: table.residents.drop(node, shard, "corrupt"))
             self.world.check()
 
     @rule(count=st.integers(1, 12))

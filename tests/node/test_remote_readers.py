@@ -226,7 +226,9 @@ def test_pages_fetched_again_are_shared_although_an_older_job_ends(world, engine
 def test_a_run_that_is_partly_on_disk_and_partly_at_a_peer_waits_for_both(world, engine, first):
     rules = DiskRules(WritePolicy.BACK, SyncPolicy.ALWAYS, 1, 1 << 30)
     log = SegmentLog(4, 1 << 20)
-    disk = world.table.disk = DiskPages(world.table, log, Admission("all", 0, 4 << 20), rules)
+    disk = world.table.residents.disk = DiskPages(
+        world.table.residents, log, Admission("all", 0, 4 << 20), rules
+    )
     world.store(engine, "ab")
     world.ask(engine, wire.Persist(3, 0, 0, b"".join(chain("ab")), 1000))
     while disk.jobs:
@@ -234,7 +236,7 @@ def test_a_run_that_is_partly_on_disk_and_partly_at_a_peer_waits_for_both(world,
     world.desk.flush()
     assert isinstance(world.answer(engine), wire.Persisted)
     for path in ("ab", "a"):
-        assert world.table.release_memory(world.space.nodes[chain(path)[-1]])
+        assert world.table.residents.release_memory(world.space.nodes[chain(path)[-1]])
     world.locate(engine, "abcd", ("p", 4))
 
     assert world.acquire(engine, "abcd") is None

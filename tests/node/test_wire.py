@@ -59,6 +59,19 @@ def test_answers_arrive_as_they_were_sent(message):
     assert wire.decode_answer(wire.encode(message)[4:]) == message
 
 
+def test_a_lease_tells_places_to_nodes_that_know_them_and_others_read_it_too():
+    lent = ANSWERS[-1]
+    assert isinstance(lent, wire.Lent)
+    lent = msgspec.structs.replace(lent, places={"mooncake": ("a:1", b"p" * 16)})
+    body = wire.encode(lent)[4:]
+    assert wire.decode_answer(body) == lent
+    fields = msgspec.msgpack.decode(body)
+    older = msgspec.msgpack.encode(fields[:-1])
+    assert wire.decode_answer(older) == ANSWERS[-1]
+    newer = msgspec.msgpack.encode([*fields, 1])
+    assert wire.decode_answer(newer) == lent
+
+
 @given(st.lists(st.integers(0, len(REQUESTS) - 1), max_size=8), st.data())
 def test_frames_are_found_however_the_stream_is_cut(chosen, data):
     stream = b"".join(wire.encode(REQUESTS[at]) for at in chosen)

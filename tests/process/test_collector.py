@@ -87,12 +87,12 @@ def test_keys_of_the_pages_in_slots_are_no_objects_that_the_collector_visits():
     world = World(extents=1, slots_each=256)
     process = world.process()
     space = world.space(process)
-    before = references(*world.table._owners._keys.values())
+    before = references(*world.table.residents.owners._keys.values())
     for number in range(200):
         world.store(process, space, chr(1000 + number))
 
-    assert sum(map(len, world.table._owners._keys.values())) == 256
-    assert references(*world.table._owners._keys.values()) < before + 10
+    assert sum(map(len, world.table.residents.owners._keys.values())) == 256
+    assert references(*world.table.residents.owners._keys.values()) < before + 10
 
 
 def _use(world: World) -> None:
@@ -105,9 +105,9 @@ def _use(world: World) -> None:
     number, _ = world.acquire(engine, space, "h" * 30)
     for letter in "stuvw":
         world.store(other, theirs, letter * 40)
-        while world.table.unfinished:
-            world.table.sweep(64)
-            world.table.drain(64)
+        while world.table.residents.unfinished:
+            world.table.residents.sweep(64)
+            world.table.room.drain(64)
     world.table.release(engine, number)
     world.acquire(engine, space, "h" * 4, until_ns=1)
     world.table.expire(2)

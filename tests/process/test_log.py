@@ -246,7 +246,7 @@ def test_memory_and_readiness_are_told_when_they_change(caplog):
 
 def test_an_ssd_tier_that_fails_again_and_again_is_told_once(node, seen):
     seen()
-    disk = node.pages.disk = SimpleNamespace(troubled=True)
+    disk = node.pages.residents.disk = SimpleNamespace(troubled=True)
 
     assert [name for name, _ in seen(0.0)] == ["SSD tier degraded"]
     for second in range(1, 20):  # it is tried every five seconds

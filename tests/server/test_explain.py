@@ -27,7 +27,7 @@ class Asked:
         self.table = self.world.table
         self.process = self.world.process()
         self.space = self.world.space(self.process, (FULL, FULL_2))
-        self.table.now_ns = 90 * SECOND
+        self.table.moment.now_ns = 90 * SECOND
 
     def other(self, **fields: str) -> PrefixTree:
         return self.table.spaces.open(self.process.session, identity(**fields), [FULL])[0]
@@ -83,7 +83,7 @@ def test_a_page_evicted_for_its_spaces_quota_says_so(asked):
     asked.world.store(asked.process, asked.space, "ab")
     asked.table.quotas.set(asked.space, PAGE, 0, 4 * PAGE)
     asked.table.eviction.offer_all(asked.space.nodes.values(), anew=True)
-    assert asked.table.shrink(asked.space, 8)
+    assert asked.table.room.shrink(asked.space, 8)
 
     found = asked.why("ab")
     assert (found.verdict, found.left["wanted_by"]) == ("evicted", asked.space.label)
@@ -107,7 +107,7 @@ def test_a_page_that_was_read_once_says_so(asked):
 
 def test_a_corrupt_page_is_quarantined_and_what_followed_it_lost_its_head(asked):
     asked.world.store(asked.process, asked.space, "abc")
-    asked.table.drop(asked.space.nodes[key("ab")], 0, "corrupt")
+    asked.table.residents.drop(asked.space.nodes[key("ab")], 0, "corrupt")
 
     assert asked.why("ab").verdict == "quarantined"
     assert asked.why("a").verdict == "hit"
@@ -156,14 +156,14 @@ def test_a_page_of_another_shard_says_which_field_differs(asked):
 def test_the_shard_that_left_says_why_while_another_stays(asked):
     asked.world.store(asked.process, asked.space, "a")
     asked.world.store(asked.process, asked.space, "a", shard=1)
-    asked.table.drop(asked.space.nodes[key("a")], 1, "corrupt")
+    asked.table.residents.drop(asked.space.nodes[key("a")], 1, "corrupt")
 
     assert asked.why("a", shard=1).verdict == "quarantined"
     assert asked.why("a", shard=0).verdict == "hit"
 
 
 def test_what_may_have_been_forgotten_is_not_called_never_stored(asked):
-    asked.table.ghosts = Ghosts(1)
+    asked.table.residents.ghosts = Ghosts(1)
     asked.world.store(asked.process, asked.space, "ab")
     drop_below(asked.table, asked.space.root, "operator")
 
@@ -264,7 +264,7 @@ def prompt(asked, monkeypatch):
 
 def test_tokens_are_explained_by_the_first_page_that_is_missing(asked, prompt):
     asked.world.store(asked.process, asked.space, "abcd")
-    asked.table.drop(asked.space.nodes[key("abc")], 0, "corrupt")
+    asked.table.residents.drop(asked.space.nodes[key("abc")], 0, "corrupt")
 
     for space in (asked.space, None):
         found = prompt({1: chain("abcd")}, space)
@@ -307,7 +307,7 @@ def test_tokens_that_a_space_with_other_pages_has_say_so(asked, prompt):
 
 def test_a_page_whose_head_left_with_its_own_head_a_thousand_times_is_explained(asked):
     name = "a" * 1_000
-    asked.table.ghosts = Ghosts(10_000)
+    asked.table.residents.ghosts = Ghosts(10_000)
     for depth in range(len(name), 1, -1):
         node = PrefixNode(asked.space, key(name[:depth]), None)
         asked.table.ghosts.head = key(name[: depth - 1])
@@ -339,7 +339,7 @@ def test_asking_changes_nothing(asked):
 )
 def test_a_page_that_the_disk_lost_says_how(asked, cause, verdict, said):
     asked.world.store(asked.process, asked.space, "a")
-    asked.table.drop(asked.space.nodes[key("a")], 0, cause)
+    asked.table.residents.drop(asked.space.nodes[key("a")], 0, cause)
 
     found = asked.why("a")
     assert (found.verdict, found.left["cause"]) == (verdict, cause)

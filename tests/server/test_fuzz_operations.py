@@ -57,7 +57,7 @@ class Desk:
         return len(into)
 
     def act(self) -> None:
-        self.table.now_ns = monotonic_ns()
+        self.table.moment.now_ns = monotonic_ns()
         actions = [self._begin, self._step, self._step, self._step, self._engine, self._disk]
         self.chance.choice(actions)()
         check(self.table)

@@ -42,10 +42,10 @@ def test_the_newest_that_left_are_remembered_and_no_others(events, most):
 
 def test_a_ghost_tells_when_why_and_for_whom(world_of_two):
     world, process, space, other = world_of_two
-    world.table.now_ns = 5 * SECOND
+    world.table.moment.now_ns = 5 * SECOND
     world.store(process, space, "abcd")
     world.lookup(space, "abcd")
-    world.table.now_ns = 7 * SECOND
+    world.table.moment.now_ns = 7 * SECOND
 
     world.store(process, other, "wxyz")
 
@@ -72,7 +72,7 @@ def test_what_went_with_its_head_says_which_head(world_of_two):
     world, process, space, _ = world_of_two
     world.store(process, space, "abc")
 
-    world.table.drop(space.nodes[key("a")], 0, "corrupt")
+    world.table.residents.drop(space.nodes[key("a")], 0, "corrupt")
 
     assert world.table.ghosts.find(space, key("abc")).head == key("a")
     assert world.table.ghosts.find(space, key("a")).head == ROOT
@@ -154,7 +154,7 @@ def test_a_pinned_page_that_is_corrupt_leaves_all_the_same(world_of_two):
     world.store(process, space, "ab")
     pin = world.table.pins.add(space, key("ab"), 0)
 
-    world.table.drop(space.nodes[key("a")], 0, "corrupt")
+    world.table.residents.drop(space.nodes[key("a")], 0, "corrupt")
 
     assert world.lookup(space, "ab") == (0, 0)
     world.table.eviction.offer_all(world.table.pins.remove(pin.number).nodes)
@@ -191,8 +191,8 @@ def test_a_quota_on_a_full_space_shrinks_it(world_of_two):
     world.table.quotas.set(space, PAGE, 0, 4 * PAGE)
     world.table.eviction.offer_all(space.by_creation.nodes(0), anew=True)
 
-    assert not world.table.shrink(space, 2)
-    assert world.table.shrink(space, 2)
+    assert not world.table.room.shrink(space, 2)
+    assert world.table.room.shrink(space, 2)
 
     assert world.lookup(space, "abcd") == (1, 0)
     check(world.table)

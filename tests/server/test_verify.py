@@ -59,7 +59,7 @@ def test_pages_whose_bytes_are_wrong_are_quarantined(begun):
 
 def test_a_page_that_was_stored_again_meanwhile_stays(begun):
     table = begun.world.table
-    table.drop(begun.space.nodes[key("a")], 0, "operator")
+    table.residents.drop(begun.space.nodes[key("a")], 0, "operator")
     begun.world.store(begun.process, begun.space, "a")
 
     begun.go_on()

@@ -74,7 +74,7 @@ def test_shelves_show_what_stays_once_while_pages_come_and_go(stored, more, chan
             world.store(process, space, path)
         victim = chance.choice(list(space.nodes.values()))
         if not victim.children and victim.present:
-            world.table.drop(victim, 0, "operator")
+            world.table.residents.drop(victim, 0, "operator")
         del more[:2]
 
     assert len(seen) == len(set(seen))
@@ -156,7 +156,7 @@ def test_a_listing_leaves_out_what_leaves_between_its_steps():
     stay = set(space.nodes.values()) - {space.nodes[key("z")], space.nodes[key("zy")]}
     steps = subtree(space, ROOT, ROOT, 9, 1000)
     next(steps)
-    world.table.drop(space.nodes[key("z")], 0, "operator")
+    world.table.residents.drop(space.nodes[key("z")], 0, "operator")
 
     found, more = ended(steps)
     assert (set(found), len(found), more) == (stay, len(stay), False)

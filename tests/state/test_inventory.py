@@ -77,7 +77,7 @@ def change(world: World, process: object, space: PrefixTree, chance: random.Rand
         case 2 if ready:
             node = chance.choice(ready)
             shard = chance.choice(list(node.digests))
-            world.table.drop(node, shard, "operator")
+            world.table.residents.drop(node, shard, "operator")
         case 3:
             world.begin(process, space, path, shard=chance.randrange(2))
 

@@ -144,7 +144,7 @@ class World:
         """Keys of the pages in these slots."""
         found: list[PrefixKey] = []
         for slot in slots:
-            node = self.table.owner(slot)
+            node = self.table.residents.owner(slot)
             assert node is not None
             found += [
                 key

@@ -4,7 +4,7 @@ import signal
 import sys
 import time
 
-from kvstore.testing.transport import TransferPages
+from kvstore.testing.transfer_pages import TransferPages
 from kvstore.transport.tcp import TcpTransport
 
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from kvstore.errors import PeerUnreachable, ProtocolError, TransferError, TransferTimeout
-from kvstore.testing.transport import TransferPages
+from kvstore.testing.transfer_pages import TransferPages
 from kvstore.transport import owner as owners
 from kvstore.transport.base import TicketEnded
 from kvstore.transport.frames import ANSWER_BYTES, HEAD_BYTES, MAGIC, RANGE_BYTES, VERSION

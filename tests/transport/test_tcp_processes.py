@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import PeerUnreachable, TransferTimeout
-from kvstore.testing.transport import TransferPages
+from kvstore.testing.transfer_pages import TransferPages
 from kvstore.transport.tcp import TcpTransport
 
 SIZE, COUNT, TICKET = 1 << 20, 4, b"t" * 16

@@ -20,7 +20,7 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 
 VERDICTS: Final = (
     "hit", "pending", "other_shard", "evicted", "expired", "read_once", "quarantined", "unreadable",
-    "operator", "cleared", "head_missing", "other_space", "never_stored", "unknown",
+    "operator", "cleared", "moved", "head_missing", "other_space", "never_stored", "unknown",
 )  # fmt: skip
 """All that can be the answer, the best first."""
 _VERDICT_OF: Final = {
@@ -278,6 +278,7 @@ _SENTENCES: Final = {
     "reclaimed": "evicted from the SSD: its segment was reclaimed",
     "quota": "evicted from the SSD: its space was at its quota there",
     "cleared": "an operator cleared its space",
+    "moved": "an operator moved it to another node",
     "retired": "its memory was given up: a process that nobody can watch may still touch it",
 }
 

@@ -177,7 +177,7 @@ class Removal:
             return 1
         shards = list(node.digests)[:DROP_NODES]
         for shard in shards:
-            table.drop(node, shard, self._cause)
+            table.residents.drop(node, shard, self._cause)
         self.dropped += len(shards)
         if is_live(node) and node.digests:
             self._stack.append((node, iter(())))  # the rest of them in their turn

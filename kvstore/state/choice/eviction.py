@@ -5,7 +5,8 @@ queues of its own, so that its leaves can be found, or left alone, without looki
 Replicas, which a peer has too, stand in queues of their own beside those.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from kvstore.state.choice.policy import EvictionPolicy, LeastRecent, new_policy
@@ -70,6 +71,17 @@ class Eviction:
         self._tick = 0
         #: The time of the message that is being carried out.
         self.now_ns = 0
+        #: Pages that were used or stored since then do not go; 0 = any may.
+        self.spared_since_ns = 0
+
+    @contextmanager
+    def sparing(self, since_ns: int) -> Iterator[None]:
+        """Meanwhile pages go only if they were used and stored before; 0 = as always."""
+        self.spared_since_ns = since_ns
+        try:
+            yield
+        finally:
+            self.spared_since_ns = 0
 
     def change_policy(self, policy: str) -> None:
         """Choose by another policy from now on; leaves move over as victims are asked for.
@@ -176,7 +188,14 @@ class Eviction:
             for node in found:
                 if node is not chosen:
                     self.add_candidate(node)
+        if chosen is not None and self._is_spared(chosen):
+            self.add_candidate(chosen)
+            return None
         return chosen
+
+    def _is_spared(self, node: PrefixNode) -> bool:
+        since_ns = self.spared_since_ns
+        return since_ns > 0 and max(node.used_ns, node.stored_ns) >= since_ns
 
     def _pop(self, name: str, slot_bytes: int) -> PrefixNode | None:
         """The next leaf of a queue that may go, a replica or not."""

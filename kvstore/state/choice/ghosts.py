@@ -26,7 +26,7 @@ class Ghost(NamedTuple):
     Attributes:
         shard: number of the shard whose page left last under this key.
         cause: ``evicted``, ``expired``, ``read_once``, ``corrupt``, ``head_lost``, ``operator``,
-            ``cleared``, ``reclaimed``, ``quota``, ``retired``.
+            ``cleared``, ``moved``, ``reclaimed``, ``quota``, ``retired``.
         head: the page before it whose leaving made this one unreachable; empty when it left for
             its own sake.
         policy: the eviction policy that chose it; empty unless it was evicted.

@@ -4,14 +4,14 @@ Loads go first: little is read at a time, and next to nothing while somebody wai
 """
 
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvstore.errors import KVStoreError, PageCorrupt
 from kvstore.page import PrefixKey
-from kvstore.state.disk.jobs import DiskCheck, DiskJob, DiskTokens, page_name
+from kvstore.state.disk.jobs import DiskCheck, DiskTokens, page_name
 from kvstore.state.disk.log import SegmentLog
+from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.places import HEADER_BYTES, record_bytes
 from kvstore.state.tree.prefix_tree import PrefixTree
@@ -67,25 +67,18 @@ class DiskChecks:
 
     Args:
         log: which record lies where.
-        number: numbers a job.
-        submit: hands a job to the tier; :meth:`completed` is told of its end.
-        quarantine: takes a bad record out: ``quarantine(node, shard, cause)``.
+        queue: gets jobs for the tier; :meth:`completed` is told of its end.
         counts: what is counted.
-        loading: how many loads are under way.
+
+    Attributes:
+        runs: of which pages wait, or waited a moment ago.
     """
 
-    def __init__(
-        self, log: SegmentLog, number: Callable[[], int], submit: Callable[[DiskJob], None],
-        quarantine: Callable[[PrefixNode, int, str], None], counts: Counter[str],
-        loading: Callable[[], int],
-    ) -> None:  # fmt: skip
+    def __init__(self, log: SegmentLog, queue: DiskQueue, counts: Counter[str]) -> None:
         self._log = log
-        self._number = number
-        self._submit = submit
-        self._quarantine = quarantine
+        self._queue = queue
         self._counts = counts
-        self._loading = loading
-        self._runs: deque[CheckRun] = deque()
+        self.runs: deque[CheckRun] = deque()
         #: Job number → whose it is; all and only those under way.
         self._jobs: dict[int, CheckRun] = {}
         self._bytes = 0
@@ -94,22 +87,17 @@ class DiskChecks:
         return len(self._jobs)
 
     def begin(self, run: CheckRun) -> None:
-        """Take a run on."""
-        self._runs.append(run)
-        self.go_on()
+        """Take a run on; :meth:`go_on` begins to read."""
+        self.runs.append(run)
 
-    def go_on(self) -> None:
-        """Read as much as may be read now."""
-        while self._runs and self._may_begin:
-            run = self._runs.popleft()
+    def go_on(self, loads: int) -> None:
+        """Read as much as may be read now, while so many loads are under way."""
+        most = 1 if loads else CHECKS_MAX
+        while self.runs and len(self._jobs) < most and self._bytes < CHECK_BYTES_MAX:
+            run = self.runs.popleft()
             if run.waiting:
                 self._begin(run, *run.waiting.popleft())
-                self._runs.append(run)
-
-    @property
-    def _may_begin(self) -> bool:
-        most = 1 if self._loading() else CHECKS_MAX
-        return len(self._jobs) < most and self._bytes < CHECK_BYTES_MAX
+                self.runs.append(run)
 
     def _begin(self, run: CheckRun, space: PrefixTree, shard: int, key: PrefixKey) -> None:
         node = space.index.get(key)
@@ -118,17 +106,21 @@ class DiskChecks:
             return
         kind, position = DiskTokens if run.tokens_only else DiskCheck, node.position(key)
         place = node.place_at(shard, position)
-        job = kind(self._number(), place, page_name(node, shard, position))
+        job = kind(self._queue.number(), place, page_name(node, shard, position))
         self._log.pin_segment(place.segment)
         self._jobs[job.job] = run
         self._bytes += _size(job)
         run.under_way += 1
-        self._submit(job)
+        self._queue.submit(job)
 
     def completed(
         self, job: DiskCheck | DiskTokens, error: KVStoreError | None, tokens: bytes
-    ) -> None:
-        """One has been read; ``tokens`` are what its record has of them."""
+    ) -> PrefixNode | None:
+        """One has been read; ``tokens`` are what its record has of them.
+
+        Returns:
+            the page, as a node of its own, if its record is not what was written.
+        """
         page, run = job.page, self._jobs.pop(job.job)
         node = page.space.index.get(page.key)
         self._bytes -= _size(job)
@@ -144,10 +136,10 @@ class DiskChecks:
             if error is not None:
                 run.corrupt += 1
                 self._counts["disk_corrupt_records"] += 1
-                alone = page.space.exact(node, node.position(page.key), 1)
-                self._quarantine(alone, page.shard, "corrupt")
+                return page.space.exact(node, node.position(page.key), 1)
         else:
             run.unreadable += 1
+        return None
 
 
 def _is_at(node: PrefixNode, job: DiskCheck | DiskTokens) -> bool:

@@ -9,14 +9,14 @@ shares the next one.
 """
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvstore.errors import CapacityError, KVStoreError
 from kvstore.page import ALL_KEYS, KEY_BYTES
-from kvstore.state.disk.jobs import DiskJob, DiskTombstone, Durable
+from kvstore.state.disk.jobs import DiskTombstone, Durable
 from kvstore.state.disk.log import SegmentLog
+from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.disk.syncs import Syncs
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
@@ -50,8 +50,7 @@ class Graves:
 
     Args:
         log: which record lies where.
-        number: numbers a job.
-        submit: hands a job to the tier; :meth:`completed` is told of its end.
+        queue: gets jobs for the tier; :meth:`completed` is told of its end.
         syncs: make durable what is written.
         counts: what is counted.
 
@@ -61,13 +60,12 @@ class Graves:
     """
 
     def __init__(
-        self, log: SegmentLog, number: Callable[[], int], submit: Callable[[DiskJob], None],
+        self, log: SegmentLog, queue: DiskQueue,
         syncs: Syncs, counts: Counter[str],
     ) -> None:  # fmt: skip
         self.waiting_keys = self.lost_keys = 0
         self._log = log
-        self._number = number
-        self._submit = submit
+        self._queue = queue
         self._syncs = syncs
         self._counts = counts
         #: What gathers, and what is being written; a key is in one of them at most.
@@ -142,10 +140,10 @@ class Graves:
             self._writing[pair] = grave
             of = grave.space.shards[grave.shard].spec
             job = DiskTombstone(
-                self._number(), place, grave.space.identity, of, b"".join(grave.keys)
+                self._queue.number(), place, grave.space.identity, of, b"".join(grave.keys)
             )
             self._jobs[job.job] = pair
-            self._submit(job)
+            self._queue.submit(job)
 
     def completed(self, job: DiskTombstone, error: KVStoreError | None) -> None:
         """A tombstone is written, or could not be: then it is tried again when time has passed."""

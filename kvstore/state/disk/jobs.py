@@ -15,7 +15,7 @@ from kvstore.state.tree.places import Place
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch
 from kvstore.state.tree.slots import Slot, SlotTable
-from kvstore.state.tree.story import Story
+from kvstore.state.tree.story import Moment, Story
 
 
 class WritePolicy(StrEnum):
@@ -140,7 +140,11 @@ class DiskCopy:
 
 @dataclass(frozen=True, slots=True)
 class DiskTombstone:
-    """Write at ``place`` that the pages of these packed keys were taken out on purpose."""
+    """Write at ``place`` that pages were removed on purpose, so that a start does not find them.
+
+    It removes every record of its space, shard and packed keys that was submitted before it.
+    :data:`kvstore.page.ALL_KEYS` stands for all keys.
+    """
 
     job: int
     place: Place
@@ -151,14 +155,22 @@ class DiskTombstone:
 
 @dataclass(frozen=True, slots=True)
 class DiskSync:
-    """Make durable what was written by now."""
+    """Make durable every write that was completed when this job was submitted.
+
+    After a sync of a segment has failed, every sync fails until that segment is deleted, because
+    the contents of the disk are unknown.
+    """
 
     job: int
 
 
 @dataclass(frozen=True, slots=True)
 class DiskSeal:
-    """Write the segment's footer."""
+    """Write the footer of a full segment, durably; its writes must have completed.
+
+    Its records are synced first. No record is written to it afterwards, even if sealing failed:
+    then it can be retried, or the next start scans the segment.
+    """
 
     job: int
     segment: int
@@ -166,7 +178,11 @@ class DiskSeal:
 
 @dataclass(frozen=True, slots=True)
 class DiskDrop:
-    """Delete the segment."""
+    """Delete a segment's file, durably; no read of it may be in progress.
+
+    Copies of its pages must be synced before, and no other segment may have a record older than its
+    tombstones: otherwise the next start would find removed pages.
+    """
 
     job: int
     segment: int
@@ -265,15 +281,8 @@ class PageMemory(Protocol):
     fetches: Fetches
     counts: Counter[str]
     meter: Meter
-    now_ns: int
-    tick: int
+    moment: Moment
     story: Story
-
-    def allocate(
-        self, space: PrefixTree, head: PrefixNode, slot_bytes: int, count: int
-    ) -> list[Slot]:
-        """Slots in state WRITING for pages behind ``head``, made room for if need be."""
-        ...
 
     def add_candidate(self, node: PrefixNode) -> None:
         """The node may be evictable now."""

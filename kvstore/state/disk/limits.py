@@ -13,9 +13,10 @@ from typing import Final
 
 from kvstore.state.choice.quotas import SHRINK_MAX, Quotas
 from kvstore.state.disk.jobs import PageMemory
-from kvstore.state.disk.log import Segment
+from kvstore.state.disk.log import Segment, SegmentLog
 from kvstore.state.disk.plans import parts_of
 from kvstore.state.disk.underway import WritesUnderWay
+from kvstore.state.tree.actions import TierRemoved
 from kvstore.state.tree.columns import last_slot
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.nodeheap import Entry, NodeHeap
@@ -62,18 +63,18 @@ class DiskLimits:
 
     Args:
         memory: the memory side.
-        forget: takes a page off the disk that memory has too: ``forget(node, shard)``.
+        log: which record lies where.
 
     Attributes:
         writing: the pages that are being written; :class:`~kvstore.state.disk.writes.Writes` keeps
             them.
     """
 
-    def __init__(self, memory: PageMemory, forget: Callable[[PrefixNode, int], None]) -> None:
+    def __init__(self, memory: PageMemory, log: SegmentLog) -> None:
         self.writing = WritesUnderWay()
         self.quotas = Quotas(lambda space: space.disk_bytes)
         self._memory = memory
-        self._forget = forget
+        self._log = log
         #: Space number → leaves, for spaces with a quota.
         self._leaves: dict[int, _Leaves] = {}
 
@@ -95,6 +96,16 @@ class DiskLimits:
         """Every node of a space with a new quota has been offered."""
         if space.number in self._leaves:
             self._leaves[space.number].all_offered = True
+
+    def forget(self, node: PrefixNode, shard: int) -> None:
+        """The pages of a node leave the disk, if they are there."""
+        if node.on_disk >> shard & 1:
+            self._log.remove(node, shard)
+            node.forget_disk(shard)
+            if node.memory >> shard & 1:
+                self._memory.emit(TierRemoved, node, shard, "ssd")
+        if node.above is not None:
+            self.add_candidate(node.above)  # also when they were only being written
 
     # ---- quotas -----------------------------------------------------------------------------
 
@@ -146,7 +157,7 @@ class DiskLimits:
         for shard in list(node.place_columns):
             self._memory.counts["disk_quota_pages"] += 1
             if node.memory >> shard & 1:
-                self._forget(node, shard)
+                self.forget(node, shard)
             else:
                 self._memory.drop(node, shard, "quota")
 

@@ -17,7 +17,6 @@ disk; whoever put it durably is told after the next sync that began later.
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from itertools import count
 from typing import Any, Final
 
 from kvstore.errors import CapacityError, DurabilityUnavailable, KVStoreError, PageCorrupt
@@ -30,8 +29,6 @@ from kvstore.state.disk.graves import Graves
 from kvstore.state.disk.jobs import (
     DURABLES_MAX,
     DiskCheck,
-    DiskCopy,
-    DiskJob,
     DiskRead,
     DiskRules,
     DiskSync,
@@ -46,18 +43,16 @@ from kvstore.state.disk.jobs import (
 from kvstore.state.disk.limits import DiskLimits
 from kvstore.state.disk.loads import DiskLoads
 from kvstore.state.disk.log import SegmentLog
+from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.disk.segments import SegmentReclaimer
 from kvstore.state.disk.syncs import Syncs
 from kvstore.state.disk.writes import Writes
-from kvstore.state.tree.actions import TierRemoved
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.places import Place
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 BACKLOG_TURN: Final = 64
 """Pages of the backlog that are looked at before others get their turn."""
-_TOLD: Final = (DiskRead, DiskCheck, DiskCopy)
-"""Jobs of which the story tells; of writes it tells when the first of their records begins."""
 _FULL: Final = "the disk, or the space's quota of it, is full now; try later"
 
 
@@ -84,36 +79,28 @@ class DiskPages:
         self.log = log
         self.admission = admission
         self.rules = rules
-        self.jobs: list[DiskJob] = []
+        self._queue = DiskQueue(memory.story)
+        self.jobs = self._queue.pending
         self.acknowledged: list[Durable] = []
         self._durables: set[Durable] = set()
         self._memory = memory
-        self._number = count(1).__next__
         self._sync_failed = False
         self._now_ns = self._retry_ns = 0
-        #: Job number → job; all and only those under way.
-        self._under_way: dict[int, DiskJob] = {}
         self.unfinished = False
         self._backlog = Backlog()
-        self._syncs = Syncs(
-            rules, lambda: self._submit(DiskSync(self._number())), self._end_durable
-        )
-        self.loads = DiskLoads(memory, log, self._number, self._submit)
-        self._checks = DiskChecks(
-            log, self._number, self._submit, self._quarantine, memory.counts, self.loads.__len__
-        )
+        self._syncs = Syncs(rules, self._queue)
+        self.loads = DiskLoads(memory, log, self._queue)
+        self._checks = DiskChecks(log, self._queue, memory.counts)
         #: What spaces may and must have on disk.
-        self.limits = DiskLimits(memory, self.forget)
+        self.limits = DiskLimits(memory, log)
         self._reclaimer = SegmentReclaimer(
-            log, admission, self._number, self._submit, self._lose, self.limits.kept,
-            memory.counts, rules.retry_ns,
-        )  # fmt: skip
+            log, admission, self._queue, self.limits, memory.counts, rules.retry_ns
+        )
         #: Pages that were taken out on purpose, until their tombstones are written.
-        self.graves = Graves(log, self._number, self._submit, self._syncs, memory.counts)
+        self.graves = Graves(log, self._queue, self._syncs, memory.counts)
         self.writes = Writes(
-            memory, log, admission, self.limits, self.graves, self._syncs, self._number,
-            self._submit,
-        )  # fmt: skip
+            memory, log, admission, self.limits, self.graves, self._syncs, self._queue
+        )
 
     # ---- towards the disk -------------------------------------------------------------------
 
@@ -165,7 +152,7 @@ class DiskPages:
         verdict = Verdict.EVICT
         refused = node.depth > node.ask_depth > 0
         if not node.memory & ~node.on_disk:
-            self.admission.leaves(node, 0, self._memory.tick)
+            self.admission.leaves(node, 0, self._memory.moment.tick)
         for shard in list(node.slot_columns):
             if not self.writes.is_dirty(node, shard):
                 continue
@@ -227,6 +214,7 @@ class DiskPages:
         if not durable.outstanding:
             self._syncs.wait(durable)
             self._syncs.advance(self._now_ns)
+            self._end_durables()
         return durable
 
     def ensure_written(self, node: PrefixNode, shard: int) -> bool:
@@ -285,19 +273,10 @@ class DiskPages:
         """Less may have to be kept."""
         self._reclaimer.reconsider()
 
-    def forget(self, node: PrefixNode, shard: int) -> None:
-        """The pages of a node leave the disk, if they are there."""
-        if node.on_disk >> shard & 1:
-            self.log.remove(node, shard)
-            node.forget_disk(shard)
-            if node.memory >> shard & 1:
-                self._memory.emit(TierRemoved, node, shard, "ssd")
-        if node.above is not None:
-            self.add_candidate(node.above)  # also when they were only being written
-
     def _write(self, node: PrefixNode, shard: int, durable: Durable | None = None) -> bool:
         begun = self.writes.begin(node, shard, self._now_ns, durable)
-        self._reclaimer.advance_reclaim(self._memory.tick)
+        self._reclaimer.advance_reclaim(self._memory.moment.tick)
+        self._lose_reclaimed()
         return begun
 
     def _pump(self) -> None:
@@ -319,6 +298,11 @@ class DiskPages:
             if node is not None and self.writes.is_dirty(node, shard):
                 self._write(node, shard, Durable() if node.disk_pins else None)
 
+    def _end_durables(self) -> None:
+        """Acknowledge what is synced, or failed."""
+        while self._syncs.ended:
+            self._end_durable(self._syncs.ended.pop(0))
+
     def _end_durable(self, durable: Durable) -> None:
         self.writes.give_up(durable)
         self._memory.fetches.unpin(durable.pinned)
@@ -335,20 +319,22 @@ class DiskPages:
         """Read the pages of nodes again where they lie on disk; what fails is quarantined."""
         run = CheckRun(_names(pages))
         self._checks.begin(run)
+        self._checks.go_on(len(self.loads))
         return run
 
     def read_tokens(self, pages: Iterable[tuple[PrefixNode, int]]) -> CheckRun:
         """Read the tokens of the pages of nodes from their records, and nothing more of them."""
         run = CheckRun(_names(pages), tokens_only=True)
         self._checks.begin(run)
+        self._checks.go_on(len(self.loads))
         return run
 
-    def _quarantine(self, node: PrefixNode, shard: int, cause: str) -> None:
+    def _quarantine(self, node: PrefixNode, shard: int) -> None:
         """The record of a page is not what was written; a copy in memory stays."""
         if node.memory >> shard & 1:
             self._lose(node, shard, "head_lost")
         else:
-            self._memory.drop(node, shard, cause)
+            self._memory.drop(node, shard, "corrupt")
 
     # ---- what the tier says -----------------------------------------------------------------
 
@@ -361,8 +347,7 @@ class DiskPages:
             whether there may be more room than before: not as long as a run is written in part.
         """
         writes = len(self.writes)
-        ended = self._under_way.pop(job)
-        self._tell("ended" if error is None else error.code, ended)
+        ended = self._queue.end(job, error)
         if isinstance(ended, DiskSync):
             if error is not None and not self._sync_failed:
                 self.log.fail_open()  # once: until a restart every later sync fails as well
@@ -372,10 +357,12 @@ class DiskPages:
                 self._wrote(ended, error)
             case DiskRead():
                 self.loads.loaded(ended, error, tokens)
-                self._reclaimer.advance_reclaim(self._memory.tick)
+                self._reclaimer.advance_reclaim(self._memory.moment.tick)
             case DiskCheck() | DiskTokens():
-                self._checks.completed(ended, error, tokens)
-                self._reclaimer.advance_reclaim(self._memory.tick)
+                bad = self._checks.completed(ended, error, tokens)
+                if bad is not None:
+                    self._quarantine(bad, ended.page.shard)
+                self._reclaimer.advance_reclaim(self._memory.moment.tick)
             case DiskTombstone():
                 if error is not None:
                     self._fail(error, ended.place)
@@ -383,9 +370,11 @@ class DiskPages:
             case DiskSync() if not self._reclaimer.is_mine(job):
                 if error is not None:
                     self._fail(error)
-                self._syncs.ended(error)
+                self._syncs.completed(error)
             case _:
-                self._reclaimer.completed(ended, error, self._memory.tick)
+                self._reclaimer.completed(ended, error, self._memory.moment.tick)
+        if self._reclaimer.lost:
+            self._lose_reclaimed()
         settled = error is not None or len(self.writes) != writes
         self.go_on()
         return settled or not isinstance(ended, DiskWrite)
@@ -403,16 +392,22 @@ class DiskPages:
 
     def go_on(self) -> None:
         """Write and sync what waits, as far as that is possible now."""
+        if self._syncs.ended:
+            self._end_durables()
         if not self.degraded:
             self.graves.write()
         self._pump()
-        self._checks.go_on()
+        if self._checks.runs:
+            self._checks.go_on(len(self.loads))
         self._syncs.advance(self._now_ns)
+        if self._syncs.ended:
+            self._end_durables()
 
     def advance(self, now_ns: int) -> None:
         """Time has come to ``now_ns``: sync if that is due, write what waits."""
         self._now_ns = now_ns
-        self._reclaimer.advance(now_ns, self._memory.tick)
+        self._reclaimer.advance(now_ns, self._memory.moment.tick)
+        self._lose_reclaimed()
         self.go_on()
 
     def stats(self) -> dict[str, Any]:
@@ -444,6 +439,14 @@ class DiskPages:
         self._retry_ns = self._now_ns + self.rules.retry_ns
         self._memory.counts[f"disk_{error.code}"] += 1
 
+    def _lose_reclaimed(self) -> None:
+        """Take out the pages that a reclaim gives up; it goes on when they have left."""
+        while self._reclaimer.lost:
+            lost, self._reclaimer.lost = self._reclaimer.lost, []
+            for node, shard in lost:
+                self._lose(node, shard)
+            self._reclaimer.resume(self._memory.moment.tick)
+
     def _lose(self, node: PrefixNode, shard: int, cause: str = "reclaimed") -> None:
         """The pages leave the disk for good, and what follows them; without memory, the index."""
         losing = [node]
@@ -452,21 +455,9 @@ class DiskPages:
                 losing += at.below.values()
         for at in reversed(losing):
             if at.on_disk & at.memory & 1 << shard:
-                self.forget(at, shard)
+                self.limits.forget(at, shard)
             elif at.on_disk >> shard & 1:
                 self._memory.drop(at, shard, cause)
-
-    def _submit(self, job: DiskJob) -> None:
-        self._under_way[job.job] = job
-        self.jobs.append(job)
-        self._tell("begun", job)
-
-    def _tell(self, what: str, job: DiskJob) -> None:
-        if isinstance(job, _TOLD):
-            page = job.page
-            self._memory.story.tell_page(
-                f"{type(job).__name__} {what}", page.space.number, page.key, page.shard
-            )
 
 
 def _names(pages: Iterable[tuple[PrefixNode, int]]) -> deque[tuple[PrefixTree, int, PrefixKey]]:

@@ -6,16 +6,16 @@ when nobody reads the segment any more its file is deleted and the room is free.
 """
 
 from collections import Counter
-from collections.abc import Callable
 from enum import Enum
 from typing import Final
 
 from kvstore.errors import KVStoreError, PageCorrupt
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.jobs import DiskCopy, DiskDrop, DiskJob, DiskSeal, DiskSync, page_name
-from kvstore.state.disk.limits import is_pinned
+from kvstore.state.disk.limits import DiskLimits, is_pinned
 from kvstore.state.disk.log import Segment, SegmentLog, SegmentState
 from kvstore.state.disk.plans import Part, Reclaim
+from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.places import footer_bytes
 
@@ -44,25 +44,25 @@ class SegmentReclaimer:
     Args:
         log: which record lies where.
         admission: what is worth being carried over, and who is charged for it.
-        number: numbers a job.
-        submit: hands a job to the tier; :meth:`completed` is told of its end.
-        lose: takes the pages of a node off the disk for good: ``lose(node, shard)``.
-        kept: the pages of a segment that must not go, closed towards heads.
+        queue: gets jobs for the tier; :meth:`completed` is told of its end.
+        limits: which pages must not go.
         counts: what is counted.
         retry_ns: after a failed sync or deletion reclaiming rests for so long.
+
+    Attributes:
+        lost: (node, shard) of pages that are to be taken off the disk for good, and what follows
+            them; :meth:`resume` is called then.
     """
 
     def __init__(
-        self, log: SegmentLog, admission: Admission, number: Callable[[], int],
-        submit: Callable[[DiskJob], None], lose: Callable[[PrefixNode, int], None],
-        kept: Callable[[Segment], set[tuple[PrefixNode, int]]], counts: Counter[str], retry_ns: int,
+        self, log: SegmentLog, admission: Admission, queue: DiskQueue,
+        limits: DiskLimits, counts: Counter[str], retry_ns: int,
     ) -> None:  # fmt: skip
+        self.lost: list[tuple[PrefixNode, int]] = []
         self._log = log
         self._admission = admission
-        self._number = number
-        self._submit = submit
-        self._lose = lose
-        self._kept = kept
+        self._queue = queue
+        self._limits = limits
         self._counts = counts
         self._retry_ns = retry_ns
         self._now_ns = self._rests_until_ns = 0
@@ -94,13 +94,23 @@ class SegmentReclaimer:
         for segment in self._log.full:
             if not segment.writing and not segment.sealing:
                 segment.sealing = True
-                self._submit(DiskSeal(self._number(), segment.number))
+                self._queue.submit(DiskSeal(self._queue.number(), segment.number))
         if self._victim is None and self._log.wants_reclaim:
             self._choose(tick)
         elif self._victim is not None and self._stage is _Drain.DROPPING:
             self._drop(self._victim, tick, DROPS_A_JOB)
         if self._victim is not None and self._now_ns >= self._rests_until_ns:
             self._go_on(self._victim)
+
+    def resume(self, tick: int) -> None:
+        """All of :attr:`lost` has left: copy what is to stay once nothing more is to leave."""
+        victim = self._victim
+        if victim is None or self._stage is not _Drain.DROPPING or self._plan.drop:
+            return
+        self._stage = _Drain.COPYING
+        self._copy(victim, sorted(self._plan.carry, key=lambda part: part.depth), tick)
+        if self._now_ns >= self._rests_until_ns:
+            self._go_on(victim)
 
     def completed(self, job: DiskJob, error: KVStoreError | None, tick: int) -> None:
         """One of this keeper's jobs has ended."""
@@ -148,7 +158,7 @@ class SegmentReclaimer:
             if number not in segments or len(segments[number].pages) != pages:
                 del self._barren[number]
         while (victim := self._log.victim(self._passed_over())) is not None:
-            kept = self._kept(victim)
+            kept = self._limits.kept(victim)
             sizes = [node.space.shards[shard].record_bytes for node, shard in kept]
             room = victim.size_bytes - footer_bytes(victim.records + 1)
             gain = max([room * GAIN_MIN, *sizes])
@@ -173,8 +183,8 @@ class SegmentReclaimer:
         self._drop(victim, tick, DROPS_MAX)
 
     def _drop(self, victim: Segment, tick: int, limit: int) -> None:
-        """Let up to ``limit`` pages that go leave, tails first, then copy the others."""
-        (carry, drop), left = self._plan, limit
+        """Let up to ``limit`` pages that go leave, tails first; the others are copied then."""
+        drop, left = self._plan.drop, limit
         while drop and left > 0:
             part = drop.pop()
             if part.pages > left:
@@ -182,9 +192,8 @@ class SegmentReclaimer:
                 part = part.cut(part.pages - left, part.pages)
             left -= part.pages
             self._give_up(victim, part)
-        if not drop:
-            self._stage = _Drain.COPYING
-            self._copy(victim, sorted(carry, key=lambda part: part.depth), tick)
+        if not self.lost:
+            self.resume(tick)
 
     def _give_up(self, victim: Segment, part: Part) -> None:
         """Let the pages of a part leave, the last one first; not those that got pinned."""
@@ -206,7 +215,7 @@ class SegmentReclaimer:
             ):  # fmt: skip
                 first, position = first - 1, position - 1
             self._counts["reclaimed_pages"] += end - first
-            self._lose(node.space.exact(node, position, end - first), part.shard)
+            self.lost.append((node.space.exact(node, position, end - first), part.shard))
             end = first
 
     def _copy(self, victim: Segment, carry: list[Part], tick: int) -> None:
@@ -220,14 +229,14 @@ class SegmentReclaimer:
         key, space = node.key_at(position), node.space
         placed = self._log.place(space, shard, key, tick, carried=True)
         if placed is None:
-            self._lose(space.exact(node, position, 1), shard)
+            self.lost.append((space.exact(node, position, 1), shard))
             return
         source = node.place_at(shard, position)
         self._log.pin_segment(source.segment)
         self._copies += 1
         self._admission.charge(space.shards[shard].record_bytes)
         page = page_name(node, shard, position)
-        self._submit(DiskCopy(self._number(), source, placed.place, page))
+        self._queue.submit(DiskCopy(self._queue.number(), source, placed.place, page))
 
     def _there(self, victim: Segment, part: Part, number: int) -> tuple[PrefixNode, int] | None:
         """The node of a page that has its record in the victim still, and where in the node."""
@@ -240,12 +249,12 @@ class SegmentReclaimer:
     def _go_on(self, victim: Segment) -> None:
         if self._stage is _Drain.COPYING and not self._copies:
             self._stage = _Drain.SYNCING
-            self._sync = self._number()
-            self._submit(DiskSync(self._sync))
+            self._sync = self._queue.number()
+            self._queue.submit(DiskSync(self._sync))
         elif self._stage is _Drain.READ and not victim.readers:
             self._stage = _Drain.DELETING
             assert not victim.pages, "pages would lose their records"
-            self._submit(DiskDrop(self._number(), victim.number))
+            self._queue.submit(DiskDrop(self._queue.number(), victim.number))
 
     def _copied(self, job: DiskCopy, error: KVStoreError | None) -> None:
         page, source = job.page, job.source
@@ -268,4 +277,4 @@ class SegmentReclaimer:
         if error is not None and not isinstance(error, PageCorrupt):
             self._log.fail(job.place.segment)  # else it was the record that was to be copied
         if node is not None:
-            self._lose(node.space.exact(node, position, 1), shard)
+            self.lost.append((node.space.exact(node, position, 1), shard))

@@ -4,10 +4,9 @@ A sync covers what was written before it began. At most one is under way: with t
 ``always`` whatever is written meanwhile shares the next one.
 """
 
-from collections.abc import Callable
-
 from kvstore.errors import KVStoreError
-from kvstore.state.disk.jobs import DiskRules, Durable, SyncPolicy
+from kvstore.state.disk.jobs import DiskRules, DiskSync, Durable, SyncPolicy
+from kvstore.state.disk.queue import DiskQueue
 
 
 class Syncs:
@@ -15,16 +14,17 @@ class Syncs:
 
     Args:
         rules: when to sync.
-        begin: begins a sync; :meth:`ended` is told of its end.
-        acknowledge: a durable put or removal is synced, or failed.
+        queue: gets jobs for the tier; :meth:`completed` is told of their end.
+
+    Attributes:
+        ended: durable puts and removals that are synced, or failed; whoever has these parts takes
+            them out.
     """
 
-    def __init__(
-        self, rules: DiskRules, begin: Callable[[], None], acknowledge: Callable[[Durable], None]
-    ) -> None:
+    def __init__(self, rules: DiskRules, queue: DiskQueue) -> None:
+        self.ended: list[Durable] = []
         self._rules = rules
-        self._begin = begin
-        self._acknowledge = acknowledge
+        self._queue = queue
         #: Whether something was written since the last sync began, and whether one is under way.
         self._unsynced = False
         self._under_way = False
@@ -52,7 +52,7 @@ class Syncs:
         """
         assert not durable.outstanding
         if durable.error is not None or self._rules.sync is SyncPolicy.NONE:
-            self._acknowledge(durable)
+            self.ended.append(durable)
             return
         self._next.append(durable)
         self._unsynced = True
@@ -67,7 +67,7 @@ class Syncs:
         self._unsynced, self._under_way = False, True
         assert not self._present
         self._present, self._next = self._next, []
-        self._begin()
+        self._queue.submit(DiskSync(self._queue.number()))
 
     @property
     def idle(self) -> bool:
@@ -78,14 +78,14 @@ class Syncs:
         """Let the next sync begin at once."""
         self._due_ns = 0
 
-    def ended(self, error: KVStoreError | None) -> None:
+    def completed(self, error: KVStoreError | None) -> None:
         """The sync under way has ended."""
         assert self._under_way
         self._under_way = False
         present, self._present = self._present, []
         for durable in present:
             durable.error = error
-            self._acknowledge(durable)
+            self.ended.append(durable)
 
     def next_deadline_ns(self) -> int:
         """When :meth:`advance` may begin a sync by the clock; 0 = it waits for nothing."""

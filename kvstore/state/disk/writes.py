@@ -6,14 +6,11 @@ it waits for the write of that page, and what follows waits for it. Of a write o
 failed the pages before that one count.
 """
 
-from collections.abc import Callable
-
 from kvstore.errors import CapacityError, KVStoreError
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.state.choice.admission import Admission, ask_later
 from kvstore.state.disk.graves import Graves
 from kvstore.state.disk.jobs import (
-    DiskJob,
     DiskWrite,
     Durable,
     PageMemory,
@@ -22,6 +19,7 @@ from kvstore.state.disk.jobs import (
 )
 from kvstore.state.disk.limits import DiskLimits
 from kvstore.state.disk.log import SegmentLog
+from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.disk.syncs import Syncs
 from kvstore.state.tree.actions import TierStored
 from kvstore.state.tree.columns import pack_places, pack_slots
@@ -39,8 +37,7 @@ class Writes:
         limits: what spaces may have on disk.
         graves: tombstones that must be written before their pages are.
         syncs: told what is written, and who waits for it to be synced.
-        number: numbers a job.
-        submit: hands a job to the tier; :meth:`wrote` is told of its end.
+        queue: gets jobs for the tier; :meth:`wrote` is told of its end.
 
     Attributes:
         in_flight_bytes: being written.
@@ -48,7 +45,7 @@ class Writes:
 
     def __init__(
         self, memory: PageMemory, log: SegmentLog, admission: Admission, limits: DiskLimits,
-        graves: Graves, syncs: Syncs, number: Callable[[], int], submit: Callable[[DiskJob], None],
+        graves: Graves, syncs: Syncs, queue: DiskQueue,
     ) -> None:  # fmt: skip
         self.in_flight_bytes = 0
         self._memory = memory
@@ -57,8 +54,7 @@ class Writes:
         self._limits = limits
         self._graves = graves
         self._syncs = syncs
-        self._number = number
-        self._submit = submit
+        self._queue = queue
         self._under_way = limits.writing
 
     def __len__(self) -> int:
@@ -104,7 +100,7 @@ class Writes:
         size = space.shards[shard].record_bytes
         if durable is None:
             pairs = [(one, shard) for one in chain]
-            admitted = self._admission.admit(pairs, size, now_ns, self._memory.tick)
+            admitted = self._admission.admit(pairs, size, now_ns, self._memory.moment.tick)
             self._memory.counts["not_admitted_pages"] += admitted < wanted
         begun = self._begin_chain(_leading(chain, admitted), shard, admitted, durable)
         if durable is None and begun < admitted:
@@ -168,7 +164,7 @@ class Writes:
         """Start to write the pages of a node, in as many writes as it takes; how many pages."""
         begun = 0
         while True:
-            placed = self._log.place(node.space, shard, node.keys, self._memory.tick)
+            placed = self._log.place(node.space, shard, node.keys, self._memory.moment.tick)
             if placed is None:
                 return begun
             begun += placed.pages
@@ -195,7 +191,7 @@ class Writes:
             digest = digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
             told = tokens[at * token_bytes : (at + 1) * token_bytes]
             page = PageName(space, shard, key, parent, digest, told)
-            self._submit(DiskWrite(self._number(), write.place_of(at), page, slots[at]))
+            self._queue.submit(DiskWrite(self._queue.number(), write.place_of(at), page, slots[at]))
             parent = key
         self._memory.story.tell("DiskWrite begun", node, shard, len(slots))
         self._await(write, durable)

@@ -16,6 +16,7 @@ class Arrival:
         chain: where its pages are.
         at: which page of the chain is the first one.
         waiters: who waits for the end of the job.
+        copies: no engine has asked for them, but the peer itself.
         lost: nobody waits any more, and its slots are in LIMBO until it has settled.
     """
 
@@ -28,6 +29,7 @@ class Arrival:
     at: int
     deadline_ns: int
     waiters: list[Fetch] = field(default_factory=list)
+    copies: bool = False
     lost: bool = False
 
     @property

@@ -62,6 +62,7 @@ class PeerFetch:
         keys: of the wanted pages, 32 bytes each.
         slots: where each goes, at ``SlotTable.address``; its memory may be on its way still.
         deadline_ns: after it nobody waits for the job.
+        copies: no engine asks for them, but the peer itself.
     """
 
     job: int
@@ -72,6 +73,7 @@ class PeerFetch:
     keys: bytes
     slots: list[Slot]
     deadline_ns: int
+    copies: bool = False
 
 
 class FetchEnd(NamedTuple):
@@ -92,4 +94,69 @@ class FetchEnd(NamedTuple):
     kept: Sequence[Retention] = ()
 
 
-PeerJob = Locate | PeerFetch
+@dataclass(frozen=True, slots=True)
+class PeerBring:
+    """Ask one peer to fetch consecutive pages of one shard from this node, and to keep them.
+
+    Attributes:
+        number: names the request.
+        peer: name of the other node.
+        keys: of the chain from its beginning, 32 bytes each.
+        first: number of the first wanted page in it.
+        idle_ms: the peer evicts only pages for it that were not used for so long; 0 = as for a put.
+        deadline_ns: it has ended by then.
+    """
+
+    number: int
+    peer: str
+    identity: SpaceIdentity
+    shard: ShardSpec
+    keys: bytes
+    first: int
+    idle_ms: int
+    deadline_ns: int
+
+
+class BringEnd(NamedTuple):
+    """A peer was asked to bring pages.
+
+    Attributes:
+        number: of the request.
+        pages: how many consecutive pages from the first wanted one on it has.
+        error: why that is not known; None = it has answered.
+    """
+
+    number: int
+    pages: int
+    error: KVStoreError | None
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Let some more nodes have pages of one shard that this node has.
+
+    Attributes:
+        number: names the job.
+        keys: of the chain from its beginning, 32 bytes each.
+        first: number of the first page in it that is wanted.
+        peers: how many other nodes are to have the pages.
+        deadline_ns: the job has ended by then.
+    """
+
+    number: int
+    identity: SpaceIdentity
+    shard: ShardSpec
+    keys: bytes
+    first: int
+    peers: int
+    deadline_ns: int
+
+
+class SpreadEnd(NamedTuple):
+    """A :class:`Spread` has ended: so many other nodes have said that they have all pages."""
+
+    number: int
+    peers: int
+
+
+PeerJob = Locate | PeerFetch | Spread

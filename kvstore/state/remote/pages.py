@@ -29,6 +29,7 @@ from kvstore.state.remote.arrival import Arrival
 from kvstore.state.remote.jobs import FetchEnd, Holding, PeerFetch, PeerJob, PeerLimits
 from kvstore.state.remote.located import FRESH_NS, KEPT_NS, LocatedChain, LocatedChains, Span
 from kvstore.state.remote.rates import START_S, PeerRates
+from kvstore.state.remote.spreads import Spreads
 from kvstore.state.table.pages import PageTable
 from kvstore.state.table.runs import ready_pages
 from kvstore.state.tree.actions import PageStatus
@@ -54,12 +55,14 @@ class RemotePages:
     Attributes:
         jobs: to be carried out by the peer side, in order.
         chains: what peers have.
+        spreads: pages of this node that peers are to have too.
     """
 
     def __init__(self, table: PageTable, limits: PeerLimits) -> None:
         self.jobs: list[PeerJob] = []
         self.limits = limits
         self.chains = LocatedChains(self.jobs, table.counts)
+        self.spreads = Spreads(self.jobs.append, table.counts)
         self._table = table
         self._rates = PeerRates()
         self._number = count(1)
@@ -143,6 +146,12 @@ class RemotePages:
             return span.chain if asks else None
         most = self._pages_of(span, shard)
         return span._replace(pages=most) if most > 0 else None
+
+    def promised(
+        self, space: PrefixTree, shard: int, packed: bytes, at: int, promise: Holding
+    ) -> None:  # fmt: skip
+        """A peer says that it has a whole chain, of which page ``at`` is missing here."""
+        self.chains.believe(space, [shard], packed, at, self._table.now_ns, promise)
 
     def offered(
         self, space: PrefixTree, shard: int, packed: bytes, ready: int, *, begins: bool
@@ -261,7 +270,7 @@ class RemotePages:
             assert list(arrival.process.puts) == [arrival.put]
             size += put.size_bytes
             for key, slot in zip(put.keys, put.slots, strict=True):
-                if self._table.owner(slot) is not None:
+                if self._table.residents.owner(slot) is not None:
                     assert self._by_key[put.space.number, put.shard][key] is arrival
         assert size == self._session.used_bytes
         for keys in self._by_key.values():
@@ -365,7 +374,8 @@ class RemotePages:
                     break
             return 0
         arrival = Arrival(
-            number, number, process, peer, chain, shard, at, fetch.peers_until_ns
+            number, number, process, peer, chain, shard, at, fetch.peers_until_ns,
+            copies=fetch.copies,
         )  # fmt: skip
         known = self._by_key.setdefault((space.number, shard), {})
         known.update(dict.fromkeys(put.keys, arrival))
@@ -383,6 +393,7 @@ class RemotePages:
                 arrival.job, arrival.peer, chain.space.identity,
                 chain.space.shards[arrival.shard].spec, chain.keys[: arrival.at * KEY_BYTES],
                 b"".join(put.keys), list(put.slots), arrival.deadline_ns,
+                arrival.copies,
             )
         )  # fmt: skip
 
@@ -432,7 +443,7 @@ class RemotePages:
             or now_ns >= arrival.deadline_ns
             or not any(not fetch.ended for fetch in arrival.waiters)
             # What lost its head meanwhile may be on its way again, by another job.
-            or any(self._table.owner(slot) is None for slot in put.slots)
+            or any(self._table.residents.owner(slot) is None for slot in put.slots)
         ):
             return False
         del self._arrivals[arrival.job]

@@ -54,10 +54,10 @@ class Announcement:
         for node, shard in pages:
             told = [found.get((node.space.number, key), b"") for key in node.key_list()]
             if all(told) or not any(told):
-                table.emit(TierStored, node, shard, "ssd", b"".join(told))
+                table.residents.emit(TierStored, node, shard, "ssd", b"".join(told))
                 continue
             for page, tokens in zip(node.copies(), told, strict=True):
-                table.emit(TierStored, page, shard, "ssd", tokens)
+                table.residents.emit(TierStored, page, shard, "ssd", tokens)
         self._reading = None
         for _ in range(min(SHELVES, len(self._waiting))):
             self._waiting.popleft()

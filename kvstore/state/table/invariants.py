@@ -30,7 +30,7 @@ def checks(table: PageTable) -> Iterator[int]:
     """
 
     def slot_and_page(slot: Slot, state: int) -> None:
-        node = table.owner(slot)
+        node = table.residents.owner(slot)
         assert state == SlotState.WRITING or (node is not None) == (state == SlotState.READY)
         assert node is None or (is_live(node) and _has_slot(node, slot))
 
@@ -84,8 +84,8 @@ def _check_turn(table: PageTable) -> None:
 
 def _check_holes(table: PageTable, space: PrefixTree) -> None:
     """Assert that the pages below each hole are being dropped."""
-    if len(table.orphans) <= TOGETHER_MAX:
-        leaving = {(orphans.top, orphans.shard) for orphans in table.orphans}
+    if len(table.residents.orphans) <= TOGETHER_MAX:
+        leaving = {(orphans.top, orphans.shard) for orphans in table.residents.orphans}
         for node, mask in space.holes.items():
             assert is_live(node)
             assert mask & ~space.full_mask == 0
@@ -98,7 +98,7 @@ def _check_memory(table: PageTable, node: PrefixNode) -> None:
     for shard in node.slot_columns:
         pinned = set[bool]()
         for slot in node.slots_of(shard):
-            assert table.owner(slot) is node
+            assert table.residents.owner(slot) is node
             ready = table.slots.state(slot) == SlotState.READY
             assert ready == bool(node.ready >> shard & 1)
             pinned.add(table.slots.pinned(slot))

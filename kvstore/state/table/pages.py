@@ -9,11 +9,13 @@ from collections.abc import Sequence
 
 from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.choice.pins import Pin, Pins
-from kvstore.state.choice.quotas import SHRINK_MAX
+from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.deadlines import Deadlines
 from kvstore.state.table.grants import follows, known_pages, new_pages
 from kvstore.state.table.residents import Residents
+from kvstore.state.table.room import Room
 from kvstore.state.table.runs import (
     Leased,
     begin_pages,
@@ -28,13 +30,13 @@ from kvstore.state.tree.match import longest_match
 from kvstore.state.tree.node import ORDINARY, PrefixNode, Retention, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch, Lease, Process, Put, Session
-from kvstore.state.tree.slots import Slot, SlotTable
+from kvstore.state.tree.slots import SlotTable
 
 EXPIRE_MAX = 128
 """Pages whose deadline one turn applies."""
 
 
-class PageTable(Residents):
+class PageTable:
     """All pages of one node, and who holds them.
 
     Args:
@@ -48,15 +50,35 @@ class PageTable(Residents):
         Raises:
             InvalidArgument: no policy has that name.
         """
-        super().__init__(slots, policy)
+        self.residents = held = Residents(slots, policy)
+        self.room = Room(held)
+        self.slots, self.spaces, self.fetches = slots, held.spaces, held.fetches
+        self.moment, self.meter, self.counts = held.moment, held.meter, held.counts
+        self.actions, self.story = held.actions, held.story
+        self.eviction, self.quotas, self.draining = held.eviction, held.quotas, held.draining
         self.pins = Pins()
         self._deadlines = Deadlines()
+
+    @property
+    def disk(self) -> DiskPages | None:
+        """The disk side; None without an SSD tier."""
+        return self.residents.disk
+
+    @property
+    def ghosts(self) -> Ghosts:
+        """What left the index a while ago."""
+        return self.residents.ghosts
+
+    @property
+    def now_ns(self) -> int:
+        """The time of the message that is being carried out."""
+        return self.moment.now_ns
 
     def open_space(
         self, session: Session, identity: SpaceIdentity, shards: Sequence[ShardSpec]
     ) -> tuple[PrefixTree, list[int]]:
         """See :meth:`~kvstore.state.tree.spaces.Spaces.open`; idle spaces give up their places."""
-        self.counts["closed_spaces"] += self.spaces.close_idle(self._needs_space)
+        self.counts["closed_spaces"] += self.spaces.close_idle(self.residents.needs_space)
         return self.spaces.open(session, identity, shards)
 
     # ---- reading ----------------------------------------------------------------------------
@@ -68,46 +90,51 @@ class PageTable(Residents):
             (pages, pending): pages of the hit; and how many more would be a hit once everything
             that is being written now is READY.
         """
-        self.tick += 1
+        self.moment.tick += 1
         match = longest_match(space, shards, packed)
         if match.deepest is not None:
-            self._use_last(match.deepest, packed, match.pages)
+            self.residents.use_last(match.deepest, packed, match.pages)
         return match.pages, match.pending
 
     def acquire(
         self, process: Process, lease_id: int, space: PrefixTree, shard: int, packed: bytes,
-        deadline_ns: int,
+        deadline_ns: int, *, used: bool = True,
     ) -> Leased:  # fmt: skip
         """Pin the leading run of pages of one shard that are in memory under a lease.
+
+        ``used``: this counts as a use of them.
 
         Raises:
             CapacityError: the session's quota is used up; nothing was pinned.
         """
         if lease_id in process.leases:
             raise InvalidArgument("lease", f"{lease_id} is in use")
-        self.tick += 1
+        self.moment.tick = tick = self.moment.tick + 1
         nodes = leading_in_memory(space, packed, shard)
-        slots: list[Slot] = []
-        for node in nodes:
-            slots += node.slots_of(shard)
+        slots = [slot for node in nodes for slot in node.slots_of(shard)]
         lease = Lease(slots, len(slots) * space.shards[shard].slot_bytes, deadline_ns)
         if not process.session.admits(lease.size_bytes):
             raise CapacityError(
                 f"the session's quota of {process.session.quota_bytes} bytes is used up"
             )
         if nodes:
-            last = nodes[-1]
-            self.slots.pin(slots, self.tick)
-            for node in nodes:
-                node.access = self.tick  # segments are reclaimed without looking at descendants
-            self._use(last)
-            if not last.memory & (1 << shard) - 1:  # ranks of one request count once
-                self.eviction.used(last, self.tick)
+            self.slots.pin(slots, tick)
             self._lend(process, lease_id, lease, nodes[0], shard)
-            self.counts["loaded_bytes"] += len(slots) * space.shards[shard].page_bytes
-            if self.disk is not None:
-                self.disk.used(last, shard)
+            if used:
+                self._count_use(nodes, shard)
+                self.counts["loaded_bytes"] += len(slots) * space.shards[shard].page_bytes
         return Leased(lease, b"".join([node.digest_columns[shard] for node in nodes]), nodes)
+
+    def _count_use(self, nodes: Sequence[PrefixNode], shard: int) -> None:
+        """A request has used a run of pages of one shard."""
+        last = nodes[-1]
+        for node in nodes:
+            node.access = self.moment.tick  # segments are reclaimed without a look at descendants
+        self.residents.use(last)
+        if not last.memory & (1 << shard) - 1:  # ranks of one request count once
+            self.eviction.used(last, self.moment.tick)
+        if self.disk is not None:
+            self.disk.used(last, shard)
 
     def release(self, process: Process, lease_id: int, *, read: bool = True) -> None:
         """The reader is done; unknown leases are ignored (the answer to them may be late).
@@ -118,7 +145,7 @@ class PageTable(Residents):
         if lease is None:
             return
         process.charge(-lease.size_bytes)
-        held = nodes_of(self._owners, lease.slots)
+        held = nodes_of(self.residents.owners, lease.slots)
         self._tell_of("released", held, lease)
         let_go = self.slots.unhold if lease.expired else self.slots.unpin
         let_go(lease.slots)
@@ -126,9 +153,9 @@ class PageTable(Residents):
             if read and node.read_once and is_live(node):
                 for shard, slot in node.slots.items():
                     if node.read_once >> shard & 1 and slot in lease.slots:
-                        self.drop(node, shard, "read_once")
+                        self.residents.drop(node, shard, "read_once")
             if is_live(node):
-                self.add_candidate(node)
+                self.residents.add_candidate(node)
         lease.slots.clear()  # its deadline may be far away, and must not keep them till then
 
     def begin_fetch(self, process: Process, size_bytes: int, earlier: Fetch | None = None) -> Fetch:
@@ -152,15 +179,6 @@ class PageTable(Residents):
         process.fetches.append(fetch)
         return fetch
 
-    def fetch(self, fetch: Fetch, space: PrefixTree, shard: int, packed: bytes) -> None:
-        """Keep a run of READY pages in memory for a fetch, and load what is on disk only."""
-        if self.disk is not None:
-            self.disk.loads.fetch(fetch, self.ready_run(space, shard, packed), shard)
-        else:
-            for node in leading_in_memory(space, packed, shard):
-                self.fetches.keep(fetch, node.slots_of(shard))
-            self.fetches.tell(fetch)
-
     def end_fetch(self, process: Process, fetch: Fetch) -> None:
         """Whoever waited has what it wanted, or has given up."""
         process.fetches.remove(fetch)
@@ -179,17 +197,17 @@ class PageTable(Residents):
         """
         if put_id in process.puts:
             raise InvalidArgument("put", f"{put_id} is in use")
-        self.tick += 1
+        self.moment.tick += 1
         keys = [PrefixKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]
         if parent and parent in keys:
             raise InvalidArgument("parent", "is among the keys that are to follow it")
         if process.session.prefill_s_per_token:
             space.prefill_s_per_token = process.session.prefill_s_per_token
-        put = Put(space, shard, since_ns=self.now_ns)
+        put = Put(space, shard, since_ns=self.moment.now_ns)
         statuses: list[PageStatus] = []
         each = len(tokens) // len(keys)
         while (at := len(statuses)) < len(keys):
-            known = known_pages(space, shard, packed, at * KEY_BYTES, self.tick)
+            known = known_pages(space, shard, packed, at * KEY_BYTES, self.moment.tick)
             if known is not None:
                 statuses += [known[0]] * known[1]
                 continue
@@ -202,7 +220,7 @@ class PageTable(Residents):
                 statuses += [refusal] * (len(keys) - len(statuses))
         if put.slots:
             process.puts[put_id] = put
-            first = self._owners.run(put.slots[0])
+            first = self.residents.owners.run(put.slots[0])
             assert first is not None
             self.story.tell("granted", first, shard, len(put.slots))
         return statuses, put
@@ -225,15 +243,16 @@ class PageTable(Residents):
         if len(digests) != pages * DIGEST_BYTES:
             raise InvalidArgument("digests", f"{len(digests)} bytes for {pages} pages")
         del process.puts[put_id]
-        (self.meter.peer_fetch if peer else self.meter.put).observe(self.now_ns - put.since_ns)
+        self.moment.tick = tick = self.moment.tick + 1
+        now_ns = self.moment.now_ns
+        (self.meter.peer_fetch if peer else self.meter.put).observe(now_ns - put.since_ns)
         process.charge(-put.size_bytes)
-        self.tick += 1
         apart = keep != ORDINARY
         statuses: list[PageStatus] = []
         stored: list[PrefixNode] = []
         while (at := len(statuses)) < pages:
             slot = put.slots[at]
-            node = self._owners.get(slot) if apart else self._owners.run(slot)
+            node = self.residents.owners.get(slot) if apart else self.residents.owners.run(slot)
             if node is None:
                 self.slots.abort([slot])
                 statuses.append(PageStatus.DROPPED)
@@ -242,10 +261,9 @@ class PageTable(Residents):
             node = put.space.exact(node, 0, min(node.count, pages - at))
             end = at + node.count
             assert node.slot_columns[put.shard] == pack_slots(put.slots[at:end])
-            self.slots.commit(put.slots[at:end], self.tick)
+            self.slots.commit(put.slots[at:end], tick)
             node.commit(put.shard, digests[at * DIGEST_BYTES : end * DIGEST_BYTES], keep)
-            node.access = self.tick
-            node.stored_ns = self.now_ns
+            node.access, node.stored_ns = tick, now_ns
             if keep.expires_ns:
                 self._deadlines.add_page(node, put.shard, keep.expires_ns)
             stored.append(node)
@@ -263,8 +281,8 @@ class PageTable(Residents):
         if peer or self.eviction.has_replicas:
             self.eviction.mark_replicas(stored, put.shard, peer)
         for node in stored:
-            self.eviction.stored(node, put.space.shards[put.shard].slot_bytes, self.tick)
-            self.add_candidate(node)
+            self.eviction.stored(node, put.space.shards[put.shard].slot_bytes, tick)
+            self.residents.add_candidate(node)
         if stored and self.disk is not None:
             self.disk.stored(stored, put.shard)
         return statuses
@@ -277,13 +295,13 @@ class PageTable(Residents):
         put = process.puts.get(put_id)
         if put is None or put.lost:
             return
-        first = self._owners.get(put.slots[0])
+        first = self.residents.owners.get(put.slots[0])
         for slot in reversed(put.slots):
-            node = self._owners.get(slot)
+            node = self.residents.owners.get(slot)
             if node is not None:
-                self._abandon(node, put.shard)
-                self._drop_below(node, put.shard, "head_lost")
-                self._tidy(node)
+                self.residents.abandon(node, put.shard)
+                self.residents.drop_below(node, put.shard, "head_lost")
+                self.residents.tidy(node)
         if first is not None:
             self.story.tell("lost" if writing else "aborted", first, put.shard, len(put.slots))
         if writing:
@@ -305,7 +323,7 @@ class PageTable(Residents):
         slots = [node.slot(shard) for node, shard in pages]
         size = sum(node.space.shards[shard].slot_bytes for node, shard in pages)
         lease = Lease(slots, size, deadline_ns)
-        self.slots.pin(slots, self.tick)
+        self.slots.pin(slots, self.moment.tick)
         self._lend(process, lease_id, lease, *pages[0])
         return lease
 
@@ -349,7 +367,7 @@ class PageTable(Residents):
         """Pins of these nodes ended: they may be evictable, and their segments worth reclaiming."""
         for node in nodes:
             if is_live(node):
-                self.add_candidate(node)
+                self.residents.add_candidate(node)
         if nodes and self.disk is not None:
             self.disk.unpinned()
 
@@ -397,7 +415,7 @@ class PageTable(Residents):
             if left <= 0:
                 break
         for node, shard in self._deadlines.pages_due(now_ns, left):
-            self.drop(node, shard, "expired")
+            self.residents.drop(node, shard, "expired")
         if len(self.pins):
             self._unpinned(self.pins.expire(now_ns))
         return 0 < self.next_deadline_ns() <= now_ns
@@ -407,11 +425,11 @@ class PageTable(Residents):
             self.release(process, lease_id, read=False)
             return
         lease.expired = True
-        held = nodes_of(self._owners, lease.slots)
+        held = nodes_of(self.residents.owners, lease.slots)
         self._tell_of("expired", held, lease)
         self.slots.pin_to_hold(lease.slots)
         for node in held:
-            self.add_candidate(node)
+            self.residents.add_candidate(node)
 
     def next_deadline_ns(self) -> int:
         """The earliest deadline that :meth:`expire` would apply; 0 = none."""
@@ -439,7 +457,8 @@ class PageTable(Residents):
         head = space.node_of(parent)
         head.hold()  # so that what precedes the pages is no leaf while room is made
         self.draining.spared = head
-        slots = self.allocate(space, head, slot_bytes, self._within_quota(space, slot_bytes, count))
+        allowed = self.room.within_quota(space, slot_bytes, count)
+        slots = self.room.allocate(space, head, slot_bytes, allowed)
         self.draining.spared = None
         head.unhold()
         if not follows(space, shard, parent):
@@ -451,23 +470,14 @@ class PageTable(Residents):
         if slots:
             each = len(tokens) // len(keys)
             begin_pages(space, shard, granted, slots, parent, tokens[: each * len(slots)])
-            self._owners.add(slots, granted, space)
+            self.residents.owners.add(slots, granted, space)
         else:
-            self._tidy(head)
+            self.residents.tidy(head)
         put.keys += granted
         put.slots += slots
         put.size_bytes += len(slots) * slot_bytes
         process.charge(len(slots) * slot_bytes)
         return len(slots), refusal
-
-    def _within_quota(self, space: PrefixTree, slot_bytes: int, count: int) -> int:
-        """How many of ``count`` more pages the space's quota allows, its own leaves evicted."""
-        if not self.quotas.is_limited(space):
-            return count
-        allowed = (
-            n for n in range(count) if not self.shrink(space, SHRINK_MAX, (n + 1) * slot_bytes)
-        )
-        return next(allowed, count)
 
     def _lend(
         self, process: Process, lease_id: int, lease: Lease, first: PrefixNode, shard: int
@@ -479,8 +489,7 @@ class PageTable(Residents):
 
     def _tell_of(self, what: str, held: list[PrefixNode], lease: Lease) -> None:
         if held:
-            shard = shard_of(held[0], lease.slots[0])
-            self.story.tell(what, held[0], shard, len(lease.slots))
+            self.story.tell(what, held[0], shard_of(held[0], lease.slots[0]), len(lease.slots))
 
     def _end_put(self, process: Process, put_id: int) -> None:
         put = process.puts.pop(put_id)

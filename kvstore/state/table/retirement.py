@@ -8,7 +8,6 @@ there they get new memory under a new number. A late write then meets no page.
 """
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Final
 
 from kvstore.state.table.pages import PageTable
@@ -27,13 +26,11 @@ class Retirement:
     Args:
         table: whose extents.
         after_ns: how long after its loss an unwatched process is given up.
-        ended: told of each process that holds nothing any more.
     """
 
-    def __init__(self, table: PageTable, after_ns: int, ended: Callable[[Process], None]) -> None:
+    def __init__(self, table: PageTable, after_ns: int) -> None:
         self._table = table
         self._after_ns = after_ns
-        self._ended = ended
         self._again_ns = 0
         #: Positions of the extents that are retiring, also when those they retire for have ended.
         self._retiring: set[int] = set()
@@ -60,13 +57,17 @@ class Retirement:
         first = next(iter(self._lost.values()), None)
         return 0 if first is None else max(first + self._after_ns, self._again_ns)
 
-    def advance(self, now_ns: int) -> None:
-        """Retire the extents of processes whose time is up, as far as nobody else needs them."""
+    def advance(self, now_ns: int) -> list[Process]:
+        """Retire the extents of processes whose time is up, as far as nobody else needs them.
+
+        Returns:
+            those that hold nothing any more.
+        """
         given_up = [
             process for process, lost in self._lost.items() if lost + self._after_ns <= now_ns
         ]
         if now_ns < self._again_ns or not (given_up or self._retiring):
-            return
+            return []
         self._again_ns = now_ns + AGAIN_NS
         table, slots = self._table, self._table.slots
         held: Counter[Slot] = Counter()
@@ -80,17 +81,17 @@ class Retirement:
             self._retiring.add(position)
             table.counts["retired_extents"] += 1
         for position in list(self._retiring):
-            if not table.vacate(position, VACATE_PAGES):
+            if not table.residents.vacate(position, VACATE_PAGES):
                 self._again_ns = now_ns
             elif slots.retirable(position, held):
                 slots.replace(position)
                 self._retiring.remove(position)
                 for process in given_up:
                     _forfeit(slots, process, position)
-        for process in given_up:
-            if process.idle:
-                del self._lost[process]
-                self._ended(process)
+        ended = [process for process in given_up if process.idle]
+        for process in ended:
+            del self._lost[process]
+        return ended
 
 
 def _forfeit(slots: SlotTable, process: Process, position: int) -> None:

@@ -1,6 +1,7 @@
 """Which nodes the pages of a message are: requests name pages, the state keeps runs. Pure."""
 
-from typing import NamedTuple
+from collections.abc import Generator
+from typing import Final, NamedTuple
 
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.table.owners import Owners
@@ -12,6 +13,9 @@ from kvstore.state.tree.node import PrefixNode, Retention
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Lease, Put
 from kvstore.state.tree.slots import Slot
+
+STEP_RUNS: Final = 256
+"""Runs that one step of :func:`lasting_pages` looks at."""
 
 
 class Leased(NamedTuple):
@@ -68,6 +72,52 @@ def leading_ready(
         found.append(node)
         at += node.count * KEY_BYTES
     return found
+
+
+def chain_keys(last: PrefixNode) -> bytes:
+    """The keys of a chain from its beginning to the last page of a node, 32 bytes each."""
+    parts: list[bytes] = []
+    at: PrefixNode | None = last
+    while at is not None and at.above is not None:
+        parts.append(at.keys)
+        at = at.above
+    return b"".join(reversed(parts))
+
+
+def lasting_pages(
+    space: PrefixTree, shard: int, packed: bytes
+) -> Generator[None, None, tuple[int, int]]:
+    """Find the pages of one shard of a chain that other nodes may keep too, in short steps.
+
+    They are READY, do not expire, and are not read once. Those of a KV group with ``window_pages``
+    are the last ones of the chain that are there; else they are the leading ones.
+
+    Returns:
+        number of the first one, and of the one after the last.
+    """
+    windowed = bool(space.shards[shard].window_pages)
+    at = first = stop = looked = 0
+    while at < len(packed) // KEY_BYTES:
+        key = PrefixKey(packed[at * KEY_BYTES : (at + 1) * KEY_BYTES])
+        node = space.index.get(key)
+        alike = 1
+        if node is not None:
+            alike = node.matching(node.position(key), packed, at * KEY_BYTES)
+        if (
+            node is not None
+            and node.ready >> shard & 1
+            and not node.read_once >> shard & 1
+            and shard not in node.expires
+        ):
+            first = first if stop == at else at
+            stop = at + alike
+        elif not windowed:
+            break
+        at += alike
+        looked += 1
+        if looked % STEP_RUNS == 0:
+            yield
+    return first, stop
 
 
 def ready_pages(space: PrefixTree, shard: int, packed: bytes) -> tuple[int, bool]:

@@ -11,13 +11,14 @@ from typing import Protocol
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.sessions import Fetch
 from kvstore.state.tree.slots import Slot, SlotTable
+from kvstore.state.tree.story import Moment
 
 
 class PinnedMemory(Protocol):
     """What this needs of the page table."""
 
     slots: SlotTable
-    tick: int
+    moment: Moment
 
     def owner(self, slot: Slot) -> PrefixNode | None:
         """The node of the page in a slot; None for a slot of no page in the trees."""
@@ -44,7 +45,7 @@ class Fetches:
 
     def keep(self, fetch: Fetch, slots: Sequence[Slot]) -> None:
         """Pages in memory stay there until the fetch ends; of a node it is all, or none."""
-        self._memory.slots.pin(slots, self._memory.tick)
+        self._memory.slots.pin(slots, self._memory.moment.tick)
         fetch.pinned += slots
 
     def came(self, waiters: Iterable[Fetch]) -> None:

@@ -38,6 +38,7 @@ class Fetch:
         wanted: pages whose loads are to be begun in the turns that come, and of which shard.
         size_bytes: slot bytes of its pages, counted against the quota of who waits.
         peers_until_ns: until when peers are asked for pages; 0 = they are not.
+        copies: a peer wants its pages to be here; no engine has asked for them.
         ended: nobody waits any more.
     """
 
@@ -46,6 +47,7 @@ class Fetch:
     wanted: deque[tuple[PrefixNode, int]] = field(default_factory=deque)
     size_bytes: int = 0
     peers_until_ns: int = 0
+    copies: bool = False
     ended: bool = False
 
     @property
@@ -115,6 +117,7 @@ class Peer:
         tenants: the tenants that it may belong to; None = any.
         remote: it is another node, which reads over the network and checks digests: what it holds
             is released when its connection or a deadline ends.
+        node: name of that node.
     """
 
     identity: int
@@ -122,6 +125,7 @@ class Peer:
     watched: bool = True
     tenants: frozenset[str] | None = None
     remote: bool = False
+    node: str = ""
 
 
 @dataclass(slots=True, eq=False)

@@ -8,7 +8,7 @@ every log and every test that reports the error shows them.
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from kvstore.errors import KVStoreError
 from kvstore.page import KEY_BYTES, PrefixKey
@@ -42,11 +42,17 @@ class Event(NamedTuple):
     pages: int
 
 
-class Moment(Protocol):
-    """The time of an event, as the page table has it."""
+class Moment:
+    """When things happen.
 
-    now_ns: int
-    tick: int
+    Attributes:
+        now_ns: the time of the message that is being carried out.
+        tick: counts the requests; orders uses.
+    """
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+        self.tick = 0
 
 
 class Story:

@@ -70,7 +70,7 @@ def test_pages_that_leave_long_before_their_time_leave_no_deadline_behind():
 
     for letter in letters(PAGES):
         world.store(engine, space, letter, keep=Retention(expires_ns=1 << 60))
-        world.table.drop(space.nodes[key(letter)], 0, "operator")
+        world.table.residents.drop(space.nodes[key(letter)], 0, "operator")
 
     assert alive(PrefixNode) - before < NODES_MAX
     assert world.table.next_deadline_ns() == 1 << 60
@@ -104,7 +104,7 @@ def test_pages_that_leave_a_disk_whose_quota_is_never_used_up_are_not_remembered
     for letter in letters(PAGES):
         world.store(world.me, world.mine, letter)
         world.end_all()
-        world.table.drop(world.node(letter), 0, "expired")
+        world.table.residents.drop(world.node(letter), 0, "expired")
 
     check(world.table)
     assert alive(PrefixNode) - before < NODES_MAX

@@ -34,8 +34,8 @@ class DiskWorld(World):
         rules = DiskRules(WritePolicy(write), SyncPolicy(sync), 100, in_flight_max, retry_ns=1000)
         log = SegmentLog(segments, segment_bytes)
         admits = Admission(admission, 0, log.capacity_bytes)
-        self.disk = DiskPages(self.table, log, admits, rules)
-        self.table.disk = self.disk
+        self.disk = DiskPages(self.table.residents, log, admits, rules)
+        self.table.residents.disk = self.disk
         self.open: dict[int, DiskJob] = {}
         self.letters = count(0x4E00)
         self.me = self.process()
@@ -64,7 +64,7 @@ class DiskWorld(World):
         """Let the engine wait for a run."""
         size = len(run) * run[0].space.shards[shard].slot_bytes
         fetch = self.table.begin_fetch(self.me, size)
-        self.disk.loads.fetch(fetch, run, shard)
+        self.table.room.load(fetch, run, shard)
         return fetch
 
     def node(self, path: str) -> PrefixNode:

@@ -40,7 +40,7 @@ def test_a_whole_page_stays_and_is_counted(world):
 
 
 def test_a_page_that_is_not_what_was_written_leaves_with_what_follows_it(world):
-    world.table.now_ns = 1
+    world.table.moment.now_ns = 1
     run = check(world, "a", "ab", "abc")
     world.end_job(check_of(world, "ab"), FLIPPED)
     world.end_all()
@@ -79,7 +79,7 @@ def test_what_cannot_be_read_now_is_counted_and_left_to_the_next_load(world):
 def test_a_page_that_left_before_its_turn_or_while_it_was_read_is_skipped(world):
     nodes = [world.node("abc"), world.node("ab")]
     run = world.disk.check([(nodes[1], 0)])
-    world.table.drop(nodes[1], 0, "operator")
+    world.table.residents.drop(nodes[1], 0, "operator")
     late = world.disk.check([(nodes[0], 0)])
     world.end_job(world.jobs(DiskCheck)[0], FLIPPED)
 
@@ -160,7 +160,7 @@ def test_a_run_is_read_again_without_being_taken_apart():
     world.store(world.me, world.mine, "abc")
     world.end_all()
     node = world.mine.index[key("a")]
-    assert world.table.release_memory(node)
+    assert world.table.residents.release_memory(node)
 
     run = world.disk.check([(node, 0)])
     assert [job.page.key for job in world.jobs(DiskCheck)] == chain("abc")
@@ -175,7 +175,7 @@ def test_of_a_run_only_what_was_written_wrong_leaves_with_what_follows_it():
     world.store(world.me, world.mine, "abcd")
     world.end_all()
     node = world.mine.index[key("a")]
-    assert world.table.release_memory(node)
+    assert world.table.residents.release_memory(node)
 
     run = world.disk.check([(node, 0)])
     world.end_job(check_of(world, "abc"), FLIPPED)

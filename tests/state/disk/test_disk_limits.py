@@ -32,7 +32,7 @@ class LimitedWorld(DiskWorld):
     def limit(self, space: PrefixTree, quota: int = 0, reserved: int = 0) -> None:
         self.disk.limit(space, quota * RECORD, reserved * RECORD)
         for node in space.nodes.values():
-            self.table.add_candidate(node)
+            self.table.residents.add_candidate(node)
         self.disk.limits.all_offered(space)
         while not self.disk.limits.shrink(space, 1) and self.disk.limits.quotas.exceeded(space):
             pass
@@ -84,7 +84,7 @@ def test_what_is_on_disk_only_leaves_the_index_and_explain_says_why(world):
     world.flood(20)
     assert not world.node("a").slots
     world.removed()
-    world.table.now_ns = 1
+    world.table.moment.now_ns = 1
 
     world.limit(world.mine, quota=1)
 
@@ -261,7 +261,7 @@ def test_a_page_pinned_on_disk_that_is_stored_again_is_written_again(written, mo
     node = space.nodes[key("a")]
     if written:
         world.end_job(stale)
-    world.table.drop(node, 0, "head_lost")
+    world.table.residents.drop(node, 0, "head_lost")
     world.store(world.me, space, "a")
     if not written:
         world.end_job(stale)
@@ -417,11 +417,11 @@ def test_a_page_stays_no_leaf_until_what_was_written_below_it_has_ended(world):
     world.store(world.me, world.mine, "a", shard=1)
     world.store(world.me, world.mine, "ab", start=1, shard=1)
     world.end_all()
-    world.disk.forget(world.node("ab"), 1)  # it stays in memory, so that its node stays
+    world.disk.limits.forget(world.node("ab"), 1)  # it stays in memory, so that its node stays
     world.store(world.me, world.mine, "ab", start=1)
     assert not world.disk.limits.shrink(world.mine, 1, 1 << 40), "nothing is a leaf now"
 
-    world.table.drop(world.node("ab"), 0, "corrupt")
+    world.table.residents.drop(world.node("ab"), 0, "corrupt")
     check(world.table)
     world.end_all()
     world.limit(world.mine, quota=1)

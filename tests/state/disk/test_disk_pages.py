@@ -49,7 +49,7 @@ def test_a_page_whose_head_is_written_anew_counts_when_that_has_ended():
     world.persist("a")
     world.end_all()
     first = world.persist("ab")
-    world.disk.forget(world.node("a"), 0)
+    world.disk.limits.forget(world.node("a"), 0)
     second = world.persist("a")
 
     world.end_job(world.write_of("ab"))
@@ -80,7 +80,7 @@ def test_a_page_on_disk_is_still_a_hit_when_its_memory_is_taken():
     assert world.in_memory("abc") == [False, False, False]
     assert world.lookup(world.mine, "abc") == (3, 0)
     packed = b"".join(chain("abc"))
-    assert world.table.on_disk(world.mine, [0], packed, 3) == 3
+    assert world.table.residents.on_disk(world.mine, [0], packed, 3) == 3
     assert world.store(world.me, world.mine, "abc") == [PageStatus.EXISTS] * 3
 
 
@@ -88,7 +88,7 @@ def test_a_fetch_brings_pages_back_and_keeps_them_until_it_ends():
     world = DiskWorld(write="back")
     world.store(world.me, world.mine, "abc")
     flood(world)
-    run = world.table.ready_run(world.mine, 0, b"".join(chain("abc")))
+    run = world.table.residents.ready_run(world.mine, 0, b"".join(chain("abc")))
 
     fetch = world.fetch(run, 0)
     assert len(world.jobs(DiskRead)) == fetch.outstanding == 3
@@ -109,7 +109,7 @@ def test_two_fetches_share_one_load():
     world = DiskWorld(write="back")
     world.store(world.me, world.mine, "ab")
     flood(world)
-    run = world.table.ready_run(world.mine, 0, b"".join(chain("ab")))
+    run = world.table.residents.ready_run(world.mine, 0, b"".join(chain("ab")))
 
     first, second = world.fetch(run, 0), world.fetch(run, 0)
     assert len(world.jobs(DiskRead)) == 2
@@ -126,7 +126,7 @@ def test_a_page_that_cannot_be_read_leaves_with_all_that_it_leads_to(error, caus
     world.store(world.me, world.mine, "abc")
     flood(world)
     world.removed()
-    run = world.table.ready_run(world.mine, 0, b"".join(chain("abc")))
+    run = world.table.residents.ready_run(world.mine, 0, b"".join(chain("abc")))
     fetch = world.fetch(run, 0)
 
     reads = {job.page.key: job for job in world.jobs(DiskRead)}
@@ -151,7 +151,7 @@ def test_a_load_of_a_page_that_left_and_was_stored_again_changes_nothing(error):
     node = world.node("a")
     fetch = world.fetch([node], 0)
     (read,) = world.jobs(DiskRead)
-    world.table.drop(node, 0, "reclaimed")
+    world.table.residents.drop(node, 0, "reclaimed")
     assert world.store(world.me, world.mine, "a") == [PageStatus.GRANTED]
     world.disk.make_durable([node], 0)
     world.end_job(world.write_of("a"))
@@ -219,7 +219,7 @@ def test_a_page_dropped_while_it_is_written_does_not_come_back():
     world.store(world.me, world.mine, "ab")
     write = world.write_of("a")
 
-    world.table.drop(world.node("a"), 0, "corrupt")
+    world.table.residents.drop(world.node("a"), 0, "corrupt")
     world.end_job(world.write_of("ab"))
     world.end_job(write)
 
@@ -257,7 +257,7 @@ def test_window_pages_go_to_disk_without_their_heads():
     world = DiskWorld(write="back")
     world.mine = world.space(world.me, [FULL, WINDOW])
     world.store(world.me, world.mine, "abc", shard=1)
-    world.table.drop(world.node("a"), 1, "corrupt")
+    world.table.residents.drop(world.node("a"), 1, "corrupt")
 
     world.disk.make_durable([world.node("abc")], 1)
 
@@ -273,9 +273,11 @@ def test_a_hit_of_which_only_the_last_page_was_ever_stored_is_found_in_its_tier(
     packed = b"".join(chain("abcde"))
 
     assert world.lookup(world.mine, "abcde", [1]) == (5, 0)
-    assert world.table.on_disk(world.mine, [1], packed, 5) == 0
-    assert world.table.release_memory(world.node("abcde"))
-    assert world.table.on_disk(world.mine, [1], packed, 5) == 1, "nobody loads those before it"
+    assert world.table.residents.on_disk(world.mine, [1], packed, 5) == 0
+    assert world.table.residents.release_memory(world.node("abcde"))
+    assert world.table.residents.on_disk(world.mine, [1], packed, 5) == 1, (
+        "nobody loads those before it"
+    )
 
 
 def test_before_an_orderly_end_everything_is_written_and_synced():
@@ -368,7 +370,7 @@ def test_a_page_whose_head_is_reclaimed_while_room_is_made_for_it_is_not_granted
         world.store(world.me, world.mine, path)
         world.persist(path)
         world.end_all()
-        assert world.table.release_memory(world.node(path))
+        assert world.table.residents.release_memory(world.node(path))
     for path in "pqrs":  # all memory, and writing one of them takes a segment too many
         world.store(world.me, world.mine, path)
     world.disk.advance(0)
@@ -384,7 +386,7 @@ def test_a_prefetch_that_is_given_up_pins_nothing():
     world = DiskWorld()
     world.store(world.me, world.mine, "a")
     world.end_all()
-    assert world.table.release_memory(world.node("a"))
+    assert world.table.residents.release_memory(world.node("a"))
     prefetch = Prefetch(world.table, world.mine, chain("a"), 1000)
     steps = prefetch.steps()
     while not len(world.disk.loads):

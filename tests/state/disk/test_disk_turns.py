@@ -3,7 +3,7 @@
 from kvstore.state.disk.jobs import DiskJob, DiskRead, DiskWrite
 from kvstore.state.disk.loads import LOADS_TURN
 from kvstore.state.disk.pages import BACKLOG_TURN
-from kvstore.state.table.residents import SPILL_WRITES
+from kvstore.state.table.room import SPILL_WRITES
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.node import PrefixNode
 from tests.state.disk.disk_world import DiskWorld
@@ -18,10 +18,10 @@ def long_prompt_on_disk() -> tuple[DiskWorld, list[PrefixNode]]:
     while world.disk.unfinished or world.jobs(DiskJob):
         world.end_all()
         world.disk.go_on()
-    run = world.table.ready_run(world.mine, 0, b"".join(chain(path)))
+    run = world.table.residents.ready_run(world.mine, 0, b"".join(chain(path)))
     assert len(run) == len(path)
     for node in reversed(run):
-        assert world.table.release_memory(node)
+        assert world.table.residents.release_memory(node)
     return world, run
 
 
@@ -31,10 +31,10 @@ def test_the_writes_of_a_long_prompt_begin_in_turns():
     world.store(world.me, world.mine, "a" * (BACKLOG_TURN + 10))
 
     assert len(world.jobs(DiskWrite)) == BACKLOG_TURN
-    assert world.table.unfinished
+    assert world.table.residents.unfinished
     world.disk.go_on()
     assert len(world.jobs(DiskWrite)) == BACKLOG_TURN + 10
-    assert not world.table.unfinished
+    assert not world.table.residents.unfinished
 
 
 def test_the_loads_of_a_long_prompt_begin_in_turns_and_end_as_one():
@@ -42,13 +42,13 @@ def test_the_loads_of_a_long_prompt_begin_in_turns_and_end_as_one():
 
     fetch = world.fetch(run, 0)
     assert len(world.jobs(DiskRead)) == LOADS_TURN
-    assert world.table.unfinished
+    assert world.table.residents.unfinished
     world.end_all()
     assert world.table.fetches.ended == [], "some of its loads have not begun"
-    world.disk.loads.go_on()
+    world.table.room.load_more()
     assert len(world.jobs(DiskRead)) == LOADS_TURN
-    world.disk.loads.go_on()
-    assert not world.table.unfinished
+    world.table.room.load_more()
+    assert not world.table.residents.unfinished
     world.end_all()
 
     assert world.table.fetches.ended == [fetch]
@@ -60,10 +60,10 @@ def test_a_fetch_that_is_given_up_begins_no_more_loads():
     fetch = world.fetch(run, 0)
 
     world.table.end_fetch(world.me, fetch)
-    world.disk.loads.go_on()
+    world.table.room.load_more()
 
     assert len(world.jobs(DiskRead)) == LOADS_TURN
-    assert not world.table.unfinished
+    assert not world.table.residents.unfinished
     world.end_all()
     assert world.table.fetches.ended == []
 

@@ -95,7 +95,7 @@ def test_a_durable_put_fails_when_a_page_leaves_before_its_sync(cause):
     durable = world.persist("ab")
     world.end_job(world.write_of("a"))
     world.end_job(world.write_of("ab"))
-    world.table.drop(world.node("ab"), 0, cause)
+    world.table.residents.drop(world.node("ab"), 0, cause)
 
     world.disk.advance(1000)
     world.end_all()
@@ -182,7 +182,7 @@ def test_a_page_that_is_another_one_now_is_not_acknowledged():
     (early,) = world.jobs(DiskSync)
     world.end_job(early)
     (sync,) = world.jobs(DiskSync)
-    world.table.drop(world.node("ab"), 0, "reclaimed")
+    world.table.residents.drop(world.node("ab"), 0, "reclaimed")
     number, _, _ = world.begin(world.me, world.mine, "ab", start=1)
     world.table.commit_put(world.me, number, bytes(16))
     world.disk.ensure_written(world.node("ab"), 0)

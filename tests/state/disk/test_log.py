@@ -1,7 +1,6 @@
 """Goal: whatever is put, taken out, reclaimed and cut off, the log and its index agree."""
 
 from dataclasses import dataclass
-from itertools import count
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -26,6 +25,7 @@ from kvstore.state.disk.jobs import (
 )
 from kvstore.state.disk.log import CARRY_SHARE, SegmentLog, SegmentState
 from kvstore.state.disk.pages import DiskPages
+from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.disk.segments import SegmentReclaimer
 from kvstore.state.disk.syncs import Syncs
 from kvstore.state.table.adopt import FoundSegment, adopt
@@ -74,25 +74,31 @@ class LogMachine(RuleBasedStateMachine):
         world = World()
         self.log = SegmentLog(SEGMENTS, SEGMENT_BYTES)
         admission = Admission("all", 0, self.log.capacity_bytes)
-        world.table.disk = DiskPages(world.table, self.log, admission, RULES)
+        world.table.residents.disk = DiskPages(world.table.residents, self.log, admission, RULES)
         self.space: PrefixTree = world.table.spaces.adopt(identity(), [FULL])[0]
         adopt(world.table, found, [(identity(), FULL)], max(self.files.used_numbers, default=0) + 1)
-        numbers, self.jobs = count(1), dict[int, DiskJob]()
+        self.jobs: dict[int, DiskJob] = {}
+        self.queue = DiskQueue(world.table.story)
         counts = world.table.counts
         self.records: dict[int, Record] = {}
         self.covered: dict[int, list[Record]] = {}
         self.writes: list[Write] = []
         self.burials: list[tuple[Durable, set[str]]] = []
-        self.syncs = Syncs(RULES, lambda: self._submit(DiskSync(next(numbers))), self._acknowledge)
+        self.syncs = Syncs(RULES, self.queue)
         self.keeper = SegmentReclaimer(
-            self.log, admission, lambda: next(numbers), self._submit, self._lose,
-            lambda _: set(), counts, RULES.retry_ns,
-        )  # fmt: skip
-        self.graves = Graves(self.log, lambda: next(numbers), self._submit, self.syncs, counts)
+            self.log, admission, self.queue, world.table.disk.limits, counts, RULES.retry_ns
+        )
+        self.graves = Graves(self.log, self.queue, self.syncs, counts)
 
     # ---- the disk -----------------------------------------------------------------------------
 
-    def _submit(self, job: DiskJob) -> None:
+    def _take_jobs(self) -> None:
+        jobs = list(self.queue.pending)
+        self.queue.pending.clear()
+        for job in jobs:
+            self._take_job(job)
+
+    def _take_job(self, job: DiskJob) -> None:
         self.jobs[job.job] = job
         match job:
             case DiskTombstone(place=place, keys=keys):
@@ -105,11 +111,20 @@ class LogMachine(RuleBasedStateMachine):
             case DiskSync():
                 self.covered[job.job] = [one for one in self.files.records() if one.written]
 
-    def _acknowledge(self, durable: Durable) -> None:
-        durable.ended = True
-        for waiting, names in self.burials:
-            if waiting is durable and durable.error is None:
-                self.gone |= names
+    def _settle(self) -> None:
+        """Apply what the parts say, and take their jobs."""
+        while self.keeper.lost:
+            lost, self.keeper.lost = self.keeper.lost, []
+            for node, shard in lost:
+                self._lose(node, shard)
+            self.keeper.resume(self.tick)
+        for durable in self.syncs.ended:
+            durable.ended = True
+            for waiting, names in self.burials:
+                if waiting is durable and durable.error is None:
+                    self.gone |= names
+        self.syncs.ended.clear()
+        self._take_jobs()
 
     # ---- what is asked for --------------------------------------------------------------------
 
@@ -149,6 +164,7 @@ class LogMachine(RuleBasedStateMachine):
             assert place.pages == 1
             self.writes.append(Write(node, self.files.record(place.place, RECORD, (name,))))
         self.keeper.advance_reclaim(self.tick)
+        self._settle()
 
     @rule(
         first=st.sampled_from(range(10)),
@@ -252,6 +268,7 @@ class LogMachine(RuleBasedStateMachine):
         self.graves.write()
         self.keeper.advance(0, self.tick)
         self.syncs.advance(0)
+        self._settle()
 
     @rule()
     def time_passes(self) -> None:
@@ -271,6 +288,7 @@ class LogMachine(RuleBasedStateMachine):
 
     def _end_job(self, number: int, *, fails: bool) -> None:
         job = self.jobs.pop(number)
+        self.queue.end(number, None)
         error = ERROR if fails and isinstance(job, DiskCopy | DiskTombstone | DiskDrop) else None
         record = self.records.pop(number, None)
         if record is not None:
@@ -287,7 +305,7 @@ class LogMachine(RuleBasedStateMachine):
                 if self.keeper.is_mine(number):
                     self.keeper.completed(job, None, self.tick)
                 else:
-                    self.syncs.ended(None)
+                    self.syncs.completed(None)
             case _:
                 if isinstance(job, DiskSeal):
                     file = self.files.by_number[job.segment]

@@ -134,7 +134,7 @@ def test_a_durable_run_of_which_a_page_left_before_the_sync_is_not_acknowledged_
     for job in world.jobs(DiskWrite):
         world.end_job(job)
 
-    world.table.drop(world.node("abc"), 0, "operator")
+    world.table.residents.drop(world.node("abc"), 0, "operator")
     world.end_all()
 
     assert durable.ended
@@ -146,7 +146,7 @@ def test_a_page_stored_again_while_its_first_record_is_written_gets_a_record_of_
     world = DiskWorld(write="through")
     world.store(world.me, world.mine, "abc")
     old = {job.slot for job in world.jobs(DiskWrite)}
-    world.table.drop(world.node("ab"), 0, "reclaimed")
+    world.table.residents.drop(world.node("ab"), 0, "reclaimed")
     world.store(world.me, world.mine, "abc")
     new = [job for job in world.jobs(DiskWrite) if job.slot not in old]
     assert [job.page.key for job in new] == chain("abc")[1:]
@@ -202,7 +202,7 @@ def test_a_run_that_is_carried_over_stays_one_node():
     world = DiskWorld(write="through", segments=6, segment_bytes=120 << 10)
     world.store(world.me, world.mine, "abc")
     world.end_all()
-    assert world.table.release_memory(whole(world, "abc"))
+    assert world.table.residents.release_memory(whole(world, "abc"))
     before = whole(world, "abc").place_columns[0]
     while whole(world, "abc").place_columns[0] == before:
         world.lookup(world.mine, "abc")
@@ -218,7 +218,7 @@ def test_of_a_run_that_is_too_long_to_be_carried_over_the_first_pages_are():
     path = "".join(chr(0x3000 + at) for at in range(28))
     world.store(world.me, world.mine, path)
     world.end_all()
-    assert world.table.release_memory(whole(world, path))
+    assert world.table.residents.release_memory(whole(world, path))
     while not world.table.counts["carried_pages"]:
         world.lookup(world.mine, path)
         flood(world, 1)
@@ -347,13 +347,13 @@ class BothDisks(RuleBasedStateMachine):
     @rule(path=PATHS, shard=st.integers(0, 1))
     def load(self, path: str, shard: int) -> None:
         def load(side: Side) -> int:
-            run = side.table.ready_run(side.mine, shard, b"".join(chain(path)))
+            run = side.table.residents.ready_run(side.mine, shard, b"".join(chain(path)))
             if not run:
                 return 0
             keys = b"".join([node.keys for node in run])
             size = len(keys) // 32 * side.mine.shards[shard].slot_bytes
             fetch = side.table.begin_fetch(side.me, size)
-            side.table.fetch(fetch, side.mine, shard, keys)
+            side.table.room.fetch(fetch, side.mine, shard, keys)
             side.settle("")
             side.table.end_fetch(side.me, fetch)
             return len(run)
@@ -363,7 +363,7 @@ class BothDisks(RuleBasedStateMachine):
     @rule(path=PATHS, shard=st.integers(0, 1))
     def persist(self, path: str, shard: int) -> None:
         def persist(side: Side) -> bool | None:
-            run = side.table.ready_run(side.mine, shard, b"".join(chain(path)))
+            run = side.table.residents.ready_run(side.mine, shard, b"".join(chain(path)))
             if not run:
                 return None
             durable = side.disk.make_durable(run, shard)
@@ -377,7 +377,7 @@ class BothDisks(RuleBasedStateMachine):
         def drop(side: Side) -> None:
             node = side.mine.nodes.get(key(path))
             if node is not None:
-                side.table.drop(node, shard, cause)
+                side.table.residents.drop(node, shard, cause)
             side.settle("")
 
         self.both(drop)

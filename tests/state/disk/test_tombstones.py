@@ -39,7 +39,7 @@ def evict(world: DiskWorld, path: str, cause: str = "operator") -> None:
 
 def test_what_is_taken_out_meanwhile_shares_the_next_tombstone():
     world = filled(DiskWorld(), "abcde")
-    world.table.drop(world.node("abcde"), 0, "corrupt")
+    world.table.residents.drop(world.node("abcde"), 0, "corrupt")
     world.disk.go_on()
     (first,) = world.jobs(DiskTombstone)
     evict(world, "ab")
@@ -55,7 +55,7 @@ def test_what_is_taken_out_meanwhile_shares_the_next_tombstone():
 def test_a_removal_that_policies_make_writes_nothing():
     world = filled(DiskWorld())
     for cause in ("evicted", "reclaimed", "expired", "unreadable"):
-        world.table.drop(world.node("abc"), 0, cause)
+        world.table.residents.drop(world.node("abc"), 0, cause)
         world.disk.go_on()
         assert not world.jobs(DiskTombstone), cause
         filled(world)

@@ -19,7 +19,7 @@ def test_every_page_on_disk_is_told_of_once_and_in_steps():
     announcement = Announcement(world.table)
     world.table.actions.clear()
     gone = list(world.mine.nodes.values())[-1]
-    world.table.drop(gone, 0, "corrupt")
+    world.table.residents.drop(gone, 0, "corrupt")
     world.table.actions.clear()
 
     steps = 0

@@ -4,7 +4,7 @@ import pytest
 
 from kvstore.state.table.draining import STAY_NS
 from kvstore.state.table.invariants import check
-from kvstore.state.table.residents import EMPTY_MAX
+from kvstore.state.table.room import EMPTY_MAX
 from kvstore.state.tree.actions import PageStatus
 from tests.state.world import FULL, WINDOW, World, key
 
@@ -32,7 +32,7 @@ class Tenants:
         for turn in range(10_000):
             if self.world.table.draining.now is None:
                 return turn
-            self.world.table.drain(EMPTY_MAX)
+            self.world.table.room.drain(EMPTY_MAX)
             check(self.world.table)
         pytest.fail("it never ends")
 
@@ -80,7 +80,7 @@ def test_a_page_that_is_read_meanwhile_ends_the_drain_and_its_free_slots_are_use
     world = node.world
     assert world.store(node.blue, node.new, "a") == [NO_ROOM]
     while len(world.slots.slots_in_use(0)) == node.each:
-        world.table.drain(EMPTY_MAX)
+        world.table.room.drain(EMPTY_MAX)
     number, _ = world.acquire(node.red, node.old, node.stored[0])
 
     node.drain()
@@ -141,7 +141,7 @@ def test_two_models_that_take_turns_do_not_take_extents_from_each_other_in_circl
     node = Tenants(extents=4, slots_each=4)
     world = node.world
     for turn in range(40):
-        world.table.now_ns += STAY_NS // 8
+        world.table.moment.now_ns += STAY_NS // 8
         process, space = ((node.red, node.old), (node.blue, node.new))[turn % 2]
         for prompt in range(4):
             world.store(process, space, chr(0x2000 + turn * 8 + prompt) * 4)

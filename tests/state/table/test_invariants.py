@@ -57,7 +57,9 @@ CORRUPTIONS: dict[str, Corrupt] = {
     "a slot of two pages": lambda world, node: node.slot_columns.update(
         world.node("q").slot_columns
     ),
-    "a slot that has no page": lambda world, node: world.table._owners.remove([node.slots[0]]),
+    "a slot that has no page": lambda world, node: world.table.residents.owners.remove(
+        [node.slots[0]]
+    ),
     "a page's slot that is FREE": lambda world, node: state(world, node, SlotState.FREE),
     "a page's slot in LIMBO": lambda world, node: state(world, node, SlotState.LIMBO),
     "a slot that is free twice": lambda world, _: first(world).free.append(first(world).free[0]),
@@ -126,12 +128,12 @@ def test_a_hole_is_right_as_long_as_what_is_below_it_is_leaving(wrong):
     engine = world.process()
     space = world.space(engine)
     world.store(engine, space, "a" * 2 * DROP_AT_ONCE)
-    world.table.drop(space.nodes[key("a")], 0, "operator")
-    world.table.sweep(DROP_AT_ONCE)
+    world.table.residents.drop(space.nodes[key("a")], 0, "operator")
+    world.table.residents.sweep(DROP_AT_ONCE)
     check(world.table)
     assert space.holes
 
-    {"orphans": world.table.orphans, "holes": space.holes}[wrong].clear()
+    {"orphans": world.table.residents.orphans, "holes": space.holes}[wrong].clear()
 
     with pytest.raises(AssertionError):
         check(world.table)
@@ -172,10 +174,10 @@ def test_what_adds_up_is_not_asserted_when_something_changed_on_the_way(monkeypa
 
 CHANGES: dict[str, Callable[[DiskWorld], object]] = {
     "a page is granted": lambda world: world.begin(world.me, world.mine, "abz", start=2),
-    "a page leaves": lambda world: world.table.drop(world.node("ab"), 0, "operator"),
-    "a page leaves memory": lambda world: world.table.release_memory(world.node("ab")),
+    "a page leaves": lambda world: world.table.residents.drop(world.node("ab"), 0, "operator"),
+    "a page leaves memory": lambda world: world.table.residents.release_memory(world.node("ab")),
     "a page comes to disk": lambda world: world.end_job(world.write_of("x")),
-    "a page leaves the disk": lambda world: world.disk.forget(world.node("ab"), 0),
+    "a page leaves the disk": lambda world: world.disk.limits.forget(world.node("ab"), 0),
     "a page is lent": lambda world: world.acquire(world.me, world.mine, "q"),
     "a page is given back": lambda world: world.table.lose(world.me),
 }

@@ -10,21 +10,13 @@ import pytest
 from kvstore.errors import CapacityError, InvalidArgument
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.table.invariants import check
-from kvstore.state.table.residents import EMPTY_MAX, subtree
+from kvstore.state.table.orphans import subtree
+from kvstore.state.table.room import EMPTY_MAX
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.match import SCAN_LOOKS_MAX, WINDOWS_MAX
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.slots import SlotState
-from tests.state.world import (
-    FULL,
-    FULL_2,
-    PAGE,
-    STATE,
-    WINDOW,
-    World,
-    chain,
-    key,
-)
+from tests.state.world import FULL, FULL_2, PAGE, STATE, WINDOW, World, chain, key
 
 GRANTED, EXISTS, PENDING = PageStatus.GRANTED, PageStatus.EXISTS, PageStatus.PENDING
 NO_ROOM, NO_PARENT, DROPPED = PageStatus.NO_ROOM, PageStatus.NO_PARENT, PageStatus.DROPPED
@@ -462,7 +454,7 @@ def test_dropping_a_head_drops_its_tail_but_not_the_windows_of_it():
     world.store(engine, space, "abc", start=1, shard=1)
     world.removed()
 
-    world.table.drop(space.nodes[key("a")], 0, "corrupt")
+    world.table.residents.drop(space.nodes[key("a")], 0, "corrupt")
 
     assert world.removed("corrupt") == [key("abc"), key("ab"), key("a")]
     assert world.lookup(space, "abc", [1]) == (3, 0)

@@ -349,7 +349,7 @@ class PagesMachine(RuleBasedStateMachine):
         """A reader found the page corrupt."""
         if self.ready and chance.random() < 0.3:
             number, path, shard = chance.choice(sorted(self.ready))
-            self.table.drop(self.spaces[number].nodes[key(path)], shard, "corrupt")
+            self.table.residents.drop(self.spaces[number].nodes[key(path)], shard, "corrupt")
             self._apply()
             assert (number, path, shard) not in self.ready
 
@@ -405,7 +405,7 @@ class PagesMachine(RuleBasedStateMachine):
         for space in self.spaces:
             for node in list(space.nodes.values()):
                 for shard in list(node.digests):
-                    self.table.drop(node, shard, "test")
+                    self.table.residents.drop(node, shard, "test")
             assert not space.nodes
             assert not space.writing
         stats = self.world.slots.stats()

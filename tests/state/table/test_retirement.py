@@ -24,6 +24,9 @@ class Scene:
     retirement: Retirement
     ended: list[Process]
 
+    def advance(self, now_ns: int) -> None:
+        self.ended += self.retirement.advance(now_ns)
+
     def lose(self, now_ns: int = 0) -> None:
         """The connection of the hidden process breaks."""
         self.world.table.lose(self.hidden)
@@ -37,8 +40,7 @@ def scene() -> Scene:
     session = world.sessions.setdefault("hidden", Session(b"hidden", "hidden", 1 << 40))
     hidden = Process(99, Peer(-1, watched=False), session)
     session.processes[99] = hidden
-    ended: list[Process] = []
-    return Scene(world, engine, hidden, Retirement(world.table, AFTER_NS, ended.append), ended)
+    return Scene(world, engine, hidden, Retirement(world.table, AFTER_NS), [])
 
 
 def test_the_extents_of_a_lost_writer_get_new_memory_when_its_time_is_up(scene: Scene):
@@ -49,9 +51,9 @@ def test_the_extents_of_a_lost_writer_get_new_memory_when_its_time_is_up(scene: 
     assert world.slots.stats().limbo_bytes == 4 * PAGE
     assert scene.retirement.next_deadline_ns() == 10 + AFTER_NS
 
-    scene.retirement.advance(10 + AFTER_NS - 1)
+    scene.advance(10 + AFTER_NS - 1)
     assert world.slots.replaced == []
-    scene.retirement.advance(10 + AFTER_NS)
+    scene.advance(10 + AFTER_NS)
 
     assert world.slots.replaced == [Replacement(0, 2, in_use=True)]
     assert world.slots.stats().limbo_bytes == 0
@@ -72,7 +74,7 @@ def test_pages_beside_what_a_lost_reader_may_read_leave_memory(scene: Scene):
     scene.lose()
     world.removed()
 
-    scene.retirement.advance(AFTER_NS)
+    scene.advance(AFTER_NS)
 
     assert world.lookup(space, "abcdefgh") == (0, 0)
     assert key("a") in world.removed("retired")
@@ -92,7 +94,7 @@ def test_an_extent_waits_for_those_who_still_read_or_write_there(scene: Scene):
     put, _, _ = world.begin(scene.engine, space, "c")
     scene.lose()
 
-    scene.retirement.advance(AFTER_NS)
+    scene.advance(AFTER_NS)
     assert world.slots.replaced == []
     assert world.slots.stats().retiring_bytes == 4 * PAGE
     assert world.lookup(space, "a") == (0, 0), "nobody else gets it any more"
@@ -102,9 +104,9 @@ def test_an_extent_waits_for_those_who_still_read_or_write_there(scene: Scene):
 
     world.table.release(scene.engine, lease)
     world.commit(scene.engine, put)
-    scene.retirement.advance(AFTER_NS + 1)
+    scene.advance(AFTER_NS + 1)
     assert world.slots.replaced == [], "it does not look again at once"
-    scene.retirement.advance(AFTER_NS + AGAIN_NS)
+    scene.advance(AFTER_NS + AGAIN_NS)
 
     assert world.slots.replaced == [Replacement(0, 2, in_use=True)]
     assert world.slots.stats().retiring_bytes == 0
@@ -120,12 +122,12 @@ def test_a_lease_that_has_not_run_out_keeps_its_extent(scene: Scene):
     world.acquire(scene.hidden, space, "a", until_ns=10 * AGAIN_NS)
     scene.lose()
 
-    scene.retirement.advance(AFTER_NS)
+    scene.advance(AFTER_NS)
     assert world.slots.replaced == []
     assert world.lookup(space, "a") == (1, 0)
 
     world.table.expire(10 * AGAIN_NS)
-    scene.retirement.advance(10 * AGAIN_NS)
+    scene.advance(10 * AGAIN_NS)
     assert world.slots.replaced == [Replacement(0, 2, in_use=True)]
 
 
@@ -140,9 +142,9 @@ def test_two_lost_processes_in_one_extent_are_waited_for_both(scene: Scene):
     world.table.lose(other)
     scene.retirement.add(other, 5 * AGAIN_NS)
 
-    scene.retirement.advance(AFTER_NS)
+    scene.advance(AFTER_NS)
     assert world.slots.replaced == []
-    scene.retirement.advance(5 * AGAIN_NS + AFTER_NS)
+    scene.advance(5 * AGAIN_NS + AFTER_NS)
 
     assert world.slots.replaced == [Replacement(0, 2, in_use=True)]
     assert scene.ended == [scene.hidden, other]
@@ -155,14 +157,14 @@ def test_an_extent_comes_back_although_who_it_retired_for_has_ended_meanwhile(sc
     world.begin(scene.hidden, space, "a")
     put, _, _ = world.begin(scene.engine, space, "b")
     scene.lose()
-    scene.retirement.advance(AFTER_NS)
+    scene.advance(AFTER_NS)
     assert world.slots.stats().retiring_bytes == 4 * PAGE
 
     scene.retirement.remove(scene.hidden)
     world.end(scene.hidden)
     world.table.abort_put(scene.engine, put)
     assert scene.retirement.next_deadline_ns() > 0
-    scene.retirement.advance(scene.retirement.next_deadline_ns())
+    scene.advance(scene.retirement.next_deadline_ns())
 
     assert world.slots.stats().retiring_bytes == 0
     assert world.slots.stats().free_bytes == 8 * PAGE
@@ -178,7 +180,7 @@ def test_a_process_that_settles_after_all_keeps_no_extent(scene: Scene):
 
     scene.retirement.remove(scene.hidden)
     world.end(scene.hidden)
-    scene.retirement.advance(AFTER_NS)
+    scene.advance(AFTER_NS)
 
     assert world.slots.replaced == []
     assert world.slots.stats().free_bytes == 8 * PAGE

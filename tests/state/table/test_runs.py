@@ -205,7 +205,7 @@ class BothTables(RuleBasedStateMachine):
         """Do it to both; what came of it, which is the same."""
         found: list[T | str] = []
         for side in self.sides:
-            side.table.now_ns = self.now_ns
+            side.table.moment.now_ns = self.now_ns
             nodes.RUN_PAGES_MAX = side.run_pages
             try:
                 found.append(do(side))
@@ -293,7 +293,7 @@ class BothTables(RuleBasedStateMachine):
         def drop(side: Side) -> None:
             node = side.mine.nodes.get(key(path))
             if node is not None:
-                side.table.drop(node, shard, "corrupt")
+                side.table.residents.drop(node, shard, "corrupt")
 
         self.both(drop)
 
@@ -323,8 +323,8 @@ class BothTables(RuleBasedStateMachine):
         def expire(side: Side) -> None:
             while side.table.expire(self.now_ns):
                 pass
-            while side.table.orphans:
-                side.table.sweep(100)
+            while side.table.residents.orphans:
+                side.table.residents.sweep(100)
 
         self.both(expire)
 

@@ -113,10 +113,10 @@ def test_tokens_go_with_the_last_page_of_a_node_that_leaves_memory():
     world.put("a", ids("a"), shard=1)
     node = world.mine.nodes[key("a")]
 
-    world.table.drop(node, 0, "corrupt")
+    world.table.residents.drop(node, 0, "corrupt")
     assert node.tokens == ids("a"), "the other shard is in memory"
 
-    world.table.drop(node, 1, "corrupt")
+    world.table.residents.drop(node, 1, "corrupt")
     assert node.tokens == b""
 
 
@@ -237,7 +237,7 @@ def test_pages_are_told_of_without_tokens_when_the_disk_does_not_give_them(world
     assert told(world, TierStored)[key("a")] == ("ssd", b"")
 
     late = announced(world)
-    world.table.now_ns += READ_NS
+    world.table.moment.now_ns += READ_NS
     late.step(world.table)
     assert late.done
     assert told(world, TierStored)[key("a")] == ("ssd", b"")

@@ -41,7 +41,7 @@ def test_a_deadline_of_a_page_that_was_stored_anew_is_not_the_old_one():
     space = world.space(engine, [FULL, FULL_2])
     world.store(engine, space, "a", shard=1)  # keeps the node
     world.store(engine, space, "a", shard=0, keep=Retention(expires_ns=100))
-    world.table.drop(space.nodes[key("a")], 0, "operator")
+    world.table.residents.drop(space.nodes[key("a")], 0, "operator")
     world.store(engine, space, "a", shard=0)
 
     world.table.expire(100)

@@ -149,11 +149,11 @@ def test_a_space_whose_removal_is_not_on_disk_yet_keeps_its_place():
     world = DiskWorld()
     world.store(world.me, world.mine, "a")
     world.end_all()
-    world.table.drop(world.node("a"), 0, "operator")
+    world.table.residents.drop(world.node("a"), 0, "operator")
     assert not world.mine.nodes
-    assert world.table._needs_space(world.mine)
+    assert world.table.residents.needs_space(world.mine)
 
     world.disk.go_on()
     world.end_all()
 
-    assert not world.table._needs_space(world.mine)
+    assert not world.table.residents.needs_space(world.mine)

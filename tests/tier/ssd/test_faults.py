@@ -10,10 +10,11 @@ from random import Random
 import pytest
 
 from kvstore.errors import CapacityError, PageCorrupt, TierUnavailable
+from kvstore.state.disk.jobs import DiskSeal, DiskSync
 from kvstore.state.tree.places import HEADER_BYTES, Place, record_bytes
 from kvstore.testing.disk import DiskFault, FaultyDisk, SimulatedDisk
 from kvstore.testing.tiers import PageInMemory, TierDriver, laid_out
-from kvstore.tier.base import SealSegment, SyncAll, WritePage
+from kvstore.tier.base import WritePage
 from kvstore.tier.directories import Directory
 from kvstore.tier.record import segment_name
 from kvstore.tier.ssd import JOBS_MAX, SSDLog
@@ -296,7 +297,7 @@ def test_a_job_that_cannot_be_right_fails_alone(real_log):
 
     ended = driver.run(
         lambda job: WritePage(job, Place(0, 0), record, bad.address),
-        lambda job: SealSegment(job, 5),
+        lambda job: DiskSeal(job, 5),
         lambda job: WritePage(job, Place(1, 0), good.record, good.address),
     )
 
@@ -310,11 +311,11 @@ def test_a_batch_beyond_the_bound_is_refused_whole(disk):
     log = recovered(disk)
 
     with pytest.raises(CapacityError):
-        log.submit([SyncAll(job) for job in range(JOBS_MAX + 1)])
+        log.submit([DiskSync(job) for job in range(JOBS_MAX + 1)])
     assert log.poll() == []
     log.close()
     with pytest.raises(TierUnavailable):
-        log.submit([SyncAll(1)])
+        log.submit([DiskSync(1)])
 
 
 def test_a_slow_disk_lets_submit_and_poll_return_and_drain_says_no(tmp_path):

@@ -8,10 +8,10 @@ import pytest
 
 from kvstore.errors import ConfigError
 from kvstore.page import KEY_BYTES, SpaceIdentity
+from kvstore.state.disk.jobs import DiskTombstone
 from kvstore.state.tree.places import Place, record_bytes
 from kvstore.testing.disk import DiskFault, FaultyDisk, SimulatedDisk
 from kvstore.testing.tiers import SHARD, SPACE, PageInMemory, TierDriver, laid_out
-from kvstore.tier.base import WriteTombstone
 from kvstore.tier.directories import Directory
 from kvstore.tier.record import SEGMENT_MAX, segment_name
 from kvstore.tier.segments import DESCRIPTORS_MAX
@@ -130,7 +130,7 @@ def test_a_tombstone_takes_only_pages_of_its_own_space(disk):
 
     def tombstone(job):
 
-        return WriteTombstone(job, Place(0, 8192), space, SHARD, page.record.key)
+        return DiskTombstone(job, Place(0, 8192), space, SHARD, page.record.key)
 
     driver.run(tombstone)
     log.close()

@@ -1,0 +1,188 @@
+"""Copies of this node's pages at other nodes: whom to ask, and for which pages next.
+
+A node is asked for a few pages at a time, heads first, until it says that it has all, or has got no
+more. Of several nodes those are asked that come first for the chain's beginning
+(:func:`preference`), so that the copies of a conversation meet at the same nodes.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import count
+from typing import Final, NamedTuple
+
+from kvstore.errors import KVStoreError
+from kvstore.page import KEY_BYTES, ShardSpec, SpaceIdentity
+from kvstore.state.remote.jobs import BringEnd, PeerBring, Spread, SpreadEnd
+
+STEP_PAGES: Final = 512
+"""Most pages of one request."""
+STEP_BYTES: Final = 32 << 20
+"""Most bytes of one request, but one page at least."""
+STEP_NS: Final = 4_000_000_000
+"""A request has ended by then: the other node fetches for 2 s at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOrder:
+    """Pages of one shard that one other node is to have.
+
+    Attributes:
+        peer: its name.
+        keys: of the chain from its beginning, 32 bytes each.
+        first: number of the first wanted page in it.
+        idle_ms: the other node evicts only pages for them that were not used for so long; 0 = as
+            for a put.
+        deadline_ns: it has ended by then.
+    """
+
+    peer: str
+    identity: SpaceIdentity
+    shard: ShardSpec
+    keys: bytes
+    first: int
+    idle_ms: int
+    deadline_ns: int
+
+
+class CopyEnd(NamedTuple):
+    """An order has ended.
+
+    Attributes:
+        pages: how many consecutive pages from the first wanted one on the other node has.
+        complete: these are all.
+        error: why not all; None = the other node has no room for more, or does not get them.
+    """
+
+    pages: int
+    complete: bool
+    error: KVStoreError | None
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    order: CopyOrder
+    told: Callable[[CopyEnd], None]
+    pages: int = 0
+
+
+class Copier:
+    """Carries out orders and spreads; all on one thread.
+
+    Args:
+        ask: asks a peer to bring pages; its end comes to :meth:`brought`, also during the call.
+        up: names of the nodes that this one has a session with.
+        now_ns: the time.
+
+    """
+
+    def __init__(
+        self, ask: Callable[[PeerBring], None], up: Callable[[], Iterable[str]],
+        now_ns: Callable[[], int],
+    ) -> None:  # fmt: skip
+        self._copied_pages = 0
+        self._failures = 0
+        self._ask = ask
+        self._up = up
+        self._now_ns = now_ns
+        self._number = count(1)
+        self._asked: dict[int, _Copy] = {}
+
+    def stats(self) -> dict[str, int]:
+        """Orders under way, pages that other nodes said to have, and orders that failed."""
+        return {
+            "running": len(self._asked),
+            "copied_pages": self._copied_pages,
+            "failed": self._failures,
+        }
+
+    def peers(self, key: bytes) -> list[str]:
+        """The nodes that can be asked, the preferred one for a chain's first key first."""
+        return preference(self._up(), key)
+
+    def copy(self, order: CopyOrder, told: Callable[[CopyEnd], None]) -> None:
+        """Let one node have pages; ``told`` is called once, perhaps during this call."""
+        self._next(_Copy(order, told))
+
+    def spread(self, asked: Spread, told: Callable[[SpreadEnd], None]) -> None:
+        """Let some nodes have pages; ``told`` is called once, perhaps during this call."""
+        _Round(self, asked, told, self.peers(asked.keys[:KEY_BYTES])).go_on()
+
+    def is_over(self, deadline_ns: int) -> bool:
+        """Whether a deadline has passed."""
+        return self._now_ns() >= deadline_ns
+
+    def brought(self, end: BringEnd) -> None:
+        """A peer has answered, or has not."""
+        copy = self._asked.pop(end.number)
+        order = copy.order
+        wanted = len(order.keys) // KEY_BYTES - order.first
+        went_on = end.pages > copy.pages
+        if end.error is None:
+            self._copied_pages += max(0, end.pages - copy.pages)
+            copy.pages = end.pages
+            if went_on and copy.pages < wanted and not self.is_over(order.deadline_ns):
+                self._next(copy)
+                return
+        complete = end.error is None and copy.pages >= wanted
+        self._failures += not complete
+        copy.told(CopyEnd(copy.pages, complete, end.error))
+
+    def _next(self, copy: _Copy) -> None:
+        order, number = copy.order, next(self._number)
+        self._asked[number] = copy
+        page_bytes = order.shard.page_bytes(order.identity)
+        pages = max(1, min(STEP_PAGES, STEP_BYTES // page_bytes))
+        stop = order.first + copy.pages + pages
+        deadline_ns = min(order.deadline_ns, self._now_ns() + STEP_NS)
+        self._ask(
+            PeerBring(
+                number, order.peer, order.identity, order.shard, order.keys[: stop * KEY_BYTES],
+                order.first, order.idle_ms, deadline_ns,
+            )
+        )  # fmt: skip
+
+
+class _Round:
+    """A spread: as many nodes at a time as are wanted; for one that fails the next one is asked."""
+
+    def __init__(
+        self, copier: Copier, asked: Spread, told: Callable[[SpreadEnd], None], peers: list[str]
+    ) -> None:  # fmt: skip
+        self._copier = copier
+        self._asked = asked
+        self._told = told
+        self._left = peers
+        self._running = 0
+        self._found = 0
+        self._asking = False
+
+    def go_on(self) -> None:
+        """Ask as many nodes as are wanted; told once none is asked any more."""
+        asked, self._asking = self._asked, True
+        first = asked.first if asked.shard.window_pages else 0
+        while (
+            self._left
+            and self._running + self._found < asked.peers
+            and not self._copier.is_over(asked.deadline_ns)
+        ):
+            self._running += 1
+            order = CopyOrder(
+                self._left.pop(0), asked.identity, asked.shard, asked.keys, first, 0,
+                asked.deadline_ns,
+            )  # fmt: skip
+            self._copier.copy(order, self._ended)
+        self._asking = False
+        if not self._running:
+            self._told(SpreadEnd(asked.number, self._found))
+
+    def _ended(self, end: CopyEnd) -> None:
+        self._running -= 1
+        self._found += end.complete
+        if not self._asking:
+            self.go_on()
+
+
+def preference(nodes: Iterable[str], key: bytes) -> list[str]:
+    """Names of nodes in an order that depends on the key only, for every subset of them."""
+    return sorted(nodes, key=lambda node: sha256(key + node.encode()).digest())

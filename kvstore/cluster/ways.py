@@ -1,0 +1,37 @@
+"""The transports through which pages of another node can be read; pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvstore import wire
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A transport through which leased pages can be read.
+
+    Attributes:
+        transport: its name.
+        endpoint: of the other node's transport.
+        addresses: of the pages there, 8 bytes each; empty = it has told none.
+    """
+
+    transport: str
+    endpoint: str
+    addresses: bytes
+
+
+def reached(endpoint: str, host: str) -> str:
+    """An endpoint as another node tells it, with the host of that node."""
+    return f"{host}{endpoint}" if endpoint.startswith(":") else endpoint
+
+
+def offered(own: Sequence[str], told: Mapping[str, str], host: str) -> dict[str, str]:
+    """Endpoint of each transport of both nodes, the preferred one first."""
+    return {name: reached(told[name], host) for name in own if told.get(name)}
+
+
+def ways_of(lent: wire.Lent, endpoints: Mapping[str, str], host: str) -> tuple[Way, ...]:
+    """The ways to the pages of a lease, the preferred one first."""
+    told = {name: lent.places.get(name, (known, b"")) for name, known in endpoints.items()}
+    return tuple(Way(name, reached(at, host), places) for name, (at, places) in told.items())

@@ -1,0 +1,48 @@
+"""The jobs of the SSD tier: those that it is to take, and those that have not ended. Pure."""
+
+from itertools import count
+from typing import Final
+
+from kvstore.errors import KVStoreError
+from kvstore.state.disk.jobs import DiskCheck, DiskCopy, DiskJob, DiskRead
+from kvstore.state.tree.story import Story
+
+_TOLD: Final = (DiskRead, DiskCheck, DiskCopy)
+"""Jobs of which the story tells; of writes it tells when the first of their records begins."""
+
+
+class DiskQueue:
+    """All jobs of one node.
+
+    Args:
+        story: gets what becomes of jobs of single pages.
+
+    Attributes:
+        pending: to be carried out, in order; the tier takes jobs out of the list.
+        number: gives the number of the next job.
+    """
+
+    def __init__(self, story: Story) -> None:
+        self.pending: Final[list[DiskJob]] = []
+        self._story = story
+        self.number: Final = count(1).__next__
+        #: Job number → job; all and only those under way.
+        self._under_way: dict[int, DiskJob] = {}
+
+    def submit(self, job: DiskJob) -> None:
+        """Add a job; :meth:`end` is called when the tier has ended it."""
+        self._under_way[job.job] = job
+        self.pending.append(job)
+        if isinstance(job, _TOLD):
+            self._tell("begun", job)
+
+    def end(self, number: int, error: KVStoreError | None) -> DiskJob:
+        """The tier has ended the job of that number."""
+        job = self._under_way.pop(number)
+        if isinstance(job, _TOLD):
+            self._tell("ended" if error is None else error.code, job)
+        return job
+
+    def _tell(self, what: str, job: DiskRead | DiskCheck | DiskCopy) -> None:
+        page, what = job.page, f"{type(job).__name__} {what}"
+        self._story.tell_page(what, page.space.number, page.key, page.shard)

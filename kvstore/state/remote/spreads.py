@@ -1,0 +1,71 @@
+"""Requests that further nodes have pages too, until the peer side says how many do. Pure."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Final
+
+from kvstore.errors import CapacityError
+from kvstore.page import ShardSpec, SpaceIdentity
+from kvstore.state.remote.jobs import PeerJob, Spread, SpreadEnd
+
+SPREADS_MAX: Final = 256
+"""Requests of all sessions that have not ended."""
+
+
+@dataclass(slots=True, eq=False)
+class Spreading:
+    """One request; whoever asked waits for it.
+
+    Attributes:
+        peers: how many other nodes have all of its pages, as far as is known.
+    """
+
+    peers: int = 0
+
+
+class Spreads:
+    """All such requests of one node.
+
+    Args:
+        submit: passes a job to the peer side.
+        counts: of the node.
+
+    Attributes:
+        ended: requests that have ended, for those who wait for them.
+    """
+
+    def __init__(self, submit: Callable[[PeerJob], None], counts: Counter[str]) -> None:
+        self.ended: list[Spreading] = []
+        self._submit = submit
+        self._counts = counts
+        self._number = count(1)
+        self._running: dict[int, Spreading] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def begin(
+        self, identity: SpaceIdentity, shard: ShardSpec, keys: bytes, first: int, peers: int,
+        deadline_ns: int,
+    ) -> Spreading:  # fmt: skip
+        """Ask the peer side that so many peers get pages; see :class:`Spread`.
+
+        Raises:
+            CapacityError: too many requests have not ended.
+        """
+        if len(self._running) >= SPREADS_MAX:
+            raise CapacityError(f"{SPREADS_MAX} requests to copy pages to other nodes run already")
+        number = next(self._number)
+        made = self._running[number] = Spreading()
+        self._counts["spreads"] += 1
+        self._submit(Spread(number, identity, shard, keys, first, peers, deadline_ns))
+        return made
+
+    def told(self, end: SpreadEnd) -> None:
+        """The peer side has ended a request."""
+        spreading = self._running.pop(end.number)
+        spreading.peers = end.peers
+        self._counts["spread_copies"] += end.peers
+        self.ended.append(spreading)
