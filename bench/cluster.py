@@ -23,6 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
+from bench.store_programs import NoProgramError
+from bench.store_servers import EtcdServer, ForgetfulRedisServer, ServerStartError
 from kvstore.cli.remote import Remote
 from kvstore.process.privatefile import token_for
 
@@ -121,6 +123,8 @@ class Options:
         model: one of the reference engine's models.
         capacity_bytes: of the daemon's host memory.
         nodes: number of daemons; prefill engines are at the first, decode engines at the last.
+        membership: how several find each other: ``local`` (a list), ``etcd`` or ``redis``.
+        directory: how they know of each other's pages: ``peers`` or ``redis``.
         prefills: number of prefill engines.
         decodes: number of decode engines.
         kv_blocks: blocks of 16 tokens in each engine's pool.
@@ -133,6 +137,8 @@ class Options:
     model: str = "demo"
     capacity_bytes: int = 1 << 30
     nodes: int = 1
+    membership: str = "local"
+    directory: str = "peers"
     prefills: int = 1
     decodes: int = 1
     kv_blocks: int = 640
@@ -157,6 +163,7 @@ class Cluster:
         self.options = options
         self.services: dict[str, Service] = {}
         self.nodes: list[NodeAt] = []
+        self.stores: dict[str, EtcdServer | ForgetfulRedisServer] = {}
         self.store_url = self.node_url = self.conductor_url = self.mono_url = ""
         self.node_admin = ""
         self.engine_urls: dict[str, str] = {}
@@ -213,13 +220,34 @@ class Cluster:
         options = self.options
         if options.nodes == 1:
             return {"local": self._daemon("node", "kvstore.sock")}
+        stores = self._start_stores()
         hosts = {f"node-{letter}": loopback() for letter in "abcdefgh"[: options.nodes]}
         found: dict[str, Service] = {}
         for name in hosts:
-            settings = cluster_settings(name, hosts, _INDEX_PAGES_MAX)
+            settings = cluster_settings(name, hosts, _INDEX_PAGES_MAX) | stores
+            if options.membership != "local":
+                settings.pop("cluster.nodes")
             sets = [f"{key}={value}" for key, value in settings.items()]
             found[name] = self._daemon(name, f"{name}.sock", *sets)
         return found
+
+    def _start_stores(self) -> dict[str, object]:
+        """Start the etcd and the Redis that are needed; the settings of nodes that use them."""
+        used = {self.options.membership, self.options.directory}
+        try:
+            if "etcd" in used:
+                etcd = EtcdServer(self.directory / "etcd")
+                self.stores["etcd"] = self._undo.enter_context(etcd)
+            if "redis" in used:
+                redis = ForgetfulRedisServer(self.directory / "redis")
+                self.stores["redis"] = self._undo.enter_context(redis)
+        except (NoProgramError, ServerStartError) as error:
+            raise ClusterError(str(error)) from error
+        return {
+            "cluster.membership": self.options.membership,
+            "cluster.directory": self.options.directory,
+            **{f"{name}.endpoints": server.endpoint for name, server in self.stores.items()},
+        }
 
     def _daemon(self, service: str, socket: str, *sets: str) -> Service:
         options = self.options
@@ -300,12 +328,15 @@ def cluster_settings(
 
 
 def has_met(stats: Mapping[str, Any], others: Sequence[str]) -> bool:
-    """Whether a daemon with these statistics reaches all the others, and follows their events."""
+    """Whether a daemon with these statistics reaches all the others, and its directory is current.
+
+    That is: it follows the others' events, or has announced its pages in Redis.
+    """
     known = stats["cluster"]
-    follows = known["directory"]["peers"]
+    directory = known["directory"]
+    follows = dict.fromkeys(others, directory.get("shared")) | directory["peers"]
     return all(
-        known["peers"].get(name, {"up": False})["up"]
-        and follows.get(name, {"current": False})["current"]
+        known["peers"].get(name, {"up": False})["up"] and (follows[name] or {}).get("current")
         for name in others
     )
 

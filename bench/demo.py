@@ -117,7 +117,7 @@ async def converse(
     """
     rows: list[Row] = []
     async with aiohttp.ClientSession() as session:
-        document = _tokenize(cluster, DOCUMENT)
+        document = tokenize(cluster, DOCUMENT)
         history: dict[str, list[int]] = {}
         with Progress("turn", len(chosen)) as progress:
             # One short request each, so that no first turn pays for what every process does once.
@@ -126,22 +126,23 @@ async def converse(
             for number, turn in enumerate(chosen):
                 progress.step(f"{turn.user} asks: {turn.question}")
                 said = history.get(turn.user, document)
-                question = _tokenize(cluster, f"\n{turn.user}: {turn.question}\nHarbour: ")
+                question = tokenize(cluster, f"\n{turn.user}: {turn.question}\nHarbour: ")
                 prompt = said + question
                 parameters = {"max_tokens": max_tokens, "temperature": temperature, "seed": number}
-                row = await _ask(cluster, session, turn, prompt, parameters)
+                row = await ask(cluster, session, turn, prompt, parameters)
                 history[turn.user] = prompt + row.with_store.tokens
                 rows.append(row)
     return rows
 
 
-async def _ask(
+async def ask(
     cluster: Cluster,
     session: aiohttp.ClientSession,
     turn: Turn,
     prompt: list[int],
     parameters: dict[str, Any],
 ) -> Row:
+    """Ask one question, of the engine without a store and then through the store."""
     alone = await complete(session, cluster.mono_url, prompt, **parameters)
     shared = await complete(session, cluster.conductor_url, prompt, **parameters)
     decision = request("GET", f"{cluster.conductor_url}/v1/decisions/{shared.request_id}")
@@ -165,7 +166,8 @@ async def _ask(
     )
 
 
-def _tokenize(cluster: Cluster, text: str) -> list[int]:
+def tokenize(cluster: Cluster, text: str) -> list[int]:
+    """The tokens of a text."""
     answer = request("POST", f"{cluster.conductor_url}/tokenize", {"prompt": text})
     tokens: list[int] = answer["tokens"]
     return tokens

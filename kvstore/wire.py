@@ -135,6 +135,8 @@ class Acquire(msgspec.Struct, array_like=True, tag=7):
     are loaded from disk or fetched from peers; with 0 none are. ``begins``: the chain begins with
     these keys, so that peers can be asked for them; False = unknown (and protocol 1.4 and older).
     ``copies``: another node was asked to keep copies of them, so that this is no use (since 1.6).
+    ``parent``: the key before the first, so that peers can be asked if its page is here; empty =
+    unknown (since 1.6).
     """
 
     id: int
@@ -146,6 +148,7 @@ class Acquire(msgspec.Struct, array_like=True, tag=7):
     wait_ms: int = 0
     begins: bool = False
     copies: bool = False
+    parent: bytes = b""
 
 
 class Acquired(msgspec.Struct, array_like=True, tag=8):

@@ -12,6 +12,7 @@ from typing import Final
 import pytest
 
 SOAKS: Final[Mapping[str, str]] = {
+    "cluster": "two nodes with etcd and Redis under load, one restarted each minute",
     "crash": "kills, floods and power cuts: what was acknowledged is there afterwards",
     "events": "whatever is sent to those who read events, and to the Conductor over HTTP",
     "http": "operations in any order, and whatever is sent to a node over HTTP",

@@ -63,5 +63,5 @@ def test_a_long_test_that_says_not_where_it_belongs_is_refused():
     assert part_of(Marked()) is None
     assert part_of(Marked(good)) == ("http", 2.0)
     for marks in wrong:
-        with pytest.raises(pytest.UsageError, match="one of crash, "):
+        with pytest.raises(pytest.UsageError, match="one of cluster, crash, "):
             part_of(Marked(*marks))

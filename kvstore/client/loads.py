@@ -341,8 +341,9 @@ class Loader:
         number, lease_ms = opened.shards[shard], int(LEASE_S * 1000)
         wait_ms, link = int(wait_s * 1000), link or self._services.link
         request = wire.Acquire(
-            0, lease, opened.space, number, keys.packed, lease_ms, wait_ms, not keys.parent
-        )
+            0, lease, opened.space, number, keys.packed, lease_ms, wait_ms, not keys.parent,
+            parent=keys.parent,
+        )  # fmt: skip
         leased = link.request(request, self._services.timeout_s + wait_s, opened.epoch)
         assert isinstance(leased, wire.Acquired)
         return leased

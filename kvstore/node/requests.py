@@ -18,6 +18,7 @@ from kvstore.state.disk.jobs import Durable, SyncPolicy
 from kvstore.state.remote.jobs import Holding
 from kvstore.state.remote.located import LocatedChain, Span
 from kvstore.state.remote.pages import RemotePages
+from kvstore.state.table.grants import follows
 from kvstore.state.table.pages import PageTable
 from kvstore.state.table.runs import leading_ready, ready_pages
 from kvstore.state.tree.actions import PageStatus
@@ -131,6 +132,7 @@ class Requests:
         space = self.space(process, request.space, [request.shard])
         wire.count_keys(request.keys)
         request.keys = request.keys[: LEASE_PAGES_MAX * KEY_BYTES]
+        _check_parent(request.parent)
         if request.lease_ms < 1:
             raise InvalidArgument("lease_ms", f"{request.lease_ms} is less than 1")
         disk, remote = self._pages.disk, self.remote
@@ -142,15 +144,17 @@ class Requests:
         ready, missing = ready_pages(space, shard, request.keys)
         if ready * KEY_BYTES == len(request.keys):
             remote = None  # peers have nothing that is not here
+        before = _known_parent(space, request)
+        chain, here = before + request.keys, len(before) // KEY_BYTES + ready
         if not waits:
             offered = 0
             if remote is not None:
-                offered = remote.offered(space, shard, request.keys, ready, begins=request.begins)
+                offered = remote.offered(space, shard, chain, here, begins=request.begins)
             return self._lease(process, request, now_ns, ready, offered), None
         further: Span | None = None
         if remote is not None:
             found = remote.want(
-                space, shard, request.keys, ready, asks=earlier is None, begins=request.begins,
+                space, shard, chain, here, asks=earlier is None, begins=request.begins,
                 answer=answer,
             )  # fmt: skip
             if isinstance(found, LocatedChain):
@@ -224,9 +228,7 @@ class Requests:
         """Grant slots for missing pages."""
         space = self.space(process, request.space, [request.shard])
         count = wire.count_keys(request.keys)
-        if len(request.parent) not in (0, KEY_BYTES):
-            raise InvalidArgument("parent", f"{len(request.parent)} bytes are not a key")
-        wire.refuse_all_keys("parent", request.parent)
+        _check_parent(request.parent)
         token_bytes = space.token_bytes
         if request.tokens and len(request.tokens) != count * token_bytes:
             wanted = count * token_bytes
@@ -353,6 +355,23 @@ def acknowledge(request: wire.Persist, durable: Durable) -> wire.Answer:
     if not durable.ended:
         raise TransferTimeout("the pages are not synced yet; they may be later")
     return wire.Persisted(request.id)
+
+
+def _check_parent(parent: bytes) -> None:
+    """Refuse what cannot be the key before a run; empty = there is none, or it is unknown.
+
+    Raises:
+        InvalidArgument: it is no key.
+    """
+    if len(parent) not in (0, KEY_BYTES):
+        raise InvalidArgument("parent", f"{len(parent)} bytes are not a key")
+    wire.refuse_all_keys("parent", parent)
+
+
+def _known_parent(space: PrefixTree, request: wire.Acquire) -> bytes:
+    """The key before the run, if a page that is fetched can follow it here; else nothing."""
+    known = request.parent and follows(space, request.shard, PrefixKey(request.parent))
+    return request.parent if known else b""
 
 
 def _pack_kept(kept: list[Retention], now_ns: int) -> bytes:

@@ -107,6 +107,15 @@ class ClusterNode:
         return self._process
 
     @property
+    def index_pid(self) -> int:
+        """Process id of its index process; 0 = it has none now."""
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        for child in path.read_text().split():
+            if b"kvstore.cluster.child" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return int(child)
+        return 0
+
+    @property
     def runs(self) -> bool:
         """Whether it was started, and has not been killed."""
         return self._process is not None and self._process.returncode is None

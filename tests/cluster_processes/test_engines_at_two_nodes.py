@@ -14,6 +14,7 @@ import pytest
 from bench import replay
 from bench.cluster import Cluster, NodeAt, Options, node_stats
 from bench.completion import Completion, complete
+from tests.cluster_processes.store_scenes import start_server
 from tests.conftest import wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -80,6 +81,28 @@ def test_requests_of_a_trace_get_the_tokens_of_one_engine_alone(
     assert last["located_by_engines"] >= REQUESTS, "the prefill engine names its node"
     assert not first.get("corrupt_pages")
     assert not last.get("corrupt_pages")
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [40, pytest.param(REQUESTS, marks=pytest.mark.soak("cluster", minutes=2), id="soak")],
+)
+def test_requests_get_the_same_tokens_over_nodes_that_meet_in_etcd_and_announce_in_redis(
+    tmp_path: Path, requests: int
+) -> None:
+    for kind in ("etcd", "redis"):
+        with start_server(kind, tmp_path / kind):
+            pass  # skipped where there is none
+    options = Options(
+        model="tiny", nodes=2, membership="etcd", directory="redis", capacity_bytes=128 << 20,
+        kv_blocks=1024,
+    )  # fmt: skip
+    with Cluster(options) as over_redis:
+        replay_both(over_redis, trace_of(tmp_path), requests, block_tokens=64)
+        _, last = (node_stats(node) for node in over_redis.nodes)
+    assert last["counts"]["peer_fetched_pages"] >= requests, "every prompt has pages of its own"
+    assert last["cluster"]["directory"]["shared"]["announced"] >= requests
+    assert not last["counts"].get("corrupt_pages")
 
 
 @pytest.mark.skipif(not TRACE.exists(), reason=f"there is no trace at {TRACE}")

@@ -37,15 +37,6 @@ def names(node: ClusterNode) -> set[str]:
     return set(node.stats()["cluster"]["peers"])
 
 
-def index_process(node: ClusterNode) -> int:
-    """Process id of a node's index process."""
-    path = Path(f"/proc/{node.process.pid}/task/{node.process.pid}/children")
-    for child in path.read_text().split():
-        if b"kvstore.cluster.child" in Path(f"/proc/{child}/cmdline").read_bytes():
-            return int(child)
-    return 0
-
-
 def test_nodes_without_a_list_read_each_others_pages_and_the_dead_are_forgotten_at_once(
     scene: ClusterScene, server: EtcdServer | RedisServer, wait_until: WaitUntil
 ) -> None:
@@ -61,7 +52,7 @@ def test_nodes_without_a_list_read_each_others_pages_and_the_dead_are_forgotten_
     assert is_chain(1, read(there, keys))
     assert b.ready()["membership"] == "joined"
 
-    os.kill(index_process(b), signal.SIGKILL)
+    os.kill(b.index_pid, signal.SIGKILL)
     wait_until(lambda: b.stats()["cluster"]["directory"]["restarts"] == 1)
     wait_until(lambda: b.stats()["cluster"]["membership"]["changes"].get("joined") == 2)
     assert b.process.stderr.count("node up peer=a") == 1, "the session stays"

@@ -178,3 +178,34 @@ def damage(node: ClusterNode, page: bytes) -> None:
                 memory[at + 5000] ^= 1
                 return
     pytest.fail("the page is nowhere")
+
+
+def test_pages_that_nobody_has_looked_up_are_fetched_by_a_get_of_several_batches(
+    scene: ClusterScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = scene.start("a", "b")
+    keys = content.keys(1, 6)
+    assert scene.space(a).put(keys, content.pages(1, 6)).stored == 6
+    there = scene.space(b)
+    b.knows(a, 6)
+    monkeypatch.setattr("kvstore.client.space.BATCH_BYTES", 2 * there.page_bytes[0])
+
+    copies = [bytearray(there.page_bytes[0]) for _ in keys]
+
+    assert there.get(keys, copies) == 6
+    assert is_chain(1, [bytes(one) for one in copies])
+
+
+def test_a_get_of_later_pages_fetches_them_if_the_page_before_is_here(
+    scene: ClusterScene,
+) -> None:
+    a, b = scene.start("a", "b")
+    keys = content.keys(1, 6)
+    assert scene.space(a).put(keys, content.pages(1, 6)).stored == 6
+    there = scene.space(b)
+    b.knows(a, 6)
+
+    assert read(there, keys[2:]) == [], "the page before them is not here"
+    assert is_chain(1, read(there, keys[:2]))
+    assert is_chain(1, [*read(there, keys[:2]), *read(there, keys[2:])])
+    assert there.lookup(keys).pages == 6

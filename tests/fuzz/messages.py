@@ -108,7 +108,10 @@ class Client:
         lease_ms = self.chance.choice((1, 20, 1000))
         keys = self._keys().packed
         shard, wait_ms = self.chance.randrange(4), self._wait_ms()
-        return wire.Acquire(self._id(), self._name(), 0, shard, keys, lease_ms, wait_ms)
+        begins, parent = self.chance.random() < 0.5, self._keys().packed[:32]
+        return wire.Acquire(
+            self._id(), self._name(), 0, shard, keys, lease_ms, wait_ms, begins, parent=parent
+        )
 
     def begin_put(self) -> wire.Request:
         keys = self._keys()

@@ -183,11 +183,15 @@ class RemoteWorld:
 
     def acquire(
         self, connection: int, path: str, start: int = 0, wait_ms: int = 10_000, shard: int = 0,
-        *, begins: bool = False,
+        *, begins: bool = False, parent: bool = False,
     ) -> wire.Answer | None:  # fmt: skip
+        """Lease the pages of a path from ``start`` on; ``parent``: say which one is before them."""
         self._names += 1
         keys = b"".join(chain(path, start))
-        asked = wire.Acquire(8, self._names, 0, shard, keys, LEASE_MS, wait_ms, begins)
+        before = chain(path[:start])[-1] if parent else b""
+        asked = wire.Acquire(
+            8, self._names, 0, shard, keys, LEASE_MS, wait_ms, begins, parent=before
+        )
         return self.ask(connection, asked)
 
     def release(self, connection: int) -> None:

@@ -78,6 +78,21 @@ def test_a_wait_may_bring_what_nobody_was_asked_for_yet(world, engine):
     assert nobody.more == 0, "nobody has it"
 
 
+def test_a_run_that_nobody_was_asked_for_is_fetched_behind_a_page_that_is_here(world, engine):
+    unknown = world.acquire(engine, "abcdef", start=3, wait_ms=0, parent=True)
+    assert (leased(unknown), unknown.more) == (0, 0), "the page before it is not here"
+    world.store(engine, "abc")
+    first = world.acquire(engine, "abcdef", start=3, wait_ms=0, parent=True)
+    assert (leased(first), first.more, first.remote) == (0, 3, 3)
+
+    assert world.acquire(engine, "abcdef", start=3, parent=True) is None
+    world.tell(("p", 3))  # the page before them, and two
+    world.end(world.read(peer="p"))
+    assert leased(world.answer(engine)) == 2
+    world.release(engine)
+    assert world.lookup(engine, "abcde").pages == 5
+
+
 def test_a_long_load_goes_on_with_the_answer_that_it_began_with(world, engine):
     world.locate(engine, "abcd", ("p", 4))
     world.go(2 * S)

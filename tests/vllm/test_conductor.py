@@ -1,73 +1,18 @@
 """A real vLLM server, its node and a Conductor find each other as the documents say."""
 
-import json
-import socket
 import sys
 import tempfile
-import urllib.error
-import urllib.request
 from pathlib import Path
 
-import pytest
-
-from tests.conftest import ROOT, wait_for
+from tests.conftest import ROOT
 from tests.vllm.conftest import Node, prompt
-from tests.vllm.engines import ENGINE, ENVIRONMENT, START_WAIT_S, transfer_config
+from tests.vllm.engines import ENGINE
+from tests.vllm.servers import Server, ask
 
 OPERATE, READ = "operate-token-of-tests", "read-token-of-the-node"
 PAGE_TOKENS = 64
 WAIT_S = 60.0
 BLOCK_TOKENS = ENGINE["block_size"]
-SERVER = {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-
-
-def ask(url, body=None, token=""):
-    """The answer to one request."""
-    data = None if body is None else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
-    call = urllib.request.Request(url, data=data, headers=headers)
-    try:
-        with urllib.request.urlopen(call, timeout=60) as answer:
-            return json.loads(answer.read() or b"{}")
-    except urllib.error.HTTPError as error:
-        pytest.fail(f"{url}: {error.code} {error.read().decode()}")
-
-
-def answers(url):
-    """Whether a server at ``url`` is ready."""
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
-
-
-def serve(spawn, python, model, address, folder):
-    """A server of vLLM with the connector and with events; its URL."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    events = {
-        "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{folder}/events",
-        "replay_endpoint": f"ipc://{folder}/replay",
-    }  # fmt: skip
-    process = spawn(
-        [
-            python, "-m", "vllm.entrypoints.openai.api_server", "--model", model,
-            "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port),
-            "--dtype", ENGINE["dtype"], "--max-model-len", str(ENGINE["max_model_len"]),
-            "--max-num-seqs", "4", "--enforce-eager", "--block-size", str(BLOCK_TOKENS),
-            "--num-gpu-blocks-override", "320", "--enable-prompt-tokens-details",
-            "--kv-transfer-config", json.dumps(transfer_config(address)),
-            "--kv-events-config", json.dumps(events),
-        ],
-        env=SERVER,
-    )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
-    ready = wait_for(lambda: answers(url) or process.returncode is not None, START_WAIT_S)
-    assert ready, process.report()
-    assert process.returncode is None, process.report()
-    return url
 
 
 def test_the_second_decision_predicts_the_hit_that_vllm_reports(
@@ -79,13 +24,14 @@ def test_the_second_decision_predicts_the_hit_that_vllm_reports(
         }
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="kv") as folder:
-        server = serve(spawn, python, model, node.address, Path(folder))
+        server = Server(spawn, python, model, node.address, events=Path(folder))
+        server.wait_ready()
         conductor = spawn(
             [sys.executable, "-m", "conductor.service", "--port", "0",
              "--set", f"http.operate_token={OPERATE}", "--set", "health.node_s=0.1"],
             ready=r"listening on (\S+)", env={"PYTHONPATH": str(ROOT)},
         ).ready.group(1)  # fmt: skip
-        engine = {"id": "P", "role": "mixed", "url": server}
+        engine = {"id": "P", "role": "mixed", "url": server.url}
         registered = {"url": node.process.ready.group(2), "read_token": READ}
         ask(f"{conductor}/v1/engines", engine, OPERATE)
         ask(f"{conductor}/v1/nodes", registered, OPERATE)
