@@ -88,6 +88,7 @@ def test_the_events_of_a_node_are_told_to_whoever_may_read(spawn, tmp_path):
     assert answer == {
         "node": "n1", "topic": f"kvstore@n1@{boot}", "endpoint": daemon.events,
         "replay_endpoint": daemon.replay, "follow_token": True, "tokens": False,
+        "cluster": "",
     }  # fmt: skip
     assert FOLLOW not in json.dumps(answer)
     assert Api(daemon, "").send("GET", "/v1/events")[0] == 401

@@ -191,6 +191,8 @@ def test_without_a_space_the_best_answer_of_all_is_given(asked):
 
 def test_a_page_that_a_peer_gave_says_which_one(asked):
     asked.world.store(asked.process, asked.space, "a")
+    for peer in "pq":
+        asked.table.eviction.sources.changed(peer, b"boot")
     for path, start, peer in (("abc", 1, "p"), ("abcd", 3, "q")):
         number, _, put = asked.world.begin(asked.process, asked.space, path, start=start)
         digests = bytes(16 * len(put.slots))

@@ -42,7 +42,7 @@ class Desk:
         memory = SimpleNamespace(read=self._read)
         status = SimpleNamespace(
             unready=str, stats=dict, tiers=list, event_source=dict,
-            nodes=lambda: {"joined": "off"}, others=None,
+            nodes=lambda: {"joined": "off", "membership": None}, registered=dict, others=None,
             policy=lambda: {"name": self.table.eviction.policy, "known": list(POLICIES),
                             "configured": "lru"},
         )  # fmt: skip
@@ -118,6 +118,8 @@ class Desk:
             "to": lambda: chance.choice(["host", "ssd"]),
             "ttl_s": lambda: chance.choice([0.0, 1e-9, 60.0, -1.0, float("nan"), 1e300]),
             "deadline_s": lambda: chance.choice([1e-9, 60.0]),
+            "bytes_per_s": lambda: chance.choice([0, 1]), "copies": lambda: chance.randint(1, 3),
+            "node": lambda: "b",
             "quota_bytes": lambda: chance.choice([0, 0, PAGE, 6 * PAGE, 1 << 62]),
             "reserved_bytes": lambda: chance.choice([0, 0, PAGE, 1 << 62]),
             "name": lambda: chance.choice([*POLICIES, "x"]), "all": lambda: chance.random() < 0.5,
