@@ -9,6 +9,7 @@ A reclaim carries over what is pinned, and what its space would miss in its rese
 """
 
 from collections.abc import Callable, Collection
+from itertools import count
 from typing import Final
 
 from kvstore.state.choice.quotas import SHRINK_MAX, Quotas
@@ -30,20 +31,22 @@ class _Leaves:
     """The leaves of one space, the one that was not used for longest first."""
 
     def __init__(self) -> None:
-        #: (access, serial, node); may be out of date, which is found when it comes out.
+        #: (access, serial, number, node); may be out of date, which is found when it comes out. A
+        #: head that was split off has the serial number that its tail had.
         self._heap = NodeHeap(self._stays)
+        self._number = count(1)
         self.queued: set[PrefixNode] = set()
         self.all_offered = False
 
     def add(self, node: PrefixNode) -> None:
         if node not in self.queued:
             self.queued.add(node)
-            self._heap.push((node.access, node.serial, node))
+            self._heap.push((node.access, node.serial, next(self._number), node))
 
     def pop(self, may_go: Callable[[PrefixNode], bool]) -> PrefixNode | None:
         node: PrefixNode
         while self._heap:
-            access, _, node = self._heap.pop()
+            access, _, _, node = self._heap.pop()
             self.queued.remove(node)
             if may_go(node):
                 if node.access == access:
