@@ -89,7 +89,14 @@ def _carried_out(options: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps(answer, indent=2) + "\n")
     else:
         options.show(answer, show.console())
-    return int(isinstance(answer, dict) and answer.get("state") in ("failed", "cancelled"))
+    return int(isinstance(answer, dict) and _fell_short(answer))
+
+
+def _fell_short(answer: dict[str, Any]) -> bool:
+    """Whether it is a job that failed, was cancelled, or could not copy all of the pages."""
+    if answer.get("state") in ("failed", "cancelled"):
+        return True
+    return answer.get("state") == "done" and (answer.get("result") or {}).get("complete") is False
 
 
 def _spell_out(names: Names, options: argparse.Namespace) -> None:

@@ -250,7 +250,7 @@ class CopyJobs:
                 break  # those that are there have no room
             yield _REJOIN_POLL_S
         if not able and not up:
-            done.why = "no session with any other node; " + done.why
+            done.why = "no session with any other node that is not draining; " + done.why
         return able
 
     def _drain_to(

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from kvstore.cli import main, names, show
+from kvstore.cli.command import _fell_short
 from kvstore.cli.names import Names
 from kvstore.cli.remote import Remote
 from kvstore.errors import InvalidArgument, NotFound
@@ -429,3 +430,15 @@ def test_stats_say_where_pages_were_found_and_how_long_things_took(capsys):
     del answer["lookups"], answer["latencies"], answer["latency_bounds_s"]  # of an older node
     show.stats(answer, show.console())
     assert "found in" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("state", "result", "fell_short"),
+    [
+        ("done", {"complete": True}, False), ("done", {"complete": False}, True),
+        ("done", {}, False), ("failed", {}, True), ("cancelled", {"complete": False}, True),
+        ("running", {"complete": False}, False),
+    ],
+)  # fmt: skip
+def test_a_job_that_did_not_copy_everything_is_a_failure_of_the_command(state, result, fell_short):
+    assert _fell_short({"state": state, "result": result}) is fell_short
