@@ -53,6 +53,8 @@ class AskedDirectory:
         self._waiting: dict[int, tuple[Callable[[list[Holding]], None], asyncio.TimerHandle]] = {}
         self._report = DirectoryReport()
         self._counts: Counter[str] = Counter()
+        #: Questions without an answer since the process said something last: it may have them all.
+        self._unanswered = 0
 
     async def run(self) -> None:
         """Run the index process and follow the membership until cancelled."""
@@ -103,6 +105,7 @@ class AskedDirectory:
 
     def heard(self, told: Told | DirectoryReport) -> None:
         """The process has said something."""
+        self._unanswered = 0
         if isinstance(told, DirectoryReport):
             self._report = told
             return
@@ -117,6 +120,7 @@ class AskedDirectory:
 
     def began(self) -> None:
         """The process has started again: it knows no questions."""
+        self._unanswered = 0
         self._report = DirectoryReport()
         waiting, self._waiting = self._waiting, {}
         for found, timer in waiting.values():
@@ -140,7 +144,7 @@ class AskedDirectory:
         self, identity: SpaceIdentity, shards: Sequence[ShardSpec], keys: bytes,
         found: Callable[[list[Holding]], None],
     ) -> None:  # fmt: skip
-        if len(self._waiting) >= OUTSTANDING_MAX:
+        if len(self._waiting) + self._unanswered >= OUTSTANDING_MAX:
             self._counts["overload"] += 1
             found([])
             return
@@ -154,6 +158,7 @@ class AskedDirectory:
     def _give_up(self, number: int) -> None:
         found, _ = self._waiting.pop(number)
         self._counts["timeout"] += 1
+        self._unanswered += 1
         found([])
 
     def _counts_as(self, peer: str, boot: bytes) -> bool:

@@ -9,6 +9,8 @@ import asyncio
 import sys
 from collections.abc import Callable
 from contextlib import aclosing
+from itertools import islice
+from typing import Final
 
 from kvstore.cluster.claiming import Presence
 from kvstore.cluster.greeting import LocalNode
@@ -40,6 +42,10 @@ Tell = Callable[[bytes], None]
 def configured_store(place: StorePlace, cluster: str) -> RecordStore:
     """The etcd or Redis of the configuration."""
     return open_store(place.kind, place.servers, cluster)
+
+
+RECORDS_MAX: Final = 4_096
+"""Records of a store that the node is told of; it uses fewer."""
 
 
 class ClusterCompanion:
@@ -153,7 +159,8 @@ async def _report(membership: LeasedMembership, tell: Tell) -> None:
     """Tell the nodes and the standing after each change, until cancelled."""
     async with aclosing(membership.told()) as changes:
         async for nodes, standing in changes:
-            tell(encode_message(NodesTold(dict(nodes), standing)))
+            some = islice(sorted(nodes.items()), RECORDS_MAX)
+            tell(encode_message(NodesTold(dict(some), standing)))
 
 
 def main() -> int:

@@ -260,7 +260,7 @@ class RedisPages:
             try:
                 for number, node, boot in told:
                     holders[int(number)] = NumberHolder(node.decode(), bytes.fromhex(boot.decode()))
-            except ValueError as error:
+            except (ValueError, AttributeError) as error:  # a field is missing, or is no text
                 raise DirectoryFault("refused", "a holder's record cannot be read") from error
             for shard, counts in zip(runs, found, strict=True):
                 texts = [text.decode("ascii", "replace") for text in counts[1::2]]

@@ -98,6 +98,8 @@ class CopyRequests:
         missing = count - sum([node.count for node in run])
         if missing:
             raise CapacityError(f"{missing} of {count} pages are not stored; put them again")
+        if any(one.read_once >> request.shard & 1 for one in run):
+            raise InvalidArgument("keys", "a page to be read once is not copied to other nodes")
         only_here = wire.Replicated(request.id, 1)
         if request.copies == 1 or not waits or self._requests.remote is None:
             return only_here, None

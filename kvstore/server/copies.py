@@ -21,6 +21,7 @@ from kvstore.server.jobs import Jobs, OperatorJob
 from kvstore.server.naming import key_of, not_stored, space_of
 from kvstore.server.refusal import Refusal
 from kvstore.server.turns import Work
+from kvstore.state.remote.located import LOCATE_KEYS_MAX
 from kvstore.state.table.pages import PageTable
 from kvstore.state.table.runs import chain_keys, lasting_pages
 from kvstore.state.tree.node import PrefixNode
@@ -220,6 +221,11 @@ class CopyJobs:
                 yield None  # it has left, or went with a page behind it
                 continue
             keys = _chain_to(node, key)
+            if len(keys) > LOCATE_KEYS_MAX * KEY_BYTES:
+                done.why = f"pages beyond the first {LOCATE_KEYS_MAX} of a chain are not copied"
+                left += 1
+                yield None
+                continue
             peers = yield from self._targets(job, done, keys[:KEY_BYTES])
             if not peers or _is_over(job, deadline_ns):
                 return False

@@ -1,18 +1,22 @@
 """The transports of a node, and the memory that one of them lets peers read without a ticket."""
 
 import asyncio
+import logging
 import ssl
 from collections.abc import Collection, Sequence
 from typing import Final
 
 from kvstore.config.addresses import read_address
 from kvstore.config.cluster import ClusterConfig
-from kvstore.errors import ConfigError, InvalidArgument, TierUnavailable
+from kvstore.errors import ConfigError, InvalidArgument, TierUnavailable, reason
+from kvstore.process.faults import Faults
 from kvstore.state.tree.slots import SlotTable
 from kvstore.tier.host import HostMemory
 from kvstore.transport.base import Transport
 from kvstore.transport.mooncake import MooncakeTransport
 from kvstore.transport.tcp import TcpTransport
+
+_log = logging.getLogger(__name__)
 
 TURN_S: Final = 0.2
 """Between two looks for memory that a tenant has got."""
@@ -70,12 +74,16 @@ class Registration:
         slots: says whose each extent is.
         transports: those of the node.
         tenants: whose memory is registered.
+
+    Attributes:
+        faults: extents that could not be registered yet, by cause.
     """
 
     def __init__(
         self, memory: HostMemory, slots: SlotTable, transports: Sequence[Transport],
         tenants: Collection[str],
     ) -> None:  # fmt: skip
+        self.faults = Faults(_log, "registration of memory")
         self._memory = memory
         self._slots = slots
         self._transports = transports
@@ -105,9 +113,21 @@ class Registration:
                 address = self._memory.address(number)
             except TierUnavailable:
                 continue
-            self._known[number] = address
+            self._register(number, address, descriptor)
+
+    def _register(self, number: int, address: int, descriptor: int) -> None:
+        """Register one extent with every transport; with none if that fails, then later again."""
+        done: list[Transport] = []
+        try:
             for transport in self._transports:
                 transport.register(address, self._slots.extent_bytes, descriptor)
+                done.append(transport)
+        except OSError as error:  # no descriptor is left
+            for transport in done:
+                transport.unregister(address)
+            self.faults.note("memory", f"an extent is registered later: {reason(error)}")
+        else:
+            self._known[number] = address
 
     def left(self, number: int) -> None:
         """The memory of an extent goes."""

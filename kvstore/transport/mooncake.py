@@ -302,7 +302,7 @@ class MooncakeTransport:
             engine.ending = True  # it is never ready
         if engine.ending:
             with self._lock:
-                if not engine.end(time.monotonic() + _KILL_S):
+                if not engine.end(time.monotonic()):  # the node waits for the lock
                     return
                 if engine is self._reader:
                     self._attempts.gone()
@@ -339,7 +339,11 @@ class MooncakeTransport:
         """Wait for messages, and at most until the next deadline."""
         ready = select.poll()
         ready.register(self._wake, select.POLLIN)
-        fds = {one.process.fileno(): one for one in self._engines() if one.process is not None}
+        fds = {
+            one.process.fileno(): one
+            for one in self._engines()
+            if one.process is not None and not one.ending
+        }
         for fd in fds:
             ready.register(fd, select.POLLIN)
         with self._lock:

@@ -49,11 +49,15 @@ class HostNames:
         with self._lock:
             question = self._asking.get(host)
             if question is None:
-                question = self._asking[host] = _Question()
+                question = _Question()
                 thread = threading.Thread(
                     target=self._answer, args=(host, question), name="kvstore-names", daemon=True
                 )
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:  # no threads are left
+                    raise PeerUnreachable(f"{host}: {error}") from error
+                self._asking[host] = question
         left_s = (deadline_ns - time.monotonic_ns()) / 1e9
         if not question.answered.wait(max(0.0, left_s)):
             raise TransferTimeout(f"the name {host} was not resolved in time")

@@ -79,12 +79,12 @@ async def test_questions_without_an_answer_are_answered_with_nobody(
         monkeypatch.setattr("kvstore.cluster.asked.ANSWER_S", 60.0)
         for number in range(OUTSTANDING_MAX + 3):
             it.ask(1_000 + number)
-        assert len(it.answers) == 4, "more questions are outstanding than may be"
+        assert len(it.answers) == 5, "one that was not answered may still be in its socket"
         it.directory.began()  # the process has started again: it knows no question
         assert len(it.answers) == OUTSTANDING_MAX + 4
         assert not any(it.answers.values())
         shown = it.directory.stats()["shared"]
-        assert shown["unanswered"] == {"timeout": 1, "overload": 3}
+        assert shown["unanswered"] == {"timeout": 1, "overload": 4}
         assert shown["outstanding"] == 0
 
 

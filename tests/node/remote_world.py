@@ -208,8 +208,9 @@ class RemoteWorld:
         return granted.statuses
 
     def commit(
-        self, connection: int, path: str, statuses: bytes, start: int = 0, shard: int = 0
-    ) -> bytes:
+        self, connection: int, path: str, statuses: bytes, start: int = 0, shard: int = 0,
+        *, read_once: bool = False,
+    ) -> bytes:  # fmt: skip
         """Commit the put that was begun last; what became of its pages."""
         keys = chain(path, start)
         digests = [
@@ -217,7 +218,10 @@ class RemoteWorld:
             for key, status in zip(keys, statuses, strict=True)
             if status == PageStatus.GRANTED
         ]
-        done = self.ask(connection, wire.CommitPut(10, self._names, b"".join(digests)))
+        done = self.ask(
+            connection,
+            wire.CommitPut(10, self._names, b"".join(digests), read_once=read_once),
+        )
         assert isinstance(done, wire.Committed)
         return done.statuses
 

@@ -250,6 +250,14 @@ def test_copies_of_pages_that_are_not_here_are_refused(world, engine):
     assert (refused.code, refused.message[:6]) == ("capacity", "1 of 3")
 
 
+def test_a_page_to_be_read_once_is_not_copied(world, engine):
+    world.commit(engine, "ab", world.begin(engine, "ab"), read_once=True)
+    refused = replicate(world, engine, "ab")
+    assert isinstance(refused, wire.Failure)
+    assert refused.field == "keys"
+    assert not world.spreads
+
+
 @pytest.mark.parametrize("copies", [0, 17, -1])
 def test_a_number_of_copies_is_refused_by_name(world, engine, copies):
     world.store(engine, "ab")

@@ -90,3 +90,18 @@ def test_much_memory_is_registered_a_little_at_a_time(made):
     scene.slots.allocate((EXTENTS_A_TURN + 3) * EXTENT_BYTES // 4096, "a", 4096)
     assert scene.registered() == EXTENTS_A_TURN
     assert scene.registered() == EXTENTS_A_TURN + 3
+
+
+def test_an_extent_that_cannot_be_registered_now_is_registered_later(made, monkeypatch):
+    scene = made()
+    scene.slots.allocate(1, "a", 4096)
+
+    def refuse(*_arguments):
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as full:
+        full.setattr(scene.transport, "register", refuse)
+        assert scene.registered() == 0
+        assert scene.registration.faults.counts == {"memory": 1}
+
+    assert scene.registered() == 1

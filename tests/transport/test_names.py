@@ -62,3 +62,18 @@ def test_a_name_that_nobody_has_is_a_peer_that_cannot_be_reached():
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_an_address_is_not_asked_for(host):
     assert HostNames(SlowNames()).addresses(host, 0) == [host]
+
+
+def test_a_name_is_asked_for_again_after_no_thread_could_be_started(monkeypatch):
+    def refuse(_thread):
+        raise RuntimeError("can't start new thread")
+
+    ask = SlowNames()
+    ask.gate.set()
+    names = HostNames(ask)
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(PeerUnreachable, match="thread"):
+            names.addresses("slow", soon_ns())
+
+    assert names.addresses("slow", soon_ns()) == ["10.0.0.1", "fd00::1"]

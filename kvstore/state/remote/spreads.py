@@ -4,13 +4,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
-from typing import Final
 
 from kvstore.errors import CapacityError
 from kvstore.page import ShardSpec, SpaceIdentity
 from kvstore.state.remote.jobs import PeerJob, Spread, SpreadEnd
 
-SPREADS_MAX: Final = 256
+SPREADS_MAX = 256
 """Requests of all sessions that have not ended."""
 
 

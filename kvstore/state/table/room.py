@@ -44,7 +44,7 @@ class Room:
         taken = self._held.slots.allocate(count, space.identity.tenant, slot_bytes)
         if len(taken) < count:
             self._free(space, head, slot_bytes, count, taken)
-        elif self._held.draining.grown is not None:
+        elif self._held.draining.grown is not None and not self._held.eviction.spared_since_ns:
             self._look_ahead(space, slot_bytes)
         return taken
 
