@@ -13,6 +13,7 @@ from typing import Any, Final, NoReturn
 from kvstore.cli import doctor, show, top
 from kvstore.cli.index import asked_index, index
 from kvstore.cli.jobs import (
+    COPY_JOBS,
     JOB_WAIT_S,
     KEY,
     SPACE,
@@ -96,7 +97,8 @@ def _fell_short(answer: dict[str, Any]) -> bool:
     """Whether it is a job that failed, was cancelled, or could not copy all of the pages."""
     if answer.get("state") in ("failed", "cancelled"):
         return True
-    return answer.get("state") == "done" and (answer.get("result") or {}).get("complete") is False
+    copies = answer.get("state") == "done" and answer.get("kind") in COPY_JOBS
+    return copies and answer["result"].get("complete") is False
 
 
 def _spell_out(names: Names, options: argparse.Namespace) -> None:

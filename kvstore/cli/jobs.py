@@ -20,6 +20,8 @@ AddVerb = Callable[[str, str, Verb, Show], argparse.ArgumentParser]
 SPACE: Final = f"model of the space, or {PREFIX_MIN} or more hex digits of its label"
 KEY: Final = f"64 hex digits, or the first {PREFIX_MIN} or more"
 JOB_WAIT_S: Final = 3600.0
+COPY_JOBS: Final = ("replicate", "move-to-node", "drain")
+"""Kinds of jobs that fail their command if they are not complete: a node may be stopped next."""
 
 
 def names_page(verb: argparse.ArgumentParser) -> None:

@@ -433,12 +433,15 @@ def test_stats_say_where_pages_were_found_and_how_long_things_took(capsys):
 
 
 @pytest.mark.parametrize(
-    ("state", "result", "fell_short"),
+    ("kind", "state", "result", "fell_short"),
     [
-        ("done", {"complete": True}, False), ("done", {"complete": False}, True),
-        ("done", {}, False), ("failed", {}, True), ("cancelled", {"complete": False}, True),
-        ("running", {"complete": False}, False),
+        ("drain", "done", {"complete": True}, False), ("drain", "done", {"complete": False}, True),
+        ("replicate", "done", {"complete": False}, True), ("drain", "done", {}, False),
+        ("drain", "running", {"complete": False}, False), ("verify", "failed", {}, True),
+        ("verify", "cancelled", {}, True), ("verify", "done", {"complete": False}, False),
     ],
 )  # fmt: skip
-def test_a_job_that_did_not_copy_everything_is_a_failure_of_the_command(state, result, fell_short):
-    assert _fell_short({"state": state, "result": result}) is fell_short
+def test_a_job_that_did_not_copy_everything_is_a_failure_of_the_command(
+    kind, state, result, fell_short
+):
+    assert _fell_short({"kind": kind, "state": state, "result": result}) is fell_short
