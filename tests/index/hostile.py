@@ -12,6 +12,7 @@ from kvstore.events import zmtp
 from kvstore.events.publisher import END_OF_REPLAY
 
 SPACE = "ab" * 32
+SOAK_S_MIN = 30.0
 TYPES = ["BlockStored", "BlockRemoved", "AllBlocksCleared", "SomethingNew", "", "x" * 300]
 FIELDS = [
     "type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "medium", "lora_id",
@@ -150,6 +151,15 @@ class Hostile(random.Random):
                 yield b"\x00\x00" * self.choice([1, 100_000])
             case 6:
                 yield b"\x04\x00\x04\x01\xff"
+
+
+def stall_s(seconds: float) -> float:
+    """CPU seconds that one turn may take in a test of so many seconds.
+
+    A soak has the process to itself. In the suite, the collector of a process with thousands of
+    tests behind it and a host that takes the CPU away both count as the turn's.
+    """
+    return 0.1 if seconds >= SOAK_S_MIN else 0.5
 
 
 class Stopwatch:

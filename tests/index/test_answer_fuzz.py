@@ -11,8 +11,8 @@ import msgspec
 from kvstore.events.questions import END, HEAD, PAGES
 from kvstore.index import snapshot
 from kvstore.index.snapshot import SnapshotEnd, SnapshotPages
-from tests.index.hostile import Hostile
-from tests.index.test_event_fuzz import STALL_S, Stopwatch, seconds, seeded
+from tests.index.hostile import Hostile, stall_s
+from tests.index.test_event_fuzz import Stopwatch, seconds, seeded
 from tests.loops import in_loop
 
 __all__ = ["seconds"]
@@ -38,7 +38,7 @@ async def test_a_hostile_nodes_answer_is_a_snapshot_or_an_error(seconds: float) 
                 assert told == 32 * parts[-1].pages
                 complete += 1
             watch.look()
-            assert watch.worst < STALL_S
+            assert watch.worst < stall_s(seconds)
         assert causes == {"invalid"}
         assert complete > 10
         assert wrong > 10

@@ -26,9 +26,7 @@ from tests.index.applied import (
     removed,
     stored,
 )
-from tests.index.hostile import Hostile
-
-STALL_S = 0.1
+from tests.index.hostile import Hostile, stall_s
 
 
 def test_long_batches_are_applied_in_steps() -> None:
@@ -102,7 +100,7 @@ def test_blocks_of_one_name_that_wait_are_removed_without_a_stall() -> None:
     assert applied.ingest.blocks.waiting == 16_384
     before = time.thread_time()
     applied.apply(removed([7] * 65_536, group_idx=1))
-    assert time.thread_time() - before < STALL_S
+    assert time.thread_time() - before < stall_s(0)
     assert applied.ingest.blocks.waiting == 8_192
 
 
@@ -241,7 +239,7 @@ def test_no_payload_ends_or_holds_up_who_applies_it(
         applied.ingest.clear()
         assert not applied.entries
         if chains is IMPLEMENTATIONS[-1]:
-            assert worst < STALL_S, f"seed {seed}"
+            assert worst < stall_s(seconds or soak_s), f"seed {seed}"
     except BaseException as error:
         error.add_note(f"seed {seed}")
         raise

@@ -40,12 +40,11 @@ from kvstore.index.reading import UnreadableError
 from kvstore.index.scope import key_chains, scope_seed
 from kvstore.index.writer import IndexWriter
 from kvstore.process.listeners import Listener, Unix
-from tests.index.hostile import TOPICS, Hostile, Stopwatch
+from tests.index.hostile import TOPICS, Hostile, Stopwatch, stall_s
 from tests.index.publishers import node, usable
 from tests.local_index import LocalIndex, anonymous_memory
 from tests.loops import eventually, in_loop
 
-STALL_S = 0.1
 QUICK_SEED = 10
 QUICK_S = 10.0
 ENTRIES_MAX = 20_000
@@ -105,7 +104,7 @@ def test_no_batch_ends_or_holds_up_who_applies_it(seconds: float) -> None:
                 writer.check()
                 feed._ingest.blocks.check()
         assert 0 < unreadable < batches
-        assert watch.worst < STALL_S
+        assert watch.worst < stall_s(seconds)
         feed.end()
         while feeds.tend(batches):
             pass
@@ -275,7 +274,7 @@ async def publish_honestly(
         watch._before = time.thread_time()
     if running.done():
         running.result()
-    assert watch.worst < STALL_S
+    assert watch.worst < stall_s(seconds)
     return there
 
 
@@ -402,4 +401,4 @@ def test_hostile_followers_cost_neither_the_publisher_nor_an_honest_one_anything
         assert {name for name, count in questions.counts.items() if count} > {
             "snapshots_served", "snapshots_cut", "audits_refused",
         }  # fmt: skip
-        assert watch.worst < STALL_S
+        assert watch.worst < stall_s(seconds)
