@@ -14,7 +14,7 @@ SOAKS := soak-cluster soak-crash soak-events soak-http soak-link soak-log soak-m
 $(VENV)/.ready: requirements/run.txt requirements/stores.txt requirements/dev.txt pyproject.toml setup.py kvstore/mover/_chains.c kvstore/mover/_mover.c kvstore/mover/_xxh3.h
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing pinned requirements into $(VENV) (the first time takes a minute or two)"
-	@$(BIN)/pip install --quiet -r requirements/dev.txt
+	@$(BIN)/pip install --quiet --no-compile -r requirements/dev.txt
 	@$(BIN)/pip install --quiet --no-build-isolation --no-deps --editable .
 	@touch $@
 
