@@ -10,7 +10,7 @@ import pytest
 from tests.tier.ssd.corpus import Corpus
 from tests.tier.ssd.fuzzed import Case
 
-SECONDS = 10
+SECONDS = 5
 
 
 def fuzz(folder: Path, seed: int, seconds: float) -> int:
