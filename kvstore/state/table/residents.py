@@ -187,8 +187,7 @@ class Residents:
         self.actions.append(Removed(node.space, shard, keys, cause, places))
         self.counts[f"removed_{cause}"] += len(keys)
         self.story.tell(f"removed {cause}", node, shard, len(keys))
-        for key in keys:
-            self.ghosts.add(node, shard, cause, self.moment.now_ns, key)
+        self.ghosts.add(node, shard, cause, self.moment.now_ns, keys)
         self.slots.release(slots)
 
     def abandon(self, node: PrefixNode, shard: int) -> None:
@@ -239,8 +238,7 @@ class Residents:
             self.actions.append(Removed(node.space, shard, keys, cause))
             self.counts[f"removed_{cause}"] += pages
             self.story.tell_last(f"removed {cause}", node, shard, pages)
-            for key in keys:
-                self.ghosts.add(node, shard, cause, self.moment.now_ns, key)
+            self.ghosts.add(node, shard, cause, self.moment.now_ns, keys)
             self.slots.release(slots)
         if pages < count:
             node.shorten(pages)
