@@ -191,6 +191,8 @@ class PrefixNode:
         """Which of its pages has a key; one has."""
         if self.count == 1 or self.keys.startswith(key):
             return 0
+        if self.keys.endswith(key):  # as is asked for most, and a search from the front takes long
+            return self.count - 1
         at = self.keys.find(key)
         while at % KEY_BYTES:
             at = self.keys.find(key, at + 1)
