@@ -7,6 +7,7 @@ from typing import Final
 from kvstore import wire
 from kvstore.errors import InvalidArgument
 
+BOOT_BYTES: Final = 16
 PEER_MINOR: Final = 5
 """The minor version since which nodes have sessions with each other."""
 
