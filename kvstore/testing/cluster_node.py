@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.cluster.greeting import LocalNode
+from kvstore.cluster.greeting import BOOT_BYTES, LocalNode
 from kvstore.cluster.records import SCHEME
 from kvstore.cluster.session import PeerSession
 from kvstore.cluster.side import LoopTime, Peers
@@ -239,7 +239,7 @@ class ClusterNode:
         self._others = {other.name: other for other in others}
         time, random = self._time, self._time.random
         count, in_flight = self._extents.count, self.in_flight_bytes_max
-        boot = b"%s %13d" % (self.name.encode(), self.life)
+        boot = f"{self.name} {self.life}".encode().ljust(BOOT_BYTES)
         slots = SlotTable(EXTENT_BYTES, count)
         self.memory.begin([extent.number for extent in slots.extents])
         self.followers = KnownPages()
