@@ -209,12 +209,14 @@ class OpenedSpaceRow(Answer, frozen=True):
 class SessionRow(Answer, frozen=True):
     """One process group of an engine, and the resources it holds.
 
-    ``engine`` is None if the session has no engine's name. ``spaces`` has the first ones, in the
+    ``engine`` is None if the session has no engine's name. ``peer``: it is that of another node of
+    the cluster, which reads pages here, and of no engine. ``spaces`` has the first ones, in the
     order in which they were opened; ``spaces_total`` is how many there are.
     """
 
     name: str
     engine: EngineRow | None
+    peer: bool
     spaces: list[OpenedSpaceRow]
     spaces_total: int
     tenant: str
