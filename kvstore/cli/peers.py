@@ -2,14 +2,14 @@
 
 import socket
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from time import monotonic
 from typing import Any, Final
 
 from kvstore import wire
-from kvstore.cli.stores import store_checks
+from kvstore.cli.stores import running_store_checks, store_checks
 from kvstore.cluster.greeting import LocalNode, check_protocol
 from kvstore.cluster.records import SCHEME
 from kvstore.cluster.tls import client_context, server_context
@@ -32,18 +32,25 @@ _WILDCARDS: Final = ("0.0.0.0", "::")
 _RENEW: Final = "make a new one (docs/cluster.md#certificates) and restart the node"
 
 
-def peer_checks(config: ServerConfig | None, stats: Mapping[str, Any] | None) -> Iterator[Check]:
+def peer_checks(
+    config: ServerConfig | None, stats: Mapping[str, Any] | None,
+    settings: Sequence[Mapping[str, Any]] | None = None,
+) -> Iterator[Check]:  # fmt: skip
     """Check the section ``cluster``; nothing if the node is alone by it.
 
     Args:
         config: of the node; None = only what the running node knows is told.
         stats: statistics of the node, if it runs; None = no node answers.
+        settings: those that the running node tells, for its stores; None = it does not tell them.
+            Used without a configuration only.
     """
     told = {}
     if stats is not None and stats.get("cluster"):  # an older node does not have it
         told = {one["name"]: one for one in node_list(stats)["nodes"]}
     if config is None:
         yield from (_seen(name, row) for name, row in told.items())
+        if stats is not None and stats.get("cluster"):
+            yield from running_store_checks(settings)
         return
     cluster = config.cluster
     if not cluster.name:

@@ -17,7 +17,7 @@ from kvstore import wire
 from kvstore.cli import peers
 from kvstore.cli.peers import peer_checks
 from kvstore.cluster.records import SCHEME
-from kvstore.config import NodeConfig, ServerConfig
+from kvstore.config import Loaded, NodeConfig, ServerConfig, values
 from kvstore.config.addresses import Address
 from kvstore.config.cluster import ClusterConfig
 from kvstore.config.machine import Check
@@ -33,6 +33,18 @@ STRANGER = CertificateFiles(
     str(CERTIFICATES / "stranger.pem"), str(CERTIFICATES / "stranger.key"),
     str(CERTIFICATES / "other.pem"),
 )  # fmt: skip
+STATS: dict[str, Any] = {
+    "node": "b", "boot": "0b" * 16, "remote": {"peers": {}},
+    "cluster": {
+        "name": "blue", "endpoint": "127.0.0.1:1", "peers": {},
+        "membership": {"kind": "redis", "state": "away"},
+        "service": {"sessions": [], "refused": {}},
+        "directory": {
+            "peers": {}, "refused": [], "entries": 0, "entries_max": 1, "left_out": 0,
+            "resident_bytes": 0, "restarts": 0,
+        },
+    },
+}  # fmt: skip
 Answers = Callable[[Any], list[wire.Answer | bytes]]
 
 
@@ -299,6 +311,24 @@ def of_store(advertise: str = "", listen: str = "127.0.0.1:0", **redis: Any) -> 
     return {one.name: one for one in peer_checks(config, None)}
 
 
+def of_running_store(told: list[dict[str, Any]] | None) -> dict[str, Check]:
+    """Checks without a configuration; the running node tells these of its settings."""
+    found = list(peer_checks(None, STATS, told))
+    assert all(one.advice for one in found if one.status != "ok"), "it says what to do"
+    return {one.name: one for one in found}
+
+
+def settings_of(**redis: Any) -> list[dict[str, Any]]:
+    """The answer of ``/v1/config`` of a node with a membership in Redis."""
+    loaded = Loaded(
+        ServerConfig(
+            node=NodeConfig(name="b"), redis=StoreConfig(**redis),
+            cluster=ClusterConfig(name="blue", membership="redis"),
+        ), {},
+    )  # fmt: skip
+    return values(loaded)
+
+
 @contextmanager
 def accepting() -> Iterator[str]:
     """What accepts connections; yields where."""
@@ -315,6 +345,29 @@ def test_a_store_that_answers_is_ok_and_one_that_does_not_is_told() -> None:
     assert found[f"redis {gone}"].status == "warn"
     assert "firewall" in found[f"redis {gone}"].advice
     assert "cluster" not in found, "no list of nodes is missed"
+
+
+def test_the_stores_of_a_running_node_are_looked_at_without_its_file() -> None:
+    gone = f"127.0.0.1:{unused_port()}"
+    with accepting() as place:
+        found = of_running_store(settings_of(endpoints=(place, gone)))
+
+    assert found[f"redis {place}"].status == "ok"
+    assert found[f"redis {gone}"].status == "warn"
+
+
+def test_what_was_not_looked_at_of_a_running_node_is_said() -> None:
+    untold = of_running_store(None)["stores"]
+    assert (untold.status, "--config" in untold.advice) == ("warn", True)
+    assert "not looked at" in untold.found
+
+    unreadable = of_running_store(settings_of(endpoints=("127.0.0.1:9",), login="/nowhere/login"))
+    one = unreadable["stores"]
+    assert (one.status, "not looked at" in one.found) == ("warn", True), "the node runs with it"
+    assert "redis.login" in one.found
+
+    newer = [*settings_of(endpoints=("127.0.0.1:9",)), {"key": "cluster.unheard_of", "value": 1}]
+    assert of_running_store(newer)["stores"].status == "warn"
 
 
 def test_a_store_whose_certificate_is_of_another_authority_is_told() -> None:
