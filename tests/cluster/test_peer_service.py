@@ -187,6 +187,22 @@ async def test_a_request_that_a_node_may_not_make_ends_its_session(request_):
 
 
 @in_loop
+async def test_sessions_that_break_the_protocol_again_and_again_are_counted_and_logged_once(caplog):
+    async with scene() as made:
+        for _ in range(20):
+            raw = await made.connect()
+            await raw.greet()
+            raw.send(b"\x01\0\0\0\xff")
+            assert (await raw.answer()).code == "protocol"
+            assert await raw.answer() is None
+
+        assert made.node.node.pages.counts["refused_protocol"] == 20
+    lines = [one.getMessage() for one in caplog.records if "node b" in one.getMessage()]
+    assert len(lines) == 1
+    assert "not a request of protocol" in lines[0]
+
+
+@in_loop
 async def test_requests_that_cannot_be_right_are_refused_and_the_session_goes_on():
     async with scene() as made:
         made.node.store()
