@@ -98,7 +98,7 @@ async def test_an_engine_never_has_more_than_it_said_and_the_rest_waits_in_order
         assert [(await request)[0] for request in requests] == [200] * 5
         assert engine.running_most == 2
         assert len(engine.requests) == 5
-        client.conductor.queue.rules.check()
+        client.conductor.queue.dispatcher.check()
 
 
 @in_loop
@@ -262,8 +262,8 @@ async def test_a_client_that_goes_away_ends_the_engine_s_work() -> None:
         request.cancel()
         await eventually(lambda: p.aborted == 1, "prefill was aborted")
         await eventually(lambda: client.conductor.proxy.active == 0)
-        assert client.conductor.queue.rules.in_flight("p") == 0
-        assert client.conductor.queue.rules.in_flight("d") == 0
+        assert client.conductor.queue.dispatcher.in_flight("p") == 0
+        assert client.conductor.queue.dispatcher.in_flight("d") == 0
         assert client.conductor.decisions.newest(1)[0].outcome == "client_gone"
 
 
