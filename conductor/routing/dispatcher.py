@@ -51,6 +51,7 @@ class Request:
         keys: a chain value for each leading page of the prompt; empty = unknown.
         priority: lower is more urgent.
         tenant: on whose behalf; empty = unknown.
+        session: conversation that it belongs to; empty = unknown.
     """
 
     number: int
@@ -60,6 +61,7 @@ class Request:
     keys: Words = field(default_factory=lambda: NO_KEYS)
     priority: int = 0
     tenant: str = ""
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,6 +338,7 @@ class Dispatcher:
             keys=[one.request.keys for one in rows],
             priorities=[one.request.priority for one in rows],
             tenants=[one.request.tenant for one in rows],
+            sessions=[one.request.session for one in rows],
             matches=[one.matches for one in rows],
         )
 
