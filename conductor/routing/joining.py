@@ -94,9 +94,10 @@ class SeenSpace(Struct, frozen=True):
 
 
 class SeenSession(Struct, frozen=True):
-    """A session at a node; ``engine`` None = it has no engine's name."""
+    """A session at a node; ``engine`` None = it has no engine's name, ``peer`` = it is a node's."""
 
     engine: SeenEngine | None = None
+    peer: bool = False
     spaces: Annotated[tuple[SeenSpace, ...], Meta(max_length=4096)] = ()
 
 

@@ -118,27 +118,37 @@ class EngineServer:
         self._reads: dict[int, _Read] = {}
         self._contacted: set[str] = set()
         self._items: Counter[str] = Counter()
+        #: What changes registered memory, in order; reads have deadlines and do not wait for it.
+        self._changes: deque[tuple[MapMemory | UnmapMemory, int]] = deque()
 
     def serve(self) -> None:
         """Serve for ever."""
         while True:
+            idle = not self._reads and not self._changes
             with contextlib.suppress(queue.Empty):
-                self._obey(*self._messages.get(block=not self._reads))
+                self._obey(*self._messages.get(block=idle))
                 continue
+            changed = bool(self._changes)
+            if changed:
+                self._change(*self._changes.popleft())
             progress = [self._advance(one) for one in list(self._reads.values())]
-            if not any(progress):
+            if not changed and not any(progress):
                 time.sleep(_PAUSE_S)
 
     def _obey(self, message: Any, descriptor: int) -> None:
         match message:
             case StartEngine():
                 self._start(message)
-            case MapMemory():
-                self._map(message, descriptor)
-            case UnmapMemory(start):
-                self._unmap(start)
+            case MapMemory() | UnmapMemory():
+                self._changes.append((message, descriptor))
             case ReadPages():
                 self._begin(message)
+
+    def _change(self, message: MapMemory | UnmapMemory, descriptor: int) -> None:
+        if isinstance(message, MapMemory):
+            self._map(message, descriptor)
+        else:
+            self._unmap(message.start)
 
     def _tell(self, message: FromEngine) -> None:
         self._control.sendall(framed(message))

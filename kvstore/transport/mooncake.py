@@ -160,8 +160,13 @@ class MooncakeTransport:
                 self._attempts.up
                 and bool(transfer.addresses)
                 and not self._attempts.avoids(transfer.endpoint, time.monotonic_ns())
-                and self._reader.memory.elsewhere(transfer.local, transfer.page_bytes) is not None
+                and self._has(transfer)
             )
+
+    def _has(self, transfer: PageTransfer) -> bool:
+        """Whether the process that reads has registered the memory of a transfer."""
+        found = self._reader.memory.elsewhere(transfer.local, transfer.page_bytes)
+        return found is not None
 
     def read(self, transfer: PageTransfer) -> None:
         """See :class:`kvstore.transport.base.Transport`."""
@@ -169,10 +174,14 @@ class MooncakeTransport:
         if len(transfer.addresses) != PLACE_BYTES * len(transfer.remote):
             raise InvalidArgument("addresses", "the peer told no address of each page")
         with self._lock:
-            if self._closed:
+            why = "the transport is closed" if self._closed else ""
+            # The process may still have other memory under the same addresses.
+            if self._attempts.up and not self._has(transfer):
+                why = "the memory for the pages is not registered"
+            if why:
                 missing = bytes(len(transfer.remote))
-                error = TransferError("the transport is closed")
-                self._tell([TransferEnd(transfer.number, missing, error, settled=True)])
+                end = TransferEnd(transfer.number, missing, TransferError(why), settled=True)
+                self._tell([end])
                 return
             self._attempts.submit(transfer, time.monotonic_ns())
             self._publish()
@@ -258,6 +267,7 @@ class MooncakeTransport:
                 "replaced_processes": self._attempts.replaced,
                 "registered_bytes": owner.memory.total_bytes,
                 "registered_huge_bytes": sum(owner.huge.values()),
+                "registering_extents": len(self._reader.registering),
                 "unregistered_bytes": self._known.total_bytes - owner.memory.total_bytes,
                 "tickets": len(self._tickets),
             }
@@ -372,27 +382,44 @@ class MooncakeTransport:
                     self._refused = why
                     self._ready.set()
                 case MemoryMapped():
-                    with self._lock:
-                        ask, _ = self._registered.get(message.start, (None, -1))
-                        if ask is not None and ask.serial == message.serial:
-                            engine.mapped(message, ask.length)
+                    self._mapped(engine, message)
                 case _:
                     self._told(message)
 
     def _began(self, engine: MooncakeEngine, port: int) -> None:
-        """A process is ready: it gets all memory, and what is to be read."""
+        """A process is ready: it gets all memory, and what is to be read once it has that.
+
+        Registering much memory may take longer than any deadline, and a read that is late costs
+        the process.
+        """
         with self._lock:
-            registered = list(self._registered.values())
             asked = {ask.serial for ask, _ in self._asked if isinstance(ask, MapMemory)}
+            # It gets those that are asked for now in their turn.
+            sent = [one for one in self._registered.values() if one[0].serial not in asked]
+            engine.registering = {ask.serial for ask, _ in sent}
             engine.ready(port)
-        for ask, own in registered:
-            if ask.serial not in asked:  # it gets that one in its turn
-                self._send(engine, ask, own)
+        for ask, own in sent:
+            self._send(engine, ask, own)
+        if not sent:
+            self._has_memory(engine)
+        if self._all_up():
+            self._ready.set()
+
+    def _mapped(self, engine: MooncakeEngine, message: MemoryMapped) -> None:
+        with self._lock:
+            ask, _ = self._registered.get(message.start, (None, -1))
+            if ask is not None and ask.serial == message.serial:
+                engine.mapped(message, ask.length)
+        if message.serial in engine.registering:
+            engine.registering.discard(message.serial)
+            if not engine.registering:
+                self._has_memory(engine)
+
+    def _has_memory(self, engine: MooncakeEngine) -> None:
+        """A new process has registered all memory, or could not."""
         if engine is self._reader:
             with self._lock:
                 self._attempts.started()
-        if self._all_up():
-            self._ready.set()
 
     def _told(self, message: FromEngine) -> None:
         """What the engine that reads says of a read."""

@@ -154,6 +154,24 @@ async def test_a_node_that_differs_is_refused_by_the_name_of_the_field(message, 
         assert made.service.stats()["sessions"] == []
 
 
+@pytest.mark.parametrize("name", ["", "\x1b[2J", "a\nb", "n" * 65, "n" * 9_999])
+@pytest.mark.parametrize("message", [HELLO, FOLLOW], ids=["session", "events"])
+@in_loop
+async def test_a_name_that_no_node_can_have_is_refused_though_the_cluster_has_no_list(
+    message, name
+):
+    async with scene() as made:
+        made.service._knows = lambda _: True
+        raw = await made.connect()
+        raw.send(changed(message, node=name))
+        answer = await raw.answer()
+
+        assert isinstance(answer, wire.Failure)
+        assert (answer.code, answer.field) == ("invalid_argument", "node")
+        assert made.service.stats()["sessions"] == []
+        assert made.service.stats()["followers"] == 0
+
+
 @pytest.mark.parametrize(
     "sent",
     [

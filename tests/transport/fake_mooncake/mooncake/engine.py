@@ -2,6 +2,7 @@
 
 It reads whatever address is asked for in registered memory. A first contact with a peer that says
 nothing blocks. ``FAKE_MOONCAKE_DEVICES``: names of devices that it finds.
+``FAKE_MOONCAKE_REGISTER_S``: how long each registration takes.
 """
 
 import ctypes
@@ -21,6 +22,7 @@ class TransferEngine:
         self._batches = {}
         self._numbers = count(1)
         self._peers = set()
+        self._never = threading.Event()
 
     def initialize(self, host, metadata, protocol, devices):
         assert metadata == "P2PHANDSHAKE"
@@ -39,6 +41,7 @@ class TransferEngine:
             at < address + length and address < at + size for at, size in self._registered.items()
         ):
             return -7
+        self._never.wait(float(os.environ.get("FAKE_MOONCAKE_REGISTER_S", "0")))
         self._registered[address] = length
         return 0
 
