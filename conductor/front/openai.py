@@ -40,6 +40,7 @@ class _Fields(msgspec.Struct, frozen=True):
     cache_salt: str | None = None
     priority: object = None
     user: object = None
+    prompt_cache_key: object = None
     kv_transfer_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -56,6 +57,7 @@ class Completion:
         salt: the prompt's cache salt; empty for none.
         priority: lower is more urgent, as in vLLM; 0 if the request has none.
         tenant: the field ``user``; empty if the request has none.
+        session: the field ``prompt_cache_key``; empty if the request has none.
     """
 
     fields: Mapping[str, msgspec.Raw]
@@ -66,6 +68,7 @@ class Completion:
     salt: str = ""
     priority: int = 0
     tenant: str = ""
+    session: str = ""
 
     def body(self) -> bytes:
         """The original request."""
@@ -135,6 +138,7 @@ def parse_completion(raw: bytes) -> Completion:
         salt=known.cache_salt or "",
         priority=known.priority if isinstance(known.priority, int) else 0,
         tenant=known.user if isinstance(known.user, str) else "",
+        session=known.prompt_cache_key if isinstance(known.prompt_cache_key, str) else "",
     )
 
 

@@ -155,6 +155,7 @@ class Proxy:
             keys=prefixes.keys(run.number, model),
             priority=body.priority,
             tenant=body.tenant,
+            session=run.http.headers.get("X-Session-Id", "") or body.session or body.tenant,
         )
 
     async def _try(self, run: Run, lease: Lease) -> web.StreamResponse:

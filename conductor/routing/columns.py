@@ -91,6 +91,7 @@ class Waiting:
             of equal prefixes are equal.
         priorities: lower ones are more urgent.
         tenants: on whose behalf they are; empty = unknown.
+        sessions: conversations that they belong to; empty = unknown.
         matches: how much of each prompt each engine has, as it was looked up last.
     """
 
@@ -103,6 +104,7 @@ class Waiting:
     keys: Sequence[Words]
     priorities: Sequence[int]
     tenants: Sequence[str]
+    sessions: Sequence[str]
     matches: Sequence[Matches]
 
     def __len__(self) -> int:

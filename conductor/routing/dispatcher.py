@@ -31,7 +31,7 @@ import numpy as np
 from conductor.routing.choices import Assign, Continue, Effect, Hold, Reject
 from conductor.routing.columns import NO_KEYS, Matches, View, Waiting
 from conductor.routing.engines import EngineRegistry
-from conductor.routing.scheduler import Scheduler
+from conductor.routing.scheduler import Handoff, Scheduler
 from kvstore.index.layout import Words
 
 _RETRY_AFTER_S_MAX: Final = 60
@@ -51,6 +51,7 @@ class Request:
         keys: a chain value for each leading page of the prompt; empty = unknown.
         priority: lower is more urgent.
         tenant: on whose behalf; empty = unknown.
+        session: conversation that it belongs to; empty = unknown.
     """
 
     number: int
@@ -60,6 +61,7 @@ class Request:
     keys: Words = field(default_factory=lambda: NO_KEYS)
     priority: int = 0
     tenant: str = ""
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,13 +257,10 @@ class Dispatcher:
         if not self._arrived:
             return effects
         waiting = self._columns(self._arrived)
-        for row, number in enumerate(waiting.numbers):
+        handoffs = [_handoff(self._arrived[number]) for number in waiting.numbers]
+        choices = self._scheduler.receive(self.view(), waiting, handoffs, now)
+        for number, choice in zip(waiting.numbers, choices, strict=True):
             known = self._known[number]
-            assert known.assign is not None
-            assert known.promised is not None
-            choice = self._scheduler.receive(
-                self.view(), waiting, row, known.assign.protocol, known.promised, now
-            )
             if isinstance(choice, Reject):
                 self._give_back(known, now)
                 self._remove(known)
@@ -339,6 +338,7 @@ class Dispatcher:
             keys=[one.request.keys for one in rows],
             priorities=[one.request.priority for one in rows],
             tenants=[one.request.tenant for one in rows],
+            sessions=[one.request.session for one in rows],
             matches=[one.matches for one in rows],
         )
 
@@ -376,6 +376,12 @@ class Dispatcher:
         assert held == self._in_flight
         assert promised == self._promised
         assert self._waiting.keys() | self._arrived.keys() <= self._known.keys()
+
+
+def _handoff(known: _Known) -> Handoff:
+    assert known.assign is not None
+    assert known.promised is not None
+    return Handoff(known.assign.protocol, known.promised)
 
 
 def _take(counts: Counter[str], engine_id: str) -> None:

@@ -4,13 +4,16 @@ A policy is a few functions over columns, chosen by name from :data:`POLICIES`; 
 the same for all policies.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
+
+import numpy as np
 
 from conductor.routing.columns import Column, Offers, Waiting
 
 HERD_LOAD_GAP: Final = 0.5
-"""A longer prefix is ignored if the load of its engine is this much above the lowest load.
+"""A longer prefix, or the engine of a session, is ignored if its load is so much above the lowest.
 
 Loads are fractions of ``max_running``. Otherwise one engine gets all requests with a popular prefix
 while others are idle (reported for several cache-aware routers).
@@ -44,12 +47,45 @@ class Policy(NamedTuple):
     order: Order = by_arrival
 
 
+def _random(waiting: Waiting, row: int, engines: Offers) -> Sequence[Column]:
+    return (_hashes(waiting.numbers[row], engines),)
+
+
+def _session(waiting: Waiting, row: int, engines: Offers) -> Sequence[Column]:
+    """Each session has an order of engines of its own: when one comes or goes, few others move."""
+    session = waiting.sessions[row]
+    if not session:
+        return (engines.load,)
+    return _is_hot(engines), _hashes(session, engines)
+
+
+def _new_tokens_times_batch(waiting: Waiting, row: int, engines: Offers) -> Sequence[Column]:
+    tokens = waiting.tokens[row]
+    batch = engines.in_flight + 1
+    if tokens is None:
+        return (batch,)
+    new_tokens: Column = np.maximum(tokens - engines.usable, 1.0)
+    return (new_tokens * batch,)
+
+
+def _hashes(what: object, engines: Offers) -> Column:
+    """A number in 0..1 for each engine, which looks random but is always the same."""
+    digests = (hashlib.blake2b(f"{what}/{one}".encode(), digest_size=6) for one in engines.ids)
+    return np.array([int.from_bytes(one.digest()) / 2**48 for one in digests])
+
+
+def _is_hot(engines: Offers) -> Column:
+    """1 for engines whose load is far above the lowest one."""
+    hot: Column = (engines.load - engines.load.min() > HERD_LOAD_GAP).astype(np.float64)
+    return hot
+
+
 def _longest_prefix(_: Waiting, __: int, engines: Offers) -> Sequence[Column]:
-    herded = (engines.load - engines.load.min() > HERD_LOAD_GAP).astype(float)
-    return herded, -engines.usable, engines.load, -engines.local
+    return _is_hot(engines), -engines.usable, engines.load, -engines.local
 
 
 POLICIES: Final[dict[str, Policy]] = {
+    "random": Policy(_random, "at random", needs_prefixes=False),
     "round-robin": Policy(
         lambda _, __, engines: (engines.last_assigned,), "its turn", needs_prefixes=False
     ),
@@ -58,5 +94,9 @@ POLICIES: Final[dict[str, Policy]] = {
     ),
     "longest-prefix": Policy(
         _longest_prefix, "longest usable prefix, then least load", needs_prefixes=True
+    ),
+    "session": Policy(_session, "engine of its session", needs_prefixes=False),
+    "lmetric": Policy(
+        _new_tokens_times_batch, "fewest new tokens times batch size", needs_prefixes=True
     ),
 }

@@ -31,6 +31,18 @@ _IN_TURN: Final = ""
 """Stands for all protocols by which the engines of a pair are asked in turn."""
 
 
+class Handoff(NamedTuple):
+    """How the KV of a request is handed over.
+
+    Attributes:
+        protocol: by which.
+        wanted: id of the engine that was chosen to decode when the request was assigned.
+    """
+
+    protocol: str
+    wanted: str
+
+
 class _Pairs(NamedTuple):
     """Rows of engines that can serve in pairs."""
 
@@ -104,33 +116,22 @@ class Scheduler:
         return [call.decide(row, now) for row in self.policy.order(waiting, now)]
 
     def receive(
-        self, view: View, waiting: Waiting, row: int, protocol: str, wanted: str, now: float
-    ) -> str | Hold | Reject:
-        """Choose who decodes a request whose KV has arrived.
+        self, view: View, waiting: Waiting, handoffs: Sequence[Handoff], now: float
+    ) -> list[str | Hold | Reject]:
+        """Choose who decodes the requests whose KV has arrived, the first ones first.
 
         Args:
             view: the engines; not changed.
-            waiting: requests whose KV has arrived; not changed.
-            row: the request.
-            protocol: by which its KV is handed over.
-            wanted: id of the engine that was chosen when it was assigned.
+            waiting: these requests; not changed.
+            handoffs: how the KV of each is handed over.
             now: time on the clock of the deadlines.
 
         Returns:
-            The id of ``wanted`` if it has room, else of the cheapest that has.
+            For each, the id of the engine that was meant for it if that has room, else of the
+            cheapest that has.
         """
         call = _Call(self, view, waiting)
-        number = waiting.numbers[row]
-        if wanted in view.ids and view.health[view.ids.index(wanted)] is not Health.DEAD:
-            if call.has_room(view.ids.index(wanted)):
-                return wanted
-        elif not call.decoders(row, protocol):
-            why = "no engine is left to decode it"
-            return Reject(number, why, view.retry_after_s)
-        free = [one for one in call.decoders(row, protocol) if call.has_room(one)]
-        if free:
-            return view.ids[call.cheapest(row, free)]
-        return call.hold(row, now, _DECODE_FULL)
+        return [call.receive(row, handoff, now) for row, handoff in enumerate(handoffs)]
 
     def kind(self, protocol: str) -> str:
         """The protocol if it asks both engines of a pair at once; empty for all others."""
@@ -150,6 +151,7 @@ class _Call:
         self._max_running = view.max_running.tolist()
         self._last_assigned = view.last_assigned.tolist()
         self._assigned = view.assigned
+        self._rows = {name: row for row, name in enumerate(view.ids)}
         self._groups: dict[tuple[str, frozenset[str]], _Group] = {}
         # Free places only get fewer during a call: later requests for the same engines are held.
         self._full: set[tuple[str, frozenset[str]]] = set()
@@ -198,10 +200,27 @@ class _Call:
         why = f"waited too long: {why}"
         return Reject(number, why, self._view.retry_after_s, "queue_timeout")
 
-    def decoders(self, row: int, protocol: str) -> list[int]:
-        """Engines that can decode a request, full or not."""
-        pairs = self._group(row).pairs.get(self._scheduler.kind(protocol))
-        return pairs.decode if pairs is not None else []
+    def receive(self, row: int, handoff: Handoff, now: float) -> str | Hold | Reject:
+        """Choose who decodes a request whose KV has arrived, and take the place there."""
+        view = self._view
+        wanted = self._rows.get(handoff.wanted)
+        lives = wanted is not None and view.health[wanted] is not Health.DEAD
+        if wanted is not None and lives and self.has_room(wanted):
+            return self._receive(wanted, wanted)
+        pairs = self._group(row).pairs.get(self._scheduler.kind(handoff.protocol))
+        if pairs is None and not lives:
+            why = "no engine is left to decode it"
+            return Reject(self._waiting.numbers[row], why, view.retry_after_s)
+        free = [one for one in pairs.decode if self.has_room(one)] if pairs is not None else []
+        if not free:
+            return self.hold(row, now, _DECODE_FULL)
+        return self._receive(self.cheapest(row, free), wanted)
+
+    def _receive(self, chosen: int, wanted: int | None) -> str:
+        self._in_flight[chosen] += 1
+        if wanted is not None:
+            self._promised[wanted] -= 1
+        return self._view.ids[chosen]
 
     def cheapest(self, row: int, engines: Sequence[int]) -> int:
         """The cheapest of these engines for a request.

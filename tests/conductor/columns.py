@@ -43,6 +43,7 @@ class RequestRow:
     tokens: int | None = None
     priority: int = 0
     tenant: str = ""
+    session: str = ""
     matches: Matches | None = None
 
 
@@ -84,6 +85,7 @@ def waiting(rows: Sequence[RequestRow], matches: Matches | None = None) -> Waiti
         keys=[NO_KEYS for _ in rows],
         priorities=[row.priority for row in rows],
         tenants=[row.tenant for row in rows],
+        sessions=[row.session for row in rows],
         matches=[row.matches or matches or {} for row in rows],
     )
 

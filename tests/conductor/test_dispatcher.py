@@ -187,6 +187,19 @@ def test_kv_that_waits_too_long_or_for_nobody_is_refused() -> None:
     dispatcher.check()
 
 
+def test_one_free_place_to_decode_is_given_to_the_oldest_of_those_who_wait_for_it() -> None:
+    dispatcher = dispatcher_over(info("p", "prefill", 4), info("d", "decode", 2))
+    for number in range(1, 5):
+        arrive(dispatcher, number)
+        dispatcher.prefilled(number, 1.0)
+        dispatcher.step(1.0)
+    assert (dispatcher.in_flight("d"), len(dispatcher)) == (2, 2)
+    dispatcher.released(2, "d", 2.0)
+    assert dispatcher.step(2.0) == [Continue(3, "d", None)]
+    dispatcher.left(1, 3.0)
+    assert dispatcher.step(3.0) == [Continue(4, "d", None)]
+
+
 def test_engines_of_different_protocols_are_no_pair_if_both_are_asked_at_once() -> None:
     dispatcher = dispatcher_over(info("p", "prefill", 2, "once"), info("d", "decode"))
     [refused] = arrive(dispatcher, 1)

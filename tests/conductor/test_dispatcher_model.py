@@ -215,10 +215,20 @@ class ModelOfDispatcher(RuleBasedStateMachine):
             assert not self.refusable(number)
         for number in self.of_stage("arrived"):
             assert self.model[number].deadline > self.now
-            assert not self.has_room(self.model[number].promised) or not self.alive(
-                self.model[number].promised
-            )
+            wanted = self.model[number].promised
+            assert not (self.alive(wanted) and self.has_room(wanted))
+            assert not any(self.has_room(one.id) for one in self.receivers(number))
         assert not self.of_stage("refused")
+
+    def receivers(self, number: int) -> list[EngineInfo]:
+        """Engines that can decode what was computed elsewhere in turn."""
+        left = [
+            one.info
+            for one in self.registry
+            if one.health.state is not Health.DEAD
+            and one.info.id not in self.model[number].excluded
+        ]
+        return self.decoders(info("any", "prefill"), self.usable(number) or left)
 
     def alive(self, name: str) -> bool:
         engine = self.registry.get(name)

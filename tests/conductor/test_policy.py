@@ -237,3 +237,63 @@ def test_a_decision_says_what_every_candidate_had() -> None:
     a = decision.candidates[0]
     assert (a.local_tokens, a.node_tokens, a.usable_tokens, a.load) == (64, 128, 128, 0.5)
     assert decision.usable_tokens == 128
+
+
+def test_random_uses_all_engines_alike_and_decides_the_same_again() -> None:
+    engines = [engine(name, max_running=1_000) for name in "abcd"]
+    requests = [request(number) for number in range(800)]
+    first, again = (
+        [one.prefill for one in schedule("random", engines, requests) if isinstance(one, Assign)]
+        for _ in range(2)
+    )
+    assert first == again
+    used = Counter(first)
+    assert sum(used.values()) == 800
+    assert all(150 < used[name] < 250 for name in "abcd")
+
+
+def of_sessions(engines: list[EngineRow]) -> dict[str, str]:
+    """The engine of each of many sessions."""
+    requests = [request(number, session=f"s{number}") for number in range(100)]
+    decisions = schedule("session", engines, requests)
+    return {f"s{one.request}": one.prefill for one in decisions if isinstance(one, Assign)}
+
+
+def test_a_session_stays_at_its_engine_and_few_move_when_another_comes() -> None:
+    engines = [engine(name, max_running=1_000) for name in "abc"]
+    before = of_sessions(engines)
+    assert set(before.values()) == {"a", "b", "c"}
+    busy = [engine(name, max_running=1_000, in_flight=400 if name == "a" else 0) for name in "abc"]
+    assert of_sessions(busy) == before
+    after = of_sessions([*engines, engine("d", max_running=1_000)])
+    moved = {session for session, name in after.items() if name != before[session]}
+    assert {after[session] for session in moved} == {"d"}
+    assert 10 < len(moved) < 45
+
+
+def test_a_session_goes_elsewhere_while_its_engine_is_overloaded() -> None:
+    known = of_sessions([engine(name, max_running=1_000) for name in "ab"])
+    home = known["s0"]
+    other = "ab".replace(home, "")
+    asked = [request(0, session="s0")]
+    for in_flight, wanted in ((2, home), (3, other)):
+        engines = [engine(home, in_flight=in_flight), engine(other)]
+        [decision] = schedule("session", engines, asked)
+        assert isinstance(decision, Assign)
+        assert decision.prefill == wanted
+    engines = [engine("a", in_flight=1), engine("b")]
+    assert chosen("session", engines) == ("b", "b")  # without a session
+
+
+def test_lmetric_weighs_new_tokens_against_the_requests_that_an_engine_has() -> None:
+    engines = [engine("warm", in_flight=2), engine("cold")]
+    for usable, wanted in ((600, "cold"), (700, "warm")):  # 400 * 3 > 1000 > 300 * 3
+        known = prefixes(warm=usable)
+        [decision] = schedule("lmetric", engines, [request(tokens=1_000)], known)
+        assert isinstance(decision, Assign)
+        assert decision.prefill == wanted
+    full = prefixes(warm=1_000, cold=1_000)  # a prompt that is there counts as one token
+    [decision] = schedule("lmetric", engines, [request(tokens=1_000)], full)
+    assert isinstance(decision, Assign)
+    assert decision.prefill == "cold"
+    assert chosen("lmetric", engines) == ("cold", "cold")  # without tokens
