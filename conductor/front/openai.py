@@ -38,6 +38,9 @@ class _Fields(msgspec.Struct, frozen=True):
     n: Annotated[int, msgspec.Meta(ge=1, le=1)] | None = None
     request_id: str | None = None
     cache_salt: str | None = None
+    priority: object = None
+    user: object = None
+    prompt_cache_key: object = None
     kv_transfer_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -52,6 +55,9 @@ class Completion:
         stream: whether the answer is a stream.
         request_id: id in the body, or None.
         salt: the prompt's cache salt; empty for none.
+        priority: lower is more urgent, as in vLLM; 0 if the request has none.
+        tenant: the field ``user``; empty if the request has none.
+        session: the field ``prompt_cache_key``; empty if the request has none.
     """
 
     fields: Mapping[str, msgspec.Raw]
@@ -60,25 +66,13 @@ class Completion:
     stream: bool
     request_id: str | None
     salt: str = ""
+    priority: int = 0
+    tenant: str = ""
+    session: str = ""
 
     def body(self) -> bytes:
         """The original request."""
         return msgspec.json.encode(self.fields)
-
-    def prefill_body(self) -> bytes:
-        """The request for the first half of a pair: one token, no stream, with a handoff."""
-        fields = dict(self.fields)
-        fields.pop("stream_options", None)
-        fields["max_tokens"] = msgspec.Raw(b"1")
-        fields["stream"] = msgspec.Raw(b"false")
-        fields["kv_transfer_params"] = msgspec.Raw(b'{"do_remote_decode":true}')
-        return msgspec.json.encode(fields)
-
-    def decode_body(self, transfer: msgspec.Raw | None) -> bytes:
-        """The request for the second half: with the transfer parameters of the prefill engine."""
-        if transfer is None:
-            return self.body()
-        return msgspec.json.encode({**self.fields, "kv_transfer_params": transfer})
 
 
 Kind = TypeVar("Kind")
@@ -135,8 +129,17 @@ def parse_completion(raw: bytes) -> Completion:
         raise BadRequestError("prompt", "must not be empty")
     fields = parse(raw, dict[str, msgspec.Raw])
     fields.pop("kv_transfer_params", None)
-    salt = known.cache_salt or ""
-    return Completion(fields, known.prompt, known.model, known.stream, known.request_id, salt)
+    return Completion(
+        fields,
+        known.prompt,
+        known.model,
+        known.stream,
+        known.request_id,
+        salt=known.cache_salt or "",
+        priority=known.priority if isinstance(known.priority, int) else 0,
+        tenant=known.user if isinstance(known.user, str) else "",
+        session=known.prompt_cache_key if isinstance(known.prompt_cache_key, str) else "",
+    )
 
 
 def error_body(status: int, code: str, message: str, field: str | None = None) -> bytes:

@@ -13,11 +13,13 @@ from kvstore.cli.stores import running_store_checks, store_checks
 from kvstore.cluster.greeting import LocalNode, check_protocol
 from kvstore.cluster.records import SCHEME
 from kvstore.cluster.tls import client_context, server_context
+from kvstore.cluster.ways import reached
 from kvstore.config import ServerConfig
 from kvstore.config.addresses import Address, is_loopback, read_address
 from kvstore.config.cluster import NODES_MAX, ClusterConfig
 from kvstore.config.machine import Check
 from kvstore.errors import ConfigError, InvalidArgument, ProtocolError, reason
+from kvstore.process.faults import printable
 from kvstore.server.nodes import node_list
 
 _TIMEOUT_S: Final = 3.0
@@ -50,6 +52,13 @@ def peer_checks(
         if stats is not None and stats.get("cluster"):
             yield from running_store_checks(settings)
         return
+    yield from _configured(config, told, runs=stats is not None)
+
+
+def _configured(
+    config: ServerConfig, told: Mapping[str, Mapping[str, Any]], *, runs: bool
+) -> Iterator[Check]:
+    """Check what a configuration says, and the nodes that it names; ``told``: by a running node."""
     cluster = config.cluster
     if not cluster.name:
         return
@@ -73,7 +82,7 @@ def peer_checks(
     if not others:
         advice = "name the other nodes in cluster.nodes; until then this one is alone"
         yield Check("cluster", "warn", "cluster.nodes names no other node", advice)
-    runs = stats is not None or _is_open(read_address(cluster.listen))
+    runs = runs or _is_open(read_address(cluster.listen))
     for name, place in others.items():
         if name in told:
             yield _seen(name, told[name])
@@ -227,12 +236,16 @@ def _greeted(name: str, place: Address, answer: wire.PeerWelcome | wire.Failure)
     except InvalidArgument as error:
         return _differs(name, error.field, str(error))
     for transport, endpoint in answer.transports.items():
-        at = read_address(f"{place.host}{endpoint}" if endpoint.startswith(":") else endpoint)
+        try:
+            at = read_address(reached(endpoint, str(place).rpartition(":")[0]))
+        except ValueError as error:
+            found = f"{place}: {printable(str(error))}"
+            return Check(f"node {name}", "warn", found, _ADVICE["closed"])
         if not _is_open(at):
-            found = f"{place}: welcome, but {transport} at {at} does not answer"
+            found = f"{place}: welcome, but {printable(transport)} at {at} does not answer"
             return Check(f"node {name}", "warn", found, _ADVICE["unreachable"])
     found = f"{place}: welcome, protocol {answer.major}.{answer.minor}"
-    return Check(f"node {name}", "ok", f"{found}, {', '.join(answer.transports)}")
+    return Check(f"node {name}", "ok", f"{found}, {printable(', '.join(answer.transports))}")
 
 
 def _connection(place: Address, tls: ssl.SSLContext | None) -> socket.socket:
@@ -284,7 +297,7 @@ def _differs(name: str, field: str, why: str) -> Check:
         "protocol": "update the older one of the two",
         "scheme": "update the older one: they compute keys or digests differently",
     }.get(field, "see the log of that node")
-    return Check(f"node {name}", "fail", f"refused: {why}", advice)
+    return Check(f"node {name}", "fail", f"refused: {printable(why)}", advice)
 
 
 _ADVICE: Final = {

@@ -18,6 +18,7 @@ from kvstore.cli import peers
 from kvstore.cli.peers import peer_checks
 from kvstore.cluster.records import SCHEME
 from kvstore.config import Loaded, NodeConfig, ServerConfig, values
+from kvstore.config.addresses import Address
 from kvstore.config.cluster import ClusterConfig
 from kvstore.config.machine import Check
 from kvstore.config.stores import StoreConfig
@@ -140,8 +141,12 @@ def test_the_greeting_is_that_of_the_configured_node():
         (lambda hello: welcome(hello, node="c"), "fail", "'c' answers there"),
         (lambda hello: b"HTTP/1.1 400 Bad Request\r\n\r\n", "warn", "over the limit"),
         (lambda hello: wire.Pong(hello.id), "warn", "Pong answers"),
+        (lambda hello: welcome(hello, at="no address"), "warn", "'no address' is not host:port"),
+        (lambda hello: wire.Failure(hello.id, "x", "\x1b[2J\nall is well", "scheme"), "fail",
+         "refused: ?[2J?all is well"),
     ],
-    ids=["scheme", "cluster", "protocol", "another name", "no node", "another answer"],
+    ids=["scheme", "cluster", "protocol", "another name", "no node", "another answer",
+         "no address", "a terminal"],
 )  # fmt: skip
 def test_a_node_that_does_not_want_this_one_is_named_with_what_differs(answer, status, says):
     with answering(lambda hello: [answer(hello)]) as place:
@@ -149,6 +154,15 @@ def test_a_node_that_does_not_want_this_one_is_named_with_what_differs(answer, s
 
     assert one.status == status
     assert says in one.found
+
+
+def test_a_port_that_is_told_without_a_host_is_at_that_of_the_node_also_with_ipv6():
+    hello = peers._hello(ServerConfig())
+
+    one = peers._greeted("a", Address("::1", 7400), welcome(hello, at=f":{unused_port()}"))
+
+    assert one.status == "warn"
+    assert "welcome, but tcp at [::1]:" in one.found
 
 
 def test_ports_that_nobody_answers_at_are_told():

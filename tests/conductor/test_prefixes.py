@@ -4,11 +4,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from conductor.routing.columns import Prefix
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.joining import RankEvents
 from conductor.routing.naming import own_domain
 from conductor.routing.places import engine_worker, node_worker
-from conductor.routing.policy import Prefix, Waiting
 from conductor.routing.prefixes import PrefixView
 from kvstore.engine.identity import chain_seed
 from kvstore.index.control import IndexSettings, Source, SourceBounds
@@ -74,7 +74,7 @@ class Cluster:
 
     def prefix(self, name: str = "e", salt: str = "", model: str = "m") -> Prefix:
         self.view.remember(1, TOKENS, salt, model)
-        return self.view(Waiting(number=1, model=model, deadline=1.0))[name]
+        return self.view.find(1, model)[name]
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ def test_tokens_that_fill_no_block_have_no_prefix(cluster: Cluster):
     cluster.engine(shards=(ONE,))
     cluster.pages(ONE, 0, 6)
     cluster.view.remember(2, np.array(TOKENS[:3]), "", "m")
-    found = cluster.view(Waiting(number=2, model="m", deadline=1.0))
+    found = cluster.view.find(2, "m")
     assert found["e"][:3] == (0, 0, 0)
 
 
