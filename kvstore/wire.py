@@ -603,8 +603,9 @@ def refuse_all_keys(field: str, packed: bytes) -> None:
     Raises:
         InvalidArgument: the packed keys contain it.
     """
-    at = packed.find(ALL_KEYS)
+    firsts = packed[::KEY_BYTES]  # of 64 KiB of keys that is twice as fast as to search them all
+    at = firsts.find(0)
     while at >= 0:
-        if at % KEY_BYTES == 0:
+        if packed.startswith(ALL_KEYS, at * KEY_BYTES):
             raise InvalidArgument(field, "32 zero bytes are not a valid key")
-        at = packed.find(ALL_KEYS, at + 1)
+        at = firsts.find(0, at + 1)
