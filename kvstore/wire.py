@@ -411,6 +411,8 @@ class Bring(msgspec.Struct, array_like=True, tag=31):
     ``keys``: a chain from its beginning. It brings the pages from number ``first`` on, and those
     before them that it has not. It makes room only by evicting pages that were not used for
     ``idle_ms``; 0 = as for a put. Answered when it has them, or has got no more after ``wait_ms``.
+    ``gone``: the node that asks has these pages no more: nothing is fetched, and those that came
+    from it are no replicas any longer. An older node ignores it.
     """
 
     id: int
@@ -420,6 +422,7 @@ class Bring(msgspec.Struct, array_like=True, tag=31):
     first: int
     wait_ms: int
     idle_ms: int = 0
+    gone: bool = False
 
 
 class Brought(msgspec.Struct, array_like=True, tag=32):

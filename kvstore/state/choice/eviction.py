@@ -118,6 +118,14 @@ class Eviction:
         for node in stored:
             node.replica = source if node.replica or node.ready == 1 << shard else 0
 
+    def source_gone(self, nodes: Iterable[PrefixNode], peer: str) -> None:
+        """A peer has some pages no more: those that came from it are ordinary ones from now on."""
+        source = self.sources.of(peer)
+        for node in nodes:
+            if source and node.replica == source:
+                node.replica = 0
+                self.add_candidate(node)
+
     def used(self, node: PrefixNode, tick: int) -> None:
         """A request used the prefix that ends at ``node``; said once a request."""
         self._tick = tick
