@@ -19,7 +19,7 @@ from aiohttp import web
 from conductor.config import DeadlineConfig
 from conductor.front.membership import Membership
 from conductor.front.metrics import Metrics
-from conductor.front.openai import Completion, read_answer, read_stream_end
+from conductor.front.openai import Completion, read_answer, read_stream_end, without_usage
 from conductor.front.prompts import Prompts
 from conductor.front.upstream import EngineError, Upstream
 from conductor.front.waiting import Lease, RequestQueue
@@ -303,7 +303,9 @@ class Sender:
                     run.response = web.StreamResponse(headers={**run.headers, **_STREAM_HEADERS})
                     await self._begin(run, run.response)
                 tail.append(piece)
-                await self.write(run.response, piece)
+                shown = without_usage(piece) if run.body.usage_added else piece
+                if shown:
+                    await self.write(run.response, shown)
         if run.response is None:
             raise EngineError(engine, "the stream was empty")
         parts.membership.worked(engine)

@@ -251,3 +251,13 @@ async def test_an_engine_s_protocol_is_registered_said_or_taken_from_its_routes(
         finally:
             await strange.stop()
         assert (status, answer["error"]["param"]) == (400, "protocol")
+
+
+@in_loop
+async def test_transfer_parameters_that_are_null_are_none_of_a_client_nor_of_an_engine() -> None:
+    p, d = FakeEngine("p", "prefill"), FakeEngine("d", "decode")
+    p.transfer = lambda: None  # type: ignore[assignment, method-assign, return-value]
+    async with serving(p, d) as client:
+        assert (await client.complete(kv_transfer_params=None))[0] == 200
+        assert p.requests[0]["kv_transfer_params"] == {"do_remote_decode": True}
+        assert "kv_transfer_params" not in d.requests[0]
