@@ -402,9 +402,7 @@ class Lent(msgspec.Struct, array_like=True, tag=30):
     lease_ms: int
     ticket: bytes
     kept: bytes = b""
-    places: Annotated[
-        dict[str, tuple[str, bytes]], msgspec.Meta(max_length=TRANSPORTS_MAX)
-    ] = {}
+    places: Annotated[dict[str, tuple[str, bytes]], msgspec.Meta(max_length=TRANSPORTS_MAX)] = {}
 
 
 class Bring(msgspec.Struct, array_like=True, tag=31):

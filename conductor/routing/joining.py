@@ -97,8 +97,8 @@ class SeenSession(Struct, frozen=True):
     """A session at a node; ``engine`` None = it has no engine's name, ``peer`` = it is a node's."""
 
     engine: SeenEngine | None = None
-    peer: bool = False
     spaces: Annotated[tuple[SeenSpace, ...], Meta(max_length=4096)] = ()
+    peer: bool = False
 
 
 class NodeView(Struct, frozen=True, kw_only=True):

@@ -52,6 +52,13 @@ def peer_checks(
         if stats is not None and stats.get("cluster"):
             yield from running_store_checks(settings)
         return
+    yield from _configured(config, told, runs=stats is not None)
+
+
+def _configured(
+    config: ServerConfig, told: Mapping[str, Mapping[str, Any]], *, runs: bool
+) -> Iterator[Check]:
+    """Check what a configuration says, and the nodes that it names; ``told``: by a running node."""
     cluster = config.cluster
     if not cluster.name:
         return
@@ -75,7 +82,7 @@ def peer_checks(
     if not others:
         advice = "name the other nodes in cluster.nodes; until then this one is alone"
         yield Check("cluster", "warn", "cluster.nodes names no other node", advice)
-    runs = stats is not None or _is_open(read_address(cluster.listen))
+    runs = runs or _is_open(read_address(cluster.listen))
     for name, place in others.items():
         if name in told:
             yield _seen(name, told[name])

@@ -159,8 +159,8 @@ def node_list(stats: Mapping[str, Any]) -> dict[str, Any]:
     if not cluster:
         return {
             "cluster": "", "node": node, "boot": boot, "endpoint": "", "joined": "off",
-            "directory": "off", "membership": None, "nodes": [], "index": None, "shared": None, "not_followed": [],
-            "not_admitted": {},
+            "directory": "off", "membership": None, "nodes": [], "index": None, "shared": None,
+            "not_followed": [], "not_admitted": {},
         }  # fmt: skip
     reads = stats["remote"]["peers"]
     directory, service = cluster["directory"], cluster["service"]

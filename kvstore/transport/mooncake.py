@@ -1,12 +1,13 @@
 """``mooncake``: pages over Mooncake's Transfer Engine, for networks with RDMA.
 
 There are two processes with an engine. Peers read the registered memory from one of them; the other
-one reads from peers, and is replaced after a read that failed or was late, for only its end makes
-sure that nothing arrives any more.
+one reads from peers and writes to them, and is replaced after a read that failed or was late, for
+only its end makes sure that nothing arrives any more.
 
 Mooncake knows no tickets, no certificates and no names: whoever reaches the port of an engine reads
 and writes all memory that is registered there. So peers are told addresses with their leases, and
-nothing but the digests of the pages protects a reader from a late read.
+nothing but the digests of the pages protects a reader from a late read. Nothing at all protects
+memory from a late write but the end of the process that peers write to.
 """
 
 import logging
@@ -28,6 +29,7 @@ from kvstore.transport.base import (
     PageArrival,
     PageTransfer,
     Range,
+    TicketEnded,
     TransferEnd,
     TransportEvent,
 )
@@ -46,7 +48,7 @@ from kvstore.transport.engine_messages import (
     ToEngine,
     UnmapMemory,
 )
-from kvstore.transport.grants import Tickets
+from kvstore.transport.open_tickets import OpenTickets
 from kvstore.transport.regions import Regions
 
 END_S: Final = 5.0
@@ -54,7 +56,8 @@ _TURN_S: Final = 1.0
 _KILL_S: Final = 0.05
 """For how long the end of a killed process is waited for at a time."""
 _COUNTED: Final = (
-    "transfers_done", "transfers_failed", "read_pages", "wrong_pages", "processes_lost",
+    "transfers_done", "transfers_failed", "read_pages", "written_pages", "wrong_pages",
+    "processes_lost",
 )  # fmt: skip
 _log: Final = logging.getLogger(__name__)
 
@@ -86,7 +89,7 @@ class MooncakeTransport:
         """
         start = StartEngine(host, protocol)
         self._attempts = Attempts(in_flight_bytes_max)
-        self._tickets = Tickets(lambda _ticket: None)
+        self._tickets = OpenTickets()
         self._counts = Counter(dict.fromkeys(_COUNTED, 0))
         #: Registered memory: address → what is asked of processes, and the descriptor.
         self._registered: dict[int, tuple[MapMemory, int]] = {}
@@ -170,7 +173,18 @@ class MooncakeTransport:
 
     def read(self, transfer: PageTransfer) -> None:
         """See :class:`kvstore.transport.base.Transport`."""
-        transfer.check(verified=True)
+        self._submit(transfer, write=False)
+
+    def write(self, transfer: PageTransfer) -> None:
+        """See :class:`kvstore.transport.base.Transport`.
+
+        An end that is not settled says nothing about the peer's memory: bytes may arrive there
+        until the peer has revoked the ticket, and its process has ended.
+        """
+        self._submit(transfer, write=True)
+
+    def _submit(self, transfer: PageTransfer, *, write: bool) -> None:
+        transfer.check(verified=not write)
         if len(transfer.addresses) != PLACE_BYTES * len(transfer.remote):
             raise InvalidArgument("addresses", "the peer told no address of each page")
         with self._lock:
@@ -183,19 +197,9 @@ class MooncakeTransport:
                 end = TransferEnd(transfer.number, missing, TransferError(why), settled=True)
                 self._tell([end])
                 return
-            self._attempts.submit(transfer, time.monotonic_ns())
+            self._attempts.submit(transfer, time.monotonic_ns(), write=write)
             self._publish()
         self._awake()
-
-    def write(self, transfer: PageTransfer) -> None:  # noqa: ARG002
-        """See :class:`kvstore.transport.base.Transport`; refused, for it never settles.
-
-        What a writer has given to its engine lands at the peer even after the engine is gone.
-
-        Raises:
-            InvalidArgument: always.
-        """
-        raise InvalidArgument("transfer", "pages are not written through mooncake")
 
     def grant(
         self,
@@ -206,14 +210,24 @@ class MooncakeTransport:
         write: bool = False,
     ) -> None:
         """See :class:`kvstore.transport.base.Transport`; a ticket opens and closes nothing here."""
-        self._tickets.grant(ticket, ranges, deadline_ns, write=write)
+        with self._lock:
+            self._tickets.grant(ticket, ranges, deadline_ns, write=write)
 
-    def revoke(self, ticket: bytes) -> bool:
+    def revoke(self, ticket: bytes, *, ended: bool = False) -> bool:
         """See :class:`kvstore.transport.base.Transport`.
 
-        Nobody knows whether a peer still reads: it compares what it got with the digests.
+        Nobody knows whether a peer still reads: it compares what it got with the digests. Nor
+        whether one still writes: unless it says that it has ended, the process is ended that peers
+        read from and write to.
         """
-        return self._tickets.revoke(ticket)
+        with self._lock:
+            doubtful, owner = self._tickets.revoke(ticket, ended=ended), self._owner
+            if not doubtful or self._closed or owner is None or owner.process is None:
+                return True
+            self._tickets.revoked.append(ticket)
+            owner.ending = True
+        self._awake()
+        return False
 
     def poll(self) -> list[TransportEvent]:
         """See :class:`kvstore.transport.base.Transport`."""
@@ -317,6 +331,9 @@ class MooncakeTransport:
                 if engine is self._reader:
                     self._attempts.gone()
                     self._publish()
+                else:
+                    self._tell([TicketEnded(ticket) for ticket in self._tickets.revoked])
+                    self._tickets.revoked.clear()
             engine.start_ns = now_ns
         if engine.process is None and now_ns >= engine.start_ns:
             engine.begin(now_ns)
@@ -337,7 +354,7 @@ class MooncakeTransport:
                 os.close(own)
         for effect in effects:
             if isinstance(effect, Give):
-                self._send(self._reader, _asked_of(effect.transfer))
+                self._send(self._reader, ReadPages.of(effect.transfer, write=effect.write))
             else:
                 self._reader.ending = True
 
@@ -431,16 +448,9 @@ class MooncakeTransport:
                 case Contacted():
                     self._attempts.contacted()
                 case PagesRead(number, good, ""):
-                    self._counts["read_pages"] += len(good)
+                    written = self._attempts.is_write(number)
+                    self._counts["written_pages" if written else "read_pages"] += len(good)
                     self._attempts.arrived(number, good)
                 case PagesRead(number, good, why, touched):
                     self._attempts.failed(number, good, why, now_ns, touched=touched)
             self._publish()
-
-
-def _asked_of(transfer: PageTransfer) -> ReadPages:
-    return ReadPages(
-        transfer.number, transfer.endpoint, transfer.page_bytes,
-        transfer.local.astype("<u8").tobytes(), transfer.addresses,
-        transfer.seeds.astype("<u8").tobytes(), transfer.digests,
-    )  # fmt: skip

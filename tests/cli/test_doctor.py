@@ -210,9 +210,7 @@ def test_a_running_node_is_asked(daemon, machine, tmp_path, capsys):
     assert node["found"].startswith("local: ")
 
 
-def test_a_running_node_of_a_cluster_tells_which_stores_it_uses(
-    spawn, machine, tmp_path, capsys
-):
+def test_a_running_node_of_a_cluster_tells_which_stores_it_uses(spawn, machine, tmp_path, capsys):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         place = f"127.0.0.1:{silent.getsockname()[1]}"
         command = arguments(

@@ -354,8 +354,17 @@ async def test_a_peer_that_never_answers_costs_a_fetch_its_deadline_and_then_its
         (lambda hello: wire.Failure(hello.id, "x", "a" * (4 << 20)), "protocol"),
         (lambda hello: wire.Failure(hello.id, "invalid_argument", "no", "scheme"), "refused"),
     ],
-    ids=["garbage", "another answer", "another name", "another protocol", "no boot id", "a long boot id",
-         "too many transports", "a long answer", "a refusal"],
+    ids=[
+        "garbage",
+        "another answer",
+        "another name",
+        "another protocol",
+        "no boot id",
+        "a long boot id",
+        "too many transports",
+        "a long answer",
+        "a refusal",
+    ],
 )
 @in_loop
 async def test_a_peer_that_greets_wrongly_gets_no_session(answer, cause):
@@ -379,8 +388,14 @@ async def test_a_peer_that_greets_wrongly_gets_no_session(answer, cause):
         wire.Lent(0, b"a" * 16, b"d" * 16, 0, 0, 1000, b"t" * 16, b"", _PLACES),
         wire.Found(0, 1, 0),
     ],
-    ids=["fewer addresses", "part of a digest", "a short ticket", "too many", "many places",
-         "no lease"],
+    ids=[
+        "fewer addresses",
+        "part of a digest",
+        "a short ticket",
+        "too many",
+        "many places",
+        "no lease",
+    ],
 )
 @in_loop
 async def test_a_lease_that_does_not_fit_ends_the_session_and_the_fetch(lent):

@@ -147,7 +147,10 @@ def test_a_directory_in_a_redis_that_does_not_answer_is_degraded_and_says_why():
     directory["shared"] = SHARED | {"current": False, "trouble": "away"}
     found = msgspec.to_builtins(node_list(counted))
     assert (msgspec.convert(found, NodeList).directory, gauge(found)) == ("degraded", 0)
-    assert "directory in Redis: its last call failed (away), nodes may not find each other's pages;" in show(found)
+    failed = (
+        "directory in Redis: its last call failed (away), nodes may not find each other's pages;"
+    )
+    assert failed in show(found)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.errors import ConfigError, InvalidArgument, TransferTimeout
+from kvstore.errors import ConfigError, TransferTimeout
 from kvstore.testing.mooncake import CHECKS, MooncakePair
-from kvstore.testing.transfer_pages import TransferPages
 from kvstore.testing.transport import TransportContract
 from kvstore.transport.mooncake import MooncakeTransport
 from tests.cluster_processes import mooncake_program
@@ -42,6 +41,8 @@ def test_it_keeps_what_it_can_of_the_contract(check):
         mooncake_program.owner_is_stopped_before_the_first_contact,
         mooncake_program.owner_is_killed_during_a_read,
         mooncake_program.reading_process_is_killed_and_the_read_goes_on,
+        mooncake_program.pages_that_are_written_can_be_read_at_their_end,
+        mooncake_program.memory_of_a_failed_write_is_free_when_its_ticket_has_ended,
         mooncake_program.memory_that_was_unregistered_cannot_be_read,
         mooncake_program.memory_at_an_address_that_is_used_again_is_the_new_one,
         mooncake_program.a_read_into_other_memory_ends_and_harms_nobody,
@@ -66,14 +67,6 @@ def test_a_machine_without_mooncake_is_told_what_to_install(monkeypatch, tmp_pat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"libibverbs\.so\.1.*kvstore-server\[mooncake\]"):
         MooncakeTransport("127.0.0.1", 1 << 20)
-
-
-def test_writing_is_refused():
-    transport = MooncakeTransport("127.0.0.1", 1 << 20, protocol="tcp", serves=False)
-    pages = TransferPages(4096, 1)
-    with pytest.raises(InvalidArgument):
-        transport.write(pages.transfer(1, "127.0.0.1:1", bytes(16), 1))
-    transport.close()
 
 
 EXTENTS = 2_000
