@@ -18,6 +18,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 _NULL: Final = msgspec.Raw(b"null")  # never equal to bytes
 _TRUE: Final = msgspec.Raw(b"true")
+_NAME_CHARS: Final = 256
 _BODY_S: Final = 60.0
 """Seconds for a client to send its request."""
 _TYPES: Final = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -147,10 +148,15 @@ def parse_completion(raw: bytes) -> Completion:
         known.request_id,
         salt=known.cache_salt or "",
         priority=known.priority if isinstance(known.priority, int) else 0,
-        tenant=known.user if isinstance(known.user, str) else "",
-        session=known.prompt_cache_key if isinstance(known.prompt_cache_key, str) else "",
+        tenant=name_of(known.user),
+        session=name_of(known.prompt_cache_key),
         usage_added=options is not None,
     )
+
+
+def name_of(value: object) -> str:
+    """A client's name of something; only its beginning counts. Empty if it is none."""
+    return value[:_NAME_CHARS] if isinstance(value, str) else ""
 
 
 def _with_usage(raw: msgspec.Raw | msgspec.UnsetType) -> msgspec.Raw | None:

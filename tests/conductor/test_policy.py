@@ -281,6 +281,8 @@ def test_a_session_goes_elsewhere_while_its_engine_is_overloaded() -> None:
         [decision] = schedule("session", engines, asked)
         assert isinstance(decision, Assign)
         assert decision.prefill == wanted
+    [decision] = schedule("session", engines, [request(session="not text: \udc80")])
+    assert isinstance(decision, Assign)
     engines = [engine("a", in_flight=1), engine("b")]
     assert chosen("session", engines) == ("b", "b")  # without a session
 
