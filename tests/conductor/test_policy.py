@@ -234,7 +234,7 @@ def test_a_decision_says_what_every_candidate_had() -> None:
         "d": "dead",
         "x": "failed this request before",
     }
-    a = decision.candidates[0]
+    a = next(iter(decision.candidates))
     assert (a.local_tokens, a.node_tokens, a.usable_tokens, a.load) == (64, 128, 128, 0.5)
     assert decision.usable_tokens == 128
 
