@@ -1,6 +1,6 @@
 """The states of a handoff at one rank, their deadlines, and why one failed. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Final
@@ -27,6 +27,18 @@ TERMINAL: Final = frozenset((State.FAILED, State.SUCCESS))
 def least(states: Iterable[int]) -> State:
     """The state of a request: the lowest of its ranks, of which there is at least one."""
     return State(min(states))
+
+
+Reduce = Callable[[list[int]], list[int]]
+"""Takes the states of some handoffs at this rank, returns for each the lowest among all ranks."""
+
+
+def agreed(states: list[State], reduce: Reduce | None) -> list[State]:
+    """The states of requests, given those of this rank; ``reduce`` asks the other ranks."""
+    if reduce is None:
+        return states
+    told = reduce([int(state) for state in states])
+    return [least(pair) for pair in zip(states, told, strict=True)]
 
 
 class Side(StrEnum):

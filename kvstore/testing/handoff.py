@@ -52,14 +52,16 @@ class HandoffFaults:
         flipped: one byte of some ranges is another one.
         stalled: pieces of some ranges land very late.
         aborted: an engine gives a request up, in each of its steps.
-        trouble: in each tenth of a second, a process is stopped or killed, or a pair is cut off.
+        careless: a prefill engine gives all blocks away before the handoff has ended.
+        trouble: in each step, a process is stopped or killed, or a pair is cut off.
     """
 
     lost: float = 0.004
     doubled: float = 0.01
-    flipped: float = 0.005
+    flipped: float = 0.01
     stalled: float = 0.02
     aborted: float = 0.003
+    careless: float = 0.02
     trouble: float = 0.03
 
 
@@ -133,6 +135,7 @@ class PrefillProcess(HandoffProcess):
         self.memory = PoolMemory()
         self.senders = Senders(self.memory.pool.shape, PATIENCE)
         self.prompts: dict[int, _Prompt] = {}
+        self.careless_rooms: set[int] = set()
 
     @property
     def is_idle(self) -> bool:
@@ -174,13 +177,17 @@ class PrefillProcess(HandoffProcess):
     def _compute(self, prompt: _Prompt) -> None:
         now, random = self.time.now_ns, self.world.time.random
         count = -(-prompt.token_count // BLOCK_TOKENS)
-        if not prompt.blocks:
+        if not prompt.blocks and not prompt.chunk and not prompt.layer:
             shuffle = random.shuffle if random.random() < 0.5 else None
             prompt.blocks = self.memory.take(count, shuffle) or []
             if not prompt.blocks:
                 self.world.wires.carry_out(self, self.senders.renew(prompt.room, now))
                 return
         if prompt.chunk >= count:
+            if prompt.blocks and random.random() < self.world.faults.careless:
+                self.careless_rooms.add(prompt.room)
+                self.memory.give_back(prompt.blocks)
+                prompt.blocks = []
             return
         stop = min(prompt.chunk + 3, count)
         positions = range(prompt.chunk, stop)

@@ -46,6 +46,7 @@ class HandoffOutcome:
     landed_late: int = 0
     lost: int = 0
     flipped: int = 0
+    reused: int = 0
     links: int = 0
     links_closed: int = 0
     killed: int = 0
@@ -319,6 +320,8 @@ class HandoffWires:
             places = pool.places(job.ranges, job.sources)
         digests = digests_of(job.room, job.ranges, places)
         if not pool.is_unchanged(job):
+            assert job.room in link.prefill.careless_rooms, "a block was free while it was read"
+            self._outcome.reused += 1
             self._completed(link, job.number, lost=True)
             return
         data = [bytes(memory_at(*place)) for place in places]

@@ -30,11 +30,13 @@ def test_the_histories_of_handoffs_contain_what_they_are_there_for():
 
 
 def test_handoffs_without_faults_all_succeed():
-    faults = HandoffFaults(lost=0, doubled=0, flipped=0, stalled=0, aborted=0, trouble=0)
+    faults = HandoffFaults(
+        lost=0, doubled=0, flipped=0, stalled=0, aborted=0, careless=0, trouble=0
+    )
     outcome = HandoffSimulation(5, faults).run(10.0)
 
     assert outcome.succeeded > 20
-    assert outcome.limbo == outcome.landed_late == outcome.links_closed == 0
+    assert outcome.landed_late == outcome.links_closed == outcome.reused == 0
 
 
 def test_one_seed_is_one_history_of_handoffs():
