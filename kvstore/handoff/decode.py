@@ -19,14 +19,22 @@ from kvstore.errors import (
     TransferTimeout,
 )
 from kvstore.handoff.aux_data import AUX_BYTES_MAX, AuxData, decode_aux
-from kvstore.handoff.effects import CloseLink, Effect, SendTo
+from kvstore.handoff.effects import Effect, EndLink, SendTo
 from kvstore.handoff.greeting import SILENCE_S, Greeter, Purpose, SealedStream
-from kvstore.handoff.links import SEND_S, Link, Ticker
+from kvstore.handoff.links import SEND_S, PushLink, Ticker
 from kvstore.handoff.memory import AuxSlots, HandoffPool, digests_of, landing_places
 from kvstore.handoff.messages import RangesHead, encode_message, read_from_prefill
 from kvstore.handoff.receiving import Landing, Receivers
 from kvstore.handoff.registry import RegistryClient
-from kvstore.handoff.states import Failure, FailureCode, Patience, Progress, Reduce, State, agreed
+from kvstore.handoff.states import (
+    FailureCode,
+    HandoffFailure,
+    HandoffProgress,
+    Patience,
+    Reduce,
+    State,
+    agreed,
+)
 from kvstore.process.faults import Faults
 from kvstore.tier.vectored import memory_at
 from kvstore.transport.streams import DataStream, connect, host_and_port
@@ -64,7 +72,7 @@ class DecodeManager:
         self._aux = AuxSlots(aux_slots, AUX_BYTES_MAX)
         self._core = Receivers(pool.shape, aux_slots, AUX_BYTES_MAX, patience or Patience())
         self._lock = threading.Lock()
-        self._links: dict[str, Link] = {}  # peer → the link that is up or being made
+        self._links: dict[str, PushLink] = {}  # peer → the link that is up or being made
         self._threads: set[threading.Thread] = set()
         self._over = threading.Event()
         self.faults = Faults(_LOG, "handoff, decode")
@@ -92,7 +100,7 @@ class DecodeManager:
             progress, effects = self._core.open(room, registry, token_count, time.monotonic_ns())
             self._carry_out(effects)
             if registry not in self._links and not self._over.is_set():
-                link = self._links[registry] = Link(os.urandom(16), registry)
+                link = self._links[registry] = PushLink(os.urandom(16), registry)
                 self._start(lambda: self._serve(link, client), "kvstore-handoff-reader")
         return Receiver(self, room, progress)
 
@@ -157,7 +165,7 @@ class DecodeManager:
                 link = by_number.get(effect.link)
                 if link and not link.outbox.put_message(encode_message(effect.message)):
                     link.close()  # its threads end, and tell
-            elif isinstance(effect, CloseLink) and effect.link in by_number:
+            elif isinstance(effect, EndLink) and effect.link in by_number:
                 self.faults.count("links_closed_for_limbo")
                 by_number[effect.link].close()
 
@@ -178,7 +186,7 @@ class DecodeManager:
         self._threads.add(thread)
         thread.start()
 
-    def _serve(self, link: Link, client: RegistryClient) -> None:
+    def _serve(self, link: PushLink, client: RegistryClient) -> None:
         """Make a link, and read what prefill sends until it ends."""
         streams: list[DataStream] = []
         try:
@@ -209,7 +217,7 @@ class DecodeManager:
             with self._lock:
                 self._core.settled(link.number)
 
-    def _connect(self, link: Link, client: RegistryClient, streams: list[DataStream]) -> None:
+    def _connect(self, link: PushLink, client: RegistryClient, streams: list[DataStream]) -> None:
         """Ask the registry and make both connections, a few times if need be.
 
         Raises:
@@ -249,7 +257,7 @@ class DecodeManager:
         streams.append(stream)
         return self._greeter.greet(stream, purpose, number, boot)
 
-    def _drop(self, link: Link, code: FailureCode, why: str) -> None:
+    def _drop(self, link: PushLink, code: FailureCode, why: str) -> None:
         """Close a link, and fail what lives on it."""
         link.close()
         with self._lock:
@@ -259,7 +267,7 @@ class DecodeManager:
             why = f"{link.peer}: {why}"
             self._carry_out(self._core.closed(link.number, code, why, time.monotonic_ns()))
 
-    def _write(self, link: Link) -> None:
+    def _write(self, link: PushLink) -> None:
         """Write messages until the link ends."""
         sealed = link.stream("messages")
         while (item := link.outbox.next()) is not None:
@@ -269,7 +277,7 @@ class DecodeManager:
             except KVStoreError as error:
                 self._fault(link, FailureCode.PEER_CLOSED, str(error))
 
-    def _read(self, link: Link, sealed: SealedStream) -> None:
+    def _read(self, link: PushLink, sealed: SealedStream) -> None:
         while not link.is_closed:
             try:
                 message = read_from_prefill(sealed.receive(SILENCE_S))
@@ -288,7 +296,7 @@ class DecodeManager:
                 now_ns = time.monotonic_ns()
                 self._carry_out(self._core.received(link.number, message, now_ns))
 
-    def _take(self, link: Link, sealed: SealedStream, head: RangesHead) -> None:
+    def _take(self, link: PushLink, sealed: SealedStream, head: RangesHead) -> None:
         """Receive ranges into the pool, and check them."""
         with self._lock:
             now_ns = time.monotonic_ns()
@@ -314,7 +322,7 @@ class DecodeManager:
             self.faults.note("digest", f"room {landing.room}: {why}")
         self.act(lambda core, now: core.landed(landing, code, why, now))
 
-    def _fault(self, link: Link, code: FailureCode, why: str) -> None:
+    def _fault(self, link: PushLink, code: FailureCode, why: str) -> None:
         if not link.is_closed:
             self.faults.note(code, f"{link.peer}: {why}")
         self._drop(link, code, why)
@@ -329,7 +337,7 @@ class Receiver:
 
     __slots__ = ("_manager", "_progress", "room")
 
-    def __init__(self, manager: DecodeManager, room: int, progress: Progress) -> None:
+    def __init__(self, manager: DecodeManager, room: int, progress: HandoffProgress) -> None:
         self._manager = manager
         self._progress = progress
         self.room = room
@@ -340,7 +348,7 @@ class Receiver:
         return self._progress.state
 
     @property
-    def failure(self) -> Failure | None:
+    def failure(self) -> HandoffFailure | None:
         """Why it is FAILED; None in every other state."""
         return self._progress.failure
 

@@ -46,10 +46,10 @@ class Submit(NamedTuple):
     job: PushJob
 
 
-class CloseLink(NamedTuple):
+class EndLink(NamedTuple):
     """Close a link: nothing lives on it, and its end settles what is held for it."""
 
     link: bytes
 
 
-Effect = SendTo | Submit | CloseLink
+Effect = SendTo | Submit | EndLink

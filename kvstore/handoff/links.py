@@ -11,7 +11,7 @@ from typing import Final
 
 from kvstore.handoff.effects import PushJob
 from kvstore.handoff.greeting import SealedStream
-from kvstore.handoff.messages import Ping, encode_message
+from kvstore.handoff.messages import HandoffPing, encode_message
 
 PING_S: Final = 0.5
 """A ping is sent when nothing else was for so long."""
@@ -19,7 +19,7 @@ SEND_S: Final = 15.0
 """A frame that is not written after so long closes its link."""
 MESSAGES_MAX: Final = 4_096
 """Messages that wait to be written; a peer that reads no more than that has its link closed."""
-_PING: Final = encode_message(Ping())
+_PING: Final = encode_message(HandoffPing())
 
 
 class Outbox:
@@ -75,7 +75,7 @@ class Outbox:
             return jobs
 
 
-class Link:
+class PushLink:
     """One link at one side.
 
     Args:

@@ -10,7 +10,7 @@ import msgspec
 
 from kvstore.errors import ProtocolError
 from kvstore.handoff.rooms import ROOM_MAX
-from kvstore.handoff.states import Failure
+from kvstore.handoff.states import HandoffFailure
 
 MESSAGE_BYTES_MAX: Final = 8 << 20
 """An announcement of 2**20 blocks has 4 MiB."""
@@ -21,11 +21,11 @@ RANGES_MAX: Final = 1_024
 TEXT_MAX: Final = 200
 
 
-class Ping(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class HandoffPing(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Nothing but that the sender runs."""
 
 
-class Renew(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class RenewRoom(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Both: this handoff goes on, although nothing is sent now. The first message of a room."""
 
     room: int
@@ -53,7 +53,7 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Decode: stop, and answer Drained; sent again until that came."""
 
     room: int
-    failure: Failure
+    failure: HandoffFailure
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag=5):
@@ -66,7 +66,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """Prefill: nothing more is submitted; Drained follows."""
 
     room: int
-    failure: Failure
+    failure: HandoffFailure
 
 
 class Drained(msgspec.Struct, frozen=True, array_like=True, tag=7):
@@ -89,8 +89,8 @@ class RangesHead(msgspec.Struct, frozen=True, array_like=True, tag=8):
     digests: bytes
 
 
-FromDecode = Ping | Renew | Announce | Abort | Done
-FromPrefill = Ping | Renew | Failed | Drained | RangesHead
+FromDecode = HandoffPing | RenewRoom | Announce | Abort | Done
+FromPrefill = HandoffPing | RenewRoom | Failed | Drained | RangesHead
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _from_decode: Final = msgspec.msgpack.Decoder(FromDecode)
@@ -136,7 +136,7 @@ def _check(message: FromDecode | FromPrefill) -> None:
     Raises:
         ProtocolError: the room has not 63 bits, or the text of a failure is too long.
     """
-    if not isinstance(message, Ping) and not 0 <= message.room <= ROOM_MAX:
+    if not isinstance(message, HandoffPing) and not 0 <= message.room <= ROOM_MAX:
         raise ProtocolError(f"room {message.room} is not within 63 bits")
     if isinstance(message, Abort | Failed):
         failure = message.failure

@@ -70,6 +70,22 @@ def joined(
     return found
 
 
+def batches(
+    planes: range, runs: Sequence[tuple[int, int]], blocks_max: int, ranges_max: int
+) -> list[list[PushRange]]:
+    """The runs of positions in each plane, in lists of so many blocks and ranges at most."""
+    found: list[list[PushRange]] = [[]]
+    total = 0
+    for plane in planes:
+        for first, size in runs:
+            if found[-1] and (total + size > blocks_max or len(found[-1]) == ranges_max):
+                found.append([])
+                total = 0
+            found[-1].append(PushRange(plane, first, size))
+            total += size
+    return found
+
+
 def pack_numbers(numbers: npt.ArrayLike) -> bytes:
     """Numbers of 32 bits for a message."""
     return np.asarray(numbers, dtype=_NUMBERS).tobytes()

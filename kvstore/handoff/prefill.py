@@ -20,20 +20,20 @@ from kvstore.errors import InvalidArgument, KVStoreError, TransferTimeout, reaso
 from kvstore.handoff.aux_data import AuxData, encode_aux
 from kvstore.handoff.effects import Effect, PushJob, SendTo, Submit
 from kvstore.handoff.greeting import GREETING_S, PROTOCOL, SILENCE_S, Greeter, SealedStream
-from kvstore.handoff.links import SEND_S, Link, Ticker
+from kvstore.handoff.links import SEND_S, PushLink, Ticker
 from kvstore.handoff.memory import HandoffPool, Places, digests_of
 from kvstore.handoff.messages import RangesHead, encode_message, read_from_decode
 from kvstore.handoff.places import pack_numbers
 from kvstore.handoff.registry import LEASE_S, RankRecord, RegistryClient
 from kvstore.handoff.sending import Senders
 from kvstore.handoff.states import (
-    Failure,
     FailureCode,
+    HandoffFailure,
+    HandoffProgress,
+    HandoffSide,
     Layer,
     Patience,
-    Progress,
     Reduce,
-    Side,
     State,
     agreed,
 )
@@ -76,7 +76,7 @@ class PrefillManager:
         self._greeter = Greeter(secret, space, pool.shape, boot=self._boot)
         self._core = Senders(pool.shape, patience or Patience())
         self._lock = threading.Lock()
-        self._links: dict[bytes, Link] = {}
+        self._links: dict[bytes, PushLink] = {}
         self._threads: set[threading.Thread] = set()
         self._greeting: set[socket.socket] = set()
         self._closed = False
@@ -288,14 +288,14 @@ class PrefillManager:
             self._drop(link, FailureCode.PEER_CLOSED, "its thread has ended")
             sealed.close()
 
-    def _link(self, number: bytes, peer: str) -> Link | None:
+    def _link(self, number: bytes, peer: str) -> PushLink | None:
         with self._lock:
             link = self._links.get(number)
             if link is None and len(self._links) < LINKS_MAX and not self._closed:
-                link = self._links[number] = Link(number, peer)
+                link = self._links[number] = PushLink(number, peer)
             return link
 
-    def _drop(self, link: Link, code: FailureCode, why: str) -> None:
+    def _drop(self, link: PushLink, code: FailureCode, why: str) -> None:
         """Close a link, and fail what lives on it."""
         link.close()
         with self._lock:
@@ -307,7 +307,7 @@ class PrefillManager:
             for job in link.outbox.left():
                 self._carry_out(self._core.completed(job.number, failure, now_ns))
 
-    def _read(self, link: Link, sealed: SealedStream) -> None:
+    def _read(self, link: PushLink, sealed: SealedStream) -> None:
         """Read decode's messages until the link ends."""
         while not link.is_closed:
             try:
@@ -325,10 +325,10 @@ class PrefillManager:
                     now_ns = time.monotonic_ns()
                     self._carry_out(self._core.received(link.number, message, now_ns))
 
-    def _write(self, link: Link, sealed: SealedStream) -> None:
+    def _write(self, link: PushLink, sealed: SealedStream) -> None:
         """Write messages and ranges until the link ends."""
         while (item := link.outbox.next()) is not None:
-            failure: Failure | None = None
+            failure: HandoffFailure | None = None
             try:
                 if isinstance(item, bytes):
                     sealed.send(item, [], SEND_S)
@@ -340,7 +340,7 @@ class PrefillManager:
             if isinstance(item, PushJob):
                 self._completed(item, failure)
 
-    def _send(self, job: PushJob, sealed: SealedStream) -> Failure | None:
+    def _send(self, job: PushJob, sealed: SealedStream) -> HandoffFailure | None:
         """Send ranges straight from the pool; returns why they were not sent."""
         places: Places
         held = np.frombuffer(job.aux, dtype=np.uint8)
@@ -356,10 +356,10 @@ class PrefillManager:
         sealed.send(head, [memory_at(*place) for place in places], SEND_S)
         return None
 
-    def _completed(self, job: PushJob, failure: Failure | None) -> None:
+    def _completed(self, job: PushJob, failure: HandoffFailure | None) -> None:
         self.act(lambda core, now: core.completed(job.number, failure, now))
 
-    def _fault(self, link: Link, code: FailureCode, why: str) -> None:
+    def _fault(self, link: PushLink, code: FailureCode, why: str) -> None:
         if not link.is_closed:
             self.faults.note(code, f"{link.peer}: {why}")
         self._drop(link, code, why)
@@ -374,7 +374,7 @@ class Sender:
 
     __slots__ = ("_manager", "_progress", "room")
 
-    def __init__(self, manager: PrefillManager, room: int, progress: Progress) -> None:
+    def __init__(self, manager: PrefillManager, room: int, progress: HandoffProgress) -> None:
         self._manager = manager
         self._progress = progress
         self.room = room
@@ -385,7 +385,7 @@ class Sender:
         return self._progress.state
 
     @property
-    def failure(self) -> Failure | None:
+    def failure(self) -> HandoffFailure | None:
         """Why it is FAILED; None in every other state."""
         return self._progress.failure
 
@@ -432,8 +432,8 @@ class Sender:
         self._manager.act(lambda core, now: core.close(self.room, now))
 
 
-def _failure(code: FailureCode, why: str) -> Failure:
+def _failure(code: FailureCode, why: str) -> HandoffFailure:
     protocol = code is FailureCode.BLOCKS_REUSED
-    return Failure(
-        code, Side.PREFILL, 0, Layer.PROTOCOL if protocol else Layer.TRANSPORT, why[:200]
+    return HandoffFailure(
+        code, HandoffSide.PREFILL, 0, Layer.PROTOCOL if protocol else Layer.TRANSPORT, why[:200]
     )

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
-from kvstore.handoff.effects import CloseLink, Effect, SendTo
+from kvstore.handoff.effects import Effect, EndLink, SendTo
 from kvstore.handoff.messages import (
     RANGES_BYTES_MAX,
     RANGES_MAX,
@@ -23,9 +23,9 @@ from kvstore.handoff.messages import (
     Drained,
     Failed,
     FromPrefill,
-    Ping,
+    HandoffPing,
     RangesHead,
-    Renew,
+    RenewRoom,
 )
 from kvstore.handoff.places import (
     AUX_PLANE,
@@ -37,7 +37,15 @@ from kvstore.handoff.places import (
 )
 from kvstore.handoff.rooms import SeenRooms, check_room
 from kvstore.handoff.shape import PoolShape
-from kvstore.handoff.states import Failure, FailureCode, Layer, Patience, Progress, Side, State
+from kvstore.handoff.states import (
+    FailureCode,
+    HandoffFailure,
+    HandoffProgress,
+    HandoffSide,
+    Layer,
+    Patience,
+    State,
+)
 
 ROOMS_MAX = 1_024
 """Handoffs in the table."""
@@ -74,7 +82,9 @@ class _Receiving:
         "said_ns", "slot", "token_count",
     )  # fmt: skip
 
-    def __init__(self, room: int, peer: str, token_count: int, slot: int, now: Progress) -> None:
+    def __init__(
+        self, room: int, peer: str, token_count: int, slot: int, now: HandoffProgress
+    ) -> None:
         self.room = room
         self.peer = peer
         self.link = b""  # once there is one; it never changes
@@ -123,7 +133,7 @@ class Receivers:
 
     def open(
         self, room: int, peer: str, token_count: int, now_ns: int
-    ) -> tuple[Progress, list[Effect]]:
+    ) -> tuple[HandoffProgress, list[Effect]]:
         """Begin a handoff from a peer, which may have no link yet.
 
         Raises:
@@ -141,7 +151,7 @@ class Receivers:
         if limbo * LIMBO_SHARE > self._shape.block_count:
             raise CapacityError(f"{limbo} blocks wait until {peer} has drained them", "limbo")
         slot = self._free_slots.pop()
-        progress = Progress(self._patience, now_ns)
+        progress = HandoffProgress(self._patience, now_ns)
         one = self._rooms[room] = _Receiving(room, peer, token_count, slot, progress)
         self._seen.add(room)
         one.link = self._links.get(peer, b"")
@@ -192,7 +202,7 @@ class Receivers:
         if one.progress.ended or not one.link or now_ns - one.said_ns < _AGAIN_NS:
             return []
         one.said_ns = now_ns
-        return [SendTo(one.link, Renew(room))]
+        return [SendTo(one.link, RenewRoom(room))]
 
     def abort(self, room: int, now_ns: int) -> list[Effect]:
         """The engine gives the request up."""
@@ -268,7 +278,7 @@ class Receivers:
 
     def received(self, link: bytes, message: FromPrefill, now_ns: int) -> list[Effect]:
         """A message of prefill that is followed by no bytes."""
-        if isinstance(message, Ping):
+        if isinstance(message, HandoffPing):
             return []
         one = self._rooms.get(message.room)
         if one is None or one.link != link:
@@ -279,7 +289,7 @@ class Receivers:
                 return self._drained(one)
             case Failed(failure=failure) if not one.progress.ended:
                 return self._end(one, failure, now_ns)
-            case Renew() if not one.progress.ended:
+            case RenewRoom() if not one.progress.ended:
                 one.progress.heard(now_ns)
                 return []
         self.counts["late_messages"] += 1
@@ -395,7 +405,7 @@ class Receivers:
             return []
         one.said_ns = now_ns
         if one.blocks is None:
-            return [SendTo(one.link, Renew(one.room))]
+            return [SendTo(one.link, RenewRoom(one.room))]
         one.progress.advance(State.WAITING_FOR_INPUT, now_ns)
         packed = pack_numbers(one.blocks)
         return [
@@ -434,20 +444,20 @@ class Receivers:
             assert one.progress.failure is not None
             return [SendTo(one.link, Abort(one.room, one.progress.failure))]
         on_link = [other for other in self._rooms.values() if other.link == one.link]
-        return [CloseLink(one.link)] if all(other.progress.ended for other in on_link) else []
+        return [EndLink(one.link)] if all(other.progress.ended for other in on_link) else []
 
     def _fail(
         self, one: _Receiving, code: FailureCode, layer: Layer, why: str, now_ns: int
     ) -> list[Effect]:
         """End a handoff as failed, and tell prefill."""
-        failure = Failure(code, Side.DECODE, self._rank, layer, why[:TEXT_MAX])
+        failure = HandoffFailure(code, HandoffSide.DECODE, self._rank, layer, why[:TEXT_MAX])
         effects = self._end(one, failure, now_ns)
         if one.link and one.progress.failure is failure:
             one.aborts += 1
             effects.append(SendTo(one.link, Abort(one.room, failure)))
         return effects
 
-    def _end(self, one: _Receiving, failure: Failure, now_ns: int) -> list[Effect]:
+    def _end(self, one: _Receiving, failure: HandoffFailure, now_ns: int) -> list[Effect]:
         if not one.progress.fail(failure, now_ns):
             return []
         self.counts[f"failed_{failure.code}"] += 1

@@ -84,7 +84,7 @@ class HandoffRegistry:
         self._places = threading.BoundedSemaphore(_REQUESTS_MAX)
         registry = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class RankHandler(BaseHTTPRequestHandler):
             timeout = _WAIT_S
 
             def do_GET(self) -> None:
@@ -100,7 +100,7 @@ class HandoffRegistry:
             def log_message(self, format: str, *args: Any) -> None:
                 """No line for each request."""
 
-        class Server(ThreadingHTTPServer):
+        class RankServer(ThreadingHTTPServer):
             daemon_threads = False
 
             def process_request(self, request: Any, client_address: Any) -> None:
@@ -119,7 +119,7 @@ class HandoffRegistry:
                 """A connection that broke is no error of ours."""
 
         try:
-            self._server = Server((host, port), Handler)
+            self._server = RankServer((host, port), RankHandler)
         except OSError as error:
             raise InvalidArgument("port", f"cannot listen: {reason(error)}") from error
         bound, at = self._server.server_address[:2]

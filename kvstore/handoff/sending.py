@@ -24,20 +24,28 @@ from kvstore.handoff.messages import (
     Drained,
     Failed,
     FromDecode,
-    Ping,
-    Renew,
+    HandoffPing,
+    RenewRoom,
 )
 from kvstore.handoff.places import (
     AUX_PLANE,
     BLOCKS_MAX,
     Coverage,
     PushRange,
+    batches,
     joined,
-    unpack_numbers,
 )
 from kvstore.handoff.rooms import SeenRooms, check_room
-from kvstore.handoff.shape import PoolShape
-from kvstore.handoff.states import Failure, FailureCode, Layer, Patience, Progress, Side, State
+from kvstore.handoff.shape import PoolShape, announced_blocks
+from kvstore.handoff.states import (
+    FailureCode,
+    HandoffFailure,
+    HandoffProgress,
+    HandoffSide,
+    Layer,
+    Patience,
+    State,
+)
 
 ROOMS_MAX = 1_024
 """Handoffs in the table."""
@@ -73,7 +81,7 @@ class _Sending:
         "room", "said_ns", "slot", "submitted", "there", "token_count", "waiting",
     )  # fmt: skip
 
-    def __init__(self, room: int, progress: Progress) -> None:
+    def __init__(self, room: int, progress: HandoffProgress) -> None:
         self.room = room
         self.progress = progress
         self.link = b""  # of the decode engine that has spoken of the room
@@ -114,7 +122,9 @@ class Senders:
 
     # ---- the engine -------------------------------------------------------------------------
 
-    def open(self, room: int, token_count: int, now_ns: int) -> tuple[Progress, list[Effect]]:
+    def open(
+        self, room: int, token_count: int, now_ns: int
+    ) -> tuple[HandoffProgress, list[Effect]]:
         """Begin a handoff.
 
         Raises:
@@ -207,7 +217,7 @@ class Senders:
         if one.progress.ended or not one.link or now_ns - one.said_ns < _SAID_NS:
             return []
         one.said_ns = now_ns
-        return [SendTo(one.link, Renew(room))]
+        return [SendTo(one.link, RenewRoom(room))]
 
     def abort(self, room: int, now_ns: int) -> list[Effect]:
         """The engine gives the request up."""
@@ -232,7 +242,7 @@ class Senders:
 
     def received(self, link: bytes, message: FromDecode, now_ns: int) -> list[Effect]:
         """A message of decode."""
-        if isinstance(message, Ping):
+        if isinstance(message, HandoffPing):
             return []
         one = self._rooms.get(message.room) or self._first_heard(link, message, now_ns)
         if one is None:
@@ -255,7 +265,7 @@ class Senders:
                 effects = self._done(one, now_ns)
         return effects
 
-    def completed(self, number: int, failure: Failure | None, now_ns: int) -> list[Effect]:
+    def completed(self, number: int, failure: HandoffFailure | None, now_ns: int) -> list[Effect]:
         """A job has ended: none of its bytes is read, or arrives, after this.
 
         Args:
@@ -316,13 +326,13 @@ class Senders:
     # ---- inside -----------------------------------------------------------------------------
 
     def _add(self, room: int, now_ns: int) -> _Sending:
-        one = self._rooms[room] = _Sending(room, Progress(self._patience, now_ns))
+        one = self._rooms[room] = _Sending(room, HandoffProgress(self._patience, now_ns))
         self._seen.add(room)
         return one
 
     def _first_heard(self, link: bytes, message: FromDecode, now_ns: int) -> _Sending | None:
         """A room that the engine has not opened yet; None = it was used, or there are too many."""
-        assert not isinstance(message, Ping)
+        assert not isinstance(message, HandoffPing)
         if isinstance(message, Done) or message.room in self._seen:
             return None
         unopened = sum(not one.opened for one in self._rooms.values())
@@ -334,7 +344,7 @@ class Senders:
 
     def _answer_late(self, link: bytes, message: FromDecode) -> list[Effect]:
         """Nothing arrives for a room that is not in the table; who asks for more is told."""
-        assert not isinstance(message, Ping)
+        assert not isinstance(message, HandoffPing)
         self.counts["late_messages"] += 1
         room = message.room
         if isinstance(message, Done):
@@ -350,7 +360,7 @@ class Senders:
             self.counts["repeated_messages"] += 1
             return []
         try:
-            blocks = self._checked(one, message)
+            blocks = announced_blocks(self._shape, message, one.token_count)
         except ProtocolError as error:
             return self._fail(one, FailureCode.REFUSED, Layer.PROTOCOL, str(error), now_ns)
         one.token_count = message.token_count
@@ -365,27 +375,6 @@ class Senders:
             self._queue_aux(one)
         return self._submit(one.link, now_ns)
 
-    def _checked(self, one: _Sending, message: Announce) -> list[int]:
-        """The blocks of an announcement.
-
-        Raises:
-            ProtocolError: a field is wrong.
-        """
-        tokens, first = message.token_count, message.first_token
-        if one.opened and tokens != one.token_count:
-            raise ProtocolError(f"{tokens} tokens, the request has {one.token_count}")
-        if not 0 <= first <= tokens or not 0 < tokens <= BLOCKS_MAX * self._shape.block_tokens:
-            raise ProtocolError(f"KV from token {first} on, of {tokens}")
-        if not 0 <= message.aux_slot < BLOCKS_MAX:
-            raise ProtocolError(f"aux slot {message.aux_slot}")
-        blocks = unpack_numbers(message.blocks)
-        wanted = self._shape.blocks_of(tokens) - first // self._shape.block_tokens
-        if first == tokens:
-            wanted = 0
-        if len(blocks) != wanted or len(set(blocks)) != len(blocks):
-            raise ProtocolError(f"{len(blocks)} blocks, {wanted} different ones are needed")
-        return blocks
-
     def _split(self, one: _Sending, part: _Part) -> None:
         """Queue the ranges of a part that the other side needs, as jobs."""
         assert one.there is not None
@@ -399,18 +388,9 @@ class Senders:
         generations = part.generations[offset : offset + len(positions)]
         blocks_max = max(RANGES_BYTES_MAX // self._shape.block_bytes, 1)
         runs = joined(positions, here.tolist(), there, blocks_max)
-        ranges: list[PushRange] = []
-        sources: list[int] = []
-        total = 0
-        for plane in part.planes:
-            for first, number in runs:
-                if ranges and (total + number > blocks_max or len(ranges) == RANGES_MAX):
-                    self._queue(one, ranges, sources, here, generations)
-                    ranges, sources, total = [], [], 0
-                ranges.append(PushRange(plane, first, number))
-                sources.append(int(here[first - positions.start]))
-                total += number
-        self._queue(one, ranges, sources, here, generations)
+        for ranges in batches(part.planes, runs, blocks_max, RANGES_MAX):
+            sources = [int(here[one.first - positions.start]) for one in ranges]
+            self._queue(one, ranges, sources, here, generations)
 
     def _queue(
         self, one: _Sending, ranges: list[PushRange], sources: list[int],
@@ -451,8 +431,8 @@ class Senders:
         self._forget(one)
         return []
 
-    def _failure(self, code: FailureCode, layer: Layer, why: str) -> Failure:
-        return Failure(code, Side.PREFILL, self._rank, layer, why[:TEXT_MAX])
+    def _failure(self, code: FailureCode, layer: Layer, why: str) -> HandoffFailure:
+        return HandoffFailure(code, HandoffSide.PREFILL, self._rank, layer, why[:TEXT_MAX])
 
     def _fail(
         self, one: _Sending, code: FailureCode, layer: Layer, why: str, now_ns: int
@@ -460,7 +440,7 @@ class Senders:
         return self._end(one, self._failure(code, layer, why), now_ns, tell=True)
 
     def _end(
-        self, one: _Sending, failure: Failure, now_ns: int, *, tell: bool = False
+        self, one: _Sending, failure: HandoffFailure, now_ns: int, *, tell: bool = False
     ) -> list[Effect]:
         """End a handoff as failed: submit no more of it, and answer when the rest has ended."""
         if not one.progress.fail(failure, now_ns):

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.errors import InvalidArgument
-from kvstore.handoff.places import BLOCKS_MAX, PLANES_MAX
+from kvstore.errors import InvalidArgument, ProtocolError
+from kvstore.handoff.messages import Announce
+from kvstore.handoff.places import BLOCKS_MAX, PLANES_MAX, unpack_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +48,28 @@ class PoolShape:
     def has(self, blocks: npt.NDArray[np.int64]) -> bool:
         """Whether all blocks are in the pool."""
         return not len(blocks) or (int(blocks.min()) >= 0 and int(blocks.max()) < self.block_count)
+
+
+def announced_blocks(shape: PoolShape, message: Announce, token_count: int) -> list[int]:
+    """The blocks of an announcement.
+
+    Args:
+        shape: of the pools of both sides.
+        message: the announcement.
+        token_count: that it must have; -1 = not known yet.
+
+    Raises:
+        ProtocolError: a field is wrong.
+    """
+    tokens, first = message.token_count, message.first_token
+    if token_count not in (-1, tokens):
+        raise ProtocolError(f"{tokens} tokens, the request has {token_count}")
+    if not 0 <= first <= tokens or not 0 < tokens <= BLOCKS_MAX * shape.block_tokens:
+        raise ProtocolError(f"KV from token {first} on, of {tokens}")
+    if not 0 <= message.aux_slot < BLOCKS_MAX:
+        raise ProtocolError(f"aux slot {message.aux_slot}")
+    blocks = unpack_numbers(message.blocks)
+    wanted = shape.blocks_of(tokens) - first // shape.block_tokens if first < tokens else 0
+    if len(blocks) != wanted or len(set(blocks)) != len(blocks):
+        raise ProtocolError(f"{len(blocks)} blocks, {wanted} different ones are needed")
+    return blocks

@@ -41,7 +41,7 @@ def agreed(states: list[State], reduce: Reduce | None) -> list[State]:
     return [least(pair) for pair in zip(states, told, strict=True)]
 
 
-class Side(StrEnum):
+class HandoffSide(StrEnum):
     """Who noticed a failure."""
 
     PREFILL = "prefill"
@@ -80,7 +80,7 @@ class FailureCode(StrEnum):
     """The registry or the other side's port cannot be reached, or does not know the secret."""
 
 
-class Failure(msgspec.Struct, frozen=True, array_like=True):
+class HandoffFailure(msgspec.Struct, frozen=True, array_like=True):
     """Why a handoff failed.
 
     Attributes:
@@ -92,7 +92,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     """
 
     code: str
-    side: Side
+    side: HandoffSide
     rank: int
     layer: Layer
     message: str
@@ -127,7 +127,7 @@ class Patience:
         return int(seconds[state] * 1e9)
 
 
-class Progress:
+class HandoffProgress:
     """The state of one handoff at one rank: it only goes forward, and stays where it ended.
 
     Attributes:
@@ -143,7 +143,7 @@ class Progress:
         self._patience = patience
         self._opened_ns = self._heard_ns = self.since_ns = now_ns
         self.state = State.BOOTSTRAPPING
-        self.failure: Failure | None = None
+        self.failure: HandoffFailure | None = None
 
     @property
     def ended(self) -> bool:
@@ -159,7 +159,7 @@ class Progress:
         self._heard_ns = self.since_ns = now_ns
         return True
 
-    def fail(self, failure: Failure, now_ns: int) -> bool:
+    def fail(self, failure: HandoffFailure, now_ns: int) -> bool:
         """End as FAILED; returns False if it has ended already."""
         if self.ended:
             return False

@@ -18,7 +18,7 @@ from kvstore.handoff.memory import AuxSlots, HandoffPool
 from kvstore.handoff.receiving import Receivers
 from kvstore.handoff.rooms import RoomNumbers
 from kvstore.handoff.sending import Senders
-from kvstore.handoff.states import Patience, Progress, State
+from kvstore.handoff.states import HandoffProgress, Patience, State
 from kvstore.mover.kvpool import KVPool
 from kvstore.testing.handoff_links import (
     SECOND,
@@ -50,6 +50,7 @@ class HandoffFaults:
         lost: a message or head of ranges is lost.
         doubled: it comes twice.
         flipped: one byte of some ranges is another one.
+        misplaced: a range is sent as that of another position.
         stalled: pieces of some ranges land very late.
         aborted: an engine gives a request up, in each of its steps.
         careless: a prefill engine gives all blocks away before the handoff has ended.
@@ -60,6 +61,7 @@ class HandoffFaults:
     doubled: float = 0.01
     flipped: float = 0.01
     stalled: float = 0.02
+    misplaced: float = 0.01
     aborted: float = 0.003
     careless: float = 0.02
     trouble: float = 0.03
@@ -114,7 +116,7 @@ class _Prompt:
 
     room: int
     token_count: int
-    progress: Progress
+    progress: HandoffProgress
     opened_ns: int
     first: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -136,6 +138,7 @@ class PrefillProcess(HandoffProcess):
         self.senders = Senders(self.memory.pool.shape, PATIENCE)
         self.prompts: dict[int, _Prompt] = {}
         self.careless_rooms: set[int] = set()
+        self._used: set[int] = set()
 
     @property
     def is_idle(self) -> bool:
@@ -144,13 +147,14 @@ class PrefillProcess(HandoffProcess):
 
     def begin(self, room: int, token_count: int) -> None:
         """A request of the conductor; one whose room was used must be refused."""
-        used = room in self.prompts
+        used = room in self._used
         try:
             progress, effects = self.senders.open(room, token_count, self.time.now_ns)
         except (InvalidArgument, CapacityError):
             self.world.outcome.refused += 1
             return
         assert not used, "a room was used twice"
+        self._used.add(room)
         self.prompts[room] = _Prompt(room, token_count, progress, self.time.now_ns)
         self.world.wires.carry_out(self, effects)
 
@@ -374,8 +378,8 @@ class HandoffSimulation:
         assert isinstance(decode, DecodeProcess)
         room, tokens = self._rooms.draw(), random.randrange(1, 40)
         peer = prefill.name
-        for _ in range(1 + (random.random() < 0.05)):
-            delay_ns = random.randrange(SECOND // 5)
+        for again in range(1 + (random.random() < 0.05)):
+            delay_ns = random.randrange(SECOND // 5 + 3 * SECOND * again)
             if random.random() > 0.03:
                 self.time.at(delay_ns, lambda: prefill.do(lambda: prefill.begin(room, tokens)))
             delay_ns = random.randrange(SECOND // 5)

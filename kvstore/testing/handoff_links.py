@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.handoff.effects import CloseLink, Effect, PushJob, SendTo, Submit
+from kvstore.handoff.effects import Effect, EndLink, PushJob, SendTo, Submit
 from kvstore.handoff.memory import Places, digests_of, landing_places
 from kvstore.handoff.messages import (
-    Ping,
+    HandoffPing,
     RangesHead,
     encode_message,
     read_from_decode,
     read_from_prefill,
 )
-from kvstore.handoff.places import pack_numbers
+from kvstore.handoff.places import PushRange, pack_numbers
 from kvstore.handoff.receiving import Landing
-from kvstore.handoff.states import Failure, FailureCode, Layer, Progress, Side
+from kvstore.handoff.states import FailureCode, HandoffFailure, HandoffProgress, HandoffSide, Layer
 from kvstore.testing.timeline import Timeline
 from kvstore.tier.vectored import memory_at
 
@@ -47,6 +47,7 @@ class HandoffOutcome:
     lost: int = 0
     flipped: int = 0
     reused: int = 0
+    misplaced: int = 0
     links: int = 0
     links_closed: int = 0
     killed: int = 0
@@ -95,7 +96,7 @@ class HandoffProcess:
         """Whether it stands now."""
         return self.time.now_ns < self._stopped_ns
 
-    def check_time(self, progress: Progress, opened_ns: int, longest_ns: int) -> None:
+    def check_time(self, progress: HandoffProgress, opened_ns: int, longest_ns: int) -> None:
         """Assert that a handoff has ended in time, not counting what its process stood."""
         stood_ns = sum(
             stop - max(start, opened_ns) for start, stop in self._pauses if stop > opened_ns
@@ -168,7 +169,7 @@ class HandoffWires:
                     self._send(by, number, encode_message(message))
                 case Submit(job=job):
                     self._push(job)
-                case CloseLink(link=number):
+                case EndLink(link=number):
                     self._close_at_decode(self._links[number], FailureCode.PEER_CLOSED)
 
     def cut(self, prefill: str, decode: str, for_ns: int) -> None:
@@ -215,7 +216,9 @@ class HandoffWires:
             close(link, FailureCode.PEER_SILENT)
         else:
             self._send(
-                link.prefill if by_prefill else link.decode, link.number, encode_message(Ping())
+                link.prefill if by_prefill else link.decode,
+                link.number,
+                encode_message(HandoffPing()),
             )
 
     # ---- links ------------------------------------------------------------------------------
@@ -329,7 +332,12 @@ class HandoffWires:
             self._outcome.flipped += 1
             at = self._time.random.randrange(len(data[-1]))
             data[-1] = data[-1][:at] + bytes([data[-1][at] ^ 1]) + data[-1][at + 1 :]
-        packed = pack_numbers([number for one in job.ranges for number in one])
+        ranges = job.ranges
+        if self._chance(self._faults.misplaced):  # one of its ranges claims another's place
+            self._outcome.misplaced += 1
+            plane, first, size = ranges[-1]
+            ranges = [*ranges[:-1], PushRange(plane, first + 1, size)]
+        packed = pack_numbers([number for one in ranges for number in one])
         head = encode_message(RangesHead(job.room, packed, digests))
         parcel = _Parcel(job, head, data)
         if self._chance(self._faults.lost):
@@ -397,7 +405,9 @@ class HandoffWires:
         if number not in link.jobs:
             return
         link.jobs.discard(number)
-        failure = Failure(FailureCode.PEER_CLOSED, Side.PREFILL, 0, Layer.TRANSPORT, "lost")
+        failure = HandoffFailure(
+            FailureCode.PEER_CLOSED, HandoffSide.PREFILL, 0, Layer.TRANSPORT, "lost"
+        )
         now, prefill = self._time.now_ns, link.prefill
         effects = prefill.senders.completed(number, failure if lost else None, now)
         self.carry_out(prefill, effects)

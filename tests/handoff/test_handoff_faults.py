@@ -1,4 +1,4 @@
-"""Goal: whatever ends, stops or lies at the other side, a handoff fails in time and decode goes on."""
+"""Goal: whatever ends, stops or lies at the other side, a handoff fails in time."""
 
 import contextlib
 import os

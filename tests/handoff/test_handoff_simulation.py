@@ -27,6 +27,7 @@ def test_the_histories_of_handoffs_contain_what_they_are_there_for():
         assert sum(getattr(one, name) for one in outcomes) > 1, name
     assert sum(one.succeeded for one in outcomes) > 50
     assert sum(one.limbo for one in outcomes) > 20
+    assert sum(min(one.prefill_failed, one.decode_failed) for one in outcomes) > 20
 
 
 def test_handoffs_without_faults_all_succeed():

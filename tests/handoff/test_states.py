@@ -8,12 +8,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvstore.errors import InvalidArgument
 from kvstore.handoff.rooms import BOOT_MAX, ROOM_MAX, ROOMS_KEPT, RoomNumbers, SeenRooms
 from kvstore.handoff.states import (
-    Failure,
     FailureCode,
+    HandoffFailure,
+    HandoffProgress,
+    HandoffSide,
     Layer,
     Patience,
-    Progress,
-    Side,
     State,
     least,
 )
@@ -23,8 +23,8 @@ PATIENCE = Patience(bootstrapping_s=3, waiting_s=5, transferring_s=2, total_s=20
 FORWARD = [State.BOOTSTRAPPING, State.WAITING_FOR_INPUT, State.TRANSFERRING, State.SUCCESS]
 
 
-def failure(code: FailureCode = FailureCode.ABORTED) -> Failure:
-    return Failure(code, Side.DECODE, 0, Layer.PROTOCOL, "for a test")
+def failure(code: FailureCode = FailureCode.ABORTED) -> HandoffFailure:
+    return HandoffFailure(code, HandoffSide.DECODE, 0, Layer.PROTOCOL, "for a test")
 
 
 class ProgressModel(RuleBasedStateMachine):
@@ -33,10 +33,10 @@ class ProgressModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 7 * SECOND
-        self.progress = Progress(PATIENCE, self.now)
+        self.progress = HandoffProgress(PATIENCE, self.now)
         self.state = State.BOOTSTRAPPING
         self.opened = self.heard = self.now
-        self.failure: Failure | None = None
+        self.failure: HandoffFailure | None = None
 
     @rule(state=st.sampled_from(FORWARD))
     def advance(self, state: State) -> None:
