@@ -7,7 +7,7 @@ ended, and so has every job that was submitted for it.
 from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import count
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -58,19 +58,13 @@ _SAID_NS: Final = 1_000_000_000
 _NONE: Final = np.zeros(0, dtype=np.uint64)
 
 
-class _Part:
+class _Part(NamedTuple):
     """KV of some layers and positions that the engine has written."""
 
-    __slots__ = ("blocks", "generations", "planes", "positions")
-
-    def __init__(
-        self, planes: range, positions: range, blocks: npt.NDArray[np.int64],
-        generations: npt.NDArray[np.uint64],
-    ) -> None:  # fmt: skip
-        self.planes = planes
-        self.positions = positions
-        self.blocks = blocks
-        self.generations = generations
+    planes: range
+    positions: range
+    blocks: npt.NDArray[np.int64]
+    generations: npt.NDArray[np.uint64]
 
 
 class _Sending:

@@ -282,6 +282,23 @@ def test_a_manager_that_does_not_know_the_secret_is_refused_on_both_sides(wait_u
         registry.close()
 
 
+def test_another_process_at_the_address_of_a_registration_is_not_taken_for_it(wait_until):
+    with managers() as pair:
+        registry = HandoffRegistry("127.0.0.1", 0, SECRET)
+        try:
+            record = RankRecord(
+                0, pair.prefill.address, "ab" * 16, 1, (0, 4), (0, 1), pair.here.pool.shape,
+                SPACE.hex(), ["tcp"], PROTOCOL, 60.0,
+            )  # fmt: skip
+            RegistryClient(registry.url, SECRET).register(record)
+            receiver = pair.decode.receiver(1, registry.url, 16)
+            wait_until(lambda: receiver.state == State.FAILED)
+
+            assert "another process" in receiver.failure.message
+        finally:
+            registry.close()
+
+
 def test_a_registry_that_is_away_fails_new_handoffs_and_leaves_running_ones(wait_until):
     with managers() as pair:
         sender, receiver = pair.begin(1, 4)
