@@ -19,7 +19,7 @@ from aiohttp import web
 from conductor.config import DeadlineConfig
 from conductor.front.membership import Membership
 from conductor.front.metrics import Metrics
-from conductor.front.openai import Completion, read_answer, read_stream_end
+from conductor.front.openai import Completion, read_answer, read_stream_end, without_usage
 from conductor.front.prompts import Prompts
 from conductor.front.upstream import EngineError, Upstream
 from conductor.front.waiting import Lease, RequestQueue
@@ -196,20 +196,25 @@ class Sender:
         first = _Half(
             assign.prefill, assign.ranks[assign.prefill], _encoded(protocol.prefill(pair))
         )
-        # A client that has a byte is never served again, so a prefill engine that fails then is
-        # only of interest if the decode engine fails, too.
+        raises = False
         prefills = asyncio.create_task(self._prefill(run, first, attempt))
         serves = asyncio.create_task(self._serve(run, second, attempt))
         try:
             await asyncio.wait({prefills, serves}, return_when=asyncio.FIRST_COMPLETED)
             if not serves.done() and run.response is None:
-                await prefills  # raises its error
+                raises = True
+                await prefills
                 lease.release(assign.prefill)
             return await serves
         finally:
             for task in (prefills, serves):
                 task.cancel()
-            await asyncio.gather(prefills, serves, return_exceptions=True)
+            failure, _ = await asyncio.gather(prefills, serves, return_exceptions=True)
+            if isinstance(failure, EngineError) and not raises:
+                # A client that has a byte is not served again: the decode engine's answer counts.
+                self._parts.metrics.failed(failure.engine, retried=False)
+                if failure.sick:
+                    self._parts.membership.broke(failure.engine)
 
     def _expect(self, number: int, engine_id: str, rank: int | None) -> None:
         """Tell the index what an engine will have in its cache."""
@@ -303,7 +308,9 @@ class Sender:
                     run.response = web.StreamResponse(headers={**run.headers, **_STREAM_HEADERS})
                     await self._begin(run, run.response)
                 tail.append(piece)
-                await self.write(run.response, piece)
+                shown = without_usage(piece) if run.body.usage_added else piece
+                if shown:
+                    await self.write(run.response, shown)
         if run.response is None:
             raise EngineError(engine, "the stream was empty")
         parts.membership.worked(engine)

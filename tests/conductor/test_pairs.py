@@ -9,7 +9,7 @@ import pytest
 
 from conductor.protocols import PROTOCOLS
 from conductor.protocols.base import Fields, PairProtocol, PairRequest, one_token
-from tests.conductor.fakes import FakeEngine, serving, sse, texts
+from tests.conductor.fakes import OPERATE, FakeEngine, serving, sse, texts
 from tests.loops import eventually, in_loop
 
 
@@ -126,6 +126,8 @@ async def test_at_once_a_prefill_engine_that_fails_after_the_first_byte_ends_not
             rest = (await response.read()).decode()
         assert sse(rest)[-1] == "[DONE]"
         assert len(p.requests) == len(d.requests) == 1
+        _, metrics = await client.get("/metrics", Authorization=f"Bearer {OPERATE}")
+        assert 'engine_failures_total{engine="p"} 1.0' in metrics
 
 
 @in_loop
@@ -196,6 +198,8 @@ async def test_kv_that_waits_too_long_for_a_place_is_503_with_retry_after() -> N
         status, answer, headers = await client.complete()
         assert (status, answer["error"]["code"]) == (503, "queue_timeout")
         assert "could decode" in answer["error"]["message"]
+        [attempt] = (await client.decision(headers["X-Request-Id"]))["attempts"]
+        assert "could decode" in attempt["outcome"]
         assert "Retry-After" in headers
         d.gate.set()
         assert (await first)[0] == 200
@@ -251,3 +255,13 @@ async def test_an_engine_s_protocol_is_registered_said_or_taken_from_its_routes(
         finally:
             await strange.stop()
         assert (status, answer["error"]["param"]) == (400, "protocol")
+
+
+@in_loop
+async def test_transfer_parameters_that_are_null_are_none_of_a_client_nor_of_an_engine() -> None:
+    p, d = FakeEngine("p", "prefill"), FakeEngine("d", "decode")
+    p.transfer = lambda: None  # type: ignore[assignment, method-assign, return-value]
+    async with serving(p, d) as client:
+        assert (await client.complete(kv_transfer_params=None))[0] == 200
+        assert p.requests[0]["kv_transfer_params"] == {"do_remote_decode": True}
+        assert "kv_transfer_params" not in d.requests[0]
