@@ -252,15 +252,15 @@ class Dispatcher:
         return effects
 
     def _receive(self, now: float) -> list[Effect]:
-        """Give places at decode engines to those whose KV has arrived, oldest first."""
+        """Give places at decode engines to those whose KV has arrived."""
         effects: list[Effect] = []
         if not self._arrived:
             return effects
         waiting = self._columns(self._arrived)
         handoffs = [_handoff(self._arrived[number]) for number in waiting.numbers]
         choices = self._scheduler.receive(self.view(), waiting, handoffs, now)
-        for number, choice in zip(waiting.numbers, choices, strict=True):
-            known = self._known[number]
+        for row, choice in choices.items():
+            known = self._known[waiting.numbers[row]]
             if isinstance(choice, Reject):
                 self._give_back(known, now)
                 self._remove(known)
