@@ -37,6 +37,11 @@ LISTENING: Final = r"listening on (\S+)"
 _PEERS_PORT: Final = 7400
 _PAGES_PORT: Final = 7401
 _INDEX_PAGES_MAX: Final = 100_000
+_MOONCAKE: Final = {
+    "cluster.transports": '["mooncake", "tcp"]',
+    "cluster.mooncake_protocol": "tcp",
+    "cluster.rdma_tenants": '["default"]',
+}
 
 
 class ClusterError(Exception):
@@ -125,6 +130,8 @@ class Options:
         nodes: number of daemons; prefill engines are at the first, decode engines at the last.
         membership: how several find each other: ``local`` (a list), ``etcd`` or ``redis``.
         directory: how they know of each other's pages: ``peers`` or ``redis``.
+        transport: how pages are read from other nodes: ``tcp``, or ``mooncake`` over its own TCP,
+            which needs a network where nobody else reaches its ports.
         prefills: number of prefill engines.
         decodes: number of decode engines.
         kv_blocks: blocks of 16 tokens in each engine's pool.
@@ -139,6 +146,7 @@ class Options:
     nodes: int = 1
     membership: str = "local"
     directory: str = "peers"
+    transport: str = "tcp"
     prefills: int = 1
     decodes: int = 1
     kv_blocks: int = 640
@@ -227,6 +235,8 @@ class Cluster:
             settings = cluster_settings(name, hosts, _INDEX_PAGES_MAX) | stores
             if options.membership != "local":
                 settings.pop("cluster.nodes")
+            if options.transport == "mooncake":
+                settings |= _MOONCAKE
             sets = [f"{key}={value}" for key, value in settings.items()]
             found[name] = self._daemon(name, f"{name}.sock", *sets)
         return found

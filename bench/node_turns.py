@@ -17,9 +17,9 @@ from kvstore import wire
 from kvstore.page import KEY_BYTES
 from kvstore.process.collector import spare_the_old
 from kvstore.server import operations
-from kvstore.server.operations import Tier
 from kvstore.state.choice.eviction import GRACE_NS
 from kvstore.state.choice.pins import PIN_KEYS_MAX
+from kvstore.state.tree.places import Tier
 
 PAGES: Final = 2_000_000
 PROMPT_PAGES: Final = 32

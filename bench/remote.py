@@ -5,8 +5,9 @@ client's get of pages that only another node has; both stand beside one bare TCP
 moves the same bytes and checks nothing, and ``bound/get/…`` is that with a digest and a copy.
 ``lookup/…`` is about lookups of 2,048 pages, ``capacity/two`` about hits of two nodes beside one
 with both memories, ``ttft/two-nodes`` about the first token when prefill and decode are at two
-nodes. ``announce``, ``directory/redis``, ``directory/locate`` and ``put/…/announced`` are about the
-directory in Redis (:mod:`bench.remote_announce`).
+nodes, ``directory/peers`` about the memory of a node's index. ``announce``, ``directory/redis``,
+``directory/locate`` and ``put/…/announced`` are about the directory in Redis
+(:mod:`bench.remote_announce`).
 """
 
 import argparse
@@ -17,6 +18,7 @@ from typing import Final
 from bench import (
     remote_announce,
     remote_capacity,
+    remote_directory,
     remote_get,
     remote_lookup,
     remote_mooncake,
@@ -27,6 +29,7 @@ from bench.measure import Progress, Report
 
 PARTS: Final = (
     remote_transport, remote_mooncake, remote_get, remote_lookup, remote_capacity, remote_ttft,
+    remote_directory,
 )  # fmt: skip
 """Modules with cases: their ``names()``, and ``results(name, seconds)`` of one."""
 

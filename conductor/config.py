@@ -13,6 +13,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
+from conductor.protocols import PROTOCOLS
 from conductor.routing.engines import Role
 from conductor.routing.policy import POLICIES
 from kvstore.config import Loaded, Positive, load
@@ -304,6 +305,8 @@ class EngineEntry(Section, frozen=True):
         events_replay: endpoint for missed batches.
         node: id of the kvstore node on its machine.
         max_running: maximum requests in flight at it.
+        protocol: how it hands KV over in a pair, one of ``conductor.protocols.PROTOCOLS``; default:
+            as it says, else ``reference`` if it has ``GET /v1/engine``, else ``vllm``.
     """
 
     id: Name
@@ -317,9 +320,13 @@ class EngineEntry(Section, frozen=True):
     events_replay: Endpoint | None = None
     node: Name | None = None
     max_running: Running | None = None
+    protocol: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse an invalid URL or endpoint."""
+        """Refuse an invalid URL or endpoint, or an unknown protocol."""
+        if self.protocol is not None and self.protocol not in PROTOCOLS:
+            known = ", ".join(PROTOCOLS)
+            raise ValueError(f"protocol: {self.protocol[:64]!r} is not one of {known}")
         check_url(self.url)
         check_endpoint("events", self.events)
         check_endpoint("events_bind", self.events_bind)

@@ -21,14 +21,17 @@ from conductor.front.connections import CAUSES, CONNECTIONS_MAX, KEEPALIVE_S, Fr
 from conductor.front.membership import Membership
 from conductor.front.metrics import Metrics, index_gauges
 from conductor.front.prompts import Prompts
-from conductor.front.proxy import Parts, Proxy
+from conductor.front.proxy import Proxy
+from conductor.front.sending import Parts
 from conductor.front.upstream import Upstream
 from conductor.front.waiting import RequestQueue
+from conductor.protocols import PROTOCOLS
 from conductor.routing.decisions import DecisionLog
+from conductor.routing.dispatcher import Dispatcher, DispatchLimits
 from conductor.routing.engines import EngineRegistry
-from conductor.routing.policy import POLICIES, Scheduler
+from conductor.routing.policy import POLICIES
 from conductor.routing.prefixes import PrefixView
-from conductor.routing.queue import QueueRules
+from conductor.routing.scheduler import Scheduler
 from kvstore.cluster.store import RecordStore
 from kvstore.config import show
 from kvstore.config.machine import version_of
@@ -87,10 +90,12 @@ class Conductor:
         self.registry = EngineRegistry(health.probe_s, health.dead_after, health.backoff_s_max)
         self.index: PrefixIndex = index or IndexProcess(index_settings(config))
         self._upstream = Upstream(config.deadline)
-        scheduler = Scheduler(config.policy.name)
-        prefixes = PrefixView(self.index, self.registry, needed=scheduler.policy.needs_prefixes)
-        rules = QueueRules(self.registry, scheduler, prefixes, waiting_max=config.queue.waiting_max)
-        self.queue = RequestQueue(rules, clock)
+        policy = POLICIES[config.policy.name]
+        prefixes = PrefixView(self.index, self.registry, needed=policy.needs_prefixes)
+        at_once = [name for name, protocol in PROTOCOLS.items() if protocol.at_once]
+        limits = DispatchLimits(config.queue.waiting_max, config.queue.wait_s, config.queue.tries)
+        dispatcher = Dispatcher(self.registry, Scheduler(policy, at_once), limits)
+        self.queue = RequestQueue(dispatcher, prefixes.find, clock)
         self.membership = Membership(
             config, self.registry, self._upstream, self.index, self._pump, clock, store
         )
@@ -103,7 +108,7 @@ class Conductor:
             self.registry,
             self.index,
             self.queue,
-            rules,
+            dispatcher,
             prefixes,
             prompts,
             self._upstream,
@@ -143,7 +148,7 @@ class Conductor:
             **self.membership.nodes.gauges(),
             **self.membership.cluster.gauges(),
             "engine_in_flight": {
-                (engine.info.id,): float(self.queue.rules.in_flight(engine.info.id))
+                (engine.info.id,): float(self.queue.dispatcher.in_flight(engine.info.id))
                 for engine in self.registry
             },
             **index_gauges(self.index),

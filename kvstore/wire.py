@@ -29,8 +29,9 @@ HOLDER_CHARS_MAX: Final = 64
 """Maximum length of the name of a node in a Lookup."""
 KNOWN_EXTENTS_MAX: Final = 4096
 LIST_MAX: Final = 4096
-"""Maximum elements of a list in a request, because each is decoded to an object before it can be
-checked."""
+"""Maximum elements of a list, because each is decoded to an object before it can be checked."""
+TRANSPORTS_MAX: Final = 16
+"""Maximum transports that a node tells of, for the same reason."""
 SHORT_BYTES_MAX: Final = 2 << 20
 """Maximum size of a request without packed keys, tokens or digests, for the same reason."""
 
@@ -94,7 +95,7 @@ class SpaceOpened(msgspec.Struct, array_like=True, tag=4):
 
     id: int
     space: int
-    shards: list[int]
+    shards: Listed[int]
 
 
 class Lookup(msgspec.Struct, array_like=True, tag=5):
@@ -298,8 +299,8 @@ class ExtentsFollow(msgspec.Struct, array_like=True, tag=21):
     ``gone``: those of ``known`` that no address of this session will use again.
     """
 
-    extents: list[int]
-    gone: list[int] = []
+    extents: Listed[int]
+    gone: Listed[int] = []
 
 
 class Failure(msgspec.Struct, array_like=True, tag=22):
@@ -367,7 +368,7 @@ class PeerWelcome(msgspec.Struct, array_like=True, tag=28):
     minor: int
     node: str
     boot: bytes
-    transports: dict[str, str]
+    transports: Annotated[dict[str, str], msgspec.Meta(max_length=TRANSPORTS_MAX)]
 
 
 class FollowEvents(msgspec.Struct, array_like=True, tag=29):
@@ -401,7 +402,7 @@ class Lent(msgspec.Struct, array_like=True, tag=30):
     lease_ms: int
     ticket: bytes
     kept: bytes = b""
-    places: dict[str, tuple[str, bytes]] = {}
+    places: Annotated[dict[str, tuple[str, bytes]], msgspec.Meta(max_length=TRANSPORTS_MAX)] = {}
 
 
 class Bring(msgspec.Struct, array_like=True, tag=31):
@@ -410,6 +411,8 @@ class Bring(msgspec.Struct, array_like=True, tag=31):
     ``keys``: a chain from its beginning. It brings the pages from number ``first`` on, and those
     before them that it has not. It makes room only by evicting pages that were not used for
     ``idle_ms``; 0 = as for a put. Answered when it has them, or has got no more after ``wait_ms``.
+    ``gone``: the node that asks has these pages no more: nothing is fetched, and those that came
+    from it are no replicas any longer. An older node ignores it.
     """
 
     id: int
@@ -419,6 +422,7 @@ class Bring(msgspec.Struct, array_like=True, tag=31):
     first: int
     wait_ms: int
     idle_ms: int = 0
+    gone: bool = False
 
 
 class Brought(msgspec.Struct, array_like=True, tag=32):
@@ -599,8 +603,9 @@ def refuse_all_keys(field: str, packed: bytes) -> None:
     Raises:
         InvalidArgument: the packed keys contain it.
     """
-    at = packed.find(ALL_KEYS)
+    firsts = packed[::KEY_BYTES]  # of 64 KiB of keys that is twice as fast as to search them all
+    at = firsts.find(0)
     while at >= 0:
-        if at % KEY_BYTES == 0:
+        if packed.startswith(ALL_KEYS, at * KEY_BYTES):
             raise InvalidArgument(field, "32 zero bytes are not a valid key")
-        at = packed.find(ALL_KEYS, at + 1)
+        at = firsts.find(0, at + 1)

@@ -104,7 +104,7 @@ def test_remote_knows_every_case_that_has_a_floor():
     sizes = [f"{size}/x16" for size in ("1MiB", "8MiB")]
     wanted = {f"{verb}/{size}" for verb in ("transport/tcp", "get") for size in sizes}
     wanted |= {"lookup/local/2048", "lookup/remote/2048", "lookup/local/p99"}
-    assert names >= wanted | {"capacity/two", "ttft/two-nodes"}
+    assert names >= wanted | {"capacity/two", "ttft/two-nodes", "directory/peers"}
 
 
 def test_kvpool_measures_restores_and_extracts_of_scattered_blocks():

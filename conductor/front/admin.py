@@ -24,8 +24,10 @@ from conductor.front.openai import (
     read_body,
 )
 from conductor.front.prompts import Prompts
-from conductor.front.proxy import Parts, Proxy
+from conductor.front.proxy import Proxy
+from conductor.front.sending import Parts
 from conductor.front.upstream import EngineError, EngineRefusedError
+from conductor.routing.choices import Candidate, Candidates
 from conductor.routing.engines import Engine, EngineRegistry
 from conductor.routing.joining import by_advice
 from kvstore.index.face import INDEX_FAULTS
@@ -140,7 +142,7 @@ class Admin:
             **msgspec.structs.asdict(engine.info),
             "state": engine.health.state,
             "failures": engine.health.failures,
-            "in_flight": self._parts.rules.in_flight(engine.info.id),
+            "in_flight": self._parts.dispatcher.in_flight(engine.info.id),
             "gaps": by_advice(self._membership.gaps(engine)),
         }
 
@@ -157,7 +159,7 @@ class Admin:
         if not self._membership.remove(engine_id):
             return _unknown("engine")
         _log.info("engine %s was removed by %s", engine_id, http.remote)
-        self._parts.rules.forget(engine_id)
+        self._parts.dispatcher.forget(engine_id)
         self._metrics.forget(engine_id)
         return web.Response(status=204)
 
@@ -226,9 +228,14 @@ class Admin:
 
 
 def _json(value: object, status: int = 200) -> web.Response:
-    return web.Response(
-        status=status, body=msgspec.json.encode(value), content_type="application/json"
-    )
+    body = msgspec.json.encode(value, enc_hook=_encodable)
+    return web.Response(status=status, body=body, content_type="application/json")
+
+
+def _encodable(value: object) -> list[Candidate]:
+    """Candidates are kept in columns, and shown one by one."""
+    assert isinstance(value, Candidates)
+    return list(value)
 
 
 def _shown_node(node: RegisteredNode) -> dict[str, object]:

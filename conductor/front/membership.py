@@ -24,7 +24,7 @@ from conductor.config import (
 from conductor.front.cluster import ClusterNodes
 from conductor.front.nodes import Nodes
 from conductor.front.openai import BadRequestError
-from conductor.front.served import DescribedEngine, ServedReader
+from conductor.front.served import DescribedEngine, ServedReader, protocol_of
 from conductor.front.upstream import EngineError, Upstream
 from conductor.routing.engines import (
     Engine,
@@ -420,6 +420,7 @@ def _combine(registration: _Registration, page_tokens_default: int) -> EngineInf
         node=registration.node,
         peers=registration.peers,
         max_running=entry.max_running or said.max_running or _MAX_RUNNING_DEFAULT,
+        protocol=protocol_of(entry, said, listed=registration.read_at is not None),
     )
 
 

@@ -125,7 +125,7 @@ class NodeApi:
                 check_endpoint(field, endpoint)
             except ValueError as error:
                 raise NodeUnreadableError(f"GET /v1/events: {error}") from error
-        sessions = await self._sessions()
+        sessions = [one for one in await self._sessions() if not one.peer]
         named = tuple(one for one in sessions if one.engine is not None)
         return NodeView(
             id=node_id or told.node,

@@ -1,95 +1,35 @@
 """The path of one completion: check, tokenise, queue, engines, answer.
 
-A request is sent to one engine, or to a pair. In a pair, the prefill engine gets it with
-``max_tokens=1`` and ``do_remote_decode``; the ``kv_transfer_params`` of its answer are sent
-unchanged, with the original request, to the decode engine, whose answer the client gets. If an
-engine fails before the first byte was sent to the client, the request is retried on other engines.
-After the first byte the client gets an error event and the end of the stream; the request is never
-repeated silently.
+If an engine fails before the first byte was sent to the client, the request is retried on other
+engines. After the first byte the client gets an error event and the end of the stream; the request
+is never repeated silently.
 """
 
 import asyncio
 import itertools
 import re
 import uuid
-from collections import deque
-from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Final, NamedTuple
+from typing import Final
 
 from aiohttp import web
 
 from conductor.config import DeadlineConfig, QueueConfig
-from conductor.front.membership import Membership
-from conductor.front.metrics import Metrics
 from conductor.front.openai import (
     BadRequestError,
     Completion,
     error_body,
     error_response,
+    name_of,
     parse_completion,
-    read_answer,
     read_body,
-    read_stream_end,
 )
-from conductor.front.prompts import Prompts
-from conductor.front.upstream import EngineError, EngineRefusedError, Upstream
-from conductor.front.waiting import Lease, RequestQueue
-from conductor.routing.decisions import Attempt, Decision, DecisionLog
-from conductor.routing.engines import EngineRegistry
-from conductor.routing.policy import Assign, Plan, Waiting
-from conductor.routing.prefixes import PrefixView
-from conductor.routing.queue import QueueRules, RejectedError
-from kvstore.index.face import PrefixIndex
+from conductor.front.sending import Parts, Run, Sender
+from conductor.front.upstream import EngineError, EngineRefusedError
+from conductor.front.waiting import Lease, RejectedError
+from conductor.routing.dispatcher import Request
 
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_RANK_HEADER: Final = "X-data-parallel-rank"
-"""vLLM runs a request on the data-parallel rank that this header names."""
-_EXPECTED_S: Final = 10.0
-"""For how long an engine is expected to have a prompt that it got, until its events tell of it."""
-_UNTOLD_S: Final = 120.0
-"""Likewise, an engine without events."""
-_TAIL_PIECES: Final = 4
-"""Number of last pieces of a stream that are kept, to read usage and timings."""
-
-
-class Parts(NamedTuple):
-    """The parts that the proxy uses."""
-
-    registry: EngineRegistry
-    prefix_index: PrefixIndex
-    queue: RequestQueue
-    rules: QueueRules
-    prefixes: PrefixView
-    prompts: Prompts
-    upstream: Upstream
-    decisions: DecisionLog
-    metrics: Metrics
-    membership: Membership
-    clock: Callable[[], float]
-
-
-class _Run:
-    """One completion in progress, with the times for its decision."""
-
-    def __init__(
-        self, http: web.Request, body: Completion, decision: Decision, arrived: float, number: int
-    ) -> None:
-        self.http = http
-        self.body = body
-        self.decision = decision
-        self.arrived = arrived
-        self.number = number
-        self.elsewhere_s = 0.0  # waiting for engines so far
-        self.response: web.StreamResponse | None = None  # set after the first byte
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"X-Request-Id": self.decision.id}
-
-    def first_byte(self, now: float) -> None:
-        self.decision.ttft_s = now - self.arrived
-        self.decision.conductor_s = self.decision.ttft_s - self.elsewhere_s
 
 
 class Proxy:
@@ -110,6 +50,7 @@ class Proxy:
         self._policy = policy
         self._queue = queue
         self._deadline = deadline
+        self._sender = Sender(parts, deadline)
         self._numbers = itertools.count(1)
         self.active = 0
         self.closing = False
@@ -131,13 +72,13 @@ class Proxy:
             return error_response(
                 503, "shutting_down", "the Conductor is shutting down", retry_after_s=1
             )
-        if self.active >= self._parts.rules.requests_max:
+        if self.active >= self._parts.dispatcher.requests_max:
             self._parts.metrics.refused(429, "rejected")
             return error_response(
                 429,
                 "queue_full",
                 f"{self.active} requests are in progress already",
-                retry_after_s=self._parts.rules.retry_after_s,
+                retry_after_s=self._parts.dispatcher.retry_after_s,
             )
         raw = await read_body(http)
         try:
@@ -162,7 +103,7 @@ class Proxy:
         decision = self._parts.decisions.open(
             request_id, model, self._policy, stream=body.stream, at=datetime.now(UTC)
         )
-        run = _Run(http, body, decision, arrived, next(self._numbers))
+        run = Run(http, body, decision, arrived, next(self._numbers))
         self.active += 1
         self.idle.clear()
         try:
@@ -184,62 +125,72 @@ class Proxy:
             self._parts.metrics.ended(decision)
             self._notice_idle()
 
-    async def _answer(self, run: _Run) -> web.StreamResponse:
+    async def _answer(self, run: Run) -> web.StreamResponse:
         """Try engines until one answers."""
-        parts, decision = self._parts, run.decision
-        tokens = await self._tokens(run)
-        waiting = Waiting(
-            number=run.number,
-            model=decision.model,
-            deadline=run.arrived + self._queue.wait_s,
-        )
-        if tokens is not None:
-            decision.prompt_tokens = len(tokens)
-            parts.prefixes.remember(run.number, tokens, run.body.salt, decision.model)
-        last_error: EngineError | None = None
-        for tries_left in reversed(range(self._queue.tries)):
-            started = parts.clock()
+        with self._parts.queue.enter(await self._request(run)) as lease:
             try:
-                lease = await parts.queue.assign(waiting, again=last_error is not None)
+                return await self._try(run, lease)
             except RejectedError as error:
-                why = str(error) if last_error is None else f"{error}; last failure: {last_error}"
+                why = str(error)
+                for attempt in run.decision.attempts[-1:]:
+                    attempt.outcome = attempt.outcome or why
+                if run.last_error is not None and str(run.last_error) not in why:
+                    why = f"{why}; last failure: {run.last_error}"
                 return await self._give_up(
                     run, error.status, error.code, why, retry_after_s=error.retry_after_s
                 )
-            finally:
-                waited = parts.clock() - started
-                decision.queue_s += waited
-                run.elsewhere_s += waited
-            with lease:
-                attempt = decision.attempted(lease.assign, parts.clock() - run.arrived)
-                parts.metrics.assigned(self._policy, str(lease.assign.plan))
-                try:
-                    return await self._attempt(run, lease, attempt)
-                except EngineError as error:
-                    last_error = error
-                    attempt.outcome = str(error)
-                    retry = run.response is None and tries_left > 0
-                    parts.metrics.failed(error.engine, retried=retry)
-                    if error.sick:
-                        parts.membership.broke(error.engine)
-                    if run.response is not None:
-                        return await self._give_up(run, 502, "engine_failed", str(error))
-                    excluded = waiting.excluded | {error.engine}
-                    waiting = Waiting(
-                        number=waiting.number,
-                        model=waiting.model,
-                        deadline=parts.clock() + self._queue.wait_s,
-                        excluded=excluded,
-                    )
-                except EngineRefusedError as error:
-                    attempt.outcome = str(error)
-                    return self._relay_refusal(run, error)
-        what = f"{self._queue.tries} tries failed; the last error: {last_error}"
-        return await self._give_up(
-            run, 503, "engines_failed", what, retry_after_s=parts.rules.retry_after_s
+            except EngineRefusedError as error:
+                run.decision.attempts[-1].outcome = str(error)
+                return self._relay_refusal(run, error)
+
+    async def _request(self, run: Run) -> Request:
+        """What the dispatcher knows of it."""
+        prefixes, model, body = self._parts.prefixes, run.decision.model, run.body
+        tokens = await self._tokens(run)
+        if tokens is not None:
+            run.decision.prompt_tokens = len(tokens)
+            prefixes.remember(run.number, tokens, body.salt, model)
+        return Request(
+            number=run.number,
+            model=model,
+            arrived=run.arrived,
+            tokens=len(tokens) if tokens is not None else None,
+            keys=prefixes.keys(run.number, model),
+            priority=body.priority,
+            tenant=body.tenant,
+            session=name_of(run.http.headers.get("X-Session-Id")) or body.session or body.tenant,
         )
 
-    async def _tokens(self, run: _Run) -> list[int] | None:
+    async def _try(self, run: Run, lease: Lease) -> web.StreamResponse:
+        """Send the request to engines, until one begins to answer.
+
+        Raises:
+            RejectedError: no engine was free in time, or too many have failed.
+            EngineRefusedError: an engine refused the request.
+        """
+        parts, decision = self._parts, run.decision
+        while True:
+            started = parts.clock()
+            try:
+                assign = await lease.assigned()
+            finally:
+                run.waited(parts.clock() - started)
+            attempt = decision.attempted(assign, parts.clock() - run.arrived)
+            parts.metrics.assigned(self._policy, str(assign.plan))
+            try:
+                return await self._sender.send(run, lease, assign, attempt)
+            except EngineError as error:
+                run.last_error = error
+                attempt.outcome = str(error)
+                retried = run.response is None and len(decision.attempts) < self._queue.tries
+                parts.metrics.failed(error.engine, retried=retried)
+                if error.sick:
+                    parts.membership.broke(error.engine)
+                if run.response is not None:
+                    return await self._give_up(run, 502, "engine_failed", str(error))
+                lease.failed(error.engine, str(error))
+
+    async def _tokens(self, run: Run) -> list[int] | None:
         """The prompt as token ids, if the policy needs them or the request has them."""
         if isinstance(run.body.prompt, list):
             return run.body.prompt
@@ -250,143 +201,8 @@ class Proxy:
         run.decision.tokenize_s = self._parts.clock() - started
         return tokens
 
-    def _expect(self, number: int, assign: Assign) -> None:
-        """Tell the index what these engines will have in their caches."""
-        now = self._parts.clock()
-        for engine_id, rank in assign.ranks.items():
-            engine = self._parts.registry.get(engine_id)
-            if engine is not None and rank is not None:
-                told = engine.info.events or engine.info.events_bind
-                until = now + (_EXPECTED_S if told else _UNTOLD_S)
-                self._parts.prefixes.expect(number, engine_id, rank, now, until)
-
-    def _headers(self, run: _Run, assign: Assign, engine_id: str) -> dict[str, str]:
-        """Headers for an engine: they name the data-parallel rank that has more than others."""
-        engine, rank = self._parts.registry.get(engine_id), assign.ranks[engine_id]
-        if engine is None or len(engine.info.ranks) <= 1 or rank is None:
-            return run.headers  # an engine with several ranks spreads its load itself
-        return {**run.headers, _RANK_HEADER: str(rank)}
-
-    async def _attempt(self, run: _Run, lease: Lease, attempt: Attempt) -> web.StreamResponse:
-        """Send the request to the engines of one assignment."""
-        parts, assign = self._parts, lease.assign
-        self._expect(run.number, assign)
-        body = run.body.body()
-        if assign.plan is Plan.PAIR:
-            started = parts.clock()
-            try:
-                raw, _ = await parts.upstream.post(
-                    assign.prefill,
-                    self._url(assign.prefill),
-                    run.body.prefill_body(),
-                    timeout_s=self._deadline.prefill_s,
-                    headers=self._headers(run, assign, assign.prefill),
-                )
-            finally:
-                attempt.prefill_s = parts.clock() - started
-                run.elsewhere_s += attempt.prefill_s
-            lease.release(assign.prefill)
-            parts.membership.worked(assign.prefill)
-            answer = read_answer(raw)
-            if answer is None:
-                raise EngineError(assign.prefill, "its answer is not JSON")
-            attempt.prefilled = answer.measured()
-            body = run.body.decode_body(answer.transfer)  # without one, decode computes the prompt
-        if run.body.stream:
-            return await self._stream(run, assign, body, attempt)
-        return await self._whole(run, assign, body, attempt)
-
-    def _url(self, engine_id: str) -> str:
-        """URL of an engine's completions.
-
-        Raises:
-            EngineError: it was removed after it was chosen.
-        """
-        engine = self._parts.registry.get(engine_id)
-        if engine is None:
-            raise EngineError(engine_id, "was removed", sick=False)
-        return f"{engine.info.url}/v1/completions"
-
-    async def _whole(
-        self, run: _Run, assign: Assign, body: bytes, attempt: Attempt
-    ) -> web.StreamResponse:
-        """Relay one JSON answer."""
-        parts, engine = self._parts, assign.decode
-        started = parts.clock()
-        try:
-            raw, content_type = await parts.upstream.post(
-                engine,
-                self._url(engine),
-                body,
-                timeout_s=self._deadline.request_s,
-                headers=self._headers(run, assign, engine),
-            )
-        finally:
-            run.elsewhere_s += parts.clock() - started
-        parts.membership.worked(engine)
-        answer = read_answer(raw)
-        attempt.served = answer.measured() if answer else None
-        attempt.outcome = "ok"
-        run.first_byte(parts.clock())
-        run.decision.status, run.decision.outcome = 200, "ok"
-        return web.Response(body=raw, content_type=content_type, headers=run.headers)
-
-    async def _stream(
-        self, run: _Run, assign: Assign, body: bytes, attempt: Attempt
-    ) -> web.StreamResponse:
-        """Relay server-sent events, whole events at a time."""
-        parts, engine = self._parts, assign.decode
-        tail: deque[bytes] = deque(maxlen=_TAIL_PIECES)
-        started = parts.clock()
-        url = self._url(engine)
-        headers = self._headers(run, assign, engine)
-        async with parts.upstream.stream(engine, url, body, headers) as pieces:
-            async for piece in pieces:
-                if run.response is None:
-                    run.elsewhere_s += parts.clock() - started
-                    run.response = await self._begin(run)
-                tail.append(piece)
-                await self._write(run.response, piece)
-        if run.response is None:
-            raise EngineError(engine, "the stream was empty")
-        parts.membership.worked(engine)
-        end = read_stream_end(tail)
-        attempt.served = end.measured() if end else None
-        attempt.outcome = "ok"
-        run.decision.status, run.decision.outcome = 200, "ok"
-        await self._end(run.response)
-        return run.response
-
-    async def _begin(self, run: _Run) -> web.StreamResponse:
-        """Send the first byte to the client: no retries after this."""
-        headers = {
-            **run.headers,
-            "Content-Type": "text/event-stream; charset=utf-8",
-            "Cache-Control": "no-cache",
-        }
-        response = web.StreamResponse(headers=headers)
-        run.decision.status = 200
-        await response.prepare(run.http)
-        run.first_byte(self._parts.clock())
-        return response
-
-    async def _write(self, response: web.StreamResponse, piece: bytes) -> None:
-        """Send a piece to the client; a client that does not read in time is disconnected."""
-        try:
-            async with asyncio.timeout(self._deadline.idle_s):
-                await response.write(piece)
-        except TimeoutError as error:
-            raise ConnectionResetError("the client does not read") from error
-
-    async def _end(self, response: web.StreamResponse) -> None:
-        try:
-            async with asyncio.timeout(self._deadline.idle_s):
-                await response.write_eof()
-        except TimeoutError as error:
-            raise ConnectionResetError("the client does not read") from error
-
     async def _give_up(
-        self, run: _Run, status: int, code: str, why: str, *, retry_after_s: float | None = None
+        self, run: Run, status: int, code: str, why: str, *, retry_after_s: float | None = None
     ) -> web.StreamResponse:
         """Send an error: a status, or an error event if the stream has begun."""
         decision = run.decision
@@ -399,11 +215,11 @@ class Proxy:
             )
         decision.outcome = "broken"
         event = b"event: error\ndata: " + error_body(status, code, why) + b"\n\n"
-        await self._write(run.response, event)
-        await self._end(run.response)
+        await self._sender.write(run.response, event)
+        await self._sender.end(run.response)
         return run.response
 
-    def _relay_refusal(self, run: _Run, error: EngineRefusedError) -> web.Response:
+    def _relay_refusal(self, run: Run, error: EngineRefusedError) -> web.Response:
         """Relay the engine's own refusal."""
         self._parts.membership.worked(error.engine)
         run.decision.status, run.decision.outcome = error.status, "refused"

@@ -19,7 +19,9 @@ from typing import Final, NamedTuple
 import msgspec
 
 from conductor.config import Endpoint, EngineEntry, Model, Name, Running, Space, Tokens
+from conductor.front.openai import BadRequestError
 from conductor.front.upstream import EngineError, Upstream
+from conductor.protocols import PROTOCOLS
 from conductor.routing.engines import LoraAdapter
 from kvstore.engine.requests import weights_fingerprint
 from kvstore.index.reading import UnreadableError, read
@@ -51,6 +53,7 @@ class DescribedEngine(msgspec.Struct):
     events_replay: Endpoint | None = None
     node: Name | None = None
     max_running: Running | None = None
+    protocol: str | None = None
 
 
 class _Model(msgspec.Struct):
@@ -209,3 +212,22 @@ def _in_thread(fingerprint: Callable[[str], str], paths: Iterable[str]) -> async
 def _unnamed(entry: EngineEntry, error: EngineError | UnreadableError) -> EngineError:
     what = error.what if isinstance(error, EngineError) else str(error)
     return EngineError(entry.id, f"{what}; {_NAME_MODEL}")
+
+
+def protocol_of(entry: EngineEntry, said: DescribedEngine, *, listed: bool) -> str:
+    """The protocol by which an engine hands KV over.
+
+    Args:
+        entry: its registration.
+        said: what it says itself.
+        listed: it has no ``GET /v1/engine``, so it is taken for vLLM.
+
+    Raises:
+        BadRequestError: the engine names one that is unknown.
+    """
+    if entry.protocol is not None:
+        return entry.protocol
+    if said.protocol is not None and said.protocol not in PROTOCOLS:
+        what = f"the engine says {said.protocol[:64]!r}, not one of {', '.join(PROTOCOLS)}"
+        raise BadRequestError("protocol", what)
+    return said.protocol or ("vllm" if listed else "reference")

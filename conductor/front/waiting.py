@@ -1,8 +1,8 @@
-"""The queue in which requests wait for engines.
+"""The queue in which requests wait for engines: the asyncio shell of the dispatcher.
 
-A request calls :meth:`RequestQueue.assign` and waits. :meth:`RequestQueue.pump` runs the scheduler
-for all waiting requests, after each arrival, completion, health change and KV event. A
-:class:`Lease` releases the assigned engines.
+A request enters and gets a :class:`Lease`, which ends with it. :meth:`RequestQueue.pump` lets the
+dispatcher decide, after each arrival, completion, health change and KV event, and when a deadline
+passes.
 
 One event loop owns everything; there are no locks.
 """
@@ -12,23 +12,60 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from conductor.routing.policy import Assign, Waiting
-from conductor.routing.queue import QueueRules, RejectedError, closing
+from conductor.routing.choices import Assign, Continue, Reject
+from conductor.routing.columns import Matches
+from conductor.routing.dispatcher import Dispatcher, Request
+
+
+class RejectedError(Exception):
+    """The request is rejected; the client may retry after ``retry_after_s``."""
+
+    def __init__(self, reject: Reject) -> None:
+        super().__init__(reject.reason)
+        self.status = reject.status
+        self.code = reject.code
+        self.retry_after_s = reject.retry_after_s
+
+
+_Answer = asyncio.Future[Assign | Continue]
 
 
 class Lease:
-    """The capacity of one assignment; released once, at the latest when the context is left."""
+    """A request's places at engines; all are given back when the context is left."""
 
-    def __init__(self, queue: "RequestQueue", assign: Assign) -> None:
-        self.assign = assign
+    def __init__(self, queue: "RequestQueue", number: int, answer: _Answer) -> None:
         self._queue = queue
-        self._held = {assign.prefill, assign.decode}
+        self._number = number
+        self._answer = answer
+
+    async def assigned(self) -> Assign:
+        """Wait for engines.
+
+        Raises:
+            RejectedError: the queue is full or closed, no engine is left, or it waited too long.
+        """
+        assign = await self._answer
+        assert isinstance(assign, Assign)
+        return assign
+
+    async def handed_over(self) -> Continue:
+        """The prefill engine has done its part: wait for a place at a decode engine.
+
+        Raises:
+            RejectedError: the queue was closed, no engine is left, or it waited too long.
+        """
+        self._answer = self._queue.prefilled(self._number)
+        chosen = await self._answer
+        assert isinstance(chosen, Continue)
+        return chosen
 
     def release(self, engine_id: str) -> None:
-        """Release one engine; a second call does nothing."""
-        if engine_id in self._held:
-            self._held.remove(engine_id)
-            self._queue.released(engine_id)
+        """Give the place at one engine back; a second call does nothing."""
+        self._queue.released(self._number, engine_id)
+
+    def failed(self, engine_id: str, why: str) -> None:
+        """An engine failed: give all places back, and wait for others with :meth:`assigned`."""
+        self._answer = self._queue.failed(self._number, engine_id, why)
 
     def __enter__(self) -> Self:
         return self
@@ -39,80 +76,87 @@ class Lease:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for engine_id in tuple(self._held):
-            self.release(engine_id)
+        self._queue.leave(self._number)
+        if self._answer.done() and not self._answer.cancelled():
+            self._answer.exception()  # nobody may have waited for it
 
 
 class RequestQueue:
     """The waiting requests as futures.
 
     Attributes:
-        rules: the waiting requests and those in flight.
+        dispatcher: decides; used only through this queue, except to read.
     """
 
-    def __init__(self, rules: QueueRules, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        find: Callable[[int, str], Matches],
+        clock: Callable[[], float],
+    ) -> None:
         """Start empty.
 
         Args:
-            rules: the rules; used only by this queue.
+            dispatcher: used only by this queue.
+            find: the prefix of a request, by number and model, at each engine.
             clock: seconds, monotonic.
         """
-        self.rules = rules
+        self.dispatcher = dispatcher
+        self._find = find
         self._clock = clock
-        self._answers: dict[int, asyncio.Future[Assign]] = {}  # by number
+        self._answers: dict[int, _Answer] = {}  # of those who wait, by number
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
-        return len(self.rules)
+        return len(self.dispatcher)
 
-    async def assign(self, waiting: Waiting, *, again: bool = False) -> Lease:
-        """Wait for engines.
+    def enter(self, request: Request) -> Lease:
+        """A request arrives; enter the lease at once."""
+        self.dispatcher.arrive(request)
+        return Lease(self, request.number, self._wait(request.number))
 
-        Args:
-            waiting: the request; its deadline limits the wait.
-            again: it failed at an engine; do not reject it because of a full queue.
+    def prefilled(self, number: int) -> _Answer:
+        """The prefill engine of a pair has done its part."""
+        self.dispatcher.prefilled(number, self._clock())
+        return self._wait(number)
 
-        Raises:
-            RejectedError: the queue is full or closed, no engine is left, or it waited too long.
-        """
-        self.rules.add(waiting, again=again)
-        answer = asyncio.get_running_loop().create_future()
-        self._answers[waiting.number] = answer
+    def failed(self, number: int, engine_id: str, why: str) -> _Answer:
+        """An engine failed a request."""
+        self.dispatcher.failed(number, engine_id, why, self._clock())
+        return self._wait(number)
+
+    def _wait(self, number: int) -> _Answer:
+        assert number not in self._answers
+        answer: _Answer = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
         self.pump()
-        try:
-            return Lease(self, await answer)
-        except asyncio.CancelledError:
-            self._withdraw(waiting.number, answer)
-            raise
+        return answer
 
-    def _withdraw(self, number: int, answer: asyncio.Future[Assign]) -> None:
-        """The client disconnected: leave the queue, or release the assignment."""
-        if self._answers.get(number) is answer:
-            self._leave(number)
-        elif answer.done() and not answer.cancelled() and not answer.exception():
-            with Lease(self, answer.result()):
-                pass
+    def released(self, number: int, engine_id: str) -> None:
+        """An engine has done its part of a request."""
+        self.dispatcher.released(number, engine_id, self._clock())
+        self.pump()
 
-    def _leave(self, number: int) -> None:
-        del self._answers[number]
-        self.rules.remove(number)
-
-    def released(self, engine_id: str) -> None:
-        """A request at an engine has ended."""
-        self.rules.released(engine_id, self._clock())
+    def leave(self, number: int) -> None:
+        """A request has ended, or its client has disconnected."""
+        self._answers.pop(number, None)
+        self.dispatcher.left(number, self._clock())
         self.pump()
 
     def pump(self) -> None:
-        """Schedule waiting requests; does not block."""
+        """Decide what can be decided now; does not block."""
+        now = self._clock()
         for number in [n for n, answer in self._answers.items() if answer.done()]:
-            self._leave(number)  # its client has disconnected
-        for decision in self.rules.schedule(self._clock()):
-            answer = self._answers.pop(decision.request)
-            if isinstance(decision, Assign):
-                answer.set_result(decision)
+            del self._answers[number]  # its client has disconnected
+            self.dispatcher.left(number, now)
+        for number, model in self.dispatcher.due(now):
+            self.dispatcher.learn(number, self._find(number, model))
+        for effect in self.dispatcher.step(now):
+            answer = self._answers.pop(effect.request)
+            if isinstance(effect, Reject):
+                answer.set_exception(RejectedError(effect))
             else:
-                why = (decision.code, decision.reason, decision.retry_after_s)
-                answer.set_exception(RejectedError(503, *why))
+                answer.set_result(effect)
         self._set_timer()
 
     def _set_timer(self) -> None:
@@ -120,16 +164,12 @@ class RequestQueue:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        deadline = self.rules.first_deadline
-        if deadline is not None:
-            wait_s = max(0.0, deadline - self._clock())
+        wake_at = self.dispatcher.wake_at
+        if wake_at is not None:
+            wait_s = max(0.0, wake_at - self._clock())
             self._timer = asyncio.get_running_loop().call_later(wait_s, self.pump)
 
     def close(self) -> None:
         """Reject waiting requests and new ones."""
-        self.rules.close()
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(closing())
-        self._answers.clear()
-        self._set_timer()
+        self.dispatcher.close()
+        self.pump()

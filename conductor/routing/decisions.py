@@ -10,7 +10,7 @@ from itertools import islice
 
 import msgspec
 
-from conductor.routing.policy import Assign, Candidate
+from conductor.routing.choices import Assign, Candidates
 
 
 class Measured(msgspec.Struct, kw_only=True):
@@ -56,6 +56,8 @@ class Attempt(msgspec.Struct, kw_only=True):
         candidates: all engines of the model with their numbers.
         assigned_s: seconds from arrival to the assignment.
         prefill_s: duration of the first half of a pair; None if there was none.
+        decode_queue_s: seconds that the KV of a pair waited for a place at the decode engine; None
+            if there was no such wait.
         outcome: empty while it runs; then ``ok`` or the error.
         prefilled: measurements of the prefill engine of a pair.
         served: measurements of the engine that answered.
@@ -66,9 +68,10 @@ class Attempt(msgspec.Struct, kw_only=True):
     decode: str
     reason: str
     predicted_hit_tokens: int
-    candidates: tuple[Candidate, ...]
+    candidates: Candidates
     assigned_s: float
     prefill_s: float | None = None
+    decode_queue_s: float | None = None
     outcome: str = ""
     prefilled: Measured | None = None
     served: Measured | None = None
@@ -85,7 +88,7 @@ class Decision(msgspec.Struct, kw_only=True):
         stream: whether the client requested a stream.
         prompt_tokens: number of prompt tokens; None if the prompt was not tokenised.
         tokenize_s: seconds for tokenising.
-        queue_s: seconds waiting for an engine, all attempts together.
+        queue_s: seconds waiting for places at engines, all attempts together.
         attempts: attempts in order; empty if it was refused at once.
         status: HTTP status for the client; None while it runs.
         outcome: empty while it runs; ``ok``, ``rejected``, ``failed``, ``broken`` (an error after

@@ -80,6 +80,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         node: id of the kvstore node it uses, or None.
         peers: ids of the other followed nodes of that node's cluster, sorted.
         max_running: maximum requests in flight, at least 1.
+        protocol: name of the protocol by which it hands KV over
+            (:data:`conductor.protocols.PROTOCOLS`).
     """
 
     id: str
@@ -100,6 +102,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     node: str | None = None
     peers: tuple[str, ...] = ()
     max_running: int = 8
+    protocol: str = "reference"
 
 
 @dataclass(slots=True)

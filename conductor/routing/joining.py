@@ -94,10 +94,11 @@ class SeenSpace(Struct, frozen=True):
 
 
 class SeenSession(Struct, frozen=True):
-    """A session at a node; ``engine`` None = it has no engine's name."""
+    """A session at a node; ``engine`` None = it has no engine's name, ``peer`` = it is a node's."""
 
     engine: SeenEngine | None = None
     spaces: Annotated[tuple[SeenSpace, ...], Meta(max_length=4096)] = ()
+    peer: bool = False
 
 
 class NodeView(Struct, frozen=True, kw_only=True):

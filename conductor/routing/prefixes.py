@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from conductor.routing.columns import NO_KEYS, Prefix
 from conductor.routing.engines import Engine, EngineRegistry
 from conductor.routing.naming import (
     Chains,
@@ -36,11 +37,10 @@ from conductor.routing.places import (
     peer_places,
     places,
 )
-from conductor.routing.policy import Prefix, Waiting
 from kvstore.index.control import Expect, IndexReport
 from kvstore.index.directory import HolderDirectory
 from kvstore.index.face import PrefixIndex
-from kvstore.index.layout import Flags, Numbers
+from kvstore.index.layout import Flags, Numbers, Words
 from kvstore.index.runs import HolderRuns, PartNeed, PrefixNeeds
 from kvstore.index.scope import key_chains
 from kvstore.index.table import IndexReader
@@ -114,7 +114,7 @@ def _match(
 
 
 class PrefixView:
-    """Looks up prefixes for the scheduler.
+    """Looks up prefixes for the dispatcher.
 
     It keeps the prompt of a request from :meth:`remember` to :meth:`forget`.
     """
@@ -142,15 +142,30 @@ class PrefixView:
         """Discard a request's prompt, if any."""
         self._prompts.pop(number, None)
 
-    def __call__(self, waiting: Waiting) -> Mapping[str, Prefix]:
-        """The prefix at each engine of the model; empty if nothing is known of it."""
-        prompt = self._prompts.get(waiting.number)
+    def keys(self, number: int, model: str) -> Words:
+        """A chain value for each leading page of a request's prompt.
+
+        Empty if nothing is known of it, or the policy does not use prefixes. As the first engine of
+        the model names its own blocks, so that prompts can be compared.
+        """
+        prompt, present = self._prompts.get(number), self._index.present()
+        engines = self._registry.of_model(model)
+        if not self.needed or prompt is None or present.table is None or not engines:
+            return NO_KEYS
+        self._keep_secret(present.table)
+        info = engines[0].info
+        scope = own_scope(info, lora_of(info, model), present.worker(engine_worker(info.id)))
+        return prompt.named(scope, self._secret)
+
+    def find(self, number: int, model: str) -> Mapping[str, Prefix]:
+        """A request's prefix at each engine of the model; empty if nothing is known of it."""
+        prompt = self._prompts.get(number)
         table, report = self._index.present()
-        engines = self._registry.of_model(waiting.model)
+        engines = self._registry.of_model(model)
         if prompt is None or table is None or not engines:
             return {}
         self._keep_secret(table)
-        plan = self._plan(waiting.model, engines, report, table.holders())
+        plan = self._plan(model, engines, report, table.holders())
         return _Lookup(table, prompt, plan).prefixes()
 
     def _keep_secret(self, table: IndexReader) -> None:

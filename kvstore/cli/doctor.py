@@ -84,7 +84,10 @@ def run(
         ssd = stats.get("ssd") if stats is not None else None
         places = [Path(one["path"]) for one in ssd["directories"]] if ssd else []
     checks = examine(places or [Path()], stats, wanted)
-    checks += peer_checks(wanted, stats)
+    if config is None and not loaded.config.cluster.name:
+        checks += peer_checks(None, stats, _settings(url, token) if stats is not None else None)
+    else:
+        checks += peer_checks(wanted, stats)
     if conductor:
         checks += conductor_checks(conductor, token)
     if as_json:
@@ -144,14 +147,27 @@ def _existing(path: Path) -> Path:
 
 
 def _stats(url: str, token: str) -> dict[str, Any] | None:
+    """The statistics of a node; None = no node answers, or it does not tell."""
+    stats = _answer(url, token, "/v1/stats")
+    known = stats is not None and {"host", "sessions", "loop_lag_s"} <= stats.keys()
+    return stats if known else None
+
+
+def _settings(url: str, token: str) -> list[dict[str, Any]] | None:
+    """The settings of a node; None = it does not tell them."""
+    answer = _answer(url, token, "/v1/config")
+    return answer.get("values") if answer is not None else None
+
+
+def _answer(url: str, token: str, path: str) -> dict[str, Any] | None:
+    """An answer of a node; None = there is none, or it is none."""
     url, token = client.endpoint(url, token)
     try:
-        status, answer = client.send(url, "GET", "/v1/stats", token=token, timeout_s=_TIMEOUT_S)
-        stats = json.loads(answer)
+        status, answer = client.send(url, "GET", path, token=token, timeout_s=_TIMEOUT_S)
+        found = json.loads(answer)
     except (OSError, ValueError, http.client.HTTPException):
         return None
-    known = isinstance(stats, dict) and {"host", "sessions", "loop_lag_s"} <= stats.keys()
-    return stats if known and status == 200 else None
+    return found if isinstance(found, dict) and status == http.client.OK else None
 
 
 def _node(stats: dict[str, Any] | None) -> Check:

@@ -20,12 +20,13 @@ _NAME_ADVICE: Final = (
 
 
 def name_check(stats: Mapping[str, Any] | None) -> list[Check]:
-    """Check that the sessions of a node have engines' names; nothing without a node or sessions.
+    """Check that the engines of a node have names; nothing without a node or engines.
 
     Args:
         stats: the node's statistics; None = no node answers.
     """
-    sessions = stats["sessions"] if stats is not None else []
+    every = stats["sessions"] if stats is not None else []
+    sessions = [one for one in every if not one.get("peer")]  # an older node does not say it
     if not sessions:
         return []
     unnamed = [one for one in sessions if not one.get("engine")]

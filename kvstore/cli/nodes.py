@@ -79,6 +79,8 @@ def _membership(member: Any) -> str:
 def _shared(shared: Any) -> str:
     """A line about the directory in Redis."""
     told = "all pages of this node are announced" if shared["current"] else "not announced yet"
+    if trouble := shared.get("trouble"):  # an older node does not say it
+        told = f"its last call failed ({trouble}), nodes may not find each other's pages"
     why = f"; its own events cannot be followed: {shared['why']}" if shared["why"] else ""
     return (
         f"directory in Redis: {told}; {shared['waiting']:,} wait, {shared['announced']:,} were"

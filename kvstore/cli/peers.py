@@ -2,22 +2,24 @@
 
 import socket
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from time import monotonic
 from typing import Any, Final
 
 from kvstore import wire
-from kvstore.cli.stores import store_checks
+from kvstore.cli.stores import running_store_checks, store_checks
 from kvstore.cluster.greeting import LocalNode, check_protocol
 from kvstore.cluster.records import SCHEME
 from kvstore.cluster.tls import client_context, server_context
+from kvstore.cluster.ways import reached
 from kvstore.config import ServerConfig
 from kvstore.config.addresses import Address, is_loopback, read_address
 from kvstore.config.cluster import NODES_MAX, ClusterConfig
 from kvstore.config.machine import Check
 from kvstore.errors import ConfigError, InvalidArgument, ProtocolError, reason
+from kvstore.process.faults import printable
 from kvstore.server.nodes import node_list
 
 _TIMEOUT_S: Final = 3.0
@@ -30,19 +32,33 @@ _WILDCARDS: Final = ("0.0.0.0", "::")
 _RENEW: Final = "make a new one (docs/cluster.md#certificates) and restart the node"
 
 
-def peer_checks(config: ServerConfig | None, stats: Mapping[str, Any] | None) -> Iterator[Check]:
+def peer_checks(
+    config: ServerConfig | None, stats: Mapping[str, Any] | None,
+    settings: Sequence[Mapping[str, Any]] | None = None,
+) -> Iterator[Check]:  # fmt: skip
     """Check the section ``cluster``; nothing if the node is alone by it.
 
     Args:
         config: of the node; None = only what the running node knows is told.
         stats: statistics of the node, if it runs; None = no node answers.
+        settings: those that the running node tells, for its stores; None = it does not tell them.
+            Used without a configuration only.
     """
     told = {}
     if stats is not None and stats.get("cluster"):  # an older node does not have it
         told = {one["name"]: one for one in node_list(stats)["nodes"]}
     if config is None:
         yield from (_seen(name, row) for name, row in told.items())
+        if stats is not None and stats.get("cluster"):
+            yield from running_store_checks(settings)
         return
+    yield from _configured(config, told, runs=stats is not None)
+
+
+def _configured(
+    config: ServerConfig, told: Mapping[str, Mapping[str, Any]], *, runs: bool
+) -> Iterator[Check]:
+    """Check what a configuration says, and the nodes that it names; ``told``: by a running node."""
     cluster = config.cluster
     if not cluster.name:
         return
@@ -66,7 +82,7 @@ def peer_checks(config: ServerConfig | None, stats: Mapping[str, Any] | None) ->
     if not others:
         advice = "name the other nodes in cluster.nodes; until then this one is alone"
         yield Check("cluster", "warn", "cluster.nodes names no other node", advice)
-    runs = stats is not None or _is_open(read_address(cluster.listen))
+    runs = runs or _is_open(read_address(cluster.listen))
     for name, place in others.items():
         if name in told:
             yield _seen(name, told[name])
@@ -220,12 +236,16 @@ def _greeted(name: str, place: Address, answer: wire.PeerWelcome | wire.Failure)
     except InvalidArgument as error:
         return _differs(name, error.field, str(error))
     for transport, endpoint in answer.transports.items():
-        at = read_address(f"{place.host}{endpoint}" if endpoint.startswith(":") else endpoint)
+        try:
+            at = read_address(reached(endpoint, str(place).rpartition(":")[0]))
+        except ValueError as error:
+            found = f"{place}: {printable(str(error))}"
+            return Check(f"node {name}", "warn", found, _ADVICE["closed"])
         if not _is_open(at):
-            found = f"{place}: welcome, but {transport} at {at} does not answer"
+            found = f"{place}: welcome, but {printable(transport)} at {at} does not answer"
             return Check(f"node {name}", "warn", found, _ADVICE["unreachable"])
     found = f"{place}: welcome, protocol {answer.major}.{answer.minor}"
-    return Check(f"node {name}", "ok", f"{found}, {', '.join(answer.transports)}")
+    return Check(f"node {name}", "ok", f"{found}, {printable(', '.join(answer.transports))}")
 
 
 def _connection(place: Address, tls: ssl.SSLContext | None) -> socket.socket:
@@ -277,7 +297,7 @@ def _differs(name: str, field: str, why: str) -> Check:
         "protocol": "update the older one of the two",
         "scheme": "update the older one: they compute keys or digests differently",
     }.get(field, "see the log of that node")
-    return Check(f"node {name}", "fail", f"refused: {why}", advice)
+    return Check(f"node {name}", "fail", f"refused: {printable(why)}", advice)
 
 
 _ADVICE: Final = {

@@ -198,7 +198,7 @@ def sessions(answer: Any, console: Console) -> None:
         return
     rows = (
         [
-            _engine(one) or "-", one["name"], one["tenant"],
+            _engine(one) or ("(node)" if one.get("peer") else "-"), one["name"], one["tenant"],
             one["processes"] if isinstance(one["processes"], int) else len(one["processes"]),
             rounded(one["used_bytes"]), rounded(one["quota_bytes"]),
         ]

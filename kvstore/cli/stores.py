@@ -2,8 +2,10 @@
 
 import socket
 import ssl
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
 
 from kvstore.cluster.access import StoreServers, tls_context
 from kvstore.cluster.configured import check_stores, store_servers
@@ -15,6 +17,8 @@ from kvstore.errors import ConfigError, reason
 
 _TIMEOUT_S: Final = 3.0
 """Of each connection."""
+_SECTIONS: Final = ("cluster", "etcd", "redis")
+_GIVE_CONFIG: Final = "run doctor on the node's machine as its user, with --config"
 _AWAY: Final = "does it run, and does a firewall let this machine reach it? The node serves alone"
 
 
@@ -47,6 +51,38 @@ def store_checks(config: ServerConfig) -> Iterator[Check]:
         yield Check(
             "cluster.advertise", "warn", f"{advertised}: other machines cannot connect", advice
         )
+
+
+def running_store_checks(settings: Sequence[Mapping[str, Any]] | None) -> Iterator[Check]:
+    """Check the stores that a running node uses, as far as it tells them.
+
+    Args:
+        settings: rows of ``/v1/config``; None = the node does not tell them.
+    """
+    config = _told_config(settings)
+    if config is None:
+        found = "not looked at: the node does not tell which stores it uses"
+        yield Check("stores", "warn", found, _GIVE_CONFIG)
+        return
+    try:
+        check_stores(config)
+    except ConfigError as error:  # of this user, or this machine: the node runs with it
+        yield Check("stores", "warn", f"not looked at: {error}", _GIVE_CONFIG)
+        return
+    yield from store_checks(config)
+
+
+def _told_config(settings: Sequence[Mapping[str, Any]] | None) -> ServerConfig | None:
+    """The sections that stores are in; None = they cannot be read."""
+    tree: dict[str, dict[str, Any]] = {}
+    try:
+        for one in settings or ():
+            section, _, name = one["key"].partition(".")
+            if section in _SECTIONS:
+                tree.setdefault(section, {})[name] = one["value"]
+        return msgspec.convert(tree, ServerConfig) if tree else None
+    except (msgspec.ValidationError, KeyError, TypeError, AttributeError):  # another version
+        return None
 
 
 def _servers(section: StoreKind, store: StoreServers) -> Iterator[Check]:

@@ -91,10 +91,10 @@ class PageAnnouncer:
         for follower in following:
             faults.update(follower.faults.counts)
         return DirectoryReport(
-            current=state.present is not None, announced=state.pages,
+            current=state.present is not None and not state.trouble, announced=state.pages,
             waiting=sum(one.waiting for one in state.announcements),
             announcements=state.completed, faults=dict(faults),
-            why="; ".join(one.why for one in following if one.why),
+            why="; ".join(one.why for one in following if one.why), trouble=state.trouble,
         )  # fmt: skip
 
     async def _carry_out(self, step: Step) -> None:

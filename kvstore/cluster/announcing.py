@@ -242,6 +242,7 @@ class Announcing:
         present: the announcement that counts; None = none is complete yet.
         coming: one that is not complete yet.
         faults: what went wrong, by cause.
+        trouble: the cause of the last step if that failed; empty = the store carried it out.
         pages: pages announced, changes included.
         completed: announcements that became complete.
     """
@@ -255,6 +256,7 @@ class Announcing:
         self.present: PageAnnouncement | None = None
         self.coming: PageAnnouncement | None = None
         self.faults: Counter[str] = Counter()
+        self.trouble = ""
         self.pages = 0
         self.completed = 0
         self._begin = begin
@@ -374,11 +376,13 @@ class Announcing:
     def failed(self, cause: str, now_ns: int) -> None:
         """The step failed; it is tried again after a pause."""
         self.faults[cause] += 1
+        self.trouble = cause
         self._not_before_ns = now_ns + self._pause_ns
         self._pause_ns = min(2 * self._pause_ns, _PAUSE_NS_MAX)
 
     def _went_well(self) -> None:
         self._pause_ns = _PAUSE_NS_MIN
+        self.trouble = ""
 
     def _lost(self, one: PageAnnouncement, now_ns: int) -> None:
         """The store does not know an announcement any more, or not all of it."""

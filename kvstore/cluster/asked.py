@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
+from time import monotonic
 from typing import Any, Final
 
 import msgspec
@@ -23,6 +24,8 @@ from kvstore.state.remote.jobs import Holding, Locate
 OUTSTANDING_MAX: Final = 256
 ANSWER_S: Final = 1.0
 """An answer that comes later is ignored."""
+SILENT_S = 5.0
+"""A report that is older says nothing about now; one comes four times in a second."""
 
 
 class AskedDirectory:
@@ -52,6 +55,7 @@ class AskedDirectory:
         #: Who gets the answer, and when it is too late.
         self._waiting: dict[int, tuple[Callable[[list[Holding]], None], asyncio.TimerHandle]] = {}
         self._report = DirectoryReport()
+        self._reported_s = monotonic()
         self._counts: Counter[str] = Counter()
         #: Questions without an answer since the process said something last: it may have them all.
         self._unanswered = 0
@@ -107,7 +111,7 @@ class AskedDirectory:
         """The process has said something."""
         self._unanswered = 0
         if isinstance(told, DirectoryReport):
-            self._report = told
+            self._report, self._reported_s = told, monotonic()
             return
         waiting = self._waiting.pop(told.number, None)
         if waiting is None:
@@ -121,7 +125,7 @@ class AskedDirectory:
     def began(self) -> None:
         """The process has started again: it knows no questions."""
         self._unanswered = 0
-        self._report = DirectoryReport()
+        self._report, self._reported_s = DirectoryReport(), monotonic()
         waiting, self._waiting = self._waiting, {}
         for found, timer in waiting.values():
             timer.cancel()
@@ -129,13 +133,15 @@ class AskedDirectory:
 
     def stats(self) -> dict[str, Any]:
         """What is announced and asked, with the fields of the other directory."""
-        report = self._index.present().report
+        report, shared = self._index.present().report, self._report
+        if monotonic() - self._reported_s > SILENT_S:
+            shared = msgspec.structs.replace(shared, current=False, trouble="silent")
         return {
             "peers": {}, "refused": [], "entries": report.entries,
             "entries_max": report.entries_max, "left_out": 0,
             "resident_bytes": report.resident_bytes, "restarts": self._index.restarts,
             "shared": {
-                **msgspec.to_builtins(self._report), "outstanding": len(self._waiting),
+                **msgspec.to_builtins(shared), "outstanding": len(self._waiting),
                 "unanswered": dict(self._counts),
             },
         }  # fmt: skip

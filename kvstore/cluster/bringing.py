@@ -92,9 +92,9 @@ class Bringing:
         request = next(self._numbers)
         self._asked[request] = job
         left_ms = (job.deadline_ns - now_ns) // _MS
-        wait_ms = max(0, left_ms - min(_ANSWER_MS, left_ms // 4))
+        wait_ms = max(0, left_ms - min(_ANSWER_MS, left_ms // 4)) if not job.gone else 0
         return wire.Bring(
-            request, *numbers, job.keys, job.first, wait_ms, job.idle_ms
+            request, *numbers, job.keys, job.first, wait_ms, job.idle_ms, job.gone
         )  # fmt: skip
 
     def opened(

@@ -9,12 +9,11 @@ import asyncio
 import sys
 from collections.abc import Callable
 from contextlib import aclosing
-from itertools import islice
-from typing import Final
 
 from kvstore.cluster.claiming import Presence
 from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.leased import LeasedMembership
+from kvstore.cluster.membership import used_nodes
 from kvstore.cluster.messages import (
     AskPages,
     BeginCluster,
@@ -42,10 +41,6 @@ Tell = Callable[[bytes], None]
 def configured_store(place: StorePlace, cluster: str) -> RecordStore:
     """The etcd or Redis of the configuration."""
     return open_store(place.kind, place.servers, cluster)
-
-
-RECORDS_MAX: Final = 4_096
-"""Records of a store that the node is told of; it uses fewer."""
 
 
 class ClusterCompanion:
@@ -103,7 +98,9 @@ class ClusterCompanion:
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(membership.run(), name="membership"),
-                tasks.create_task(_report(membership, tell), name="nodes"),
+                tasks.create_task(
+                    _report(membership, settings.credentials.node, tell), name="nodes"
+                ),
             ]
             try:
                 while True:
@@ -155,12 +152,11 @@ class ClusterCompanion:
         return await PresenceCheck(local, tls)(there)
 
 
-async def _report(membership: LeasedMembership, tell: Tell) -> None:
-    """Tell the nodes and the standing after each change, until cancelled."""
+async def _report(membership: LeasedMembership, own: str, tell: Tell) -> None:
+    """Tell the nodes that a node uses, and its standing, after each change, until cancelled."""
     async with aclosing(membership.told()) as changes:
         async for nodes, standing in changes:
-            some = islice(sorted(nodes.items()), RECORDS_MAX)
-            tell(encode_message(NodesTold(dict(some), standing)))
+            tell(encode_message(NodesTold(used_nodes(nodes, own), standing)))
 
 
 def main() -> int:

@@ -34,6 +34,7 @@ class CopyOrder:
         idle_ms: the other node evicts only pages for them that were not used for so long; 0 = as
             for a put.
         deadline_ns: it has ended by then.
+        gone: see :class:`~kvstore.state.remote.jobs.PeerBring`; such an order copies nothing.
     """
 
     peer: str
@@ -43,6 +44,7 @@ class CopyOrder:
     first: int
     idle_ms: int
     deadline_ns: int
+    gone: bool = False
 
 
 class CopyEnd(NamedTuple):
@@ -119,13 +121,13 @@ class Copier:
         wanted = len(order.keys) // KEY_BYTES - order.first
         went_on = end.pages > copy.pages
         if end.error is None:
-            self._copied_pages += max(0, end.pages - copy.pages)
+            self._copied_pages += max(0, end.pages - copy.pages) if not order.gone else 0
             copy.pages = end.pages
             if went_on and copy.pages < wanted and not self.is_over(order.deadline_ns):
                 self._next(copy)
                 return
         complete = end.error is None and copy.pages >= wanted
-        self._failures += not complete
+        self._failures += not complete and not order.gone
         copy.told(CopyEnd(copy.pages, complete, end.error))
 
     def _next(self, copy: _Copy) -> None:
@@ -138,7 +140,7 @@ class Copier:
         self._ask(
             PeerBring(
                 number, order.peer, order.identity, order.shard, order.keys[: stop * KEY_BYTES],
-                order.first, order.idle_ms, deadline_ns,
+                order.first, order.idle_ms, deadline_ns, order.gone,
             )
         )  # fmt: skip
 

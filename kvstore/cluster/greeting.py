@@ -1,5 +1,6 @@
 """What two nodes tell each other first, and which differences refuse a session; pure."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -7,6 +8,9 @@ from typing import Final
 from kvstore import wire
 from kvstore.errors import InvalidArgument
 
+BOOT_BYTES: Final = 16
+NODE_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+"""What a node can be called. Names are in log lines, metrics and answers."""
 PEER_MINOR: Final = 5
 """The minor version since which nodes have sessions with each other."""
 
@@ -56,6 +60,8 @@ class LocalNode:
             if isinstance(hello, wire.FollowEvents):
                 return  # this node's index process, which announces its pages
             raise InvalidArgument("node", f"{hello.node!r} is the name of this node")
+        if not NODE_NAME.fullmatch(hello.node):
+            raise InvalidArgument("node", f"{hello.node[:64]!r} is not the name of a node")
         if not knows(hello.node):
             raise InvalidArgument("node", f"{hello.node!r} is not a node of this cluster")
 

@@ -23,6 +23,8 @@ STEADY_S: Final = 5.0
 """After a session that was up for so long, the pause is the first one again."""
 UNSENT_BYTES_MAX: Final = 16 << 20
 """More requests than this are not sent to a node that does not read them."""
+ANSWER_BYTES_MAX: Final = 2 << 20
+"""A longer answer is not read: a lease of 4,096 pages has a tenth of that."""
 _READ_BYTES: Final = 64 << 10
 
 Carry = Callable[["PeerLink", CarriedOut], None]
@@ -146,6 +148,8 @@ class PeerLink:
         frames = wire.FrameReader()
         while data := await reader.read(_READ_BYTES):
             for body in frames.feed(data):
+                if len(body) > ANSWER_BYTES_MAX:
+                    raise ProtocolError(f"an answer of {len(body)} bytes")
                 self._session.received(wire.decode_answer(body), monotonic_ns())
                 self._carry_out()
         if self._writer is not None:  # it was not closed here

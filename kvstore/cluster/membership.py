@@ -28,6 +28,13 @@ TOLD_NODES_MAX: Final = 256
 """Nodes of a membership that are used; as many as have sessions with one node."""
 
 
+def used_nodes(nodes: Mapping[str, NodeRecord], own: str) -> dict[str, NodeRecord]:
+    """The nodes of a membership that the node of a name uses: its own, and so many others."""
+    others = sorted(name for name in nodes if name != own)
+    used = [*others[: TOLD_NODES_MAX - 1], *([own] if own in nodes else [])]
+    return {name: nodes[name] for name in used}
+
+
 class Membership(Protocol):
     """The nodes of a cluster. Belongs to one event loop."""
 
@@ -170,9 +177,7 @@ class ToldMembership:
         if told.standing.state == "refused":
             self._nodes.set({})
         elif told.standing.state == "joined" and self._is_own(told.nodes.get(own.name)):
-            others = sorted(name for name in told.nodes if name != own.name)
-            used = [*others[: TOLD_NODES_MAX - 1], own.name]
-            self._nodes.set({name: told.nodes[name] for name in used})
+            self._nodes.set(used_nodes(told.nodes, own.name))
 
     def knows(self, name: str) -> bool:  # noqa: ARG002
         """Whether another node of that name may be served.

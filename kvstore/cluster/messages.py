@@ -116,13 +116,15 @@ class DirectoryReport(msgspec.Struct, frozen=True, tag="directory"):
     """What the process does for the shared directory, from time to time.
 
     Attributes:
-        current: all pages of this node are announced, but for those that wait.
+        current: all pages of this node are announced, but for those that wait, and the directory
+            answers.
         announced: pages announced, changes included.
         waiting: pages that wait.
         announcements: how often all pages were announced.
         asked: questions that were answered.
         faults: what went wrong, by cause.
         why: why the node's own events cannot be followed; empty if they can.
+        trouble: why the last call to the directory failed; empty = it did not.
     """
 
     current: bool = False
@@ -132,6 +134,7 @@ class DirectoryReport(msgspec.Struct, frozen=True, tag="directory"):
     asked: int = 0
     faults: dict[str, int] = {}
     why: str = ""
+    trouble: str = ""
 
 
 ToChild = BeginCluster | Join | Leave | AskPages

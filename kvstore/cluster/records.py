@@ -1,11 +1,11 @@
 """What is known of the nodes of a cluster, and how it is written down in a store. Pure."""
 
-import re
 from typing import Final, Literal
 
 import msgspec
 
 from kvstore import wire
+from kvstore.cluster.greeting import BOOT_BYTES, NODE_NAME
 from kvstore.config.addresses import is_wildcard, read_address
 from kvstore.index.reading import UnreadableError, read
 
@@ -16,8 +16,6 @@ PROTOCOL: Final = f"{wire.PROTOCOL_MAJOR}.{wire.PROTOCOL_MINOR}"
 RECORD_BYTES_MAX: Final = 16 << 10
 """A longer record is unreadable."""
 TRANSPORTS_MAX: Final = 16
-_BOOT_BYTES: Final = 16
-_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 NodeState = Literal["up", "draining"]
 StandingState = Literal["joining", "joined", "away", "refused"]
@@ -123,7 +121,7 @@ def read_record(name: str, value: bytes) -> NodeRecord:
     except UnreadableError as error:
         raise ValueError(str(error)) from error
     boot = bytes.fromhex(written.boot)
-    if written.name != name or not _NAME.fullmatch(name) or len(boot) != _BOOT_BYTES:
+    if written.name != name or not NODE_NAME.fullmatch(name) or len(boot) != BOOT_BYTES:
         raise ValueError("the record has another name, or no boot id")
     host, port = read_address(written.endpoint)
     if not port or is_wildcard(host):

@@ -6,8 +6,9 @@ name keys that they were not given, so one server has all of them: Redis Cluster
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+import msgspec
 from redis import exceptions
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
@@ -23,6 +24,8 @@ NUMBER_MS: Final = 30_000
 """A number means nothing so long after it was renewed."""
 _MARGIN_MS: Final = 60_000
 CALL_S: Final = 2.0
+_T = TypeVar("_T")
+_NOT_ASKED: Final = "its answer is not what was asked for"
 _FOUND_NAMES: Final = 4_096
 """Entries of one call; other clients of the server wait meanwhile: a millisecond."""
 
@@ -94,7 +97,11 @@ local function texts_of(names)
   for start = 1, #names, size do
     keys[#keys + 1] = 'k' .. string.sub(names, start, start + size - 1)
   end
-  return keys, #keys > 0 and redis.call('MGET', unpack(keys)) or {}
+  local texts = #keys > 0 and redis.call('MGET', unpack(keys)) or {}
+  for at, text in ipairs(texts) do
+    if text and #text > 4096 then texts[at] = false end -- no entry of ours
+  end
+  return keys, texts
 end
 local live = {}
 local function is_live(number)
@@ -191,6 +198,18 @@ return {holders, shards}
 )
 
 
+class _Found(msgspec.Struct, array_like=True):
+    """The answer to a search.
+
+    Attributes:
+        holders: number, name of the node, and its boot id in hex.
+        shards: for each, in turns, a number of pages and their text.
+    """
+
+    holders: list[tuple[bytes, bytes, bytes]]
+    shards: list[list[int | bytes]]
+
+
 class RedisPages:
     """A :class:`kvstore.cluster.page_store.PageStore` in Redis.
 
@@ -226,7 +245,7 @@ class RedisPages:
     async def claim(self, node: str, boot: bytes, token: str) -> int:
         """See :meth:`kvstore.cluster.page_store.PageStore.claim`."""
         arguments = [node, boot.hex(), token, self._lease_ms, self._keep_ms]
-        return int(await self._call(_CLAIM, [self._numbers, self._holder], arguments))
+        return _read(await self._call(_CLAIM, [self._numbers, self._holder], arguments), int)
 
     async def change(
         self, number: int, token: str, batch: int, changes: Sequence[ChangedPages]
@@ -235,14 +254,14 @@ class RedisPages:
         arguments: list[Any] = [number, token, batch, self._entry_ms, NAME_BYTES]
         for one in changes:
             arguments += ["+" if one.stored else "-", one.sign, one.names]
-        return bool(await self._call(_CHANGE, [self._holder], arguments))
+        return bool(_read(await self._call(_CHANGE, [self._holder], arguments), int))
 
     async def renew(self, numbers: Mapping[int, AnnouncedNumber]) -> list[int]:
         """See :meth:`kvstore.cluster.page_store.PageStore.renew`."""
         arguments: list[Any] = [self._lease_ms, self._keep_ms]
         for number, (token, batch) in numbers.items():
             arguments += [number, token, batch]
-        return list(await self._call(_RENEW, [self._holder], arguments))
+        return _read(await self._call(_RENEW, [self._holder], arguments), list[int])
 
     async def withdraw(self, number: int, token: str) -> None:
         """See :meth:`kvstore.cluster.page_store.PageStore.withdraw`."""
@@ -256,15 +275,16 @@ class RedisPages:
         for start in range(0, max(map(len, shards), default=0), step):
             parts = [names[start : start + step] for names in shards]
             arguments: list[Any] = [NAME_BYTES, *parts]
-            told, found = await self._call(_FIND, [self._holder], arguments)
+            told = _read(await self._call(_FIND, [self._holder], arguments), _Found)
             try:
-                for number, node, boot in told:
+                for number, node, boot in told.holders:
                     holders[int(number)] = NumberHolder(node.decode(), bytes.fromhex(boot.decode()))
-            except (ValueError, AttributeError) as error:  # a field is missing, or is no text
+            except ValueError as error:  # it is no text
                 raise DirectoryFault("refused", "a holder's record cannot be read") from error
-            for shard, counts in zip(runs, found, strict=True):
-                texts = [text.decode("ascii", "replace") for text in counts[1::2]]
-                shard += zip(counts[::2], texts, strict=True)
+            if len(told.shards) != len(parts):
+                raise DirectoryFault("refused", f"Redis: {_NOT_ASKED}")
+            for shard, names, counts in zip(runs, parts, told.shards, strict=True):
+                shard += _runs(counts, len(names) // NAME_BYTES)
         return FoundEntries(runs, holders)
 
     async def _call(self, text: str, keys: list[str], arguments: list[Any]) -> Any:
@@ -299,3 +319,31 @@ class RedisPages:
                 self._client = self._connect()
             script = self._scripts[text] = self._client.register_script(text)
         return script
+
+
+def _read(answer: Any, kind: type[_T]) -> _T:
+    """An answer, as it was asked for.
+
+    Raises:
+        DirectoryFault: it is something else: this is no Redis, or a record of it is no record.
+    """
+    try:
+        return msgspec.convert(answer, kind)
+    except msgspec.ValidationError as error:
+        raise DirectoryFault("refused", f"Redis: {_NOT_ASKED}: {error}") from error
+
+
+def _runs(told: Sequence[int | bytes], pages: int) -> list[tuple[int, str]]:
+    """How many consecutive pages have which text.
+
+    Raises:
+        DirectoryFault: these are no runs of so many pages.
+    """
+    runs = [
+        (count, text.decode("ascii", "replace"))
+        for count, text in zip(told[::2], told[1::2], strict=False)
+        if isinstance(count, int) and isinstance(text, bytes) and count > 0
+    ]
+    if len(told) != 2 * len(runs) or sum(count for count, _ in runs) != pages:
+        raise DirectoryFault("refused", f"Redis: {_NOT_ASKED}")
+    return runs

@@ -7,17 +7,25 @@ expire, so that nobody has to search for keys. All changes are scripts, so each 
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+import msgspec
 from redis import exceptions
 from redis.asyncio import Redis
 
 from kvstore.cluster.access import StoreServers
+from kvstore.cluster.records import RECORD_BYTES_MAX
 from kvstore.cluster.redis_client import redis_clients
 from kvstore.cluster.store import CALL_S, LEASE_S
 from kvstore.errors import InvalidArgument, PeerUnreachable, TransferTimeout
 from kvstore.process.faults import printable
 
+_T = TypeVar("_T")
+_NOT_ASKED: Final = "its answer is not what was asked for"
+
+RECORDS_MAX: Final = 1_024
+"""Records that are read; a node uses fewer. Of each no more is read than shows that it is too long.
+"""
 POLL_S: Final = 0.5
 """Changes are seen at most so much later."""
 
@@ -59,11 +67,16 @@ _LIST: Final = (
     _NOW
     + """
 local found = {}
-for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], now, '+inf')) do
-  local value = redis.call('GET', KEYS[2] .. name)
+local names = redis.call('ZRANGEBYSCORE', KEYS[1], now, '+inf', 'LIMIT', 0, ARGV[1])
+for _, name in ipairs(names) do
+  local value = redis.pcall('GET', KEYS[2] .. name)
+  if type(value) == 'table' then
+    if not string.find(value.err, 'WRONGTYPE', 1, true) then return value end
+    value = ''
+  end
   if value then
-    found[#found + 1] = name
-    found[#found + 1] = value
+    found[#found + 1] = string.sub(name, 1, ARGV[2])
+    found[#found + 1] = string.sub(value, 1, ARGV[2])
   end
 end
 return found
@@ -110,7 +123,7 @@ class RedisStore:
 
     async def settings(self, offered: bytes) -> bytes:
         """See :meth:`kvstore.cluster.store.RecordStore.settings`."""
-        return bytes(await self._eval(_SETTINGS, 1, f"{self._prefix}settings", offered))
+        return _read(await self._eval(_SETTINGS, 1, f"{self._prefix}settings", offered), bytes)
 
     async def claim(self, name: str, value: bytes, expected: bytes | None) -> bytes | None:
         """See :meth:`kvstore.cluster.store.RecordStore.claim`."""
@@ -119,7 +132,7 @@ class RedisStore:
         )
         if there is None:
             self._own = (name, value)
-        return there if there is None else bytes(there)
+        return there if there is None else _read(there, bytes)
 
     async def renew(self) -> bool:
         """See :meth:`kvstore.cluster.store.RecordStore.renew`."""
@@ -138,15 +151,19 @@ class RedisStore:
 
     async def watch(self) -> AsyncGenerator[Mapping[str, bytes], None]:
         """See :meth:`kvstore.cluster.store.RecordStore.watch`."""
-        told: dict[str, bytes] | None = None
+        last: dict[str, bytes] | None = None
+        names, prefix = f"{self._prefix}nodes", f"{self._prefix}node:"
         while True:
-            found = await self._eval(_LIST, 2, f"{self._prefix}nodes", f"{self._prefix}node:")
+            told = await self._eval(_LIST, 2, names, prefix, RECORDS_MAX, RECORD_BYTES_MAX + 1)
+            found = _read(told, list[bytes])
+            if len(found) % 2:
+                raise PeerUnreachable(f"Redis: {_NOT_ASKED}")
             records = {
-                name.decode(errors="replace"): bytes(value)
-                for name, value in zip(found[::2], found[1::2], strict=True)
+                name.decode(errors="replace"): value
+                for name, value in zip(found[::2], found[1::2], strict=False)
             }
-            if records != told:
-                told = records
+            if records != last:
+                last = records
                 yield records
             await asyncio.sleep(POLL_S)
 
@@ -179,3 +196,15 @@ class RedisStore:
             raise TransferTimeout(f"Redis did not answer within {CALL_S} s") from error
         except (OSError, exceptions.RedisError) as error:
             raise PeerUnreachable(f"Redis: {printable(str(error))}") from error
+
+
+def _read(answer: Any, kind: type[_T]) -> _T:
+    """An answer, as it was asked for.
+
+    Raises:
+        PeerUnreachable: it is something else: this is no Redis.
+    """
+    try:
+        return msgspec.convert(answer, kind)
+    except msgspec.ValidationError as error:
+        raise PeerUnreachable(f"Redis: {_NOT_ASKED}: {error}") from error

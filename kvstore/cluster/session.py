@@ -27,7 +27,7 @@ from kvstore.cluster.effects import (
     SlotsSettled,
     StartTransfer,
 )
-from kvstore.cluster.greeting import LocalNode, check_protocol
+from kvstore.cluster.greeting import BOOT_BYTES, LocalNode, check_protocol
 from kvstore.cluster.kept import retentions
 from kvstore.cluster.underway import FetchStage, OpenedPlace, SessionFetch
 from kvstore.cluster.ways import offered, ways_of
@@ -98,6 +98,8 @@ class PeerSession:
         self._heard_ns = 0
         self._asked_ns = 0
         self._hello = 0
+        #: Pings of this connection without an answer.
+        self._pings = 0
         self._places: dict[OpenedPair, OpenedPlace] = {}
         self._opening: dict[int, OpenedPair] = {}
         self._leasing: dict[int, SessionFetch] = {}
@@ -121,6 +123,7 @@ class PeerSession:
         self._connected = True
         self._connection += 1
         self._heard_ns = self._asked_ns = now_ns
+        self._pings = 0
         self._hello = next(self._numbers)
         self.effects.append(Send(self._local.hello(self._hello)))
 
@@ -154,8 +157,8 @@ class PeerSession:
             self._greeted(answer)
             return
         match answer:
-            case wire.Pong():
-                pass
+            case wire.Pong() if self._pings:
+                self._pings -= 1
             case wire.Brought() if self._brings.answered(answer):
                 pass
             case wire.SpaceOpened() if answer.id in self._opening:
@@ -183,6 +186,7 @@ class PeerSession:
                 self._close("silent", f"no answer for {limit_ns / 1e9:.0f} s")
         elif now_ns >= self._heard_ns + PING_NS:
             self._asked_ns = now_ns
+            self._pings += 1
             self.effects.append(Send(wire.Ping(next(self._numbers))))
 
     def next_deadline_ns(self) -> int:
@@ -266,6 +270,9 @@ class PeerSession:
                 raise InvalidArgument("node", f"node {answer.node!r} answers, not {self.peer!r}")
         except InvalidArgument as error:
             self._close("refused", str(error), error.field)
+            return
+        if len(answer.boot) != BOOT_BYTES:
+            self._close("protocol", f"a boot id of {len(answer.boot)} bytes")
             return
         self.up = True
         self.boot, self._minor = answer.boot, answer.minor

@@ -14,6 +14,8 @@ REFUSED: Final = "refused"
 """Cause of a session that one of the two nodes does not want."""
 SAID_MAX: Final = 64
 """Refusals that are remembered, so that they are not logged again."""
+MANY_S: Final = 10.0
+"""With so many, a further one is logged only after so long: names cost who is refused nothing."""
 NAME_MAX: Final = 64
 FIELDS: Final = frozenset({"cluster", "node", "protocol", "scheme"})
 """What a refusal may name; other names are text of the other node."""
@@ -106,6 +108,7 @@ class Refusals:
         """Nobody was refused yet."""
         #: In the order of their lines; the first ones are forgotten beyond :data:`SAID_MAX`.
         self._said: dict[tuple[str, str], None] = {}
+        self._many_s = -MANY_S
 
     def refused(self, node: str, field: str, why: str) -> None:
         """A node is refused.
@@ -119,6 +122,10 @@ class Refusals:
         if (node, field) in self._said:
             return
         if len(self._said) >= SAID_MAX:
+            now_s = monotonic()
+            if now_s - self._many_s < MANY_S:
+                return
+            self._many_s = now_s
             del self._said[next(iter(self._said))]
         self._said[node, field] = None
         event(log, logging.WARNING, "node not admitted", peer=node, field=field,

@@ -57,6 +57,10 @@ class CopyRequests:
         wanted = request.keys[request.first * KEY_BYTES :]
         ready, _ = ready_pages(space, shard, wanted)
         answer = wire.Brought(request.id, ready)
+        if request.gone:
+            run = leading_ready(space, wanted, shard)
+            self._pages.eviction.source_gone(run, process.peer.node)
+            return answer, None
         if not waits or ready * KEY_BYTES == len(wanted):
             return answer, None
         at = request.first + ready

@@ -8,6 +8,7 @@ from kvstore.page import Layout
 
 Value = int | float | bool | str | None
 Joined = Literal["off", "alone", "partly", "joined"]
+DirectoryState = Literal["off", "current", "degraded"]
 Member = Literal["off", "local", "joining", "joined", "away", "refused"]
 
 
@@ -44,6 +45,9 @@ class Readiness(Answer, frozen=True):
     with some, ``alone`` = with none; it serves its own pages in any case. ``membership``: ``off``,
     ``local`` = a list in its configuration; else whether it is one of the nodes that etcd or Redis
     knows: ``joining`` = not yet, ``joined``, ``away`` = the store does not answer, ``refused``.
+    ``directory``: ``off``, ``current`` = this node finds the pages of all nodes that it has a
+    session with, and they find its own, ``degraded`` = not so, for example because the Redis of the
+    directory does not answer: pages of other nodes are misses.
     ``registered_bytes``: memory that other nodes can read through ``mooncake``,
     ``registered_huge_bytes`` of it in huge pages.
     """
@@ -53,6 +57,7 @@ class Readiness(Answer, frozen=True):
     unwatched_processes: int
     cluster: Joined
     membership: Member
+    directory: DirectoryState
     registered_bytes: int = 0
     registered_huge_bytes: int = 0
     status: Literal["ready"] = "ready"
@@ -204,12 +209,14 @@ class OpenedSpaceRow(Answer, frozen=True):
 class SessionRow(Answer, frozen=True):
     """One process group of an engine, and the resources it holds.
 
-    ``engine`` is None if the session has no engine's name. ``spaces`` has the first ones, in the
+    ``engine`` is None if the session has no engine's name. ``peer``: it is that of another node of
+    the cluster, which reads pages here, and of no engine. ``spaces`` has the first ones, in the
     order in which they were opened; ``spaces_total`` is how many there are.
     """
 
     name: str
     engine: EngineRow | None
+    peer: bool
     spaces: list[OpenedSpaceRow]
     spaces_total: int
     tenant: str

@@ -33,6 +33,8 @@ REJOIN_NS: Final = 5_000_000_000
 """A drain waits so long for a session with any other node before it ends."""
 _POLL_S: Final = 0.005
 _REJOIN_POLL_S: Final = 0.1
+_TELL_S: Final = 2.0
+"""Limit of telling a node which pages have left this one."""
 _STEP_NODES: Final = 32
 _NS_PER_MS: Final = 1_000_000
 _NOTHING: Final = "its pages have a TTL, are read once, or have left"
@@ -154,7 +156,8 @@ class CopyJobs:
                 why = yield from self._copy(job, peer, space, keys, parts, 0, deadline_ns)
             job.done = job.pages
             if not why and not job.cancelled:
-                yield from self._drop(job, space, keys, parts)
+                gone = yield from self._drop(job, space, keys, parts)
+                yield from self._tell_gone(peer, space, keys, parts, gone)
             job.result.update(complete=not why, why=why)
 
         subject: dict[str, answers.Value] = {"space": space.label, "key": asked.key, "node": peer}
@@ -329,9 +332,13 @@ class CopyJobs:
 
     def _drop(
         self, job: OperatorJob, space: PrefixTree, keys: bytes, parts: Sequence[_Part]
-    ) -> Work[None]:
-        """Drop pages that another node has, from the last one on, up to one that must stay."""
-        table, dropped = self._table, 0
+    ) -> Work[int]:
+        """Drop pages that another node has, from the last one on, up to one that must stay.
+
+        Returns:
+            number of the first one that was dropped; that of pages if none was.
+        """
+        table, dropped, gone = self._table, 0, len(keys) // KEY_BYTES
         for at in range(len(keys) // KEY_BYTES - 1, -1, -1):
             node = space.nodes.get(PrefixKey(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]))
             if node is None:
@@ -344,8 +351,28 @@ class CopyJobs:
             for shard in shards:
                 table.residents.drop(node, shard, "moved")
                 dropped += 1
-            job.result["dropped"] = dropped
+            job.result["dropped"], gone = dropped, at
             yield None
+        return gone
+
+    def _tell_gone(
+        self, peer: str, space: PrefixTree, keys: bytes, parts: Sequence[_Part], gone: int
+    ) -> Work[None]:
+        """Let the node that has pages now keep them as its own: they are replicas of none here.
+
+        If it cannot be told, it takes them for replicas until its session with this node ends.
+        """
+        deadline_ns = _deadline_ns(_TELL_S)
+        for shard, first, stop in parts:
+            ends = list[CopyEnd]()
+            order = CopyOrder(
+                peer, space.identity, space.shards[shard].spec, keys[: stop * KEY_BYTES],
+                max(first, gone), 0, deadline_ns, gone=True,
+            )  # fmt: skip
+            if order.first < stop:
+                self._joined().copier.copy(order, ends.append)
+                while not ends:
+                    yield _POLL_S
 
     def _chain(self, label: str, text: str) -> tuple[PrefixTree, bytes]:
         space, key = space_of(self._table.spaces, label), key_of(text)

@@ -39,7 +39,10 @@ class SpaceCounts(Answer, frozen=True):
 
 
 class SessionCounts(Answer, frozen=True):
-    """Summary of one session; ``engine``: its engine's name, None = it has none."""
+    """Summary of one session; ``engine``: its engine's name, None = it has none.
+
+    ``peer``: it is another node, not an engine.
+    """
 
     name: str
     engine: str | None
@@ -49,6 +52,7 @@ class SessionCounts(Answer, frozen=True):
     used_bytes: int
     quota_bytes: int
     prefill_s_per_token: float
+    peer: bool
 
 
 class AdminCounts(Answer, frozen=True):

@@ -14,6 +14,7 @@ from typing import Final, cast
 
 from kvstore import wire
 from kvstore.errors import ProtocolError
+from kvstore.process.faults import Faults
 from kvstore.server.rounds import Rounds
 from kvstore.state.tree.sessions import Peer
 
@@ -50,6 +51,7 @@ class FrameConnections:
         self._receive = receive
         self._lost = lost
         self._rounds = Rounds()
+        self._faults = Faults(log, "a connection was ended")
 
     def add(self, connection: "FrameConnection") -> None:
         """A connection has its number and peer: it counts from now on."""
@@ -72,7 +74,7 @@ class FrameConnections:
     def refuse(self, connection: "FrameConnection", error: ProtocolError, request: int = 0) -> None:
         """Answer an invalid message with a failure, and close the connection."""
         self._counts["refused_protocol"] += 1
-        log.warning("connection of %s ended: %s", connection.whose, error)
+        self._faults.note("protocol", f"{connection.whose}: {error}")
         connection.answer(wire.Failure(request, error.code, str(error)))
         connection.transport.close()
 

@@ -95,6 +95,7 @@ class Inspection:
             withheld_bytes=withheld, ssd=ssd, unwatched_processes=unwatched,
             cluster=nodes["joined"],
             membership=member["kind"] if member["kind"] in ("off", "local") else member["state"],
+            directory=nodes["directory"],
             registered_bytes=registered.get("registered_bytes", 0),
             registered_huge_bytes=registered.get("registered_huge_bytes", 0),
         )  # fmt: skip

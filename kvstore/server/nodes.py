@@ -4,10 +4,10 @@ Everything is taken from the counts of the parts: sessions with other nodes, rea
 index of their pages, and the service for them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
-from kvstore.server.answers import Answer, Joined
+from kvstore.server.answers import Answer, DirectoryState, Joined
 
 NO_INDEX: Final = "the index does not follow it"
 IN_SHARED: Final[Mapping[str, Any]] = {"current": True, "why": ""}
@@ -83,7 +83,9 @@ class NodeIndex(Answer, frozen=True):
 class SharedDirectoryCounts(Answer, frozen=True):
     """The directory in Redis.
 
-    ``current``: all pages of this node are announced, but for the ``waiting`` ones.
+    ``current``: all pages of this node are announced, but for the ``waiting`` ones, and Redis
+    answers. ``trouble``: why the last call failed, by cause; empty = it did not; ``silent`` = the
+    index process does not say.
     ``announced``: pages, changes included. ``announcements``: how often all pages were announced.
     ``faults``: those of the index process, by cause; of questions with ``ask_`` before it.
     ``asked``: questions that were answered. ``outstanding``: questions without an answer yet.
@@ -98,6 +100,7 @@ class SharedDirectoryCounts(Answer, frozen=True):
     asked: int
     faults: dict[str, int]
     why: str
+    trouble: str
     outstanding: int
     unanswered: dict[str, int]
 
@@ -125,7 +128,9 @@ class NodeList(Answer, frozen=True):
     ``cluster``: its name; empty = this node is alone by its configuration. ``node``, ``boot``,
     ``endpoint``: this node. ``joined``: ``off``, ``alone`` = no session with any other node,
     ``partly`` = with some, ``joined`` = with all. ``membership``: None = this node is alone by its
-    configuration. ``shared``: None = each node follows the events of the others.
+    configuration. ``directory``: that of ``/readyz``: ``degraded`` = pages of a node that this one
+    has a session with are not found, or not all nodes are followed, or those of this node are not
+    found by others. ``shared``: None = each node follows the events of the others.
     ``not_followed``: nodes beyond the limit of nodes. ``not_admitted``: connections of other nodes
     that were refused, by cause.
     """
@@ -135,6 +140,7 @@ class NodeList(Answer, frozen=True):
     boot: str
     endpoint: str
     joined: Joined
+    directory: DirectoryState
     membership: MembershipState | None
     nodes: list[NodeRow]
     index: NodeIndex | None
@@ -153,8 +159,8 @@ def node_list(stats: Mapping[str, Any]) -> dict[str, Any]:
     if not cluster:
         return {
             "cluster": "", "node": node, "boot": boot, "endpoint": "", "joined": "off",
-            "membership": None, "nodes": [], "index": None, "shared": None, "not_followed": [],
-            "not_admitted": {},
+            "directory": "off", "membership": None, "nodes": [], "index": None, "shared": None,
+            "not_followed": [], "not_admitted": {},
         }  # fmt: skip
     reads = stats["remote"]["peers"]
     directory, service = cluster["directory"], cluster["service"]
@@ -177,6 +183,7 @@ def node_list(stats: Mapping[str, Any]) -> dict[str, Any]:
         "boot": boot,
         "endpoint": cluster["endpoint"],
         "joined": _joined(sum(row["state"] == "up" for row in rows), len(rows)),
+        "directory": _directory(rows, shared, directory["refused"]),
         "membership": cluster.get("membership"),  # an older node does not say it
         "nodes": rows,
         "index": {name: directory[name] for name in NodeIndex.__struct_fields__},
@@ -190,6 +197,16 @@ def _joined(up: int, others: int) -> Joined:
     if not up:
         return "alone"
     return "joined" if up == others else "partly"
+
+
+def _directory(
+    rows: Sequence[Mapping[str, Any]], shared: Mapping[str, Any] | None, refused: Sequence[str]
+) -> DirectoryState:
+    """Whether pages are found; those of a node without a session are no matter of the directory."""
+    if shared is not None:
+        return "current" if shared["current"] else "degraded"
+    behind = any(row["state"] == "up" and not row["current"] for row in rows)
+    return "degraded" if behind or refused else "current"
 
 
 def _row(

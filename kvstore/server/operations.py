@@ -5,9 +5,11 @@ An operation is the query or body of an HTTP request; its answer is the JSON
 processes as msgpack (:mod:`kvstore.server.channel`), and the node checks each operation again.
 """
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 from msgspec import Meta, Struct
+
+from kvstore.state.tree.places import Tier
 
 KEYS_MAX: Final = 10_000
 STRETCH_MAX: Final = 1000
@@ -15,7 +17,6 @@ RUN_KEYS_MAX: Final = 1024
 TOKENS_MAX: Final = 2_000_000
 CHAIN_MAX: Final = 1024
 
-Tier = Literal["host", "ssd"]
 Name = Annotated[str, Meta(max_length=256)]
 Bytes = Annotated[int, Meta(ge=0, le=1 << 62)]
 Number = Annotated[int, Meta(ge=0, le=1 << 53)]

@@ -131,6 +131,12 @@ def node_series(cluster: Mapping[str, Any]) -> Iterator[Metric]:
         refused.add_metric([cause], count)
     yield refused
     yield from _membership(cluster["membership"])
+    yield GaugeMetricFamily(
+        "kvstore_cluster_directory_current",
+        "1 = the directory finds the pages of all nodes that this one has a session with, and this"
+        " node's own; as /readyz says.",
+        value=float(cluster["directory"] == "current"),
+    )
     yield from _index(cluster["index"])
     if cluster["shared"] is not None:
         yield from _shared(cluster["shared"])
@@ -161,7 +167,6 @@ def _membership(member: Mapping[str, Any]) -> Iterator[Metric]:
 def _shared(shared: Mapping[str, Any]) -> Iterator[Metric]:
     """The directory in Redis."""
     for name, of, help_text in (
-        ("current", "current", "1 = all pages of this node are announced in the directory."),
         ("waiting_pages", "waiting", "Pages and changes of this node that wait to be announced."),
         ("outstanding", "outstanding", "Questions to the directory that have no answer yet."),
     ):

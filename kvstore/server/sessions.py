@@ -59,6 +59,7 @@ def _row(session: Session, spaces: list[answers.OpenedSpaceRow]) -> answers.Sess
     return answers.SessionRow(
         name=session.name,
         engine=_engine(session.engine) if session.engine is not None else None,
+        peer=session.remote,
         spaces=spaces,
         spaces_total=len(session.spaces),
         tenant=session.domain,

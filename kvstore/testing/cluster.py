@@ -19,6 +19,7 @@ from kvstore.testing.cluster_directory import MODES
 from kvstore.testing.cluster_engines import NodeEngines
 from kvstore.testing.cluster_node import ClusterNode, Extents
 from kvstore.testing.cluster_wires import Wires
+from kvstore.testing.records_on_disk import RecordsOnDisk
 from kvstore.testing.timeline import PAGE_BYTES, FaultRates, SimulationOutcome, Timeline
 from kvstore.transport.base import PageTransfer
 from kvstore.transport.memory import Fate, MemoryNetwork
@@ -30,6 +31,8 @@ TROUBLE_NS_MAX: Final = 60 * MS
 """Longest time between two troubles of the cluster."""
 PROMPTS: Final = 16
 """Of each tenant: more pages than one node has memory for."""
+DISK_LOST: Final = 0.4
+"""Share of the killed nodes with an SSD tier that begin again with an empty disk."""
 LAST_NS: Final = 1_500 * MS
 """Time after the end of all engines; everything that was held is released by then."""
 
@@ -240,8 +243,10 @@ class ClusterSimulation:
         node = host.node
         if node.alive:
             self.outcome.nodes_killed += 1
-            self.outcome.disks_lost += node.rules is not None
             node.kill()
+            if node.rules is not None and self._random.random() < DISK_LOST:
+                self.outcome.disks_lost += 1
+                node.on_disk = RecordsOnDisk()
             host.lost_node()
             self._time.at(self._random.randrange(60 * MS), lambda: self._start(node))
 

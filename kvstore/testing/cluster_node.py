@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.cluster.greeting import LocalNode
+from kvstore.cluster.greeting import BOOT_BYTES, LocalNode
 from kvstore.cluster.records import SCHEME
 from kvstore.cluster.session import PeerSession
 from kvstore.cluster.side import LoopTime, Peers
@@ -31,6 +31,7 @@ from kvstore.testing.cluster_links import SimulatedLink
 from kvstore.testing.cluster_serving import LentRetentions, SimulatedLoans, SimulatedService
 from kvstore.testing.cluster_wires import Circuit, CircuitEnd, Wires
 from kvstore.testing.followers import KnownPages
+from kvstore.testing.records_on_disk import RecordsOnDisk
 from kvstore.testing.slowtier import SimulatedTier
 from kvstore.testing.timeline import EXTENT_BYTES, PAGE_BYTES, Timeline, page_content
 from kvstore.transport.memory import MemoryNetwork, MemoryTransport
@@ -157,7 +158,7 @@ class ClusterNode:
         network: carries pages.
         extents: how much memory it has.
         names: of all nodes.
-        rules: rules of its SSD tier, which is empty in each life; None = it has none.
+        rules: rules of its SSD tier; None = it has none.
 
     Attributes:
         in_flight_bytes_max: limit of the bytes on their way from peers.
@@ -166,6 +167,7 @@ class ClusterNode:
         stalled_ns: until then it was stopped, or has not been alive.
         followers: checks its own events.
         lent: how long pages stay here that others have read.
+        on_disk: what its lives leave on its disk.
     """
 
     node: Node
@@ -196,6 +198,7 @@ class ClusterNode:
         self.rules = rules
         self.in_flight_bytes_max = extents.in_flight_pages * PAGE_BYTES
         self.disk: SimulatedTier | None = None
+        self.on_disk = RecordsOnDisk()
         self._time = time
         self._wires = wires
         self._network = network
@@ -236,7 +239,7 @@ class ClusterNode:
         self._others = {other.name: other for other in others}
         time, random = self._time, self._time.random
         count, in_flight = self._extents.count, self.in_flight_bytes_max
-        boot = b"%s %13d" % (self.name.encode(), self.life)
+        boot = f"{self.name} {self.life}".encode().ljust(BOOT_BYTES)
         slots = SlotTable(EXTENT_BYTES, count)
         self.memory.begin([extent.number for extent in slots.extents])
         self.followers = KnownPages()
@@ -249,7 +252,10 @@ class ClusterNode:
         )
         desk.turn = self.turns()
         if self.rules is not None:
-            desk.disk = self.disk = SimulatedTier(time, desk, self.memory.extents, self.rules)
+            desk.disk = self.disk = SimulatedTier(
+                time, desk, self.memory.extents, self.rules, self.on_disk
+            )
+            self.followers.begin(node.pages)
         local = LocalNode("simulated", self.name, boot, SCHEME)
         place = f"{self.name}/{self.life}"
         self.transport = transport = self._network.open(place, 4 * in_flight)
@@ -298,7 +304,7 @@ class ClusterNode:
         self.alive = self.stopped = False
         self._waiting.clear()
         if self.disk is not None:
-            self.disk.lost = True
+            self.disk.end()
         self.transport.close()
         self._wires.ended(self.name)
 

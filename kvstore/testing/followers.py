@@ -33,6 +33,15 @@ class KnownPages:
         self._media: dict[Page, set[str]] = defaultdict(set)
         self._plain: set[Page] = set()
 
+    def begin(self, table: PageTable) -> None:
+        """A follower learns what is there from a snapshot, before the first event."""
+        for step in walk(table):
+            for space, shard, tier, packed in step:
+                for at in range(0, len(packed), KEY_BYTES):
+                    page = (space.label, shard, packed[at : at + KEY_BYTES])
+                    self._media[page].add(MEDIA[tier])
+                    self._plain.add(page)
+
     def follow(self, actions: Sequence[Action]) -> None:
         """Apply the events that the node publishes."""
         for event in events_of(actions, tokens=True):

@@ -1,7 +1,7 @@
 """A pair of transports over Mooncake, for :class:`kvstore.testing.transport.TransportContract`.
 
-It cannot keep all of the contract: Mooncake has no tickets, and a write never settles. So
-:data:`CHECKS` are fewer. Run it where nobody else can reach its ports, as in a network namespace.
+It cannot keep all of the contract: Mooncake has no tickets. So :data:`CHECKS` are fewer. Run it
+where nobody else can reach its ports, as in a network namespace.
 """
 
 import os
@@ -24,7 +24,7 @@ NOT_KEPT: Final = (
     "check_a_ticket_opens_exactly_its_ranges",
     "check_written_pages_can_be_read_where_they_went",
 )
-"""The first two: whoever reaches the port reads. The last one: writing is refused."""
+"""Whoever reaches the port reads and writes; the last one writes with a revoked ticket too."""
 CHECKS: Final = tuple(one for one in TransportContract.CHECKS if one not in NOT_KEPT)
 MEMORY_BYTES: Final = 128 << 20
 

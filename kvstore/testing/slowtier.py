@@ -14,6 +14,7 @@ from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.places import Place, record_bytes
 from kvstore.state.tree.slots import Slot
+from kvstore.testing.records_on_disk import RecordsOnDisk
 from kvstore.testing.timeline import PAGE_BYTES, Timeline, page_content
 
 SEGMENT_BYTES: Final = 32 * PAGE_BYTES
@@ -29,18 +30,16 @@ class SimulatedTier:
         desk: the desk, which polls the tier when a job has ended; its node gets a disk side.
         extents: the node's memory, by number.
         rules: rules of the disk side.
-
-    Attributes:
-        records: place → bytes of the record.
-        lost: its node has ended; what was under way touches no memory any more.
+        disk: what lies on it; the node adopts those pages. None = nothing.
     """
 
     def __init__(
-        self, time: Timeline, desk: Desk, extents: dict[int, bytearray], rules: DiskRules
-    ) -> None:
-        self.records: dict[Place, bytes] = {}
-        self.lost = False
-        self._tokens: dict[Place, bytes] = {}
+        self, time: Timeline, desk: Desk, extents: dict[int, bytearray], rules: DiskRules,
+        disk: RecordsOnDisk | None = None,
+    ) -> None:  # fmt: skip
+        self._disk = disk or RecordsOnDisk()
+        #: Jobs under way, by number, and their sequence numbers.
+        self._under_way: dict[int, tuple[DiskJob, int]] = {}
         self._time = time
         self._random = time.random
         self._outcome = time.outcome
@@ -55,6 +54,16 @@ class SimulatedTier:
         self.pages = pages.residents.disk = DiskPages(
             pages.residents, log, Admission("all", 0, log.capacity_bytes), rules
         )
+        self._outcome.pages_adopted += self._disk.adopted_by(pages)
+
+    def end(self) -> None:
+        """The node is killed: what was under way may be done, but touches no memory any more."""
+        under_way, self._under_way = list(self._under_way.values()), {}
+        self._random.shuffle(under_way)
+        for job, sequence in under_way:
+            if not isinstance(job, diskjobs.DiskRead) and self._random.random() < 0.3:
+                self._carry_out(job, sequence)
+        self._disk.left_by(self.pages.log)
 
     def flush(self) -> None:
         """See :class:`~kvstore.node.desk.DiskSide`."""
@@ -62,8 +71,9 @@ class SimulatedTier:
         jobs = list(self.pages.jobs)
         self.pages.jobs.clear()
         for job in jobs:
+            self._under_way[job.job] = job, self._disk.submitted()
             delay_ns = self._random.randrange(DELAY_NS_MAX)
-            self._time.at(delay_ns, partial(self._end, job))
+            self._time.at(delay_ns, partial(self._end, job.job))
 
     def poll(self, now_ns: int) -> None:
         """See :class:`~kvstore.node.desk.DiskSide`."""
@@ -115,29 +125,30 @@ class SimulatedTier:
             assert space.disk_bytes <= max(quota, before), "a space grew beyond its quota"
         self._sizes = {one.number: one.disk_bytes for one in self._node.pages.spaces}
 
-    def _end(self, job: DiskJob) -> None:
-        if self.lost:
-            return
+    def _end(self, number: int) -> None:
+        if number not in self._under_way:
+            return  # the node was killed
+        job, sequence = self._under_way.pop(number)
         error: KVStoreError | None = None
         if self._random.random() < self._time.faults.disk:
             error = TierUnavailable("simulated")
             self._outcome.disk_failures += 1
         else:
-            error = self._carry_out(job)
+            error = self._carry_out(job, sequence)
         tokens = b""
         if isinstance(job, diskjobs.DiskRead | diskjobs.DiskTokens) and error is None:
-            tokens = self._tokens[job.place]
+            tokens = self._disk.pages[job.place].tokens
         self._ended.append((job.job, error, tokens))
         self._desk.poll_disk()
 
-    def _carry_out(self, job: DiskJob) -> KVStoreError | None:
+    def _carry_out(self, job: DiskJob, sequence: int) -> KVStoreError | None:
+        disk = self._disk
         match job:
             case diskjobs.DiskWrite(place=place, page=page, slot=slot):
                 content = bytes(self._memory(slot))
                 if content != _content(page):
                     return PageCorrupt("simulated")
-                self.records[place] = content
-                self._tokens[place] = page.tokens
+                disk.write(place, page, sequence, page.tokens, content)
             case diskjobs.DiskRead(place=place, page=page, slot=slot):
                 error = self._read(place, self._memory(slot), _content(page))
                 self._outcome.pages_from_disk += error is None
@@ -146,20 +157,22 @@ class SimulatedTier:
                 self._outcome.pages_checked += 1
                 return self._read(place, memoryview(bytearray(PAGE_BYTES)), _content(page))
             case diskjobs.DiskCopy(source=source, place=place, page=page):
-                content = self.records[source]
-                if content != _content(page):
+                record = disk.pages[source]
+                if record.content != _content(page):
                     return PageCorrupt("simulated")
-                self.records[place] = content
-                self._tokens[place] = self._tokens[source]
+                disk.write(place, page, sequence, record.tokens, record.content)
+            case diskjobs.DiskTombstone():
+                disk.bury(job, sequence)
+            case diskjobs.DiskSeal(segment=segment):
+                disk.seal(segment)
             case diskjobs.DiskDrop(segment=segment):
-                for place in [at for at in self.records if at.segment == segment]:
-                    del self.records[place]
+                disk.drop(segment)
             case _:
                 pass
         return None
 
     def _read(self, place: Place, memory: memoryview, expected: bytes) -> KVStoreError | None:
-        memory[:] = self.records[place]
+        memory[:] = self._disk.pages[place].content
         if self._random.random() < self._time.faults.flip:
             memory[self._random.randrange(PAGE_BYTES)] ^= 1
         if memory != expected:

@@ -58,6 +58,7 @@ class SimulationOutcome:
     fetches_unsettled: int = 0
     nodes_killed: int = 0
     disks_lost: int = 0
+    pages_adopted: int = 0
     nodes_stopped: int = 0
     nodes_left: int = 0
     partitions: int = 0

@@ -426,7 +426,7 @@ class TransportContract:
         assert end.good == b"\1" * 4, end
         assert (pages.owned[1:5] == source.owned[1:5]).all(), "it cannot be read yet"
         assert (pages.owned[[0, 5]] == before[[0, 5]]).all()
-        pair.owner.revoke(_ticket(0))
+        assert pair.owner.revoke(_ticket(0), ended=True)
         source.arrived[:] = 0
         pair.reader.write(source.transfer(2, pair.owner.endpoint, _ticket(0), later, slice(1, 5)))
         assert isinstance(pair.end(2).error, NotFound)

@@ -32,6 +32,7 @@ class Give:
     """Give a transfer to the process."""
 
     transfer: PageTransfer
+    write: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,11 @@ class _Attempt:
         given: number of processes that got it.
         moving: the present process has it.
         ended: it has been told.
+        write: pages are written to the peer.
     """
 
     transfer: PageTransfer
+    write: bool
     given: int = 0
     moving: bool = False
     ended: bool = False
@@ -86,8 +89,11 @@ class Attempts:
         """Whether a peer is not asked now."""
         return endpoint in self._avoided and now_ns < self._avoided[endpoint][0]
 
-    def submit(self, transfer: PageTransfer, now_ns: int) -> None:
+    def submit(self, transfer: PageTransfer, now_ns: int, *, write: bool = False) -> None:
         """Begin a transfer.
+
+        A write is given to one process only: bytes of the first attempt might arrive at the peer
+        after the second one has ended.
 
         Raises:
             InvalidArgument: its number is in use.
@@ -99,7 +105,7 @@ class Attempts:
             missing = bytes(len(transfer.remote))
             self.events.append(TransferEnd(transfer.number, missing, refusal, settled=True))
             return
-        attempt = self._attempts[transfer.number] = _Attempt(transfer)
+        attempt = self._attempts[transfer.number] = _Attempt(transfer, write)
         self.in_flight_bytes += transfer.total_bytes
         if self.up:
             self._give(attempt)
@@ -141,6 +147,10 @@ class Attempts:
         for attempt in self._attempts.values():
             self._give(attempt)
 
+    def is_write(self, number: int) -> bool:
+        """Whether a transfer writes."""
+        return number in self._attempts and self._attempts[number].write
+
     def contacting(self, number: int, now_ns: int) -> None:
         """The process contacts a peer for the first time, for this transfer."""
         self._contacting = number, now_ns
@@ -176,8 +186,8 @@ class Attempts:
                 del self._attempts[number]
                 self.in_flight_bytes -= attempt.transfer.total_bytes
                 self.events.append(TransferSettled(number))
-            elif attempt.given >= GIVEN_MAX:
-                self._fail(attempt, TransferError(f"{GIVEN_MAX} processes ended that had it"))
+            elif attempt.given >= (1 if attempt.write else GIVEN_MAX):
+                self._fail(attempt, TransferError(f"{attempt.given} processes ended that had it"))
 
     # ---- internal ---------------------------------------------------------------------------
 
@@ -200,7 +210,7 @@ class Attempts:
         assert not attempt.moving
         attempt.moving = True
         attempt.given += 1
-        self.effects.append(Give(attempt.transfer))
+        self.effects.append(Give(attempt.transfer, attempt.write))
 
     def _avoid(self, attempt: _Attempt, error: KVStoreError, now_ns: int) -> None:
         self._avoided = {name: one for name, one in self._avoided.items() if one[0] > now_ns}

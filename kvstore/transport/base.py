@@ -5,7 +5,8 @@ A node **grants** a ticket: the pages that whoever shows it may read (or write).
 and checks the digest of each. No call waits for a peer.
 
 The memory of a transfer belongs to it until it is **settled**: until then bytes may still arrive
-there, even after its end.
+there, even after its end. **An unsettled transfer delivers nothing**: bytes that still arrive may
+go over pages that had arrived, so none of its pages may be used.
 """
 
 from collections.abc import Sequence
@@ -124,7 +125,8 @@ class TransferEnd(NamedTuple):
         number: of the transfer.
         good: one :class:`PageArrival` a page.
         error: why pages are missing; None if none is.
-        settled: nothing arrives any more. False: :class:`TransferSettled` follows.
+        settled: nothing arrives any more. False: no page may be used, whatever ``good`` says, and
+            :class:`TransferSettled` follows.
     """
 
     number: int
@@ -229,12 +231,18 @@ class Transport(Protocol):
         """
         ...
 
-    def revoke(self, ticket: bytes) -> bool:
+    def revoke(self, ticket: bytes, *, ended: bool = False) -> bool:
         """End a ticket, and break off what is being transferred with it; never waits.
 
+        Args:
+            ticket: it may be unknown.
+            ended: the peer has said that all its transfers with it have ended, each without an
+                error. Transports that cannot know what is under way ask for it
+                (:class:`~kvstore.transport.mooncake.MooncakeTransport`); the others do not use it.
+
         Returns:
-            True: no transfer of a peer with this ticket, which may be unknown, reads or writes our
-            memory any more. False: one still may, until :class:`TicketEnded` follows.
+            True: no transfer of a peer with this ticket reads or writes our memory any more.
+            False: one still may, until :class:`TicketEnded` follows.
         """
         ...
 

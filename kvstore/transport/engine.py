@@ -22,6 +22,8 @@ class MooncakeEngine:
         endpoint: of the engine, once it is ready; empty before.
         memory: registered memory, at the node and there.
         huge: where it begins at the node → its bytes in huge pages.
+        registering: serials of the registrations that a new process must have answered before it
+            is given transfers.
         start_ns: when another process may be started, or the present one must be ready.
         ending: the present process is being killed.
     """
@@ -32,6 +34,7 @@ class MooncakeEngine:
         self.endpoint = ""
         self.memory = Regions()
         self.huge: dict[int, int] = {}
+        self.registering: set[int] = set()
         self.start_ns = 0
         self.ending = False
 
@@ -68,5 +71,5 @@ class MooncakeEngine:
         if self.process is not None and not self.process.close(until_s):
             return False
         self.process, self.endpoint, self.ending = None, "", False
-        self.memory, self.huge = Regions(), {}
+        self.memory, self.huge, self.registering = Regions(), {}, set()
         return True

@@ -23,7 +23,7 @@ import numpy as np
 
 from kvstore.errors import KVStoreError
 from kvstore.tier import kernel
-from kvstore.transport.base import PageTransfer, Range
+from kvstore.transport.base import PageArrival, PageTransfer, Range
 from kvstore.transport.engine_messages import (
     Contacted,
     Contacting,
@@ -77,15 +77,21 @@ class TransferEngine(Protocol):
     ) -> int:
         """A number for :meth:`transfer_check_status`; 0 = it did not begin."""
 
+    def batch_transfer_async_write(
+        self, endpoint: str, buffers: list[int], peer_buffers: list[int], lengths: list[int]
+    ) -> int:
+        """The same; it has arrived when the peer can read it."""
+
     def transfer_check_status(self, batch: int) -> int:
         """0 = under way, 1 = the first item has arrived, else it failed."""
 
 
 class _Read:
-    """A read under way; ``waiting``: first page of each item, and the page after its last."""
+    """A transfer under way; ``waiting``: first page of each item, and the page after its last."""
 
     def __init__(self, asked: ReadPages, transfer: PageTransfer, remote: list[int]) -> None:
         self.number = asked.number
+        self.write = asked.write
         self.endpoint = asked.endpoint
         self.transfer = transfer
         self.remote = remote
@@ -118,27 +124,37 @@ class EngineServer:
         self._reads: dict[int, _Read] = {}
         self._contacted: set[str] = set()
         self._items: Counter[str] = Counter()
+        #: What changes registered memory, in order; reads have deadlines and do not wait for it.
+        self._changes: deque[tuple[MapMemory | UnmapMemory, int]] = deque()
 
     def serve(self) -> None:
         """Serve for ever."""
         while True:
+            idle = not self._reads and not self._changes
             with contextlib.suppress(queue.Empty):
-                self._obey(*self._messages.get(block=not self._reads))
+                self._obey(*self._messages.get(block=idle))
                 continue
+            changed = bool(self._changes)
+            if changed:
+                self._change(*self._changes.popleft())
             progress = [self._advance(one) for one in list(self._reads.values())]
-            if not any(progress):
+            if not changed and not any(progress):
                 time.sleep(_PAUSE_S)
 
     def _obey(self, message: Any, descriptor: int) -> None:
         match message:
             case StartEngine():
                 self._start(message)
-            case MapMemory():
-                self._map(message, descriptor)
-            case UnmapMemory(start):
-                self._unmap(start)
+            case MapMemory() | UnmapMemory():
+                self._changes.append((message, descriptor))
             case ReadPages():
                 self._begin(message)
+
+    def _change(self, message: MapMemory | UnmapMemory, descriptor: int) -> None:
+        if isinstance(message, MapMemory):
+            self._map(message, descriptor)
+        else:
+            self._unmap(message.start)
 
     def _tell(self, message: FromEngine) -> None:
         self._control.sendall(framed(message))
@@ -222,7 +238,11 @@ class EngineServer:
                 return True
             arrived.append(item[1:])
         for first, stop in arrived:
-            read.good[first:stop] = read.transfer.arrivals(first, stop)
+            read.good[first:stop] = (
+                bytes([PageArrival.RIGHT]) * (stop - first)
+                if read.write
+                else read.transfer.arrivals(first, stop)
+            )
         if not read.waiting and not read.moving:
             self._end(read, "")
         return before != (len(read.waiting), len(read.moving))
@@ -232,9 +252,11 @@ class EngineServer:
         new = read.endpoint not in self._contacted
         if new:
             self._tell(Contacting(read.number))
-        batch = self._engine.batch_transfer_async_read(
-            read.endpoint, [read.local[first]], [read.remote[first]], [size]
+        engine = self._engine
+        submit = (
+            engine.batch_transfer_async_write if read.write else engine.batch_transfer_async_read
         )
+        batch = submit(read.endpoint, [read.local[first]], [read.remote[first]], [size])
         if new:
             self._tell(Contacted(read.number))
         if batch in (0, -1):

@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 
 from kvstore.errors import ProtocolError
+from kvstore.transport.base import PageTransfer
 
 MESSAGE_BYTES_MAX: Final = 64 << 20
 """A read of 65,536 pages has 40 bytes a page."""
@@ -41,7 +42,7 @@ class UnmapMemory(msgspec.Struct, array_like=True, tag=3):
 
 
 class ReadPages(msgspec.Struct, array_like=True, tag=4):
-    """Read pages from a peer.
+    """Read pages from a peer; or ``write`` them to it, without seeds and digests.
 
     ``local`` and ``remote``: an address a page, 8 bytes each, little-endian: at the node, and in
     the peer's process. ``seeds``: of the digests, likewise. ``digests``: 16 bytes a page.
@@ -54,6 +55,17 @@ class ReadPages(msgspec.Struct, array_like=True, tag=4):
     remote: bytes
     seeds: bytes
     digests: bytes
+    write: bool = False
+
+    @classmethod
+    def of(cls, transfer: PageTransfer, *, write: bool) -> "ReadPages":
+        """What a transfer asks for."""
+        return cls(
+            transfer.number, transfer.endpoint, transfer.page_bytes,
+            transfer.local.astype("<u8").tobytes(), transfer.addresses,
+            b"" if write else transfer.seeds.astype("<u8").tobytes(),
+            b"" if write else transfer.digests, write,
+        )  # fmt: skip
 
 
 class EngineReady(msgspec.Struct, array_like=True, tag=5):
@@ -91,7 +103,7 @@ class Contacted(msgspec.Struct, array_like=True, tag=9):
 
 
 class PagesRead(msgspec.Struct, array_like=True, tag=10):
-    """A read has ended.
+    """A read or write has ended.
 
     ``good``: a byte a page, as :class:`kvstore.transport.base.PageArrival`. ``why``: empty if all
     arrived. ``touched``: bytes may still arrive.

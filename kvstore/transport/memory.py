@@ -274,7 +274,7 @@ class MemoryTransport:
             raise InvalidArgument("ticket", "it is in use, or not 16 bytes")
         self.tickets[ticket] = _Ticket(dict(ranges), deadline_ns, write)
 
-    def revoke(self, ticket: bytes) -> bool:
+    def revoke(self, ticket: bytes, *, ended: bool = False) -> bool:  # noqa: ARG002
         """See :class:`kvstore.transport.base.Transport`."""
         self.tickets.pop(ticket, None)
         return True

@@ -1,12 +1,13 @@
 """``mooncake``: pages over Mooncake's Transfer Engine, for networks with RDMA.
 
 There are two processes with an engine. Peers read the registered memory from one of them; the other
-one reads from peers, and is replaced after a read that failed or was late, for only its end makes
-sure that nothing arrives any more.
+one reads from peers and writes to them, and is replaced after a read that failed or was late, for
+only its end makes sure that nothing arrives any more.
 
 Mooncake knows no tickets, no certificates and no names: whoever reaches the port of an engine reads
 and writes all memory that is registered there. So peers are told addresses with their leases, and
-nothing but the digests of the pages protects a reader from a late read.
+nothing but the digests of the pages protects a reader from a late read. Nothing at all protects
+memory from a late write but the end of the process that peers write to.
 """
 
 import logging
@@ -28,6 +29,7 @@ from kvstore.transport.base import (
     PageArrival,
     PageTransfer,
     Range,
+    TicketEnded,
     TransferEnd,
     TransportEvent,
 )
@@ -46,7 +48,7 @@ from kvstore.transport.engine_messages import (
     ToEngine,
     UnmapMemory,
 )
-from kvstore.transport.grants import Tickets
+from kvstore.transport.open_tickets import OpenTickets
 from kvstore.transport.regions import Regions
 
 END_S: Final = 5.0
@@ -54,7 +56,8 @@ _TURN_S: Final = 1.0
 _KILL_S: Final = 0.05
 """For how long the end of a killed process is waited for at a time."""
 _COUNTED: Final = (
-    "transfers_done", "transfers_failed", "read_pages", "wrong_pages", "processes_lost",
+    "transfers_done", "transfers_failed", "read_pages", "written_pages", "wrong_pages",
+    "processes_lost",
 )  # fmt: skip
 _log: Final = logging.getLogger(__name__)
 
@@ -86,7 +89,7 @@ class MooncakeTransport:
         """
         start = StartEngine(host, protocol)
         self._attempts = Attempts(in_flight_bytes_max)
-        self._tickets = Tickets(lambda _ticket: None)
+        self._tickets = OpenTickets()
         self._counts = Counter(dict.fromkeys(_COUNTED, 0))
         #: Registered memory: address → what is asked of processes, and the descriptor.
         self._registered: dict[int, tuple[MapMemory, int]] = {}
@@ -160,33 +163,43 @@ class MooncakeTransport:
                 self._attempts.up
                 and bool(transfer.addresses)
                 and not self._attempts.avoids(transfer.endpoint, time.monotonic_ns())
-                and self._reader.memory.elsewhere(transfer.local, transfer.page_bytes) is not None
+                and self._has(transfer)
             )
+
+    def _has(self, transfer: PageTransfer) -> bool:
+        """Whether the process that reads has registered the memory of a transfer."""
+        found = self._reader.memory.elsewhere(transfer.local, transfer.page_bytes)
+        return found is not None
 
     def read(self, transfer: PageTransfer) -> None:
         """See :class:`kvstore.transport.base.Transport`."""
-        transfer.check(verified=True)
+        self._submit(transfer, write=False)
+
+    def write(self, transfer: PageTransfer) -> None:
+        """See :class:`kvstore.transport.base.Transport`.
+
+        An end that is not settled says nothing about the peer's memory: bytes may arrive there
+        until the peer has revoked the ticket, and its process has ended.
+        """
+        self._submit(transfer, write=True)
+
+    def _submit(self, transfer: PageTransfer, *, write: bool) -> None:
+        transfer.check(verified=not write)
         if len(transfer.addresses) != PLACE_BYTES * len(transfer.remote):
             raise InvalidArgument("addresses", "the peer told no address of each page")
         with self._lock:
-            if self._closed:
+            why = "the transport is closed" if self._closed else ""
+            # The process may still have other memory under the same addresses.
+            if self._attempts.up and not self._has(transfer):
+                why = "the memory for the pages is not registered"
+            if why:
                 missing = bytes(len(transfer.remote))
-                error = TransferError("the transport is closed")
-                self._tell([TransferEnd(transfer.number, missing, error, settled=True)])
+                end = TransferEnd(transfer.number, missing, TransferError(why), settled=True)
+                self._tell([end])
                 return
-            self._attempts.submit(transfer, time.monotonic_ns())
+            self._attempts.submit(transfer, time.monotonic_ns(), write=write)
             self._publish()
         self._awake()
-
-    def write(self, transfer: PageTransfer) -> None:  # noqa: ARG002
-        """See :class:`kvstore.transport.base.Transport`; refused, for it never settles.
-
-        What a writer has given to its engine lands at the peer even after the engine is gone.
-
-        Raises:
-            InvalidArgument: always.
-        """
-        raise InvalidArgument("transfer", "pages are not written through mooncake")
 
     def grant(
         self,
@@ -197,14 +210,24 @@ class MooncakeTransport:
         write: bool = False,
     ) -> None:
         """See :class:`kvstore.transport.base.Transport`; a ticket opens and closes nothing here."""
-        self._tickets.grant(ticket, ranges, deadline_ns, write=write)
+        with self._lock:
+            self._tickets.grant(ticket, ranges, deadline_ns, write=write)
 
-    def revoke(self, ticket: bytes) -> bool:
+    def revoke(self, ticket: bytes, *, ended: bool = False) -> bool:
         """See :class:`kvstore.transport.base.Transport`.
 
-        Nobody knows whether a peer still reads: it compares what it got with the digests.
+        Nobody knows whether a peer still reads: it compares what it got with the digests. Nor
+        whether one still writes: unless it says that it has ended, the process is ended that peers
+        read from and write to.
         """
-        return self._tickets.revoke(ticket)
+        with self._lock:
+            doubtful, owner = self._tickets.revoke(ticket, ended=ended), self._owner
+            if not doubtful or self._closed or owner is None or owner.process is None:
+                return True
+            self._tickets.revoked.append(ticket)
+            owner.ending = True
+        self._awake()
+        return False
 
     def poll(self) -> list[TransportEvent]:
         """See :class:`kvstore.transport.base.Transport`."""
@@ -258,6 +281,7 @@ class MooncakeTransport:
                 "replaced_processes": self._attempts.replaced,
                 "registered_bytes": owner.memory.total_bytes,
                 "registered_huge_bytes": sum(owner.huge.values()),
+                "registering_extents": len(self._reader.registering),
                 "unregistered_bytes": self._known.total_bytes - owner.memory.total_bytes,
                 "tickets": len(self._tickets),
             }
@@ -307,6 +331,9 @@ class MooncakeTransport:
                 if engine is self._reader:
                     self._attempts.gone()
                     self._publish()
+                else:
+                    self._tell([TicketEnded(ticket) for ticket in self._tickets.revoked])
+                    self._tickets.revoked.clear()
             engine.start_ns = now_ns
         if engine.process is None and now_ns >= engine.start_ns:
             engine.begin(now_ns)
@@ -327,7 +354,7 @@ class MooncakeTransport:
                 os.close(own)
         for effect in effects:
             if isinstance(effect, Give):
-                self._send(self._reader, _asked_of(effect.transfer))
+                self._send(self._reader, ReadPages.of(effect.transfer, write=effect.write))
             else:
                 self._reader.ending = True
 
@@ -372,27 +399,44 @@ class MooncakeTransport:
                     self._refused = why
                     self._ready.set()
                 case MemoryMapped():
-                    with self._lock:
-                        ask, _ = self._registered.get(message.start, (None, -1))
-                        if ask is not None and ask.serial == message.serial:
-                            engine.mapped(message, ask.length)
+                    self._mapped(engine, message)
                 case _:
                     self._told(message)
 
     def _began(self, engine: MooncakeEngine, port: int) -> None:
-        """A process is ready: it gets all memory, and what is to be read."""
+        """A process is ready: it gets all memory, and what is to be read once it has that.
+
+        Registering much memory may take longer than any deadline, and a read that is late costs
+        the process.
+        """
         with self._lock:
-            registered = list(self._registered.values())
             asked = {ask.serial for ask, _ in self._asked if isinstance(ask, MapMemory)}
+            # It gets those that are asked for now in their turn.
+            sent = [one for one in self._registered.values() if one[0].serial not in asked]
+            engine.registering = {ask.serial for ask, _ in sent}
             engine.ready(port)
-        for ask, own in registered:
-            if ask.serial not in asked:  # it gets that one in its turn
-                self._send(engine, ask, own)
+        for ask, own in sent:
+            self._send(engine, ask, own)
+        if not sent:
+            self._has_memory(engine)
+        if self._all_up():
+            self._ready.set()
+
+    def _mapped(self, engine: MooncakeEngine, message: MemoryMapped) -> None:
+        with self._lock:
+            ask, _ = self._registered.get(message.start, (None, -1))
+            if ask is not None and ask.serial == message.serial:
+                engine.mapped(message, ask.length)
+        if message.serial in engine.registering:
+            engine.registering.discard(message.serial)
+            if not engine.registering:
+                self._has_memory(engine)
+
+    def _has_memory(self, engine: MooncakeEngine) -> None:
+        """A new process has registered all memory, or could not."""
         if engine is self._reader:
             with self._lock:
                 self._attempts.started()
-        if self._all_up():
-            self._ready.set()
 
     def _told(self, message: FromEngine) -> None:
         """What the engine that reads says of a read."""
@@ -404,16 +448,9 @@ class MooncakeTransport:
                 case Contacted():
                     self._attempts.contacted()
                 case PagesRead(number, good, ""):
-                    self._counts["read_pages"] += len(good)
+                    written = self._attempts.is_write(number)
+                    self._counts["written_pages" if written else "read_pages"] += len(good)
                     self._attempts.arrived(number, good)
                 case PagesRead(number, good, why, touched):
                     self._attempts.failed(number, good, why, now_ns, touched=touched)
             self._publish()
-
-
-def _asked_of(transfer: PageTransfer) -> ReadPages:
-    return ReadPages(
-        transfer.number, transfer.endpoint, transfer.page_bytes,
-        transfer.local.astype("<u8").tobytes(), transfer.addresses,
-        transfer.seeds.astype("<u8").tobytes(), transfer.digests,
-    )  # fmt: skip

@@ -45,13 +45,15 @@ _JOIN_S: Final = 5.0
 class _Lanes:
     """What waits for connections to one peer, and how many there are."""
 
-    __slots__ = ("came", "idle", "threads", "waiting")
+    __slots__ = ("came", "idle", "over", "threads", "waiting")
 
     def __init__(self, lock: threading.Lock) -> None:
         self.came = threading.Condition(lock)
         self.waiting: deque[TransferPart] = deque()
         self.threads = 0
         self.idle = 0
+        #: Nobody is given to them any more: their place was needed.
+        self.over = False
 
 
 class PageReader:
@@ -156,9 +158,23 @@ class PageReader:
                 f"{wanted} bytes in flight, {self._in_flight_bytes_max} at most",
                 "in_flight_bytes_max",
             )
-        if transfer.endpoint not in self._lanes and len(self._lanes) >= PEERS_MAX:
+        full = transfer.endpoint not in self._lanes and len(self._lanes) >= PEERS_MAX
+        if full and not self._end_idle():
             return CapacityError(f"transfers with {PEERS_MAX} peers are under way", "peers")
         return None
+
+    def _end_idle(self) -> bool:
+        """Close the connections to a peer that nobody needs now; False if there are none.
+
+        A peer tells where its pages are read, another address each time if it likes.
+        """
+        for endpoint, lanes in self._lanes.items():
+            if lanes.idle == lanes.threads and not lanes.waiting:
+                del self._lanes[endpoint]
+                lanes.over = True
+                lanes.came.notify_all()
+                return True
+        return False
 
     def _queue(self, under_way: UnderWay) -> None:
         """Give the parts to the connections of the peer, and make more of those if needed."""
@@ -211,9 +227,11 @@ class PageReader:
     def _next(self, endpoint: str, lanes: _Lanes) -> TransferPart | None:
         """Wait for the next part; None = none came, and this connection is not counted any more."""
         with self._lock:
-            while not self._closed:
+            while not (self._closed or lanes.over):
                 lanes.idle += 1
-                came = lanes.came.wait_for(lambda: lanes.waiting or self._closed, IDLE_S)
+                came = lanes.came.wait_for(
+                    lambda: lanes.waiting or self._closed or lanes.over, IDLE_S
+                )
                 lanes.idle -= 1
                 while lanes.waiting and not self._closed:
                     part = lanes.waiting.popleft()

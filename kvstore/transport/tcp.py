@@ -113,7 +113,7 @@ class TcpTransport:
         """See :class:`kvstore.transport.base.Transport`."""
         self._tickets.grant(ticket, ranges, deadline_ns, write=write)
 
-    def revoke(self, ticket: bytes) -> bool:
+    def revoke(self, ticket: bytes, *, ended: bool = False) -> bool:  # noqa: ARG002
         """See :class:`kvstore.transport.base.Transport`."""
         return self._tickets.revoke(ticket)
 

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import socket
 
 import pytest
 
@@ -9,6 +10,7 @@ from kvstore.cli import doctor, main
 from kvstore.cli.doctor import examine
 from kvstore.config import HostConfig, ServerConfig, SocketConfig
 from kvstore.config.machine import Check
+from tests.client.conftest import READY, Daemon, arguments
 
 GIB = 1 << 30
 
@@ -206,3 +208,18 @@ def test_a_running_node_is_asked(daemon, machine, tmp_path, capsys):
 
     node = json.loads(capsys.readouterr().out)["checks"][0]
     assert node["found"].startswith("local: ")
+
+
+def test_a_running_node_of_a_cluster_tells_which_stores_it_uses(spawn, machine, tmp_path, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = f"127.0.0.1:{silent.getsockname()[1]}"
+        command = arguments(
+            tmp_path / "kv.sock", cluster__name="blue", cluster__directory="redis",
+            redis__endpoints=place, cluster__listen="127.0.0.1:0",
+            cluster__transfer_listen="127.0.0.1:0",
+        )  # fmt: skip
+        admin = Daemon(spawn(command, ready=READY)).admin
+        main(["doctor", "--directory", str(tmp_path), "--url", admin, "--json"])
+
+    told = {one["name"]: one for one in json.loads(capsys.readouterr().out)["checks"]}
+    assert told[f"redis {place}"]["status"] == "ok"

@@ -135,6 +135,13 @@ def test_sessions_without_an_engines_name_are_warned_of() -> None:
     assert "option `engine`" in found.advice
 
 
+def test_a_session_of_another_node_is_no_engine_without_a_name() -> None:
+    peer = {"name": "peer b", "engine": None, "peer": True}
+    assert name_check({"sessions": [peer]}) == []
+    [found] = name_check({"sessions": [peer, {"name": "a", "engine": "p1", "peer": False}]})
+    assert (found.status, found.found) == ("ok", "all of 1 sessions have one")
+
+
 def test_the_command_asks_the_conductor_that_is_named(conductor, capsys, tmp_path) -> None:
     conductor.answers["/v1/engines"] = {"engines": [{"id": "e", "gaps": [GAP]}]}
     words = ["doctor", "--url", "http://127.0.0.1:1", "--directory", str(tmp_path), "--json"]

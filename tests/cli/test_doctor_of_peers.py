@@ -17,7 +17,8 @@ from kvstore import wire
 from kvstore.cli import peers
 from kvstore.cli.peers import peer_checks
 from kvstore.cluster.records import SCHEME
-from kvstore.config import NodeConfig, ServerConfig
+from kvstore.config import Loaded, NodeConfig, ServerConfig, values
+from kvstore.config.addresses import Address
 from kvstore.config.cluster import ClusterConfig
 from kvstore.config.machine import Check
 from kvstore.config.stores import StoreConfig
@@ -32,6 +33,18 @@ STRANGER = CertificateFiles(
     str(CERTIFICATES / "stranger.pem"), str(CERTIFICATES / "stranger.key"),
     str(CERTIFICATES / "other.pem"),
 )  # fmt: skip
+STATS: dict[str, Any] = {
+    "node": "b", "boot": "0b" * 16, "remote": {"peers": {}},
+    "cluster": {
+        "name": "blue", "endpoint": "127.0.0.1:1", "peers": {},
+        "membership": {"kind": "redis", "state": "away"},
+        "service": {"sessions": [], "refused": {}},
+        "directory": {
+            "peers": {}, "refused": [], "entries": 0, "entries_max": 1, "left_out": 0,
+            "resident_bytes": 0, "restarts": 0,
+        },
+    },
+}  # fmt: skip
 Answers = Callable[[Any], list[wire.Answer | bytes]]
 
 
@@ -128,8 +141,12 @@ def test_the_greeting_is_that_of_the_configured_node():
         (lambda hello: welcome(hello, node="c"), "fail", "'c' answers there"),
         (lambda hello: b"HTTP/1.1 400 Bad Request\r\n\r\n", "warn", "over the limit"),
         (lambda hello: wire.Pong(hello.id), "warn", "Pong answers"),
+        (lambda hello: welcome(hello, at="no address"), "warn", "'no address' is not host:port"),
+        (lambda hello: wire.Failure(hello.id, "x", "\x1b[2J\nall is well", "scheme"), "fail",
+         "refused: ?[2J?all is well"),
     ],
-    ids=["scheme", "cluster", "protocol", "another name", "no node", "another answer"],
+    ids=["scheme", "cluster", "protocol", "another name", "no node", "another answer",
+         "no address", "a terminal"],
 )  # fmt: skip
 def test_a_node_that_does_not_want_this_one_is_named_with_what_differs(answer, status, says):
     with answering(lambda hello: [answer(hello)]) as place:
@@ -137,6 +154,15 @@ def test_a_node_that_does_not_want_this_one_is_named_with_what_differs(answer, s
 
     assert one.status == status
     assert says in one.found
+
+
+def test_a_port_that_is_told_without_a_host_is_at_that_of_the_node_also_with_ipv6():
+    hello = peers._hello(ServerConfig())
+
+    one = peers._greeted("a", Address("::1", 7400), welcome(hello, at=f":{unused_port()}"))
+
+    assert one.status == "warn"
+    assert "welcome, but tcp at [::1]:" in one.found
 
 
 def test_ports_that_nobody_answers_at_are_told():
@@ -285,6 +311,24 @@ def of_store(advertise: str = "", listen: str = "127.0.0.1:0", **redis: Any) -> 
     return {one.name: one for one in peer_checks(config, None)}
 
 
+def of_running_store(told: list[dict[str, Any]] | None) -> dict[str, Check]:
+    """Checks without a configuration; the running node tells these of its settings."""
+    found = list(peer_checks(None, STATS, told))
+    assert all(one.advice for one in found if one.status != "ok"), "it says what to do"
+    return {one.name: one for one in found}
+
+
+def settings_of(**redis: Any) -> list[dict[str, Any]]:
+    """The answer of ``/v1/config`` of a node with a membership in Redis."""
+    loaded = Loaded(
+        ServerConfig(
+            node=NodeConfig(name="b"), redis=StoreConfig(**redis),
+            cluster=ClusterConfig(name="blue", membership="redis"),
+        ), {},
+    )  # fmt: skip
+    return values(loaded)
+
+
 @contextmanager
 def accepting() -> Iterator[str]:
     """What accepts connections; yields where."""
@@ -301,6 +345,29 @@ def test_a_store_that_answers_is_ok_and_one_that_does_not_is_told() -> None:
     assert found[f"redis {gone}"].status == "warn"
     assert "firewall" in found[f"redis {gone}"].advice
     assert "cluster" not in found, "no list of nodes is missed"
+
+
+def test_the_stores_of_a_running_node_are_looked_at_without_its_file() -> None:
+    gone = f"127.0.0.1:{unused_port()}"
+    with accepting() as place:
+        found = of_running_store(settings_of(endpoints=(place, gone)))
+
+    assert found[f"redis {place}"].status == "ok"
+    assert found[f"redis {gone}"].status == "warn"
+
+
+def test_what_was_not_looked_at_of_a_running_node_is_said() -> None:
+    untold = of_running_store(None)["stores"]
+    assert (untold.status, "--config" in untold.advice) == ("warn", True)
+    assert "not looked at" in untold.found
+
+    unreadable = of_running_store(settings_of(endpoints=("127.0.0.1:9",), login="/nowhere/login"))
+    one = unreadable["stores"]
+    assert (one.status, "not looked at" in one.found) == ("warn", True), "the node runs with it"
+    assert "redis.login" in one.found
+
+    newer = [*settings_of(endpoints=("127.0.0.1:9",)), {"key": "cluster.unheard_of", "value": 1}]
+    assert of_running_store(newer)["stores"].status == "warn"
 
 
 def test_a_store_whose_certificate_is_of_another_authority_is_told() -> None:

@@ -91,7 +91,7 @@ class FakeTransport:
     ) -> None:  # fmt: skip
         self.tickets[ticket] = dict(ranges)
 
-    def revoke(self, ticket: bytes) -> bool:
+    def revoke(self, ticket: bytes, *, ended: bool = False) -> bool:
         self.tickets.pop(ticket, None)
         self.revoked.append(ticket)
         return not self.lends_on

@@ -25,6 +25,11 @@ from tests.loops import eventually, in_loop
 BOOT = b"b" * 16
 
 
+@pytest.fixture(autouse=True)
+def renewed_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.cluster.announcing.RENEW_NS", 10_000_000)
+
+
 class Asked:
     """A node ``self``, its directory, and what its index process would be told."""
 
@@ -110,6 +115,18 @@ async def test_what_the_process_reports_is_shown() -> None:
         assert (shown["current"], shown["announced"], shown["faults"]) == (True, 7, {"away": 2})
 
 
+@in_loop
+async def test_a_process_that_reports_nothing_any_more_has_no_current_directory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with asking() as it:
+        it.directory.heard(DirectoryReport(current=True, announced=7))
+        assert it.directory.stats()["shared"]["current"]
+        monkeypatch.setattr("kvstore.cluster.asked.SILENT_S", 0.0)
+        shown = it.directory.stats()["shared"]
+        assert (shown["current"], shown["trouble"], shown["announced"]) == (False, "silent", 7)
+
+
 def announcer(peer: PeerNode, store: PageStore) -> PageAnnouncer:
     endpoint = f"peer://{peer.endpoint}"
     source = Source(
@@ -153,8 +170,12 @@ async def test_a_nodes_own_events_are_announced_and_found_by_questions() -> None
             pages.away = True
             await finds(0, wanted)  # nobody, at once
             assert questions.faults["away"]
+            await eventually(lambda: its.report().trouble == "away")
+            assert not its.report().current, "nobody can look for its pages"
             pages.away = False
             await finds(9, wanted)
+            await eventually(lambda: its.report().current)
+            assert its.report().trouble == ""
             for task in running:
                 task.cancel()
     assert not (await pages.find([bytes(13)])).holders, "its number was not withdrawn"

@@ -107,7 +107,9 @@ def test_without_an_answer_it_ends_at_its_deadline_and_a_late_answer_is_ignored(
     (first,) = asking.opened()
     (second,) = asking.bring(2)
     assert asking.session.next_deadline_ns() <= 2 * S
-    asking.say(wire.Pong(99), 2 * S - 1)
+    asking.session.advance(2 * S - 1)
+    (ping,) = asking.sent()
+    asking.say(wire.Pong(ping.id), 2 * S - 1)
     asking.session.advance(2 * S)
     asking.sent()
     assert asking.ends == {1: (0, TransferTimeout), 2: (0, TransferTimeout)}
@@ -170,7 +172,9 @@ def test_a_node_that_leaves_too_many_requests_unanswered_is_given_up(monkeypatch
     asking = Asking()
     asking.opened()
     asking.bring(2)
-    asking.say(wire.Pong(99), 2 * S - 1)
+    asking.session.advance(2 * S - 1)
+    (ping,) = asking.sent()
+    asking.say(wire.Pong(ping.id), 2 * S - 1)
     asking.session.advance(2 * S)
     asking.sent()
     (closed,) = asking.closed

@@ -2,9 +2,6 @@
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from itertools import count
 from typing import Any
 
 import msgspec
@@ -14,102 +11,16 @@ from kvstore import wire
 from kvstore.errors import ConfigError
 from kvstore.page import ALL_KEYS
 from kvstore.server import handshakes, served
-from kvstore.server.peers import PeerService
-from tests.cluster.fake_transport import Network
+from tests.cluster.raw_peer import FOLLOW, HELLO, scene
 from tests.cluster.whole_node import (
     IDENTITY,
     KEYS,
     PAGE_BYTES,
-    SCHEME,
     SHARD,
     ByHand,
-    WholeNode,
     context,
-    local,
-    serving,
-    whole_node,
 )
 from tests.loops import WAIT_S, eventually, in_loop
-
-HELLO = local("b").hello(1)
-FOLLOW = wire.FollowEvents("blue", "b", SCHEME, replay=True)
-
-
-class Raw:
-    """A connection by hand."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-        self._ids = count(10)
-
-    def send(self, *messages: wire.Request | bytes) -> None:
-        for one in messages:
-            self._writer.write(one if isinstance(one, bytes) else wire.encode(one))
-
-    async def answer(self) -> Any:
-        """The next answer; None = the connection is closed."""
-        async with asyncio.timeout(WAIT_S):
-            try:
-                length = wire.frame_length(await self._reader.readexactly(4))
-                return wire.decode_answer(await self._reader.readexactly(length))
-            except (asyncio.IncompleteReadError, ConnectionResetError):
-                return None
-
-    async def ask(self, request: Any) -> Any:
-        request.id = next(self._ids)
-        self.send(request)
-        answer = await self.answer()
-        assert answer is None or answer.id == request.id
-        return answer
-
-    async def greet(self) -> wire.PeerWelcome:
-        self.send(HELLO)
-        answer = await self.answer()
-        assert isinstance(answer, wire.PeerWelcome)
-        return answer
-
-    async def open(self) -> wire.SpaceOpened:
-        await self.greet()
-        opened = await self.ask(wire.OpenSpace(0, IDENTITY, [SHARD]))
-        assert isinstance(opened, wire.SpaceOpened)
-        return opened
-
-    async def text(self) -> bytes:
-        async with asyncio.timeout(WAIT_S):
-            return await self._reader.read()
-
-    def close(self) -> None:
-        self._writer.transport.abort()
-
-
-class Scene:
-    def __init__(self, node: WholeNode, service: PeerService, undo: AsyncExitStack) -> None:
-        self.node, self.service = node, service
-        self._undo = undo
-
-    async def connect(self, tls: ssl.SSLContext | None = None) -> Raw:
-        host, port = self.service.endpoint.split(":")
-        raw = Raw(*await asyncio.open_connection(host, int(port), ssl=tls))
-        self._undo.callback(raw.close)
-        return raw
-
-    def state(self) -> tuple[Any, ...]:
-        """What a peer could have changed."""
-        stats = self.node.node.stats()
-        return (
-            stats["sessions"], stats["host"], len(self.node.node.pages.spaces),
-            dict(self.node.transport.tickets), self.node.pinned_bytes(),
-        )  # fmt: skip
-
-
-@asynccontextmanager
-async def scene(**options: Any) -> AsyncIterator[Scene]:
-    async with AsyncExitStack() as undo:
-        node = await undo.enter_async_context(whole_node("a", Network()))
-        service = await undo.enter_async_context(serving(node, **options))
-        async with AsyncExitStack() as connections:
-            yield Scene(node, service, connections)
-        await eventually(lambda: not node.node.processes, "nothing is held for who has left")
 
 
 def changed(message: Any, **fields: Any) -> Any:
@@ -152,6 +63,24 @@ async def test_a_node_that_differs_is_refused_by_the_name_of_the_field(message, 
         assert made.state() == before
         assert made.service.stats()["refused"] == {field: 1}
         assert made.service.stats()["sessions"] == []
+
+
+@pytest.mark.parametrize("name", ["", "\x1b[2J", "a\nb", "n" * 65, "n" * 9_999])
+@pytest.mark.parametrize("message", [HELLO, FOLLOW], ids=["session", "events"])
+@in_loop
+async def test_a_name_that_no_node_can_have_is_refused_though_the_cluster_has_no_list(
+    message, name
+):
+    async with scene() as made:
+        made.service._knows = lambda _: True
+        raw = await made.connect()
+        raw.send(changed(message, node=name))
+        answer = await raw.answer()
+
+        assert isinstance(answer, wire.Failure)
+        assert (answer.code, answer.field) == ("invalid_argument", "node")
+        assert made.service.stats()["sessions"] == []
+        assert made.service.stats()["followers"] == 0
 
 
 @pytest.mark.parametrize(
@@ -255,6 +184,22 @@ async def test_a_request_that_a_node_may_not_make_ends_its_session(request_):
         assert await raw.answer() is None
         assert made.state()[1:] == before
         await eventually(lambda: made.service.stats()["sessions"] == [])
+
+
+@in_loop
+async def test_sessions_that_break_the_protocol_again_and_again_are_counted_and_logged_once(caplog):
+    async with scene() as made:
+        for _ in range(20):
+            raw = await made.connect()
+            await raw.greet()
+            raw.send(b"\x01\0\0\0\xff")
+            assert (await raw.answer()).code == "protocol"
+            assert await raw.answer() is None
+
+        assert made.node.node.pages.counts["refused_protocol"] == 20
+    lines = [one.getMessage() for one in caplog.records if "node b" in one.getMessage()]
+    assert len(lines) == 1
+    assert "not a request of protocol" in lines[0]
 
 
 @in_loop

@@ -256,6 +256,36 @@ def test_silence_is_asked_about_and_then_ends_the_connection():
     assert greeting.effects.pop().cause == "silent"
 
 
+def test_a_pong_that_nobody_asked_for_closes_the_connection():
+    talk = Talk()
+    talk.session.advance(1 + PING_NS)
+    (ping,) = talk.sent()
+    talk.session.received(wire.Pong(ping.id), 2 + PING_NS)
+    assert talk.effects() == []
+
+    talk.session.received(wire.Pong(ping.id), 3 + PING_NS)
+
+    closing = only(talk.effects(), CloseLink)
+    assert (closing.cause, closing.why) == ("protocol", "Pong answers no request")
+
+
+def test_a_pong_that_comes_after_another_answer_is_an_answer_still():
+    talk = Talk()
+    talk.session.fetch(job(1, 9_000 * MS), 2)
+    (opening,) = talk.sent()
+    talk.session.advance(1 + PING_NS)
+    (first,) = talk.sent()
+    talk.session.received(wire.SpaceOpened(opening.id, 5, [3]), 2 + PING_NS)
+    talk.effects()
+    talk.session.advance(2 + 2 * PING_NS)
+    (second,) = talk.sent()
+
+    talk.session.received(wire.Pong(first.id), 3 + 2 * PING_NS)
+    talk.session.received(wire.Pong(second.id), 4 + 2 * PING_NS)
+
+    assert talk.effects() == []
+
+
 def test_a_refused_space_ends_its_fetches_and_too_many_spaces_begin_the_session_again():
     talk = Talk()
     talk.session.fetch(job(1, 1_000 * MS), 2)

@@ -216,3 +216,18 @@ def test_the_fields_that_a_refusal_may_name_are_those_of_the_greeting():
         refused.add(error.value.field)  # type: ignore[attr-defined]
 
     assert refused == standing.FIELDS
+
+
+def test_a_flood_of_names_is_not_a_flood_of_lines(lines, monkeypatch):
+    now_s = 100.0
+    monkeypatch.setattr(standing, "monotonic", lambda: now_s)
+    refusals = Refusals()
+
+    for number in range(standing.SAID_MAX + 1_000):
+        refusals.refused(f"n{number}", "cluster", "'red'")
+    assert len(lines.names()) == standing.SAID_MAX + 1
+
+    now_s += standing.MANY_S
+    for number in range(1_000):
+        refusals.refused(f"m{number}", "cluster", "'red'")
+    assert len(lines.names()) == standing.SAID_MAX + 2

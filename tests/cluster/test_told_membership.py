@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.cluster.access import StoreServers
-from kvstore.cluster.membership import ToldMembership
+from kvstore.cluster.membership import TOLD_NODES_MAX, ToldMembership, used_nodes
 from kvstore.cluster.messages import ChildSettings, Join, Leave, NodesTold, StorePlace
 from kvstore.cluster.records import JoinStanding, NodeRecord, write_record
 from kvstore.cluster.talk import ChildTalk
@@ -67,6 +67,21 @@ class Kept:
         async with aclosing(self.membership.watch()) as changes:
             async for nodes in changes:
                 self.nodes = nodes
+
+
+def test_of_too_many_records_each_node_hears_of_its_own_and_of_those_that_it_uses() -> None:
+    many = {
+        name: NodeRecord(name=name, boot=b"x" * 16, endpoint="127.0.0.1:1")
+        for name in (f"a{number}" for number in range(5_000))
+    }
+    told = used_nodes({**many, "b": B}, "b")
+
+    assert len(told) == TOLD_NODES_MAX
+    assert told["b"] == B
+    membership = ToldMembership("etcd", lambda _: None)
+    membership._own = B
+    membership.heard(NodesTold(told, JOINED))
+    assert membership._nodes.present == told
 
 
 @asynccontextmanager

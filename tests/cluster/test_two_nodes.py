@@ -308,6 +308,10 @@ async def by_hand(undo: AsyncExitStack, answers: Any) -> str:
     return f"{host}:{port}"
 
 
+_PLACES = {f"t{number}": ("a:1", b"p" * 8) for number in range(1_000)}
+_MANY = {f"t{number}": "a:1" for number in range(1_000)}
+
+
 def welcome(request: wire.PeerHello, **changed: Any) -> wire.PeerWelcome:
     fields = {"node": "a", "boot": b"a" * 16, "transports": {"fake": "a:1"}, **changed}
     return wire.PeerWelcome(request.id, 1, wire.PROTOCOL_MINOR, **fields)
@@ -344,9 +348,23 @@ async def test_a_peer_that_never_answers_costs_a_fetch_its_deadline_and_then_its
         (lambda hello: wire.Pong(hello.id), "protocol"),
         (lambda hello: welcome(hello, node="c"), "refused"),
         (lambda hello: wire.PeerWelcome(hello.id, 2, 0, "a", b"", {}), "refused"),
+        (lambda hello: welcome(hello, boot=b""), "protocol"),
+        (lambda hello: welcome(hello, boot=b"a" * (1 << 20)), "protocol"),
+        (lambda hello: welcome(hello, transports=_MANY), "protocol"),
+        (lambda hello: wire.Failure(hello.id, "x", "a" * (4 << 20)), "protocol"),
         (lambda hello: wire.Failure(hello.id, "invalid_argument", "no", "scheme"), "refused"),
     ],
-    ids=["garbage", "another answer", "another name", "another protocol", "a refusal"],
+    ids=[
+        "garbage",
+        "another answer",
+        "another name",
+        "another protocol",
+        "no boot id",
+        "a long boot id",
+        "too many transports",
+        "a long answer",
+        "a refusal",
+    ],
 )
 @in_loop
 async def test_a_peer_that_greets_wrongly_gets_no_session(answer, cause):
@@ -367,9 +385,17 @@ async def test_a_peer_that_greets_wrongly_gets_no_session(answer, cause):
         wire.Lent(0, b"a" * 16, b"d" * 15, 0, 0, 1000, b"t" * 16),
         wire.Lent(0, b"a" * 16, b"d" * 16, 0, 0, 1000, b"t"),
         wire.Lent(0, b"a" * 16 * 99, b"d" * 16 * 99, 0, 0, 1000, b"t" * 16),
+        wire.Lent(0, b"a" * 16, b"d" * 16, 0, 0, 1000, b"t" * 16, b"", _PLACES),
         wire.Found(0, 1, 0),
     ],
-    ids=["fewer addresses", "part of a digest", "a short ticket", "too many", "no lease"],
+    ids=[
+        "fewer addresses",
+        "part of a digest",
+        "a short ticket",
+        "too many",
+        "many places",
+        "no lease",
+    ],
 )
 @in_loop
 async def test_a_lease_that_does_not_fit_ends_the_session_and_the_fetch(lent):

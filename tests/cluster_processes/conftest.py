@@ -202,6 +202,14 @@ class ClusterNode:
         found: dict[str, Any] = json.loads(body)
         return found
 
+    def metrics(self) -> str:
+        """Its ``/metrics``."""
+        status, body = client.send(
+            self.process.ready.group(2), "GET", "/metrics", timeout_s=JOIN_WAIT_S
+        )
+        assert status == 200, body
+        return body.decode()
+
     def knows(self, other: "ClusterNode", pages: int) -> None:
         """Wait until its directory has so many pages of another node, summed over shards."""
 

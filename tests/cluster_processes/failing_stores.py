@@ -87,6 +87,11 @@ class ClusterStores:
             return bool(directory["shared"]["current"])
         return all(directory["peers"].get(one, {"current": False})["current"] for one in others)
 
+    def directory_is(self, state: str, node: ClusterNode) -> bool:
+        """Whether ``/readyz`` and the metric of a node say so of the directory; it is ready."""
+        exported = f"kvstore_cluster_directory_current {float(state == 'current')}"
+        return node.ready()["directory"] == state and exported in node.metrics()
+
     def is_away(self, node: ClusterNode) -> bool:
         """Whether a node has noticed that the stores are away."""
         cluster = node.stats()["cluster"]

@@ -4,7 +4,9 @@
 functions below.
 """
 
+import dataclasses
 import os
+import select
 import signal
 import sys
 from pathlib import Path
@@ -16,7 +18,7 @@ from kvstore.errors import CapacityError, ConfigError, KVStoreError, TransferTim
 from kvstore.testing.mooncake import CHECKS, MEMORY_BYTES, MooncakePair
 from kvstore.testing.transfer_pages import TransferPages
 from kvstore.testing.transport import TransportContract, TransportDriver
-from kvstore.transport.base import PageArrival
+from kvstore.transport.base import PageArrival, TicketEnded, TransportEvent
 from kvstore.transport.mooncake import MooncakeTransport
 
 SIZE, COUNT = 1 << 20, 24
@@ -129,6 +131,64 @@ def reading_process_is_killed_and_the_read_goes_on() -> None:
     assert end.good == b"\1" * COUNT, end
     assert (pages.arrived == pages.owned).all()
     assert scene.reader.stats()["replaced_processes"] == 1
+    scene.close()
+
+
+def pages_that_are_written_can_be_read_at_their_end() -> None:
+    scene = Scene()
+    pages, source = scene.pages(SIZE, 6), scene.pages(SIZE, 7)
+    before, pid = pages.owned.copy(), scene.engine(scene.owner, "_owner")
+    source.arrived[:] = 7  # what a transfer calls local
+    for number in range(20):
+        pages.owned[:] = before
+        later, ticket = scene.after(20.0), number.to_bytes(16, "big")
+        scene.owner.grant(ticket, pages.granted()[1:5], later, write=True)
+        asked = source.transfer(number, scene.owner.endpoint, ticket, later, slice(1, 5))
+        told = scene.owner.addresses(pages.granted()[1:5]) or b""
+        scene.reader.write(dataclasses.replace(asked, addresses=told))
+        end = scene.end(number)
+        assert end.good == b"\1" * 4, end
+        assert (pages.owned[1:5] == 7).all(), "they cannot be read yet"
+        assert (pages.owned[[0, 5]] == before[[0, 5]]).all()
+        assert scene.owner.revoke(ticket, ended=True)
+    assert scene.reader.stats()["written_pages"] == 80
+    assert scene.engine(scene.owner, "_owner") == pid, "nobody is in doubt"
+    scene.close()
+
+
+def memory_of_a_failed_write_is_free_when_its_ticket_has_ended() -> None:
+    scene = Scene()
+    pages, source = scene.pages(SIZE, COUNT), scene.pages(SIZE, COUNT)
+    scene.begin(1, scene.pages(4096, 1))
+    assert scene.end(1).good == b"\1"
+    scene.stop_owner()
+    deadline_ns, ticket = scene.after(1.0), bytes(16)
+    scene.owner.grant(ticket, pages.granted(), deadline_ns, write=True)
+    asked = source.transfer(2, scene.owner.endpoint, ticket, deadline_ns)
+    scene.reader.write(dataclasses.replace(asked, addresses=pages.addresses))
+    end = scene.end(2)
+    assert isinstance(end.error, TransferTimeout), end
+    scene.settle(end)
+    assert not scene.owner.revoke(ticket), "nobody knows whether bytes still come"
+    told: list[TransportEvent] = []
+    while not told:
+        select.select([scene.owner], [], [], 10.0)
+        told = scene.owner.poll()
+    assert told == [TicketEnded(ticket)]
+    kept = pages.owned.copy()
+
+    while (again := scene.owner.addresses(pages.granted())) is None:
+        scene._pair.wait()
+    pages.addresses = again
+    number = 3
+    while True:  # the peer is asked again after a while
+        scene.begin(number, pages)
+        if scene.end(number).good == b"\1" * COUNT:
+            break
+        number += 1
+        assert number < 500
+        scene._pair.wait()
+    assert (pages.owned == kept).all(), "bytes came after the ticket had ended"
     scene.close()
 
 

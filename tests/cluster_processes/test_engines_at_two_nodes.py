@@ -3,7 +3,7 @@
 import asyncio
 import json
 import signal
-from argparse import Namespace
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from bench import replay
 from bench.cluster import Cluster, NodeAt, Options, node_stats
 from bench.completion import Completion, complete
+from tests.cluster_processes.mooncake_scenes import Alone
 from tests.cluster_processes.store_scenes import start_server
-from tests.conftest import wait_for
+from tests.cluster_processes.trace_program import replay_both
+from tests.conftest import Spawn, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 REQUESTS = 200
@@ -62,16 +63,6 @@ def trace_of(folder: Path) -> Path:
     return path
 
 
-def replay_both(cluster: Cluster, trace: Path, requests: int, block_tokens: int) -> None:
-    calls = replay.load(trace, requests, block_tokens, max_output=6)
-    calls = [call for call in calls if len(call.prompt) < 2000]
-    options = Namespace(speed=0.0, concurrency=3)
-    shared = asyncio.run(replay.replay_calls("two nodes", cluster.conductor_url, calls, options))
-    alone = asyncio.run(replay.replay_calls("alone", cluster.mono_url, calls, options))
-    assert replay.first_difference(shared, alone) == ""
-    assert all(answer.tokens for answer in alone)
-
-
 def test_requests_of_a_trace_get_the_tokens_of_one_engine_alone(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -83,31 +74,39 @@ def test_requests_of_a_trace_get_the_tokens_of_one_engine_alone(
     assert not last.get("corrupt_pages")
 
 
-@pytest.mark.parametrize(
-    "requests",
-    [40, pytest.param(REQUESTS, marks=pytest.mark.soak("cluster", minutes=2), id="soak")],
-)
-def test_requests_get_the_same_tokens_over_nodes_that_meet_in_etcd_and_announce_in_redis(
-    tmp_path: Path, requests: int
-) -> None:
-    for kind in ("etcd", "redis"):
-        with start_server(kind, tmp_path / kind):
-            pass  # skipped where there is none
-    options = Options(
-        model="tiny", nodes=2, membership="etcd", directory="redis", capacity_bytes=128 << 20,
-        kv_blocks=1024,
-    )  # fmt: skip
-    with Cluster(options) as over_redis:
-        replay_both(over_redis, trace_of(tmp_path), requests, block_tokens=64)
-        _, last = (node_stats(node) for node in over_redis.nodes)
-    assert last["counts"]["peer_fetched_pages"] >= requests, "every prompt has pages of its own"
-    assert last["cluster"]["directory"]["shared"]["announced"] >= requests
-    assert not last["counts"].get("corrupt_pages")
-
-
 @pytest.mark.skipif(not TRACE.exists(), reason=f"there is no trace at {TRACE}")
 def test_requests_of_the_real_trace_get_the_tokens_of_one_engine_alone(cluster: Cluster) -> None:
-    replay_both(cluster, TRACE, REQUESTS, block_tokens=16)
+    assert replay_both(cluster, TRACE, REQUESTS, block_tokens=16) == REQUESTS
+
+
+@pytest.mark.parametrize(
+    ("transport", "directory"), [("tcp", "redis"), ("mooncake", "peers"), ("mooncake", "redis")]
+)
+def test_requests_get_the_same_tokens_over_each_transport_and_directory(
+    spawn: Spawn, tmp_path: Path, transport: str, directory: str
+) -> None:
+    for kind in ("etcd", "redis") if directory == "redis" else ():
+        with start_server(kind, tmp_path / kind):
+            pass  # skipped where there is none
+    traces = [f"64:{trace_of(tmp_path)}", *([f"16:{TRACE}"] if TRACE.exists() else [])]
+    program = [
+        sys.executable, "-m", "tests.cluster_processes.trace_program", transport, directory,
+        str(REQUESTS), *traces,
+    ]  # fmt: skip
+    process = spawn(Alone(spawn).program(program) if transport == "mooncake" else program)
+    assert process.wait(300.0) == 0, process.report()
+    found = json.loads(process.stdout.rpartition("counted ")[2])
+
+    assert found["equal"] == [REQUESTS] * len(traces)
+    assert found["corrupt_pages"] == [0, 0]
+    assert found["fetched_pages"] >= REQUESTS, "every prompt has pages of its own"
+    assert found["announced"] >= (REQUESTS if directory == "redis" else 0)
+    if transport == "mooncake":
+        over = found["transports"]["mooncake"]
+        assert over["read_pages"] >= found["fetched_pages"] // 2, "the others came over tcp"
+        assert over["wrong_pages"] == 0
+    if not TRACE.exists():
+        pytest.skip(f"a made-up trace gave equal tokens; there is no real one at {TRACE}")
 
 
 def test_both_engines_answer_a_prompt_from_their_own_node_later(cluster: Cluster) -> None:

@@ -33,6 +33,8 @@ def test_it_keeps_what_it_can_of_the_contract(spawn: Spawn, check: str) -> None:
         mooncake_program.owner_is_killed_during_a_read,
         mooncake_program.reading_process_is_killed_and_the_read_goes_on,
         mooncake_program.a_read_of_many_scattered_pages_leaves_its_peer_usable,
+        mooncake_program.pages_that_are_written_can_be_read_at_their_end,
+        mooncake_program.memory_of_a_failed_write_is_free_when_its_ticket_has_ended,
         mooncake_program.memory_that_was_unregistered_cannot_be_read,
         mooncake_program.memory_at_an_address_that_is_used_again_is_the_new_one,
         mooncake_program.a_read_into_other_memory_ends_and_harms_nobody,

@@ -43,6 +43,7 @@ async def test_id_role_and_url_and_the_url_and_token_of_its_node_are_all_that_is
         node.token = READ
         node.sessions = [
             session_of(None),
+            session_of(None) | {"name": "peer m", "peer": True},
             session_of(
                 "e", shards=[SHARD], events=of_engine.bound_endpoint,
                 events_replay=of_engine.bound_replay_endpoint, block_tokens=2,

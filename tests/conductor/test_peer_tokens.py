@@ -6,11 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conductor.routing.choices import Assign
+from conductor.routing.columns import Prefix
 from conductor.routing.joining import NodeView, Sessions
 from conductor.routing.naming import own_domain
 from conductor.routing.places import engine_worker, node_worker
-from conductor.routing.policy import POLICIES, Assign, Prefix, Scheduler, View
-from tests.conductor.test_policy import NOW, engine, request
+from conductor.routing.policy import POLICIES
+from tests.conductor.columns import engine, request, schedule
 from tests.conductor.test_prefixes import LEFT, ONE, PAGE, RIGHT, TOKENS, Cluster
 
 
@@ -109,10 +111,7 @@ def test_no_decision_depends_on_what_peers_have(policy: str, tokens: list[tuple[
     }
     untold = {name: prefix._replace(peer=0) for name, prefix in told.items()}
     waiting = [request(number) for number in range(4)]
-    before, after = (
-        Scheduler(policy).schedule(View(engines=engines, prefixes=lambda _: known), waiting, NOW)  # noqa: B023
-        for known in (untold, told)
-    )
+    before, after = (schedule(policy, engines, waiting, known) for known in (untold, told))
     for one, other in zip(before, after, strict=True):
         assert isinstance(one, Assign)
         assert isinstance(other, Assign)

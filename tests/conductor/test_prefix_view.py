@@ -4,11 +4,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from conductor.routing.columns import Prefix
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.joining import RankEvents
 from conductor.routing.naming import own_domain
 from conductor.routing.places import engine_worker
-from conductor.routing.policy import Prefix, Waiting
 from conductor.routing.prefixes import PrefixView
 from kvstore.index.control import IndexReport, IndexSettings, Source, SourceBounds
 from kvstore.index.feed import WorkerFeed
@@ -17,7 +17,6 @@ from tests.local_index import LocalIndex
 
 BLOCK = 4
 TOKENS = list(range(8 * BLOCK))
-NOW = Waiting(number=1, model="m", deadline=1.0)
 
 
 class View:
@@ -61,7 +60,7 @@ class View:
         self._feeds()[rank].flush()
 
     def prefix(self) -> Prefix:
-        return self._view(NOW)["e"]
+        return self._view.find(1, "m")["e"]
 
 
 def test_ranks_with_the_same_prefix_are_left_to_the_engine():

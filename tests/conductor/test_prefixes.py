@@ -4,11 +4,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from conductor.routing.columns import Prefix
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.joining import RankEvents
 from conductor.routing.naming import own_domain
 from conductor.routing.places import engine_worker, node_worker
-from conductor.routing.policy import Prefix, Waiting
 from conductor.routing.prefixes import PrefixView
 from kvstore.engine.identity import chain_seed
 from kvstore.index.control import IndexSettings, Source, SourceBounds
@@ -74,7 +74,7 @@ class Cluster:
 
     def prefix(self, name: str = "e", salt: str = "", model: str = "m") -> Prefix:
         self.view.remember(1, TOKENS, salt, model)
-        return self.view(Waiting(number=1, model=model, deadline=1.0))[name]
+        return self.view.find(1, model)[name]
 
 
 @pytest.fixture
@@ -199,8 +199,22 @@ def test_tokens_that_fill_no_block_have_no_prefix(cluster: Cluster):
     cluster.engine(shards=(ONE,))
     cluster.pages(ONE, 0, 6)
     cluster.view.remember(2, np.array(TOKENS[:3]), "", "m")
-    found = cluster.view(Waiting(number=2, model="m", deadline=1.0))
+    found = cluster.view.find(2, "m")
     assert found["e"][:3] == (0, 0, 0)
+
+
+def test_keys_of_prompts_are_equal_as_far_as_the_prompts_are(cluster: Cluster):
+    cluster.engine(shards=(ONE,))
+    for number, tokens in enumerate((TOKENS, TOKENS[:21] + [7] * 12, TOKENS[:3])):
+        cluster.view.remember(number, tokens, "", "m")
+    first, second, short = (cluster.view.keys(number, "m").tolist() for number in range(3))
+    assert (len(first), len(second), short) == (10, 8, [])
+    assert first[:5] == second[:5]
+    assert not set(first[5:]) & set(second[5:])
+    assert cluster.view.keys(99, "m").tolist() == []
+    unused = PrefixView(cluster.index, cluster.registry, needed=False)
+    unused.remember(0, TOKENS, "", "m")
+    assert unused.keys(0, "m").tolist() == []
 
 
 def test_a_prompt_is_matched_at_each_worker_medium_by_medium(cluster: Cluster):

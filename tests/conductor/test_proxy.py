@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from conductor.routing.policy import POLICIES
 from tests.conductor.fakes import FakeEngine, serving, sse, texts
 from tests.loops import eventually, in_loop
 
@@ -46,6 +47,38 @@ async def test_round_robin_gives_each_engine_its_turn() -> None:
         served = [(await client.complete())[1]["choices"][0]["text"][-1] for _ in range(6)]
         assert sorted(served[:3]) == ["a", "b", "c"]
         assert served[:3] == served[3:]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@in_loop
+async def test_each_policy_is_chosen_by_its_name_and_serves_pairs_and_single_engines(
+    policy: str,
+) -> None:
+    engines = [FakeEngine("p", "prefill"), FakeEngine("d", "decode"), FakeEngine("x", "mixed")]
+    async with serving(*engines, policy={"name": policy}) as client:
+        for number in range(3):
+            status, _, headers = await client.complete(f"prompt {number}")
+            assert status == 200
+            decision = await client.decision(headers["X-Request-Id"])
+            assert decision["policy"] == policy
+            assert decision["attempts"][0]["reason"] == POLICIES[policy].because
+
+
+@pytest.mark.parametrize("told", ["header", "prompt_cache_key", "user"])
+@in_loop
+async def test_a_session_is_told_by_a_header_or_a_field_and_served_by_one_engine(told: str) -> None:
+    engines = [FakeEngine(name, "mixed") for name in "abc"]
+    async with serving(*engines, policy={"name": "session"}) as client:
+        used: dict[str, set[str]] = {}
+        for number in range(24):
+            session = f"s{number % 8}"
+            fields = {} if told == "header" else {told: session}
+            headers = {"X-Session-Id": session} if told == "header" else {}
+            body = {"model": "m", "prompt": "x", **fields}
+            _, answer, _ = await client.post("/v1/completions", body, **headers)
+            used.setdefault(session, set()).add(answer["choices"][0]["text"])
+        assert {len(of_session) for of_session in used.values()} == {1}
+        assert len(set.union(*used.values())) > 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -98,7 +131,7 @@ async def test_an_engine_never_has_more_than_it_said_and_the_rest_waits_in_order
         assert [(await request)[0] for request in requests] == [200] * 5
         assert engine.running_most == 2
         assert len(engine.requests) == 5
-        client.conductor.queue.rules.check()
+        client.conductor.queue.dispatcher.check()
 
 
 @in_loop
@@ -262,8 +295,8 @@ async def test_a_client_that_goes_away_ends_the_engine_s_work() -> None:
         request.cancel()
         await eventually(lambda: p.aborted == 1, "prefill was aborted")
         await eventually(lambda: client.conductor.proxy.active == 0)
-        assert client.conductor.queue.rules.in_flight("p") == 0
-        assert client.conductor.queue.rules.in_flight("d") == 0
+        assert client.conductor.queue.dispatcher.in_flight("p") == 0
+        assert client.conductor.queue.dispatcher.in_flight("d") == 0
         assert client.conductor.decisions.newest(1)[0].outcome == "client_gone"
 
 

@@ -4,12 +4,15 @@ import json
 
 import pytest
 
+from conductor.routing.choices import Assign
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.naming import own_domain
 from conductor.routing.places import engine_worker, node_worker
-from conductor.routing.policy import Assign, EngineView, Health, Scheduler, View, Waiting
+from conductor.routing.policy import POLICIES
 from conductor.routing.prefixes import PrefixView
+from conductor.routing.scheduler import Scheduler
 from kvstore.index.control import IndexSettings, Source, SourceBounds
+from tests.conductor.columns import engine, request, view_of, waiting
 from tests.conductor.recorded import ENGINES, MODEL, NODES, PAGE_TOKENS, RECORDED, SPACE, steps
 from tests.local_index import LocalIndex
 
@@ -39,8 +42,8 @@ def index() -> LocalIndex:
 
 def test_prefixes_and_decisions_are_those_that_were_recorded(index: LocalIndex):
     engines = registry()
-    for engine in engines:
-        index.follow(source(engine_worker(engine.info.id), own_domain(engine.info)))
+    for one in engines:
+        index.follow(source(engine_worker(one.info.id), own_domain(one.info)))
     for name in NODES:
         index.follow(source(node_worker(name)))
     feeds = {one.source.worker: one.feed for one in index._service._followers}
@@ -54,19 +57,15 @@ def test_prefixes_and_decisions_are_those_that_were_recorded(index: LocalIndex):
                 pass
             feeds[worker].flush()
         view.remember(number, step.tokens, "", MODEL)
-        waiting = Waiting(number=number, model=MODEL, deadline=1.0)
-        now = {engine: list(prefix[:3]) for engine, prefix in view(waiting).items()}
+        found = view.find(number, MODEL)
+        now = {name: list(prefix[:3]) for name, prefix in found.items()}
         assert now == then["prefixes"], number
-        views = [
-            EngineView(
-                id=one.id, model=MODEL, role=Role(one.role), health=Health.ALIVE,
-                in_flight=step.in_flight[one.id], max_running=MAX_RUNNING,
-            )
+        rows = [
+            engine(one.id, one.role, in_flight=step.in_flight[one.id], max_running=MAX_RUNNING)
             for one in ENGINES
-        ]  # fmt: skip
-        [decision] = Scheduler("longest-prefix").schedule(
-            View(engines=views, prefixes=view), [waiting], 0.0
-        )
+        ]
+        asked = waiting([request(number, matches=found)])
+        [decision] = Scheduler(POLICIES["longest-prefix"]).schedule(view_of(rows), asked, 0.0)
         assert isinstance(decision, Assign)
         decided = (decision.prefill, decision.decode, decision.usable_tokens)
         assert decided == (then["prefill"], then["decode"], then["usable_tokens"]), number

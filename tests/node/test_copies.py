@@ -103,6 +103,21 @@ def test_a_request_ends_at_its_deadline_with_what_has_come(world, peer):
     world.check_nothing_held()
 
 
+def test_pages_that_have_left_who_asked_are_no_replicas_and_nothing_is_read_for_them(world, peer):
+    world.desk.peer_standing("p", b"boot")
+    bring(world, peer, "abcd")
+    world.end(world.read())
+    assert world.answer(peer) == wire.Brought(11, 4)
+    assert all(one.replica for one in world.space.nodes.values())
+
+    keys = b"".join(chain("abcdef"))
+    assert world.ask(peer, wire.Bring(12, 0, 0, keys, 2, 0, 0, gone=True)) == wire.Brought(12, 2)
+
+    replicas = [bool(world.space.index[one].replica) for one in chain("abcd")]
+    assert replicas == [True, True, False, False]
+    assert not world.reads, "who asked has none to give"
+
+
 def test_the_pages_stay_when_who_asked_has_gone(world, peer):
     bring(world, peer, "abcd")
     world.desk.disconnect(peer, ended=True)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import wire
-from kvstore.errors import ProtocolError
+from kvstore.errors import InvalidArgument, ProtocolError
 from kvstore.page import CanonicalLayout, OpaqueLayout, ShardSpec, SpaceIdentity
 
 IDENTITY = SpaceIdentity(model="m", kv_dtype="bfloat16", page_tokens=64, scope="s")
@@ -167,3 +167,15 @@ def test_a_long_message_is_refused_before_its_parts_become_objects(body):
         tracemalloc.stop()
 
     assert peak_bytes < 1 << 20
+
+
+@given(st.lists(st.sampled_from([0, 1]), min_size=1, max_size=40))
+def test_a_key_of_zeros_is_refused_wherever_it_stands_and_nothing_that_looks_like_one(kinds):
+    """Keys that begin with zeros, and zeros that begin in the middle of a key, are usual ones."""
+    keys = [bytes(32) if not kind else bytes(20) + b"k" * 4 + bytes(8) for kind in kinds]
+    packed = b"".join(keys)
+    if 0 in kinds:
+        with pytest.raises(InvalidArgument, match="32 zero bytes"):
+            wire.count_keys(packed)
+    else:
+        assert wire.count_keys(packed) == len(kinds)

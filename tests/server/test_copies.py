@@ -196,6 +196,9 @@ def test_moved_pages_are_dropped_after_the_other_node_has_all(stored, one):
     assert stored.has("a", "abcd", "wxyz") == ["wxyz"]
     assert one.paths("b", "abcd") == ["abcd"]
     assert stored.table.counts["removed_moved"] == 8
+    told = [(asked.shard, asked.first, asked.keys) for asked in one.asked if asked.gone]
+    assert told == [(of, 0, b"".join(chain("abcd"))) for of in (FULL, FULL_2)], "they are its own"
+    assert job.result["pages"] == 8
 
 
 @pytest.mark.parametrize("room", [0, 3])
@@ -229,6 +232,15 @@ def test_heads_that_other_pages_need_stay(stored, one):
     job = move(one, "abcd")
     assert job.result["dropped"] == 2
     assert stored.has("ab", "abc", "abxy") == ["ab", "abxy"]
+
+
+def test_only_pages_that_have_left_are_said_to_have_left(stored, one):
+    stored.store("abcd")
+    stored.store("abxy", start=2)
+    job = move(one, "abcd")
+    assert (job.result["dropped"], stored.has("ab")) == (2, ["ab"])
+    assert [asked.first for asked in one.asked if asked.gone] == [2]
+    assert one.copier.stats()["copied_pages"] == 4
 
 
 def test_pages_in_use_and_pinned_pages_stay(stored, one):

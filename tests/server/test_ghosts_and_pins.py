@@ -1,10 +1,11 @@
 """Goal: what left is remembered truly and within bounds; what is pinned or reserved stays."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvstore.errors import CapacityError, InvalidArgument, NotFound
+from kvstore.state.choice import ghosts as module
 from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.choice.pins import PINS_MAX, Pins, expiry
 from kvstore.state.table.invariants import check
@@ -21,23 +22,40 @@ def node_of(space: PrefixTree, path: str) -> PrefixNode:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), max_size=60), st.integers(1, 6))
+@example([(0, 1), (0, 2), (0, 3), (0, 2)], 3)
 def test_the_newest_that_left_are_remembered_and_no_others(events, most):
     spaces = [PrefixTree(number, identity(model=f"m{number}")) for number in range(3)]
     ghosts = Ghosts(most)
-    model: dict[tuple[int, int], int] = {}
     for time, (number, page) in enumerate(events, start=1):
         ghosts.add(node_of(spaces[number], str(page)), 0, "expired", time)
-        if (number, page) not in model and len(model) == most:
-            del model[next(iter(model))]  # the one that came first; leaving again keeps its place
-        model[number, page] = time
 
-    assert len(ghosts) == len(model)
+    newest = list(enumerate(events, start=1))[-most:]
+    assert len(ghosts) == len(newest)
+    model = {event: time for time, event in newest}
     for number in range(3):
         for page in range(10):
             found = ghosts.find(spaces[number], key(str(page)))
             assert (found and found.left_ns) == model.get((number, page))
-    assert ghosts.forgotten >= 0
-    assert bool(ghosts.forgotten) == (len({*events}) > len(model))
+    assert ghosts.forgotten == len(events) - len(newest)
+    assert ghosts.oldest_ns() == (newest[0][0] if len(newest) == most else 0)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(5, 12))
+def test_of_many_pages_each_part_remembers_its_newest(events, most):
+    """Parts of one entry: what has another part pushes nothing out."""
+    space = PrefixTree(0, identity())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PART_ENTRIES", 1)
+        ghosts = Ghosts(most)
+    node = node_of(space, "last")
+    ghosts.add(node, 0, "expired", 1, [key(str(page)) for page in events])
+
+    kept: dict[int, int] = {}
+    for page in events:
+        kept[(key(str(page))[0] << 8 | key(str(page))[1]) % most] = page
+    found = [page for page in range(10) if ghosts.find(space, key(str(page))) is not None]
+    assert found == sorted(kept.values())
+    assert len(ghosts) + ghosts.forgotten == len(events)
 
 
 def test_a_ghost_tells_when_why_and_for_whom(world_of_two):

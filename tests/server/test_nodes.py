@@ -29,7 +29,7 @@ MEMBER = {"kind": "etcd", "state": "refused", "field": "name", "why": "10.0.0.9:
 
 SHARED = {"current": True, "announced": 70, "waiting": 3, "announcements": 2, "asked": 9,
           "faults": {"lost": 1, "ask_away": 4}, "why": "", "outstanding": 5,
-          "unanswered": {"overload": 6}}  # fmt: skip
+          "unanswered": {"overload": 6}, "trouble": ""}  # fmt: skip
 
 
 def stats(peers: dict[str, Any], **changed: Any) -> dict[str, Any]:
@@ -80,7 +80,8 @@ def test_a_node_is_joined_as_far_as_it_has_sessions(peers, joined):
 def test_a_node_without_a_cluster_has_no_rows_and_says_so():
     found = node_list(stats({}, cluster=None, remote=None))
 
-    assert msgspec.convert(found, NodeList).joined == "off"
+    alone = msgspec.convert(found, NodeList)
+    assert (alone.joined, alone.directory) == ("off", "off")
     assert "cluster.name is empty" in show(found)
 
 
@@ -123,6 +124,49 @@ def test_pages_in_a_directory_that_nodes_share_count_and_its_counts_are_shown_an
         ("faults_total", "away"): 0, ("faults_total", "ask_away"): 4, ("faults_total", "lost"): 1,
         ("unanswered_total", "timeout"): 0, ("unanswered_total", "overload"): 6,
     }  # fmt: skip
+
+
+def gauge(found: dict[str, Any]) -> float:
+    """The series that an alert asks for."""
+    [value] = [
+        sample.value
+        for family in node_series(found)
+        for sample in family.samples
+        if sample.name == "kvstore_cluster_directory_current"
+    ]
+    return value
+
+
+def test_a_directory_in_a_redis_that_does_not_answer_is_degraded_and_says_why():
+    counted = stats({"b": UP})
+    directory = counted["cluster"]["directory"]
+    directory |= {"peers": {}, "refused": [], "shared": SHARED}
+    found = msgspec.to_builtins(node_list(counted))
+    assert (found["directory"], gauge(found)) == ("current", 1)
+
+    directory["shared"] = SHARED | {"current": False, "trouble": "away"}
+    found = msgspec.to_builtins(node_list(counted))
+    assert (msgspec.convert(found, NodeList).directory, gauge(found)) == ("degraded", 0)
+    failed = (
+        "directory in Redis: its last call failed (away), nodes may not find each other's pages;"
+    )
+    assert failed in show(found)
+
+
+@pytest.mark.parametrize(
+    ("peers", "known", "refused", "state"),
+    [({"b": UP}, {"b": KNOWN}, [], "current"), ({}, {}, [], "current"),
+     ({"b": UP}, {}, [], "degraded"), ({"b": UP}, {"b": KNOWN}, ["z"], "degraded"),
+     ({"b": UP, "c": UP}, {"b": KNOWN, "c": KNOWN | {"current": False}}, [], "degraded"),
+     ({"b": UP, "c": DOWN}, {"b": KNOWN}, [], "current")],
+)  # fmt: skip
+def test_a_directory_of_peers_is_degraded_when_pages_of_a_node_in_reach_are_not_known(
+    peers, known, refused, state
+):
+    counted = stats(peers)
+    counted["cluster"]["directory"] |= {"peers": known, "refused": refused}
+    found = node_list(counted)
+    assert (found["directory"], gauge(found)) == (state, float(state == "current"))
 
 
 def test_no_more_nodes_have_series_than_a_cluster_may_have():

@@ -92,6 +92,18 @@ def test_a_read_that_ends_three_processes_is_not_given_to_a_fourth():
     assert attempts.events[-1].settled
 
 
+def test_a_write_is_given_to_one_process_only():
+    attempts = started()
+    attempts.submit(transfer(1), 0, write=True)
+    assert [one.write for one in attempts.effects] == [True]
+    attempts.gone()
+    (end,) = attempts.events
+    assert isinstance(end.error, TransferError)
+    assert end.settled, "our memory is not read any more"
+    attempts.started()
+    assert not attempts.effects
+
+
 def test_numbers_and_bytes_are_bounded():
     attempts = started()
     attempts.submit(transfer(1), 0)

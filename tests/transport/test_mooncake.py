@@ -4,16 +4,21 @@ Here the engine is a stand-in, so that its processes, and what is decided about 
 without the wheel; ``tests/cluster_processes/test_mooncake.py`` has the real one.
 """
 
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from kvstore.errors import ConfigError, InvalidArgument
+from kvstore.errors import ConfigError, TransferTimeout
 from kvstore.testing.mooncake import CHECKS, MooncakePair
-from kvstore.testing.transfer_pages import TransferPages
 from kvstore.testing.transport import TransportContract
 from kvstore.transport.mooncake import MooncakeTransport
 from tests.cluster_processes import mooncake_program
+from tests.cluster_processes.mooncake_program import Scene
+from tests.conftest import WaitUntil
 
 FAKE = Path(__file__).parent / "fake_mooncake"
 pytestmark = pytest.mark.timeout(120)
@@ -36,6 +41,8 @@ def test_it_keeps_what_it_can_of_the_contract(check):
         mooncake_program.owner_is_stopped_before_the_first_contact,
         mooncake_program.owner_is_killed_during_a_read,
         mooncake_program.reading_process_is_killed_and_the_read_goes_on,
+        mooncake_program.pages_that_are_written_can_be_read_at_their_end,
+        mooncake_program.memory_of_a_failed_write_is_free_when_its_ticket_has_ended,
         mooncake_program.memory_that_was_unregistered_cannot_be_read,
         mooncake_program.memory_at_an_address_that_is_used_again_is_the_new_one,
         mooncake_program.a_read_into_other_memory_ends_and_harms_nobody,
@@ -62,9 +69,72 @@ def test_a_machine_without_mooncake_is_told_what_to_install(monkeypatch, tmp_pat
         MooncakeTransport("127.0.0.1", 1 << 20)
 
 
-def test_writing_is_refused():
-    transport = MooncakeTransport("127.0.0.1", 1 << 20, protocol="tcp", serves=False)
-    pages = TransferPages(4096, 1)
-    with pytest.raises(InvalidArgument):
-        transport.write(pages.transfer(1, "127.0.0.1:1", bytes(16), 1))
-    transport.close()
+EXTENTS = 2_000
+DEADLINE_S = 0.5
+"""Of a read; registration of all extents takes four times as long."""
+WAIT_S = 30.0
+
+
+def register_extents(scene: Scene) -> None:
+    """Register thousands of small extents at the reader."""
+    descriptor = os.memfd_create("kvstore-test")
+    os.ftruncate(descriptor, 4096)
+    for number in range(EXTENTS):
+        scene.reader.register((1 << 40) + number * 4096, 4096, descriptor)
+    os.close(descriptor)
+
+
+@contextmanager
+def slow_registration(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    """A pair that has read once, so that its engines know each other."""
+    monkeypatch.setenv("FAKE_MOONCAKE_REGISTER_S", "0.001")
+    scene = Scene()
+    try:
+        scene.begin(0, scene.pages(4096, 1))
+        assert scene.end(0).good == b"\1"
+        yield scene
+    finally:
+        scene.close()
+
+
+def test_a_process_that_registers_for_longer_than_a_deadline_is_not_killed_again(
+    monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
+) -> None:
+    with slow_registration(monkeypatch) as scene:
+        pages, others = scene.pages(4096, 2), scene.pages(4096, 2)
+        register_extents(scene)
+        wait_until(lambda: scene.reader.stats()["unregistered_bytes"] == 0, WAIT_S)
+        stopped = scene.stop_owner()
+        scene.begin(1, pages, DEADLINE_S)
+        end = scene.end(1)
+        assert not end.settled
+        os.kill(stopped, signal.SIGCONT)
+        scene.settle(end)
+
+        scene.begin(2, others, DEADLINE_S)
+        end = scene.end(2)
+        assert isinstance(end.error, TransferTimeout)
+        assert end.settled, "it has not begun"
+        wait_until(lambda: scene.reader.stats()["registering_extents"] > 0)
+        for number in range(3, 500):
+            later = scene.after(WAIT_S)
+            asked = others.transfer(number, scene.owner.endpoint, bytes(16), later)
+            wait_until(lambda: scene.reader.takes(asked), WAIT_S)  # noqa: B023
+            scene.begin(number, others, DEADLINE_S)
+            if scene.end(number).good == b"\1\1":
+                break
+            assert scene.reader.stats()["replaced_processes"] == 1, "it is killed again and again"
+        assert (others.arrived == others.owned).all()
+        assert scene.reader.stats()["replaced_processes"] == 1
+
+
+def test_reads_do_not_wait_for_memory_that_is_being_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with slow_registration(monkeypatch) as scene:
+        pages = scene.pages(4096, 2)
+        register_extents(scene)
+        scene.begin(1, pages, DEADLINE_S)
+        assert scene.end(1).good == b"\1\1"
+        assert scene.reader.stats()["unregistered_bytes"] > 0
+        assert scene.reader.stats()["replaced_processes"] == 0

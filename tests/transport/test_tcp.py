@@ -12,6 +12,7 @@ import pytest
 from kvstore.errors import PeerUnreachable, ProtocolError, TransferError, TransferTimeout
 from kvstore.testing.transfer_pages import TransferPages
 from kvstore.transport import owner as owners
+from kvstore.transport import reader as readers
 from kvstore.transport.base import TicketEnded
 from kvstore.transport.frames import ANSWER_BYTES, HEAD_BYTES, MAGIC, RANGE_BYTES, VERSION
 from kvstore.transport.reader import PageReader
@@ -98,6 +99,24 @@ def a_read_works(opened, end_of, owner, pages):
     reader = opened("")
     reader.read(pages.transfer(1, owner.endpoint, TICKET, later()))
     return end_of(reader).good == b"\1" * len(pages.ranges)
+
+
+def test_a_peer_that_tells_another_address_each_time_takes_no_place_of_other_peers(
+    opened, end_of, monkeypatch, wait_until
+):
+    monkeypatch.setattr(readers, "PEERS_MAX", 2)
+    owner, reader = opened("0.0.0.0:0"), opened("")
+    port = owner.endpoint.rpartition(":")[2]
+    pages = TransferPages(4096, 2)
+    owner.grant(TICKET, pages.granted(), later())
+
+    for number in range(1, 9):
+        reader.read(pages.transfer(number, f"127.0.0.{number}:{port}", TICKET, later()))
+        assert end_of(reader).error is None
+        lanes = reader._reader._lanes
+        wait_until(lambda: all(one.idle == one.threads for one in list(lanes.values())))  # noqa: B023
+
+    wait_until(lambda: reader.stats()["connections_out"] <= 2 * readers.CONNECTIONS)
 
 
 # Strangers at the port

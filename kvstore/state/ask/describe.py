@@ -48,6 +48,7 @@ def describe(pages: PageTable, sessions: list[Session]) -> dict[str, Any]:
                 "used_bytes": session.used_bytes,
                 "quota_bytes": session.quota_bytes,
                 "prefill_s_per_token": session.prefill_s_per_token,
+                "peer": session.remote,
             }
             for session in islice(sessions, LISTED_MAX)
         ],

@@ -287,9 +287,7 @@ def where(node: PrefixNode) -> dict[str, list[str]]:
     """Shard number → tiers in which the page is READY, or ``["writing"]``."""
     found: dict[str, list[str]] = {}
     for shard in _bits(node.present):
-        tiers = ["host"] if shard in node.slots else []
-        tiers += ["ssd"] if shard in node.disk else []
-        found[str(shard)] = tiers if node.ready >> shard & 1 else ["writing"]
+        found[str(shard)] = list(node.tiers(shard)) if node.ready >> shard & 1 else ["writing"]
     return found
 
 

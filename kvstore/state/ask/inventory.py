@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.places import Tier
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 HOST: Final = 1
@@ -31,7 +32,7 @@ _SAMPLED_MIN: Final = 1 / 16
 
 
 class HeldPages(NamedTuple):
-    """Pages of one shard in one tier, ``host`` or ``ssd``.
+    """Pages of one shard in one tier.
 
     Their keys are packed, heads mostly before tails: an object for each would keep Python's
     collector busy.
@@ -39,7 +40,7 @@ class HeldPages(NamedTuple):
 
     space: PrefixTree
     shard: int
-    tier: str
+    tier: Tier
     packed: bytes
 
 

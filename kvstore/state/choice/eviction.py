@@ -22,6 +22,9 @@ GRACE_NS: Final = 10_000_000_000
 just stored is read by a decode engine in a moment, whatever its chances are later."""
 GRACE_LOOKS: Final = 32
 """Leaves within their grace that are passed over before one of them goes."""
+GRACELESS_NS: Final = GRACE_NS // 100
+"""So long what was found by passing over leaves holds: a node whose memory is full of young pages
+would else take them all out of their queue, and put them back, for each request."""
 REPLICA_AGES: Final = 32
 """A replica goes before the next leaf if it was unused for this part of its time: the peer has it
 still, so it costs only a read to have it again. One that is asked for all the time stays."""
@@ -56,8 +59,8 @@ class Eviction:
         self._before: dict[tuple[str, int], EvictionPolicy] = {}
         #: Leaves within their grace that wait for the end of the choice, by queue.
         self._passed: dict[tuple[str, int], list[PrefixNode]] = {}
-        #: Queues of which leaves within their grace go, until the end of the choice.
-        self._graceless: set[tuple[str, int]] = set()
+        #: Until when leaves within their grace go too, by queue: nothing else was found.
+        self._graceless_until_ns: dict[tuple[str, int], int] = {}
         #: Replicas, by queue: the longest unused first.
         self._replicas: dict[tuple[str, int], LeastRecent] = {}
         #: Queues of which no more replicas go before others, until the end of the choice.
@@ -115,6 +118,14 @@ class Eviction:
         for node in stored:
             node.replica = source if node.replica or node.ready == 1 << shard else 0
 
+    def source_gone(self, nodes: Iterable[PrefixNode], peer: str) -> None:
+        """A peer has some pages no more: those that came from it are ordinary ones from now on."""
+        source = self.sources.of(peer)
+        for node in nodes:
+            if source and node.replica == source:
+                node.replica = 0
+                self.add_candidate(node)
+
     def used(self, node: PrefixNode, tick: int) -> None:
         """A request used the prefix that ends at ``node``; said once a request."""
         self._tick = tick
@@ -151,7 +162,6 @@ class Eviction:
 
     def end_choice(self) -> None:
         """All room that one message needs is made: what was passed over may be chosen again."""
-        self._graceless.clear()
         if self.has_replicas:
             self._no_replica.clear()
             self._others_used.clear()
@@ -163,7 +173,8 @@ class Eviction:
     def check_turn(self) -> None:
         """Assert that every choice was ended: no leaf is passed over any more."""
         assert not self._passed
-        assert not self._graceless
+        latest_ns = self.now_ns + GRACELESS_NS
+        assert all(until_ns <= latest_ns for until_ns in self._graceless_until_ns.values())
         assert not self._no_replica
         assert not self._others_used
         assert not self._took_over
@@ -258,7 +269,7 @@ class Eviction:
 
     def _passes_over(self, queue: tuple[str, int], node: PrefixNode) -> bool:
         """Whether something else may go in the place of ``node``, because it is young."""
-        if queue in self._graceless or not self._has_grace(node):
+        if not self._has_grace(node) or self.now_ns < self._graceless_until_ns.get(queue, 0):
             return False
         passed = self._passed.setdefault(queue, [])
         passed.append(node)
@@ -284,7 +295,7 @@ class Eviction:
 
     def _lift_grace(self, queue: tuple[str, int]) -> bool:
         """Leaves within their grace go now, in the policy's order; False when none waits."""
-        self._graceless.add(queue)
+        self._graceless_until_ns[queue] = self.now_ns + GRACELESS_NS
         return self._end_passing(queue)
 
     def _end_passing(self, queue: tuple[str, int]) -> bool:

@@ -3,10 +3,13 @@
 ``explain`` answers from it. The newest entries are kept; once one had to be forgotten, "never
 stored" can no longer be told from "left long ago", and :attr:`Ghosts.forgotten` says so.
 
-An entry takes 112 bytes in one array and about 150 in the index over it.
+Every page that is evicted is entered, and hardly any is ever asked for. So there is no index:
+entries are in parts by their key, and a part is searched, which takes some microseconds. An entry
+takes 112 bytes.
 """
 
 import struct
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from kvstore.page import KEY_BYTES, PrefixKey
@@ -14,10 +17,14 @@ from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 GHOSTS_MAX: Final = 100_000
+PART_ENTRIES = 400
+"""Of a part, unless there would be more than :data:`PARTS_MAX`."""
+PARTS_MAX: Final = 4096
 _NONE: Final = 0xFFFF_FFFF
 _NAMES_MAX: Final = 255
-_ENTRY: Final = struct.Struct("<32s32sIHIBBIQQQQ")
-"""key, head, space, shard, wanting space, cause, policy, hits, stored, used, left, wanted bytes."""
+_FACTS: Final = struct.Struct("<32sIHIBBIQQQQ")
+"""head, space, shard, wanting space, cause, policy, hits, stored, used, left, wanted bytes."""
+_FACTS_BYTES: Final = _FACTS.size
 
 
 class Ghost(NamedTuple):
@@ -50,10 +57,10 @@ class Ghost(NamedTuple):
 
 
 class Ghosts:
-    """The last pages that left.
+    """The last pages that left; one that left twice counts twice.
 
     Args:
-        entries_max: how many are remembered.
+        entries_max: how many are remembered at most; some fewer when keys fill parts unevenly.
 
     Attributes:
         policy: name of the eviction policy at work.
@@ -69,72 +76,79 @@ class Ghosts:
         self.wanted: tuple[int, int] | None = None
         self.head = PrefixKey(b"")
         self.forgotten = 0
-        self._max = entries_max
-        self._entries = bytearray()
-        #: :func:`_name` → position of its entry.
-        self._index: dict[int, int] = {}
-        self._next = 0
+        count = max(1, min(entries_max // PART_ENTRIES, PARTS_MAX))
+        self._part_max = entries_max // count
+        self._parts = [_Part() for _ in range(count)]
         self._names: list[str] = [""]
 
     def __len__(self) -> int:
-        return len(self._index)
+        return sum(len(part.keys) for part in self._parts) // KEY_BYTES
 
     def add(
-        self, node: PrefixNode, shard: int, cause: str, now_ns: int, key: PrefixKey | None = None
-    ) -> None:
-        """A page of ``node`` leaves the index now, with all after it; None = the last page."""
-        key = node.key if key is None else key
-        if not self._max:
-            self.forgotten += 1
+        self, node: PrefixNode, shard: int, cause: str, now_ns: int,
+        keys: Sequence[PrefixKey] = (),
+    ) -> None:  # fmt: skip
+        """Pages of ``node`` leave the index now, the last one first; none = its last page."""
+        keys = keys or [node.key]
+        if not self._part_max:
+            self.forgotten += len(keys)
             return
-        name = _name(node.space.number, key)
-        position = self._index.get(name)
-        if position is None:
-            position = self._place()
-            self._index[name] = position
-        by, size = self.wanted if self.wanted is not None and cause == "evicted" else (_NONE, 0)
-        _ENTRY.pack_into(
-            self._entries, position * _ENTRY.size, key, self.head, node.space.number, shard,
-            by, self._number(cause), self._number(self.policy) if cause == "evicted" else 0,
-            min(node.hits, 0xFFFFFFFF), node.stored_ns, node.used_ns, now_ns, size,
+        evicted = cause == "evicted"
+        by, size = self.wanted if self.wanted is not None and evicted else (_NONE, 0)
+        facts = _FACTS.pack(
+            self.head, node.space.number, shard, by, self._number(cause),
+            self._number(self.policy) if evicted else 0, min(node.hits, 0xFFFFFFFF),
+            node.stored_ns, node.used_ns, now_ns, size,
         )  # fmt: skip
+        parts, count, part_bytes = self._parts, len(self._parts), self._part_max * KEY_BYTES
+        for key in keys:
+            part = parts[(key[0] << 8 | key[1]) % count]
+            if len(part.keys) < part_bytes:
+                part.keys += key
+                part.facts += facts
+                continue
+            at = part.oldest
+            part.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] = key
+            part.facts[at * _FACTS_BYTES : (at + 1) * _FACTS_BYTES] = facts
+            part.oldest = at + 1 if at + 1 < self._part_max else 0
+            self.forgotten += 1
 
     def find(self, space: PrefixTree, key: PrefixKey) -> Ghost | None:
-        """What is remembered of a page, or None."""
-        position = self._index.get(_name(space.number, key))
-        if position is None:
-            return None
-        ghost = self._read(position)
-        # Names are 64 bits of a hash: two pages may share one.
-        return ghost if (ghost.key, ghost.space) == (key, space.number) else None
+        """What is remembered of a page, of the last time that it left; or None."""
+        assert len(key) == KEY_BYTES
+        part = self._parts[(key[0] << 8 | key[1]) % len(self._parts)]
+        # Newest first: those before ``oldest`` came behind all others.
+        middle = part.oldest * KEY_BYTES
+        for first, end in ((0, middle), (middle, len(part.keys))):
+            at = part.keys.rfind(key, first, end)
+            while at >= 0:
+                if at % KEY_BYTES == 0:
+                    ghost = self._read(part, at // KEY_BYTES)
+                    if ghost.space == space.number:
+                        return ghost
+                at = part.keys.rfind(key, first, at + KEY_BYTES - 1)
+        return None
 
     def oldest_ns(self) -> int:
-        """When the oldest page that is remembered left; 0 = none is."""
-        full = len(self._entries) == self._max * _ENTRY.size
-        return self._read(self._next % self._max if full else 0).left_ns if self._entries else 0
+        """All pages that left since then are remembered; 0 = all that ever left, or none is."""
+        full_bytes = self._part_max * KEY_BYTES
+        return max(
+            [
+                self._read(part, part.oldest).left_ns
+                for part in self._parts
+                if part.keys and len(part.keys) == full_bytes
+            ],
+            default=0,
+        )
 
-    def _place(self) -> int:
-        """Where a new entry goes; what was there is forgotten."""
-        position = self._next % self._max
-        if self._next < self._max:
-            self._entries += bytes(_ENTRY.size)
-        else:
-            old = self._read(position)
-            name = _name(old.space, old.key)
-            if self._index.get(name) == position:
-                del self._index[name]
-            self.forgotten += 1
-        self._next += 1
-        return position
-
-    def _read(self, position: int) -> Ghost:
-        (key, head, space, shard, by, cause, policy, hits, stored, used, left, size) = (
-            _ENTRY.unpack_from(self._entries, position * _ENTRY.size)
+    def _read(self, part: "_Part", number: int) -> Ghost:
+        (head, space, shard, by, cause, policy, hits, stored, used, left, size) = (
+            _FACTS.unpack_from(part.facts, number * _FACTS_BYTES)
         )
         return Ghost(
-            PrefixKey(key), space, shard, self._names[cause],
-            PrefixKey(head if any(head) else b""), self._names[policy], hits, stored, used, left,
-            by if by != _NONE else None, size,
+            PrefixKey(bytes(part.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])), space,
+            shard, self._names[cause], PrefixKey(head if any(head) else b""), self._names[policy],
+            hits, stored, used, left, by if by != _NONE else None, size,
         )  # fmt: skip
 
     def _number(self, name: str) -> int:
@@ -143,6 +157,18 @@ class Ghosts:
         return self._names.index(name) if name in self._names else 0
 
 
-def _name(space: int, key: PrefixKey) -> int:
-    assert len(key) == KEY_BYTES
-    return int.from_bytes(key[8:16], "little") ^ space << 47
+class _Part:
+    """Entries whose keys begin alike, in a ring once there are enough.
+
+    Attributes:
+        keys: 32 bytes of each entry.
+        facts: the rest of each, packed.
+        oldest: which entry the next one replaces, of a part that is full.
+    """
+
+    __slots__ = ("facts", "keys", "oldest")
+
+    def __init__(self) -> None:
+        self.keys = bytearray()
+        self.facts = bytearray()
+        self.oldest = 0

@@ -15,6 +15,7 @@ from typing import Final
 from kvstore.errors import CapacityError, InvalidArgument, NotFound
 from kvstore.page import PrefixKey
 from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.places import Tier
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 PINS_MAX: Final = 1024
@@ -41,7 +42,7 @@ class Pin:
     nodes: tuple[PrefixNode, ...]
     size_bytes: int
     expires_ns: int
-    tier: str = "host"
+    tier: Tier = "host"
 
 
 class Pins:
@@ -67,7 +68,7 @@ class Pins:
         return len(self._pins)
 
     def measure(
-        self, space: PrefixTree, key: PrefixKey, tier: str = "host"
+        self, space: PrefixTree, key: PrefixKey, tier: Tier = "host"
     ) -> Generator[None, None, tuple[list[PrefixNode], int]]:
         """What a pin would cover, and what that takes in its tier; in short steps.
 
@@ -91,10 +92,10 @@ class Pins:
         return nodes, size
 
     def add(
-        self, space: PrefixTree, key: PrefixKey, expires_ns: int, tier: str = "host",
+        self, space: PrefixTree, key: PrefixKey, expires_ns: int, tier: Tier = "host",
         measured: tuple[list[PrefixNode], int] | None = None,
     ) -> Pin:  # fmt: skip
-        """Pin the pages of ``key`` and of all keys before it in a tier, ``host`` or ``ssd``.
+        """Pin the pages of ``key`` and of all keys before it in a tier.
 
         ``measured`` is what :meth:`measure` gave a moment ago; without it that is done now.
 

@@ -11,7 +11,7 @@ from kvstore.state.metering import Meter
 from kvstore.state.tree.actions import TierRemoved, TierStored
 from kvstore.state.tree.fetches import Fetches
 from kvstore.state.tree.node import PrefixNode
-from kvstore.state.tree.places import Place
+from kvstore.state.tree.places import Place, Tier
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch
 from kvstore.state.tree.slots import Slot, SlotTable
@@ -289,7 +289,7 @@ class PageMemory(Protocol):
         ...
 
     def emit(
-        self, kind: type[TierStored | TierRemoved], node: PrefixNode, shard: int, tier: str
+        self, kind: type[TierStored | TierRemoved], node: PrefixNode, shard: int, tier: Tier
     ) -> None:
         """The pages of a node came to a tier, or left it and stay in the other."""
         ...

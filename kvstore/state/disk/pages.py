@@ -116,6 +116,11 @@ class DiskPages:
         return self._reclaimer.reclaiming or bool(self.log.full)
 
     @property
+    def is_full(self) -> bool:
+        """Whether as much is being written as may be at a time."""
+        return self.writes.in_flight_bytes >= self.rules.in_flight_bytes_max
+
+    @property
     def degraded(self) -> bool:
         """Whether a write failed a moment ago: nothing is written for a while."""
         return self._now_ns < self._retry_ns
@@ -166,7 +171,7 @@ class DiskPages:
             if self.degraded:
                 self._memory.counts["demotions_failed"] += min(pages, node.count)
                 continue
-            if self.writes.in_flight_bytes >= self.rules.in_flight_bytes_max:
+            if self.is_full:
                 return Verdict.FULL
             full = self._memory.counts["disk_full_pages"]
             self._write(node, shard)
@@ -282,11 +287,7 @@ class DiskPages:
     def _pump(self) -> None:
         """Write what waits its turn, as far as may be under way at a time; some of it at once."""
         self.unfinished, left = False, BACKLOG_TURN
-        while (
-            self._backlog
-            and not self.degraded
-            and self.writes.in_flight_bytes < self.rules.in_flight_bytes_max
-        ):
+        while self._backlog and not self.degraded and not self.is_full:
             if self._backlog.is_held(self.graves):
                 return  # they were taken out before they were stored again; that is not written yet
             if not left:

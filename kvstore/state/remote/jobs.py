@@ -105,6 +105,8 @@ class PeerBring:
         first: number of the first wanted page in it.
         idle_ms: the peer evicts only pages for it that were not used for so long; 0 = as for a put.
         deadline_ns: it has ended by then.
+        gone: the pages have left this node, and nothing is fetched: the peer is to keep those that
+            it has as ordinary ones.
     """
 
     number: int
@@ -115,6 +117,7 @@ class PeerBring:
     first: int
     idle_ms: int
     deadline_ns: int
+    gone: bool = False
 
 
 class BringEnd(NamedTuple):

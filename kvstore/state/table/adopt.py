@@ -14,8 +14,8 @@ from kvstore.state.table.orphans import subtree
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree import node as nodes
 from kvstore.state.tree.columns import pack_records
-from kvstore.state.tree.node import PrefixNode, deepen, is_live
-from kvstore.state.tree.prefix_tree import PrefixTree
+from kvstore.state.tree.node import PrefixNode, is_live
+from kvstore.state.tree.prefix_tree import PrefixTree, deepen
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.columns import pack_slots
 from kvstore.state.tree.match import longest_match
 from kvstore.state.tree.node import ORDINARY, PrefixNode, Retention, is_live
+from kvstore.state.tree.places import Tier
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch, Lease, Process, Put, Session
 from kvstore.state.tree.slots import SlotTable
@@ -327,7 +328,7 @@ class PageTable:
         return lease
 
     def pin(
-        self, space: PrefixTree, key: PrefixKey, expires_ns: int, tier: str = "host",
+        self, space: PrefixTree, key: PrefixKey, expires_ns: int, tier: Tier = "host",
         measured: tuple[list[PrefixNode], int] | None = None,
     ) -> Pin:  # fmt: skip
         """Pin a prefix in a tier; on disk, what is not there yet is written now.
@@ -491,5 +492,4 @@ class PageTable:
             self.story.tell(what, held[0], shard_of(held[0], lease.slots[0]), len(lease.slots))
 
     def _end_put(self, process: Process, put_id: int) -> None:
-        put = process.puts.pop(put_id)
-        process.charge(-put.size_bytes)
+        process.charge(-process.puts.pop(put_id).size_bytes)

@@ -21,6 +21,7 @@ from kvstore.state.table.runs import missing_pages
 from kvstore.state.tree.actions import Abandoned, Action, Removed, TierRemoved, TierStored
 from kvstore.state.tree.fetches import Fetches
 from kvstore.state.tree.node import PrefixNode, is_live
+from kvstore.state.tree.places import Tier
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.slots import Slot, SlotTable
 from kvstore.state.tree.spaces import Spaces
@@ -103,7 +104,7 @@ class Residents:
         self.emit(TierStored, node, shard, "host")
 
     def emit(
-        self, kind: type[TierStored | TierRemoved], node: PrefixNode, shard: int, tier: str,
+        self, kind: type[TierStored | TierRemoved], node: PrefixNode, shard: int, tier: Tier,
         tokens: bytes = b"",
     ) -> None:  # fmt: skip
         """The pages of a node came to a tier, or leave it and stay in the other.
@@ -176,19 +177,17 @@ class Residents:
 
     def _remove(self, node: PrefixNode, shard: int, cause: str) -> None:
         """Take the READY pages of a node out of every tier."""
-        here = ("host",) if node.memory >> shard & 1 else ()
-        places = (*here, "ssd") if node.on_disk >> shard & 1 else here
-        slots = self._forget(node, shard) if here else []
+        tiers = node.tiers(shard)
+        slots = self._forget(node, shard) if "host" in tiers else []
         if self.disk is not None:
             self.disk.limits.forget(node, shard)
             if cause in BURIED:
                 self.disk.graves.bury(node, shard)
         keys = node.key_list()[::-1]
-        self.actions.append(Removed(node.space, shard, keys, cause, places))
+        self.actions.append(Removed(node.space, shard, keys, cause, tiers))
         self.counts[f"removed_{cause}"] += len(keys)
         self.story.tell(f"removed {cause}", node, shard, len(keys))
-        for key in keys:
-            self.ghosts.add(node, shard, cause, self.moment.now_ns, key)
+        self.ghosts.add(node, shard, cause, self.moment.now_ns, keys)
         self.slots.release(slots)
 
     def abandon(self, node: PrefixNode, shard: int) -> None:
@@ -239,8 +238,7 @@ class Residents:
             self.actions.append(Removed(node.space, shard, keys, cause))
             self.counts[f"removed_{cause}"] += pages
             self.story.tell_last(f"removed {cause}", node, shard, pages)
-            for key in keys:
-                self.ghosts.add(node, shard, cause, self.moment.now_ns, key)
+            self.ghosts.add(node, shard, cause, self.moment.now_ns, keys)
             self.slots.release(slots)
         if pages < count:
             node.shorten(pages)

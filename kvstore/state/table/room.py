@@ -61,7 +61,7 @@ class Room:
             if not self._make_room(space, slot_bytes, count - len(taken)) and (
                 held.draining.serves(space, slot_bytes)
                 or held.eviction.spared_since_ns
-                or not self._spill(head, slot_bytes)
+                or not self._spill(head, slot_bytes, count - len(taken))
             ):
                 break
             taken += held.slots.allocate(count - len(taken), tenant, slot_bytes)
@@ -119,35 +119,32 @@ class Room:
         self._held.evict(node, pages)
         return True
 
-    def _spill(self, head: PrefixNode, slot_bytes: int) -> bool:
-        """Take the memory of ``head`` or a page before it that is on disk, the first one first.
+    def _spill(self, head: PrefixNode, slot_bytes: int, slots: int) -> bool:
+        """Take the memory of pages before the new ones that are on disk, the first ones first.
 
-        A prompt larger than memory has no leaf to give but itself.
+        A prompt larger than memory has no leaf to give but itself. Its runs stay runs: one is split
+        only behind the pages that go.
         """
-        if self._held.disk is None:
+        disk, writes_left = self._held.disk, SPILL_WRITES
+        if disk is None:
             return False
-        heads: list[PrefixNode] = []
-        at, unwritten = head, 0
-        at.explode()
-        for _ in range(SPILL_LOOKS):
-            before = at.parent
-            if before is None:
-                break
-            if at.memory:
-                heads.append(at)
-            at = before
-        for page in reversed(heads):
-            if slot_bytes not in classes(page) or not self._held.eviction.releasable(page):
+        for run in reversed(_runs_before(head)):
+            if slot_bytes not in classes(run) or not self._held.eviction.releasable(run):
                 continue
-            unwritten += bool(page.memory & ~page.on_disk)
-            if unwritten > SPILL_WRITES:
-                return False
-            if self._held.disk.before_eviction(page) is not Verdict.EVICT:
+            dirty = run.memory & ~run.on_disk
+            if dirty:
+                if writes_left <= 0:
+                    return False
+                if run.count > writes_left and not disk.is_full:
+                    run = run.split(writes_left)
+                writes_left -= run.count
+            if disk.before_eviction(run) is not Verdict.EVICT:
                 continue  # it is being written now, and its memory is free when that has ended
-            if not page.memory & ~page.on_disk:
-                self._held.evict(page)
-                return True
-            return False  # not worth writing, and what follows it must not lose it
+            if dirty:
+                return False  # not worth writing, and what follows it must not lose it
+            pages = min(run.count, -(-slots // slots_of_a_page(run, slot_bytes)))
+            self._held.evict(run.split(pages) if pages < run.count else run, pages)
+            return True
         return False
 
     def _verdict(self, node: PrefixNode, pages: int = 1) -> Verdict:
@@ -249,3 +246,15 @@ class Room:
                 loads.begin(fetch, node, shard, slots)
         loads.tell(fetch)
         return max(1, looked)
+
+
+def _runs_before(head: PrefixNode) -> list[PrefixNode]:
+    """The last runs up to ``head`` that are in memory, the last one first."""
+    found: list[PrefixNode] = []
+    at, looked = head, 0
+    while at.above is not None and looked < SPILL_LOOKS:
+        looked += at.count
+        if at.memory:
+            found.append(at)
+        at = at.above
+    return found

@@ -136,6 +136,8 @@ def ready_pages(space: PrefixTree, shard: int, packed: bytes) -> tuple[int, bool
 def missing_pages(space: PrefixTree, shards: list[int], packed: bytes, pages: int) -> int:
     """How many of the first ``pages`` pages, a hit, are not in memory for some shard."""
     windows = by_window(space, shards)
+    if len(windows) == 1 and 0 in windows:
+        return _missing_above(space, windows[0], packed, pages)
     needed = [(max(0, pages - (of or pages)), mask) for of, mask in windows.items()]
     at, missing = 0, 0
     while at < pages:
@@ -149,6 +151,22 @@ def missing_pages(space: PrefixTree, shards: list[int], packed: bytes, pages: in
         first = min((first for first, mask in needed if mask & ~have), default=pages)
         missing += max(0, end - max(at, first))
         at = end
+    return missing
+
+
+def _missing_above(space: PrefixTree, mask: int, packed: bytes, pages: int) -> int:
+    """The same for shards of which every page is needed: what is above the last page is asked."""
+    key = PrefixKey(packed[(pages - 1) * KEY_BYTES : pages * KEY_BYTES])
+    node = space.index.get(key) if pages else None
+    missing, left = 0, pages
+    mine = node.position(key) + 1 if node is not None else 0
+    while node is not None and left > 0:
+        mine = min(mine, left)
+        if mask & ~node.memory:
+            missing += mine
+        left -= mine
+        node = node.above
+        mine = node.count if node is not None else 0
     return missing
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from kvstore.page import PrefixKey
+from kvstore.state.tree.places import Tier
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 
@@ -43,25 +44,25 @@ class Removed:
     """Action: these pages left the index; leaves first. Their slots are not re-used before.
 
     Attributes:
-        tiers: where they were, of ``host`` and ``ssd``.
+        tiers: where they were.
     """
 
     space: PrefixTree
     shard: int
     keys: list[PrefixKey]
     cause: str
-    tiers: tuple[str, ...] = ("host",)
+    tiers: tuple[Tier, ...] = ("host",)
 
 
 @dataclass(frozen=True, slots=True)
 class TierStored:
-    """Action: a READY page is in one more tier now, ``host`` or ``ssd``; ``tokens`` as above."""
+    """Action: a READY page is in one more tier now; ``tokens`` as above."""
 
     space: PrefixTree
     shard: int
     keys: list[PrefixKey]
     parent: PrefixKey
-    tier: str
+    tier: Tier
     tokens: bytes = b""
 
 
@@ -73,7 +74,7 @@ class TierRemoved:
     shard: int
     keys: list[PrefixKey]
     parent: PrefixKey
-    tier: str
+    tier: Tier
     tokens: bytes = b""
 
 

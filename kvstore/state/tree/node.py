@@ -18,7 +18,7 @@ from kvstore.state.tree.columns import (
     unpack_slots,
     without,
 )
-from kvstore.state.tree.places import Place
+from kvstore.state.tree.places import Place, Tier
 from kvstore.state.tree.slots import Slot
 
 if TYPE_CHECKING:
@@ -191,6 +191,8 @@ class PrefixNode:
         """Which of its pages has a key; one has."""
         if self.count == 1 or self.keys.startswith(key):
             return 0
+        if self.keys.endswith(key):  # as is asked for most, and a search from the front takes long
+            return self.count - 1
         at = self.keys.find(key)
         while at % KEY_BYTES:
             at = self.keys.find(key, at + 1)
@@ -223,6 +225,11 @@ class PrefixNode:
     def children(self) -> "Children":
         """The pages that continue the last one; each that is shown is a node of its own."""
         return Children(self)
+
+    def tiers(self, shard: int) -> tuple[Tier, ...]:
+        """Where its pages of a shard are, or are being written."""
+        here: tuple[Tier, ...] = ("host",) if self.memory >> shard & 1 else ()
+        return (*here, "ssd") if self.on_disk >> shard & 1 else here
 
     @property
     def slots(self) -> dict[int, Slot]:
@@ -545,15 +552,6 @@ class Children:
 def first_page(node: PrefixNode) -> PrefixNode:
     """The first page of a node, which is a node of its own from now on."""
     return node.split(1) if node.count > 1 else node
-
-
-def deepen(node: PrefixNode) -> None:
-    """Correct the depths below a node that was moved."""
-    moved = [node]
-    for at in moved:
-        assert at.above is not None
-        at.depth = at.above.depth + at.count
-        moved.extend(at.below.values())
 
 
 def is_live(node: PrefixNode) -> bool:

@@ -1,9 +1,9 @@
-"""Where the record of a page lies in the SSD log, and what it takes there. Pure.
+"""In which tiers a page may be; where its record lies in the SSD log, what it takes there. Pure.
 
 ``docs/internals/ssd-format.md`` describes the bytes.
 """
 
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 BLOCK_BYTES: Final = 4096
 """Headers, payloads and footers begin and end at multiples of this."""
@@ -11,6 +11,10 @@ HEADER_BYTES: Final = BLOCK_BYTES
 FOOTER_TABLE_BYTES: Final = 16 * BLOCK_BYTES
 """Room in a footer for the (space, shard) pairs that the segment's records belong to."""
 FOOTER_ENTRY_BYTES: Final = 128
+
+
+Tier = Literal["host", "ssd"]
+"""A place of a page. It may be in several; :meth:`PrefixNode.tiers` says in which."""
 
 
 class Place(NamedTuple):

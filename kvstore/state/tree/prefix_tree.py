@@ -20,7 +20,7 @@ from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIde
 from kvstore.state.tree.columns import PLACE_COLUMN, SLOT_COLUMN
 from kvstore.state.tree.keyindex import KeyIndex
 from kvstore.state.tree.listing import CreationOrder
-from kvstore.state.tree.node import PrefixNode, deepen, is_live
+from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.places import record_bytes
 
 SHARD_LABEL_DIGITS = 16
@@ -339,6 +339,15 @@ class SinglePages(Mapping[PrefixKey, PrefixNode]):
 
     def __iter__(self) -> Iterator[PrefixKey]:
         return iter(self._space.index)
+
+
+def deepen(node: PrefixNode) -> None:
+    """Correct the depths below a node that was moved."""
+    moved = [node]
+    for at in moved:
+        assert at.above is not None
+        at.depth = at.above.depth + at.count
+        moved.extend(at.below.values())
 
 
 def _check_columns(node: PrefixNode) -> None:

@@ -489,7 +489,7 @@ class SlotTable:
             self._free(slot, extent, index)
 
     def _free(self, slot: Slot, extent: Extent, index: int) -> None:
-        extent.states[index] = SlotState.FREE
+        extent.states[index] = _FREE
         if not extent.free and not extent.closed:
             self._reopen(self.position(slot))
         extent.free.append(index)

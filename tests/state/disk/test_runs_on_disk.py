@@ -420,3 +420,43 @@ class BothDisks(RuleBasedStateMachine):
 
 BothDisks.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestBothDisks = BothDisks.TestCase
+
+
+def test_a_prompt_that_must_give_room_itself_is_split_only_behind_the_pages_that_go():
+    world = DiskWorld(write="back", in_flight_max=1)
+    path = "a" * 12
+    world.store(world.me, world.mine, path)
+    world.store(world.me, world.mine, "z")
+
+    assert PageStatus.NO_ROOM in world.store(world.me, world.mine, path + "b" * 8, start=12)
+    assert [job.page.key for job in world.jobs(DiskWrite)] == chain("z"), "no more may be written"
+    assert whole(world, path).count == 12
+    world.store(world.me, world.mine, path + "c" * 8, start=12)
+    assert len(world.jobs(DiskWrite)) == 1
+    assert whole(world, path).count == 12
+    while world.jobs(DiskWrite):
+        world.end_all()
+        world.store(world.me, world.mine, path + "d" * 8, start=12)
+
+    runs = [whole(world, path[: at + 1]) for at in range(12)]
+    gone = runs[0].count
+    assert 0 < gone < 12
+    assert [run.memory for run in runs] == [0] * gone + [1] * (12 - gone), "its first pages went"
+    assert len({id(run) for run in runs}) == 2
+    check(world.table)
+
+
+@pytest.mark.parametrize("memory", [0, 1, 3, 7, 8])
+def test_a_hit_says_how_many_of_its_pages_are_not_in_memory(memory):
+    """Of each part of a prompt, of which the first pages are in memory."""
+    world, path = DiskWorld(), "abcdefgh"
+    world.store(world.me, world.mine, path)
+    world.end_all()
+    if memory < len(path):
+        world.table.residents.evict(whole(world, path), len(path) - memory)
+
+    for first in range(len(path)):
+        for pages in range(1, len(path) - first + 1):
+            keys = b"".join(chain(path[: first + pages], first))
+            found = world.table.residents.on_disk(world.mine, [0], keys, pages)
+            assert found == max(0, first + pages - max(first, memory)), (first, pages)

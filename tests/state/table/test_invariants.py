@@ -47,8 +47,8 @@ CORRUPTIONS: dict[str, Corrupt] = {
     "a leaf that is passed over for ever": lambda world, node: world.table.eviction._passed.update(
         {("red", 4096): [node]}
     ),
-    "a queue without grace for ever": lambda world, _: world.table.eviction._graceless.add(
-        ("red", 4096)
+    "a queue without grace for ever": lambda world, _: (
+        world.table.eviction._graceless_until_ns.update({("red", 4096): 1 << 62})
     ),
     "a queue that takes nothing over any more": lambda world, _: (
         world.table.eviction._took_over.add(("red", 4096))

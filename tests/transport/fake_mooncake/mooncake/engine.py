@@ -2,6 +2,7 @@
 
 It reads whatever address is asked for in registered memory. A first contact with a peer that says
 nothing blocks. ``FAKE_MOONCAKE_DEVICES``: names of devices that it finds.
+``FAKE_MOONCAKE_REGISTER_S``: how long each registration takes.
 """
 
 import ctypes
@@ -13,6 +14,7 @@ import threading
 from itertools import count
 
 _REQUEST = struct.Struct("<QQ")
+_WRITE = 1 << 63
 
 
 class TransferEngine:
@@ -21,6 +23,7 @@ class TransferEngine:
         self._batches = {}
         self._numbers = count(1)
         self._peers = set()
+        self._never = threading.Event()
 
     def initialize(self, host, metadata, protocol, devices):
         assert metadata == "P2PHANDSHAKE"
@@ -39,6 +42,7 @@ class TransferEngine:
             at < address + length and address < at + size for at, size in self._registered.items()
         ):
             return -7
+        self._never.wait(float(os.environ.get("FAKE_MOONCAKE_REGISTER_S", "0")))
         self._registered[address] = length
         return 0
 
@@ -46,6 +50,12 @@ class TransferEngine:
         return 0 if self._registered.pop(address, None) else -1
 
     def batch_transfer_async_read(self, endpoint, buffers, peer_buffers, lengths):
+        return self._begin(self._read, endpoint, buffers, peer_buffers, lengths)
+
+    def batch_transfer_async_write(self, endpoint, buffers, peer_buffers, lengths):
+        return self._begin(self._write, endpoint, buffers, peer_buffers, lengths)
+
+    def _begin(self, move, endpoint, buffers, peer_buffers, lengths):
         assert len(buffers) == len(peer_buffers) == len(lengths) == 1
         host, port = endpoint.rsplit(":", 1)
         if endpoint not in self._peers:
@@ -60,7 +70,7 @@ class TransferEngine:
         number = next(self._numbers)
         self._batches[number] = 0
         asked = (number, (host, int(port)), buffers[0], peer_buffers[0], lengths[0])
-        threading.Thread(target=self._read, args=asked, daemon=True).start()
+        threading.Thread(target=move, args=asked, daemon=True).start()
         return number
 
     def transfer_check_status(self, batch):
@@ -79,6 +89,16 @@ class TransferEngine:
             done = -1
         self._batches[number] = 1 if done == length else -1
 
+    def _write(self, number, place, address, remote, length):
+        try:
+            with socket.create_connection(place) as peer:
+                peer.sendall(_REQUEST.pack(remote, length | _WRITE))
+                peer.sendall((ctypes.c_char * length).from_address(address))
+                done = peer.recv(1) == b"+"
+        except OSError:
+            done = False
+        self._batches[number] = 1 if done else -1
+
     def _serve(self):
         while True:
             peer, _ = self._listener.accept()
@@ -87,10 +107,18 @@ class TransferEngine:
     def _answer(self, peer):
         with peer:
             address, length = _REQUEST.unpack(peer.recv(_REQUEST.size, socket.MSG_WAITALL))
+            write, length = length & _WRITE, length & ~_WRITE
             known = any(
                 at <= address and address + length <= at + size
                 for at, size in self._registered.items()
             )
+            if known and write:
+                target = memoryview((ctypes.c_char * length).from_address(address)).cast("B")
+                done = 0
+                while done < length and (came := peer.recv_into(target[done:])):
+                    done += came
+                peer.sendall(b"+" if done == length else b"-")
+                return
             peer.sendall(b"+" if known or not length else b"-")
             if known:
                 peer.sendall((ctypes.c_char * length).from_address(address))

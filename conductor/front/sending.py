@@ -1,0 +1,348 @@
+"""Sends one assigned request to its engines, and the answer to its client.
+
+A request is sent to one engine, or to a pair, as its protocol says
+(:data:`conductor.protocols.PROTOCOLS`). In turn, the prefill engine answers first, and the KV waits
+until the decode engine has a place; at once, both get the request, and the decode engine's answer
+is relayed.
+"""
+
+import asyncio
+import itertools
+import uuid
+from collections import deque
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import msgspec
+from aiohttp import web
+
+from conductor.config import DeadlineConfig
+from conductor.front.membership import Membership
+from conductor.front.metrics import Metrics
+from conductor.front.openai import Completion, read_answer, read_stream_end, without_usage
+from conductor.front.prompts import Prompts
+from conductor.front.upstream import EngineError, Upstream
+from conductor.front.waiting import Lease, RequestQueue
+from conductor.protocols import PROTOCOLS
+from conductor.protocols.base import Fields, PairProtocol, PairRequest
+from conductor.routing.choices import Assign, Plan
+from conductor.routing.decisions import Attempt, Decision, DecisionLog
+from conductor.routing.dispatcher import Dispatcher
+from conductor.routing.engines import EngineRegistry
+from conductor.routing.prefixes import PrefixView
+from kvstore.index.face import PrefixIndex
+
+_RANK_HEADER: Final = "X-data-parallel-rank"
+"""vLLM runs a request on the data-parallel rank that this header names."""
+_EXPECTED_S: Final = 10.0
+"""For how long an engine is expected to have a prompt that it got, until its events tell of it."""
+_UNTOLD_S: Final = 120.0
+"""Likewise, an engine without events."""
+_TAIL_PIECES: Final = 4
+"""Number of last pieces of a stream that are kept, to read usage and timings."""
+
+_STREAM_HEADERS: Final = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+}
+
+
+class Parts(NamedTuple):
+    """The parts that the front uses."""
+
+    registry: EngineRegistry
+    prefix_index: PrefixIndex
+    queue: RequestQueue
+    dispatcher: Dispatcher
+    prefixes: PrefixView
+    prompts: Prompts
+    upstream: Upstream
+    decisions: DecisionLog
+    metrics: Metrics
+    membership: Membership
+    clock: Callable[[], float]
+
+
+class Run:
+    """One completion in progress, with the times for its decision.
+
+    Attributes:
+        elsewhere_s: seconds in which the Conductor itself had nothing to do for it so far.
+        response: what its client gets; set before the first byte.
+        prefill_done: called with the first byte: then a prefill engine that is asked at once with
+            the decode engine has done its part.
+        last_error: why the last attempt failed.
+    """
+
+    def __init__(
+        self, http: web.Request, body: Completion, decision: Decision, arrived: float, number: int
+    ) -> None:
+        self.http = http
+        self.body = body
+        self.decision = decision
+        self.arrived = arrived
+        self.number = number
+        self.elsewhere_s = 0.0
+        self.response: web.StreamResponse | None = None
+        self.prefill_done: Callable[[], None] | None = None
+        self.last_error: EngineError | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers for engines and the client."""
+        return {"X-Request-Id": self.decision.id}
+
+    def waited(self, seconds: float) -> None:
+        """It waited for a place at an engine."""
+        self.decision.queue_s += seconds
+        self.elsewhere_s += seconds
+
+    def first_byte(self, now: float) -> None:
+        """The client gets the first byte."""
+        self.decision.ttft_s = now - self.arrived
+        self.decision.conductor_s = self.decision.ttft_s - self.elsewhere_s
+        if self.prefill_done is not None:
+            self.prefill_done()
+
+
+class _Half(NamedTuple):
+    """What one engine gets of a request."""
+
+    engine: str
+    rank: int | None
+    body: bytes
+
+
+class Sender:
+    """Sends requests to engines."""
+
+    def __init__(self, parts: Parts, deadline: DeadlineConfig) -> None:
+        """Connect the parts.
+
+        Args:
+            parts: shared with the rest of the service.
+            deadline: deadlines for engines.
+        """
+        self._parts = parts
+        self._deadline = deadline
+        self._boot = uuid.uuid4().hex
+        self._rooms = itertools.count(1)
+
+    async def send(
+        self, run: Run, lease: Lease, assign: Assign, attempt: Attempt
+    ) -> web.StreamResponse:
+        """Send the request to the engines of one assignment; returns the client's response.
+
+        Raises:
+            EngineError: an engine failed; before the first byte, if ``run.response`` is None.
+            EngineRefusedError: an engine refused the request as invalid.
+            RejectedError: no decode engine had a place for its KV in time.
+        """
+        for engine_id, rank in assign.ranks.items():
+            self._expect(run.number, engine_id, rank)
+        run.prefill_done = None
+        if assign.plan is Plan.ALONE:
+            alone = _Half(assign.decode, assign.ranks[assign.decode], run.body.body())
+            return await self._serve(run, alone, attempt)
+        protocol = PROTOCOLS[assign.protocol]
+        pair = PairRequest(
+            run.body.fields,
+            f"{self._boot}-{next(self._rooms)}",
+            self._url(assign.prefill),
+            self._url(assign.decode),
+        )
+        if assign.at_once:
+            return await self._at_once(run, lease, assign, attempt, protocol, pair)
+        return await self._in_turn(run, lease, assign, attempt, protocol, pair)
+
+    async def _in_turn(
+        self, run: Run, lease: Lease, assign: Assign, attempt: Attempt,
+        protocol: PairProtocol, pair: PairRequest,
+    ) -> web.StreamResponse:  # fmt: skip
+        """Ask the decode engine when the prefill engine has answered."""
+        assert protocol.prefill is not None
+        first = _Half(
+            assign.prefill, assign.ranks[assign.prefill], _encoded(protocol.prefill(pair))
+        )
+        started = self._parts.clock()
+        try:
+            transfer = await self._prefill(run, first, attempt)
+        finally:
+            run.elsewhere_s += self._parts.clock() - started
+        started = self._parts.clock()
+        try:
+            chosen = await lease.handed_over()
+        finally:
+            attempt.decode_queue_s = self._parts.clock() - started
+            run.waited(attempt.decode_queue_s)
+        if chosen.decode != assign.decode:
+            attempt.decode = chosen.decode
+            self._expect(run.number, chosen.decode, chosen.rank)
+        pair = pair._replace(decode_url=self._url(chosen.decode))
+        second = _Half(chosen.decode, chosen.rank, _encoded(protocol.decode(pair, transfer)))
+        return await self._serve(run, second, attempt)
+
+    async def _at_once(
+        self, run: Run, lease: Lease, assign: Assign, attempt: Attempt,
+        protocol: PairProtocol, pair: PairRequest,
+    ) -> web.StreamResponse:  # fmt: skip
+        """Ask both engines; if either fails before the first byte, neither goes on."""
+        second = _Half(
+            assign.decode, assign.ranks[assign.decode], _encoded(protocol.decode(pair, None))
+        )
+        run.prefill_done = lambda: lease.release(assign.prefill)
+        if protocol.prefill is None:
+            return await self._serve(run, second, attempt)
+        first = _Half(
+            assign.prefill, assign.ranks[assign.prefill], _encoded(protocol.prefill(pair))
+        )
+        raises = False
+        prefills = asyncio.create_task(self._prefill(run, first, attempt))
+        serves = asyncio.create_task(self._serve(run, second, attempt))
+        try:
+            await asyncio.wait({prefills, serves}, return_when=asyncio.FIRST_COMPLETED)
+            if not serves.done() and run.response is None:
+                raises = True
+                await prefills
+                lease.release(assign.prefill)
+            return await serves
+        finally:
+            for task in (prefills, serves):
+                task.cancel()
+            failure, _ = await asyncio.gather(prefills, serves, return_exceptions=True)
+            if isinstance(failure, EngineError) and not raises:
+                # A client that has a byte is not served again: the decode engine's answer counts.
+                self._parts.metrics.failed(failure.engine, retried=False)
+                if failure.sick:
+                    self._parts.membership.broke(failure.engine)
+
+    def _expect(self, number: int, engine_id: str, rank: int | None) -> None:
+        """Tell the index what an engine will have in its cache."""
+        engine = self._parts.registry.get(engine_id)
+        if engine is not None and rank is not None:
+            now = self._parts.clock()
+            told = engine.info.events or engine.info.events_bind
+            until = now + (_EXPECTED_S if told else _UNTOLD_S)
+            self._parts.prefixes.expect(number, engine_id, rank, now, until)
+
+    def _headers(self, run: Run, half: _Half) -> dict[str, str]:
+        """Headers for an engine: they name the data-parallel rank that has more than others."""
+        engine = self._parts.registry.get(half.engine)
+        if engine is None or len(engine.info.ranks) <= 1 or half.rank is None:
+            return run.headers  # an engine with several ranks spreads its load itself
+        return {**run.headers, _RANK_HEADER: str(half.rank)}
+
+    def _url(self, engine_id: str) -> str:
+        """URL of an engine.
+
+        Raises:
+            EngineError: it was removed after it was chosen.
+        """
+        engine = self._parts.registry.get(engine_id)
+        if engine is None:
+            raise EngineError(engine_id, "was removed", sick=False)
+        return engine.info.url
+
+    def _completions(self, engine_id: str) -> str:
+        return f"{self._url(engine_id)}/v1/completions"
+
+    async def _prefill(self, run: Run, half: _Half, attempt: Attempt) -> msgspec.Raw | None:
+        """Ask the prefill engine of a pair; returns the parameters for the decode engine."""
+        parts = self._parts
+        started = parts.clock()
+        try:
+            raw, _ = await parts.upstream.post(
+                half.engine,
+                self._completions(half.engine),
+                half.body,
+                timeout_s=self._deadline.prefill_s,
+                headers=self._headers(run, half),
+            )
+        finally:
+            attempt.prefill_s = parts.clock() - started
+        parts.membership.worked(half.engine)
+        answer = read_answer(raw)
+        if answer is None:
+            raise EngineError(half.engine, "its answer is not JSON")
+        attempt.prefilled = answer.measured()
+        return answer.transfer
+
+    async def _serve(self, run: Run, half: _Half, attempt: Attempt) -> web.StreamResponse:
+        """Ask the engine whose answer the client gets."""
+        if run.body.stream:
+            return await self._stream(run, half, attempt)
+        return await self._whole(run, half, attempt)
+
+    async def _whole(self, run: Run, half: _Half, attempt: Attempt) -> web.StreamResponse:
+        """Relay one JSON answer."""
+        parts = self._parts
+        started = parts.clock()
+        try:
+            raw, content_type = await parts.upstream.post(
+                half.engine,
+                self._completions(half.engine),
+                half.body,
+                timeout_s=self._deadline.request_s,
+                headers=self._headers(run, half),
+            )
+        finally:
+            run.elsewhere_s += parts.clock() - started
+        parts.membership.worked(half.engine)
+        answer = read_answer(raw)
+        attempt.served = answer.measured() if answer else None
+        attempt.outcome = "ok"
+        run.first_byte(parts.clock())
+        run.decision.status, run.decision.outcome = 200, "ok"
+        return web.Response(body=raw, content_type=content_type, headers=run.headers)
+
+    async def _stream(self, run: Run, half: _Half, attempt: Attempt) -> web.StreamResponse:
+        """Relay server-sent events, whole events at a time."""
+        parts, engine = self._parts, half.engine
+        tail: deque[bytes] = deque(maxlen=_TAIL_PIECES)
+        started = parts.clock()
+        url, headers = self._completions(engine), self._headers(run, half)
+        async with parts.upstream.stream(engine, url, half.body, headers) as pieces:
+            async for piece in pieces:
+                if run.response is None:
+                    run.elsewhere_s += parts.clock() - started
+                    run.response = web.StreamResponse(headers={**run.headers, **_STREAM_HEADERS})
+                    await self._begin(run, run.response)
+                tail.append(piece)
+                shown = without_usage(piece) if run.body.usage_added else piece
+                if shown:
+                    await self.write(run.response, shown)
+        if run.response is None:
+            raise EngineError(engine, "the stream was empty")
+        parts.membership.worked(engine)
+        end = read_stream_end(tail)
+        attempt.served = end.measured() if end else None
+        attempt.outcome = "ok"
+        run.decision.status, run.decision.outcome = 200, "ok"
+        await self.end(run.response)
+        return run.response
+
+    async def _begin(self, run: Run, response: web.StreamResponse) -> None:
+        """Send the first byte to the client: no retries after this."""
+        run.decision.status = 200
+        await response.prepare(run.http)
+        run.first_byte(self._parts.clock())
+
+    async def write(self, response: web.StreamResponse, piece: bytes) -> None:
+        """Send a piece to the client; a client that does not read in time is disconnected."""
+        try:
+            async with asyncio.timeout(self._deadline.idle_s):
+                await response.write(piece)
+        except TimeoutError as error:
+            raise ConnectionResetError("the client does not read") from error
+
+    async def end(self, response: web.StreamResponse) -> None:
+        """End a stream."""
+        try:
+            async with asyncio.timeout(self._deadline.idle_s):
+                await response.write_eof()
+        except TimeoutError as error:
+            raise ConnectionResetError("the client does not read") from error
+
+
+def _encoded(fields: Fields) -> bytes:
+    return msgspec.json.encode(fields)

@@ -1,0 +1,70 @@
+"""What a protocol is: two functions from the client's request to those of the two engines. Pure."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+Fields = Mapping[str, msgspec.Raw]
+"""Fields of a request's body; values are JSON text."""
+
+
+class PairRequest(NamedTuple):
+    """One attempt to serve a request with a pair.
+
+    Attributes:
+        fields: as the client sent them, without ``kv_transfer_params``; not to be changed.
+        room: names this attempt; no other attempt of any request has the same.
+        prefill_url: ``http://host:port`` of the engine that computes the prompt.
+        decode_url: of the engine that generates the tokens. If the two are asked in turn, it is
+            known when the prefill engine has answered: then it may be another than before.
+    """
+
+    fields: Fields
+    room: str
+    prefill_url: str
+    decode_url: str
+
+
+@dataclass(frozen=True, slots=True)
+class PairProtocol:
+    """How a pair is asked.
+
+    Attributes:
+        at_once: False: the decode engine is asked when the prefill engine has answered. True: both
+            are asked at once; if either fails before the first byte, both requests end, and the
+            next attempt has another room. Both engines must speak the protocol then.
+        prefill: the request to the prefill engine, of which one JSON answer is expected; None = it
+            gets none, because the decode engine asks it (only if ``at_once``).
+        decode: the request to the decode engine, whose answer the client gets. The second argument
+            are the ``kv_transfer_params`` of the prefill engine's answer; None if it named none, or
+            if both are asked at once.
+    """
+
+    at_once: bool
+    prefill: Callable[[PairRequest], Fields] | None
+    decode: Callable[[PairRequest, msgspec.Raw | None], Fields]
+
+    def __post_init__(self) -> None:
+        """Refuse a protocol in which nobody asks the prefill engine."""
+        assert self.at_once or self.prefill is not None
+
+
+def one_token(fields: Fields) -> dict[str, msgspec.Raw]:
+    """A request that ends after the first token and is answered with JSON."""
+    asked = dict(fields)
+    asked.pop("stream_options", None)
+    asked["max_tokens"] = msgspec.Raw(b"1")
+    asked["stream"] = msgspec.Raw(b"false")
+    return asked
+
+
+def relayed(request: PairRequest, transfer: msgspec.Raw | None) -> Fields:
+    """The client's request with what the prefill engine has answered, unchanged.
+
+    Without, the decode engine computes the prompt.
+    """
+    if transfer is None:
+        return request.fields
+    return {**request.fields, "kv_transfer_params": transfer}

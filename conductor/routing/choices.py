@@ -1,0 +1,175 @@
+"""What can be decided on a request: values, with the numbers behind them."""
+
+import enum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from conductor.routing.engines import Health, Role
+
+
+class Plan(enum.StrEnum):
+    """How a request is served."""
+
+    ALONE = "alone"
+    PAIR = "pair"
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """One engine's numbers at the time of a decision.
+
+    Attributes:
+        engine: its id.
+        role: its role.
+        health: its health.
+        in_flight: requests assigned to it that have not ended; also those whose KV is not there
+            yet.
+        max_running: places.
+        load: ``in_flight / max_running``.
+        local_tokens: prompt tokens in its own cache.
+        node_tokens: prompt tokens on nodes it reads from.
+        usable_tokens: prompt tokens it need not compute.
+        peer_tokens: prompt tokens beyond these that its node could fetch from one other node of the
+            cluster; no policy uses them.
+        verdict: the role it was chosen for, ``passed over``, or why it could not be chosen.
+    """
+
+    engine: str
+    role: Role
+    health: Health
+    in_flight: int
+    max_running: int
+    load: float
+    local_tokens: int
+    node_tokens: int
+    usable_tokens: int
+    peer_tokens: int
+    verdict: str
+
+
+VERDICTS: Final = (
+    "passed over", "full", "failed this request before", "suspect", "dead",
+    "chosen to prefill", "chosen to decode", "chosen to serve alone",
+)  # fmt: skip
+"""What can become of a candidate."""
+
+
+class Candidates:
+    """The engines that serve a model at the time of a decision, in columns: one row for each.
+
+    The decision log keeps them of thousands of requests. Iterating gives each as a
+    :class:`Candidate`.
+    """
+
+    __slots__ = ("_engines", "_health", "_numbers", "_roles", "_verdicts")
+
+    def __init__(
+        self,
+        engines: tuple[str, ...],
+        roles: tuple[Role, ...],
+        health: tuple[Health, ...],
+        numbers: npt.NDArray[np.int32],
+        verdicts: npt.NDArray[np.uint8],
+    ) -> None:
+        """Keep the columns.
+
+        Args:
+            engines: ids.
+            roles: roles.
+            health: health.
+            numbers: int32 [6, engines]: requests, places, and local, node, usable, peer tokens.
+            verdicts: uint8 [engines], positions in :data:`VERDICTS`.
+        """
+        assert numbers.shape == (6, len(engines))
+        self._engines = engines
+        self._roles = roles
+        self._health = health
+        self._numbers = numbers
+        self._verdicts = verdicts
+
+    def __iter__(self) -> Iterator[Candidate]:
+        """Each engine's numbers."""
+        named = zip(self._engines, self._roles, self._health, strict=True)
+        rows = zip(self._numbers.T.tolist(), self._verdicts.tolist(), strict=True)
+        for (engine, role, health), (numbers, verdict) in zip(named, rows, strict=True):
+            count, places, local, node, usable, peer = numbers
+            yield Candidate(
+                engine, role, health, count, places, round(count / places, 3), local, node, usable,
+                peer, VERDICTS[verdict],
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """Send a request to these engines; ``prefill == decode`` if one serves it alone.
+
+    Attributes:
+        request: its number.
+        prefill: id of the engine that computes the prompt; it has a place there.
+        decode: id of the engine that generates the tokens.
+        plan: alone, or a pair.
+        protocol: name of the protocol by which ``prefill`` hands over.
+        at_once: whether the request has a place at ``decode`` already; else it gets one when its KV
+            arrives, and :class:`Continue` tells where.
+        reason: of the policy.
+        usable_tokens: prompt tokens that ``prefill`` need not compute.
+        candidates: all engines that serve the model.
+        ranks: the data-parallel rank of each that has the longest prefix; None = all have the same.
+    """
+
+    request: int
+    prefill: str
+    decode: str
+    plan: Plan
+    protocol: str
+    at_once: bool
+    reason: str
+    usable_tokens: int
+    candidates: Candidates
+    ranks: Mapping[str, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Continue:
+    """The KV of a request has arrived, and it has a place at this decode engine.
+
+    It is the assigned one, unless that has no room or is gone.
+    """
+
+    request: int
+    decode: str
+    rank: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Keep a request waiting."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """Refuse a request.
+
+    Attributes:
+        request: its number.
+        reason: for the client.
+        retry_after_s: when the client may try again.
+        code: the error's code.
+        status: HTTP status.
+    """
+
+    request: int
+    reason: str
+    retry_after_s: int
+    code: str = "no_engine"
+    status: int = 503
+
+
+Decision = Assign | Hold | Reject
+Effect = Assign | Continue | Reject

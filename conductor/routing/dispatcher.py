@@ -1,0 +1,392 @@
+"""The dispatcher: which requests wait, which have places at engines, and what happens next.
+
+::
+
+    arrive ──► waits ──► Assign ──► computed in a pair ──► prefilled ──► waits for its decode
+               ▲   │                     │      │                        engine ──► Continue
+               │   └► Reject             │      │                           │          │
+               └─────── failed ◄─────────┴──────┼───────────────────────────┼──────────┤
+                                                └──► left ◄─────────────────┴──────────┘
+
+Events go in (arrivals, completions, failures, time), and effects come out of :meth:`~Dispatcher.
+step` as values. It is the only place that gives requests places at engines: an engine never has
+more than ``max_running`` requests from us. A pair takes a place at its prefill engine when it is
+assigned, and one at its decode engine when its KV arrives there, so that the place is not idle
+while the prompt is computed; at once, if its protocol asks both engines at once.
+
+A request that failed at an engine waits again with its old number, so it is the first to be
+considered, and never at that engine.
+
+Pure: the caller passes the time. The asyncio queue is one caller, a simulator is another.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from conductor.routing.choices import Assign, Continue, Effect, Hold, Reject
+from conductor.routing.columns import NO_KEYS, Matches, View, Waiting
+from conductor.routing.engines import EngineRegistry
+from conductor.routing.scheduler import Handoff, Scheduler
+from kvstore.index.layout import Words
+
+_RETRY_AFTER_S_MAX: Final = 60
+_PACE_WEIGHT: Final = 0.1
+"""Weight of the newest completion in the moving average of the time between completions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A request that arrives.
+
+    Attributes:
+        number: unique; increases in order of arrival.
+        model: requested model, or LoRA adapter.
+        arrived: time of arrival, seconds.
+        tokens: tokens of the prompt; None = unknown.
+        keys: a chain value for each leading page of the prompt; empty = unknown.
+        priority: lower is more urgent.
+        tenant: on whose behalf; empty = unknown.
+        session: conversation that it belongs to; empty = unknown.
+    """
+
+    number: int
+    model: str
+    arrived: float
+    tokens: int | None = None
+    keys: Words = field(default_factory=lambda: NO_KEYS)
+    priority: int = 0
+    tenant: str = ""
+    session: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchLimits:
+    """Bounds of the dispatcher.
+
+    Attributes:
+        waiting_max: maximum waiting requests; those that failed at an engine may exceed it.
+        wait_s: maximum seconds of one wait.
+        tries: maximum assignments of one request.
+    """
+
+    waiting_max: int
+    wait_s: float
+    tries: int
+
+
+@dataclass(slots=True)
+class _Known:
+    """A request that has not ended.
+
+    Attributes:
+        assign: its present assignment; None = it waits for one.
+        held: engines at which it has a place.
+        promised: its decode engine, at which it has none yet.
+        arrived: whether its KV has arrived, so that it waits for this place.
+    """
+
+    request: Request
+    deadline: float
+    excluded: frozenset[str] = frozenset()
+    tries: int = 0
+    matches: Matches = field(default_factory=dict)
+    assign: Assign | None = None
+    held: list[str] = field(default_factory=list)
+    promised: str | None = None
+    arrived: bool = False
+
+
+class Dispatcher:
+    """All requests that have not ended."""
+
+    def __init__(
+        self, registry: EngineRegistry, scheduler: Scheduler, limits: DispatchLimits
+    ) -> None:
+        """Start empty.
+
+        Args:
+            registry: the engines.
+            scheduler: makes the decisions.
+            limits: bounds.
+        """
+        self._registry = registry
+        self._scheduler = scheduler
+        self._limits = limits
+        self._known: dict[int, _Known] = {}
+        self._waiting: dict[int, _Known] = {}  # without an assignment
+        self._arrived: dict[int, _Known] = {}  # whose KV waits for a decode engine
+        self._refused: list[Reject] = []  # until the next step
+        self._in_flight: Counter[str] = Counter()
+        self._promised: Counter[str] = Counter()
+        self._last_assigned: dict[str, int] = {}
+        self._assigned = 0
+        self._released_at: float | None = None
+        self._pace_s = 1.0
+        self._closed = False
+
+    def __len__(self) -> int:
+        """Requests that wait for an engine."""
+        return len(self._waiting) + len(self._arrived)
+
+    def in_flight(self, engine_id: str) -> int:
+        """Requests that have a place at an engine."""
+        return self._in_flight[engine_id]
+
+    @property
+    def requests_max(self) -> int:
+        """Maximum requests in total: waiting and in flight at engines."""
+        running = sum(engine.info.max_running for engine in self._registry)
+        return self._limits.waiting_max + running
+
+    @property
+    def retry_after_s(self) -> int:
+        """Estimated seconds until those who wait now are served, 1 to 60."""
+        return min(_RETRY_AFTER_S_MAX, max(1, math.ceil(len(self) * self._pace_s)))
+
+    @property
+    def wake_at(self) -> float | None:
+        """When :meth:`step` must be called at the latest; None = not before the next event."""
+        waiting = (*self._waiting.values(), *self._arrived.values())
+        return min((one.deadline for one in waiting), default=None)
+
+    def arrive(self, request: Request) -> None:
+        """A request arrives; it is rejected if too many wait, or after :meth:`close`."""
+        assert request.number not in self._known
+        if self._closed:
+            self._refused.append(self._closing(request.number))
+        elif len(self._waiting) >= self._limits.waiting_max:
+            why = f"{len(self._waiting)} requests are waiting already"
+            again = self.retry_after_s
+            self._refused.append(Reject(request.number, why, again, "queue_full", status=429))
+        else:
+            known = _Known(request, request.arrived + self._limits.wait_s)
+            self._known[request.number] = self._waiting[request.number] = known
+
+    def prefilled(self, number: int, now: float) -> None:
+        """The prefill engine of a pair has done its part; the KV goes to the decode engine."""
+        known = self._known[number]
+        assert known.assign is not None
+        self.released(number, known.assign.prefill, now)
+        if not known.assign.at_once:
+            known.arrived = True
+            known.deadline = now + self._limits.wait_s
+            self._arrived[number] = known
+
+    def released(self, number: int, engine_id: str, now: float) -> None:
+        """An engine has done its part of a request; a second call does nothing."""
+        known = self._known.get(number)
+        if known is None or engine_id not in known.held:
+            return
+        known.held.remove(engine_id)
+        _take(self._in_flight, engine_id)
+        if self._released_at is not None:
+            self._pace_s += _PACE_WEIGHT * (now - self._released_at - self._pace_s)
+        self._released_at = now
+
+    def failed(self, number: int, engine_id: str, why: str, now: float) -> None:
+        """An engine failed a request: it waits for others, or is rejected after the last try."""
+        known = self._known[number]
+        self._give_back(known, now)
+        if self._closed:
+            self._refuse(known, self._closing(number))
+        elif known.tries >= self._limits.tries:
+            why = f"{known.tries} tries failed; the last error: {why}"
+            self._refuse(known, Reject(number, why, self.retry_after_s, "engines_failed"))
+        else:
+            known.assign = None
+            known.excluded |= {engine_id}
+            known.deadline = now + self._limits.wait_s
+            self._waiting[number] = known
+
+    def left(self, number: int, now: float) -> None:
+        """A request has ended, or its client has gone; unknown ones do nothing."""
+        known = self._known.get(number)
+        if known is not None:
+            self._give_back(known, now)
+            self._remove(known)
+
+    def forget(self, engine_id: str) -> None:
+        """An engine was removed; requests there keep their places until they are released."""
+        self._last_assigned.pop(engine_id, None)
+
+    def close(self) -> None:
+        """Reject those who wait, and all who come."""
+        self._closed = True
+        for known in (*self._waiting.values(), *self._arrived.values()):
+            self._refuse(known, self._closing(known.request.number))
+
+    def due(self, now: float) -> list[tuple[int, str]]:
+        """Number and model of each request whose prefixes decide something now.
+
+        They are passed to :meth:`learn` before the next :meth:`step`.
+        """
+        if not self._waiting or not self._scheduler.policy.needs_prefixes:
+            return []
+        waiting = self._columns(self._waiting)
+        rows = self._scheduler.due(self.view(), waiting, now)
+        return [(waiting.numbers[row], waiting.models[row]) for row in rows]
+
+    def learn(self, number: int, matches: Matches) -> None:
+        """How much of the prompt of a waiting request each engine has."""
+        self._waiting[number].matches = matches
+
+    def step(self, now: float) -> list[Effect]:
+        """Decide what can be decided now; a request gets no further effect after a Reject."""
+        effects: list[Effect] = [*self._refused]
+        self._refused.clear()
+        effects += self._receive(now)
+        if self._waiting:
+            waiting = self._columns(self._waiting)
+            for decision in self._scheduler.schedule(self.view(), waiting, now):
+                if isinstance(decision, Assign):
+                    self._give(decision)
+                elif isinstance(decision, Reject):
+                    self._remove(self._known[decision.request])
+                if not isinstance(decision, Hold):
+                    effects.append(decision)
+        return effects
+
+    def _receive(self, now: float) -> list[Effect]:
+        """Give places at decode engines to those whose KV has arrived, oldest first."""
+        effects: list[Effect] = []
+        if not self._arrived:
+            return effects
+        waiting = self._columns(self._arrived)
+        handoffs = [_handoff(self._arrived[number]) for number in waiting.numbers]
+        choices = self._scheduler.receive(self.view(), waiting, handoffs, now)
+        for number, choice in zip(waiting.numbers, choices, strict=True):
+            known = self._known[number]
+            if isinstance(choice, Reject):
+                self._give_back(known, now)
+                self._remove(known)
+                effects.append(choice)
+            elif isinstance(choice, str):
+                effects.append(self._continue(known, choice))
+        return effects
+
+    def _continue(self, known: _Known, decode: str) -> Continue:
+        assert known.assign is not None
+        assert known.promised is not None
+        if decode != known.promised:
+            self._assigned += 1
+            self._last_assigned[decode] = self._assigned
+        _take(self._promised, known.promised)
+        known.promised, known.arrived = None, False
+        known.held.append(decode)
+        self._in_flight[decode] += 1
+        del self._arrived[known.request.number]
+        if decode in known.assign.ranks:
+            rank = known.assign.ranks[decode]
+        else:
+            rank = known.matches[decode].rank if decode in known.matches else None
+        return Continue(known.request.number, decode, rank)
+
+    def _give(self, assign: Assign) -> None:
+        """Take the places of an assignment."""
+        known = self._waiting.pop(assign.request)
+        assert not known.held
+        known.assign = assign
+        known.tries += 1
+        self._assigned += 1
+        for engine_id in dict.fromkeys((assign.prefill, assign.decode)):
+            self._last_assigned[engine_id] = self._assigned
+            if engine_id == assign.prefill or assign.at_once:
+                known.held.append(engine_id)
+                self._in_flight[engine_id] += 1
+            else:
+                known.promised = engine_id
+                self._promised[engine_id] += 1
+
+    def _give_back(self, known: _Known, now: float) -> None:
+        """Give all places of a request back."""
+        for engine_id in tuple(known.held):
+            self.released(known.request.number, engine_id, now)
+        if known.promised is not None:
+            _take(self._promised, known.promised)
+            known.promised, known.arrived = None, False
+        self._arrived.pop(known.request.number, None)
+
+    def _refuse(self, known: _Known, reject: Reject) -> None:
+        if known.promised is not None:
+            _take(self._promised, known.promised)
+        self._remove(known)
+        self._refused.append(reject)
+
+    def _remove(self, known: _Known) -> None:
+        number = known.request.number
+        del self._known[number]
+        self._waiting.pop(number, None)
+        self._arrived.pop(number, None)
+
+    def _closing(self, number: int) -> Reject:
+        return Reject(number, "the Conductor is shutting down", 1, "shutting_down")
+
+    def _columns(self, known: dict[int, _Known]) -> Waiting:
+        rows: Sequence[_Known] = [known[number] for number in sorted(known)]
+        return Waiting(
+            numbers=[one.request.number for one in rows],
+            models=[one.request.model for one in rows],
+            arrived=[one.request.arrived for one in rows],
+            deadlines=[one.deadline for one in rows],
+            excluded=[one.excluded for one in rows],
+            tokens=[one.request.tokens for one in rows],
+            keys=[one.request.keys for one in rows],
+            priorities=[one.request.priority for one in rows],
+            tenants=[one.request.tenant for one in rows],
+            sessions=[one.request.session for one in rows],
+            matches=[one.matches for one in rows],
+        )
+
+    def view(self) -> View:
+        """The engines, in columns."""
+        engines = list(self._registry)
+        infos = [engine.info for engine in engines]
+        return View(
+            ids=[info.id for info in infos],
+            models=[info.model for info in infos],
+            adapters=[info.adapters for info in infos],
+            protocols=[info.protocol for info in infos],
+            roles=[info.role for info in infos],
+            health=[engine.health.state for engine in engines],
+            in_flight=np.array([self._in_flight[info.id] for info in infos], dtype=np.int64),
+            promised=np.array([self._promised[info.id] for info in infos], dtype=np.int64),
+            max_running=np.array([info.max_running for info in infos], dtype=np.int64),
+            last_assigned=np.array(
+                [self._last_assigned.get(info.id, 0) for info in infos], dtype=np.int64
+            ),
+            assigned=self._assigned,
+            retry_after_s=self.retry_after_s,
+        )
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        held: Counter[str] = Counter()
+        promised: Counter[str] = Counter()
+        for number, known in self._known.items():
+            assert (number in self._waiting) == (known.assign is None)
+            assert (number in self._arrived) == known.arrived
+            assert known.assign is not None or not known.held
+            held.update(known.held)
+            promised.update([known.promised] if known.promised is not None else [])
+        assert held == self._in_flight
+        assert promised == self._promised
+        assert self._waiting.keys() | self._arrived.keys() <= self._known.keys()
+
+
+def _handoff(known: _Known) -> Handoff:
+    assert known.assign is not None
+    assert known.promised is not None
+    return Handoff(known.assign.protocol, known.promised)
+
+
+def _take(counts: Counter[str], engine_id: str) -> None:
+    """Count one less; a count of zero is dropped."""
+    counts[engine_id] -= 1
+    assert counts[engine_id] >= 0, engine_id
+    if not counts[engine_id]:
+        del counts[engine_id]

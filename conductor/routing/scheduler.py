@@ -1,0 +1,384 @@
+"""Gives waiting requests places at engines: one pure function, called on each event.
+
+:meth:`Scheduler.schedule` returns exactly one :class:`Assign`, :class:`Hold` or :class:`Reject` for
+each waiting request. It considers them in the order of its policy, and gives each the cheapest
+engine that has room.
+
+A **first** engine prefills: a prefill engine (which needs a second one to decode), or a mixed
+engine, which serves alone. A **second** engine is a decode engine, or a mixed one if no decode
+engine is left. If no first or no second engine exists, the request is rejected, not held. Suspect
+engines are used only if no engine is alive, dead engines never.
+
+If a protocol asks both engines of a pair at once, both must speak it. In all others the second gets
+what the first has answered; if it cannot use that, it computes the prompt itself.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from conductor.routing.choices import VERDICTS, Assign, Candidates, Decision, Hold, Plan, Reject
+from conductor.routing.columns import NO_PREFIX, Matches, Offers, View, Waiting
+from conductor.routing.engines import Health, Role
+from conductor.routing.policy import Policy
+
+_FULL: Final = "every engine that could serve it is full"
+_DECODE_FULL: Final = "every engine that could decode it is full"
+
+
+_PASSED, _FULL_ONE, _FAILED, _SUSPECT, _DEAD, _PREFILLS, _DECODES, _ALONE = range(len(VERDICTS))
+_IN_TURN: Final = ""
+"""Stands for all protocols by which the engines of a pair are asked in turn."""
+
+
+class Handoff(NamedTuple):
+    """How the KV of a request is handed over.
+
+    Attributes:
+        protocol: by which.
+        wanted: id of the engine that was chosen to decode when the request was assigned.
+    """
+
+    protocol: str
+    wanted: str
+
+
+class _Pairs(NamedTuple):
+    """Rows of engines that can serve in pairs."""
+
+    prefill: list[int]
+    decode: list[int]
+    at_once: bool
+
+
+class _Group(NamedTuple):
+    """The engines for requests of one model that have failed at the same engines, as rows.
+
+    Attributes:
+        serving: all that serve the model.
+        alone: those that can serve alone.
+        pairs: for each protocol by which both are asked at once, and for all others.
+        why_none: why no engine can serve; empty if some can.
+    """
+
+    serving: list[int]
+    alone: list[int]
+    pairs: dict[str, _Pairs]
+    why_none: str
+
+
+class Scheduler:
+    """One policy as the function ``schedule``; stateless."""
+
+    def __init__(self, policy: Policy, at_once: Collection[str] = ()) -> None:
+        """Connect the parts.
+
+        Args:
+            policy: order of requests, and costs of engines.
+            at_once: protocols by which both engines of a pair are asked at once, so that a request
+                takes its place at both when it is assigned.
+        """
+        self.policy = policy
+        self._at_once = at_once
+
+    def due(self, view: View, waiting: Waiting, now: float) -> list[int]:
+        """Rows of requests that could be given a place now: their ``matches`` must be up to date.
+
+        Of those that the same engines can serve, at most as many as these have free places.
+        """
+        if not self.policy.needs_prefixes:
+            return []
+        call = _Call(self, view, waiting)
+        free: dict[tuple[str, frozenset[str]], int] = {}
+        due: list[int] = []
+        for row in self.policy.order(waiting, now):
+            key = (waiting.models[row], waiting.excluded[row])
+            if key not in free:
+                free[key] = call.free(*key)
+            if free[key] > 0:
+                free[key] -= 1
+                due.append(row)
+        return due
+
+    def schedule(self, view: View, waiting: Waiting, now: float) -> list[Decision]:
+        """Decide on every waiting request.
+
+        Args:
+            view: the engines; not changed.
+            waiting: the requests; not changed.
+            now: time on the clock of the deadlines.
+
+        Returns:
+            One decision for each request, in the policy's order. Together with requests that hold
+            places they never exceed an engine's ``max_running``.
+        """
+        call = _Call(self, view, waiting)
+        return [call.decide(row, now) for row in self.policy.order(waiting, now)]
+
+    def receive(
+        self, view: View, waiting: Waiting, handoffs: Sequence[Handoff], now: float
+    ) -> list[str | Hold | Reject]:
+        """Choose who decodes the requests whose KV has arrived, the first ones first.
+
+        Args:
+            view: the engines; not changed.
+            waiting: these requests; not changed.
+            handoffs: how the KV of each is handed over.
+            now: time on the clock of the deadlines.
+
+        Returns:
+            For each, the id of the engine that was meant for it if that has room, else of the
+            cheapest that has.
+        """
+        call = _Call(self, view, waiting)
+        return [call.receive(row, handoff, now) for row, handoff in enumerate(handoffs)]
+
+    def kind(self, protocol: str) -> str:
+        """The protocol if it asks both engines of a pair at once; empty for all others."""
+        return protocol if protocol in self._at_once else _IN_TURN
+
+
+class _Call:
+    """One call: the columns, and the assignments of this call."""
+
+    def __init__(self, scheduler: Scheduler, view: View, waiting: Waiting) -> None:
+        self._scheduler = scheduler
+        self._policy = scheduler.policy
+        self._view = view
+        self._waiting = waiting
+        self._in_flight = view.in_flight.tolist()
+        self._promised = view.promised.tolist()
+        self._max_running = view.max_running.tolist()
+        self._last_assigned = view.last_assigned.tolist()
+        self._assigned = view.assigned
+        self._rows = {name: row for row, name in enumerate(view.ids)}
+        self._groups: dict[tuple[str, frozenset[str]], _Group] = {}
+        # Free places only get fewer during a call: later requests for the same engines are held.
+        self._full: set[tuple[str, frozenset[str]]] = set()
+
+    def free(self, model: str, excluded: frozenset[str]) -> int:
+        """Free places at the first engines of a model, whatever their health."""
+        view = self._view
+        return sum(
+            max(0, self._max_running[one] - self._in_flight[one])
+            for one in self._serving(model)
+            if view.roles[one] is not Role.DECODE and view.ids[one] not in excluded
+        )
+
+    def has_room(self, row: int) -> bool:
+        """Whether an engine has a free place."""
+        return bool(self._in_flight[row] < self._max_running[row])
+
+    def decide(self, row: int, now: float) -> Decision:
+        """Decide on one request."""
+        waiting = self._waiting
+        key = (waiting.models[row], waiting.excluded[row])
+        if key in self._full:
+            return self.hold(row, now, _FULL)
+        group = self._group(row)
+        if group.why_none:
+            return Reject(waiting.numbers[row], group.why_none, self._view.retry_after_s)
+        firsts = [one for one in group.alone if self.has_room(one)]
+        for pairs in group.pairs.values():
+            if any(self._takes(one, at_once=pairs.at_once) for one in pairs.decode):
+                firsts += [one for one in pairs.prefill if self.has_room(one)]
+        if not firsts:
+            self._full.add(key)
+            return self.hold(row, now, _FULL)
+        first = second = self.cheapest(row, firsts)
+        if self._view.roles[first] is not Role.MIXED:
+            pairs = group.pairs[self._scheduler.kind(self._view.protocols[first])]
+            takers = [one for one in pairs.decode if self._takes(one, at_once=pairs.at_once)]
+            second = self.cheapest(row, takers)
+        return self._assign(row, first, second, group)
+
+    def hold(self, row: int, now: float, why: str) -> Hold | Reject:
+        """All engines are full: hold or reject."""
+        number = self._waiting.numbers[row]
+        if now < self._waiting.deadlines[row]:
+            return Hold(number)
+        why = f"waited too long: {why}"
+        return Reject(number, why, self._view.retry_after_s, "queue_timeout")
+
+    def receive(self, row: int, handoff: Handoff, now: float) -> str | Hold | Reject:
+        """Choose who decodes a request whose KV has arrived, and take the place there."""
+        view = self._view
+        wanted = self._rows.get(handoff.wanted)
+        lives = wanted is not None and view.health[wanted] is not Health.DEAD
+        if wanted is not None and lives and self.has_room(wanted):
+            return self._receive(wanted, wanted)
+        pairs = self._group(row).pairs.get(self._scheduler.kind(handoff.protocol))
+        if pairs is None and not lives:
+            why = "no engine is left to decode it"
+            return Reject(self._waiting.numbers[row], why, view.retry_after_s)
+        free = [one for one in pairs.decode if self.has_room(one)] if pairs is not None else []
+        if not free:
+            return self.hold(row, now, _DECODE_FULL)
+        return self._receive(self.cheapest(row, free), wanted)
+
+    def _receive(self, chosen: int, wanted: int | None) -> str:
+        self._in_flight[chosen] += 1
+        if wanted is not None:
+            self._promised[wanted] -= 1
+        return self._view.ids[chosen]
+
+    def cheapest(self, row: int, engines: Sequence[int]) -> int:
+        """The cheapest of these engines for a request.
+
+        Of equal ones, a mixed one (no handoff), then the one that was assigned longest ago.
+        """
+        if len(engines) == 1:
+            return engines[0]
+        ids = [self._view.ids[one] for one in engines]
+        matches = self._matches(row)
+        in_flight = np.array([self._load(one) for one in engines], dtype=np.float64)
+        places = np.array([self._max_running[one] for one in engines], dtype=np.float64)
+        offers = Offers(
+            ids=ids,
+            in_flight=in_flight,
+            load=in_flight / places,
+            last_assigned=np.array([self._last_assigned[one] for one in engines], dtype=np.float64),
+            local=np.array([matches.get(one, NO_PREFIX).local for one in ids], dtype=np.float64),
+            usable=np.array([matches.get(one, NO_PREFIX).usable for one in ids], dtype=np.float64),
+        )
+        costs = self._policy.costs(self._waiting, row, offers)
+        left = np.arange(len(engines))
+        for column in costs:
+            left = left[column[left] == column[left].min()]
+        return engines[min(left.tolist(), key=lambda at: self._tie(engines[at]))]
+
+    def _tie(self, row: int) -> tuple[bool, int, str]:
+        mixed = self._view.roles[row] is Role.MIXED
+        return (not mixed, self._last_assigned[row], self._view.ids[row])
+
+    def _takes(self, row: int, *, at_once: bool) -> bool:
+        """Whether an engine may be assigned to decode.
+
+        At once, it needs a free place. Else requests get theirs when their KV arrives; so that
+        engines prefill while others decode, as many may be promised as there are places.
+        """
+        if at_once:
+            return self.has_room(row)
+        return bool(self._promised[row] < self._max_running[row])
+
+    def _load(self, row: int) -> int:
+        count: int = self._in_flight[row] + self._promised[row]
+        return count
+
+    def _matches(self, row: int) -> Matches:
+        return self._waiting.matches[row] if self._policy.needs_prefixes else {}
+
+    def _serving(self, model: str) -> list[int]:
+        """The engines of a model; or of a LoRA adapter, if no model has its name."""
+        view = self._view
+        found = [row for row, served in enumerate(view.models) if served == model]
+        return found or [row for row, names in enumerate(view.adapters) if model in names]
+
+    def _group(self, row: int) -> _Group:
+        key = model, excluded = self._waiting.models[row], self._waiting.excluded[row]
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = self._grouped(self._serving(model), excluded)
+        return group
+
+    def _grouped(self, serving: list[int], excluded: frozenset[str]) -> _Group:
+        """Suspect engines are used only if the healthy ones cannot serve the request."""
+        view = self._view
+        fit = [row for row in serving if view.ids[row] not in excluded]
+        for bad in ({Health.SUSPECT, Health.DEAD}, {Health.DEAD}):
+            well = [row for row in fit if view.health[row] not in bad]
+            alone = [row for row in well if view.roles[row] is Role.MIXED]
+            kinds = {row: self._scheduler.kind(view.protocols[row]) for row in well}
+            pairs = {
+                kind: self._pairs([row for row in well if kinds[row] == kind], kind)
+                for kind in dict.fromkeys(kinds.values())
+            }
+            pairs = {kind: one for kind, one in pairs.items() if one.decode}
+            if alone or any(one.prefill for one in pairs.values()):
+                return _Group(serving, alone, pairs, "")
+        return _Group(serving, [], pairs, self._nobody(fit, len(excluded)))
+
+    def _pairs(self, rows: Sequence[int], kind: str) -> _Pairs:
+        by_role: Mapping[Role, list[int]] = {role: [] for role in Role}
+        for row in rows:
+            by_role[self._view.roles[row]].append(row)
+        decode = by_role[Role.DECODE] or by_role[Role.MIXED]
+        return _Pairs(by_role[Role.PREFILL], decode, at_once=kind != _IN_TURN)
+
+    def _nobody(self, fit: Sequence[int], excluded: int) -> str:
+        """Why no engine can serve."""
+        left = [row for row in fit if self._view.health[row] is not Health.DEAD]
+        roles = {self._view.roles[row] for row in left}
+        if roles == {Role.PREFILL}:
+            return "only prefill engines are left"
+        if roles == {Role.DECODE}:
+            return "only decode engines are left"
+        if roles:
+            names = ", ".join(sorted({self._view.protocols[row] for row in left}))
+            return f"no prefill and decode engine are left that speak the same protocol: {names}"
+        failed = f"; {excluded} failed this request" if excluded else ""
+        return f"no engine is left for this model{failed}"
+
+    def _assign(self, row: int, first: int, second: int, group: _Group) -> Assign:
+        view, matches = self._view, self._matches(row)
+        candidates = self._candidates(row, first, second, group)
+        protocol = view.protocols[first]
+        at_once = first == second or self._scheduler.kind(protocol) != _IN_TURN
+        self._assigned += 1
+        self._in_flight[first] += 1
+        if second != first:
+            (self._in_flight if at_once else self._promised)[second] += 1
+        for one in (first, second):
+            self._last_assigned[one] = self._assigned
+        return Assign(
+            request=self._waiting.numbers[row],
+            prefill=view.ids[first],
+            decode=view.ids[second],
+            plan=Plan.ALONE if first == second else Plan.PAIR,
+            protocol=protocol,
+            at_once=at_once,
+            reason=self._policy.because,
+            usable_tokens=matches.get(view.ids[first], NO_PREFIX).usable,
+            candidates=candidates,
+            ranks={
+                view.ids[one]: matches.get(view.ids[one], NO_PREFIX).rank for one in (first, second)
+            },
+        )
+
+    def _candidates(self, row: int, first: int, second: int, group: _Group) -> Candidates:
+        """The numbers of all engines that serve the model."""
+        view, matches, rows = self._view, self._matches(row), group.serving
+        ids = tuple([view.ids[one] for one in rows])
+        excluded = self._waiting.excluded[row]
+        verdicts = [self._verdict(one, excluded) for one in rows]
+        if first == second:
+            verdicts[rows.index(first)] = _ALONE
+        else:
+            verdicts[rows.index(first)], verdicts[rows.index(second)] = _PREFILLS, _DECODES
+        numbers = np.zeros((6, len(rows)), dtype=np.int32)
+        numbers[0] = [self._in_flight[one] + self._promised[one] for one in rows]
+        numbers[1] = [self._max_running[one] for one in rows]
+        if matches:
+            found = [matches.get(one, NO_PREFIX) for one in ids]
+            numbers[2:] = np.array([(one.local, one.node, one.usable, one.peer) for one in found]).T
+        return Candidates(
+            ids,
+            tuple([view.roles[one] for one in rows]),
+            tuple([view.health[one] for one in rows]),
+            numbers,
+            np.array(verdicts, dtype=np.uint8),
+        )
+
+    def _verdict(self, one: int, excluded: frozenset[str]) -> int:
+        """What becomes of an engine that was not chosen."""
+        view = self._view
+        health = view.health[one]
+        if excluded and view.ids[one] in excluded:
+            return _FAILED
+        if health is not Health.ALIVE:
+            return _SUSPECT if health is Health.SUSPECT else _DEAD
+        if view.roles[one] is not Role.DECODE:
+            return _PASSED if self.has_room(one) else _FULL_ONE
+        at_once = self._scheduler.kind(view.protocols[one]) != _IN_TURN
+        return _PASSED if self._takes(one, at_once=at_once) else _FULL_ONE

@@ -1,0 +1,80 @@
+"""Goal: what somebody else has put into a real Redis costs neither memory nor the other records."""
+
+import asyncio
+import time
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from bench.store_servers import RedisServer
+from kvstore.cluster.access import StoreServers
+from kvstore.cluster.records import RECORD_BYTES_MAX, NodeRecord, write_record
+from kvstore.cluster.redis_client import redis_clients
+from kvstore.cluster.redis_pages import CALL_S, RedisPages
+from kvstore.cluster.redis_records import RedisStore
+from kvstore.cluster.roster import Roster
+from tests.cluster_processes.store_scenes import start_server
+from tests.loops import in_loop
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+
+RECORD = NodeRecord(name="a", boot=b"a" * 16, endpoint="10.0.0.1:7400")
+PREFIX = "kvstore:{blue}:"
+
+
+def opened(folder: Path) -> tuple[RedisServer, Redis, StoreServers]:
+    server = start_server("redis", folder)
+    assert isinstance(server, RedisServer)
+    host, port = server.endpoint.split(":")
+    return server, Redis(host, int(port)), StoreServers((server.endpoint,))
+
+
+@in_loop
+async def test_records_that_are_long_or_no_text_are_left_out_and_the_others_are_read(
+    tmp_path: Path,
+) -> None:
+    server, direct, servers = opened(tmp_path)
+    with server, direct:
+        for number in range(64):
+            direct.set(f"{PREFIX}node:long{number}", b"x" * (1 << 20))
+            direct.zadd(f"{PREFIX}nodes", {f"long{number}": "inf"})
+        direct.lpush(f"{PREFIX}node:list", "x")
+        direct.zadd(f"{PREFIX}nodes", {"list": "inf"})
+        direct.zadd(f"{PREFIX}nodes", {b"\x1b[2J" * 99_999: "inf"})
+        store = RedisStore(servers, "blue")
+        try:
+            await store.open()
+            assert await store.claim("a", write_record(RECORD), None) is None
+            async with aclosing(store.watch()) as changes:
+                records = await anext(changes)
+        finally:
+            await store.close()
+
+    assert max(map(len, records.values())) == RECORD_BYTES_MAX + 1
+    roster = Roster(1.0)
+    roster.tell(records, time.monotonic())
+    assert roster.nodes == {"a": RECORD}
+    assert roster.unreadable == 65
+
+
+@in_loop
+async def test_an_entry_that_is_long_or_no_text_is_that_of_nobody(tmp_path: Path) -> None:
+    server, direct, servers = opened(tmp_path)
+    first, second, third = (bytes([number]) * 13 for number in (1, 2, 3))
+    store = RedisPages(redis_clients(servers, CALL_S), "blue")
+    with server, direct:
+        try:
+            number = await store.claim("a", b"a" * 16, "token")
+            direct.set(b"k" + first, b"%d," % number * (1 << 18))
+            direct.lpush(b"k" + second, "x")
+            direct.set(b"k" + third, b"%d" % number)
+
+            async with asyncio.timeout(CALL_S):
+                found = await store.find([first + second + third])
+        finally:
+            await store.close()
+
+    assert found.runs == [[(2, ""), (1, str(number))]]
+    assert [one.node for one in found.holders.values()] == ["a"]

@@ -1,0 +1,103 @@
+"""Columns for the scheduler, from rows that tests are easier to read with."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from conductor.routing.choices import Decision
+from conductor.routing.columns import NO_KEYS, Matches, View, Waiting
+from conductor.routing.engines import Health, Role
+from conductor.routing.policy import POLICIES
+from conductor.routing.scheduler import Scheduler
+
+NOW = 100.0
+AT_ONCE = ("at-once",)
+"""Protocols by which both engines of a pair are asked at once."""
+
+
+@dataclass(frozen=True)
+class EngineRow:
+    """A row of :class:`View`."""
+
+    id: str
+    role: Role
+    model: str = "m"
+    adapters: Collection[str] = ()
+    protocol: str = "at-once"
+    health: Health = Health.ALIVE
+    in_flight: int = 0
+    promised: int = 0
+    max_running: int = 4
+    last_assigned: int = 0
+
+
+@dataclass(frozen=True)
+class RequestRow:
+    """A row of :class:`Waiting`."""
+
+    number: int = 1
+    model: str = "m"
+    deadline: float = NOW + 1
+    excluded: frozenset[str] = frozenset()
+    tokens: int | None = None
+    priority: int = 0
+    tenant: str = ""
+    session: str = ""
+    matches: Matches | None = None
+
+
+def engine(name: str, role: str = "mixed", **fields: object) -> EngineRow:
+    return EngineRow(name, Role(role), **fields)  # type: ignore[arg-type]
+
+
+def request(number: int = 1, **fields: object) -> RequestRow:
+    return RequestRow(number, **fields)  # type: ignore[arg-type]
+
+
+def view_of(rows: Sequence[EngineRow], *, assigned: int = 0, retry_after_s: int = 1) -> View:
+    numbers = {
+        name: np.array([getattr(row, name) for row in rows], dtype=np.int64)
+        for name in ("in_flight", "promised", "max_running", "last_assigned")
+    }
+    return View(
+        ids=[row.id for row in rows],
+        models=[row.model for row in rows],
+        adapters=[row.adapters for row in rows],
+        protocols=[row.protocol for row in rows],
+        roles=[row.role for row in rows],
+        health=[row.health for row in rows],
+        assigned=assigned,
+        retry_after_s=retry_after_s,
+        **numbers,
+    )
+
+
+def waiting(rows: Sequence[RequestRow], matches: Matches | None = None) -> Waiting:
+    """``matches``: of those that have none of their own."""
+    return Waiting(
+        numbers=[row.number for row in rows],
+        models=[row.model for row in rows],
+        arrived=[0.0 for _ in rows],
+        deadlines=[row.deadline for row in rows],
+        excluded=[row.excluded for row in rows],
+        tokens=[row.tokens for row in rows],
+        keys=[NO_KEYS for _ in rows],
+        priorities=[row.priority for row in rows],
+        tenants=[row.tenant for row in rows],
+        sessions=[row.session for row in rows],
+        matches=[row.matches or matches or {} for row in rows],
+    )
+
+
+def schedule(
+    policy: str,
+    engines: Sequence[EngineRow],
+    requests: Sequence[RequestRow],
+    matches: Matches | None = None,
+    *,
+    retry_after_s: int = 1,
+) -> list[Decision]:
+    """What a policy decides at :data:`NOW`."""
+    view = view_of(engines, assigned=9, retry_after_s=retry_after_s)
+    return Scheduler(POLICIES[policy], AT_ONCE).schedule(view, waiting(requests, matches), NOW)

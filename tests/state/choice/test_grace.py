@@ -1,0 +1,61 @@
+"""Goal: a page that was just stored outlives what others have used, and choosing stays cheap."""
+
+from kvstore.state.choice.eviction import GRACE_NS, GRACELESS_NS
+from tests.state.world import World, key
+
+SECOND_NS = 1_000_000_000
+
+
+class Full(World):
+    """Memory that is full of one page for each letter of ``abcdefgh``, stored a second ago."""
+
+    def __init__(self) -> None:
+        super().__init__(extents=1, slots_each=8)
+        self.table.moment.now_ns = SECOND_NS
+        self.me = self.process()
+        self.mine = self.space(self.me)
+        for letter in "abcdefgh":
+            self.store(self.me, self.mine, letter)
+        self.removed()
+        self.later(SECOND_NS)
+
+    def later(self, ns: int) -> None:
+        self.table.moment.now_ns += ns
+
+    def use(self, letter: str) -> None:
+        lease, _ = self.acquire(self.me, self.mine, letter)
+        self.table.release(self.me, lease)
+
+    def evicted_for(self, letter: str) -> str:
+        """What leaves when another page is stored."""
+        self.store(self.me, self.mine, letter)
+        (gone,) = self.removed("evicted")
+        return next(one for one in "abcdefgh" if key(one) == gone)
+
+
+def test_a_young_page_that_nobody_has_used_outlives_one_that_was_used():
+    full = Full()
+    full.use("d")
+    assert full.evicted_for("x") == "d"
+
+
+def test_an_unused_page_goes_first_when_it_is_no_longer_young():
+    full = Full()
+    full.later(GRACE_NS)
+    full.use("d")
+    assert full.evicted_for("x") == "a"
+
+
+def test_young_pages_go_in_their_order_when_there_is_nothing_else():
+    full = Full()
+    assert [full.evicted_for(letter) for letter in "xyz"] == ["a", "b", "c"]
+
+
+def test_that_nothing_but_young_pages_was_found_holds_for_a_moment_and_no_longer():
+    full = Full()
+    assert full.evicted_for("x") == "a", "all are young"
+    full.use("g")
+    full.later(GRACELESS_NS - 1)
+    assert full.evicted_for("y") == "b", "nothing is passed over"
+    full.later(1)
+    assert full.evicted_for("z") == "g", "the others are looked at again"
