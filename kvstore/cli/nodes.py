@@ -102,6 +102,8 @@ def _row(node: Any) -> list[object]:
     session = node["state"]
     if session == "up":
         session += f", {node['transport'] or 'no transport'}"
+    if node.get("draining"):  # an older node does not say it
+        session += ", draining"
     reads = str(node["reads"])
     if node["unsettled_reads"]:
         reads += f", {node['unsettled_reads']} unsettled"
