@@ -204,3 +204,16 @@ def test_a_membership_that_is_a_list_and_an_older_node_have_no_line():
     for member in (local, None):
         found["cluster"]["membership"] = member
         assert "membership in" not in show(node_list(found))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [({"joined": 1, "away": 1}, "what it said last counts"),
+     ({"away": 1}, "this node has not joined since its start, and knows no other nodes"),
+     ({"refused": 1, "away": 1}, "has not joined since its start")],
+)  # fmt: skip
+def test_what_counts_while_the_store_is_away_depends_on_whether_the_node_ever_joined(changes, told):
+    found = node_list(stats({"b": UP}))
+    found["membership"] = MEMBER | {"state": "away", "field": "", "changes": changes}
+    assert told in show(found)
+    assert ("last counts" in show(found)) == ("joined" in changes)
