@@ -62,9 +62,15 @@ class BeginCluster(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """Be this node of the cluster, in place of what was said before."""
+    """Be this node of the cluster, in place of what was said before.
+
+    Attributes:
+        record: about it.
+        known: names of the nodes that it uses, if the process has just started.
+    """
 
     record: NodeRecord
+    known: list[str] = []
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
