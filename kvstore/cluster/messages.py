@@ -97,12 +97,14 @@ class AskPages(msgspec.Struct, frozen=True, tag="ask"):
         space: hex digest of their space.
         shards: for each shard its hex digest, and how many of the last pages suffice; 0 = all.
         keys: their prefix keys, 32 bytes each.
+        among: names and boot ids of the nodes that count; an empty id is any.
     """
 
     number: int
     space: str
     shards: list[tuple[str, int]]
     keys: bytes
+    among: dict[str, bytes]
 
 
 class Told(msgspec.Struct, frozen=True, tag="told"):
