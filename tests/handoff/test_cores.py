@@ -181,6 +181,19 @@ def test_what_prefill_must_not_send_ends_that_handoff_and_is_not_written():
         core.check()
 
 
+def test_a_range_across_blocks_that_are_no_neighbours_at_decode_is_not_written():
+    core = receivers()
+    core.open(2, "p", 64, 0)
+    core.announce(2, 0, [10, 11, 20, 21], 0)
+    landing, _, _ = core.arriving(b"L", head(2, PushRange(0, 2, 2), PushRange(1, 0, 2)), 0)
+    assert landing.targets == [20, 10]
+    core.landed(landing, None, "", 0)
+    landing, _, effects = core.arriving(b"L", head(2, PushRange(2, 1, 2)), 0)
+
+    assert landing is None
+    assert [type(one.message) for one in effects] == [Abort]
+
+
 def test_ranges_of_other_links_and_of_ended_rooms_are_not_written():
     core = receivers()
     assert core.arriving(b"M", head(1, PushRange(0, 0, 1)), 0) == (None, 64, [])

@@ -81,6 +81,21 @@ ProgressModel.TestCase.settings = settings(stateful_step_count=30)
 TestProgress = ProgressModel.TestCase
 
 
+@pytest.mark.parametrize("ended", [State.FAILED, State.SUCCESS])
+def test_a_handoff_that_has_ended_stays_as_it_is(ended):
+    progress = HandoffProgress(PATIENCE, 0)
+    first = failure(FailureCode.DIGEST)
+    if ended == State.FAILED:
+        progress.fail(first, 1)
+    else:
+        progress.advance(ended, 1)
+    assert not any(progress.advance(state, 2) for state in FORWARD)
+    assert not progress.fail(failure(), 2)
+    assert progress.state == ended
+    assert progress.failure == (first if ended == State.FAILED else None)
+    assert progress.expired(1000 * SECOND) == ""
+
+
 def test_the_state_of_a_request_is_the_lowest_of_its_ranks():
     assert least([State.SUCCESS, State.TRANSFERRING]) is State.TRANSFERRING
     assert least([State.SUCCESS, State.FAILED, State.BOOTSTRAPPING]) is State.FAILED

@@ -42,7 +42,8 @@ class Desk:
         memory = SimpleNamespace(read=self._read)
         status = SimpleNamespace(
             unready=str, stats=dict, tiers=list, event_source=dict,
-            nodes=lambda: {"joined": "off", "membership": None}, registered=dict, others=None,
+            nodes=lambda: {"joined": "off", "membership": None, "directory": "off"},
+            registered=dict, others=None,
             policy=lambda: {"name": self.table.eviction.policy, "known": list(POLICIES),
                             "configured": "lru"},
         )  # fmt: skip
