@@ -25,6 +25,13 @@ def test_the_embedded_store_needs_no_more_than_the_client() -> None:
     assert imported_by("import kvstore.client.embedded") & NOT_FOR_ENGINES == set()
 
 
+def test_handoffs_need_no_more_than_the_client() -> None:
+    loaded = imported_by(
+        "import kvstore.handoff.prefill, kvstore.handoff.decode, kvstore.handoff.registry"
+    )
+    assert loaded & NOT_FOR_ENGINES == set()
+
+
 def test_the_node_needs_no_torch() -> None:
     loaded = imported_by(
         "import kvstore.server.daemon, kvstore.server.admin.process, conductor.service, kvstore.cli"

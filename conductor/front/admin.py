@@ -27,6 +27,7 @@ from conductor.front.prompts import Prompts
 from conductor.front.proxy import Proxy
 from conductor.front.sending import Parts
 from conductor.front.upstream import EngineError, EngineRefusedError
+from conductor.routing.choices import Candidate, Candidates
 from conductor.routing.engines import Engine, EngineRegistry
 from conductor.routing.joining import by_advice
 from kvstore.index.face import INDEX_FAULTS
@@ -227,9 +228,14 @@ class Admin:
 
 
 def _json(value: object, status: int = 200) -> web.Response:
-    return web.Response(
-        status=status, body=msgspec.json.encode(value), content_type="application/json"
-    )
+    body = msgspec.json.encode(value, enc_hook=_encodable)
+    return web.Response(status=status, body=body, content_type="application/json")
+
+
+def _encodable(value: object) -> list[Candidate]:
+    """Candidates are kept in columns, and shown one by one."""
+    assert isinstance(value, Candidates)
+    return list(value)
 
 
 def _shown_node(node: RegisteredNode) -> dict[str, object]:

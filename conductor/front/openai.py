@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Final, TypeVar
@@ -15,6 +16,9 @@ from kvstore.index.reading import UnreadableError, read
 ModelName = Annotated[str, msgspec.Meta(max_length=512)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
+_NULL: Final = msgspec.Raw(b"null")  # never equal to bytes
+_TRUE: Final = msgspec.Raw(b"true")
+_NAME_CHARS: Final = 256
 _BODY_S: Final = 60.0
 """Seconds for a client to send its request."""
 _TYPES: Final = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -35,6 +39,7 @@ class _Fields(msgspec.Struct, frozen=True):
     model: ModelName | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     stream: bool = False
+    stream_options: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     n: Annotated[int, msgspec.Meta(ge=1, le=1)] | None = None
     request_id: str | None = None
     cache_salt: str | None = None
@@ -49,7 +54,8 @@ class Completion:
     """A checked completion request.
 
     Attributes:
-        fields: all fields as sent by the client; values are JSON text.
+        fields: all fields as sent by the client; values are JSON text. A stream asks for usage in
+            any case.
         prompt: text or token ids.
         model: requested model, or None.
         stream: whether the answer is a stream.
@@ -58,6 +64,7 @@ class Completion:
         priority: lower is more urgent, as in vLLM; 0 if the request has none.
         tenant: the field ``user``; empty if the request has none.
         session: the field ``prompt_cache_key``; empty if the request has none.
+        usage_added: whether the client of a stream did not ask for usage itself.
     """
 
     fields: Mapping[str, msgspec.Raw]
@@ -69,6 +76,7 @@ class Completion:
     priority: int = 0
     tenant: str = ""
     session: str = ""
+    usage_added: bool = False
 
     def body(self) -> bytes:
         """The original request."""
@@ -123,12 +131,15 @@ def parse_completion(raw: bytes) -> Completion:
         BadRequestError: names the field.
     """
     known = parse(raw, _Fields)
-    if known.kv_transfer_params is not msgspec.UNSET and known.kv_transfer_params != b"null":
+    if known.kv_transfer_params is not msgspec.UNSET and known.kv_transfer_params != _NULL:
         raise BadRequestError("kv_transfer_params", "is set by the Conductor, not by clients")
     if not known.prompt:
         raise BadRequestError("prompt", "must not be empty")
     fields = parse(raw, dict[str, msgspec.Raw])
     fields.pop("kv_transfer_params", None)
+    options = _with_usage(known.stream_options) if known.stream else None
+    if options is not None:
+        fields["stream_options"] = options
     return Completion(
         fields,
         known.prompt,
@@ -137,9 +148,27 @@ def parse_completion(raw: bytes) -> Completion:
         known.request_id,
         salt=known.cache_salt or "",
         priority=known.priority if isinstance(known.priority, int) else 0,
-        tenant=known.user if isinstance(known.user, str) else "",
-        session=known.prompt_cache_key if isinstance(known.prompt_cache_key, str) else "",
+        tenant=name_of(known.user),
+        session=name_of(known.prompt_cache_key),
+        usage_added=options is not None,
     )
+
+
+def name_of(value: object) -> str:
+    """A client's name of something; only its beginning counts. Empty if it is none."""
+    return value[:_NAME_CHARS] if isinstance(value, str) else ""
+
+
+def _with_usage(raw: msgspec.Raw | msgspec.UnsetType) -> msgspec.Raw | None:
+    """Options of a stream that asks for usage; None if these do, or are invalid."""
+    sent = b"{}" if isinstance(raw, msgspec.UnsetType) or raw == _NULL else bytes(raw)
+    try:
+        options = read(_OPTIONS.decode, sent)
+    except UnreadableError:
+        return None  # the engine says so
+    if options.get("include_usage") == _TRUE:
+        return None
+    return msgspec.Raw(msgspec.json.encode({**options, "include_usage": True}))
 
 
 def error_body(status: int, code: str, message: str, field: str | None = None) -> bytes:
@@ -192,13 +221,14 @@ class EngineAnswer(msgspec.Struct):
 
     usage: _Usage | None = None
     timings: _Timings | None = None
+    choices: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     kv_transfer_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def transfer(self) -> msgspec.Raw | None:
         """The transfer parameters to relay unchanged, or None."""
         raw = self.kv_transfer_params
-        return None if isinstance(raw, msgspec.UnsetType) or raw == b"null" else raw
+        return None if isinstance(raw, msgspec.UnsetType) or raw == _NULL else raw
 
     def measured(self) -> Measured | None:
         """The measurements for the decision log; None if there are none."""
@@ -231,6 +261,9 @@ def read_answer(raw: bytes) -> EngineAnswer | None:
 
 
 _ANSWER: Final = msgspec.json.Decoder(EngineAnswer)
+_OPTIONS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_NO_CHOICES: Final = re.compile(rb'"choices"\s*:\s*\[\s*\]')
+_EVENT_END: Final = re.compile(rb"(?<=\n\n)|(?<=\r\n\r\n)")
 _END_BYTES: Final = 64 << 10
 _END_LINES: Final = 8
 
@@ -244,3 +277,20 @@ def read_stream_end(events: Iterable[bytes]) -> EngineAnswer | None:
             if answer is not None and (answer.usage or answer.timings):
                 return answer
     return None
+
+
+def without_usage(events: bytes) -> bytes:
+    """Whole events without those that have no choices, only usage: engines add one when asked."""
+    if _NO_CHOICES.search(events) is None:
+        return events
+    return b"".join(event for event in _EVENT_END.split(events) if not _is_usage(event))
+
+
+def _is_usage(event: bytes) -> bool:
+    data = event.strip().removeprefix(b"data:")
+    if _NO_CHOICES.search(data) is None:
+        return False
+    answer = read_answer(data.strip())
+    if answer is None or answer.usage is None or isinstance(answer.choices, msgspec.UnsetType):
+        return False
+    return b"".join(bytes(answer.choices).split()) == b"[]"

@@ -20,6 +20,7 @@ from conductor.front.openai import (
     Completion,
     error_body,
     error_response,
+    name_of,
     parse_completion,
     read_body,
 )
@@ -131,6 +132,8 @@ class Proxy:
                 return await self._try(run, lease)
             except RejectedError as error:
                 why = str(error)
+                for attempt in run.decision.attempts[-1:]:
+                    attempt.outcome = attempt.outcome or why
                 if run.last_error is not None and str(run.last_error) not in why:
                     why = f"{why}; last failure: {run.last_error}"
                 return await self._give_up(
@@ -155,7 +158,7 @@ class Proxy:
             keys=prefixes.keys(run.number, model),
             priority=body.priority,
             tenant=body.tenant,
-            session=run.http.headers.get("X-Session-Id", "") or body.session or body.tenant,
+            session=name_of(run.http.headers.get("X-Session-Id")) or body.session or body.tenant,
         )
 
     async def _try(self, run: Run, lease: Lease) -> web.StreamResponse:
@@ -204,7 +207,7 @@ class Proxy:
         """Send an error: a status, or an error event if the stream has begun."""
         decision = run.decision
         decision.detail = why
-        if run.response is None:
+        if run.response is None or not run.response.prepared:
             decision.status = status
             decision.outcome = "failed" if decision.attempts else "rejected"
             return error_response(

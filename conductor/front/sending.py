@@ -7,8 +7,7 @@ is relayed.
 """
 
 import asyncio
-import itertools
-import uuid
+import secrets
 from collections import deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
@@ -19,7 +18,7 @@ from aiohttp import web
 from conductor.config import DeadlineConfig
 from conductor.front.membership import Membership
 from conductor.front.metrics import Metrics
-from conductor.front.openai import Completion, read_answer, read_stream_end
+from conductor.front.openai import Completion, read_answer, read_stream_end, without_usage
 from conductor.front.prompts import Prompts
 from conductor.front.upstream import EngineError, Upstream
 from conductor.front.waiting import Lease, RequestQueue
@@ -30,6 +29,8 @@ from conductor.routing.decisions import Attempt, Decision, DecisionLog
 from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineRegistry
 from conductor.routing.prefixes import PrefixView
+from kvstore.errors import CapacityError
+from kvstore.handoff.rooms import BOOT_MAX, RoomNumbers
 from kvstore.index.face import PrefixIndex
 
 _RANK_HEADER: Final = "X-data-parallel-rank"
@@ -38,6 +39,7 @@ _EXPECTED_S: Final = 10.0
 """For how long an engine is expected to have a prompt that it got, until its events tell of it."""
 _UNTOLD_S: Final = 120.0
 """Likewise, an engine without events."""
+_BOOT_BITS: Final = BOOT_MAX.bit_length()
 _TAIL_PIECES: Final = 4
 """Number of last pieces of a stream that are kept, to read usage and timings."""
 
@@ -125,8 +127,7 @@ class Sender:
         """
         self._parts = parts
         self._deadline = deadline
-        self._boot = uuid.uuid4().hex
-        self._rooms = itertools.count(1)
+        self._rooms = RoomNumbers(secrets.randbits(_BOOT_BITS))
 
     async def send(
         self, run: Run, lease: Lease, assign: Assign, attempt: Attempt
@@ -147,7 +148,7 @@ class Sender:
         protocol = PROTOCOLS[assign.protocol]
         pair = PairRequest(
             run.body.fields,
-            f"{self._boot}-{next(self._rooms)}",
+            self._room(),
             self._url(assign.prefill),
             self._url(assign.decode),
         )
@@ -196,20 +197,32 @@ class Sender:
         first = _Half(
             assign.prefill, assign.ranks[assign.prefill], _encoded(protocol.prefill(pair))
         )
-        # A client that has a byte is never served again, so a prefill engine that fails then is
-        # only of interest if the decode engine fails, too.
+        raises = False
         prefills = asyncio.create_task(self._prefill(run, first, attempt))
         serves = asyncio.create_task(self._serve(run, second, attempt))
         try:
             await asyncio.wait({prefills, serves}, return_when=asyncio.FIRST_COMPLETED)
             if not serves.done() and run.response is None:
-                await prefills  # raises its error
+                raises = True
+                await prefills
                 lease.release(assign.prefill)
             return await serves
         finally:
             for task in (prefills, serves):
                 task.cancel()
-            await asyncio.gather(prefills, serves, return_exceptions=True)
+            failure, _ = await asyncio.gather(prefills, serves, return_exceptions=True)
+            if isinstance(failure, EngineError) and not raises:
+                # A client that has a byte is not served again: the decode engine's answer counts.
+                self._parts.metrics.failed(failure.engine, retried=False)
+                if failure.sick:
+                    self._parts.membership.broke(failure.engine)
+
+    def _room(self) -> int:
+        try:
+            return self._rooms.draw()
+        except CapacityError:
+            self._rooms = RoomNumbers(secrets.randbits(_BOOT_BITS))
+            return self._rooms.draw()
 
     def _expect(self, number: int, engine_id: str, rank: int | None) -> None:
         """Tell the index what an engine will have in its cache."""
@@ -303,7 +316,9 @@ class Sender:
                     run.response = web.StreamResponse(headers={**run.headers, **_STREAM_HEADERS})
                     await self._begin(run, run.response)
                 tail.append(piece)
-                await self.write(run.response, piece)
+                shown = without_usage(piece) if run.body.usage_added else piece
+                if shown:
+                    await self.write(run.response, shown)
         if run.response is None:
             raise EngineError(engine, "the stream was empty")
         parts.membership.worked(engine)

@@ -1,10 +1,13 @@
 """What can be decided on a request: values, with the numbers behind them."""
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from conductor.routing.engines import Health, Role
 
@@ -48,6 +51,58 @@ class Candidate(msgspec.Struct, frozen=True):
     verdict: str
 
 
+VERDICTS: Final = (
+    "passed over", "full", "failed this request before", "suspect", "dead",
+    "chosen to prefill", "chosen to decode", "chosen to serve alone",
+)  # fmt: skip
+"""What can become of a candidate."""
+
+
+class Candidates:
+    """The engines that serve a model at the time of a decision, in columns: one row for each.
+
+    The decision log keeps them of thousands of requests. Iterating gives each as a
+    :class:`Candidate`.
+    """
+
+    __slots__ = ("_engines", "_health", "_numbers", "_roles", "_verdicts")
+
+    def __init__(
+        self,
+        engines: tuple[str, ...],
+        roles: tuple[Role, ...],
+        health: tuple[Health, ...],
+        numbers: npt.NDArray[np.int32],
+        verdicts: npt.NDArray[np.uint8],
+    ) -> None:
+        """Keep the columns.
+
+        Args:
+            engines: ids.
+            roles: roles.
+            health: health.
+            numbers: int32 [6, engines]: requests, places, and local, node, usable, peer tokens.
+            verdicts: uint8 [engines], positions in :data:`VERDICTS`.
+        """
+        assert numbers.shape == (6, len(engines))
+        self._engines = engines
+        self._roles = roles
+        self._health = health
+        self._numbers = numbers
+        self._verdicts = verdicts
+
+    def __iter__(self) -> Iterator[Candidate]:
+        """Each engine's numbers."""
+        named = zip(self._engines, self._roles, self._health, strict=True)
+        rows = zip(self._numbers.T.tolist(), self._verdicts.tolist(), strict=True)
+        for (engine, role, health), (numbers, verdict) in zip(named, rows, strict=True):
+            count, places, local, node, usable, peer = numbers
+            yield Candidate(
+                engine, role, health, count, places, round(count / places, 3), local, node, usable,
+                peer, VERDICTS[verdict],
+            )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Assign:
     """Send a request to these engines; ``prefill == decode`` if one serves it alone.
@@ -74,7 +129,7 @@ class Assign:
     at_once: bool
     reason: str
     usable_tokens: int
-    candidates: tuple[Candidate, ...]
+    candidates: Candidates
     ranks: Mapping[str, int | None]
 
 

@@ -10,7 +10,7 @@ from itertools import islice
 
 import msgspec
 
-from conductor.routing.choices import Assign, Candidate
+from conductor.routing.choices import Assign, Candidates
 
 
 class Measured(msgspec.Struct, kw_only=True):
@@ -68,7 +68,7 @@ class Attempt(msgspec.Struct, kw_only=True):
     decode: str
     reason: str
     predicted_hit_tokens: int
-    candidates: tuple[Candidate, ...]
+    candidates: Candidates
     assigned_s: float
     prefill_s: float | None = None
     decode_queue_s: float | None = None

@@ -70,8 +70,9 @@ def _new_tokens_times_batch(waiting: Waiting, row: int, engines: Offers) -> Sequ
 
 def _hashes(what: object, engines: Offers) -> Column:
     """A number in 0..1 for each engine, which looks random but is always the same."""
-    digests = (hashlib.blake2b(f"{what}/{one}".encode(), digest_size=6) for one in engines.ids)
-    return np.array([int.from_bytes(one.digest()) / 2**48 for one in digests])
+    names = [f"{what}/{one}".encode(errors="surrogatepass") for one in engines.ids]
+    digests = [hashlib.blake2b(name, digest_size=6).digest() for name in names]
+    return np.array([int.from_bytes(digest) / 2**48 for digest in digests])
 
 
 def _is_hot(engines: Offers) -> Column:

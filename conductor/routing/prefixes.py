@@ -143,13 +143,14 @@ class PrefixView:
         self._prompts.pop(number, None)
 
     def keys(self, number: int, model: str) -> Words:
-        """A chain value for each leading page of a request's prompt; empty if nothing is known.
+        """A chain value for each leading page of a request's prompt.
 
-        As the first engine of the model names its own blocks, so that prompts can be compared.
+        Empty if nothing is known of it, or the policy does not use prefixes. As the first engine of
+        the model names its own blocks, so that prompts can be compared.
         """
         prompt, present = self._prompts.get(number), self._index.present()
         engines = self._registry.of_model(model)
-        if prompt is None or present.table is None or not engines:
+        if not self.needed or prompt is None or present.table is None or not engines:
             return NO_KEYS
         self._keep_secret(present.table)
         info = engines[0].info

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from conductor.routing.choices import Assign, Candidate, Decision, Hold, Plan, Reject
+from conductor.routing.choices import VERDICTS, Assign, Candidates, Decision, Hold, Plan, Reject
 from conductor.routing.columns import NO_PREFIX, Matches, Offers, View, Waiting
 from conductor.routing.engines import Health, Role
 from conductor.routing.policy import Policy
@@ -27,6 +27,7 @@ _FULL: Final = "every engine that could serve it is full"
 _DECODE_FULL: Final = "every engine that could decode it is full"
 
 
+_PASSED, _FULL_ONE, _FAILED, _SUSPECT, _DEAD, _PREFILLS, _DECODES, _ALONE = range(len(VERDICTS))
 _IN_TURN: Final = ""
 """Stands for all protocols by which the engines of a pair are asked in turn."""
 
@@ -117,8 +118,8 @@ class Scheduler:
 
     def receive(
         self, view: View, waiting: Waiting, handoffs: Sequence[Handoff], now: float
-    ) -> list[str | Hold | Reject]:
-        """Choose who decodes the requests whose KV has arrived, the first ones first.
+    ) -> dict[int, str | Hold | Reject]:
+        """Choose who decodes the requests whose KV has arrived, in the policy's order.
 
         Args:
             view: the engines; not changed.
@@ -127,11 +128,12 @@ class Scheduler:
             now: time on the clock of the deadlines.
 
         Returns:
-            For each, the id of the engine that was meant for it if that has room, else of the
-            cheapest that has.
+            For each, by its row: the id of the engine that was meant for it if that has room, else
+            of the cheapest that has.
         """
         call = _Call(self, view, waiting)
-        return [call.receive(row, handoff, now) for row, handoff in enumerate(handoffs)]
+        rows = self.policy.order(waiting, now)
+        return {row: call.receive(row, handoffs[row], now) for row in rows}
 
     def kind(self, protocol: str) -> str:
         """The protocol if it asks both engines of a pair at once; empty for all others."""
@@ -321,9 +323,7 @@ class _Call:
 
     def _assign(self, row: int, first: int, second: int, group: _Group) -> Assign:
         view, matches = self._view, self._matches(row)
-        candidates = tuple(
-            self._candidate(one, row, first, second, matches) for one in group.serving
-        )
+        candidates = self._candidates(row, first, second, group)
         protocol = view.protocols[first]
         at_once = first == second or self._scheduler.kind(protocol) != _IN_TURN
         self._assigned += 1
@@ -347,28 +347,39 @@ class _Call:
             },
         )
 
-    def _candidate(
-        self, one: int, row: int, first: int, second: int, matches: Matches
-    ) -> Candidate:
-        view = self._view
-        name, health = view.ids[one], view.health[one]
-        prefix = matches.get(name, NO_PREFIX)
-        if one == first:
-            verdict = "chosen to serve alone" if first == second else "chosen to prefill"
-        elif one == second:
-            verdict = "chosen to decode"
-        elif name in self._waiting.excluded[row]:
-            verdict = "failed this request before"
-        elif health is not Health.ALIVE:
-            verdict = str(health)
+    def _candidates(self, row: int, first: int, second: int, group: _Group) -> Candidates:
+        """The numbers of all engines that serve the model."""
+        view, matches, rows = self._view, self._matches(row), group.serving
+        ids = tuple([view.ids[one] for one in rows])
+        excluded = self._waiting.excluded[row]
+        verdicts = [self._verdict(one, excluded) for one in rows]
+        if first == second:
+            verdicts[rows.index(first)] = _ALONE
         else:
-            decodes = view.roles[one] is Role.DECODE
-            at_once = self._scheduler.kind(view.protocols[one]) != _IN_TURN
-            room = self._takes(one, at_once=at_once) if decodes else self.has_room(one)
-            verdict = "passed over" if room else "full"
-        load = self._load(one)
-        places = self._max_running[one]
-        return Candidate(
-            name, view.roles[one], health, load, places, round(load / places, 3), prefix.local,
-            prefix.node, prefix.usable, prefix.peer, verdict,
-        )  # fmt: skip
+            verdicts[rows.index(first)], verdicts[rows.index(second)] = _PREFILLS, _DECODES
+        numbers = np.zeros((6, len(rows)), dtype=np.int32)
+        numbers[0] = [self._in_flight[one] + self._promised[one] for one in rows]
+        numbers[1] = [self._max_running[one] for one in rows]
+        if matches:
+            found = [matches.get(one, NO_PREFIX) for one in ids]
+            numbers[2:] = np.array([(one.local, one.node, one.usable, one.peer) for one in found]).T
+        return Candidates(
+            ids,
+            tuple([view.roles[one] for one in rows]),
+            tuple([view.health[one] for one in rows]),
+            numbers,
+            np.array(verdicts, dtype=np.uint8),
+        )
+
+    def _verdict(self, one: int, excluded: frozenset[str]) -> int:
+        """What becomes of an engine that was not chosen."""
+        view = self._view
+        health = view.health[one]
+        if excluded and view.ids[one] in excluded:
+            return _FAILED
+        if health is not Health.ALIVE:
+            return _SUSPECT if health is Health.SUSPECT else _DEAD
+        if view.roles[one] is not Role.DECODE:
+            return _PASSED if self.has_room(one) else _FULL_ONE
+        at_once = self._scheduler.kind(view.protocols[one]) != _IN_TURN
+        return _PASSED if self._takes(one, at_once=at_once) else _FULL_ONE

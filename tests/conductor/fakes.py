@@ -32,6 +32,7 @@ class FakeEngine:
         describes: whether it has ``GET /v1/engine``; vLLM has not.
         adapters: its LoRA adapters in ``GET /v1/models``, with their paths.
         models_status: status of its answer to that request.
+        like_openai: streams end with an event of usage if that is asked for, and tell none else.
         broken: ``""``; ``"reset"``: cut the connection at once; ``"midway"``: after an event;
             ``"short"``: end the stream without ``[DONE]``.
     """
@@ -71,6 +72,7 @@ class FakeEngine:
         self.status = 200
         self.broken = ""
         self.tokens = 3
+        self.like_openai = False
         self.healthy = True
         self.url = ""
         self._runner: web.AppRunner | None = None
@@ -182,7 +184,8 @@ class FakeEngine:
         await response.prepare(http)
         for number in range(self.tokens):
             choice = {"text": f"{self.id}:{number} ", "index": 0, "token_ids": [number]}
-            end = self._end(body) if number == self.tokens - 1 else {}
+            last = number == self.tokens - 1 and not self.like_openai
+            end = self._end(body) if last else {}
             await response.write(b"data: " + json.dumps({"choices": [choice], **end}).encode())
             await response.write(b"\n\n")
             await self.mid_gate.wait()
@@ -192,6 +195,10 @@ class FakeEngine:
                 return response
             if self.broken == "short":
                 return response
+        if self.like_openai and (body.get("stream_options") or {}).get("include_usage"):
+            usage = {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12}
+            await response.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode())
+            await response.write(b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
@@ -381,7 +388,7 @@ def sse(raw: str) -> list[Any]:
 
 def texts(events: Iterable[Any]) -> list[str]:
     """The texts in a stream's events."""
-    return [e["choices"][0]["text"] for e in events if isinstance(e, dict) and "choices" in e]
+    return [e["choices"][0]["text"] for e in events if isinstance(e, dict) and e.get("choices")]
 
 
 def configured(**sections: Any) -> ConductorConfig:

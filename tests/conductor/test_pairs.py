@@ -9,7 +9,8 @@ import pytest
 
 from conductor.protocols import PROTOCOLS
 from conductor.protocols.base import Fields, PairProtocol, PairRequest, one_token
-from tests.conductor.fakes import FakeEngine, serving, sse, texts
+from kvstore.handoff.rooms import ROOM_MAX
+from tests.conductor.fakes import OPERATE, FakeEngine, serving, sse, texts
 from tests.loops import eventually, in_loop
 
 
@@ -64,7 +65,8 @@ async def test_at_once_both_engines_get_the_request_and_one_room(stream: bool) -
         assert (to_p["max_tokens"], to_d["max_tokens"]) == (1, 7)
         assert to_p["kv_transfer_params"]["decode"] == d.url
         assert to_d["kv_transfer_params"]["prefill"] == p.url
-        assert len(set(rooms(p, d))) == 1
+        [room_number] = set(rooms(p, d))
+        assert 0 <= room_number <= ROOM_MAX
         [attempt] = (await client.decision(headers["X-Request-Id"]))["attempts"]
         assert attempt["outcome"] == "ok"
         assert attempt["prefilled"]["prompt_tokens"] == 9
@@ -126,6 +128,8 @@ async def test_at_once_a_prefill_engine_that_fails_after_the_first_byte_ends_not
             rest = (await response.read()).decode()
         assert sse(rest)[-1] == "[DONE]"
         assert len(p.requests) == len(d.requests) == 1
+        _, metrics = await client.get("/metrics", Authorization=f"Bearer {OPERATE}")
+        assert 'engine_failures_total{engine="p"} 1.0' in metrics
 
 
 @in_loop
@@ -196,6 +200,8 @@ async def test_kv_that_waits_too_long_for_a_place_is_503_with_retry_after() -> N
         status, answer, headers = await client.complete()
         assert (status, answer["error"]["code"]) == (503, "queue_timeout")
         assert "could decode" in answer["error"]["message"]
+        [attempt] = (await client.decision(headers["X-Request-Id"]))["attempts"]
+        assert "could decode" in attempt["outcome"]
         assert "Retry-After" in headers
         d.gate.set()
         assert (await first)[0] == 200
@@ -211,7 +217,7 @@ FIELDS = {
 
 
 def test_vllm_is_asked_for_one_token_without_what_forbids_it() -> None:
-    request = PairRequest(FIELDS, "room", "http://p", "http://d")
+    request = PairRequest(FIELDS, 1, "http://p", "http://d")
     prefill = PROTOCOLS["vllm"].prefill
     assert prefill is not None
     assert json.loads(msgspec.json.encode(prefill(request))) == {
@@ -222,7 +228,7 @@ def test_vllm_is_asked_for_one_token_without_what_forbids_it() -> None:
 
 @pytest.mark.parametrize("name", ["reference", "vllm"])
 def test_a_decode_engine_gets_the_request_and_what_the_prefill_engine_said(name: str) -> None:
-    request = PairRequest(FIELDS, "room", "http://p", "http://d")
+    request = PairRequest(FIELDS, 1, "http://p", "http://d")
     decode = PROTOCOLS[name].decode
     assert decode(request, None) == FIELDS
     said = msgspec.Raw(b'{"block_ids": [1, 2]}')
@@ -251,3 +257,13 @@ async def test_an_engine_s_protocol_is_registered_said_or_taken_from_its_routes(
         finally:
             await strange.stop()
         assert (status, answer["error"]["param"]) == (400, "protocol")
+
+
+@in_loop
+async def test_transfer_parameters_that_are_null_are_none_of_a_client_nor_of_an_engine() -> None:
+    p, d = FakeEngine("p", "prefill"), FakeEngine("d", "decode")
+    p.transfer = lambda: None  # type: ignore[assignment, method-assign, return-value]
+    async with serving(p, d) as client:
+        assert (await client.complete(kv_transfer_params=None))[0] == 200
+        assert p.requests[0]["kv_transfer_params"] == {"do_remote_decode": True}
+        assert "kv_transfer_params" not in d.requests[0]

@@ -234,7 +234,7 @@ def test_a_decision_says_what_every_candidate_had() -> None:
         "d": "dead",
         "x": "failed this request before",
     }
-    a = decision.candidates[0]
+    a = next(iter(decision.candidates))
     assert (a.local_tokens, a.node_tokens, a.usable_tokens, a.load) == (64, 128, 128, 0.5)
     assert decision.usable_tokens == 128
 
@@ -281,6 +281,8 @@ def test_a_session_goes_elsewhere_while_its_engine_is_overloaded() -> None:
         [decision] = schedule("session", engines, asked)
         assert isinstance(decision, Assign)
         assert decision.prefill == wanted
+    [decision] = schedule("session", engines, [request(session="not text: \udc80")])
+    assert isinstance(decision, Assign)
     engines = [engine("a", in_flight=1), engine("b")]
     assert chosen("session", engines) == ("b", "b")  # without a session
 

@@ -203,6 +203,20 @@ def test_tokens_that_fill_no_block_have_no_prefix(cluster: Cluster):
     assert found["e"][:3] == (0, 0, 0)
 
 
+def test_keys_of_prompts_are_equal_as_far_as_the_prompts_are(cluster: Cluster):
+    cluster.engine(shards=(ONE,))
+    for number, tokens in enumerate((TOKENS, TOKENS[:21] + [7] * 12, TOKENS[:3])):
+        cluster.view.remember(number, tokens, "", "m")
+    first, second, short = (cluster.view.keys(number, "m").tolist() for number in range(3))
+    assert (len(first), len(second), short) == (10, 8, [])
+    assert first[:5] == second[:5]
+    assert not set(first[5:]) & set(second[5:])
+    assert cluster.view.keys(99, "m").tolist() == []
+    unused = PrefixView(cluster.index, cluster.registry, needed=False)
+    unused.remember(0, TOKENS, "", "m")
+    assert unused.keys(0, "m").tolist() == []
+
+
 def test_a_prompt_is_matched_at_each_worker_medium_by_medium(cluster: Cluster):
     info = cluster.engine(shards=(ONE,))
     cluster.follows(engine_worker("e"), own_domain(info))

@@ -1,0 +1,65 @@
+"""What decode needs besides KV to continue a request: it comes with the last KV."""
+
+from typing import Final
+
+import msgspec
+
+from kvstore.errors import InvalidArgument, ProtocolError
+
+HIDDEN_BYTES_MAX: Final = 64 * 1024
+AUX_BYTES_MAX: Final = 128 * 1024
+"""Of all fields together, as they are sent: the bytes of an aux slot."""
+
+
+class AuxData(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The aux data of a request.
+
+    Attributes:
+        first_token: token that prefill sampled.
+        position: its absolute position; the next sample is for the one after.
+        seed: of the sampling; None if greedy.
+        is_final: the first token ends the request: decode makes no step.
+        logprobs: of the first token and of alternatives to it: token → log-probability.
+        draft_top_k: tokens that a draft model proposes for the next position.
+        cached_tokens: tokens of the prompt that prefill did not compute.
+        hidden_state: of the last token, opaque; at most 64 KiB.
+    """
+
+    first_token: int
+    position: int
+    seed: int | None = None
+    is_final: bool = False
+    logprobs: dict[int, float] = {}
+    draft_top_k: list[int] = []
+    cached_tokens: int = 0
+    hidden_state: bytes = b""
+
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_decoder: Final = msgspec.msgpack.Decoder(AuxData)
+
+
+def encode_aux(aux: AuxData) -> bytes:
+    """The bytes that are sent.
+
+    Raises:
+        InvalidArgument: they are too many.
+    """
+    if len(aux.hidden_state) > HIDDEN_BYTES_MAX:
+        raise InvalidArgument("hidden_state", f"{len(aux.hidden_state)} bytes are over 64 KiB")
+    packed = _encoder.encode(aux)
+    if len(packed) > AUX_BYTES_MAX:
+        raise InvalidArgument("aux", f"{len(packed)} bytes are over {AUX_BYTES_MAX}")
+    return packed
+
+
+def decode_aux(packed: bytes) -> AuxData:
+    """The aux data of such bytes.
+
+    Raises:
+        ProtocolError: they are not that.
+    """
+    try:
+        return _decoder.decode(packed)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"the aux data cannot be read: {error}") from error

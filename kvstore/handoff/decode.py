@@ -1,0 +1,387 @@
+"""A decode engine's manager: KV of prefill engines arrives straight in the engine's pool.
+
+One object for each rank. No method waits for the network.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvstore.errors import (
+    CapacityError,
+    InvalidArgument,
+    KVStoreError,
+    PeerUnreachable,
+    ProtocolError,
+    TransferTimeout,
+)
+from kvstore.handoff.aux_data import AUX_BYTES_MAX, AuxData, decode_aux
+from kvstore.handoff.effects import Effect, EndLink, SendTo
+from kvstore.handoff.greeting import SILENCE_S, Greeter, Purpose, SealedStream
+from kvstore.handoff.links import SEND_S, PushLink, Ticker
+from kvstore.handoff.memory import AuxSlots, HandoffPool, digests_of, landing_places
+from kvstore.handoff.messages import RangesHead, encode_message, read_from_prefill
+from kvstore.handoff.receiving import Landing, Receivers
+from kvstore.handoff.registry import RegistryClient
+from kvstore.handoff.states import (
+    FailureCode,
+    HandoffFailure,
+    HandoffProgress,
+    Patience,
+    Reduce,
+    State,
+    agreed,
+)
+from kvstore.process.faults import Faults
+from kvstore.tier.vectored import memory_at
+from kvstore.transport.streams import DataStream, connect, host_and_port
+
+PEERS_MAX: Final = 64
+"""Prefill instances at a time."""
+TRIES_MAX: Final = 3
+"""To ask the registry and connect; then the handoffs that wait for it fail."""
+_PAUSE_S: Final = 0.2
+_CONNECT_S: Final = 2.0
+_SCRATCH_BYTES: Final = 64 * 1024
+_PURPOSES: Final[tuple[Purpose, ...]] = ("messages", "pushes")
+_LOG: Final = logging.getLogger(__name__)
+
+
+class DecodeManager:
+    """All handoffs of one rank of a decode engine; any thread may call it.
+
+    Args:
+        pool: of the engine.
+        space: which KV may be shared, at most 64 bytes; prefill must have the same.
+        secret: :func:`kvstore.handoff.greeting.read_secret`; prefill must have the same.
+        name: of the engine, for logs of the other side.
+        aux_slots: handoffs at a time; each has 128 KiB for its aux data.
+        patience: deadlines.
+    """
+
+    def __init__(
+        self, pool: HandoffPool, space: bytes, secret: bytes, *, name: str = "decode",
+        aux_slots: int = 64, patience: Patience | None = None,
+    ) -> None:  # fmt: skip
+        self._pool = pool
+        self._secret = secret
+        self._greeter = Greeter(secret, space, pool.shape, name=name)
+        self._aux = AuxSlots(aux_slots, AUX_BYTES_MAX)
+        self._core = Receivers(pool.shape, aux_slots, AUX_BYTES_MAX, patience or Patience())
+        self._lock = threading.Lock()
+        self._links: dict[str, PushLink] = {}  # peer → the link that is up or being made
+        self._threads: set[threading.Thread] = set()
+        self._over = threading.Event()
+        self.faults = Faults(_LOG, "handoff, decode")
+        self._ticker = Ticker(self._tick, "kvstore-handoff-ticker")
+
+    # ---- the engine -------------------------------------------------------------------------
+
+    def receiver(self, room: int, registry: str, token_count: int) -> "Receiver":
+        """Begin the handoff of a request, before there is memory for it.
+
+        Args:
+            room: drawn by the router for this request; prefill gets the same.
+            registry: URL of the prefill instance's registry.
+            token_count: tokens of the prompt.
+
+        Raises:
+            InvalidArgument: the room was used before, or an argument is wrong.
+            CapacityError: too many handoffs are under way, or too many blocks wait in LIMBO because
+                of this instance: compute the request, or ask another instance.
+        """
+        client = RegistryClient(registry, self._secret)
+        with self._lock:
+            if registry not in self._links and len(self._links) >= PEERS_MAX:
+                raise CapacityError(f"{PEERS_MAX} prefill instances are in use", "peers")
+            progress, effects = self._core.open(room, registry, token_count, time.monotonic_ns())
+            self._carry_out(effects)
+            if registry not in self._links and not self._over.is_set():
+                link = self._links[registry] = PushLink(os.urandom(16), registry)
+                self._start(lambda: self._serve(link, client), "kvstore-handoff-reader")
+        return Receiver(self, room, progress)
+
+    def poll(self, receivers: "Sequence[Receiver]", reduce: Reduce | None = None) -> list[State]:
+        """The states of handoffs; never waits, unless ``reduce`` does.
+
+        Args:
+            receivers: in the same order at all ranks, if there are several.
+            reduce: agrees on the lowest state among the ranks of an engine.
+        """
+        return agreed([receiver.state for receiver in receivers], reduce)
+
+    def describe(self) -> list[tuple[int, str, float]]:
+        """Room, state and seconds in it, of each handoff."""
+        with self._lock:
+            return self._core.describe(time.monotonic_ns())
+
+    def stats(self) -> dict[str, int]:
+        """Counts since the start, and what there is now."""
+        with self._lock:
+            return {
+                **self._core.counts, **self.faults.counts, "links": len(self._links),
+                "threads": len(self._threads), "limbo_blocks": self._core.limbo_blocks(),
+            }  # fmt: skip
+
+    def close(self) -> None:
+        """Fail all handoffs, close all connections, wait for all threads: nothing arrives after."""
+        self._over.set()
+        with self._lock:
+            links, threads = list(self._links.values()), list(self._threads)
+        for link in links:
+            self._drop(link, FailureCode.CLOSED, "the manager was closed")
+        for thread in threads:
+            thread.join(2 * _CONNECT_S + SILENCE_S)
+        self._ticker.close()
+
+    # ---- what receivers call ----------------------------------------------------------------
+
+    def act(self, call: Callable[[Receivers, int], list[Effect]]) -> None:
+        """Tell the core something, and carry out what it wants done."""
+        with self._lock:
+            self._carry_out(call(self._core, time.monotonic_ns()))
+
+    def holds_blocks(self, room: int) -> bool:
+        """See :attr:`Receiver.holds_blocks`."""
+        with self._lock:
+            return self._core.holds_blocks(room)
+
+    def aux(self, room: int) -> AuxData:
+        """See :meth:`Receiver.aux`."""
+        with self._lock:
+            packed = self._aux.read(*self._core.aux_place(room))
+        return decode_aux(packed)
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
+        """Carry out effects, under the lock."""
+        by_number = {link.number: link for link in self._links.values()} if effects else {}
+        for effect in effects:
+            if isinstance(effect, SendTo):
+                link = by_number.get(effect.link)
+                if link and not link.outbox.put_message(encode_message(effect.message)):
+                    link.close()  # its threads end, and tell
+            elif isinstance(effect, EndLink) and effect.link in by_number:
+                self.faults.count("links_closed_for_limbo")
+                by_number[effect.link].close()
+
+    def _tick(self) -> None:
+        self.act(lambda core, now: core.tick(now))
+
+    def _start(self, run: Callable[[], None], name: str) -> None:
+        """Start a thread that is joined by :meth:`close`; under the lock."""
+
+        def target() -> None:
+            try:
+                run()
+            finally:
+                with self._lock:
+                    self._threads.discard(threading.current_thread())
+
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    def _serve(self, link: PushLink, client: RegistryClient) -> None:
+        """Make a link, and read what prefill sends until it ends."""
+        streams: list[DataStream] = []
+        try:
+            self._connect(link, client, streams)
+        except KVStoreError as error:
+            self.faults.note("unreachable", f"{link.peer}: {error}")
+            with self._lock:
+                self._links.pop(link.peer, None)
+                code, now_ns = FailureCode.UNREACHABLE, time.monotonic_ns()
+                self._carry_out(self._core.unreachable(link.peer, code, str(error), now_ns))
+            link.close()
+            for stream in streams:
+                stream.close()
+            return
+        with self._lock:
+            self._carry_out(self._core.linked(link.peer, link.number, time.monotonic_ns()))
+            writer = threading.Thread(
+                target=self._write, args=(link,), name="kvstore-handoff-writer", daemon=True
+            )
+            writer.start()
+        try:
+            self._read(link, link.stream("pushes"))
+        finally:
+            self._drop(link, FailureCode.PEER_CLOSED, "its reader has ended")
+            writer.join()
+            for stream in streams:
+                stream.close()
+            with self._lock:
+                self._core.settled(link.number)
+
+    def _connect(self, link: PushLink, client: RegistryClient, streams: list[DataStream]) -> None:
+        """Ask the registry and make both connections, a few times if need be.
+
+        Raises:
+            KVStoreError: that did not succeed.
+        """
+        for attempt in range(TRIES_MAX):
+            try:
+                ranks = client.ranks()
+                if len(ranks) != 1:
+                    raise PeerUnreachable(f"{len(ranks)} ranks of prefill are registered, not 1")
+                boot = bytes.fromhex(ranks[0].boot)
+                made = {
+                    purpose: self._greet(ranks[0].address, purpose, link.number, boot, streams)
+                    for purpose in _PURPOSES
+                }
+            except ValueError as error:
+                raise ProtocolError(f"the registration cannot be read: {error}") from error
+            except KVStoreError as error:
+                refused = isinstance(error, InvalidArgument | ProtocolError)
+                last = refused or attempt + 1 == TRIES_MAX
+                if last or self._over.wait(_PAUSE_S):
+                    raise
+                for stream in streams:
+                    stream.close()
+                streams.clear()
+            else:
+                if all(link.add(purpose, sealed) for purpose, sealed in made.items()):
+                    return
+                raise PeerUnreachable("the manager was closed")
+
+    def _greet(
+        self, address: str, purpose: Purpose, number: bytes, boot: bytes, streams: list[DataStream]
+    ) -> SealedStream:
+        """One connection of a link."""
+        until_ns = time.monotonic_ns() + int(_CONNECT_S * 1e9)
+        stream = connect(*host_and_port(address), None, until_ns)
+        streams.append(stream)
+        return self._greeter.greet(stream, purpose, number, boot)
+
+    def _drop(self, link: PushLink, code: FailureCode, why: str) -> None:
+        """Close a link, and fail what lives on it."""
+        link.close()
+        with self._lock:
+            if self._links.get(link.peer) is not link:
+                return
+            del self._links[link.peer]
+            why = f"{link.peer}: {why}"
+            self._carry_out(self._core.closed(link.number, code, why, time.monotonic_ns()))
+
+    def _write(self, link: PushLink) -> None:
+        """Write messages until the link ends."""
+        sealed = link.stream("messages")
+        while (item := link.outbox.next()) is not None:
+            assert isinstance(item, bytes)
+            try:
+                sealed.send(item, [], SEND_S)
+            except KVStoreError as error:
+                self._fault(link, FailureCode.PEER_CLOSED, str(error))
+
+    def _read(self, link: PushLink, sealed: SealedStream) -> None:
+        while not link.is_closed:
+            try:
+                message = read_from_prefill(sealed.receive(SILENCE_S))
+                if isinstance(message, RangesHead):
+                    self._take(link, sealed, message)
+                    continue
+            except TransferTimeout:
+                self._fault(link, FailureCode.PEER_SILENT, f"nothing came for {SILENCE_S} s")
+                return
+            except KVStoreError as error:
+                protocol = error.code == "protocol"
+                code = FailureCode.PROTOCOL if protocol else FailureCode.PEER_CLOSED
+                self._fault(link, code, str(error))
+                return
+            with self._lock:
+                now_ns = time.monotonic_ns()
+                self._carry_out(self._core.received(link.number, message, now_ns))
+
+    def _take(self, link: PushLink, sealed: SealedStream, head: RangesHead) -> None:
+        """Receive ranges into the pool, and check them."""
+        with self._lock:
+            now_ns = time.monotonic_ns()
+            landing, size, effects = self._core.arriving(link.number, head, now_ns)
+            self._carry_out(effects)
+        if landing is None:
+            scratch = memoryview(bytearray(min(size, _SCRATCH_BYTES)))
+            for at in range(0, size, _SCRATCH_BYTES):
+                sealed.receive_into([scratch[: size - at]], SILENCE_S)
+            return
+        code: FailureCode | None = FailureCode.PEER_CLOSED
+        why = "the connection broke within a range"
+        try:
+            places = landing_places(self._pool, self._aux, landing)
+            sealed.receive_into([memory_at(*place) for place in places], SILENCE_S)
+            right = digests_of(landing.room, landing.ranges, places) == landing.digests
+            code, why = None if right else FailureCode.DIGEST, "bytes do not match their digest"
+        finally:
+            self._landed(landing, code, why)
+
+    def _landed(self, landing: Landing, code: FailureCode | None, why: str) -> None:
+        if code is FailureCode.DIGEST:
+            self.faults.note("digest", f"room {landing.room}: {why}")
+        self.act(lambda core, now: core.landed(landing, code, why, now))
+
+    def _fault(self, link: PushLink, code: FailureCode, why: str) -> None:
+        if not link.is_closed:
+            self.faults.note(code, f"{link.peer}: {why}")
+        self._drop(link, code, why)
+
+
+class Receiver:
+    """The handoff of one request, at decode; made by :meth:`DecodeManager.receiver`.
+
+    Attributes:
+        room: of the request.
+    """
+
+    __slots__ = ("_manager", "_progress", "room")
+
+    def __init__(self, manager: DecodeManager, room: int, progress: HandoffProgress) -> None:
+        self._manager = manager
+        self._progress = progress
+        self.room = room
+
+    @property
+    def state(self) -> State:
+        """Where it is; reading it takes no lock."""
+        return self._progress.state
+
+    @property
+    def failure(self) -> HandoffFailure | None:
+        """Why it is FAILED; None in every other state."""
+        return self._progress.failure
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether bytes may still arrive in the announced blocks: do not give them away before."""
+        return self._manager.holds_blocks(self.room)
+
+    def announce(self, first_token: int, blocks: Sequence[int]) -> None:
+        """Say where the KV belongs; bytes arrive there until :attr:`holds_blocks` is False.
+
+        Args:
+            first_token: KV of tokens before it is not needed; the block with it comes completely.
+            blocks: block of each position from that of ``first_token`` to the end of the prompt;
+                empty if nothing is needed.
+
+        Raises:
+            InvalidArgument: a block is not in the pool, named twice, or of another handoff.
+        """
+        self._manager.act(lambda core, now: core.announce(self.room, first_token, blocks, now))
+
+    def renew(self) -> None:
+        """The request waits for memory; call it in each step, so that prefill waits."""
+        self._manager.act(lambda core, now: core.renew(self.room, now))
+
+    def aux(self) -> AuxData:
+        """What prefill sent besides KV; only after SUCCESS and before :meth:`close`."""
+        return self._manager.aux(self.room)
+
+    def abort(self) -> None:
+        """Give the request up; bytes may arrive until :attr:`holds_blocks` is False."""
+        self._manager.act(lambda core, now: core.abort(self.room, now))
+
+    def close(self) -> None:
+        """Ask no more; one that has not ended is aborted. Call it when no blocks are held."""
+        self._manager.act(lambda core, now: core.close(self.room, now))

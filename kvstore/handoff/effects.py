@@ -1,0 +1,55 @@
+"""What the cores of both sides want done. Pure values."""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.handoff.messages import FromDecode, FromPrefill
+from kvstore.handoff.places import PushRange
+
+
+class PushJob(NamedTuple):
+    """Ranges to read from prefill's pool and send with one head.
+
+    Attributes:
+        number: of the job; its end is told with it.
+        link: where to.
+        room: of the request.
+        ranges: where they belong.
+        sources: first block of each in prefill's pool.
+        blocks: all blocks that are read.
+        generations: of these blocks when their KV was written; empty = the pool has none.
+        aux: the bytes of the aux data, if that is what is sent.
+    """
+
+    number: int
+    link: bytes
+    room: int
+    ranges: list[PushRange]
+    sources: list[int]
+    blocks: npt.NDArray[np.int64]
+    generations: npt.NDArray[np.uint64]
+    aux: bytes = b""
+
+
+class SendTo(NamedTuple):
+    """Send a message on a link."""
+
+    link: bytes
+    message: FromDecode | FromPrefill
+
+
+class Submit(NamedTuple):
+    """Carry a job out, and tell its end; all jobs of a link in order."""
+
+    job: PushJob
+
+
+class EndLink(NamedTuple):
+    """Close a link: nothing lives on it, and its end settles what is held for it."""
+
+    link: bytes
+
+
+Effect = SendTo | Submit | EndLink

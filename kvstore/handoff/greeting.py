@@ -1,0 +1,300 @@
+"""The beginning of a connection between the managers of prefill and decode, and its frames.
+
+Both prove that they know one secret, which is never sent: prefill sends a challenge, decode answers
+with its own nonce and an HMAC of both, prefill answers with another. From both nonces follows the
+key of the connection; each later frame ends with an HMAC over its number and its body. What follows
+a head of ranges has digests instead. Nothing is encrypted.
+
+A frame is its length in 4 bytes, little-endian, the body, and after the greeting 16 bytes of HMAC.
+"""
+
+import hashlib
+import hmac
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+import msgspec
+
+from kvstore.errors import ConfigError, InvalidArgument, PeerUnreachable, ProtocolError, reason
+from kvstore.handoff.messages import MESSAGE_BYTES_MAX
+from kvstore.handoff.shape import PoolShape
+from kvstore.transport.streams import DataStream, receive_bytes
+
+Purpose = Literal["messages", "pushes"]
+"""Of a connection: decode writes its messages, or prefill its messages and ranges."""
+PROTOCOL: Final = 1
+NONCE_BYTES: Final = 16
+SECRET_BYTES_MIN: Final = 16
+GREETING_S: Final = 2.0
+"""A greeting that takes longer is broken off."""
+SILENCE_S: Final = 2.0
+"""A connection on which nothing comes for so long is closed; the other side pings more often."""
+_GREETING_BYTES_MAX: Final = 4_096
+_MAC_BYTES: Final = 16
+_STEP_BYTES: Final = 256 * 1024
+"""Bytes that must come within the silence."""
+
+
+class Challenge(msgspec.Struct, frozen=True, array_like=True, tag="kvstore-handoff"):
+    """Prefill: the first frame of a connection."""
+
+    protocol: int
+    nonce: bytes
+
+
+class LinkGreeting(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Decode: who it is, and what this connection is for.
+
+    Attributes:
+        protocol: version.
+        purpose: ``messages`` of decode, or ``pushes`` of prefill.
+        link: 16 random bytes, the same for both connections of a link.
+        nonce: 16 random bytes.
+        name: of the decode engine, for logs.
+        space: which KV may be shared; both sides must have the same.
+        shape: of the pool.
+        proof: HMAC of both nonces and all other fields.
+    """
+
+    protocol: int
+    purpose: Purpose
+    link: bytes
+    nonce: bytes
+    name: str
+    space: bytes
+    shape: PoolShape
+    proof: bytes
+
+
+class Greeted(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Prefill: it knows the secret too; ``boot`` is that of its registration."""
+
+    boot: bytes
+    proof: bytes
+
+
+class GreetingRefused(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Prefill: it does not take this connection."""
+
+    field: str
+    message: str
+
+
+_challenge: Final = msgspec.msgpack.Decoder(Challenge)
+_greeting: Final = msgspec.msgpack.Decoder(LinkGreeting)
+_answer: Final = msgspec.msgpack.Decoder(Greeted | GreetingRefused)
+
+
+def read_secret(path: Path) -> bytes:
+    """The secret of a file; it is stripped of white space at both ends.
+
+    Raises:
+        ConfigError: the file cannot be read, others may read it, or it is shorter than 16 bytes.
+    """
+    try:
+        if path.stat().st_mode & 0o077:
+            raise ConfigError(f"{path}: other users may read the secret: chmod 600")
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"{path}: the secret cannot be read: {reason(error)}") from error
+    if len(secret) < SECRET_BYTES_MIN:
+        raise ConfigError(f"{path}: a secret has {SECRET_BYTES_MIN} bytes at least")
+    return secret
+
+
+def proof_of(secret: bytes, what: bytes, *parts: bytes) -> bytes:
+    """An HMAC-SHA256 of parts, for one purpose."""
+    mac = hmac.new(secret, what, hashlib.sha256)
+    for part in parts:
+        mac.update(len(part).to_bytes(8, "little") + part)
+    return mac.digest()
+
+
+class SealedStream:
+    """Frames of one connection after its greeting; one direction is used, by one thread.
+
+    Args:
+        stream: taken over.
+        key: of the connection.
+    """
+
+    def __init__(self, stream: DataStream, key: bytes) -> None:
+        self._stream = stream
+        self._key = key
+        self._count = 0
+
+    def send(self, body: bytes, after: Sequence[memoryview], limit_s: float) -> None:
+        """Send a frame, and the bytes that follow it; raises as :meth:`DataStream.send`."""
+        head = len(body).to_bytes(4, "little")
+        frame = head + body + self._mac(body)
+        self._stream.send([frame, *after], _after(limit_s))
+
+    def receive(self, silence_s: float) -> bytes:
+        """The body of the next frame.
+
+        Raises:
+            ProtocolError: it is too long, or somebody else has written it.
+            TransferTimeout: nothing came for so long.
+            PeerUnreachable: the connection broke.
+        """
+        head = receive_bytes(self._stream, 4, _after(silence_s))
+        size = int.from_bytes(head, "little")
+        if size > MESSAGE_BYTES_MAX:
+            raise ProtocolError(f"a frame of {size} bytes")
+        rest = receive_bytes(self._stream, size + _MAC_BYTES, _after(silence_s))
+        body = rest[:size]
+        if not hmac.compare_digest(rest[size:], self._mac(body)):
+            raise ProtocolError("a frame was changed on its way")
+        return body
+
+    def receive_into(self, buffers: Sequence[memoryview], silence_s: float) -> None:
+        """Fill buffers with what follows a frame; raises as :meth:`receive`."""
+        group: list[memoryview] = []
+        size = 0
+        for buffer in buffers:
+            for at in range(0, len(buffer), _STEP_BYTES):
+                part = buffer[at : at + _STEP_BYTES]
+                if group and size + len(part) > _STEP_BYTES:
+                    self._stream.receive(group, _after(silence_s))
+                    group, size = [], 0
+                group.append(part)
+                size += len(part)
+        if group:
+            self._stream.receive(group, _after(silence_s))
+
+    def shutdown(self) -> None:
+        """Break the connection; any thread may call this."""
+        self._stream.shutdown()
+
+    def close(self) -> None:
+        """Free the descriptor; no other call is in progress."""
+        self._stream.close()
+
+    def _mac(self, body: bytes) -> bytes:
+        number = self._count.to_bytes(8, "little")
+        self._count += 1
+        return hmac.digest(self._key, number + body, "sha256")[:_MAC_BYTES]
+
+
+class Greeter(NamedTuple):
+    """What one side brings to greetings.
+
+    Attributes:
+        secret: known to both sides.
+        space: which KV may be shared.
+        shape: of the pool.
+        name: for logs.
+        boot: of prefill.
+    """
+
+    secret: bytes
+    space: bytes
+    shape: PoolShape
+    name: str = ""
+    boot: bytes = b""
+
+    def greet(self, stream: DataStream, purpose: Purpose, link: bytes, boot: bytes) -> SealedStream:
+        """Decode's side of a greeting.
+
+        Args:
+            stream: a new connection to prefill; the caller closes it if this raises.
+            purpose: of the connection.
+            link: of the connection.
+            boot: that prefill must have.
+
+        Raises:
+            ProtocolError: it is not such a port, or does not know the secret.
+            PeerUnreachable: it has another boot.
+            InvalidArgument: prefill refuses; ``field`` says what does not fit.
+            TransferError: the connection broke, or took too long.
+        """
+        deadline_ns = _after(GREETING_S)
+        try:
+            challenge = _challenge.decode(_receive_plain(stream, deadline_ns))
+            if challenge.protocol != PROTOCOL or len(challenge.nonce) != NONCE_BYTES:
+                raise ProtocolError(f"prefill has version {challenge.protocol} of handoffs")
+            nonce = os.urandom(NONCE_BYTES)
+            greeting = LinkGreeting(
+                PROTOCOL, purpose, link, nonce, self.name, self.space, self.shape, b""
+            )
+            proof = proof_of(self.secret, b"decode", challenge.nonce, _encode(greeting))
+            greeting = msgspec.structs.replace(greeting, proof=proof)
+            _send_plain(stream, _encode(greeting), deadline_ns)
+            answer = _answer.decode(_receive_plain(stream, deadline_ns))
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"no port for handoffs: {error}") from error
+        if isinstance(answer, GreetingRefused):
+            raise InvalidArgument(answer.field[:64], answer.message[:200])
+        wanted = proof_of(self.secret, b"prefill", nonce, challenge.nonce, answer.boot)
+        if not hmac.compare_digest(answer.proof, wanted):
+            raise ProtocolError("prefill does not know the secret")
+        if answer.boot != boot:
+            raise PeerUnreachable("another process of prefill is at this address now")
+        return SealedStream(stream, proof_of(self.secret, b"key", challenge.nonce, nonce))
+
+    def answer(self, stream: DataStream) -> tuple[LinkGreeting, SealedStream]:
+        """Prefill's side of a greeting.
+
+        Args:
+            stream: a new connection; the caller closes it if this raises.
+
+        Raises:
+            ProtocolError: it is not a greeting, or decode does not know the secret.
+            InvalidArgument: decode does not fit to this pool; it has been told.
+            TransferError: the connection broke, or took too long.
+        """
+        deadline_ns = _after(GREETING_S)
+        nonce = os.urandom(NONCE_BYTES)
+        _send_plain(stream, _encode(Challenge(PROTOCOL, nonce)), deadline_ns)
+        try:
+            greeting = _greeting.decode(_receive_plain(stream, deadline_ns))
+        except (msgspec.MsgspecError, InvalidArgument) as error:
+            raise ProtocolError(f"no greeting: {error}") from error
+        bare = msgspec.structs.replace(greeting, proof=b"")
+        wanted = proof_of(self.secret, b"decode", nonce, _encode(bare))
+        known = hmac.compare_digest(greeting.proof, wanted)
+        if not known or len(greeting.link) != NONCE_BYTES or len(greeting.nonce) != NONCE_BYTES:
+            refusal = GreetingRefused("secret", "decode does not know the secret")
+            _send_plain(stream, _encode(refusal), deadline_ns)
+            raise ProtocolError(refusal.message)
+        wrong = self._unlike(greeting)
+        if wrong:
+            message = f"{wrong} of decode is not that of prefill"
+            _send_plain(stream, _encode(GreetingRefused(wrong, message)), deadline_ns)
+            raise InvalidArgument(wrong, message)
+        proof = proof_of(self.secret, b"prefill", greeting.nonce, nonce, self.boot)
+        _send_plain(stream, _encode(Greeted(self.boot, proof)), deadline_ns)
+        return greeting, SealedStream(stream, proof_of(self.secret, b"key", nonce, greeting.nonce))
+
+    def _unlike(self, greeting: LinkGreeting) -> str:
+        """The field in which decode differs from this side; empty = none."""
+        if greeting.protocol != PROTOCOL:
+            return "protocol"
+        if greeting.space != self.space:
+            return "space"
+        for field in ("plane_count", "planes_per_layer", "block_bytes", "block_tokens"):
+            if getattr(greeting.shape, field) != getattr(self.shape, field):
+                return field
+        return ""
+
+
+def _encode(message: msgspec.Struct) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def _send_plain(stream: DataStream, body: bytes, deadline_ns: int) -> None:
+    stream.send([len(body).to_bytes(4, "little") + body], deadline_ns)
+
+
+def _receive_plain(stream: DataStream, deadline_ns: int) -> bytes:
+    size = int.from_bytes(receive_bytes(stream, 4, deadline_ns), "little")
+    if size > _GREETING_BYTES_MAX:
+        raise ProtocolError(f"a greeting of {size} bytes")
+    return receive_bytes(stream, size, deadline_ns)
+
+
+def _after(seconds: float) -> int:
+    return time.monotonic_ns() + int(seconds * 1e9)

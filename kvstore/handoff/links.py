@@ -1,0 +1,152 @@
+"""The threads of a link: what waits to be written, and who writes it.
+
+A link is two connections, so that each is used in one direction by one thread: decode writes its
+messages on one, prefill its messages and ranges on the other. They live and die together.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from kvstore.handoff.effects import PushJob
+from kvstore.handoff.greeting import SealedStream
+from kvstore.handoff.messages import HandoffPing, encode_message
+
+PING_S: Final = 0.5
+"""A ping is sent when nothing else was for so long."""
+SEND_S: Final = 15.0
+"""A frame that is not written after so long closes its link."""
+MESSAGES_MAX: Final = 4_096
+"""Messages that wait to be written; a peer that reads no more than that has its link closed."""
+_PING: Final = encode_message(HandoffPing())
+
+
+class Outbox:
+    """What waits to be written on a link: messages first, then jobs; thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._messages: deque[bytes] = deque()
+        self._jobs: deque[PushJob] = deque()
+        self._closed = False
+
+    def put_message(self, body: bytes) -> bool:
+        """Add a message; False if there are too many. A closed outbox forgets it."""
+        with self._changed:
+            if len(self._messages) >= MESSAGES_MAX:
+                return False
+            if not self._closed:
+                self._messages.append(body)
+                self._changed.notify()
+            return True
+
+    def put_job(self, job: PushJob) -> bool:
+        """Add a job; False if the outbox is closed. The core bounds their number."""
+        with self._changed:
+            if self._closed:
+                return False
+            self._jobs.append(job)
+            self._changed.notify()
+            return True
+
+    def next(self) -> bytes | PushJob | None:
+        """What to write next, a ping if nothing came for a while; None once it is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._messages or self._jobs, PING_S)
+            if self._closed:
+                return None
+            if self._messages:
+                return self._messages.popleft()
+            return self._jobs.popleft() if self._jobs else _PING
+
+    def close(self) -> None:
+        """Let the writer end."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def left(self) -> list[PushJob]:
+        """The jobs that were never begun; the outbox is closed."""
+        with self._changed:
+            assert self._closed
+            jobs = list(self._jobs)
+            self._jobs.clear()
+            return jobs
+
+
+class PushLink:
+    """One link at one side.
+
+    Args:
+        number: 16 bytes.
+        peer: for logs, and at decode the registry's URL.
+
+    Attributes:
+        outbox: what waits to be written.
+        connected: set when both connections are there, or it was closed.
+    """
+
+    def __init__(self, number: bytes, peer: str) -> None:
+        self.number = number
+        self.peer = peer
+        self.outbox = Outbox()
+        self.connected = threading.Event()
+        self._lock = threading.Lock()
+        self._streams: dict[str, SealedStream] = {}
+        self._closed = False
+
+    def add(self, purpose: str, stream: SealedStream) -> bool:
+        """Add a connection; False if there is one for this purpose, or the link is closed."""
+        with self._lock:
+            if self._closed or purpose in self._streams:
+                return False
+            self._streams[purpose] = stream
+            if len(self._streams) == 2:
+                self.connected.set()
+            return True
+
+    def stream(self, purpose: str) -> SealedStream:
+        """The connection for a purpose."""
+        return self._streams[purpose]
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
+
+    def close(self) -> bool:
+        """Break both connections; their threads end. False if that was done before."""
+        with self._lock:
+            first, self._closed = not self._closed, True
+            for stream in self._streams.values():
+                stream.shutdown()
+        self.outbox.close()
+        self.connected.set()
+        return first
+
+
+class Ticker:
+    """Calls something ten times a second in a thread of its own, until it is closed.
+
+    Args:
+        call: must not wait.
+        name: of the thread.
+        every_s: seconds between two calls.
+    """
+
+    def __init__(self, call: Callable[[], None], name: str, every_s: float = 0.1) -> None:
+        self._call = call
+        self._every_s = every_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Let it end, and wait for that."""
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(self._every_s):
+            self._call()

@@ -1,0 +1,150 @@
+"""Places of a handoff: which blocks go where, what they are joined to, what has arrived. Pure.
+
+A **position** is the index of a block among the blocks of a request; position 0 has token 0. A
+range is ``count`` positions of one plane that are neighbours in the pools of both sides.
+"""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore.errors import ProtocolError
+from kvstore.page import DIGEST_BYTES
+
+AUX_PLANE: Final = 0xFFFF_FFFF
+"""Stands for the aux data in place of a plane; ``first`` is the slot, ``size`` its bytes."""
+PLANES_MAX: Final = 4_096
+BLOCKS_MAX: Final = 1 << 20
+"""Blocks of one request."""
+_NUMBERS: Final = np.dtype("<u4")
+
+
+class PushRange(NamedTuple):
+    """Neighbouring blocks of one plane.
+
+    Attributes:
+        plane: number of the plane in the pool, or :data:`AUX_PLANE`.
+        first: position of the first block.
+        size: number of blocks, or bytes of the aux data.
+    """
+
+    plane: int
+    first: int
+    size: int
+
+
+def range_seed(room: int, place: PushRange) -> int:
+    """The seed of the digest of a range: other bytes, or the same elsewhere, do not match it."""
+    return xxhash.xxh3_64_intdigest(
+        room.to_bytes(8, "little") + b"".join(part.to_bytes(4, "little") for part in place)
+    )
+
+
+def joined(
+    positions: range, here: Sequence[int], there: Sequence[int], count_max: int
+) -> list[tuple[int, int]]:
+    """Join positions whose blocks are neighbours on both sides.
+
+    Args:
+        positions: at least one.
+        here: block of each position in the own pool.
+        there: block of each position in the other pool.
+        count_max: blocks of one range at most.
+
+    Returns:
+        First position and number of each range, in order.
+    """
+    found: list[tuple[int, int]] = []
+    first, count = positions.start, 1
+    for at in range(1, len(positions)):
+        together = here[at] == here[at - 1] + 1 and there[at] == there[at - 1] + 1
+        if together and count < count_max:
+            count += 1
+        else:
+            found.append((first, count))
+            first, count = positions.start + at, 1
+    found.append((first, count))
+    return found
+
+
+def batches(
+    planes: range, runs: Sequence[tuple[int, int]], blocks_max: int, ranges_max: int
+) -> list[list[PushRange]]:
+    """The runs of positions in each plane, in lists of so many blocks and ranges at most."""
+    found: list[list[PushRange]] = [[]]
+    total = 0
+    for plane in planes:
+        for first, size in runs:
+            if found[-1] and (total + size > blocks_max or len(found[-1]) == ranges_max):
+                found.append([])
+                total = 0
+            found[-1].append(PushRange(plane, first, size))
+            total += size
+    return found
+
+
+def pack_numbers(numbers: npt.ArrayLike) -> bytes:
+    """Numbers of 32 bits for a message."""
+    return np.asarray(numbers, dtype=_NUMBERS).tobytes()
+
+
+def unpack_numbers(packed: bytes) -> list[int]:
+    """Numbers of 32 bits of a message.
+
+    Raises:
+        ProtocolError: it is not a whole number of them.
+    """
+    if len(packed) % _NUMBERS.itemsize:
+        raise ProtocolError(f"{len(packed)} bytes are not a whole number of 32-bit numbers")
+    return np.frombuffer(packed, dtype=_NUMBERS).tolist()  # type: ignore[no-any-return]
+
+
+def unpack_ranges(packed: bytes, digests: bytes) -> list[PushRange]:
+    """The ranges of a message, each with a digest.
+
+    Raises:
+        ProtocolError: there is none, or another number of digests.
+    """
+    numbers = unpack_numbers(packed)
+    count, rest = divmod(len(numbers), 3)
+    if rest or not count or len(digests) != count * DIGEST_BYTES:
+        raise ProtocolError(f"{len(packed)} bytes of ranges with {len(digests)} of digests")
+    return [PushRange(*numbers[at : at + 3]) for at in range(0, len(numbers), 3)]
+
+
+class Coverage:
+    """Which planes of which positions are there; each may come once.
+
+    Args:
+        planes: number of planes.
+        first: first position that is expected.
+        stop: position after the last.
+    """
+
+    def __init__(self, planes: int, first: int, stop: int) -> None:
+        assert planes > 0
+        assert 0 <= first <= stop
+        self._first = first
+        self._stop = stop
+        self._there = np.zeros((planes, stop - first), dtype=np.bool_)
+        self.missing = self._there.size
+
+    def claim(self, places: Sequence[PushRange]) -> bool:
+        """Note ranges; returns False, and notes none, if one is outside or was noted before."""
+        noted: list[npt.NDArray[np.bool_]] = []
+        for plane, first, count in places:
+            inside = (
+                plane < len(self._there) and self._first <= first and first + count <= self._stop
+            )
+            part = self._there[plane, first - self._first :][:count] if inside else None
+            if part is None or not count or part.any():
+                for before in noted:
+                    before[:] = False
+                return False
+            part[:] = True
+            noted.append(part)
+        self.missing -= sum(map(len, noted))
+        return True

@@ -1,0 +1,439 @@
+"""A prefill engine's manager: it pushes KV from the engine's pool to decode engines.
+
+One object for each rank. No method waits for the network.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from kvstore.errors import InvalidArgument, KVStoreError, TransferTimeout, reason
+from kvstore.handoff.aux_data import AuxData, encode_aux
+from kvstore.handoff.effects import Effect, PushJob, SendTo, Submit
+from kvstore.handoff.greeting import GREETING_S, PROTOCOL, SILENCE_S, Greeter, SealedStream
+from kvstore.handoff.links import SEND_S, PushLink, Ticker
+from kvstore.handoff.memory import HandoffPool, Places, digests_of
+from kvstore.handoff.messages import RangesHead, encode_message, read_from_decode
+from kvstore.handoff.places import pack_numbers
+from kvstore.handoff.registry import LEASE_S, RankRecord, RegistryClient
+from kvstore.handoff.sending import Senders
+from kvstore.handoff.states import (
+    FailureCode,
+    HandoffFailure,
+    HandoffProgress,
+    HandoffSide,
+    Layer,
+    Patience,
+    Reduce,
+    State,
+    agreed,
+)
+from kvstore.process.faults import Faults
+from kvstore.tier.vectored import memory_at
+from kvstore.transport.streams import stream_of
+
+LINKS_MAX: Final = 64
+"""Decode engines at a time."""
+GREETINGS_MAX: Final = 16
+"""Connections that have not greeted yet."""
+_LOG: Final = logging.getLogger(__name__)
+
+
+class PrefillManager:
+    """All handoffs of one rank of a prefill engine; any thread may call it.
+
+    Args:
+        pool: of the engine.
+        space: which KV may be shared, at most 64 bytes; decode must have the same.
+        secret: :func:`kvstore.handoff.greeting.read_secret`; decode must have the same.
+        registry: URL of the instance's registry; empty = none.
+        host: address to listen at, and to be reached at.
+        port: 0 = any free one.
+        patience: deadlines.
+
+    Attributes:
+        address: ``host:port`` of the manager.
+
+    Raises:
+        InvalidArgument: it cannot listen there.
+    """
+
+    def __init__(
+        self, pool: HandoffPool, space: bytes, secret: bytes, *, registry: str = "",
+        host: str = "127.0.0.1", port: int = 0, patience: Patience | None = None,
+    ) -> None:  # fmt: skip
+        self._pool = pool
+        self._boot = os.urandom(16)
+        self._greeter = Greeter(secret, space, pool.shape, boot=self._boot)
+        self._core = Senders(pool.shape, patience or Patience())
+        self._lock = threading.Lock()
+        self._links: dict[bytes, PushLink] = {}
+        self._threads: set[threading.Thread] = set()
+        self._greeting: set[socket.socket] = set()
+        self._closed = False
+        self.faults = Faults(_LOG, "handoff, prefill")
+        try:
+            self._listener = socket.create_server((host, port), backlog=64)
+        except OSError as error:
+            raise InvalidArgument("port", f"cannot listen: {reason(error)}") from error
+        self._listener.settimeout(None)
+        at = self._listener.getsockname()[1]
+        self.address = f"[{host}]:{at}" if ":" in host else f"{host}:{at}"
+        self._acceptor = threading.Thread(
+            target=self._accept, name="kvstore-handoff-acceptor", daemon=True
+        )
+        self._acceptor.start()
+        self._ticker = Ticker(self._tick, "kvstore-handoff-ticker")
+        self._registered = 0
+        self._client = RegistryClient(registry, secret) if registry else None
+        self._lease: Ticker | None = None
+        if self._client is not None:
+            self._register(LEASE_S)
+            self._lease = Ticker(self._renew_lease, "kvstore-handoff-lease", LEASE_S / 4)
+
+    # ---- the engine -------------------------------------------------------------------------
+
+    def sender(self, room: int, token_count: int) -> "Sender":
+        """Begin the handoff of a request.
+
+        Args:
+            room: drawn by the router for this request; decode gets the same.
+            token_count: tokens of the prompt.
+
+        Raises:
+            InvalidArgument: the room was used before, or a number is wrong.
+            CapacityError: too many handoffs are under way; nothing has begun.
+        """
+        with self._lock:
+            progress, effects = self._core.open(room, token_count, time.monotonic_ns())
+            self._carry_out(effects)
+        return Sender(self, room, progress)
+
+    def poll(self, senders: "Sequence[Sender]", reduce: Reduce | None = None) -> list[State]:
+        """The states of handoffs; never waits, unless ``reduce`` does.
+
+        Args:
+            senders: in the same order at all ranks, if there are several.
+            reduce: agrees on the lowest state among the ranks of an engine.
+        """
+        return agreed([sender.state for sender in senders], reduce)
+
+    def describe(self) -> list[tuple[int, str, float]]:
+        """Room, state and seconds in it, of each handoff."""
+        with self._lock:
+            return self._core.describe(time.monotonic_ns())
+
+    def stats(self) -> dict[str, int]:
+        """Counts since the start, and what there is now."""
+        with self._lock:
+            return {
+                **self._core.counts, **self.faults.counts, "links": len(self._links),
+                "threads": len(self._threads),
+            }  # fmt: skip
+
+    def close(self) -> None:
+        """Fail all handoffs, close all connections, wait for all threads: nothing is read after."""
+        if self._lease is not None:
+            self._lease.close()
+            with contextlib.suppress(KVStoreError):  # the lease ends by itself
+                self._register(0.0, once=True)
+        with self._lock:
+            self._closed = True
+            links = list(self._links.values())
+            greeting = list(self._greeting)
+            threads = list(self._threads)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._acceptor.join()
+        self._listener.close()
+        for connection in greeting:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for link in links:
+            self._drop(link, FailureCode.CLOSED, "the manager was closed")
+        for thread in threads:
+            thread.join(GREETING_S + SILENCE_S)
+        self._ticker.close()
+
+    # ---- what senders call ------------------------------------------------------------------
+
+    def act(self, call: Callable[[Senders, int], list[Effect]]) -> None:
+        """Tell the core something, and carry out what it wants done."""
+        with self._lock:
+            self._carry_out(call(self._core, time.monotonic_ns()))
+
+    def push(self, room: int, layers: range, positions: range, blocks: Sequence[int]) -> None:
+        """See :meth:`Sender.send`."""
+        generations = self._pool.generations(blocks)
+        self.act(lambda core, now: core.push(room, layers, positions, blocks, generations, now))
+
+    def holds_blocks(self, room: int) -> bool:
+        """See :attr:`Sender.holds_blocks`."""
+        with self._lock:
+            return self._core.holds_blocks(room)
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
+        """Carry out effects, under the lock."""
+        left = deque(effects)
+        while left:
+            effect = left.popleft()
+            if isinstance(effect, SendTo):
+                link = self._links.get(effect.link)
+                if link and not link.outbox.put_message(encode_message(effect.message)):
+                    link.close()  # its threads end, and tell
+            elif isinstance(effect, Submit):
+                link = self._links.get(effect.job.link)
+                if link is None or not link.outbox.put_job(effect.job):
+                    failure = _failure(FailureCode.PEER_CLOSED, "the link was closed")
+                    now_ns = time.monotonic_ns()
+                    left.extend(self._core.completed(effect.job.number, failure, now_ns))
+
+    def _tick(self) -> None:
+        self.act(lambda core, now: core.tick(now))
+
+    def _register(self, lease_s: float, *, once: bool = False) -> None:
+        assert self._client is not None
+        self._registered += 1
+        shape = self._pool.shape
+        layers = (0, shape.plane_count // shape.planes_per_layer)
+        record = RankRecord(
+            0, self.address, self._boot.hex(), self._registered, layers, (0, 1), shape,
+            self._greeter.space.hex(), ["tcp"], PROTOCOL, lease_s,
+        )  # fmt: skip
+        try:
+            self._client.register(record)
+        except KVStoreError as error:
+            self.faults.note("registry", str(error))
+            if once:
+                raise
+
+    def _renew_lease(self) -> None:
+        self._register(LEASE_S)
+
+    def _start(self, run: Callable[[], None], name: str) -> None:
+        """Start a thread that is joined by :meth:`close`."""
+
+        def target() -> None:
+            try:
+                run()
+            finally:
+                with self._lock:
+                    self._threads.discard(threading.current_thread())
+
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        with self._lock:
+            self._threads.add(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, peer = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                self.faults.count("accept")
+                continue
+            with self._lock:
+                full = self._closed or len(self._greeting) >= GREETINGS_MAX
+                if not full:
+                    self._greeting.add(connection)
+            if full:
+                self.faults.note("greetings", f"{peer[0]}: too many connections are greeting")
+                connection.close()
+            else:
+                self._start(partial(self._greet, connection, str(peer[0])), "kvstore-handoff-link")
+
+    def _greet(self, connection: socket.socket, peer: str) -> None:
+        """Greet a connection, then be the thread that uses it."""
+        try:
+            stream = stream_of(connection, None)
+        except KVStoreError:
+            with self._lock:
+                self._greeting.discard(connection)
+            return
+        try:
+            greeting, sealed = self._greeter.answer(stream)
+        except KVStoreError as error:
+            self.faults.note("greeting", f"{peer}: {error}")
+            stream.close()
+            return
+        finally:
+            with self._lock:
+                self._greeting.discard(connection)
+        link = self._link(greeting.link, f"{greeting.name[:64]} at {peer}")
+        if link is None or not link.add(greeting.purpose, sealed):
+            self.faults.note("greeting", f"{peer}: too many links, or one that there is already")
+            stream.close()
+            return
+        try:
+            if not link.connected.wait(GREETING_S):
+                self._fault(link, FailureCode.PEER_CLOSED, "it made one connection only")
+            elif greeting.purpose == "messages":
+                self._read(link, sealed)
+            else:
+                self._write(link, sealed)
+        finally:
+            self._drop(link, FailureCode.PEER_CLOSED, "its thread has ended")
+            sealed.close()
+
+    def _link(self, number: bytes, peer: str) -> PushLink | None:
+        with self._lock:
+            link = self._links.get(number)
+            if link is None and len(self._links) < LINKS_MAX and not self._closed:
+                link = self._links[number] = PushLink(number, peer)
+            return link
+
+    def _drop(self, link: PushLink, code: FailureCode, why: str) -> None:
+        """Close a link, and fail what lives on it."""
+        link.close()
+        with self._lock:
+            if self._links.pop(link.number, None) is None:
+                return
+            now_ns = time.monotonic_ns()
+            self._carry_out(self._core.closed(link.number, code, f"{link.peer}: {why}", now_ns))
+            failure = _failure(code, why)
+            for job in link.outbox.left():
+                self._carry_out(self._core.completed(job.number, failure, now_ns))
+
+    def _read(self, link: PushLink, sealed: SealedStream) -> None:
+        """Read decode's messages until the link ends."""
+        while not link.is_closed:
+            try:
+                message = read_from_decode(sealed.receive(SILENCE_S))
+            except TransferTimeout:
+                self._fault(link, FailureCode.PEER_SILENT, f"nothing came for {SILENCE_S} s")
+                return
+            except KVStoreError as error:
+                protocol = error.code == "protocol"
+                code = FailureCode.PROTOCOL if protocol else FailureCode.PEER_CLOSED
+                self._fault(link, code, str(error))
+                return
+            with self._lock:
+                if not link.is_closed:
+                    now_ns = time.monotonic_ns()
+                    self._carry_out(self._core.received(link.number, message, now_ns))
+
+    def _write(self, link: PushLink, sealed: SealedStream) -> None:
+        """Write messages and ranges until the link ends."""
+        while (item := link.outbox.next()) is not None:
+            failure: HandoffFailure | None = None
+            try:
+                if isinstance(item, bytes):
+                    sealed.send(item, [], SEND_S)
+                else:
+                    failure = self._send(item, sealed)
+            except KVStoreError as error:
+                failure = _failure(FailureCode.PEER_CLOSED, str(error))
+                self._fault(link, FailureCode.PEER_CLOSED, str(error))
+            if isinstance(item, PushJob):
+                self._completed(item, failure)
+
+    def _send(self, job: PushJob, sealed: SealedStream) -> HandoffFailure | None:
+        """Send ranges straight from the pool; returns why they were not sent."""
+        places: Places
+        held = np.frombuffer(job.aux, dtype=np.uint8)
+        if job.aux:
+            places = [(int(held.ctypes.data), len(held))]
+        else:
+            places = self._pool.places(job.ranges, job.sources)
+        digests = digests_of(job.room, job.ranges, places)
+        if not self._pool.is_unchanged(job):  # after the digest: what was digested was right
+            return _failure(FailureCode.BLOCKS_REUSED, "a block was given away before it was sent")
+        packed = pack_numbers([number for one in job.ranges for number in one])
+        head = encode_message(RangesHead(job.room, packed, digests))
+        sealed.send(head, [memory_at(*place) for place in places], SEND_S)
+        return None
+
+    def _completed(self, job: PushJob, failure: HandoffFailure | None) -> None:
+        self.act(lambda core, now: core.completed(job.number, failure, now))
+
+    def _fault(self, link: PushLink, code: FailureCode, why: str) -> None:
+        if not link.is_closed:
+            self.faults.note(code, f"{link.peer}: {why}")
+        self._drop(link, code, why)
+
+
+class Sender:
+    """The handoff of one request, at prefill; made by :meth:`PrefillManager.sender`.
+
+    Attributes:
+        room: of the request.
+    """
+
+    __slots__ = ("_manager", "_progress", "room")
+
+    def __init__(self, manager: PrefillManager, room: int, progress: HandoffProgress) -> None:
+        self._manager = manager
+        self._progress = progress
+        self.room = room
+
+    @property
+    def state(self) -> State:
+        """Where it is; reading it takes no lock."""
+        return self._progress.state
+
+    @property
+    def failure(self) -> HandoffFailure | None:
+        """Why it is FAILED; None in every other state."""
+        return self._progress.failure
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether blocks that were sent may still be read: do not give them away before."""
+        return self._manager.holds_blocks(self.room)
+
+    def send(self, layers: range, positions: range, blocks: Sequence[int]) -> None:
+        """Push the KV of some layers and positions; returns at once, also before decode is there.
+
+        Call it in the step thread after each layer of each chunk, when the KV is in the pool.
+        Nothing happens if the handoff has ended.
+
+        Args:
+            layers: adjacent layers.
+            positions: adjacent positions: numbers of blocks of the request, from its beginning.
+            blocks: block of the pool for each position; all their slots are written.
+
+        Raises:
+            InvalidArgument: something is outside the request or the pool, or was sent before.
+        """
+        self._manager.push(self.room, layers, positions, blocks)
+
+    def finish(self, aux: AuxData) -> None:
+        """Send the aux data, after all layers of all positions.
+
+        Raises:
+            InvalidArgument: something was not sent, or the aux data is too large.
+        """
+        packed = encode_aux(aux)
+        self._manager.act(lambda core, now: core.finish(self.room, packed, now))
+
+    def renew(self) -> None:
+        """The request waits in the engine's queue; call it in each step, so that decode waits."""
+        self._manager.act(lambda core, now: core.renew(self.room, now))
+
+    def abort(self) -> None:
+        """Give the request up; its blocks may be read until :attr:`holds_blocks` is False."""
+        self._manager.act(lambda core, now: core.abort(self.room, now))
+
+    def close(self) -> None:
+        """Ask no more; one that has not ended is aborted. Call it when no blocks are held."""
+        self._manager.act(lambda core, now: core.close(self.room, now))
+
+
+def _failure(code: FailureCode, why: str) -> HandoffFailure:
+    protocol = code is FailureCode.BLOCKS_REUSED
+    return HandoffFailure(
+        code, HandoffSide.PREFILL, 0, Layer.PROTOCOL if protocol else Layer.TRANSPORT, why[:200]
+    )

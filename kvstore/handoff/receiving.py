@@ -1,0 +1,501 @@
+"""Decode's side of all handoffs of one rank: events in, effects out. Pure.
+
+The blocks of an announcement belong to the transfer until :meth:`Receivers.holds_blocks` is False.
+After a failure they are in LIMBO until prefill has answered that nothing arrives any more, or the
+link has been closed and whoever reads it has ended.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
+from kvstore.handoff.effects import Effect, EndLink, SendTo
+from kvstore.handoff.messages import (
+    RANGES_BYTES_MAX,
+    RANGES_MAX,
+    TEXT_MAX,
+    Abort,
+    Announce,
+    Done,
+    Drained,
+    Failed,
+    FromPrefill,
+    HandoffPing,
+    RangesHead,
+    RenewRoom,
+)
+from kvstore.handoff.places import (
+    AUX_PLANE,
+    BLOCKS_MAX,
+    Coverage,
+    PushRange,
+    pack_numbers,
+    unpack_ranges,
+)
+from kvstore.handoff.rooms import SeenRooms, check_room
+from kvstore.handoff.shape import PoolShape
+from kvstore.handoff.states import (
+    FailureCode,
+    HandoffFailure,
+    HandoffProgress,
+    HandoffSide,
+    Layer,
+    Patience,
+    State,
+)
+
+ROOMS_MAX = 1_024
+"""Handoffs in the table."""
+LIMBO_SHARE: Final = 10
+"""One block in so many may be in LIMBO because of one peer."""
+ABORTS_MAX: Final = 5
+"""An abort is sent so often; then the link is closed, once no handoff lives on it."""
+_AGAIN_NS: Final = 1_000_000_000
+"""Between two aborts, and between two renewals."""
+
+
+class Landing(NamedTuple):
+    """Ranges whose bytes may be written now; its end is told to :meth:`Receivers.landed`.
+
+    Attributes:
+        room: of the request.
+        ranges: what arrives, in order.
+        targets: first block of each in decode's pool; for the aux data its slot.
+        digests: 16 bytes of each.
+    """
+
+    room: int
+    ranges: list[PushRange]
+    targets: list[int]
+    digests: bytes
+
+
+class _Receiving:
+    """One room."""
+
+    __slots__ = (
+        "aborts", "aux_bytes", "aux_claimed", "blocks", "closed", "coverage", "drained", "first",
+        "first_token", "landing", "left", "link", "next_abort_ns", "peer", "progress", "room",
+        "runs", "said_ns", "slot", "token_count",
+    )  # fmt: skip
+
+    def __init__(
+        self, room: int, peer: str, token_count: int, slot: int, now: HandoffProgress
+    ) -> None:
+        self.room = room
+        self.peer = peer
+        self.link = b""  # once there is one; it never changes
+        self.token_count = token_count
+        self.slot = slot  # of the aux data; -1 = given back
+        self.progress = now
+        self.first_token = self.first = 0
+        self.blocks: list[int] | None = None  # from position first on; None = not announced
+        self.runs: list[int] = []  # of each block: which run of neighbours it is in
+        self.coverage: Coverage | None = None
+        self.left = 0  # planes of blocks that have not arrived
+        self.aux_claimed = self.closed = self.drained = False
+        self.aux_bytes = -1  # how many have arrived
+        self.landing = 0  # heads whose bytes are being written
+        self.said_ns = self.next_abort_ns = self.aborts = 0
+
+
+class Receivers:
+    """All handoffs of one rank of a decode engine; see the module.
+
+    Args:
+        shape: of the pool.
+        aux_slots: slots for aux data; each handoff has one.
+        aux_bytes: bytes of a slot.
+        patience: deadlines.
+        rank: of this side.
+
+    Attributes:
+        counts: events that are not an error of ours, by name.
+    """
+
+    def __init__(
+        self, shape: PoolShape, aux_slots: int, aux_bytes: int, patience: Patience, rank: int = 0
+    ) -> None:
+        self._shape = shape
+        self._patience = patience
+        self._rank = rank
+        self._aux_bytes = aux_bytes
+        self._free_slots = list(range(aux_slots))
+        self._rooms: dict[int, _Receiving] = {}
+        self._seen = SeenRooms()
+        self._owned: dict[int, int] = {}  # block → room
+        self._links: dict[str, bytes] = {}  # peer → its link that is up
+        self.counts: Counter[str] = Counter()
+
+    # ---- the engine -------------------------------------------------------------------------
+
+    def open(
+        self, room: int, peer: str, token_count: int, now_ns: int
+    ) -> tuple[HandoffProgress, list[Effect]]:
+        """Begin a handoff from a peer, which may have no link yet.
+
+        Raises:
+            InvalidArgument: the room was seen before, or a number is wrong.
+            CapacityError: there are too many, or too many blocks are in LIMBO because of the peer.
+        """
+        check_room(room)
+        if not 0 < token_count <= BLOCKS_MAX * self._shape.block_tokens:
+            raise InvalidArgument("token_count", f"{token_count} is not a number of tokens")
+        if room in self._seen:
+            raise InvalidArgument("room", f"{room} was used before")
+        if len(self._rooms) >= ROOMS_MAX or not self._free_slots:
+            raise CapacityError(f"{len(self._rooms)} handoffs are under way", "aux_slots")
+        limbo = self.limbo_blocks(peer)
+        if limbo * LIMBO_SHARE > self._shape.block_count:
+            raise CapacityError(f"{limbo} blocks wait until {peer} has drained them", "limbo")
+        slot = self._free_slots.pop()
+        progress = HandoffProgress(self._patience, now_ns)
+        one = self._rooms[room] = _Receiving(room, peer, token_count, slot, progress)
+        self._seen.add(room)
+        one.link = self._links.get(peer, b"")
+        return progress, self._say(one, now_ns)
+
+    def announce(
+        self, room: int, first_token: int, blocks: Sequence[int], now_ns: int
+    ) -> list[Effect]:
+        """The engine has memory for a request; nothing happens if the handoff has ended.
+
+        Args:
+            room: one that was opened.
+            first_token: KV of tokens before it is not needed.
+            blocks: block of each position from that of ``first_token`` on.
+            now_ns: the time.
+
+        Raises:
+            InvalidArgument: a block is not in the pool, named twice, or of another handoff.
+        """
+        one = self._rooms[room]
+        if one.progress.ended:
+            return []
+        if one.blocks is not None:
+            raise InvalidArgument("room", f"{room} was announced before")
+        if not 0 <= first_token <= one.token_count:
+            raise InvalidArgument("first_token", f"{first_token} of {one.token_count}")
+        stop = self._shape.blocks_of(one.token_count)
+        first = stop if first_token == one.token_count else first_token // self._shape.block_tokens
+        numbers = np.asarray(blocks, dtype=np.int64).reshape(-1)
+        different = set(numbers.tolist())
+        if len(numbers) != stop - first or len(different) != len(numbers):
+            what = f"{len(numbers)} blocks, {stop - first} different ones are needed"
+            raise InvalidArgument("blocks", what)
+        if not self._shape.has(numbers) or not different.isdisjoint(self._owned):
+            raise InvalidArgument("blocks", "one is not in the pool, or of another handoff")
+        one.first_token, one.first, one.blocks = first_token, first, numbers.tolist()
+        one.runs = np.cumsum(np.diff(numbers, prepend=numbers[:1]) != 1).tolist()
+        one.coverage = Coverage(self._shape.plane_count, first, stop)
+        one.left = one.coverage.missing
+        for block in one.blocks:
+            self._owned[block] = room
+        one.progress.heard(now_ns)
+        return self._say(one, now_ns)
+
+    def renew(self, room: int, now_ns: int) -> list[Effect]:
+        """The request waits for memory; prefill is told, at most once a second."""
+        one = self._rooms[room]
+        one.progress.heard(now_ns)
+        if one.progress.ended or not one.link or now_ns - one.said_ns < _AGAIN_NS:
+            return []
+        one.said_ns = now_ns
+        return [SendTo(one.link, RenewRoom(room))]
+
+    def abort(self, room: int, now_ns: int) -> list[Effect]:
+        """The engine gives the request up."""
+        one = self._rooms[room]
+        why = "the decode engine gave it up"
+        return self._fail(one, FailureCode.ABORTED, Layer.PROTOCOL, why, now_ns)
+
+    def close(self, room: int, now_ns: int) -> list[Effect]:
+        """The engine asks no more about a handoff; one that has not ended is aborted."""
+        one = self._rooms[room]
+        effects = self.abort(room, now_ns)
+        one.closed = True
+        self._forget(one)
+        return effects
+
+    def holds_blocks(self, room: int) -> bool:
+        """Whether bytes may still arrive in the blocks that were announced."""
+        one = self._rooms.get(room)
+        return one is not None and self._is_holding(one)
+
+    def aux_place(self, room: int) -> tuple[int, int]:
+        """Slot and number of bytes of the aux data of a handoff that succeeded."""
+        one = self._rooms[room]
+        assert one.progress.state == State.SUCCESS
+        return one.slot, one.aux_bytes
+
+    def limbo_blocks(self, peer: str | None = None) -> int:
+        """Blocks in LIMBO, because of one peer or of all."""
+        return sum(
+            len(one.blocks or ())
+            for one in self._rooms.values()
+            if peer in (None, one.peer) and one.progress.ended and self._is_holding(one)
+        )
+
+    # ---- links ------------------------------------------------------------------------------
+
+    def linked(self, peer: str, link: bytes, now_ns: int) -> list[Effect]:
+        """A link to a peer is up; it is used for all handoffs that have none yet."""
+        self._links[peer] = link
+        effects: list[Effect] = []
+        for one in self._rooms.values():
+            if one.peer == peer and not one.link and not one.progress.ended:
+                one.link = link
+                effects += self._say(one, now_ns)
+        return effects
+
+    def unreachable(self, peer: str, code: FailureCode, why: str, now_ns: int) -> list[Effect]:
+        """No link to a peer can be made."""
+        effects: list[Effect] = []
+        for one in list(self._rooms.values()):
+            if one.peer == peer and not one.link:
+                effects += self._fail(one, code, Layer.TRANSPORT, why, now_ns)
+        return effects
+
+    def closed(self, link: bytes, code: FailureCode, why: str, now_ns: int) -> list[Effect]:
+        """A link is gone; until :meth:`settled` bytes may still arrive from it."""
+        self._links = {peer: one for peer, one in self._links.items() if one != link}
+        for one in list(self._rooms.values()):
+            if one.link == link:
+                self._fail(one, code, Layer.TRANSPORT, why, now_ns)
+        return []
+
+    def settled(self, link: bytes) -> None:
+        """Whoever read a link that is gone has ended: nothing arrives from it any more."""
+        assert link not in self._links.values()
+        for one in list(self._rooms.values()):
+            if one.link == link:
+                assert one.progress.ended
+                assert not one.landing, "its reader had told the end of all that it began"
+                self._free(one)
+
+    # ---- the other side ---------------------------------------------------------------------
+
+    def received(self, link: bytes, message: FromPrefill, now_ns: int) -> list[Effect]:
+        """A message of prefill that is followed by no bytes."""
+        if isinstance(message, HandoffPing):
+            return []
+        one = self._rooms.get(message.room)
+        if one is None or one.link != link:
+            self.counts["late_messages" if message.room in self._seen else "foreign_messages"] += 1
+            return []
+        match message:
+            case Drained():
+                return self._drained(one)
+            case Failed(failure=failure) if not one.progress.ended:
+                return self._end(one, failure, now_ns)
+            case RenewRoom() if not one.progress.ended:
+                one.progress.heard(now_ns)
+                return []
+        self.counts["late_messages"] += 1
+        return []
+
+    def arriving(
+        self, link: bytes, head: RangesHead, now_ns: int
+    ) -> tuple[Landing | None, int, list[Effect]]:
+        """The head of some ranges has come; their bytes follow.
+
+        Returns:
+            Where the bytes belong, None = nowhere; and how many bytes they are.
+
+        Raises:
+            ProtocolError: the head makes no sense, so what follows it cannot be read.
+        """
+        ranges = unpack_ranges(head.ranges, head.digests)
+        size = sum(
+            one.size * (1 if one.plane == AUX_PLANE else self._shape.block_bytes) for one in ranges
+        )
+        most = max(RANGES_BYTES_MAX, self._shape.block_bytes, self._aux_bytes)
+        if size > most or len(ranges) > RANGES_MAX:
+            raise ProtocolError(f"{len(ranges)} ranges of {size} bytes in one head")
+        one = self._rooms.get(head.room)
+        if one is None or one.link != link or one.progress.ended:
+            self.counts["late_ranges"] += len(ranges)
+            return None, size, []
+        if one.coverage is None or one.blocks is None or not self._claims(one, ranges):
+            why = "a range is not one of the request's, or has come before"
+            return None, size, self._fail(one, FailureCode.PROTOCOL, Layer.PROTOCOL, why, now_ns)
+        one.progress.advance(State.TRANSFERRING, now_ns)
+        one.progress.heard(now_ns)
+        one.landing += 1
+        targets = [
+            place.first if place.plane == AUX_PLANE else one.blocks[place.first - one.first]
+            for place in ranges
+        ]
+        return Landing(head.room, ranges, targets, head.digests), size, []
+
+    def landed(
+        self, landing: Landing, code: FailureCode | None, why: str, now_ns: int
+    ) -> list[Effect]:
+        """The bytes of some ranges are not written to any more.
+
+        Args:
+            landing: the ranges.
+            code: what is wrong with them; None = they have arrived and match their digests.
+            why: in words.
+            now_ns: the time.
+        """
+        one = self._rooms[landing.room]
+        one.landing -= 1
+        if one.progress.ended:
+            if one.drained and not one.landing:
+                self._free(one)
+            return []
+        if code is not None:
+            layer = Layer.TRANSPORT
+            return self._fail(one, code, layer, why, now_ns)
+        one.progress.heard(now_ns)
+        for place in landing.ranges:
+            if place.plane == AUX_PLANE:
+                one.aux_bytes = place.size
+            else:
+                one.left -= place.size
+        if one.left or one.aux_bytes < 0:
+            return []
+        assert not one.landing, "everything has arrived, so nothing is arriving"
+        one.progress.advance(State.SUCCESS, now_ns)
+        self._give_back(one)
+        self.counts["succeeded"] += 1
+        return [SendTo(one.link, Done(one.room))]
+
+    def tick(self, now_ns: int) -> list[Effect]:
+        """Time has passed: end what is late, ask again for what was not answered."""
+        effects: list[Effect] = []
+        for one in list(self._rooms.values()):
+            why = one.progress.expired(now_ns)
+            if why:
+                effects += self._fail(one, FailureCode.DEADLINE, Layer.PROTOCOL, why, now_ns)
+            elif one.progress.ended and self._is_holding(one) and now_ns >= one.next_abort_ns:
+                effects += self._ask_again(one, now_ns)
+        return effects
+
+    def describe(self, now_ns: int) -> list[tuple[int, str, float]]:
+        """Room, state, and for how many seconds, of each handoff."""
+        return [
+            (one.room, one.progress.state.name, (now_ns - one.progress.since_ns) / 1e9)
+            for one in self._rooms.values()
+        ]
+
+    def check(self) -> None:
+        """Assert what always holds."""
+        owned: Counter[int] = Counter()
+        for room, one in self._rooms.items():
+            assert room in self._seen
+            if self._is_holding(one):
+                assert one.blocks is not None
+                assert all(self._owned[block] == room for block in one.blocks)
+                owned.update(one.blocks)
+            assert one.landing == 0 or self._is_holding(one)
+        assert len(owned) == len(self._owned)
+        assert all(number == 1 for number in owned.values()), "a block has two owners"
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _is_holding(self, one: _Receiving) -> bool:
+        return one.blocks is not None and one.progress.state != State.SUCCESS
+
+    def _say(self, one: _Receiving, now_ns: int) -> list[Effect]:
+        """Tell prefill of a handoff what it does not know yet, if there is a link."""
+        if not one.link:
+            return []
+        one.said_ns = now_ns
+        if one.blocks is None:
+            return [SendTo(one.link, RenewRoom(one.room))]
+        one.progress.advance(State.WAITING_FOR_INPUT, now_ns)
+        packed = pack_numbers(one.blocks)
+        return [
+            SendTo(one.link, Announce(one.room, one.token_count, one.first_token, packed, one.slot))
+        ]
+
+    def _claims(self, one: _Receiving, ranges: Sequence[PushRange]) -> bool:
+        """Note that ranges arrive; False if one may not."""
+        assert one.coverage is not None
+        aux = [place for place in ranges if place.plane == AUX_PLANE]
+        if aux:
+            ((_, slot, size),) = aux if len(aux) == 1 else ((0, -1, 0),)
+            if slot != one.slot or not size <= self._aux_bytes or one.aux_claimed:
+                return False
+        blocks = [place for place in ranges if place.plane != AUX_PLANE]
+        if not one.coverage.claim(blocks):
+            return False
+        starts = [place.first - one.first for place in blocks]
+        if any(
+            one.runs[start] != one.runs[start + place.size - 1]
+            for start, place in zip(starts, blocks, strict=True)
+        ):
+            return False  # its bytes would run into a block of another request
+        one.aux_claimed = one.aux_claimed or bool(aux)
+        return True
+
+    def _drained(self, one: _Receiving) -> list[Effect]:
+        if one.progress.state != State.FAILED:
+            self.counts["late_messages"] += 1
+            return []
+        one.drained = True
+        if not one.landing:
+            self._free(one)
+        return []
+
+    def _ask_again(self, one: _Receiving, now_ns: int) -> list[Effect]:
+        """Repeat an abort; in the end close the link, if that costs no other handoff anything."""
+        one.next_abort_ns = now_ns + _AGAIN_NS
+        if one.link not in self._links.values():
+            return []  # it is settled when its reader has ended
+        if one.aborts < ABORTS_MAX:
+            one.aborts += 1
+            assert one.progress.failure is not None
+            return [SendTo(one.link, Abort(one.room, one.progress.failure))]
+        on_link = [other for other in self._rooms.values() if other.link == one.link]
+        return [EndLink(one.link)] if all(other.progress.ended for other in on_link) else []
+
+    def _fail(
+        self, one: _Receiving, code: FailureCode, layer: Layer, why: str, now_ns: int
+    ) -> list[Effect]:
+        """End a handoff as failed, and tell prefill."""
+        failure = HandoffFailure(code, HandoffSide.DECODE, self._rank, layer, why[:TEXT_MAX])
+        effects = self._end(one, failure, now_ns)
+        if one.link and one.progress.failure is failure:
+            one.aborts += 1
+            effects.append(SendTo(one.link, Abort(one.room, failure)))
+        return effects
+
+    def _end(self, one: _Receiving, failure: HandoffFailure, now_ns: int) -> list[Effect]:
+        if not one.progress.fail(failure, now_ns):
+            return []
+        self.counts[f"failed_{failure.code}"] += 1
+        one.next_abort_ns = now_ns + _AGAIN_NS
+        if one.blocks is None or not one.link:  # nothing can arrive
+            self._free(one)
+        return []
+
+    def _free(self, one: _Receiving) -> None:
+        """Nothing arrives for a handoff any more: its blocks are the engine's again."""
+        assert one.progress.ended
+        assert not one.landing
+        if one.progress.state == State.FAILED:
+            self._give_back(one)
+            one.blocks = None
+            self._give_slot(one)
+        self._forget(one)
+
+    def _give_back(self, one: _Receiving) -> None:
+        for block in one.blocks or ():
+            del self._owned[block]
+
+    def _give_slot(self, one: _Receiving) -> None:
+        if one.slot >= 0:
+            self._free_slots.append(one.slot)
+            one.slot = -1
+
+    def _forget(self, one: _Receiving) -> None:
+        """Take an ended handoff out of the table when nobody asks about it any more."""
+        if one.closed and one.progress.ended and not self._is_holding(one):
+            self._give_slot(one)
+            self._rooms.pop(one.room, None)

@@ -1,0 +1,469 @@
+"""Prefill's side of all handoffs of one rank: events in, effects out. Pure.
+
+The blocks of a room belong to its transfer until :meth:`Senders.holds_blocks` is False: it has
+ended, and so has every job that was submitted for it.
+"""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from itertools import count
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
+from kvstore.handoff.effects import Effect, PushJob, SendTo, Submit
+from kvstore.handoff.messages import (
+    RANGES_BYTES_MAX,
+    RANGES_MAX,
+    TEXT_MAX,
+    Abort,
+    Announce,
+    Done,
+    Drained,
+    Failed,
+    FromDecode,
+    HandoffPing,
+    RenewRoom,
+)
+from kvstore.handoff.places import (
+    AUX_PLANE,
+    BLOCKS_MAX,
+    Coverage,
+    PushRange,
+    batches,
+    joined,
+)
+from kvstore.handoff.rooms import SeenRooms, check_room
+from kvstore.handoff.shape import PoolShape, announced_blocks
+from kvstore.handoff.states import (
+    FailureCode,
+    HandoffFailure,
+    HandoffProgress,
+    HandoffSide,
+    Layer,
+    Patience,
+    State,
+)
+
+ROOMS_MAX = 1_024
+"""Handoffs in the table."""
+UNOPENED_MAX = 512
+"""Of these, how many may be known from decode only."""
+JOBS_MAX: Final = 4
+"""Jobs of a link that are submitted at a time: what an abort has to wait for."""
+_SAID_NS: Final = 1_000_000_000
+"""Renewals are sent no more often."""
+_NONE: Final = np.zeros(0, dtype=np.uint64)
+
+
+class _Part(NamedTuple):
+    """KV of some layers and positions that the engine has written."""
+
+    planes: range
+    positions: range
+    blocks: npt.NDArray[np.int64]
+    generations: npt.NDArray[np.uint64]
+
+
+class _Sending:
+    """One room."""
+
+    __slots__ = (
+        "aux", "closed", "coverage", "drained", "first", "link", "opened", "parts", "progress",
+        "room", "said_ns", "slot", "submitted", "there", "token_count", "waiting",
+    )  # fmt: skip
+
+    def __init__(self, room: int, progress: HandoffProgress) -> None:
+        self.room = room
+        self.progress = progress
+        self.link = b""  # of the decode engine that has spoken of the room
+        self.opened = self.closed = self.drained = False
+        self.token_count = -1
+        self.coverage: Coverage | None = None
+        self.parts: list[_Part] = []  # not yet split: nothing is announced
+        self.aux: bytes | None = None
+        self.there: list[int] | None = None  # the other side's blocks, from position first on
+        self.first = self.slot = 0
+        self.submitted = self.waiting = 0  # jobs
+        self.said_ns = 0
+
+
+class Senders:
+    """All handoffs of one rank of a prefill engine; see the module.
+
+    Args:
+        shape: of the pool.
+        patience: deadlines.
+        rank: of this side.
+
+    Attributes:
+        counts: events that are not an error of ours, by name.
+    """
+
+    def __init__(self, shape: PoolShape, patience: Patience, rank: int = 0) -> None:
+        self._shape = shape
+        self._patience = patience
+        self._rank = rank
+        self._rooms: dict[int, _Sending] = {}
+        self._seen = SeenRooms()
+        self._numbers = count(1)
+        self._waiting: dict[bytes, deque[PushJob]] = {}
+        self._jobs: dict[int, PushJob] = {}
+        self._busy: Counter[bytes] = Counter()
+        self.counts: Counter[str] = Counter()
+
+    # ---- the engine -------------------------------------------------------------------------
+
+    def open(
+        self, room: int, token_count: int, now_ns: int
+    ) -> tuple[HandoffProgress, list[Effect]]:
+        """Begin a handoff.
+
+        Raises:
+            InvalidArgument: the room was seen before, or a number is wrong.
+            CapacityError: there are too many.
+        """
+        check_room(room)
+        if not 0 < token_count <= BLOCKS_MAX * self._shape.block_tokens:
+            raise InvalidArgument("token_count", f"{token_count} is not a number of tokens")
+        one = self._rooms.get(room)
+        if one is None:
+            if room in self._seen:
+                raise InvalidArgument("room", f"{room} was used before")
+            if len(self._rooms) >= ROOMS_MAX:
+                raise CapacityError(f"{ROOMS_MAX} handoffs are under way")
+            one = self._add(room, now_ns)
+        elif one.opened:
+            raise InvalidArgument("room", f"{room} is in use")
+        one.opened = True
+        one.progress.heard(now_ns)
+        if one.token_count not in (-1, token_count):
+            why = f"decode announced {one.token_count} tokens, the request has {token_count}"
+            return one.progress, self._fail(one, FailureCode.REFUSED, Layer.PROTOCOL, why, now_ns)
+        one.token_count = token_count
+        blocks = self._shape.blocks_of(token_count)
+        one.coverage = Coverage(self._shape.plane_count, 0, blocks)
+        return one.progress, []
+
+    def push(
+        self, room: int, layers: range, positions: range, blocks: Sequence[int],
+        generations: npt.NDArray[np.uint64], now_ns: int,
+    ) -> list[Effect]:  # fmt: skip
+        """The KV of these layers is in these blocks; nothing happens if the handoff has ended.
+
+        Args:
+            room: one that was opened.
+            layers: adjacent layers of this pool.
+            positions: adjacent positions of the request.
+            blocks: the block of each.
+            generations: of each block; empty = the pool has none.
+            now_ns: the time.
+
+        Raises:
+            InvalidArgument: something is outside, or was pushed before.
+        """
+        one = self._rooms[room]
+        assert one.opened
+        if one.progress.ended or one.coverage is None:
+            return []
+        numbers = np.asarray(blocks, dtype=np.int64)
+        if layers.step != 1 or positions.step != 1 or not layers or not positions:
+            raise InvalidArgument("positions", f"{layers} or {positions} is empty or has gaps")
+        if numbers.shape != (len(positions),) or not self._shape.has(numbers):
+            raise InvalidArgument("blocks", f"not {len(positions)} blocks of the pool")
+        each = self._shape.planes_per_layer
+        planes = range(layers.start * each, layers.stop * each)
+        places = [PushRange(plane, positions.start, len(positions)) for plane in planes]
+        if min(layers.start, positions.start) < 0 or not one.coverage.claim(places):
+            raise InvalidArgument("positions", f"{layers} of {positions} is outside, or was sent")
+        part = _Part(planes, positions, numbers, generations)
+        if one.there is None:
+            one.parts.append(part)
+            return []
+        self._split(one, part)
+        return self._submit(one.link, now_ns)
+
+    def finish(self, room: int, aux: bytes, now_ns: int) -> list[Effect]:
+        """Everything was pushed; send the aux data.
+
+        Raises:
+            InvalidArgument: something was not pushed, or this was called before.
+        """
+        one = self._rooms[room]
+        assert one.opened
+        if one.progress.ended or one.coverage is None:
+            return []
+        if one.coverage.missing or one.aux is not None:
+            missing = f"{one.coverage.missing} blocks of planes were not sent"
+            raise InvalidArgument("room", missing if one.aux is None else "it was finished before")
+        one.aux = aux
+        if one.there is None:
+            return []
+        self._queue_aux(one)
+        return self._submit(one.link, now_ns)
+
+    def renew(self, room: int, now_ns: int) -> list[Effect]:
+        """The request waits in the engine's queue; decode is told, at most once a second."""
+        one = self._rooms[room]
+        one.progress.heard(now_ns)
+        if one.progress.ended or not one.link or now_ns - one.said_ns < _SAID_NS:
+            return []
+        one.said_ns = now_ns
+        return [SendTo(one.link, RenewRoom(room))]
+
+    def abort(self, room: int, now_ns: int) -> list[Effect]:
+        """The engine gives the request up."""
+        one = self._rooms[room]
+        why = "the prefill engine gave it up"
+        return self._fail(one, FailureCode.ABORTED, Layer.PROTOCOL, why, now_ns)
+
+    def close(self, room: int, now_ns: int) -> list[Effect]:
+        """The engine asks no more about a handoff; one that has not ended is aborted."""
+        one = self._rooms[room]
+        effects = self.abort(room, now_ns)
+        one.closed = True
+        self._forget(one)
+        return effects
+
+    def holds_blocks(self, room: int) -> bool:
+        """Whether blocks that were pushed may still be read."""
+        one = self._rooms.get(room)
+        return one is not None and (not one.progress.ended or one.submitted > 0)
+
+    # ---- the other side ---------------------------------------------------------------------
+
+    def received(self, link: bytes, message: FromDecode, now_ns: int) -> list[Effect]:
+        """A message of decode."""
+        if isinstance(message, HandoffPing):
+            return []
+        one = self._rooms.get(message.room) or self._first_heard(link, message, now_ns)
+        if one is None:
+            return self._answer_late(link, message)
+        if one.link not in (b"", link):
+            self.counts["foreign_messages"] += 1
+            return []
+        one.link = link
+        if one.progress.ended:
+            self.counts["late_messages"] += not isinstance(message, Abort)
+            return self._drained(one, again=isinstance(message, Abort))
+        one.progress.heard(now_ns)
+        effects: list[Effect] = []
+        match message:
+            case Announce():
+                effects = self._announced(one, message, now_ns)
+            case Abort(failure=failure):
+                effects = self._end(one, failure, now_ns)
+            case Done():
+                effects = self._done(one, now_ns)
+        return effects
+
+    def completed(self, number: int, failure: HandoffFailure | None, now_ns: int) -> list[Effect]:
+        """A job has ended: none of its bytes is read, or arrives, after this.
+
+        Args:
+            number: of the job.
+            failure: why not all of its bytes were sent; None = they were.
+            now_ns: the time.
+        """
+        job = self._jobs.pop(number)
+        one = self._rooms[job.room]
+        one.submitted -= 1
+        self._busy[job.link] -= 1
+        if not self._busy[job.link]:
+            del self._busy[job.link]
+        effects: list[Effect] = []
+        if failure is None:
+            one.progress.heard(now_ns)
+        else:
+            effects = self._end(one, failure, now_ns, tell=True)
+        effects += self._drained(one)
+        self._forget(one)
+        return effects + self._submit(job.link, now_ns)
+
+    def closed(self, link: bytes, code: FailureCode, why: str, now_ns: int) -> list[Effect]:
+        """A link is gone; its jobs end by :meth:`completed`, each."""
+        for one in [one for one in self._rooms.values() if one.link == link]:
+            self._fail(one, code, Layer.TRANSPORT, why, now_ns)
+            one.drained = True  # nobody is there to be told
+            self._forget(one)
+        self._waiting.pop(link, None)
+        return []
+
+    def tick(self, now_ns: int) -> list[Effect]:
+        """Time has passed: end what is late."""
+        effects: list[Effect] = []
+        for one in list(self._rooms.values()):
+            why = one.progress.expired(now_ns)
+            if why:
+                effects += self._fail(one, FailureCode.DEADLINE, Layer.PROTOCOL, why, now_ns)
+            self._forget(one, now_ns)
+        return effects
+
+    def describe(self, now_ns: int) -> list[tuple[int, str, float]]:
+        """Room, state, and for how many seconds, of each handoff."""
+        return [
+            (one.room, one.progress.state.name, (now_ns - one.progress.since_ns) / 1e9)
+            for one in self._rooms.values()
+        ]
+
+    def check(self) -> None:
+        """Assert what always holds."""
+        jobs = Counter(job.room for job in self._jobs.values())
+        for room, one in self._rooms.items():
+            assert one.submitted == jobs[room]
+            assert room in self._seen
+            assert one.waiting == 0 or not one.progress.ended
+        assert all(0 <= busy <= JOBS_MAX for busy in self._busy.values())
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _add(self, room: int, now_ns: int) -> _Sending:
+        one = self._rooms[room] = _Sending(room, HandoffProgress(self._patience, now_ns))
+        self._seen.add(room)
+        return one
+
+    def _first_heard(self, link: bytes, message: FromDecode, now_ns: int) -> _Sending | None:
+        """A room that the engine has not opened yet; None = it was used, or there are too many."""
+        assert not isinstance(message, HandoffPing)
+        if isinstance(message, Done) or message.room in self._seen:
+            return None
+        unopened = sum(not one.opened for one in self._rooms.values())
+        if unopened >= UNOPENED_MAX or len(self._rooms) >= ROOMS_MAX:
+            return None
+        one = self._add(message.room, now_ns)
+        one.link = link
+        return one
+
+    def _answer_late(self, link: bytes, message: FromDecode) -> list[Effect]:
+        """Nothing arrives for a room that is not in the table; who asks for more is told."""
+        assert not isinstance(message, HandoffPing)
+        self.counts["late_messages"] += 1
+        room = message.room
+        if isinstance(message, Done):
+            return []
+        if isinstance(message, Abort):
+            return [SendTo(link, Drained(room))]
+        why = "the room was used before" if room in self._seen else "too many handoffs are waiting"
+        failure = self._failure(FailureCode.REFUSED, Layer.PROTOCOL, why)
+        return [SendTo(link, Failed(room, failure)), SendTo(link, Drained(room))]
+
+    def _announced(self, one: _Sending, message: Announce, now_ns: int) -> list[Effect]:
+        if one.there is not None:
+            self.counts["repeated_messages"] += 1
+            return []
+        try:
+            blocks = announced_blocks(self._shape, message, one.token_count)
+        except ProtocolError as error:
+            return self._fail(one, FailureCode.REFUSED, Layer.PROTOCOL, str(error), now_ns)
+        one.token_count = message.token_count
+        one.there = blocks
+        one.first = message.first_token // self._shape.block_tokens
+        one.slot = message.aux_slot
+        one.progress.advance(State.WAITING_FOR_INPUT, now_ns)
+        for part in one.parts:
+            self._split(one, part)
+        one.parts.clear()
+        if one.aux is not None:
+            self._queue_aux(one)
+        return self._submit(one.link, now_ns)
+
+    def _split(self, one: _Sending, part: _Part) -> None:
+        """Queue the ranges of a part that the other side needs, as jobs."""
+        assert one.there is not None
+        stop = min(part.positions.stop, one.first + len(one.there))
+        positions = range(max(part.positions.start, one.first), stop)
+        if not positions:
+            return
+        offset = positions.start - part.positions.start
+        here = part.blocks[offset : offset + len(positions)]
+        there = one.there[positions.start - one.first :][: len(positions)]
+        generations = part.generations[offset : offset + len(positions)]
+        blocks_max = max(RANGES_BYTES_MAX // self._shape.block_bytes, 1)
+        runs = joined(positions, here.tolist(), there, blocks_max)
+        for ranges in batches(part.planes, runs, blocks_max, RANGES_MAX):
+            sources = [int(here[one.first - positions.start]) for one in ranges]
+            self._queue(one, ranges, sources, here, generations)
+
+    def _queue(
+        self, one: _Sending, ranges: list[PushRange], sources: list[int],
+        blocks: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64], aux: bytes = b"",
+    ) -> None:  # fmt: skip
+        job = PushJob(
+            next(self._numbers), one.link, one.room, ranges, sources, blocks, generations, aux
+        )
+        self._waiting.setdefault(one.link, deque()).append(job)
+        one.waiting += 1
+
+    def _queue_aux(self, one: _Sending) -> None:
+        assert one.aux is not None
+        place = PushRange(AUX_PLANE, one.slot, len(one.aux))
+        self._queue(one, [place], [0], np.zeros(0, dtype=np.int64), _NONE, one.aux)
+
+    def _submit(self, link: bytes, now_ns: int) -> list[Effect]:
+        """Submit jobs of a link, as many as it may have."""
+        effects: list[Effect] = []
+        waiting = self._waiting.get(link)
+        while waiting and self._busy[link] < JOBS_MAX:
+            job = waiting.popleft()
+            one = self._rooms[job.room]
+            one.waiting -= 1
+            one.submitted += 1
+            one.progress.advance(State.TRANSFERRING, now_ns)
+            self._busy[link] += 1
+            self._jobs[job.number] = job
+            effects.append(Submit(job))
+        return effects
+
+    def _done(self, one: _Sending, now_ns: int) -> list[Effect]:
+        if one.aux is None or one.waiting:
+            why = "decode says that it has everything, before everything was sent"
+            return self._fail(one, FailureCode.PROTOCOL, Layer.PROTOCOL, why, now_ns)
+        one.progress.advance(State.SUCCESS, now_ns)
+        one.drained = True
+        self._forget(one)
+        return []
+
+    def _failure(self, code: FailureCode, layer: Layer, why: str) -> HandoffFailure:
+        return HandoffFailure(code, HandoffSide.PREFILL, self._rank, layer, why[:TEXT_MAX])
+
+    def _fail(
+        self, one: _Sending, code: FailureCode, layer: Layer, why: str, now_ns: int
+    ) -> list[Effect]:
+        return self._end(one, self._failure(code, layer, why), now_ns, tell=True)
+
+    def _end(
+        self, one: _Sending, failure: HandoffFailure, now_ns: int, *, tell: bool = False
+    ) -> list[Effect]:
+        """End a handoff as failed: submit no more of it, and answer when the rest has ended."""
+        if not one.progress.fail(failure, now_ns):
+            return []
+        self.counts[f"failed_{failure.code}"] += 1
+        waiting = self._waiting.get(one.link)
+        if waiting and one.waiting:
+            self._waiting[one.link] = deque(job for job in waiting if job.room != one.room)
+        one.waiting = 0
+        one.parts.clear()
+        effects: list[Effect] = []
+        if tell and one.link:
+            effects.append(SendTo(one.link, Failed(one.room, failure)))
+        return effects + self._drained(one)
+
+    def _drained(self, one: _Sending, *, again: bool = False) -> list[Effect]:
+        """Tell decode, once or when it asks again, that nothing arrives any more."""
+        ready = one.progress.state == State.FAILED and not one.submitted and one.link
+        if not ready or (one.drained and not again):
+            return []
+        one.drained = True
+        return [SendTo(one.link, Drained(one.room))]
+
+    def _forget(self, one: _Sending, now_ns: int | None = None) -> None:
+        """Take an ended handoff out of the table when nobody asks about it any more."""
+        if not one.progress.ended or one.submitted:
+            return
+        old = now_ns is not None and (
+            now_ns - one.progress.since_ns >= self._patience.silence_ns(State.BOOTSTRAPPING)
+        )
+        if one.closed or (not one.opened and old):
+            self._rooms.pop(one.room, None)

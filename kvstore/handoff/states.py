@@ -1,0 +1,183 @@
+"""The states of a handoff at one rank, their deadlines, and why one failed. Pure."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import Final
+
+import msgspec
+
+
+class State(IntEnum):
+    """Where a handoff is; the state of several ranks together is the lowest of theirs."""
+
+    FAILED = 0
+    BOOTSTRAPPING = 1
+    """The two sides do not know each other yet, or decode has no memory for the request yet."""
+    WAITING_FOR_INPUT = 2
+    """Decode has announced its blocks; nothing has been sent."""
+    TRANSFERRING = 3
+    SUCCESS = 4
+    """Everything has arrived and was verified."""
+
+
+TERMINAL: Final = frozenset((State.FAILED, State.SUCCESS))
+
+
+def least(states: Iterable[int]) -> State:
+    """The state of a request: the lowest of its ranks, of which there is at least one."""
+    return State(min(states))
+
+
+Reduce = Callable[[list[int]], list[int]]
+"""Takes the states of some handoffs at this rank, returns for each the lowest among all ranks."""
+
+
+def agreed(states: list[State], reduce: Reduce | None) -> list[State]:
+    """The states of requests, given those of this rank; ``reduce`` asks the other ranks."""
+    if reduce is None:
+        return states
+    told = reduce([int(state) for state in states])
+    return [least(pair) for pair in zip(states, told, strict=True)]
+
+
+class HandoffSide(StrEnum):
+    """Who noticed a failure."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Layer(StrEnum):
+    """What failed: the way of the bytes, or what one side asked for or did."""
+
+    TRANSPORT = "transport"
+    PROTOCOL = "protocol"
+
+
+class FailureCode(StrEnum):
+    """Why a handoff failed; stable, the same in logs and metrics."""
+
+    ABORTED = "aborted"
+    """An engine gave the request up."""
+    BLOCKS_REUSED = "blocks_reused"
+    """Prefill's engine gave a block away before its bytes had been sent."""
+    CLOSED = "closed"
+    """The manager of this side was closed."""
+    DEADLINE = "deadline"
+    """The other side said nothing for as long as the state allows, or the whole took too long."""
+    DIGEST = "digest"
+    """Bytes that arrived do not match their digest."""
+    PEER_CLOSED = "peer_closed"
+    """A connection to the other side was closed or broke."""
+    PEER_SILENT = "peer_silent"
+    """The other side sent nothing, no ping either: it is stopped, or the network is cut."""
+    PROTOCOL = "protocol"
+    """The other side sent what it must not send."""
+    REFUSED = "refused"
+    """The other side does not take this request: its fields do not fit."""
+    UNREACHABLE = "unreachable"
+    """The registry or the other side's port cannot be reached, or does not know the secret."""
+
+
+class HandoffFailure(msgspec.Struct, frozen=True, array_like=True):
+    """Why a handoff failed.
+
+    Attributes:
+        code: one of :class:`FailureCode`, or a code of a later version.
+        side: who noticed it.
+        rank: rank of that side.
+        layer: what failed.
+        message: for the log; at most 200 characters.
+    """
+
+    code: str
+    side: HandoffSide
+    rank: int
+    layer: Layer
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.code} ({self.side} rank {self.rank}, {self.layer}): {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a state may last without a word on the handoff from the other side, in seconds.
+
+    Attributes:
+        bootstrapping_s: BOOTSTRAPPING; decode renews it while it waits for its memory.
+        waiting_s: WAITING_FOR_INPUT; prefill renews it while the request is in its queue.
+        transferring_s: TRANSFERRING.
+        total_s: the whole handoff, whoever says what.
+    """
+
+    bootstrapping_s: float = 30.0
+    waiting_s: float = 60.0
+    transferring_s: float = 15.0
+    total_s: float = 300.0
+
+    def silence_ns(self, state: State) -> int:
+        """Nanoseconds of silence that a state allows."""
+        seconds = {
+            State.BOOTSTRAPPING: self.bootstrapping_s,
+            State.WAITING_FOR_INPUT: self.waiting_s,
+            State.TRANSFERRING: self.transferring_s,
+        }
+        return int(seconds[state] * 1e9)
+
+
+class HandoffProgress:
+    """The state of one handoff at one rank: it only goes forward, and stays where it ended.
+
+    Attributes:
+        state: now.
+        failure: why it is FAILED; None in every other state.
+        since_ns: since when it is in this state.
+    """
+
+    __slots__ = ("_heard_ns", "_opened_ns", "_patience", "failure", "since_ns", "state")
+
+    def __init__(self, patience: Patience, now_ns: int) -> None:
+        """Begin in BOOTSTRAPPING."""
+        self._patience = patience
+        self._opened_ns = self._heard_ns = self.since_ns = now_ns
+        self.state = State.BOOTSTRAPPING
+        self.failure: HandoffFailure | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is in a terminal state."""
+        return self.state in TERMINAL
+
+    def advance(self, state: State, now_ns: int) -> bool:
+        """Go forward to a state; returns False if it is there already, further, or has ended."""
+        assert state is not State.FAILED, "a failure has a cause: call fail"
+        if self.ended or state <= self.state:
+            return False
+        self.state = state
+        self._heard_ns = self.since_ns = now_ns
+        return True
+
+    def fail(self, failure: HandoffFailure, now_ns: int) -> bool:
+        """End as FAILED; returns False if it has ended already."""
+        if self.ended:
+            return False
+        self.state, self.failure, self.since_ns = State.FAILED, failure, now_ns
+        return True
+
+    def heard(self, now_ns: int) -> None:
+        """The other side, or the own engine, said that this handoff goes on."""
+        self._heard_ns = now_ns
+
+    def expired(self, now_ns: int) -> str:
+        """Which deadline has passed, in words; empty = none, or it has ended."""
+        if self.ended:
+            return ""
+        silence_ns = now_ns - self._heard_ns
+        if silence_ns >= self._patience.silence_ns(self.state):
+            return f"nothing was heard in {self.state.name} for {silence_ns / 1e9:.1f} s"
+        total_ns = now_ns - self._opened_ns
+        if total_ns >= self._patience.total_s * 1e9:
+            return f"it was not complete after {total_ns / 1e9:.1f} s, in {self.state.name}"
+        return ""

@@ -1,0 +1,277 @@
+"""Goal: what comes late, twice, from others or out of order changes nothing; LIMBO has a bound."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
+from kvstore.handoff import messages
+from kvstore.handoff.effects import EndLink, SendTo
+from kvstore.handoff.messages import (
+    Abort,
+    Announce,
+    Done,
+    Drained,
+    Failed,
+    HandoffPing,
+    RangesHead,
+    RenewRoom,
+    encode_message,
+    read_from_decode,
+    read_from_prefill,
+)
+from kvstore.handoff.places import (
+    AUX_PLANE,
+    Coverage,
+    PushRange,
+    joined,
+    pack_numbers,
+    range_seed,
+)
+from kvstore.handoff.receiving import ABORTS_MAX, Receivers
+from kvstore.handoff.sending import JOBS_MAX, Senders
+from kvstore.handoff.shape import PoolShape
+from kvstore.handoff.states import FailureCode, HandoffFailure, HandoffSide, Layer, Patience, State
+
+SECOND = 1_000_000_000
+SHAPE = PoolShape(4, 2, 64, 16, 40)
+FAILURE = HandoffFailure(FailureCode.ABORTED, HandoffSide.DECODE, 0, Layer.PROTOCOL, "for a test")
+NONE = []
+EMPTY = np.zeros(0, dtype=np.uint64)
+
+
+def announce(room: int, blocks: list[int], tokens: int | None = None) -> Announce:
+    return Announce(room, tokens or 16 * len(blocks), 0, pack_numbers(blocks), 0)
+
+
+def head(room: int, *ranges: PushRange) -> RangesHead:
+    packed = pack_numbers([number for one in ranges for number in one])
+    return RangesHead(room, packed, bytes(16 * len(ranges)))
+
+
+def senders() -> Senders:
+    core = Senders(SHAPE, Patience())
+    core.open(1, 48, 0)
+    return core
+
+
+def receivers(slots: int = 8) -> Receivers:
+    core = Receivers(SHAPE, slots, 64, Patience())
+    core.linked("p", b"L", 0)
+    core.open(1, "p", 48, 0)
+    core.announce(1, 0, [3, 4, 5], 0)
+    return core
+
+
+def test_neighbours_on_both_sides_are_one_range():
+    assert joined(range(5, 9), [1, 2, 3, 4], [7, 8, 9, 10], 99) == [(5, 4)]
+    assert joined(range(5, 9), [1, 2, 3, 4], [7, 8, 1, 2], 99) == [(5, 2), (7, 2)]
+    assert joined(range(5, 9), [1, 2, 9, 10], [7, 8, 9, 10], 99) == [(5, 2), (7, 2)]
+    assert joined(range(5, 9), [1, 2, 3, 4], [7, 8, 9, 10], 3) == [(5, 3), (8, 1)]
+
+
+def test_the_seed_of_a_digest_depends_on_room_and_place():
+    places = [PushRange(0, 1, 2), PushRange(1, 1, 2), PushRange(0, 2, 2), PushRange(0, 1, 3)]
+    seeds = {range_seed(room, place) for room in (1, 2) for place in places}
+
+    assert len(seeds) == 8
+
+
+def test_a_range_is_noted_once_and_only_inside():
+    coverage = Coverage(2, 4, 8)
+    assert not coverage.claim([PushRange(2, 4, 1)])
+    assert not coverage.claim([PushRange(0, 3, 1)])
+    assert not coverage.claim([PushRange(0, 7, 2)])
+    assert not coverage.claim([PushRange(0, 4, 0)])
+    assert not coverage.claim([PushRange(0, 4, 2), PushRange(0, 5, 1)])
+    assert coverage.missing == 8
+    assert coverage.claim([PushRange(0, 4, 2), PushRange(1, 5, 1)])
+    assert coverage.missing == 5
+
+
+def test_a_repeated_foreign_or_late_message_changes_nothing_at_prefill():
+    core = senders()
+    progress = core._rooms[1].progress
+    core.received(b"L", announce(1, [7, 8, 9]), 0)
+    assert progress.state == State.WAITING_FOR_INPUT
+    assert core.received(b"L", announce(1, [1, 2, 3]), 0) == NONE
+    assert core.received(b"M", Abort(1, FAILURE), 0) == NONE
+    assert core.received(b"M", Done(1), 0) == NONE
+    assert progress.state == State.WAITING_FOR_INPUT
+    assert core._rooms[1].there == [7, 8, 9]
+    assert core.received(b"L", Abort(1, FAILURE), 0) == [SendTo(b"L", Drained(1))]
+    assert core.received(b"L", announce(1, [7, 8, 9]), 0) == NONE
+    assert core.received(b"L", Abort(1, FAILURE), 0) == [SendTo(b"L", Drained(1))]
+    core.close(1, 0)
+    assert core.received(b"L", Abort(1, FAILURE), 0) == [SendTo(b"L", Drained(1))]
+    assert [type(one.message) for one in core.received(b"L", RenewRoom(1), 0)] == [Failed, Drained]
+    assert core.received(b"L", Done(1), 0) == NONE
+    assert core.counts["repeated_messages"] == 1
+    assert core.counts["foreign_messages"] == 2
+    with pytest.raises(InvalidArgument, match="used before"):
+        core.open(1, 48, 0)
+    core.check()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        announce(1, [7, 8]),
+        announce(1, [7, 8, 8]),
+        announce(1, [7, 8, 9], 47 - 16),
+        Announce(1, 48, 49, b"", 0),
+        Announce(1, 48, 0, b"abc", 0),
+        Announce(1, 48, -1, pack_numbers([1, 2, 3]), 0),
+        Announce(1, 48, 0, pack_numbers([1, 2, 3]), -1),
+        Done(1),
+    ],
+)
+def test_a_wrong_message_ends_its_own_handoff_only_and_decode_is_told(wrong):
+    core = senders()
+    core.open(2, 16, 0)
+    effects = core.received(b"L", wrong, 0)
+
+    assert [type(one.message) for one in effects] == [Failed, Drained]
+    assert core._rooms[1].progress.state == State.FAILED
+    assert core._rooms[2].progress.state == State.BOOTSTRAPPING
+    core.check()
+
+
+def test_prefill_submits_few_jobs_at_a_time_and_drained_waits_for_them():
+    core = senders()
+    core.received(b"L", announce(1, [7, 9, 11]), 0)
+    submitted = []
+    for layer in (0, 1):
+        for position in range(3):
+            positions = range(position, position + 1)
+            effects = core.push(1, range(layer, layer + 1), positions, [position], EMPTY, 0)
+            submitted += [one.job for one in effects]
+    assert len(submitted) == JOBS_MAX
+    assert core.received(b"L", Abort(1, FAILURE), 0) == NONE
+    assert core.holds_blocks(1)
+    for job in submitted[:-1]:
+        assert core.completed(job.number, None, 0) == NONE
+    assert core.completed(submitted[-1].number, None, 0) == [SendTo(b"L", Drained(1))]
+    assert not core.holds_blocks(1)
+    core.check()
+
+
+def test_an_abort_before_the_request_came_to_prefill_fails_it_when_it_comes():
+    core = Senders(SHAPE, Patience())
+    assert core.received(b"L", Abort(5, FAILURE), 0) == [SendTo(b"L", Drained(5))]
+    progress, effects = core.open(5, 48, 0)
+
+    assert progress.state == State.FAILED
+    assert effects == NONE
+
+
+def test_what_prefill_must_not_send_ends_that_handoff_and_is_not_written():
+    for wrong in [
+        head(1, PushRange(4, 0, 1)),
+        head(1, PushRange(0, 3, 1)),
+        head(1, PushRange(0, 0, 1), PushRange(0, 0, 1)),
+        head(1, PushRange(AUX_PLANE, 3, 8)),
+        head(1, PushRange(AUX_PLANE, 7, 65)),
+    ]:
+        core = receivers()
+        landing, _, effects = core.arriving(b"L", wrong, 0)
+        assert landing is None
+        assert [type(one.message) for one in effects] == [Abort]
+        assert core._rooms[1].progress.failure.code == FailureCode.PROTOCOL
+        core.check()
+
+
+def test_a_range_across_blocks_that_are_no_neighbours_at_decode_is_not_written():
+    core = receivers()
+    core.open(2, "p", 64, 0)
+    core.announce(2, 0, [10, 11, 20, 21], 0)
+    landing, _, _ = core.arriving(b"L", head(2, PushRange(0, 2, 2), PushRange(1, 0, 2)), 0)
+    assert landing.targets == [20, 10]
+    core.landed(landing, None, "", 0)
+    landing, _, effects = core.arriving(b"L", head(2, PushRange(2, 1, 2)), 0)
+
+    assert landing is None
+    assert [type(one.message) for one in effects] == [Abort]
+
+
+def test_ranges_of_other_links_and_of_ended_rooms_are_not_written():
+    core = receivers()
+    assert core.arriving(b"M", head(1, PushRange(0, 0, 1)), 0) == (None, 64, [])
+    assert core.arriving(b"L", head(8, PushRange(0, 0, 2)), 0) == (None, 128, [])
+    core.abort(1, 0)
+    assert core.arriving(b"L", head(1, PushRange(0, 0, 1)), 0) == (None, 64, [])
+    assert core.counts["late_ranges"] == 3
+    with pytest.raises(ProtocolError):
+        core.arriving(b"L", head(1, PushRange(0, 0, 1 << 20)), 0)
+    with pytest.raises(ProtocolError):
+        core.arriving(b"L", RangesHead(1, b"abc", b""), 0)
+
+
+def test_blocks_stay_in_limbo_until_prefill_has_drained_and_nothing_lands():
+    core = receivers()
+    landing, _, _ = core.arriving(b"L", head(1, PushRange(0, 0, 1)), 0)
+    core.abort(1, 0)
+    core.received(b"L", Drained(1), 0)
+    assert core.holds_blocks(1)
+    core.open(2, "p", 16, 0)
+    with pytest.raises(InvalidArgument, match="another handoff"):
+        core.announce(2, 0, [4], 0)
+    core.landed(landing, None, "", 0)
+    assert not core.holds_blocks(1)
+    core.announce(2, 0, [4], 0)
+    core.check()
+
+
+def test_an_abort_is_sent_again_and_then_the_link_is_closed_unless_another_handoff_lives_on_it():
+    core = receivers()
+    core.open(2, "p", 16, 0)
+    assert [type(one.message) for one in core.abort(1, 0)] == [Abort]
+    asked = []
+    for second in range(1, 9):
+        core.renew(2, second * SECOND)
+        asked += core.tick(second * SECOND)
+    assert len(asked) == ABORTS_MAX - 1
+    core.abort(2, 9 * SECOND)
+    assert core.tick(10 * SECOND) == [EndLink(b"L")]
+    core.closed(b"L", FailureCode.PEER_CLOSED, "closed", 10 * SECOND)
+    assert core.holds_blocks(1)
+    core.settled(b"L")
+    assert not core.holds_blocks(1)
+    core.check()
+
+
+def test_no_handoff_begins_with_a_peer_for_which_a_tenth_of_the_pool_is_in_limbo():
+    core = receivers()
+    core.abort(1, 0)
+    assert core.limbo_blocks("p") == 3
+    core.open(2, "p", 32, 0)
+    core.announce(2, 0, [10, 11], 0)
+    core.abort(2, 0)
+    with pytest.raises(CapacityError) as caught:
+        core.open(3, "p", 16, 0)
+    assert caught.value.field == "limbo"
+    core.open(4, "another", 16, 0)
+    core.received(b"L", Drained(1), 0)
+    core.open(3, "p", 16, 0)
+
+
+@pytest.mark.parametrize("read", [read_from_decode, read_from_prefill])
+def test_every_wrong_field_of_a_message_is_refused(read):
+    for tag in range(10):
+        for fields in [[-1], [1 << 63], ["a"], [None], [1, 2], [1, 2, 3, 4, 5], [[]], [1, ["x"]]]:
+            with pytest.raises(ProtocolError):
+                read(msgspec.msgpack.encode([tag or 99, *fields, {}]) + b"\0")
+    for garbage in (b"", b"\xc1", b"\x93\x01", b"\xff" * 9):
+        with pytest.raises(ProtocolError):
+            read(garbage)
+    long = HandoffFailure("x", HandoffSide.DECODE, 0, Layer.PROTOCOL, "y" * 201)
+    with pytest.raises(ProtocolError, match="too long"):
+        read(encode_message(Abort(1, long) if read is read_from_decode else Failed(1, long)))
+    assert read(encode_message(HandoffPing())) == HandoffPing()
+
+
+def test_the_messages_have_numbers_that_do_not_change():
+    kinds = [HandoffPing, RenewRoom, Announce, Abort, Done, Failed, Drained, RangesHead]
+
+    assert [kind.__struct_config__.tag for kind in kinds] == list(range(1, 9))
+    assert messages.RANGES_BYTES_MAX == 1 << 20

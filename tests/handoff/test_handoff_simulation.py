@@ -1,0 +1,51 @@
+"""Goal: whatever happens to prefill, decode and what is between them, no wrong byte counts.
+
+A seed that fails is run again by ``drawn_handoffs(seed).run(SECONDS)``.
+"""
+
+import pytest
+
+from kvstore.testing.handoff import HandoffFaults, HandoffSimulation, drawn_handoffs
+
+SEEDS = 200
+SECONDS = 3.0
+
+
+@pytest.mark.parametrize("twenty", range(SEEDS // 20))
+def test_no_history_of_handoffs_has_a_wrong_byte_or_holds_anything_at_its_end(twenty):
+    succeeded = 0
+    for seed in range(20 * twenty, 20 * twenty + 20):
+        succeeded += drawn_handoffs(seed).run(SECONDS).succeeded
+
+    assert succeeded > 0
+
+
+def test_the_histories_of_handoffs_contain_what_they_are_there_for():
+    outcomes = [drawn_handoffs(seed).run(12.0) for seed in range(8)]
+
+    for name in vars(outcomes[0]):
+        assert sum(getattr(one, name) for one in outcomes) > 1, name
+    assert sum(one.succeeded for one in outcomes) > 50
+    assert sum(one.limbo for one in outcomes) > 20
+    assert sum(min(one.prefill_failed, one.decode_failed) for one in outcomes) > 20
+
+
+def test_handoffs_without_faults_all_succeed():
+    faults = HandoffFaults(
+        lost=0, doubled=0, flipped=0, stalled=0, aborted=0, careless=0, trouble=0
+    )
+    outcome = HandoffSimulation(5, faults).run(10.0)
+
+    assert outcome.succeeded > 20
+    assert outcome.landed_late == outcome.links_closed == outcome.reused == 0
+
+
+def test_one_seed_is_one_history_of_handoffs():
+    assert drawn_handoffs(7).run(4) == drawn_handoffs(7).run(4) != drawn_handoffs(8).run(4)
+
+
+@pytest.mark.soak("simulation", minutes=15)
+@pytest.mark.parametrize("thousand", range(10))
+def test_ten_thousand_histories_of_handoffs(thousand):
+    for seed in range(1_000 * thousand, 1_000 * thousand + 1_000):
+        drawn_handoffs(1_000_000 + seed).run(6.0)

@@ -1,0 +1,136 @@
+"""Goal: a handoff only goes forward, ends once, and no state outlasts its deadline."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvstore.errors import InvalidArgument
+from kvstore.handoff.rooms import BOOT_MAX, ROOM_MAX, ROOMS_KEPT, RoomNumbers, SeenRooms
+from kvstore.handoff.states import (
+    FailureCode,
+    HandoffFailure,
+    HandoffProgress,
+    HandoffSide,
+    Layer,
+    Patience,
+    State,
+    least,
+)
+
+SECOND = 1_000_000_000
+PATIENCE = Patience(bootstrapping_s=3, waiting_s=5, transferring_s=2, total_s=20)
+FORWARD = [State.BOOTSTRAPPING, State.WAITING_FOR_INPUT, State.TRANSFERRING, State.SUCCESS]
+
+
+def failure(code: FailureCode = FailureCode.ABORTED) -> HandoffFailure:
+    return HandoffFailure(code, HandoffSide.DECODE, 0, Layer.PROTOCOL, "for a test")
+
+
+class ProgressModel(RuleBasedStateMachine):
+    """A progress beside the plainest description of what it should do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 7 * SECOND
+        self.progress = HandoffProgress(PATIENCE, self.now)
+        self.state = State.BOOTSTRAPPING
+        self.opened = self.heard = self.now
+        self.failure: HandoffFailure | None = None
+
+    @rule(state=st.sampled_from(FORWARD))
+    def advance(self, state: State) -> None:
+        moves = self.state not in (State.FAILED, State.SUCCESS) and state > self.state
+        assert self.progress.advance(state, self.now) is moves
+        if moves:
+            self.state, self.heard = state, self.now
+
+    @rule(code=st.sampled_from(list(FailureCode)))
+    def fail(self, code: FailureCode) -> None:
+        ends = self.state not in (State.FAILED, State.SUCCESS)
+        said = failure(code)
+        assert self.progress.fail(said, self.now) is ends
+        if ends:
+            self.state, self.failure = State.FAILED, said
+
+    @rule(tenths=st.integers(0, 40))
+    def wait(self, tenths: int) -> None:
+        self.now += tenths * SECOND // 10
+
+    @precondition(lambda self: self.state not in (State.FAILED, State.SUCCESS))
+    @rule()
+    def hear(self) -> None:
+        self.heard = self.now
+        self.progress.heard(self.now)
+
+    @invariant()
+    def agrees(self) -> None:
+        ended = self.state in (State.FAILED, State.SUCCESS)
+        limits = {FORWARD[0]: 3, FORWARD[1]: 5, FORWARD[2]: 2}
+        late = not ended and (
+            self.now - self.heard >= limits[self.state] * SECOND
+            or self.now - self.opened >= 20 * SECOND
+        )
+        assert self.progress.state == self.state
+        assert self.progress.failure == self.failure
+        assert self.progress.ended is ended
+        assert bool(self.progress.expired(self.now)) is late
+
+
+ProgressModel.TestCase.settings = settings(stateful_step_count=30)
+TestProgress = ProgressModel.TestCase
+
+
+@pytest.mark.parametrize("ended", [State.FAILED, State.SUCCESS])
+def test_a_handoff_that_has_ended_stays_as_it_is(ended):
+    progress = HandoffProgress(PATIENCE, 0)
+    first = failure(FailureCode.DIGEST)
+    if ended == State.FAILED:
+        progress.fail(first, 1)
+    else:
+        progress.advance(ended, 1)
+    assert not any(progress.advance(state, 2) for state in FORWARD)
+    assert not progress.fail(failure(), 2)
+    assert progress.state == ended
+    assert progress.failure == (first if ended == State.FAILED else None)
+    assert progress.expired(1000 * SECOND) == ""
+
+
+def test_the_state_of_a_request_is_the_lowest_of_its_ranks():
+    assert least([State.SUCCESS, State.TRANSFERRING]) is State.TRANSFERRING
+    assert least([State.SUCCESS, State.FAILED, State.BOOTSTRAPPING]) is State.FAILED
+
+
+def test_no_room_is_drawn_twice_and_each_has_63_bits():
+    rooms = RoomNumbers(BOOT_MAX)
+    drawn = [rooms.draw() for _ in range(100)]
+
+    assert len(set(drawn)) == 100
+    assert all(0 <= room <= ROOM_MAX for room in drawn)
+    assert set(drawn).isdisjoint(RoomNumbers(BOOT_MAX - 1).draw() for _ in range(100))
+
+
+def test_a_boot_of_more_than_31_bits_is_refused():
+    with pytest.raises(InvalidArgument, match="boot"):
+        RoomNumbers(BOOT_MAX + 1)
+
+
+def test_a_room_that_was_seen_stays_seen_within_bounded_memory():
+    seen = SeenRooms()
+    rooms = RoomNumbers(3)
+    drawn = [rooms.draw() for _ in range(3 * ROOMS_KEPT)]
+    for room in drawn:
+        assert room not in seen
+        seen.add(room)
+
+    assert all(room in seen for room in drawn)
+    assert rooms.draw() not in seen
+    kept = sum(len(boot.seen) for boot in seen._boots.values())
+    assert kept <= ROOMS_KEPT
+
+
+def test_rooms_of_another_boot_are_other_rooms():
+    seen = SeenRooms()
+    seen.add(RoomNumbers(1).draw())
+
+    assert RoomNumbers(2).draw() not in seen
