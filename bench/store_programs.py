@@ -1,10 +1,13 @@
 """The servers of etcd and Redis: those on PATH, else Debian's, unpacked outside of the clone.
 
-``python -m bench.store_programs`` gets them if need be and prints their paths. Packages are only
-unpacked: no root is needed, and nothing of them is started or changed.
+``python -m bench.store_programs [etcd] [redis-server]`` gets them if need be and prints for each
+the command that starts it. Packages are only unpacked: no root is needed, and nothing of them is
+started or changed. Unpacked programs find their libraries by ``LD_LIBRARY_PATH``.
 """
 
+import argparse
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -33,6 +36,12 @@ class Program(NamedTuple):
 
     path: Path
     environment: Mapping[str, str]
+
+    @property
+    def command(self) -> str:
+        """What a shell starts it with; its arguments follow."""
+        given = [f"{name}={text}" for name, text in self.environment.items()]
+        return shlex.join([*(["env", *given] if given else []), str(self.path)])
 
 
 class NoProgramError(RuntimeError):
@@ -65,14 +74,26 @@ def find(name: str) -> Program:
 
 
 def main() -> int:
-    """Get both.
+    """Get the programs that are asked for.
 
     Returns:
         Exit status.
     """
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.store_programs",
+        description="Print the command that starts each program: the one on PATH, else Debian's,"
+        " which is unpacked below ~/.cache/kvstore first, with the LD_LIBRARY_PATH that it needs."
+        " Nothing is started, and no root is needed.",
+    )
+    parser.add_argument(
+        "program", nargs="*", metavar="PROGRAM", help="etcd or redis-server; default: both"
+    )
+    asked = parser.parse_args().program or list(_PACKAGES)
+    if unknown := [one for one in asked if one not in _PACKAGES]:
+        parser.error(f"{unknown[0]} is none of {', '.join(_PACKAGES)}")
     try:
-        for program in _PACKAGES:
-            sys.stdout.write(f"{find(program).path}\n")
+        for program in asked:
+            sys.stdout.write(f"{find(program).command}\n")
     except NoProgramError as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -22,11 +22,12 @@ START_WAIT_S: Final = 20.0
 _ATTEMPTS: Final = 3
 _ANSWER_S: Final = 5.0
 _LOG_BYTES: Final = 4_096
-_RIGHTS: Final = (
-    "~kvstore:{blue}:* +ping +eval +get +set +del +pexpire +zadd +zrem +zrangebyscore"
-    " +zremrangebyscore +time"
+REDIS_RIGHTS: Final = (
+    "~kvstore:{blue}:* ~k????????????? +eval +evalsha +script|load +time +get +set +del +mget"
+    " +pexpire +zadd +zrem +zrange +zrangebyscore +zremrangebyscore +hget +hset +hmget"
 )
-"""What a user of Redis needs (docs/internals/membership.md), and PING."""
+"""What a user of Redis needs for the membership and the directory of cluster ``blue``
+(docs/cluster.md). A page has 14 bytes there."""
 
 
 class ServerTls(NamedTuple):
@@ -203,10 +204,10 @@ class EtcdServer(_StoreServer):
             return False
 
     def _add_users(self) -> None:
-        """A user who may use the keys of kvstore, and root with the same password."""
+        """A user who may use the keys of cluster ``blue``, and root with the same password."""
         assert self._login is not None
         user, password = self._login
-        keys = {"key": _base64(b"/kvstore/"), "range_end": _base64(b"/kvstore0")}
+        keys = {"key": _base64(b"/kvstore/blue/"), "range_end": _base64(b"/kvstore/blue0")}
         self._ask("auth/role/add", name="nodes")
         self._ask("auth/role/grant", name="nodes", perm={"permType": "READWRITE", **keys})
         for name, role in ((user, "nodes"), ("root", "root")):
@@ -272,7 +273,7 @@ class RedisServer(_StoreServer):
             lines.append(f"port {self._ports[0]}")
         if self._login is not None:
             user, password = self._login
-            lines += [f"user {user} on >{password} {_RIGHTS}", "user default off"]
+            lines += [f"user {user} on >{password} {REDIS_RIGHTS} +ping", "user default off"]
         settings = self._folder / "redis.conf"
         settings.write_text("\n".join(lines) + "\n")
         return [self._program.path, settings]

@@ -3,7 +3,7 @@
 import pytest
 
 from bench import store_programs
-from bench.store_programs import NoProgramError
+from bench.store_programs import NoProgramError, Program
 from tests.cluster_processes.store_scenes import start_server
 
 
@@ -24,6 +24,27 @@ def test_a_program_on_path_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path) -
     (tmp_path / "etcd").touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert store_programs.find("etcd") == (tmp_path / "etcd", {})
+
+
+def test_the_command_that_is_printed_has_the_libraries_of_an_unpacked_program(
+    monkeypatch: pytest.MonkeyPatch, tmp_path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "etcd").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["store_programs", "etcd"])
+    assert store_programs.main() == 0
+    assert capsys.readouterr().out == f"{tmp_path}/etcd\n"
+    unpacked = Program(tmp_path / "etcd", {"LD_LIBRARY_PATH": "/a:/b"})
+    assert unpacked.command == f"env LD_LIBRARY_PATH=/a:/b {tmp_path}/etcd"
+
+    monkeypatch.setattr("sys.argv", ["store_programs", "redis"])
+    with pytest.raises(SystemExit):
+        store_programs.main()
+    assert "none of etcd, redis-server" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["store_programs", "--help"])
+    with pytest.raises(SystemExit):
+        store_programs.main()
+    assert "LD_LIBRARY_PATH" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["etcd", "redis"])

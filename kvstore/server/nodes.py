@@ -223,7 +223,7 @@ def _row(
         "endpoint": session["endpoint"],
         "boot": session["boot"],
         "state": "up" if session["up"] else "refused" if refused else "down",
-        "draining": session["draining"],
+        "draining": session.get("draining", False),  # an older node does not say it
         "transport": session["transport"] if session["up"] else "",
         "fault": fault,
         "faults": session["faults"],

@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from bench.store_servers import REDIS_RIGHTS
 from kvstore.cluster.access import StoreServers
+from kvstore.cluster.entries import NAME_BYTES
+from kvstore.cluster.page_store import AnnouncedNumber, ChangedPages
 from kvstore.cluster.records import write_record
+from kvstore.cluster.redis_client import redis_clients
+from kvstore.cluster.redis_pages import CALL_S, RedisPages
 from kvstore.errors import KVStoreError
 from kvstore.testing.leased import A, B, Scene
 from tests.cluster_processes.store_scenes import (
@@ -18,9 +23,11 @@ from tests.cluster_processes.store_scenes import (
     HarmedServer,
     start_server,
 )
+from tests.conftest import ROOT
 from tests.loops import in_loop
 
 pytestmark = pytest.mark.cluster
+PAGE = ROOT / "docs" / "cluster.md"
 USER, PASSWORD = "nodes-of-blue", "7c2c1f:with:colons"
 WRONG = "another-1d3e55"
 
@@ -64,6 +71,32 @@ def test_a_login_opens_the_store_and_a_wrong_one_is_told_without_its_words(
     said.append(caplog.text)
     for secret in (PASSWORD, WRONG, USER):
         assert not [text for text in said if secret in text], "it says what is in the file"
+
+
+@in_loop
+async def test_the_rights_in_redis_that_the_page_names_are_enough_for_a_directory(
+    tmp_path: Path,
+) -> None:
+    line = f"user kvstore on >PASSWORD {REDIS_RIGHTS}"
+    assert line.split() in [one.split() for one in PAGE.read_text().replace("\\\n", "").split("\n")]
+    with start_server("redis", tmp_path / "redis", login=(USER, PASSWORD)) as server:
+        path = login(tmp_path, f"{USER}:{PASSWORD}")
+        store = RedisPages(redis_clients(StoreServers((server.endpoint,), path), CALL_S), "blue")
+        try:
+            one = await store.claim("a", b"1" * 16, "token-a")
+            other = await store.claim("b", b"2" * 16, "token-b")
+            name = bytes(range(NAME_BYTES))
+            for batch, stored in ((1, True), (2, False)):
+                change = [ChangedPages(stored, "", name)]
+                assert await store.change(one, "token-a", batch, change)
+                if stored:
+                    assert await store.change(other, "token-b", 1, change)
+                    assert len((await store.find([name])).holders) == 2
+            assert len((await store.find([name])).holders) == 1
+            assert await store.renew({one: AnnouncedNumber("token-a", 2)}) == []
+            await store.withdraw(one, "token-a")
+        finally:
+            await store.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
