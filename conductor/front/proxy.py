@@ -207,7 +207,7 @@ class Proxy:
         """Send an error: a status, or an error event if the stream has begun."""
         decision = run.decision
         decision.detail = why
-        if run.response is None:
+        if run.response is None or not run.response.prepared:
             decision.status = status
             decision.outcome = "failed" if decision.attempts else "rejected"
             return error_response(

@@ -7,8 +7,7 @@ is relayed.
 """
 
 import asyncio
-import itertools
-import uuid
+import secrets
 from collections import deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
@@ -30,6 +29,8 @@ from conductor.routing.decisions import Attempt, Decision, DecisionLog
 from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineRegistry
 from conductor.routing.prefixes import PrefixView
+from kvstore.errors import CapacityError
+from kvstore.handoff.rooms import BOOT_MAX, RoomNumbers
 from kvstore.index.face import PrefixIndex
 
 _RANK_HEADER: Final = "X-data-parallel-rank"
@@ -38,6 +39,7 @@ _EXPECTED_S: Final = 10.0
 """For how long an engine is expected to have a prompt that it got, until its events tell of it."""
 _UNTOLD_S: Final = 120.0
 """Likewise, an engine without events."""
+_BOOT_BITS: Final = BOOT_MAX.bit_length()
 _TAIL_PIECES: Final = 4
 """Number of last pieces of a stream that are kept, to read usage and timings."""
 
@@ -125,8 +127,7 @@ class Sender:
         """
         self._parts = parts
         self._deadline = deadline
-        self._boot = uuid.uuid4().hex
-        self._rooms = itertools.count(1)
+        self._rooms = RoomNumbers(secrets.randbits(_BOOT_BITS))
 
     async def send(
         self, run: Run, lease: Lease, assign: Assign, attempt: Attempt
@@ -147,7 +148,7 @@ class Sender:
         protocol = PROTOCOLS[assign.protocol]
         pair = PairRequest(
             run.body.fields,
-            f"{self._boot}-{next(self._rooms)}",
+            self._room(),
             self._url(assign.prefill),
             self._url(assign.decode),
         )
@@ -215,6 +216,13 @@ class Sender:
                 self._parts.metrics.failed(failure.engine, retried=False)
                 if failure.sick:
                     self._parts.membership.broke(failure.engine)
+
+    def _room(self) -> int:
+        try:
+            return self._rooms.draw()
+        except CapacityError:
+            self._rooms = RoomNumbers(secrets.randbits(_BOOT_BITS))
+            return self._rooms.draw()
 
     def _expect(self, number: int, engine_id: str, rank: int | None) -> None:
         """Tell the index what an engine will have in its cache."""

@@ -15,14 +15,15 @@ class PairRequest(NamedTuple):
 
     Attributes:
         fields: as the client sent them, without ``kv_transfer_params``; not to be changed.
-        room: names this attempt; no other attempt of any request has the same.
+        room: number of this attempt, 63 bits (:mod:`kvstore.handoff.rooms`); no other attempt of
+            any request has the same.
         prefill_url: ``http://host:port`` of the engine that computes the prompt.
         decode_url: of the engine that generates the tokens. If the two are asked in turn, it is
             known when the prefill engine has answered: then it may be another than before.
     """
 
     fields: Fields
-    room: str
+    room: int
     prefill_url: str
     decode_url: str
 

@@ -105,7 +105,7 @@ class Waiting:
     priorities: Sequence[int]
     tenants: Sequence[str]
     sessions: Sequence[str]
-    matches: Sequence[Matches]
+    matches: list[Matches]
 
     def __len__(self) -> int:
         return len(self.numbers)

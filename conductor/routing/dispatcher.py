@@ -20,6 +20,7 @@ considered, and never at that engine.
 Pure: the caller passes the time. The asyncio queue is one caller, a simulator is another.
 """
 
+import bisect
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -119,6 +120,7 @@ class Dispatcher:
         self._limits = limits
         self._known: dict[int, _Known] = {}
         self._waiting: dict[int, _Known] = {}  # without an assignment
+        self._rows: Waiting | None = None  # these, as columns; None = they have changed
         self._arrived: dict[int, _Known] = {}  # whose KV waits for a decode engine
         self._refused: list[Reject] = []  # until the next step
         self._in_flight: Counter[str] = Counter()
@@ -165,7 +167,8 @@ class Dispatcher:
             self._refused.append(Reject(request.number, why, again, "queue_full", status=429))
         else:
             known = _Known(request, request.arrived + self._limits.wait_s)
-            self._known[request.number] = self._waiting[request.number] = known
+            self._known[request.number] = known
+            self._wait(known)
 
     def prefilled(self, number: int, now: float) -> None:
         """The prefill engine of a pair has done its part; the KV goes to the decode engine."""
@@ -201,7 +204,7 @@ class Dispatcher:
             known.assign = None
             known.excluded |= {engine_id}
             known.deadline = now + self._limits.wait_s
-            self._waiting[number] = known
+            self._wait(known)
 
     def left(self, number: int, now: float) -> None:
         """A request has ended, or its client has gone; unknown ones do nothing."""
@@ -227,13 +230,15 @@ class Dispatcher:
         """
         if not self._waiting or not self._scheduler.policy.needs_prefixes:
             return []
-        waiting = self._columns(self._waiting)
+        waiting = self._waiting_rows()
         rows = self._scheduler.due(self.view(), waiting, now)
         return [(waiting.numbers[row], waiting.models[row]) for row in rows]
 
     def learn(self, number: int, matches: Matches) -> None:
         """How much of the prompt of a waiting request each engine has."""
         self._waiting[number].matches = matches
+        rows = self._waiting_rows()
+        rows.matches[bisect.bisect_left(rows.numbers, number)] = matches
 
     def step(self, now: float) -> list[Effect]:
         """Decide what can be decided now; a request gets no further effect after a Reject."""
@@ -241,7 +246,7 @@ class Dispatcher:
         self._refused.clear()
         effects += self._receive(now)
         if self._waiting:
-            waiting = self._columns(self._waiting)
+            waiting = self._waiting_rows()
             for decision in self._scheduler.schedule(self.view(), waiting, now):
                 if isinstance(decision, Assign):
                     self._give(decision)
@@ -252,15 +257,15 @@ class Dispatcher:
         return effects
 
     def _receive(self, now: float) -> list[Effect]:
-        """Give places at decode engines to those whose KV has arrived, oldest first."""
+        """Give places at decode engines to those whose KV has arrived."""
         effects: list[Effect] = []
         if not self._arrived:
             return effects
         waiting = self._columns(self._arrived)
         handoffs = [_handoff(self._arrived[number]) for number in waiting.numbers]
         choices = self._scheduler.receive(self.view(), waiting, handoffs, now)
-        for number, choice in zip(waiting.numbers, choices, strict=True):
-            known = self._known[number]
+        for row, choice in choices.items():
+            known = self._known[waiting.numbers[row]]
             if isinstance(choice, Reject):
                 self._give_back(known, now)
                 self._remove(known)
@@ -289,6 +294,7 @@ class Dispatcher:
     def _give(self, assign: Assign) -> None:
         """Take the places of an assignment."""
         known = self._waiting.pop(assign.request)
+        self._rows = None
         assert not known.held
         known.assign = assign
         known.tries += 1
@@ -320,11 +326,22 @@ class Dispatcher:
     def _remove(self, known: _Known) -> None:
         number = known.request.number
         del self._known[number]
-        self._waiting.pop(number, None)
+        if self._waiting.pop(number, None) is not None:
+            self._rows = None
         self._arrived.pop(number, None)
 
     def _closing(self, number: int) -> Reject:
         return Reject(number, "the Conductor is shutting down", 1, "shutting_down")
+
+    def _wait(self, known: _Known) -> None:
+        self._waiting[known.request.number] = known
+        self._rows = None
+
+    def _waiting_rows(self) -> Waiting:
+        """Those without an assignment, as columns; made again only after a change."""
+        if self._rows is None:
+            self._rows = self._columns(self._waiting)
+        return self._rows
 
     def _columns(self, known: dict[int, _Known]) -> Waiting:
         rows: Sequence[_Known] = [known[number] for number in sorted(known)]
@@ -376,6 +393,7 @@ class Dispatcher:
         assert held == self._in_flight
         assert promised == self._promised
         assert self._waiting.keys() | self._arrived.keys() <= self._known.keys()
+        assert self._rows in (None, self._columns(self._waiting))
 
 
 def _handoff(known: _Known) -> Handoff:

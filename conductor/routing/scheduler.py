@@ -118,8 +118,8 @@ class Scheduler:
 
     def receive(
         self, view: View, waiting: Waiting, handoffs: Sequence[Handoff], now: float
-    ) -> list[str | Hold | Reject]:
-        """Choose who decodes the requests whose KV has arrived, the first ones first.
+    ) -> dict[int, str | Hold | Reject]:
+        """Choose who decodes the requests whose KV has arrived, in the policy's order.
 
         Args:
             view: the engines; not changed.
@@ -128,11 +128,12 @@ class Scheduler:
             now: time on the clock of the deadlines.
 
         Returns:
-            For each, the id of the engine that was meant for it if that has room, else of the
-            cheapest that has.
+            For each, by its row: the id of the engine that was meant for it if that has room, else
+            of the cheapest that has.
         """
         call = _Call(self, view, waiting)
-        return [call.receive(row, handoff, now) for row, handoff in enumerate(handoffs)]
+        rows = self.policy.order(waiting, now)
+        return {row: call.receive(row, handoffs[row], now) for row in rows}
 
     def kind(self, protocol: str) -> str:
         """The protocol if it asks both engines of a pair at once; empty for all others."""

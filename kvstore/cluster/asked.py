@@ -159,7 +159,8 @@ class AskedDirectory:
         timer = asyncio.get_running_loop().call_later(ANSWER_S, self._give_up, number)
         self._waiting[number] = (found, timer)
         named = [(one.digest.hex(), one.window_pages) for one in shards]
-        self._tell(AskPages(number, identity.digest.hex(), named, keys))
+        among = {name: one.boot for name, one in self._nodes.items() if name != self._own}
+        self._tell(AskPages(number, identity.digest.hex(), named, keys, among))
 
     def _give_up(self, number: int) -> None:
         found, _ = self._waiting.pop(number)

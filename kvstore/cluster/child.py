@@ -58,6 +58,8 @@ class ClusterCompanion:
         self._changed = asyncio.Event()
         self._begun = asyncio.Event()
         self._ask: Callable[[AskPages], None] | None = None
+        #: Names of the nodes that were used last.
+        self._known: frozenset[str] = frozenset()
 
     async def run(self, tell: Tell) -> None:
         """Be the node that is asked for; leave when cancelled, which takes a second at most.
@@ -99,7 +101,7 @@ class ClusterCompanion:
             running = [
                 tasks.create_task(membership.run(), name="membership"),
                 tasks.create_task(
-                    _report(membership, settings.credentials.node, tell), name="nodes"
+                    self._report(membership, settings.credentials.node, tell), name="nodes"
                 ),
             ]
             try:
@@ -127,11 +129,21 @@ class ClusterCompanion:
                 if self._ask is not None:  # else whoever asks does not wait for long
                     self._ask(message)
                 return
-            case Join(record):
+            case Join(record, known):
                 self._record = record
+                self._known = self._known or frozenset(known)
             case Leave():
                 self._record = None
         self._changed.set()
+
+    async def _report(self, membership: LeasedMembership, own: str, tell: Tell) -> None:
+        """Tell the nodes that a node uses, and its standing, after each change, until cancelled."""
+        async with aclosing(membership.told()) as changes:
+            async for nodes, standing in changes:
+                used = used_nodes(nodes, own, self._known)
+                if used:
+                    self._known = frozenset(used)
+                tell(encode_message(NodesTold(used, standing)))
 
     async def _wait(self) -> None:
         await self._changed.wait()
@@ -150,13 +162,6 @@ class ClusterCompanion:
             return Presence.SILENT
         local = LocalNode(shown.cluster, own.name, own.boot, own.scheme)
         return await PresenceCheck(local, tls)(there)
-
-
-async def _report(membership: LeasedMembership, own: str, tell: Tell) -> None:
-    """Tell the nodes that a node uses, and its standing, after each change, until cancelled."""
-    async with aclosing(membership.told()) as changes:
-        async for nodes, standing in changes:
-            tell(encode_message(NodesTold(used_nodes(nodes, own), standing)))
 
 
 def main() -> int:

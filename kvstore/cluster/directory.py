@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Final
 
-from kvstore.cluster.membership import Membership
+from kvstore.cluster.membership import Membership, known_first
 from kvstore.cluster.records import NodeRecord
 from kvstore.config.cluster import NODES_MAX
 from kvstore.index.apply import shard_name
@@ -158,7 +158,7 @@ class PeersDirectory:
         }  # fmt: skip
 
     def _follow(self, nodes: Mapping[str, NodeRecord]) -> None:
-        others = sorted(name for name in nodes if name != self._credentials.node)
+        others = known_first(nodes, self._credentials.node, self._followed)
         self.refused = others[NODES_MAX - 1 :]
         sources = {name: self._source(nodes[name]) for name in others[: NODES_MAX - 1]}
         for name in self._followed.keys() - sources.keys():

@@ -7,6 +7,8 @@ reasons.
 """
 
 import hashlib
+import heapq
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -20,6 +22,8 @@ NAME_BYTES: Final = 13
 """With the ``k`` before it, 14 bytes: the longest key for which Redis allocates 16."""
 SIGNS: Final = {"CPU": "", "STORAGE": "-"}
 """Medium, as events name it → what is before the number of a member."""
+HOLDERS_MAX: Final = 16
+"""Nodes that an answer names; of more nodes, those that have the most of the pages."""
 _SCOPES_MAX: Final = 1_024
 
 
@@ -98,26 +102,37 @@ class HolderPages(NamedTuple):
     pages: int
 
 
-def usable_prefixes(found: FoundEntries, windows: Sequence[int]) -> list[HolderPages]:
+def usable_prefixes(
+    found: FoundEntries, windows: Sequence[int], among: Mapping[str, bytes] | None = None
+) -> list[HolderPages]:
     """How many leading pages each node has.
 
     Args:
         found: what the directory has.
         windows: for each shard how many of the last pages of a prefix suffice; 0 = all are needed.
+        among: the nodes that count, and their boot ids, empty = any; None = all nodes count.
 
     Returns:
-        Those with at least one page, the longest prefix first.
+        Those with at least one page, the longest prefix first; at most :data:`HOLDERS_MAX`.
     """
+    holders = {
+        number: one
+        for number, one in found.holders.items()
+        if among is None or among.get(one.node) in (one.boot, b"")
+    }
     known: dict[str, frozenset[NumberHolder]] = {}
+    most: Counter[NumberHolder] = Counter()
     for runs in found.runs:
-        for _, text in runs:
+        pages_of: Counter[str] = Counter()
+        for count, text in runs:
+            pages_of[text] += count
+        for text, count in pages_of.items():
             if text not in known:
-                numbers = numbers_of(text)
-                known[text] = frozenset(
-                    found.holders[one] for one in numbers if one in found.holders
-                )
+                known[text] = frozenset(holders[n] for n in numbers_of(text) if n in holders)
+            for holder in known[text]:
+                most[holder] += count
     usable = []
-    for holder in set(found.holders.values()):
+    for holder in heapq.nsmallest(HOLDERS_MAX, most, key=lambda one: (-most[one], one)):
         shards = [_merged(holder, runs, known) for runs in found.runs]
         pages = _usable(shards, windows)
         if pages:

@@ -8,7 +8,7 @@ hit depends on it.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Container, Iterable, Mapping
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -28,11 +28,31 @@ TOLD_NODES_MAX: Final = 256
 """Nodes of a membership that are used; as many as have sessions with one node."""
 
 
-def used_nodes(nodes: Mapping[str, NodeRecord], own: str) -> dict[str, NodeRecord]:
-    """The nodes of a membership that the node of a name uses: its own, and so many others."""
-    others = sorted(name for name in nodes if name != own)
-    used = [*others[: TOLD_NODES_MAX - 1], *([own] if own in nodes else [])]
-    return {name: nodes[name] for name in used}
+def known_first(
+    nodes: Iterable[str], own: str, known: Container[str]
+) -> list[str]:  # fmt: skip
+    """The names of all other nodes in the order in which they are used, as far as there is room.
+
+    Whoever can write to the store can put in any number of names, so nodes that were used before
+    come before new ones; only then the alphabet counts.
+    """
+    return sorted(
+        (name for name in nodes if name != own), key=lambda name: (name not in known, name)
+    )
+
+
+def used_nodes(
+    nodes: Mapping[str, NodeRecord], own: str, known: Container[str] = ()
+) -> dict[str, NodeRecord]:
+    """The nodes of a membership that the node of a name uses: its own, and so many others.
+
+    Args:
+        nodes: of the membership.
+        own: name of the node.
+        known: names of those that it used before.
+    """
+    used = known_first(nodes, own, known)[: TOLD_NODES_MAX - 1]
+    return {name: nodes[name] for name in (*used, *([own] if own in nodes else []))}
 
 
 class Membership(Protocol):
@@ -166,7 +186,7 @@ class ToldMembership:
         """The index process has started, and knows nothing yet."""
         self._stand(JoinStanding(why="the index process has started"))
         if self._own is not None:
-            self._tell(Join(self._own))
+            self._tell(Join(self._own, sorted(self._nodes.present)))
 
     def heard(self, told: NodesTold) -> None:
         """The index process has told something."""
@@ -177,7 +197,7 @@ class ToldMembership:
         if told.standing.state == "refused":
             self._nodes.set({})
         elif told.standing.state == "joined" and self._is_own(told.nodes.get(own.name)):
-            self._nodes.set(used_nodes(told.nodes, own.name))
+            self._nodes.set(used_nodes(told.nodes, own.name, self._nodes.present))
 
     def knows(self, name: str) -> bool:  # noqa: ARG002
         """Whether another node of that name may be served.

@@ -62,9 +62,15 @@ class BeginCluster(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """Be this node of the cluster, in place of what was said before."""
+    """Be this node of the cluster, in place of what was said before.
+
+    Attributes:
+        record: about it.
+        known: names of the nodes that it uses, if the process has just started.
+    """
 
     record: NodeRecord
+    known: list[str] = []
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
@@ -91,12 +97,14 @@ class AskPages(msgspec.Struct, frozen=True, tag="ask"):
         space: hex digest of their space.
         shards: for each shard its hex digest, and how many of the last pages suffice; 0 = all.
         keys: their prefix keys, 32 bytes each.
+        among: names and boot ids of the nodes that count; an empty id is any.
     """
 
     number: int
     space: str
     shards: list[tuple[str, int]]
     keys: bytes
+    among: dict[str, bytes]
 
 
 class Told(msgspec.Struct, frozen=True, tag="told"):

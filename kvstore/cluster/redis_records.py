@@ -14,6 +14,7 @@ from redis import exceptions
 from redis.asyncio import Redis
 
 from kvstore.cluster.access import StoreServers
+from kvstore.cluster.greeting import NODE_NAME
 from kvstore.cluster.records import RECORD_BYTES_MAX
 from kvstore.cluster.redis_client import redis_clients
 from kvstore.cluster.store import CALL_S, LEASE_S
@@ -24,8 +25,8 @@ _T = TypeVar("_T")
 _NOT_ASKED: Final = "its answer is not what was asked for"
 
 RECORDS_MAX: Final = 1_024
-"""Records that are read; a node uses fewer. Of each no more is read than shows that it is too long.
-"""
+"""Records that are read; a node uses fewer: its own first, then those that were read before, then
+the others, the next one to expire first. Of each no more is read than shows that it is too long."""
 POLL_S: Final = 0.5
 """Changes are seen at most so much later."""
 
@@ -66,9 +67,10 @@ return 1
 _LIST: Final = (
     _NOW
     + """
-local found = {}
-local names = redis.call('ZRANGEBYSCORE', KEYS[1], now, '+inf', 'LIMIT', 0, ARGV[1])
-for _, name in ipairs(names) do
+local found, seen, most = {}, {}, tonumber(ARGV[1])
+local function add(name)
+  if seen[name] or #found >= 2 * most then return nil end
+  seen[name] = true
   local value = redis.pcall('GET', KEYS[2] .. name)
   if type(value) == 'table' then
     if not string.find(value.err, 'WRONGTYPE', 1, true) then return value end
@@ -78,6 +80,15 @@ for _, name in ipairs(names) do
     found[#found + 1] = string.sub(name, 1, ARGV[2])
     found[#found + 1] = string.sub(value, 1, ARGV[2])
   end
+  return nil
+end
+for at = 3, #ARGV do
+  local failed = add(ARGV[at])
+  if failed then return failed end
+end
+for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], now, '+inf', 'LIMIT', 0, most)) do
+  local failed = add(name)
+  if failed then return failed end
 end
 return found
 """
@@ -108,6 +119,8 @@ class RedisStore:
         self._prefix = f"kvstore:{{{cluster}}}:"
         self._redis: Redis | None = None
         self._own: tuple[str, bytes] | None = None
+        #: Names of the nodes whose records were read last.
+        self._seen: list[str] = []
 
     async def open(self) -> None:
         """See :meth:`kvstore.cluster.store.RecordStore.open`."""
@@ -154,7 +167,9 @@ class RedisStore:
         last: dict[str, bytes] | None = None
         names, prefix = f"{self._prefix}nodes", f"{self._prefix}node:"
         while True:
-            told = await self._eval(_LIST, 2, names, prefix, RECORDS_MAX, RECORD_BYTES_MAX + 1)
+            told = await self._eval(
+                _LIST, 2, names, prefix, RECORDS_MAX, RECORD_BYTES_MAX + 1, *self._first()
+            )
             found = _read(told, list[bytes])
             if len(found) % 2:
                 raise PeerUnreachable(f"Redis: {_NOT_ASKED}")
@@ -162,10 +177,15 @@ class RedisStore:
                 name.decode(errors="replace"): value
                 for name, value in zip(found[::2], found[1::2], strict=False)
             }
+            self._seen = [name for name in records if NODE_NAME.fullmatch(name)]
             if records != last:
                 last = records
                 yield records
             await asyncio.sleep(POLL_S)
+
+    def _first(self) -> list[str]:
+        """Names whose records are read before all others."""
+        return [*([self._own[0]] if self._own is not None else []), *self._seen]
 
     def _keys(self, name: str) -> tuple[str, str]:
         return f"{self._prefix}node:{name}", f"{self._prefix}nodes"

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from kvstore.process.faults import Faults
 from kvstore.wire import FollowEvents
@@ -20,6 +20,10 @@ _log = logging.getLogger(__name__)
 TUNNELS_MAX: Final = 96
 """Followers at a time. Each of 15 nodes has one connection for live batches, and at times one or
 two for replays and questions; the publisher has room for 128 connections, others included."""
+NAME_MAX: Final = TUNNELS_MAX // 16
+"""Connections of one node; a new one ends the oldest."""
+ADDRESS_MAX: Final = TUNNELS_MAX // 2
+"""Connections from one address: three each of 16 nodes that share it."""
 _PIECE_BYTES: Final = 32 << 10
 """Copied at a time: 14 microseconds of the loop's time without TLS, 25 with it (uvloop)."""
 _GATHER_S: Final = 0.01
@@ -41,6 +45,20 @@ class ServesFollowers(Protocol):
         """See :meth:`kvstore.events.publisher.EventPublisher.serve`."""
 
 
+class _Follower(NamedTuple):
+    """A connection that follows.
+
+    Attributes:
+        node: the name that it gives itself.
+        address: where it comes from; empty = from this machine, without one.
+        writer: ends it.
+    """
+
+    node: str
+    address: str
+    writer: asyncio.StreamWriter
+
+
 class EventTunnels:
     """All followers of this node that are other nodes.
 
@@ -56,13 +74,14 @@ class EventTunnels:
         """
         self.faults = Faults(_log, "a node that follows this one was disconnected")
         self._publication = publication
-        self._followers: dict[int, str] = {}
+        self._followers: dict[int, _Follower] = {}
         self._number = 0
 
     def stats(self) -> dict[str, object]:
         """Followers now, and what ended others."""
         return {
-            "following": sorted(self._followers.values()), "faults": dict(self.faults.counts),
+            "following": sorted(one.node for one in self._followers.values()),
+            "faults": dict(self.faults.counts),
         }  # fmt: skip
 
     async def serve_events(
@@ -75,20 +94,35 @@ class EventTunnels:
             writer: data for it; closed at the end.
             hello: what it said; its cluster, name and scheme have been checked.
         """
-        if len(self._followers) >= TUNNELS_MAX:
-            self.faults.note("full", f"{hello.node}: {TUNNELS_MAX} connections follow already")
+        follower = _Follower(hello.node, _address(writer), writer)
+        if not self._has_room(follower):
             writer.transport.abort()
             return
         self._number += 1
         number = self._number
-        self._followers[number] = hello.node
+        self._followers[number] = follower
         try:
             await self._splice(reader, writer, replay=hello.replay)
         except OSError as error:
             self.faults.note("connection", f"{hello.node}: {str(error) or type(error).__name__}")
         finally:
-            del self._followers[number]
+            self._followers.pop(number, None)
             writer.transport.abort()
+
+    def _has_room(self, new: "_Follower") -> bool:
+        """Whether a connection may follow; the oldest one of its node ends for it."""
+        at_address = sum(one.address == new.address for one in self._followers.values())
+        same = [number for number, one in self._followers.items() if one.node == new.node]
+        if len(same) >= NAME_MAX:
+            self.faults.note("replaced", f"{new.node}: {NAME_MAX} connections follow already")
+            self._followers.pop(same[0]).writer.transport.abort()
+        elif new.address and at_address >= ADDRESS_MAX:
+            self.faults.note("full", f"{new.address}: {ADDRESS_MAX} connections follow already")
+            return False
+        elif len(self._followers) >= TUNNELS_MAX:
+            self.faults.note("full", f"{new.node}: {TUNNELS_MAX} connections follow already")
+            return False
+        return True
 
     async def _splice(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, replay: bool
@@ -119,6 +153,11 @@ class EventTunnels:
         for error in ended:
             if isinstance(error, Exception):
                 raise error
+
+
+def _address(writer: asyncio.StreamWriter) -> str:
+    peer = writer.get_extra_info("peername")
+    return str(peer[0]) if isinstance(peer, tuple) else ""
 
 
 async def _copy(

@@ -142,7 +142,7 @@ class PageQuestions:
             self._names.of(question.space, shard, question.keys) for shard, _ in question.shards
         ]
         found = await self._store.find(shards)
-        usable = usable_prefixes(found, [window for _, window in question.shards])
+        usable = usable_prefixes(found, [window for _, window in question.shards], question.among)
         return Told(
             question.number, [(one.holder.node, one.holder.boot, one.pages) for one in usable]
         )

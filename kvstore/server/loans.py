@@ -7,6 +7,7 @@ pages; the lease stays until the check has ended, so that the check reads the by
 """
 
 import asyncio
+import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,8 +21,12 @@ import numpy as np
 from kvstore import mover, wire
 from kvstore.errors import KVStoreError, TierUnavailable
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, ShardSpec, SpaceIdentity, digest_seed, page_seeds
+from kvstore.process.faults import printable
+from kvstore.process.logs import event
 from kvstore.tier.host import HostMemory
 from kvstore.transport.base import Range, Transport
+
+log = logging.getLogger(__name__)
 
 CHECKS_MAX: Final = 256
 """Maximum reported pages that wait for their check; further reports are only counted."""
@@ -213,15 +218,11 @@ class Loans:
     def _checked(self, loan: Loan, check: Future[bool], confirmed: Callable[[], bool]) -> None:
         self._waiting -= 1
         loan.checks.discard(check)
-        if not check.cancelled():
-            error = check.exception()
-            if isinstance(error, TierUnavailable):
-                self.counts["reports_unreadable"] += 1
-            elif check.result():
-                self.counts["reports_true" if confirmed() else "reports_late"] += 1
-            else:
-                self.counts["reports_false"] += 1
-        self._release(loan)
+        try:
+            if not check.cancelled():
+                self.counts[_outcome(check, confirmed)] += 1
+        finally:
+            self._release(loan)
 
     def _expire(self, loan: Loan) -> None:
         self.counts["expired"] += 1
@@ -232,6 +233,19 @@ class Loans:
         if loan.ended and not running and not loan.transfers and loan in self._open:
             self._open.remove(loan)
             loan.release()
+
+
+def _outcome(check: Future[bool], confirmed: Callable[[], bool]) -> str:
+    """What a check has found, as it is counted."""
+    error = check.exception()
+    if error is None:
+        if not check.result():
+            return "reports_false"
+        return "reports_true" if confirmed() else "reports_late"
+    if isinstance(error, TierUnavailable):
+        return "reports_unreadable"
+    event(log, logging.ERROR, "a reported page was not checked", why=printable(repr(error)))
+    return "reports_failed"
 
 
 def _is_wrong(memory: HostMemory, pages: LentPages, position: int) -> bool:

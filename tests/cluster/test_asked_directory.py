@@ -147,7 +147,8 @@ async def test_a_nodes_own_events_are_announced_and_found_by_questions() -> None
                 return True
             if len(told) == asked[0]:
                 asked[0] += 1
-                questions.ask(AskPages(asked[0], SPACE.digest.hex(), list(shards), KEYS.packed))
+                space, among = SPACE.digest.hex(), {"a": boot}
+                questions.ask(AskPages(asked[0], space, list(shards), KEYS.packed, among))
             return False
 
         asked = [len(told)]

@@ -1,6 +1,7 @@
 """Goal: a node that follows another one gets its events; one that does not read stalls nobody."""
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -203,6 +204,53 @@ async def test_more_followers_than_may_be_are_cut_off_and_counted(
         assert await reader.read() == b""
         assert not given
         assert tunnels.stats() == {"following": [], "faults": {"full": 1}}
+
+
+@in_loop
+async def test_a_node_that_connects_again_and_again_takes_its_own_places_only() -> None:
+    async with asyncio.timeout(30), nodes("a") as (a,):
+        mine: list[EventConnection] = []
+        other = await EventConnection.open(
+            f"peer://{a.endpoint}", zmtp.SUB, PeerCredentials("c", "b", "s", None), 5.0
+        )
+        try:
+            await other.send([b"\x01"])
+            await eventually(lambda: following(a) == ["b"])
+            while len(mine) < serving.NAME_MAX + 3:
+                mine.append(await opened(a))
+            await eventually(lambda: a.tunnels.faults.counts["replaced"] == 3)
+            await eventually(lambda: following(a) == ["b", *["self"] * serving.NAME_MAX])
+            for one in (mine[-1], other):
+                await one.send([b"\x01"])
+                await one.ping()
+                assert await one.receive() == []
+            a.store(KEYS[:1], *ONE)
+            assert await heard(mine[-1])
+            assert await heard(other), "nobody else was cut off"
+        finally:
+            for one in (*mine, other):
+                one.close()
+            await eventually(lambda: not following(a))
+
+
+@in_loop
+async def test_one_address_does_not_get_all_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "ADDRESS_MAX", 2)
+    async with asyncio.timeout(30), nodes("a") as (a,):
+        connections = []
+        try:
+            for name in ("x", "y", "z"):
+                shown = PeerCredentials("c", name, "s", None)
+                with contextlib.suppress(OSError):
+                    connections.append(
+                        await EventConnection.open(f"peer://{a.endpoint}", zmtp.SUB, shown, 5.0)
+                    )
+            await eventually(lambda: a.tunnels.faults.counts["full"] == 1)
+            assert following(a) == ["x", "y"]
+        finally:
+            for one in connections:
+                one.close()
+            await eventually(lambda: not following(a))
 
 
 @in_loop

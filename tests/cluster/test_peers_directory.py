@@ -277,6 +277,21 @@ async def test_more_nodes_than_can_be_followed_are_named() -> None:
     assert len(index.present().report.workers) == 15
 
 
+@in_loop
+async def test_new_nodes_do_not_take_the_place_of_one_that_is_followed() -> None:
+    index = LocalIndex(SETTINGS)
+    directory = PeersDirectory(
+        index, LocalMembership({}), PeerCredentials("c", "own", SCHEME, None)
+    )
+    real = {"z": NodeRecord(name="z", endpoint="127.0.0.1:1")}
+    directory._follow(real)
+    made_up = [f"a{number:02}" for number in range(20)]
+    directory._follow(real | {name: NodeRecord(name=name, endpoint="h:1") for name in made_up})
+
+    assert directory.refused == made_up[14:]
+    assert "z" in {one.worker for one in index.present().report.workers}
+
+
 def test_a_node_that_cannot_be_followed_is_counted_and_fills_no_log(caplog) -> None:
     async def away() -> None:
         async with nodes("a") as (a,):

@@ -88,3 +88,26 @@ async def test_a_check_after_the_end_of_its_lease_quarantines_nothing(monkeypatc
             b.fetch(b.room(KEYS[:2], "t"), keys=KEYS[:2])
             await eventually(lambda: len(b.ends) == 2)
             assert len(b.ends[1].digests) == 2 * DIGEST_BYTES, "good pages are still there"
+
+
+@in_loop
+@pytest.mark.parametrize("error", [MemoryError(), OSError(5, "bad memory")])
+async def test_a_check_that_fails_for_any_reason_is_counted_and_its_lease_is_released(
+    monkeypatch, error
+):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(loans, "_is_wrong", fail)
+    async with AsyncExitStack() as undo:
+        a, b = await two_nodes(undo)
+        a.store()
+        b.transport.damaged = {0}
+        service = await undo.enter_async_context(serving(a))
+        async with reading(a, {}), reading(b, {"a": service.endpoint}):
+            await eventually(b.up)
+            b.fetch(b.room(KEYS))
+            await eventually(lambda: a.loans.counts["reports_failed"] == 1)
+            await eventually(lambda: not a.loans.stats()["open"])
+            assert not a.pinned_bytes()
+            assert a.stored() == 6, "nobody has seen that they are wrong"

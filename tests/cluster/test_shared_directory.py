@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvstore.cluster.entries import FoundEntries, NumberHolder, usable_prefixes
+from kvstore.cluster.entries import HOLDERS_MAX, FoundEntries, NumberHolder, usable_prefixes
 from kvstore.cluster.page_store import AnnouncedNumber, PageStore
 from kvstore.testing.directory import DirectoryContract
 from kvstore.testing.memory_pages import NUMBER_MS, MemoryPages
@@ -70,3 +70,16 @@ def test_an_entry_that_lies_or_cannot_be_read_names_nobody_else() -> None:
 
     assert usable_prefixes(FoundEntries(runs, {7: holder}), [0]) == [(holder, 3)]
     assert usable_prefixes(FoundEntries(runs, {}), [0]) == []
+
+
+def test_nodes_that_do_not_count_and_too_many_that_do_cost_no_work() -> None:
+    holders = {number: NumberHolder(f"n{number:03}", b"b") for number in range(1, 301)}
+    everybody = ",".join(map(str, holders))
+    runs = [[(1, everybody), (3, "299,300"), (1, "300")]]
+    found = FoundEntries(runs, holders)
+
+    usable = usable_prefixes(found, [0])
+    assert len(usable) == HOLDERS_MAX
+    assert usable[:2] == [(holders[300], 5), (holders[299], 4)]
+    among = {"n005": b"", "n006": b"b", "n300": b"another boot"}
+    assert usable_prefixes(found, [0], among) == [(holders[5], 1), (holders[6], 1)]

@@ -303,3 +303,38 @@ async def test_more_nodes_than_can_have_sessions_are_not_used():
     assert nodes["a"] == A
     assert "n254" in nodes
     assert "n255" not in nodes
+
+
+@in_loop
+async def test_new_names_push_out_no_node_that_is_used_already():
+    it = Alone()
+    await it.membership.join(A)
+    real = NodeRecord(name="z", boot=b"z" * 16, endpoint="127.0.0.1:7026")
+    it.membership.heard(NodesTold({"a": A, "z": real}, JOINED))
+    many = {f"n{n:03}": NodeRecord(name=f"n{n:03}", endpoint=f"h:{n + 1}") for n in range(400)}
+    it.membership.heard(NodesTold({**many, "a": A, "z": real}, JOINED))
+
+    nodes = await it.nodes()
+    assert len(nodes) == TOLD_NODES_MAX
+    assert nodes["z"] == real
+    it.membership.began()
+    joined = it.said[-1]
+    assert isinstance(joined, Join)
+    assert joined.known == sorted(nodes), "the process that has started knows them too"
+
+
+@in_loop
+async def test_new_records_push_out_no_node_that_is_used_when_the_process_has_started_again(
+    folder: Path,
+):
+    other = NodeRecord(name="z", boot=b"z" * 16, endpoint="127.0.0.1:7026")
+    async with kept(A, folder) as a, kept(other, folder) as z:
+        await eventually(lambda: a.nodes.keys() == z.nodes.keys() == {"a", "z"})
+        for number in range(300):
+            made_up = NodeRecord(name=f"b{number:03}", boot=b"b" * 16, endpoint="h:2")
+            (folder / made_up.name).write_bytes(write_record(made_up))
+        await eventually(lambda: len(a.nodes) == TOLD_NODES_MAX)
+        assert "z" in a.nodes
+        a.kill()
+        await eventually(lambda: a.index.restarts == 1 and a.state == "joined")
+        assert "z" in a.nodes

@@ -9,11 +9,12 @@ import pytest
 from redis import Redis
 
 from bench.store_servers import RedisServer
+from kvstore.cluster import redis_records
 from kvstore.cluster.access import StoreServers
 from kvstore.cluster.records import RECORD_BYTES_MAX, NodeRecord, write_record
 from kvstore.cluster.redis_client import redis_clients
 from kvstore.cluster.redis_pages import CALL_S, RedisPages
-from kvstore.cluster.redis_records import RedisStore
+from kvstore.cluster.redis_records import RECORDS_MAX, RedisStore
 from kvstore.cluster.roster import Roster
 from tests.cluster_processes.store_scenes import start_server
 from tests.loops import in_loop
@@ -21,6 +22,7 @@ from tests.loops import in_loop
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
 RECORD = NodeRecord(name="a", boot=b"a" * 16, endpoint="10.0.0.1:7400")
+Z = NodeRecord(name="z", boot=b"z" * 16, endpoint="10.0.0.2:7400")
 PREFIX = "kvstore:{blue}:"
 
 
@@ -57,6 +59,37 @@ async def test_records_that_are_long_or_no_text_are_left_out_and_the_others_are_
     roster.tell(records, time.monotonic())
     assert roster.nodes == {"a": RECORD}
     assert roster.unreadable == 65
+
+
+@in_loop
+async def test_more_records_than_are_read_hide_neither_the_own_nor_those_read_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_records, "POLL_S", 0.05)
+    server, direct, servers = opened(tmp_path)
+    with server, direct:
+        ours, other = RedisStore(servers, "blue"), RedisStore(servers, "blue")
+        try:
+            await ours.open()
+            await other.open()
+            assert await other.claim("z", write_record(Z), None) is None
+            async with asyncio.timeout(30), aclosing(ours.watch()) as changes:
+                assert (await anext(changes)).keys() == {"z"}
+                soon = 1_000 * (direct.time()[0] + 5)  # earlier than any lease ends
+                made_up = {f"m{number}": soon for number in range(RECORDS_MAX + 1)}
+                direct.mset({f"{PREFIX}node:{name}": b"{}" for name in made_up})
+                direct.zadd(f"{PREFIX}nodes", made_up)
+                assert await ours.claim("a", write_record(RECORD), None) is None
+                records = await anext(changes)
+                while len(records) < RECORDS_MAX:
+                    records = await anext(changes)
+        finally:
+            await ours.close()
+            await other.close()
+
+    assert len(records) == RECORDS_MAX
+    assert records["a"] == write_record(RECORD)
+    assert records["z"] == write_record(Z)
 
 
 @in_loop

@@ -200,6 +200,22 @@ def test_one_free_place_to_decode_is_given_to_the_oldest_of_those_who_wait_for_i
     assert dispatcher.step(3.0) == [Continue(4, "d", None)]
 
 
+def test_the_policy_orders_those_whose_kv_waits_too() -> None:
+    urgent_first = POLICIES["least-loaded"]._replace(
+        order=lambda waiting, _: sorted(range(len(waiting)), key=waiting.priorities.__getitem__)
+    )
+    dispatcher = dispatcher_over(
+        info("p", "prefill", 4), info("d", "decode", 2), policy=urgent_first
+    )  # fmt: skip
+    for number in range(1, 5):
+        dispatcher.arrive(Request(number=number, model="m", arrived=0.0, priority=-number))
+        dispatcher.step(0.0)
+        dispatcher.prefilled(number, 1.0)
+        dispatcher.step(1.0)
+    dispatcher.released(1, "d", 2.0)
+    assert dispatcher.step(2.0) == [Continue(4, "d", None)]
+
+
 def test_engines_of_different_protocols_are_no_pair_if_both_are_asked_at_once() -> None:
     dispatcher = dispatcher_over(info("p", "prefill", 2, "once"), info("d", "decode"))
     [refused] = arrive(dispatcher, 1)

@@ -183,7 +183,8 @@ def fill_until_trouble(space: Space, server: Server) -> int:
 def check_degraded_but_serving(space: Space, server: Server, code: str) -> None:
     assert server.get("/readyz") | {"withheld_bytes": 0, "unwatched_processes": 0} == {
         "status": "ready", "withheld_bytes": 0, "ssd": "degraded", "unwatched_processes": 0,
-        "cluster": "off", "membership": "off", "registered_bytes": 0, "registered_huge_bytes": 0,
+        "cluster": "off", "membership": "off", "directory": "off", "registered_bytes": 0,
+        "registered_huge_bytes": 0,
     }  # fmt: skip
     assert metric(server, "kvstore_ssd_degraded") == 1
     assert metric(server, f'kvstore_ssd_errors_total{{code="{code}"}}') > 0

@@ -156,8 +156,10 @@ def missing_pages(space: PrefixTree, shards: list[int], packed: bytes, pages: in
 
 def _missing_above(space: PrefixTree, mask: int, packed: bytes, pages: int) -> int:
     """The same for shards of which every page is needed: what is above the last page is asked."""
+    if not pages:
+        return 0
     key = PrefixKey(packed[(pages - 1) * KEY_BYTES : pages * KEY_BYTES])
-    node = space.index.get(key) if pages else None
+    node = space.index.get(key)
     missing, left = 0, pages
     mine = node.position(key) + 1 if node is not None else 0
     while node is not None and left > 0:

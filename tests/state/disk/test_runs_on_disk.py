@@ -455,6 +455,7 @@ def test_a_hit_says_how_many_of_its_pages_are_not_in_memory(memory):
     if memory < len(path):
         world.table.residents.evict(whole(world, path), len(path) - memory)
 
+    assert world.table.residents.on_disk(world.mine, [0], chain("x")[0], 0) == 0
     for first in range(len(path)):
         for pages in range(1, len(path) - first + 1):
             keys = b"".join(chain(path[: first + pages], first))

@@ -11,12 +11,14 @@ from tests.tier.ssd.corpus import Corpus
 from tests.tier.ssd.fuzzed import Case
 
 SECONDS = 5
+CASES_MIN = 20
+"""That are tried however long it takes."""
 
 
 def fuzz(folder: Path, seed: int, seconds: float) -> int:
     corpus = Corpus(folder)
     count, stop = 0, monotonic() + seconds
-    while monotonic() < stop:
+    while monotonic() < stop or count < CASES_MIN:
         case = Case(corpus, folder / "case", f"{seed} {count}")
         try:
             case.check()
@@ -29,7 +31,7 @@ def fuzz(folder: Path, seed: int, seconds: float) -> int:
 
 
 def test_a_start_on_damaged_files_ends_well_or_says_why(tmp_path):
-    assert fuzz(tmp_path, 1, SECONDS) > 20
+    assert fuzz(tmp_path, 1, SECONDS) >= CASES_MIN
 
 
 @pytest.mark.soak("log", minutes=10)
