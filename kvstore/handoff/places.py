@@ -122,25 +122,32 @@ class Coverage:
         planes: number of planes.
         first: first position that is expected.
         stop: position after the last.
+        blocks: block of each position, shape (stop - first,). Then a range whose blocks are no
+            neighbours is refused: its bytes would run into a block of another request.
     """
 
-    def __init__(self, planes: int, first: int, stop: int) -> None:
+    def __init__(
+        self, planes: int, first: int, stop: int, blocks: npt.NDArray[np.int64] | None = None
+    ) -> None:
         assert planes > 0
         assert 0 <= first <= stop
         self._first = first
         self._stop = stop
         self._there = np.zeros((planes, stop - first), dtype=np.bool_)
+        numbers = np.arange(stop - first) if blocks is None else blocks
+        # of each position: which run of neighbours its block is in
+        self._runs = np.cumsum(np.diff(numbers, prepend=numbers[:1]) != 1).tolist()
         self.missing = self._there.size
 
     def claim(self, places: Sequence[PushRange]) -> bool:
-        """Note ranges; returns False, and notes none, if one is outside or was noted before."""
+        """Note ranges; returns False, and notes none, if one is outside or may not come (again)."""
         noted: list[npt.NDArray[np.bool_]] = []
-        for plane, first, count in places:
-            inside = (
-                plane < len(self._there) and self._first <= first and first + count <= self._stop
-            )
-            part = self._there[plane, first - self._first :][:count] if inside else None
-            if part is None or not count or part.any():
+        for plane, first, size in places:
+            inside = size > 0 and self._first <= first and first + size <= self._stop
+            runs = self._runs[first - self._first :][:size] if inside else [0, 1]
+            known = runs[0] == runs[-1] and plane < len(self._there)
+            part = self._there[plane, first - self._first :][:size] if known else None
+            if part is None or part.any():
                 for before in noted:
                     before[:] = False
                 return False

@@ -45,6 +45,7 @@ LINKS_MAX: Final = 64
 """Decode engines at a time."""
 GREETINGS_MAX: Final = 16
 """Connections that have not greeted yet."""
+_ACCEPT_PAUSE_S: Final = 0.05
 _LOG: Final = logging.getLogger(__name__)
 
 
@@ -80,6 +81,7 @@ class PrefillManager:
         self._threads: set[threading.Thread] = set()
         self._greeting: set[socket.socket] = set()
         self._closed = False
+        self._over = threading.Event()
         self.faults = Faults(_LOG, "handoff, prefill")
         try:
             self._listener = socket.create_server((host, port), backlog=64)
@@ -148,6 +150,7 @@ class PrefillManager:
                 self._register(0.0, once=True)
         with self._lock:
             self._closed = True
+            self._over.set()
             links = list(self._links.values())
             greeting = list(self._greeting)
             threads = list(self._threads)
@@ -163,6 +166,8 @@ class PrefillManager:
         for thread in threads:
             thread.join(GREETING_S + SILENCE_S)
         self._ticker.close()
+        for room, _, _ in self.describe():  # those that decode had not spoken of
+            self.abort(room)
 
     # ---- what senders call ------------------------------------------------------------------
 
@@ -175,6 +180,10 @@ class PrefillManager:
         """See :meth:`Sender.send`."""
         generations = self._pool.generations(blocks)
         self.act(lambda core, now: core.push(room, layers, positions, blocks, generations, now))
+
+    def abort(self, room: int) -> None:
+        """See :meth:`Sender.abort`."""
+        self.act(lambda core, now: core.abort(room, now))
 
     def holds_blocks(self, room: int) -> bool:
         """See :attr:`Sender.holds_blocks`."""
@@ -241,9 +250,9 @@ class PrefillManager:
             try:
                 connection, peer = self._listener.accept()
             except OSError:
-                if self._closed:
+                self.faults.count("accept")  # no descriptor is left, perhaps
+                if self._over.wait(_ACCEPT_PAUSE_S):
                     return
-                self.faults.count("accept")
                 continue
             with self._lock:
                 full = self._closed or len(self._greeting) >= GREETINGS_MAX
@@ -425,7 +434,7 @@ class Sender:
 
     def abort(self) -> None:
         """Give the request up; its blocks may be read until :attr:`holds_blocks` is False."""
-        self._manager.act(lambda core, now: core.abort(self.room, now))
+        self._manager.abort(self.room)
 
     def close(self) -> None:
         """Ask no more; one that has not ended is aborted. Call it when no blocks are held."""

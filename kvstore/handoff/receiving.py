@@ -79,7 +79,7 @@ class _Receiving:
     __slots__ = (
         "aborts", "aux_bytes", "aux_claimed", "blocks", "closed", "coverage", "drained", "first",
         "first_token", "landing", "left", "link", "next_abort_ns", "peer", "progress", "room",
-        "runs", "said_ns", "slot", "token_count",
+        "said_ns", "slot", "token_count",
     )  # fmt: skip
 
     def __init__(
@@ -93,7 +93,6 @@ class _Receiving:
         self.progress = now
         self.first_token = self.first = 0
         self.blocks: list[int] | None = None  # from position first on; None = not announced
-        self.runs: list[int] = []  # of each block: which run of neighbours it is in
         self.coverage: Coverage | None = None
         self.left = 0  # planes of blocks that have not arrived
         self.aux_claimed = self.closed = self.drained = False
@@ -189,8 +188,7 @@ class Receivers:
         if not self._shape.has(numbers) or not different.isdisjoint(self._owned):
             raise InvalidArgument("blocks", "one is not in the pool, or of another handoff")
         one.first_token, one.first, one.blocks = first_token, first, numbers.tolist()
-        one.runs = np.cumsum(np.diff(numbers, prepend=numbers[:1]) != 1).tolist()
-        one.coverage = Coverage(self._shape.plane_count, first, stop)
+        one.coverage = Coverage(self._shape.plane_count, first, stop, numbers)
         one.left = one.coverage.missing
         for block in one.blocks:
             self._owned[block] = room
@@ -425,12 +423,6 @@ class Receivers:
         blocks = [place for place in ranges if place.plane != AUX_PLANE]
         if not one.coverage.claim(blocks):
             return False
-        starts = [place.first - one.first for place in blocks]
-        if any(
-            one.runs[start] != one.runs[start + place.size - 1]
-            for start, place in zip(starts, blocks, strict=True)
-        ):
-            return False  # its bytes would run into a block of another request
         one.aux_claimed = one.aux_claimed or bool(aux)
         return True
 

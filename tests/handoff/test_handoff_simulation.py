@@ -44,7 +44,7 @@ def test_one_seed_is_one_history_of_handoffs():
     assert drawn_handoffs(7).run(4) == drawn_handoffs(7).run(4) != drawn_handoffs(8).run(4)
 
 
-@pytest.mark.soak("simulation", minutes=15)
+@pytest.mark.soak("simulation", minutes=2)
 @pytest.mark.parametrize("thousand", range(10))
 def test_ten_thousand_histories_of_handoffs(thousand):
     for seed in range(1_000 * thousand, 1_000 * thousand + 1_000):

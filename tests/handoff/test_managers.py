@@ -170,3 +170,18 @@ def test_wrong_calls_are_refused_by_field_and_change_nothing(wait_until):
             pair.begin(2, 1)[1].announce(0, [0]) or pair.decode.act(
                 lambda core, now: core.announce(2, 0, [0], now)
             )
+
+
+def test_closing_a_manager_ends_all_of_its_handoffs(wait_until):
+    with managers() as pair:
+        alone = pair.prefill.sender(1, 16)
+        sender, receiver = pair.begin(2, 1)
+        receiver.announce(0, [3])
+        wait_until(lambda: sender.state == State.WAITING_FOR_INPUT)
+        pair.prefill.close()
+
+        assert pair.prefill.poll([alone, sender]) == [State.FAILED, State.FAILED]
+        assert not alone.holds_blocks
+        assert not sender.holds_blocks
+        wait_until(lambda: receiver.state == State.FAILED and not receiver.holds_blocks)
+        assert receiver.failure.code == FailureCode.PEER_CLOSED
