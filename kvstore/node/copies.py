@@ -44,6 +44,9 @@ class CopyRequests:
     ) -> Outcome:
         """Fetch pages from the node that asks; they are no reads of an engine.
 
+        Of pages that leave this node none is said to be here: two nodes that each moved the same
+        page to the other would both drop it.
+
         ``earlier``: the fetch that it has waited for; what that did not bring is not asked again of
         a node that had none.
         """
@@ -61,6 +64,9 @@ class CopyRequests:
             run = leading_ready(space, wanted, shard)
             self._pages.eviction.source_gone(run, process.peer.node)
             return answer, None
+        begin, end = request.first * KEY_BYTES, (request.first + 1) * KEY_BYTES
+        if any(chain[begin:end] == wanted[:KEY_BYTES] for chain in space.leaving):
+            return wire.Brought(request.id, 0), None
         if not waits or ready * KEY_BYTES == len(wanted):
             return answer, None
         at = request.first + ready

@@ -38,7 +38,7 @@ _TELL_S: Final = 2.0
 _STEP_NODES: Final = 32
 _NS_PER_MS: Final = 1_000_000
 _NOTHING: Final = "its pages have a TTL, are read once, or have left"
-_NO_MORE: Final = "it has no room for more, or does not get them"
+_NO_MORE: Final = "it has no room for more, does not get them, or moves them away itself"
 
 
 class CopySide(Protocol):
@@ -148,17 +148,11 @@ class CopyJobs:
         deadline_ns = _deadline_ns(asked.deadline_s)
 
         def work(job: OperatorJob) -> Work[None]:
-            parts = yield from self._parts(space, keys)
-            job.total = sum(stop - first for _, first, stop in parts)
-            job.result.update(dropped=0)
-            why = _NOTHING
-            if parts:
-                why = yield from self._copy(job, peer, space, keys, parts, 0, deadline_ns)
-            job.done = job.pages
-            if not why and not job.cancelled:
-                gone = yield from self._drop(job, space, keys, parts)
-                yield from self._tell_gone(peer, space, keys, parts, gone)
-            job.result.update(complete=not why, why=why)
+            space.leaving.append(keys)  # before any other node is asked
+            try:
+                yield from self._move(job, peer, space, keys, deadline_ns)
+            finally:
+                space.leaving.remove(keys)
 
         subject: dict[str, answers.Value] = {"space": space.label, "key": asked.key, "node": peer}
         return self._jobs.start("move-to-node", subject, by, work)
@@ -178,6 +172,22 @@ class CopyJobs:
         return self._jobs.start(
             "drain", subject, by, lambda job: self._drain(job, deadline_ns, asked.bytes_per_s)
         )
+
+    def _move(
+        self, job: OperatorJob, peer: str, space: PrefixTree, keys: bytes, deadline_ns: int
+    ) -> Work[None]:
+        """Let a node have a chain whose keys are leaving, then drop it here."""
+        parts = yield from self._parts(space, keys)
+        job.total = sum(stop - first for _, first, stop in parts)
+        job.result.update(dropped=0)
+        why = _NOTHING
+        if parts:
+            why = yield from self._copy(job, peer, space, keys, parts, 0, deadline_ns)
+        job.done = job.pages
+        if not why and not job.cancelled:
+            gone = yield from self._drop(job, space, keys, parts)
+            yield from self._tell_gone(peer, space, keys, parts, gone)
+        job.result.update(complete=not why, why=why)
 
     # ---- a drain ----------------------------------------------------------------------------
 

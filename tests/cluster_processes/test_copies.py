@@ -66,6 +66,22 @@ def test_a_moved_prefix_is_a_hit_at_the_other_node_and_has_left_this_one(
     assert there.lookup(moved).pages == 6
 
 
+def test_two_nodes_that_move_the_same_prefix_to_each_other_do_not_lose_it(
+    scene: ClusterScene,
+) -> None:
+    a, b = scene.start("a", "b")
+    here, there = scene.space(a), scene.space(b)
+    keys = content.keys(1, 6)
+    moving = {"space": SPACE, "key": keys[5].hex()}
+    for _ in range(10):  # which of the two is faster differs
+        for one in (here, there):
+            one.put(keys, content.pages(1, 6))
+        at_a = a.begin_job("/v1/move-to-node", node="b", **moving)
+        at_b = b.begin_job("/v1/move-to-node", node="a", **moving)
+        ended = [a.finished(at_a), b.finished(at_b)]
+        assert 6 in (here.lookup(keys).pages, there.lookup(keys).pages), ended
+
+
 def test_a_replicated_prefix_is_at_so_many_nodes(scene: ClusterScene) -> None:
     a, b, c = scene.start("a", "b", "c")
     here, keys = scene.space(a), content.keys(1, 6)

@@ -78,6 +78,17 @@ def test_pages_that_are_here_are_told_at_once(world, engine, peer):
     assert not world.reads
 
 
+def test_pages_that_are_leaving_are_not_said_to_be_here(world, engine, peer):
+    world.store(engine, "abc")
+    world.space.leaving.append(b"".join(chain("abx")))
+
+    assert bring(world, peer, "abc") == wire.Brought(11, 0)
+    assert bring(world, peer, "abc", first=2) == wire.Brought(11, 1), "c is none of them"
+    world.space.leaving.clear()
+    assert bring(world, peer, "abc") == wire.Brought(11, 3)
+    assert not world.reads
+
+
 def test_only_what_is_missing_is_read_and_heads_come_too(world, engine, peer):
     world.store(engine, "ab")
     assert bring(world, peer, "abcdef", first=4) is None

@@ -227,6 +227,21 @@ def test_nothing_is_dropped_when_the_other_node_has_no_room_for_all(stored, one,
     assert stored.has("abcd") == ["abcd"]
 
 
+def test_a_chain_is_leaving_only_while_it_is_moved(stored, one):
+    stored.store("abcd")
+    (space,) = stored.table.spaces
+    seen = []
+    one.turns.before_step = lambda: seen.append((len(one.asked), list(space.leaving)))
+    move(one, "abcd", "b")
+    assert seen[0] == (0, [b"".join(chain("abcd"))]), "before anybody is asked"
+    assert not space.leaving
+
+    stored.store("wxyz")
+    one.room["b"] = 0
+    assert not move(one, "wxyz", "b").result["complete"]
+    assert not space.leaving
+
+
 def test_nothing_is_dropped_when_the_other_node_dies(stored, one):
     stored.store("abcd")
     begun = one.copier.copy

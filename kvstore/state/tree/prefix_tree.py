@@ -76,6 +76,8 @@ class PrefixTree:
         host_bytes: slot bytes of its pages in memory.
         disk_bytes: record bytes of its pages that are on disk or being written there.
         prefill_s_per_token: what computing a token again costs, as told last; 0 = not known.
+        leaving: the keys of chains that are being moved to other nodes, 32 bytes each: nobody is
+            told any more that they are here.
         label: hex digest of the identity: the space's name in events and statistics.
         token_bytes: what the tokens of a page take, a uint32 each.
     """
@@ -95,6 +97,7 @@ class PrefixTree:
     host_bytes: int = 0
     disk_bytes: int = 0
     prefill_s_per_token: float = 0.0
+    leaving: list[bytes] = field(default_factory=list)
     root: PrefixNode = field(init=False)
     nodes: "SinglePages" = field(init=False)
     label: str = field(init=False)
