@@ -447,10 +447,15 @@ class Replicate(msgspec.Struct, array_like=True, tag=33):
 
 
 class Replicated(msgspec.Struct, array_like=True, tag=34):
-    """Answer to Replicate: how many nodes are known to have all of the pages, this one included."""
+    """Answer to Replicate: how many nodes are known to have all of the pages, this one included.
+
+    ``draining``: how many nodes were not asked because they are draining; a node of an earlier
+    version does not say it.
+    """
 
     id: int
     copies: int
+    draining: int = 0
 
 
 Request = (

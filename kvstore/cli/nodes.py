@@ -20,6 +20,7 @@ _MEMBER: Final = {
     "away": "away; what it said last counts",
     "refused": "this node is refused and serves alone",
 }
+_NEVER_JOINED: Final = "away; this node has not joined since its start, and knows no other nodes"
 
 
 def nodes(answer: Any, console: Console) -> None:
@@ -69,8 +70,11 @@ def _membership(member: Any) -> str:
     field = f" ({member['field']})" if member["field"] else ""
     why = f": {member['why']}" if member["why"] else ""
     left_out = member["unreadable_records"]
+    state = _MEMBER[member["state"]]
+    if member["state"] == "away" and not member["changes"].get("joined"):
+        state = _NEVER_JOINED
     return (
-        f"membership in {member['kind']}: {_MEMBER[member['state']]}{field}{why};"
+        f"membership in {member['kind']}: {state}{field}{why};"
         f" changes: {_counts(member['changes']) or 'none'}"
         + (f"; {left_out} unreadable records left out" if left_out else "")
     )
@@ -102,6 +106,8 @@ def _row(node: Any) -> list[object]:
     session = node["state"]
     if session == "up":
         session += f", {node['transport'] or 'no transport'}"
+    if node.get("draining"):  # an older node does not say it
+        session += ", draining"
     reads = str(node["reads"])
     if node["unsettled_reads"]:
         reads += f", {node['unsettled_reads']} unsettled"

@@ -223,7 +223,7 @@ class Space:
             raise InvalidArgument("replicas", f"{replicas} is outside 1..{NODES_MAX}")
         # Not the connection of puts that wait for free slots: copying can take much longer.
         link = self._services.waiting_link("replicate")
-        fewest = replicas
+        fewest, draining = replicas, 0
         for start, stop in self._batches(len(keys), shard, REPLICATE_PAGES):
             opened = self.numbers(link)
             if link.node_minor < wire.COPIES_MINOR:
@@ -236,10 +236,14 @@ class Space:
                 request, self._services.timeout_s + REPLICATE_WAIT_S, opened.epoch
             )
             assert isinstance(answer, wire.Replicated)
-            fewest = min(fewest, answer.copies)
+            if answer.copies < fewest:
+                fewest, draining = answer.copies, answer.draining
         if fewest < replicas:
+            left_out = f" ({draining} not asked: draining)" if draining else ""
             raise TooFewCopies(
-                f"{fewest} of {replicas} nodes have the {len(keys)} pages; try again later", fewest
+                f"{fewest} of {replicas} nodes have the {len(keys)} pages{left_out}; try again"
+                " later",
+                fewest,
             )
 
     def persist(self, keys: PrefixKeys, shard: int = 0) -> None:

@@ -7,8 +7,12 @@ their lease has run out, and of the living never.
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 from kvstore.cluster.records import NodeRecord, read_record, write_record
+
+PUT_MAX: Final = 8
+"""Values that a process may have put, and that it takes away when it leaves."""
 
 
 class Presence(Enum):
@@ -65,7 +69,9 @@ class NameClaim:
 
     Attributes:
         record: the record of this node.
-        value: the same as it is in the store.
+        value: the same as it is to be in the store.
+        put: what this process may have put there since the store last confirmed a value, the
+            confirmed one included; the last :data:`PUT_MAX`, oldest first.
     """
 
     def __init__(self, record: NodeRecord) -> None:
@@ -77,6 +83,7 @@ class NameClaim:
         self._boots: set[bytes] = set()
         #: Boot id of the node that has replaced this one's record.
         self._heir = b""
+        self.put: tuple[bytes, ...] = ()
         self.change(record)
 
     def change(self, record: NodeRecord) -> None:
@@ -84,6 +91,14 @@ class NameClaim:
         self.record = record
         self.value = write_record(record)
         self._boots.add(record.boot)
+
+    def asked(self, value: bytes) -> None:
+        """The store is asked to put this value: from now on it may be there."""
+        self.put = (*(one for one in self.put if one != value), value)[-PUT_MAX:]
+
+    def confirmed(self, value: bytes) -> None:
+        """The store has put this value: whatever was asked for before is gone."""
+        self.put = (value,)
 
     def there(self, found: bytes) -> ClaimStep:
         """What to do about the record that is under the own name; empty = there is none.

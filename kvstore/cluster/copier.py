@@ -5,7 +5,7 @@ more. Of several nodes those are asked that come first for the chain's beginning
 (:func:`preference`), so that the copies of a conversation meet at the same nodes.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import count
@@ -73,13 +73,13 @@ class Copier:
 
     Args:
         ask: asks a peer to bring pages; its end comes to :meth:`brought`, also during the call.
-        up: names of the nodes that this one has a session with.
+        up: the nodes that this one has a session with: name → whether it is draining; then it is
+            not asked.
         now_ns: the time.
-
     """
 
     def __init__(
-        self, ask: Callable[[PeerBring], None], up: Callable[[], Iterable[str]],
+        self, ask: Callable[[PeerBring], None], up: Callable[[], Mapping[str, bool]],
         now_ns: Callable[[], int],
     ) -> None:  # fmt: skip
         self._copied_pages = 0
@@ -100,7 +100,11 @@ class Copier:
 
     def peers(self, key: bytes) -> list[str]:
         """The nodes that can be asked, the preferred one for a chain's first key first."""
-        return preference(self._up(), key)
+        return preference([name for name, leaves in self._up().items() if not leaves], key)
+
+    def draining(self) -> list[str]:
+        """Names of the nodes that are not asked because they are draining."""
+        return sorted(name for name, leaves in self._up().items() if leaves)
 
     def copy(self, order: CopyOrder, told: Callable[[CopyEnd], None]) -> None:
         """Let one node have pages; ``told`` is called once, perhaps during this call."""
@@ -176,7 +180,7 @@ class _Round:
             self._copier.copy(order, self._ended)
         self._asking = False
         if not self._running:
-            self._told(SpreadEnd(asked.number, self._found))
+            self._told(SpreadEnd(asked.number, self._found, len(self._copier.draining())))
 
     def _ended(self, end: CopyEnd) -> None:
         self._running -= 1

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -29,6 +29,8 @@ from kvstore.cluster.roster import Roster
 from kvstore.cluster.store import RecordStore
 from kvstore.errors import InvalidArgument, PeerUnreachable, TransferError, reason
 from kvstore.process.faults import printable
+
+_T = TypeVar("_T")
 
 BACKOFF_S: Final = (0.1, 5.0)
 """The first and the longest pause before a store that is away is tried again."""
@@ -201,7 +203,7 @@ class LeasedMembership:
         rounds = 0
         while rounds < _ROUNDS_MAX:
             rounds += 1
-            found = await self._store.claim(claim.record.name, claim.value, expected)
+            found = await self._put(claim, expected)
             if found is None:
                 return
             step = claim.there(found)
@@ -218,6 +220,18 @@ class LeasedMembership:
                     await asyncio.sleep(LATER_S)
                     rounds = 0  # it is looked at until its lease has run out
         raise PeerUnreachable("the record of this node's name is changed by others all the time")
+
+    async def _put(self, claim: NameClaim, expected: bytes | None) -> bytes | None:
+        """Ask the store for the name; when cancelled, only once the store has answered.
+
+        Otherwise the record could land after it has been withdrawn.
+        """
+        value = claim.value
+        claim.asked(value)
+        found = await ended(self._store.claim(claim.record.name, value, expected))
+        if found is None:
+            claim.confirmed(value)
+        return found
 
     async def _renew(self) -> None:
         while True:
@@ -239,11 +253,20 @@ class LeasedMembership:
                 self._stand("joined")
 
     async def _withdraw(self, claim: NameClaim) -> None:
+        """Take away whatever this process has put, or let its lease do that."""
         with contextlib.suppress(TransferError, InvalidArgument):
-            await self._store.withdraw(claim.record.name, claim.value)
+            try:
+                await self._delete(claim)
+            except PeerUnreachable:  # it may just have been closed between two attempts
+                await self._store.open()
+                await self._delete(claim)
         await self._store.close()
         self._roster.clear()
         self._stand("joining")
+
+    async def _delete(self, claim: NameClaim) -> None:
+        for value in reversed(claim.put):
+            await self._store.withdraw(claim.record.name, value)
 
     def _stand(self, state: StandingState, field: str = "", why: str = "") -> None:
         """Change the standing, and tell it."""
@@ -256,6 +279,20 @@ class LeasedMembership:
             self._told = told
             news, self._news = self._news, asyncio.Event()
             news.set()
+
+
+async def ended(call: Coroutine[Any, Any, _T]) -> _T:
+    """The answer to a call, which goes on to its end when this is cancelled once."""
+    task = asyncio.create_task(call)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        try:
+            await asyncio.wait([task])
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        raise
 
 
 async def first_of(*cases: Coroutine[Any, Any, object]) -> None:

@@ -238,7 +238,10 @@ class Peers:
     def stats(self) -> dict[str, Any]:
         """Each other node, transfers that are not settled, and counts of transports and copies."""
         return {
-            "peers": {name: link.stats() for name, link in self._links.items()},
+            "peers": {
+                name: {**link.stats(), "draining": name in self._leaving}
+                for name, link in self._links.items()
+            },
             "transfers": len(self._reading),
             "transports": {name: one.stats() for name, one in self._transports.items()},
             "copies": self.copier.stats(),
@@ -365,8 +368,8 @@ class Peers:
         else:
             link.bring(job)
 
-    def _up(self) -> list[str]:
-        return [n for n, link in self._links.items() if link.up and n not in self._leaving]
+    def _up(self) -> dict[str, bool]:
+        return {name: name in self._leaving for name, link in self._links.items() if link.up}
 
     def _spread(self, end: SpreadEnd) -> None:
         self._complete(partial(self._desk.peer_spread, end))

@@ -73,8 +73,11 @@ class ClusterConfig(Section, frozen=True):
     def __post_init__(self) -> None:
         """Refuse addresses that are none, and a service beyond loopback without certificates."""
         read_nodes(self.nodes)
-        if self.nodes and not self.name:
-            raise ValueError("cluster.nodes needs cluster.name: an empty one means no cluster")
+        for field, unused in (("nodes", ()), ("membership", "local"), ("directory", "peers")):
+            if not self.name and getattr(self, field) != unused:
+                raise ValueError(
+                    f"cluster.{field} needs cluster.name: an empty one means no cluster"
+                )
         if self.nodes and self.membership != "local":
             raise ValueError(
                 f"cluster.nodes={','.join(self.nodes)} is not used with"

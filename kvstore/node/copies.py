@@ -131,4 +131,4 @@ class CopyRequests:
 
 def tell_copies(request: wire.Replicate, spreading: Spreading) -> wire.Answer:
     """The answer to a Replicate after its end or its deadline."""
-    return wire.Replicated(request.id, 1 + spreading.peers)
+    return wire.Replicated(request.id, 1 + spreading.peers, spreading.draining)

@@ -127,7 +127,7 @@ class CopyJobs:
                 why = failed or why
                 job.result["copies"] = copies
             complete = copies >= asked.copies
-            why = "" if complete else why or "there are too few other nodes"
+            why = "" if complete else why or "there are too few other nodes" + _left_out(copier)
             job.result.update(copies=copies, complete=complete, why=why)
 
         subject: dict[str, answers.Value] = {
@@ -142,7 +142,7 @@ class CopyJobs:
         space, keys = self._chain(asked.space, asked.key)
         able = copier.peers(keys[:KEY_BYTES])
         if (asked.node is not None and asked.node not in able) or not able:
-            message = "there is no session with such a node; see kvstore nodes"
+            message = f"there is no session with such a node{_left_out(copier)}; see kvstore nodes"
             raise Refusal(409, "peer_unreachable", message, "node")
         peer = asked.node or able[0]
         deadline_ns = _deadline_ns(asked.deadline_s)
@@ -402,6 +402,12 @@ class CopyJobs:
 def _chain_to(node: PrefixNode, key: PrefixKey) -> bytes:
     """The keys of the chain up to one page of a node."""
     return chain_keys(node)[: (node.first_depth + node.position(key)) * KEY_BYTES]
+
+
+def _left_out(copier: Copier) -> str:
+    """Which nodes are not asked for copies, as the end of a sentence; empty = none."""
+    names = ", ".join(copier.draining())
+    return f" (draining, so not asked: {names})" if names else ""
 
 
 def _why(error: KVStoreError | None) -> str:

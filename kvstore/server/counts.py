@@ -154,6 +154,7 @@ class PeerSessionCounts(Answer, frozen=True):
     """The session that reads another node; see :class:`kvstore.server.nodes.NodeRow`."""
 
     up: bool
+    draining: bool
     endpoint: str
     fault: SessionFault | None
     faults: dict[str, int]

@@ -31,9 +31,11 @@ class NodeRow(Answer, frozen=True):
     """Another node, as this one sees it.
 
     ``state``: ``up`` = it has welcomed this node, ``refused`` = one of the two does not want the
-    session. ``boot``: empty before the first welcome. ``transport``: by which its pages are read;
-    empty = none that both have. ``fault``: the last one, also when the session is up again.
-    ``faults``: counts by cause. ``reads_here``: it has a session to read from this node.
+    session. ``draining``: its record says so, and no pages are copied to it; a fixed list has no
+    records, so it is always false there. ``boot``: empty before the first welcome. ``transport``:
+    by which its pages are read; empty = none that both have. ``fault``: the last one, also when
+    the session is up again. ``faults``: counts by cause. ``reads_here``: it has a session to read
+    from this node.
 
     The index: ``indexed_pages``: pages that it knows the node to have, by medium. ``current``: its
     pages count; if not, ``index_why`` says why. ``lag_s``: from the publication of the newest
@@ -49,6 +51,7 @@ class NodeRow(Answer, frozen=True):
     endpoint: str
     boot: str
     state: Literal["up", "down", "refused"]
+    draining: bool
     transport: str
     fault: SessionFault | None
     faults: dict[str, int]
@@ -220,6 +223,7 @@ def _row(
         "endpoint": session["endpoint"],
         "boot": session["boot"],
         "state": "up" if session["up"] else "refused" if refused else "down",
+        "draining": session["draining"],
         "transport": session["transport"] if session["up"] else "",
         "fault": fault,
         "faults": session["faults"],

@@ -39,6 +39,7 @@ class Elsewhere:
         read: keys that were read.
         spreads: copies that were asked for.
         others: how many other nodes can take some.
+        draining: how many more are draining.
     """
 
     def __init__(self, store: KVStore) -> None:
@@ -51,6 +52,7 @@ class Elsewhere:
         self._jobs: list[PeerJob] = []
         self.spreads: list[Spread] = []
         self.others = 1
+        self.draining = 0
         self._come, self._closed = threading.Event(), False
         self._link.node.join(PeerLimits(64 << 20))
         self._link._desk.peers = self
@@ -93,7 +95,7 @@ class Elsewhere:
             return
         if isinstance(job, Spread):
             self.spreads.append(job)
-            desk.peer_spread(SpreadEnd(job.number, min(job.peers, self.others)))
+            desk.peer_spread(SpreadEnd(job.number, min(job.peers, self.others), self.draining))
             return
         self.read += every
         size = job.shard.page_bytes(job.identity)
@@ -263,7 +265,21 @@ def test_a_put_with_too_few_replicas_says_how_many_there_are(store, elsewhere):
         space.put(keys, pages, replicas=4)
 
     assert (too_few.value.copies, too_few.value.retryable) == (2, True)
+    assert "draining" not in str(too_few.value)
     assert space.lookup(keys).pages == 2
+
+
+def test_a_put_with_too_few_replicas_says_that_a_node_was_left_out_because_it_drains(
+    store, elsewhere
+):
+    elsewhere.others, elsewhere.draining = 0, 1
+    space = open_space(store)
+    keys = new_keys(space, 2)
+    pages = content(len(keys), space.page_bytes[0])
+    with pytest.raises(TooFewCopies, match=r"1 of 2 nodes .* \(1 not asked: draining\)"):
+        space.put(keys, pages, replicas=2)
+    elsewhere.others = 1
+    space.put(keys, pages, replicas=2)
 
 
 def test_a_node_alone_has_the_only_copy(store):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from kvstore.cluster.claiming import (
+    PUT_MAX,
     AskThere,
     NameClaim,
     OwnRecord,
@@ -157,3 +158,19 @@ def test_what_a_process_has_put_before_is_its_own_whatever_has_changed_in_it() -
     assert claim.seen(first) is OwnRecord.LOST
     assert claim.there(first) == PutRecord(first)
     assert claim.seen(write_record(claim.record)) is OwnRecord.KEPT
+
+
+def test_all_that_a_process_may_have_put_since_the_last_answer_is_its_to_take_away() -> None:
+    claim = NameClaim(node("x"))
+    first = claim.value
+    claim.asked(first)
+    claim.change(node("x", state="draining"))
+    assert claim.put == (first,), "the new record is in no store yet"
+    claim.asked(claim.value)
+    claim.asked(claim.value)
+    assert claim.put == (first, claim.value)
+    claim.confirmed(claim.value)
+    assert claim.put == (claim.value,)
+    for number in range(2 * PUT_MAX):
+        claim.asked(b"%d" % number)
+    assert claim.put == tuple(b"%d" % number for number in range(PUT_MAX, 2 * PUT_MAX))

@@ -23,11 +23,15 @@ class Nodes:
 
     def __init__(self, *names: str) -> None:
         self.up = list(names)
+        self.draining: set[str] = set()
         self.asked: list[PeerBring] = []
         self.spreads: list[SpreadEnd] = []
         self.ends: list[CopyEnd] = []
         self.now_ns = 1
-        self.copier = Copier(self._ask, lambda: self.up, lambda: self.now_ns)
+        self.copier = Copier(self._ask, self._up, lambda: self.now_ns)
+
+    def _up(self) -> dict[str, bool]:
+        return {name: name in self.draining for name in self.up}
 
     def _ask(self, job: PeerBring) -> None:
         if job.peer in self.up:
@@ -158,7 +162,7 @@ def test_too_few_nodes_are_told_as_they_are(names):
 
 def test_nodes_that_go_while_they_are_asked_end_a_spread_once():
     nodes = Nodes("b", "c", "d")
-    up, nodes.copier._up = nodes.up, lambda: ["b", "c", "d"]
+    up, nodes.copier._up = nodes.up, lambda: dict.fromkeys("bcd", False)
     up.clear()
     nodes.spread(2)
     assert nodes.spreads == [SpreadEnd(9, 0)]
@@ -191,3 +195,14 @@ def test_a_chain_has_its_nodes_whichever_of_them_are_there():
         without = [name for name in names if name != order[0]]
         assert preference(without, key) == order[1:]
     assert len(firsts) > 4, "chains are distributed"
+
+
+def test_a_node_that_drains_is_not_asked_and_is_counted():
+    nodes = Nodes("b", "c")
+    nodes.draining = {"b", "d"}  # with d there is no session
+    nodes.spread(2)
+    (asked,) = nodes.asked
+    assert asked.peer == "c"
+    assert nodes.copier.draining() == ["b"]
+    nodes.say(10)
+    assert nodes.spreads == [SpreadEnd(9, 1, 1)]

@@ -5,10 +5,11 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
+from msgspec import structs
 
 from kvstore.cluster import leased
 from kvstore.cluster.claiming import Presence
-from kvstore.cluster.leased import LeasedMembership
+from kvstore.cluster.leased import LEAVE_S, LeasedMembership
 from kvstore.cluster.membership import Membership
 from kvstore.cluster.records import NodeRecord, write_record
 from kvstore.testing.leased import A_ELSEWHERE, A, B, HarmedStore, LeasedContract
@@ -17,6 +18,7 @@ from kvstore.testing.stores import MemoryRecords, MemoryStore
 from tests.loops import eventually, in_loop
 
 LEASE_S = 1.0
+A_DRAINING = structs.replace(A, state="draining")
 
 
 class HarmedMemory:
@@ -125,6 +127,107 @@ async def test_a_store_whose_watchers_lag_is_joined_at_last() -> None:
         shared.lag = 0
         for one in (a, b):
             await eventually(lambda: one.standing.state == "joined")  # noqa: B023
+
+
+class GatedStore(MemoryStore):
+    """A store one of whose next calls is held; a claim that was sent lands, cancelled or not.
+
+    Attributes:
+        closed: the call that is held: ``open``; ``asked`` = a claim before it lands; ``put`` = the
+            answer of one that has; empty = none.
+        at_gate: a call is held now.
+        claims: all claims.
+    """
+
+    def __init__(self, shared: MemoryRecords) -> None:
+        super().__init__(shared)
+        self.closed = ""
+        self.at_gate = False
+        self.claims: list[asyncio.Task[bytes | None]] = []
+        self._goes_on = asyncio.Event()
+
+    async def open(self) -> None:
+        await self._pass("open")
+        await super().open()
+
+    async def claim(self, name: str, value: bytes, expected: bytes | None) -> bytes | None:
+        self.claims.append(asyncio.create_task(self._lands(name, value, expected)))
+        return await asyncio.shield(self.claims[-1])
+
+    async def _lands(self, name: str, value: bytes, expected: bytes | None) -> bytes | None:
+        await self._pass("asked")
+        there = await super().claim(name, value, expected)
+        await self._pass("put")
+        return there
+
+    def go_on(self) -> None:
+        self.closed = ""
+        self._goes_on.set()
+
+    async def _pass(self, call: str) -> None:
+        if call == self.closed:
+            self.at_gate = True
+            await self._goes_on.wait()
+
+
+@pytest.mark.parametrize("call", ["open", "asked", "put"])
+@in_loop
+async def test_a_node_that_leaves_while_its_changed_record_is_put_leaves_none(call: str) -> None:
+    shared = MemoryRecords(lease_s=1e9)
+    store = GatedStore(shared)
+    membership = LeasedMembership(store, nobody)
+    running = asyncio.create_task(membership.run())
+    try:
+        await membership.join(A)
+        await eventually(lambda: membership.standing.state == "joined")
+        store.closed = call
+        await membership.join(A_DRAINING)
+        await eventually(lambda: store.at_gate)
+        leaving = asyncio.create_task(membership.leave())
+        await turns()
+        store.go_on()
+        await leaving
+        await asyncio.gather(*store.claims, return_exceptions=True)
+        assert shared.records() == {}
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
+@in_loop
+async def test_a_node_that_leaves_between_two_attempts_to_join_takes_its_record_away() -> None:
+    shared = MemoryRecords(lease_s=1e9)
+    async with members(shared, A) as (a,):
+        await eventually(lambda: a.standing.state == "joined")
+        shared.away = True
+        await eventually(lambda: a.standing.state == "away")
+        shared.away = False
+        await a.leave()
+        assert shared.records() == {}
+
+
+@in_loop
+async def test_a_claim_under_way_ends_with_the_process() -> None:
+    store = GatedStore(MemoryRecords(LEASE_S))
+    store.closed = "asked"
+    membership = LeasedMembership(store, nobody)
+    running = asyncio.create_task(membership.run())
+    await membership.join(A)
+    await eventually(lambda: store.at_gate)
+    await membership.join(A_DRAINING)  # which waits for the claim
+    await turns()
+    running.cancel()
+    await asyncio.wait([running], timeout=LEAVE_S)
+    assert running.cancelled()
+    store.go_on()
+    await asyncio.gather(*store.claims, return_exceptions=True)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def turns() -> None:
+    """Let all others do what they can do now."""
+    for _ in range(50):
+        await asyncio.sleep(0)
 
 
 @asynccontextmanager

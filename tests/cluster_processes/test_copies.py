@@ -1,11 +1,14 @@
 """Copies of pages at several nodes: put with replicas, and what operators start."""
 
 import signal
+from pathlib import Path
 
 import pytest
 
+from kvstore.cli import main
 from kvstore.errors import TooFewCopies
 from tests.cluster_processes.conftest import ClusterScene, is_chain, read
+from tests.cluster_processes.failing_stores import ClusterStores
 from tests.conftest import wait_for
 from tests.faults import content
 
@@ -92,6 +95,24 @@ def test_a_replicated_prefix_is_at_so_many_nodes(scene: ClusterScene) -> None:
     }  # fmt: skip
     for node in (a, b, c):
         assert is_chain(1, read(scene.space(node), keys))
+
+
+def test_a_node_that_drains_is_shown_and_left_out_of_copies_by_name(
+    scene: ClusterScene, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ClusterStores("redis", "peers", tmp_path) as stores:
+        a, b = stores.start(scene, "a", "b")
+        there, keys = scene.space(b), content.keys(1, 6)
+        assert a.finished(a.begin_job("/v1/drain"))["result"]["complete"]
+        assert wait_for(lambda: b.stats()["cluster"]["peers"]["a"]["draining"])
+        assert not a.stats()["cluster"]["peers"]["b"]["draining"]
+
+        with pytest.raises(TooFewCopies, match="1 not asked: draining"):
+            there.put(keys, content.pages(1, 6), replicas=2)
+        asked = b.begin_job("/v1/replicate", space=SPACE, key=keys[5].hex(), copies=2)
+        assert "draining, so not asked: a" in b.finished(asked)["result"]["why"]
+        assert main(["nodes", "--url", b.process.ready.group(2)]) == 0
+        assert "draining" in capsys.readouterr().out
 
 
 def test_a_drain_whose_target_dies_says_what_was_copied_and_drops_nothing(

@@ -161,7 +161,15 @@ def test_a_membership_in_a_store_needs_its_servers_and_no_list():
         *NAMED, "cluster.membership=redis", "cluster.directory=redis", "redis.endpoints=h:1"
     )
     assert both.cluster.stores == {"redis": "cluster.membership=redis"}
-    assert read("cluster.membership=etcd").cluster.stores == {}, "the node is alone"
+
+
+@pytest.mark.parametrize("chosen", ["membership=etcd", "membership=redis", "directory=redis"])
+def test_a_store_without_a_cluster_is_refused(chosen):
+    servers = ["etcd.endpoints=h:1", "redis.endpoints=h:1"]
+    with pytest.raises(ConfigError, match=r"cluster\.(membership|directory) needs cluster\.name"):
+        read(f"cluster.{chosen}", *servers)
+    read(f"cluster.{chosen}", *NAMED, *servers)
+    assert read("cluster.membership=local", "cluster.directory=peers").cluster.stores == {}
 
 
 @pytest.mark.parametrize(

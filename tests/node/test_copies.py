@@ -1,5 +1,6 @@
 """Goal: a node brings pages that a peer asks it to bring, and an engine's copies are waited for."""
 
+import msgspec
 import pytest
 
 from kvstore import wire
@@ -246,10 +247,17 @@ def test_copies_are_asked_of_the_peer_side_from_the_beginning_of_the_chain(world
     assert spread.shard == FULL
     assert world.now_ns < spread.deadline_ns < world.now_ns + 5 * S
 
-    world.desk.peer_spread(SpreadEnd(spread.number, 1))
+    world.desk.peer_spread(SpreadEnd(spread.number, 1, 3))
 
-    assert world.answer(engine) == wire.Replicated(12, 2)
+    assert world.answer(engine) == wire.Replicated(12, 2, draining=3)
     world.check_nothing_held()
+
+
+def test_an_answer_of_another_version_says_who_drains_or_not():
+    of_older_node = msgspec.msgpack.encode([34, 12, 2])
+    assert wire.decode_answer(of_older_node) == wire.Replicated(12, 2, draining=0)
+    longer = msgspec.msgpack.encode([34, 12, 2, 1, "of a later version"])
+    assert wire.decode_answer(longer) == wire.Replicated(12, 2, 1), "more fields are ignored"
 
 
 def test_copies_that_nobody_tells_of_are_not_waited_for_past_the_deadline(world, engine):

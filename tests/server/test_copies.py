@@ -53,15 +53,19 @@ class Cluster:
     def __init__(self, stored: "Stored", *names: str) -> None:
         self.stored = stored
         self.up = list(names)
+        self.draining: set[str] = set()
         self.there: dict[str, set[tuple[str, bytes]]] = {name: set() for name in names}
         self.room = dict.fromkeys(names, 1000)
         self.asked: list[PeerBring] = []
         self.states: list[str] = []
         self.now_ns = 0
-        self.copier = Copier(self._bring, lambda: list(self.up), lambda: self.now_ns)
+        self.copier = Copier(self._bring, self._up, lambda: self.now_ns)
         self.turns = AtOnce()
         self.jobs = Jobs(cast("Turns", self.turns))
         self.operations = CopyJobs(stored.table, self.jobs, lambda: self)
+
+    def _up(self) -> dict[str, bool]:
+        return {name: name in self.draining for name in self.up}
 
     def set_state(self, state: str) -> None:
         self.states.append(state)
@@ -183,6 +187,18 @@ def test_too_few_nodes_end_a_replication_with_what_there_is(stored, one):
     job = replicate(one, "abcd", 3)
     assert (job.result["copies"], job.result["complete"]) == (2, False)
     assert "too few" in job.result["why"]
+    assert "draining" not in job.result["why"]
+
+
+def test_a_node_that_drains_gets_no_copies_and_is_named(stored, two):
+    stored.store("abcd")
+    two.draining = {"c"}
+    job = replicate(two, "abcd", 3)
+    assert (job.result["copies"], job.result["complete"]) == (2, False)
+    assert job.result["why"].endswith("(draining, so not asked: c)")
+    assert not two.there["c"]
+    with pytest.raises(Refusal, match="draining, so not asked: c"):
+        move(two, "abcd", "c")
 
 
 # Move

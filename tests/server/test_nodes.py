@@ -13,9 +13,9 @@ from kvstore.server.peer_series import PEERS_MAX, node_series
 
 FAULT = {"cause": "refused", "why": "cluster: 'red'", "field": "cluster", "s_ago": 2.5}
 DOWN = {"up": False, "endpoint": "10.0.0.3:7400", "fault": FAULT, "faults": {"refused": 3},
-        "boot": "", "transport": "", "fetches": 0}  # fmt: skip
+        "draining": False, "boot": "", "transport": "", "fetches": 0}  # fmt: skip
 UP = {"up": True, "endpoint": "10.0.0.2:7400", "fault": None, "faults": {}, "boot": "0b" * 16,
-      "transport": "tcp", "fetches": 1}  # fmt: skip
+      "draining": True, "transport": "tcp", "fetches": 1}  # fmt: skip
 READ = {"bytes_per_s": 5 << 20, "jobs": 1, "unsettled_jobs": 2, "fetched_pages": 7,
         "fetched_bytes": 7 << 20, "missing_pages": 3, "retried_pages": 1,
         "failed_jobs": 2}  # fmt: skip
@@ -56,6 +56,7 @@ def test_each_node_has_a_row_with_all_that_the_parts_count():
 
     assert [one.name for one in found.nodes] == ["b", "c"]
     b, c = found.nodes
+    assert (b.draining, c.draining) == (True, False)
     assert (b.state, b.transport, b.boot, b.reads_here) == ("up", "tcp", "0b" * 16, True)
     assert (b.indexed_pages, b.current, b.lag_s) == ({"CPU": 40, "STORAGE": 2}, True, 0.25)
     assert (b.reads, b.unsettled_reads, b.failed_reads, b.bytes_per_s) == (1, 2, 2, 5 << 20)
@@ -90,7 +91,7 @@ def test_the_table_names_what_differs_and_what_is_left_out():
 
     for words in (
         "some other nodes have no session with it", "42 of 1,000 pages, 5 left out",
-        "b (10.0.0.2:7400)", "up, tcp", "40 CPU, 2 STORAGE", "1, 2 unsettled",
+        "b (10.0.0.2:7400)", "up, tcp, draining", "40 CPU, 2 STORAGE", "1, 2 unsettled",
         "7, 7.0 MiB, 3 missing, 1 retried", "5.0 MiB/s", "not followed, too many nodes: z",
         "membership in etcd: this node is refused and serves alone (name): 10.0.0.9:7400 has it;",
         "changes: joined 2, refused 1; 3 unreadable records left out",
@@ -203,3 +204,16 @@ def test_a_membership_that_is_a_list_and_an_older_node_have_no_line():
     for member in (local, None):
         found["cluster"]["membership"] = member
         assert "membership in" not in show(node_list(found))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [({"joined": 1, "away": 1}, "what it said last counts"),
+     ({"away": 1}, "this node has not joined since its start, and knows no other nodes"),
+     ({"refused": 1, "away": 1}, "has not joined since its start")],
+)  # fmt: skip
+def test_what_counts_while_the_store_is_away_depends_on_whether_the_node_ever_joined(changes, told):
+    found = node_list(stats({"b": UP}))
+    found["membership"] = MEMBER | {"state": "away", "field": "", "changes": changes}
+    assert told in show(found)
+    assert ("last counts" in show(found)) == ("joined" in changes)

@@ -156,10 +156,17 @@ class Spread:
 
 
 class SpreadEnd(NamedTuple):
-    """A :class:`Spread` has ended: so many other nodes have said that they have all pages."""
+    """A :class:`Spread` has ended.
+
+    Attributes:
+        number: of the job.
+        peers: how many other nodes have said that they have all pages.
+        draining: how many nodes were not asked because they are draining.
+    """
 
     number: int
     peers: int
+    draining: int = 0
 
 
 PeerJob = Locate | PeerFetch | Spread

@@ -19,9 +19,11 @@ class Spreading:
 
     Attributes:
         peers: how many other nodes have all of its pages, as far as is known.
+        draining: how many were not asked because they are draining.
     """
 
     peers: int = 0
+    draining: int = 0
 
 
 class Spreads:
@@ -65,6 +67,6 @@ class Spreads:
     def told(self, end: SpreadEnd) -> None:
         """The peer side has ended a request."""
         spreading = self._running.pop(end.number)
-        spreading.peers = end.peers
+        spreading.peers, spreading.draining = end.peers, end.draining
         self._counts["spread_copies"] += end.peers
         self.ended.append(spreading)
