@@ -608,9 +608,8 @@ def refuse_all_keys(field: str, packed: bytes) -> None:
     Raises:
         InvalidArgument: the packed keys contain it.
     """
-    firsts = packed[::KEY_BYTES]  # of 64 KiB of keys that is twice as fast as to search them all
-    at = firsts.find(0)
-    while at >= 0:
+    # The first bytes of 64 KiB of keys are searched in half the time of all bytes.
+    firsts, at = packed[::KEY_BYTES], -1
+    while (at := firsts.find(0, at + 1)) >= 0:
         if packed.startswith(ALL_KEYS, at * KEY_BYTES):
             raise InvalidArgument(field, "32 zero bytes are not a valid key")
-        at = firsts.find(0, at + 1)

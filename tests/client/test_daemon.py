@@ -207,7 +207,7 @@ def test_a_refusal_reaches_the_caller_with_its_field(daemon):
 def test_health_readiness_metrics_and_statistics_are_served(daemon):
     assert daemon.ask("/healthz") == {"status": "ok"}
     ready = {"status": "ready", "withheld_bytes": 0, "ssd": "off", "unwatched_processes": 0,
-             "cluster": "off", "membership": "off", "registered_bytes": 0,
+             "cluster": "off", "membership": "off", "directory": "off", "registered_bytes": 0,
              "registered_huge_bytes": 0}  # fmt: skip
     assert daemon.ask("/readyz") == ready
     with daemon.connect(name="measured") as store:

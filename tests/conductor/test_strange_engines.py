@@ -216,7 +216,7 @@ async def test_the_series_of_an_engine_end_when_it_is_removed() -> None:
 @pytest.mark.parametrize(
     "seconds",
     [
-        pytest.param(5.0, id="quick"),
+        pytest.param(3.0, id="quick"),
         pytest.param(0.0, id="soak", marks=pytest.mark.soak("events", minutes=2)),
     ],
 )

@@ -12,7 +12,7 @@ from kvstore.testing.transfer_pages import TransferPages
 from kvstore.transport.frames import MAGIC, VERSION
 from kvstore.transport.tcp import TcpTransport
 
-SECONDS = 5.0
+SECONDS = 3.0
 READS, WRITES = b"r" * 16, b"w" * 16
 TICKET_S = 3600.0
 

@@ -26,7 +26,7 @@ from tests.faults.conftest import Scene
 from tests.fuzz.messages import Client
 from tests.looking_up import LookingUp
 
-SECONDS = 5.0
+SECONDS = 3.0
 TURN_S_MAX = 0.05
 """What one turn may take; the ten minutes of the soak hold it."""
 TURN_S_ANYWHERE = 0.5

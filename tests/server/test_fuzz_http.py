@@ -24,7 +24,7 @@ from tests.client.conftest import READY, Daemon, arguments
 from tests.looking_up import LookingUp
 from tests.server.conftest import TIMEOUT_S, Api, Stored
 
-SECONDS = 5.0
+SECONDS = 3.0
 STALL_S = 0.05
 STATUSES = {100, 200, 202, 307, 400, 401, 403, 404, 405, 409, 413, 422, 503}
 MUST_BE_SEEN = {200, 400, 401, 404}

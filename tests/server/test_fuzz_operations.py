@@ -194,7 +194,7 @@ def try_orders(seeds: range, seconds: float) -> None:
 def test_operations_in_any_order_leave_a_sound_state_with_nothing_held(monkeypatch):
     monkeypatch.setattr(operate, "LIMIT_S", 0.0)
     monkeypatch.setattr(operate, "_STEP_NODES", 1)
-    try_orders(range(1000), 5.0)
+    try_orders(range(1000), 3.0)
 
 
 @pytest.mark.soak("http", minutes=10)

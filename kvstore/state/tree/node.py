@@ -191,11 +191,9 @@ class PrefixNode:
         """Which of its pages has a key; one has."""
         if self.count == 1 or self.keys.startswith(key):
             return 0
-        if self.keys.endswith(key):  # as is asked for most, and a search from the front takes long
-            return self.count - 1
-        at = self.keys.find(key)
+        at = self.keys.rfind(key)  # from the end: the last page is asked for most
         while at % KEY_BYTES:
-            at = self.keys.find(key, at + 1)
+            at = self.keys.rfind(key, 0, at + KEY_BYTES - 1)
         return at // KEY_BYTES
 
     def matching(self, offset: int, packed: bytes, at: int) -> int:

@@ -10,7 +10,7 @@ import pytest
 from tests.tier.ssd.corpus import Corpus
 from tests.tier.ssd.fuzzed import Case
 
-SECONDS = 5
+SECONDS = 3
 CASES_MIN = 20
 """That are tried however long it takes."""
 
