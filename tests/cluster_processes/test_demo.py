@@ -52,11 +52,14 @@ def test_the_demo_goes_on_with_equal_tokens_when_etcd_and_redis_have_been_killed
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_demo_that_is_ended_early_leaves_no_process(
-    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     mark = f"DEMO_CLUSTER_TEST={os.getpid()}-{number}"
     monkeypatch.setenv(*mark.split("="))
     command = [*COMMAND, "--membership", "local", "--directory", "peers"]
+    # Whoever runs the tests in the background ignores SIGINT, and so would their children.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as demo:
         assert demo.stderr is not None
         for line in demo.stderr:
