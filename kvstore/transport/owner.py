@@ -156,7 +156,10 @@ class PageOwner:
             with self._tickets.using(head, ranges, stream) as (places, end_ns):
                 if not self._admit(caller):
                     return False
-                self._move(head, places, stream, min(deadline_ns, end_ns))
+                deadline_ns = min(deadline_ns, end_ns)
+                told = self._move(head, places, stream, deadline_ns)
+            if told:  # whoever hears that a write has ended may revoke its ticket at once
+                stream.send([told], deadline_ns)
         except TicketRefused as refusal:
             self._count("requests_refused")
             stream.send([pack_answer(refusal.status)], deadline_ns)
@@ -182,19 +185,19 @@ class PageOwner:
         places: Sequence[tuple[int, int]],
         stream: DataStream,
         deadline_ns: int,
-    ) -> None:
-        """Send the bytes of a read, or take those of a write."""
+    ) -> bytes:
+        """Send the bytes of a read, or take those of a write; returns what is to be said then."""
         total = sum(length for _, length in places)
         memory = [memory_at(*place) for place in places]
         accepted = pack_answer(DataStatus.OK, total)
         if head.kind == DataKind.READ:
             stream.send([accepted, *memory], deadline_ns)
             self._count("sent_bytes", total)
-            return
+            return b""
         stream.send([accepted], deadline_ns)
         stream.receive(memory, deadline_ns)
-        stream.send([accepted], deadline_ns)
         self._count("taken_bytes", total)
+        return accepted
 
     def _forget(self, caller: _Caller) -> None:
         with self._lock:

@@ -16,6 +16,7 @@ from kvstore.transport import reader as readers
 from kvstore.transport.base import TicketEnded
 from kvstore.transport.frames import ANSWER_BYTES, HEAD_BYTES, MAGIC, RANGE_BYTES, VERSION
 from kvstore.transport.reader import PageReader
+from kvstore.transport.streams import PlainStream
 from kvstore.transport.tcp import TcpTransport
 from tests.transport.transports import context
 
@@ -402,3 +403,23 @@ def test_a_thread_that_ends_by_a_bug_leaves_room_for_another(opened, monkeypatch
     reader.read(pages.transfer(2, owner.endpoint, TICKET, later()))
     wait_until(lambda: len(ended) == 2 or ended.extend(reader.poll()))
     assert ended[1].good == b"\1\1"
+
+
+def test_a_write_is_answered_when_its_ticket_is_not_in_use_any_more(opened, end_of, monkeypatch):
+    owner, writer = opened(), opened()
+    theirs, ours = TransferPages(4096, 2), TransferPages(4096, 2)
+    owner.grant(TICKET, theirs.granted(), later(), write=True)
+    in_use = []
+    send = PlainStream.send
+
+    def watched(stream, buffers, deadline_ns):
+        if threading.current_thread().name == "kvstore-data-owner":
+            in_use.append(bool(owner._tickets._tickets[TICKET].users))
+        send(stream, buffers, deadline_ns)
+
+    monkeypatch.setattr(PlainStream, "send", watched)
+    writer.write(ours.transfer(1, owner.endpoint, TICKET, later()))
+
+    assert end_of(writer).error is None
+    assert in_use == [True, False]
+    assert owner.revoke(TICKET)
