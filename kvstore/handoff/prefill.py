@@ -337,7 +337,7 @@ class PrefillManager:
     def _write(self, link: PushLink, sealed: SealedStream) -> None:
         """Write messages and ranges until the link ends."""
         while (item := link.outbox.next()) is not None:
-            failure: HandoffFailure | None = None
+            failure: HandoffFailure | None = _failure(FailureCode.CLOSED, "its writer has ended")
             try:
                 if isinstance(item, bytes):
                     sealed.send(item, [], SEND_S)
@@ -346,8 +346,9 @@ class PrefillManager:
             except KVStoreError as error:
                 failure = _failure(FailureCode.PEER_CLOSED, str(error))
                 self._fault(link, FailureCode.PEER_CLOSED, str(error))
-            if isinstance(item, PushJob):
-                self._completed(item, failure)
+            finally:  # a job that has no end would hold its blocks for good
+                if isinstance(item, PushJob):
+                    self._completed(item, failure)
 
     def _send(self, job: PushJob, sealed: SealedStream) -> HandoffFailure | None:
         """Send ranges straight from the pool; returns why they were not sent."""

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from kvstore.errors import CapacityError, InvalidArgument
+from kvstore.handoff import prefill
 from kvstore.handoff.aux_data import AuxData
 from kvstore.handoff.states import FailureCode, State
 from tests.handoff.pair import BLOCK_TOKENS, BLOCKS, LAYERS, managers, push_all
@@ -185,3 +186,20 @@ def test_closing_a_manager_ends_all_of_its_handoffs(wait_until):
         assert not sender.holds_blocks
         wait_until(lambda: receiver.state == State.FAILED and not receiver.holds_blocks)
         assert receiver.failure.code == FailureCode.PEER_CLOSED
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_of_prefill_that_ends_by_a_fault_of_ours_gives_the_blocks_back(
+    wait_until, monkeypatch
+):
+    def faulty(*_):
+        raise RuntimeError("a fault of ours")
+
+    with managers() as pair:
+        sender, receiver = pair.begin(1, 4)
+        monkeypatch.setattr(prefill, "digests_of", faulty)
+        push_all(sender, pair.here, [0, 1, 2, 3])
+        receiver.announce(0, [0, 1, 2, 3])
+
+        wait_until(lambda: sender.state == receiver.state == State.FAILED)
+        wait_until(lambda: not sender.holds_blocks and not receiver.holds_blocks)
