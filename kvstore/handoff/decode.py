@@ -21,7 +21,7 @@ from kvstore.errors import (
 from kvstore.handoff.aux_data import AUX_BYTES_MAX, AuxData, decode_aux
 from kvstore.handoff.effects import Effect, EndLink, SendTo
 from kvstore.handoff.greeting import SILENCE_S, Greeter, Purpose, SealedStream
-from kvstore.handoff.links import SEND_S, PushLink, Ticker
+from kvstore.handoff.links import SEND_S, LinkThreads, PushLink, Ticker
 from kvstore.handoff.memory import AuxSlots, HandoffPool, digests_of, landing_places
 from kvstore.handoff.messages import RangesHead, encode_message, read_from_prefill
 from kvstore.handoff.receiving import Landing, Receivers
@@ -73,7 +73,7 @@ class DecodeManager:
         self._core = Receivers(pool.shape, aux_slots, AUX_BYTES_MAX, patience or Patience())
         self._lock = threading.Lock()
         self._links: dict[str, PushLink] = {}  # peer → the link that is up or being made
-        self._threads: set[threading.Thread] = set()
+        self._threads = LinkThreads()
         self._over = threading.Event()
         self.faults = Faults(_LOG, "handoff, decode")
         self._ticker = Ticker(self._tick, "kvstore-handoff-ticker")
@@ -101,7 +101,7 @@ class DecodeManager:
             self._carry_out(effects)
             if registry not in self._links and not self._over.is_set():
                 link = self._links[registry] = PushLink(os.urandom(16), registry)
-                self._start(lambda: self._serve(link, client), "kvstore-handoff-reader")
+                self._threads.start(lambda: self._serve(link, client), "kvstore-handoff-reader")
         return Receiver(self, room, progress)
 
     def poll(self, receivers: "Sequence[Receiver]", reduce: Reduce | None = None) -> list[State]:
@@ -130,11 +130,10 @@ class DecodeManager:
         """Fail all handoffs, close all connections, wait for all threads: nothing arrives after."""
         self._over.set()
         with self._lock:
-            links, threads = list(self._links.values()), list(self._threads)
+            links = list(self._links.values())
         for link in links:
             self._drop(link, FailureCode.CLOSED, "the manager was closed")
-        for thread in threads:
-            thread.join(2 * _CONNECT_S + SILENCE_S)
+        self._threads.join(2 * _CONNECT_S + SILENCE_S)
         self._ticker.close()
 
     # ---- what receivers call ----------------------------------------------------------------
@@ -171,20 +170,6 @@ class DecodeManager:
 
     def _tick(self) -> None:
         self.act(lambda core, now: core.tick(now))
-
-    def _start(self, run: Callable[[], None], name: str) -> None:
-        """Start a thread that is joined by :meth:`close`; under the lock."""
-
-        def target() -> None:
-            try:
-                run()
-            finally:
-                with self._lock:
-                    self._threads.discard(threading.current_thread())
-
-        thread = threading.Thread(target=target, name=name, daemon=True)
-        self._threads.add(thread)
-        thread.start()
 
     def _serve(self, link: PushLink, client: RegistryClient) -> None:
         """Make a link, and read what prefill sends until it ends."""

@@ -150,3 +150,37 @@ class Ticker:
     def _run(self) -> None:
         while not self._over.wait(self._every_s):
             self._call()
+
+
+class LinkThreads:
+    """The threads that use a manager's connections; they end when those are broken."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[threading.Thread] = set()
+
+    def __len__(self) -> int:
+        """How many run."""
+        return len(self._running)
+
+    def start(self, run: Callable[[], None], name: str) -> None:
+        """Run something in a thread of its own."""
+
+        def target() -> None:
+            try:
+                run()
+            finally:
+                with self._lock:
+                    self._running.discard(threading.current_thread())
+
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        with self._lock:
+            self._running.add(thread)
+        thread.start()
+
+    def join(self, each_s: float) -> None:
+        """Wait for all that run, so many seconds for each at most."""
+        with self._lock:
+            running = list(self._running)
+        for thread in running:
+            thread.join(each_s)

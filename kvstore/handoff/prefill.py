@@ -20,7 +20,7 @@ from kvstore.errors import InvalidArgument, KVStoreError, TransferTimeout, reaso
 from kvstore.handoff.aux_data import AuxData, encode_aux
 from kvstore.handoff.effects import Effect, PushJob, SendTo, Submit
 from kvstore.handoff.greeting import GREETING_S, PROTOCOL, SILENCE_S, Greeter, SealedStream
-from kvstore.handoff.links import SEND_S, PushLink, Ticker
+from kvstore.handoff.links import SEND_S, LinkThreads, PushLink, Ticker
 from kvstore.handoff.memory import HandoffPool, Places, digests_of
 from kvstore.handoff.messages import RangesHead, encode_message, read_from_decode
 from kvstore.handoff.places import pack_numbers
@@ -78,7 +78,7 @@ class PrefillManager:
         self._core = Senders(pool.shape, patience or Patience())
         self._lock = threading.Lock()
         self._links: dict[bytes, PushLink] = {}
-        self._threads: set[threading.Thread] = set()
+        self._threads = LinkThreads()
         self._greeting: set[socket.socket] = set()
         self._closed = False
         self._over = threading.Event()
@@ -153,7 +153,6 @@ class PrefillManager:
             self._over.set()
             links = list(self._links.values())
             greeting = list(self._greeting)
-            threads = list(self._threads)
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._acceptor.join()
@@ -163,8 +162,7 @@ class PrefillManager:
                 connection.shutdown(socket.SHUT_RDWR)
         for link in links:
             self._drop(link, FailureCode.CLOSED, "the manager was closed")
-        for thread in threads:
-            thread.join(GREETING_S + SILENCE_S)
+        self._threads.join(GREETING_S + SILENCE_S)
         self._ticker.close()
         for room, _, _ in self.describe():  # those that decode had not spoken of
             self.abort(room)
@@ -230,21 +228,6 @@ class PrefillManager:
     def _renew_lease(self) -> None:
         self._register(LEASE_S)
 
-    def _start(self, run: Callable[[], None], name: str) -> None:
-        """Start a thread that is joined by :meth:`close`."""
-
-        def target() -> None:
-            try:
-                run()
-            finally:
-                with self._lock:
-                    self._threads.discard(threading.current_thread())
-
-        thread = threading.Thread(target=target, name=name, daemon=True)
-        with self._lock:
-            self._threads.add(thread)
-        thread.start()
-
     def _accept(self) -> None:
         while True:
             try:
@@ -262,7 +245,9 @@ class PrefillManager:
                 self.faults.note("greetings", f"{peer[0]}: too many connections are greeting")
                 connection.close()
             else:
-                self._start(partial(self._greet, connection, str(peer[0])), "kvstore-handoff-link")
+                self._threads.start(
+                    partial(self._greet, connection, str(peer[0])), "kvstore-handoff-link"
+                )
 
     def _greet(self, connection: socket.socket, peer: str) -> None:
         """Greet a connection, then be the thread that uses it."""
