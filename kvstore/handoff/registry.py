@@ -9,6 +9,7 @@ import contextlib
 import hmac
 import http.client
 import os
+import socket
 import threading
 import time
 from http import HTTPStatus
@@ -26,6 +27,9 @@ LEASE_S: Final = 10.0
 RANKS_MAX: Final = 1_024
 _BODY_BYTES_MAX: Final = 1 << 20
 _WAIT_S: Final = 2.0
+"""For each step of a connection."""
+_REQUEST_S = 5.0
+"""For a whole request and its answer; then the connection is cut."""
 _REQUESTS_MAX: Final = 32
 _HEADER: Final = "Kvstore-Proof"
 _PATH: Final = "/v1/ranks"
@@ -110,9 +114,14 @@ class HandoffRegistry:
                     self.shutdown_request(request)
 
             def process_request_thread(self, request: Any, client_address: Any) -> None:
+                late = threading.Timer(_REQUEST_S, _cut, (request,))
+                late.daemon = True
+                late.start()
                 try:
                     super().process_request_thread(request, client_address)
                 finally:
+                    late.cancel()
+                    late.join()
                     registry._places.release()
 
             def handle_error(self, request: Any, client_address: Any) -> None:
@@ -177,6 +186,11 @@ class HandoffRegistry:
         with self._lock:
             now = time.monotonic()
             return [record for record, until in self._ranks.values() if until > now]
+
+
+def _cut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has ended by itself
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _answer_proof(secret: bytes, nonce: str, body: bytes) -> str:

@@ -8,10 +8,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 import pytest
 
 from kvstore.errors import ConfigError, PeerUnreachable, ProtocolError
+from kvstore.handoff import registry as registries
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.greeting import PROTOCOL, read_secret
 from kvstore.handoff.prefill import PrefillManager
@@ -375,3 +377,25 @@ def test_a_secret_that_others_may_read_or_that_is_short_is_refused(tmp_path, sec
         read_secret(short)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_secret(tmp_path / "none")
+
+
+def test_a_request_that_comes_byte_by_byte_is_cut_off_by_the_registry(wait_until, monkeypatch):
+    monkeypatch.setattr(registries, "_REQUEST_S", 0.3)
+    registry = HandoffRegistry("127.0.0.1", 0, SECRET)
+    place = urlsplit(registry.url)
+    try:
+        with socket.create_connection((place.hostname, place.port), 10) as slow:
+            slow.setblocking(False)
+
+            def is_cut() -> bool:
+                try:
+                    slow.send(b"x")  # a line that never ends
+                    return slow.recv(1) == b""
+                except BlockingIOError:
+                    return False
+                except ConnectionError:
+                    return True
+
+            wait_until(is_cut)
+    finally:
+        registry.close()
