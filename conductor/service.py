@@ -202,6 +202,7 @@ class Conductor:
             if token is not None:
                 token.remove()
             await runner.cleanup()
+            await self.proxy.close()
             await self._upstream.close()
 
     def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
