@@ -14,6 +14,7 @@ from bench import measure
 
 GROUPS: Final = {
     "admission": "bench.admission",
+    "costs": "bench.costs",
     "demo": "bench.demo",
     "demo-cluster": "bench.demo_cluster",
     "demo-vllm": "bench.demo_vllm",
