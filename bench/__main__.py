@@ -28,6 +28,7 @@ GROUPS: Final = {
     "reclaim": "bench.reclaim",
     "remote": "bench.remote",
     "replay": "bench.replay",
+    "simulate": "bench.simulate",
     "slab": "bench.slab",
     "snapshot": "bench.snapshot",
     "ssd": "bench.ssd",

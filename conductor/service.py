@@ -34,6 +34,7 @@ from conductor.routing.engines import EngineRegistry
 from conductor.routing.policy import POLICIES
 from conductor.routing.prefixes import PrefixView
 from conductor.routing.scheduler import Scheduler
+from conductor.simulator import command as simulate
 from kvstore.cluster.store import RecordStore
 from kvstore.config import show
 from kvstore.config.machine import version_of
@@ -292,7 +293,7 @@ def _connections_max() -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command ``kvstore-conductor``.
+    """The command ``kvstore-conductor``; with ``simulate`` it serves nobody, but tries policies.
 
     Returns:
         Exit status: 0 after a clean stop, 2 for an invalid configuration, 1 if listening at the
@@ -301,7 +302,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not __debug__:
         sys.stderr.write("kvstore-conductor relies on assertions: it does not run with -O\n")
         return 2
-    args = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["simulate"]:
+        return simulate.main(given[1:])
+    args = _parser().parse_args(given)
     flags = {"http.host": args.host, "http.port": args.port, "policy.name": args.policy}
     overrides = [f"{key}={value}" for key, value in flags.items() if value is not None]
     logging.basicConfig(
@@ -323,7 +327,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="kvstore-conductor", description="Route requests to the engines that have their KV."
+        prog="kvstore-conductor",
+        description="Route requests to the engines that have their KV.",
+        epilog="kvstore-conductor simulate --help: try policies on a trace instead.",
     )
     parser.add_argument("--host", help="address to listen on (http.host)")
     parser.add_argument("--port", type=int, help="port; 0 = any free one (http.port)")
