@@ -421,6 +421,8 @@ def _combine(registration: _Registration, page_tokens_default: int) -> EngineInf
         peers=registration.peers,
         max_running=entry.max_running or said.max_running or _MAX_RUNNING_DEFAULT,
         protocol=protocol_of(entry, said, listed=registration.read_at is not None),
+        shape=entry.shape or "",
+        hardware=entry.hardware or "",
     )
 
 

@@ -48,13 +48,16 @@ class Lease:
         assert isinstance(assign, Assign)
         return assign
 
-    async def handed_over(self) -> Continue:
+    async def handed_over(self, hit_tokens: int | None = None) -> Continue:
         """The prefill engine has done its part: wait for a place at a decode engine.
+
+        Args:
+            hit_tokens: prompt tokens that it did not compute; None = unknown.
 
         Raises:
             RejectedError: the queue was closed, no engine is left, or it waited too long.
         """
-        self._answer = self._queue.prefilled(self._number)
+        self._answer = self._queue.prefilled(self._number, hit_tokens)
         chosen = await self._answer
         assert isinstance(chosen, Continue)
         return chosen
@@ -115,9 +118,9 @@ class RequestQueue:
         self.dispatcher.arrive(request)
         return Lease(self, request.number, self._wait(request.number))
 
-    def prefilled(self, number: int) -> _Answer:
-        """The prefill engine of a pair has done its part."""
-        self.dispatcher.prefilled(number, self._clock())
+    def prefilled(self, number: int, hit_tokens: int | None) -> _Answer:
+        """The prefill engine of a pair has done its part, but for ``hit_tokens``."""
+        self.dispatcher.prefilled(number, self._clock(), hit_tokens)
         return self._wait(number)
 
     def failed(self, number: int, engine_id: str, why: str) -> _Answer:
