@@ -109,7 +109,7 @@ class Expectations:
                     del self.held[block]
 
     def check(self, sent: Iterable[tuple[Sequence[int], int]]) -> None:
-        """Assert that it has the blocks of these prompts, with an engine's bit each, and no more."""
+        """Assert that it has the blocks of these prompts, each with an engine's bit, only."""
         held: Bits = {}
         for blocks, bit in sent:
             for block in blocks:

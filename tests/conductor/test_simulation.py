@@ -432,6 +432,9 @@ def test_the_command_searches_goodput(capsys: pytest.CaptureFixture[str]):
         (["--mixed", "1xh800", "--policy", "guess"], "policy"),
         (["--mixed", "1xh800", "--fail", "m0"], "fail"),
         (["--mixed", "1xh800", "--requests", "0"], "requests"),
+        (["--mixed", "1xh800", "--chunk-tokens", "0"], "chunk_tokens"),
+        (["--mixed", "1xh800", "--mixed-running", "0"], "mixed_running"),
+        (["--mixed", "1xh800", "--wait-s", "nan"], "wait_s"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(
