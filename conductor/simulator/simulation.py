@@ -421,6 +421,14 @@ class Simulation:
             batch.check()
             info = self._engines[name].info
             assert self.desk.dispatcher.in_flight(name) <= info.max_running
-        assert set(self._transfers) == {
-            one for flight in self._flights.values() for one in flight.transfers
-        }
+        flights = self._flights.values()
+        moving = [one for flight in flights for one in flight.transfers]
+        assert sorted(moving) == sorted(self._transfers)
+        assert len(moving) == len(self.links)
+        sent = [(flight.record.request, name) for flight in flights for name in flight.expected]
+        self.caching.check(sent)
+        for number, flight in self._flights.items():
+            assert not flight.record.outcome
+            if flight.continued and not flight.transfers and flight.prefill != flight.decode:
+                assert not flight.expected
+                assert not self._batches[flight.prefill].holds(number)
