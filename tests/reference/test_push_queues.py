@@ -40,7 +40,7 @@ def test_every_request_ends_at_both_engines_and_no_block_has_two_owners(
 ) -> None:
     world = PushWorld(seed, here=blocks, there=blocks, tree=tree, store=store)
     left = list(requests)
-    for number in range(STEPS_MAX):
+    for _ in range(STEPS_MAX):
         if left and world.random.random() < 0.4:
             prompt, wanted, ordinary = left.pop()
             world.arrive(prompt, wanted, ordinary=ordinary)
@@ -51,7 +51,7 @@ def test_every_request_ends_at_both_engines_and_no_block_has_two_owners(
         if not left and world.done:
             break
     else:
-        raise AssertionError(f"not done after {number} steps: {world.all}")
+        raise AssertionError(f"not done after {STEPS_MAX} steps: {world.all}")
     for one in world.all:
         assert "there" in one.gone or one.there.output_tokens == one.wanted
     for side in (world.prefill, world.decode):
@@ -150,7 +150,7 @@ def test_who_arrived_first_gets_memory_first_in_either_queue() -> None:
 
 
 def test_queues_are_bounded_by_who_waits_and_who_holds_blocks() -> None:
-    scheduler, queues = decode_with(100)
+    _, queues = decode_with(100)
     asked = [request(str(number), 8, number) for number in range(4)]
     assert [queues.add(one) for one in asked] == [True, True, True, False]
     assert [queues.preallocate() for _ in range(3)] == [asked[0], asked[1], None]
