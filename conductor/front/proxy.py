@@ -127,6 +127,7 @@ class Proxy:
             decision.total_s = self._parts.clock() - arrived
             self._parts.prefixes.forget(run.number)
             self._parts.metrics.ended(decision)
+            self._parts.decisions.ended(decision)
             self._notice_idle()
 
     async def _answer(self, run: Run) -> web.StreamResponse:

@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--disk-bytes", type=float, default=0.0, help="disk of a node for KV")
     parser.add_argument("--alone", action="store_true", help="nodes do not fetch from each other")
     parser.add_argument("--handoff-part", type=float, default=1.0,
-                        help="of a prompt's KV, leaves when all is computed; default: all")  # fmt: skip
+                        help="part of a prompt's KV that leaves at its end; default 1")  # fmt: skip
     parser.add_argument("--fail", default="", metavar="ENGINE@S[:S]",
                         help="engines that die, and come back, at seconds")  # fmt: skip
     parser.add_argument("--series", type=Path, metavar="FOLDER",
