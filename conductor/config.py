@@ -13,6 +13,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
+from conductor.costs.book import machine_of
 from conductor.protocols import own_protocols
 from conductor.routing.engines import HandoffOffer, Role
 from conductor.routing.policy import POLICIES
@@ -189,6 +190,17 @@ class HealthConfig(Section, frozen=True):
     node_s: Positive = 2.0
 
 
+class CostsConfig(Section, frozen=True):
+    """What is known of the engines' speed.
+
+    Attributes:
+        file: where it is kept over restarts; its folder must exist. Empty = each start begins with
+            estimates from ``shape`` and ``hardware`` of the engines. Two Conductors need two files.
+    """
+
+    file: Annotated[str, Meta(max_length=1024)] = ""
+
+
 class IndexConfig(Section, frozen=True):
     """The prefix index.
 
@@ -331,6 +343,9 @@ class EngineEntry(Section, frozen=True):
             default: as it says, else ``reference`` if it has ``GET /v1/engine``, else ``vllm``.
         handoff: what it offers over its protocol: ``{"push": {"registry": "http://host:port"}}`` of
             a prefill engine, ``{"push": {}}`` of a decode engine; ``{}`` = nothing.
+        shape: shape of its model, one of ``conductor.costs.shapes.SHAPES``.
+        hardware: its accelerators, as ``8xh800``, of ``conductor.costs.hardware.ACCELERATORS``;
+            without a number, those of a usual machine.
     """
 
     id: Name
@@ -345,6 +360,8 @@ class EngineEntry(Section, frozen=True):
     node: Name | None = None
     max_running: Running | None = None
     protocol: str | None = None
+    shape: str | None = None
+    hardware: str | None = None
     handoff: HandoffOffer | None = None
 
     def __post_init__(self) -> None:
@@ -352,6 +369,7 @@ class EngineEntry(Section, frozen=True):
         if self.protocol is not None and self.protocol not in own_protocols():
             known = ", ".join(own_protocols())
             raise ValueError(f"protocol: {self.protocol[:64]!r} is not one of {known}")
+        machine_of(self.shape or "", self.hardware or "")
         check_url(self.url)
         check_endpoint("events", self.events)
         check_endpoint("events_bind", self.events_bind)
@@ -400,6 +418,7 @@ class ConductorConfig(Section, frozen=True):
     deadline: DeadlineConfig = DeadlineConfig()
     handoff: HandoffConfig = HandoffConfig()
     health: HealthConfig = HealthConfig()
+    costs: CostsConfig = CostsConfig()
     index: IndexConfig = IndexConfig()
     events: EventsConfig = EventsConfig()
     decisions: DecisionsConfig = DecisionsConfig()

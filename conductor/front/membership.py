@@ -423,6 +423,8 @@ def _combine(registration: _Registration, config: ConductorConfig) -> EngineInfo
         peers=registration.peers,
         max_running=entry.max_running or said.max_running or _MAX_RUNNING_DEFAULT,
         protocol=protocol,
+        shape=entry.shape or "",
+        hardware=entry.hardware or "",
         handoff=offer_of(entry, said, protocol, config.handoff.registry_hosts),
     )
 

@@ -63,6 +63,16 @@ _GAUGES: Final = {
         ("node",),
     ),
     "engine_in_flight": ("Requests in flight at each engine.", ("engine",)),
+    "cost_error": (
+        "Relative error of the estimated seconds of the newest 256 prompts and decode steps, before"
+        " they were learned from.",
+        ("engine", "what", "quantile"),
+    ),
+    "cost_factor": (
+        "Measured seconds of each term of the costs as a multiple of the first estimate.",
+        ("engine", "what", "term"),
+    ),
+    "costs_file_faults": ("Times that the file of costs could not be read or written.", ()),
     "index_up": ("1 while the prefix index can be read, else 0.", ()),
     "index_entries": ("Pages in the prefix index; a page of several workers counts once.", ()),
     "index_undecided": (

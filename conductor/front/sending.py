@@ -207,7 +207,8 @@ class Sender:
             run.elsewhere_s += self._parts.clock() - started
         started = self._parts.clock()
         try:
-            chosen = await lease.handed_over()
+            hit_tokens = attempt.prefilled.hit_tokens if attempt.prefilled is not None else None
+            chosen = await lease.handed_over(hit_tokens)
         finally:
             attempt.decode_queue_s = self._parts.clock() - started
             run.waited(attempt.decode_queue_s)
@@ -389,6 +390,9 @@ class Sender:
         attempt.received = self._report(half, end, attempt, _DECODE)
         attempt.outcome = "ok"
         run.decision.status, run.decision.outcome = 200, "ok"
+        if attempt.served is not None and attempt.served.completion_tokens is not None:
+            output_tokens = attempt.served.completion_tokens
+            parts.dispatcher.ended(run.number, output_tokens, parts.clock())
         await self.end(run.response)
         return run.response
 
@@ -396,7 +400,9 @@ class Sender:
         """Send the first byte to the client: no retries after this."""
         run.decision.status = 200
         await response.prepare(run.http)
-        run.first_byte(self._parts.clock())
+        now = self._parts.clock()
+        run.first_byte(now)
+        self._parts.dispatcher.began(run.number, now)
 
     async def write(self, response: web.StreamResponse, piece: bytes) -> None:
         """Send a piece to the client; a client that does not read in time is disconnected."""

@@ -103,6 +103,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         max_running: maximum requests in flight, at least 1.
         protocol: name of the protocol by which it hands KV over
             (:data:`conductor.protocols.PROTOCOLS`).
+        shape: name of the shape of its model (:data:`conductor.costs.shapes.SHAPES`), and
+        hardware: its accelerators, as ``8xh800``: of these its costs are estimated until they are
+            measured; empty = unknown.
         handoff: what it offers besides; None = nothing.
     """
 
@@ -125,6 +128,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     peers: tuple[str, ...] = ()
     max_running: int = 8
     protocol: str = "reference"
+    shape: str = ""
+    hardware: str = ""
     handoff: HandoffOffer | None = None
 
     @property

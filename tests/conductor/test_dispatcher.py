@@ -155,7 +155,7 @@ def test_a_detached_place_is_taken_until_it_is_given_back_whatever_the_request_d
     dispatcher.left(1, 2.0)
     assert arrive(dispatcher, 2, now=2.0) == []
     dispatcher.check()
-    dispatcher.give_back("p", 3.0)
+    dispatcher.give_back(1, "p", 3.0)
     assert numbers(dispatcher.step(3.0)) == [2]
     dispatcher.check()
 

@@ -145,8 +145,8 @@ class ModelOfDispatcher(RuleBasedStateMachine):
     def a_push_ends(self, data: st.DataObject) -> None:
         """Also that of a request that has ended, has failed or has another pair."""
         at = data.draw(st.integers(0, len(self.pushes) - 1))
-        _, name = self.pushes.pop(at)
-        self.dispatcher.give_back(name, self.now)
+        number, name = self.pushes.pop(at)
+        self.dispatcher.give_back(number, name, self.now)
         self.run()
 
     @precondition(lambda self: self.of_stage("prefills"))
@@ -180,7 +180,7 @@ class ModelOfDispatcher(RuleBasedStateMachine):
         name = data.draw(st.sampled_from([*one.held, *(engine for _, engine in pushes)]))
         if (number, name) in pushes:
             self.pushes.remove((number, name))
-            self.dispatcher.give_back(name, self.now)
+            self.dispatcher.give_back(number, name, self.now)
         self.dispatcher.failed(number, name, "broke", self.now)
         one.excluded.add(name)
         one.held, one.promised, one.deadline = [], "", self.now + WAIT_S
