@@ -14,6 +14,7 @@ from bench import measure
 
 GROUPS: Final = {
     "admission": "bench.admission",
+    "conductor": "bench.conductor",
     "costs": "bench.costs",
     "demo": "bench.demo",
     "demo-cluster": "bench.demo_cluster",

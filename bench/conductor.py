@@ -1,0 +1,128 @@
+"""How long does the Conductor take to decide, and what does its front add to tokens?
+
+``front/added-ttft``: 100 requests a second with prompts of 2,000 tokens are asked of a stand-in
+engine directly, through a bare relay with aiohttp and through the Conductor, in turns; the
+difference to asking directly of the percentiles until the first event, and the Conductor's CPU time
+for a request. ``front/streams``: the share of the tokens of 256 streams of 50 tokens a second that
+are here within 20 ms of the engine's write, through the Conductor and through the relay in
+turns; ``cpu`` is CPU time for a token, beside that of the relay. ``…/long``: the same
+while two prompts of 131,072 tokens come each second.
+
+``schedule/1000``: 64 prefill and 64 decode engines are full, 1,000 requests with prefixes of
+different length everywhere wait, and one engine comes free.
+"""
+
+import argparse
+import re
+import sys
+from statistics import median
+from typing import Final
+
+import msgspec
+
+from bench.conductor_front import (
+    FrontError,
+    Servers,
+    added_ttft,
+    servers,
+    streams,
+)
+from bench.conductor_schedule import scheduled
+from bench.measure import Progress, Report, Result, percentile
+
+ASKED: Final = {
+    "schedule/1000/p99": 10.0,
+    "front/added-ttft/p50": 3.0,
+    "front/added-ttft/p99": 10.0,
+    "front/streams": 0.99,
+    "front/streams/cpu": 1.5,
+    "front/streams/long": 0.98,
+}
+_SCHEDULE: Final = "schedule/1000/p99"
+_RELAY: Final = "bare relay"
+
+
+class ConductorResult(Result, frozen=True):
+    """A result beside what is asked.
+
+    Attributes:
+        asked: of shares at least, of all else at most; of ``cpu`` it is how often the bound.
+        cpu_ms: CPU time, where it is known. On a machine with other work it says more than
+            ``value``.
+    """
+
+    asked: float | None = None
+    cpu_ms: float | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this group."""
+    parser.add_argument("--cases", type=re.compile, default=re.compile(""), metavar="REGEX",
+                        help="only cases in whose names it is found")  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each case of front")
+    parser.add_argument("--rounds", type=int, default=5, help="alternately with the bound")
+    parser.add_argument("--streams", type=int, default=256, help="at a time")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure what is asked for; 2 when that is nothing."""
+    wanted = [name for name in ASKED if options.cases.search(name)]
+    if not wanted:
+        sys.stderr.write(f"no case is called so: {options.cases.pattern}\n")
+        return 2
+    groups = {name.rpartition("/p")[0] or name.removesuffix("/cpu") for name in wanted}
+    with Report(json=options.json) as report, Progress("conductor", len(groups)) as progress:
+        if "schedule/1000" in groups:
+            progress.step("schedule/1000")
+            report.add(_schedule())
+        if any(name.startswith("front/") for name in groups):
+            try:
+                with servers() as at:
+                    for result in _front(at, options, groups, progress):
+                        if result.case in wanted:
+                            report.add(result)
+            except FrontError as error:
+                progress.note(str(error))
+                return 1
+    return 0
+
+
+def _schedule() -> ConductorResult:
+    times = scheduled()
+    wall, cpu = percentile(times.wall, 99), percentile(times.cpu, 99)
+    return ConductorResult(_SCHEDULE, wall, "ms", asked=ASKED[_SCHEDULE], cpu_ms=cpu)
+
+
+def _front(
+    at: Servers, options: argparse.Namespace, groups: set[str], progress: Progress
+) -> list[ConductorResult]:
+    found: list[ConductorResult] = []
+    rounds = max(1, options.rounds)
+    if "front/added-ttft" in groups:
+        progress.step("front/added-ttft")
+        added = added_ttft(at, options.seconds, rounds)
+        for percent in (50, 99):
+            value, relay = added.at(percent)
+            result = _beside(f"front/added-ttft/p{percent}", value, "ms", _RELAY, relay)
+            found.append(msgspec.structs.replace(result, cpu_ms=median(added.cpu_ms)))
+    for name, per_s in (("front/streams", 0.0), ("front/streams/long", 2.0)):
+        if name not in groups:
+            continue
+        progress.step(name)
+        each_s = max(1.0, options.seconds / rounds)
+        relayed = streams(at, options.streams, each_s, rounds, prompts_per_s=per_s)
+        on_time, bare, cpu_us, bare_us = relayed.medians()
+        found.append(_beside(name, on_time, "share", _RELAY, bare, rising=True))
+        if not per_s:
+            found.append(_beside(f"{name}/cpu", cpu_us, "us", _RELAY, bare_us))
+    return found
+
+
+def _beside(
+    name: str, value: float, unit: str, bound: str, bound_value: float, *, rising: bool = False,
+) -> ConductorResult:  # fmt: skip
+    """A result; ``rising`` if more is better. Differences below nothing have no ratio."""
+    ratio = None
+    if min(value, bound_value) > 0:
+        ratio = (value / bound_value) ** (1 if rising else -1)
+    return ConductorResult(name, value, unit, bound, bound_value, ratio, ASKED[name])

@@ -1,0 +1,100 @@
+"""The dispatcher alone: many requests wait, all engines are full, and one place comes free."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from conductor.routing.choices import Assign, Continue
+from conductor.routing.columns import Prefix
+from conductor.routing.dispatcher import Dispatcher, DispatchLimits, Request
+from conductor.routing.engines import EngineInfo, EngineRegistry, Role
+from conductor.routing.policy import POLICIES
+from conductor.routing.scheduler import Scheduler
+
+ENGINES: Final = 64
+"""Of each role."""
+PLACES: Final = 8
+WAITING: Final = 1_000
+ROUNDS: Final = 300
+_POLICY: Final = "longest-prefix"
+_TOKENS: Final = 20_000
+_PAGE_TOKENS: Final = 64
+_WAIT_S: Final = 1e9
+
+
+class Times(NamedTuple):
+    """Milliseconds of some rounds: passed, and for which the thread had a core."""
+
+    wall: list[float]
+    cpu: list[float]
+
+
+def scheduled(rounds: int = ROUNDS) -> Times:
+    """Times from the end of a request to what is decided then.
+
+    A round is what the queue does: a place is released, the prefixes of who could get it are
+    learned (they are at hand: looking them up is another case), and the dispatcher decides. The
+    next request takes the place of the one that left the queue, outside of the time.
+    """
+    random = np.random.default_rng(1)
+    registry = EngineRegistry()
+    for role in (Role.PREFILL, Role.DECODE):
+        for at in range(ENGINES):
+            registry.register(_engine(f"{role}-{at}", role), 0.0)
+    scheduler = Scheduler(POLICIES[_POLICY])
+    limits = DispatchLimits(WAITING + 1, _WAIT_S, 3)
+    dispatcher = Dispatcher(registry, scheduler, limits)
+    names = [engine.info.id for engine in registry]
+    matches = [_matches(names, random) for _ in range(64)]
+    running: list[tuple[int, str]] = []
+    number = 0
+    while len(dispatcher) < WAITING:
+        number += 1
+        dispatcher.arrive(_request(number))
+        _decide(dispatcher, matches, running)
+    times = Times([], [])
+    for _ in range(rounds):
+        ended, engine = running.pop(int(random.integers(len(running))))
+        began, cpu_began = time.perf_counter(), time.thread_time()
+        dispatcher.released(ended, engine, 0.0)
+        dispatcher.left(ended, 0.0)
+        _decide(dispatcher, matches, running)
+        times.cpu.append(1e3 * (time.thread_time() - cpu_began))
+        times.wall.append(1e3 * (time.perf_counter() - began))
+        number += 1
+        dispatcher.arrive(_request(number))
+        _decide(dispatcher, matches, running)
+    return times
+
+
+def _decide(
+    dispatcher: Dispatcher, matches: Sequence[Mapping[str, Prefix]], running: list[tuple[int, str]]
+) -> None:
+    for number, _ in dispatcher.due(0.0):
+        dispatcher.learn(number, matches[number % len(matches)])
+    for effect in dispatcher.step(0.0):
+        if isinstance(effect, Assign):
+            running.append((effect.request, effect.prefill))
+        else:
+            assert not isinstance(effect, Continue), "no KV arrives"
+
+
+def _matches(names: list[str], random: np.random.Generator) -> dict[str, Prefix]:
+    pages = random.integers(0, _TOKENS // _PAGE_TOKENS, (len(names), 2)) * _PAGE_TOKENS
+    return {
+        name: Prefix(local=local, node=node, usable=max(local, node))
+        for name, (local, node) in zip(names, pages.tolist(), strict=True)
+    }
+
+
+def _request(number: int) -> Request:
+    return Request(number=number, model="m", arrived=0.0, tokens=_TOKENS)
+
+
+def _engine(name: str, role: Role) -> EngineInfo:
+    return EngineInfo(
+        id=name, role=role, url="http://x", model="m", page_tokens=_PAGE_TOKENS, domain="d",
+        max_running=PLACES,
+    )  # fmt: skip
