@@ -145,7 +145,7 @@ class DeadlineConfig(Section, frozen=True):
         first_byte_s: until the first byte of the answer to the client.
         push_s: for a prefill engine to end its push after the answer of the decode engine has
             ended; until then its place is taken.
-        idle_s: between two pieces of a stream; also for the client to read one.
+        idle_s: between two events of a stream; also for the client to read one.
         request_s: for the whole request, from arrival to the last byte.
     """
 

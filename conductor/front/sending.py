@@ -9,7 +9,8 @@ is relayed.
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Final, NamedTuple, TypeVar
 
 import msgspec
@@ -31,7 +32,7 @@ from conductor.front.openai import (
 from conductor.front.pairs import PairTasks
 from conductor.front.prompts import Prompts
 from conductor.front.tracing import TraceFile
-from conductor.front.upstream import EngineError, EngineRefusedError, Upstream
+from conductor.front.upstream import EngineError, EngineRefusedError, IdleDeadline, Upstream
 from conductor.front.waiting import Lease, RequestQueue
 from conductor.protocols import PROTOCOLS
 from conductor.protocols.base import Fields, PairProtocol, PairRequest
@@ -53,6 +54,8 @@ _EXPECTED_S: Final = 10.0
 _UNTOLD_S: Final = 120.0
 """Likewise, an engine without events."""
 _BOOT_BITS: Final = BOOT_MAX.bit_length()
+_ENGINE: Final = "engine"
+_CLIENT: Final = "client"
 _PREFILL: Final = "prefill"
 _DECODE: Final = "decode"
 _TAIL_PIECES: Final = 4
@@ -370,18 +373,25 @@ class Sender:
         tail: deque[bytes] = deque(maxlen=_TAIL_PIECES)
         started = parts.clock()
         url, headers = self._completions(engine), self._headers(run, half)
-        async with parts.upstream.stream(engine, url, half.body, headers) as pieces:
+        async with (
+            parts.upstream.stream(engine, url, half.body, headers) as pieces,
+            self._limited(engine) as idle,
+        ):
+            idle.wait(_ENGINE, self._deadline.first_byte_s)
             async for piece in pieces:
+                idle.wait(_CLIENT, self._deadline.idle_s)
                 if run.response is None:
                     run.elsewhere_s += parts.clock() - started
-                    run.response = web.StreamResponse(headers={**run.headers, **_STREAM_HEADERS})
+                    headers = {**run.headers, **_STREAM_HEADERS}
+                    run.response = web.StreamResponse(headers=headers)
                     await self._begin(run, run.response)
                 tail.append(piece)
                 shown = events_without_transfer(piece) if half.reports else piece
                 if run.body.usage_added:
                     shown = without_usage(shown)
                 if shown:
-                    await self.write(run.response, shown)
+                    await run.response.write(shown)
+                idle.wait(_ENGINE, self._deadline.idle_s)
         if run.response is None:
             raise EngineError(engine, "the stream was empty")
         parts.membership.worked(engine)
@@ -395,6 +405,23 @@ class Sender:
             parts.dispatcher.ended(run.number, output_tokens, parts.clock())
         await self.end(run.response)
         return run.response
+
+    @asynccontextmanager
+    async def _limited(self, engine: str) -> AsyncIterator[IdleDeadline]:
+        """A deadline for whom a stream waits for: the engine, or a client that does not read.
+
+        Raises:
+            EngineError: it was the engine.
+            ConnectionResetError: it was the client.
+        """
+        idle = IdleDeadline()
+        try:
+            async with idle:
+                yield idle
+        except TimeoutError as error:
+            if idle.waits_for == _CLIENT:
+                raise ConnectionResetError("the client does not read") from error
+            raise EngineError(engine, "stream: no answer in time") from error
 
     async def _begin(self, run: Run, response: web.StreamResponse) -> None:
         """Send the first byte to the client: no retries after this."""

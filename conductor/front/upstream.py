@@ -6,9 +6,11 @@ relayed.
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Final
+from types import TracebackType
+from typing import Final, Self
 
 import aiohttp
 
@@ -23,6 +25,9 @@ SMALL_ANSWER_BYTES_MAX: Final = 1 << 20
 """Maximum size of an engine's description or error."""
 _HEADER_BYTES_MAX: Final = 16 << 10
 _UNKNOWN_TYPE: Final = "application/octet-stream"
+_FOREIGN: Final = (aiohttp.ClientError, OSError, ValueError, EOFError)
+_EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n")
+_DONE_BYTES: Final = 64
 _BUSY: Final = frozenset({429, 503})
 
 
@@ -62,9 +67,64 @@ async def _foreign_errors(engine: str, what: str) -> AsyncIterator[None]:
         yield
     except TimeoutError as error:
         raise EngineError(engine, f"{what}: no answer in time") from error
-    except (aiohttp.ClientError, OSError, ValueError, EOFError) as error:
-        text = str(error) or type(error).__name__
-        raise EngineError(engine, f"{what}: {text}") from error
+    except _FOREIGN as error:
+        raise _translated(engine, what, error) from error
+
+
+def _translated(engine: str, what: str, error: Exception) -> EngineError:
+    return EngineError(engine, f"{what}: {str(error) or type(error).__name__}")
+
+
+class IdleDeadline:
+    """A deadline that moves with each piece of a stream; an async context manager.
+
+    Leaving it raises :class:`TimeoutError` if the deadline has passed. It costs one timer for many
+    pieces; a timeout around each wait costs two timers for each.
+
+    Attributes:
+        waits_for: what was waited for last.
+    """
+
+    def __init__(self) -> None:
+        self.waits_for = ""
+        self._loop = asyncio.get_running_loop()
+        self._scope = asyncio.timeout(None)
+        self._due = math.inf
+        self._timer: asyncio.TimerHandle | None = None
+
+    def wait(self, what: str, seconds: float) -> None:
+        """From now on this is waited for, at most so long."""
+        self.waits_for = what
+        self._due = self._loop.time() + seconds
+        if self._timer is None or self._due < self._timer.when():
+            self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(self._due, self._look)
+
+    def _look(self) -> None:
+        """The timer: the deadline may have moved meanwhile."""
+        if self._loop.time() < self._due:
+            self._set_timer()
+        else:
+            self._timer = None
+            self._scope.reschedule(self._due)
+
+    async def __aenter__(self) -> Self:
+        await self._scope.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._scope.__aexit__(kind, error, traceback)
 
 
 class Upstream:
@@ -153,9 +213,9 @@ class Upstream:
     ) -> AsyncIterator[AsyncIterator[bytes]]:
         """POST a request; yields a stream of server-sent events, in pieces of whole events.
 
-        Iterating raises :class:`EngineError` if the connection breaks, the engine stops sending, or
-        the stream ends before ``[DONE]``. Leaving the context closes the connection, so that the
-        engine cancels the request.
+        Iterating raises :class:`EngineError` if the connection breaks, or the stream ends before
+        ``[DONE]``; the caller limits the time. Leaving the context closes the connection, so that
+        the engine cancels the request.
 
         Raises:
             EngineError: the engine did not answer correctly in time, or is busy.
@@ -173,25 +233,34 @@ class Upstream:
 
     async def _events(self, engine: str, answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         rest, done = bytearray(), False
-        wait_s = self._deadline.first_byte_s
         while True:
-            async with _foreign_errors(engine, "stream"), asyncio.timeout(wait_s):
+            try:
                 piece = await answer.content.readany()
+            except _FOREIGN as error:
+                raise _translated(engine, "stream", error) from error
             if not piece:
                 if rest.strip() or not done:
                     raise EngineError(engine, "the stream ended before it was complete")
                 return
+            if not rest and piece.endswith(_EVENT_ENDS) and len(piece) <= EVENT_BYTES_MAX:
+                done = _is_done(piece)  # nearly always: whole events, as the engine wrote them
+                yield piece
+                continue
             seen = max(0, len(rest) - 3)  # an end of an event cannot begin before this
             rest += piece
             end = max(rest.rfind(b"\n\n", seen) + 2, rest.rfind(b"\r\n\r\n", seen) + 4)
             if end >= 4:
                 events = bytes(rest[:end])
                 del rest[:end]
-                done = events.rstrip().endswith(b"data: [DONE]")
-                wait_s = self._deadline.idle_s
+                done = _is_done(events)
                 yield events
             if len(rest) > EVENT_BYTES_MAX:
                 raise EngineError(engine, "an event of the stream is too long")
+
+
+def _is_done(events: bytes) -> bool:
+    """Whether the last of these events ends the stream."""
+    return events[-_DONE_BYTES:].rstrip().endswith(b"data: [DONE]")
 
 
 def _content_type(answer: aiohttp.ClientResponse) -> str:
