@@ -15,6 +15,7 @@ import numpy as np
 from conductor.routing.choices import Assign, Continue, Reject
 from conductor.routing.columns import Matches
 from conductor.routing.dispatcher import Request
+from conductor.routing.policy import POLICIES
 from conductor.simulator.batching import BatchEngine, EngineLimits, Work
 from conductor.simulator.caching import CacheLimits, Caching
 from conductor.simulator.fleet import SimulatedEngine
@@ -206,7 +207,10 @@ class Simulation:
             self._end(record, "too_long")
             self._dirty = True
             return
-        flight = self._flights[one.number] = Flight(record, assign.prefill, assign.decode)
+        decides = POLICIES[self.scenario.policy].fetches is not None
+        fetches = self.scenario.peers and (assign.fetch_tokens > 0 or not decides)
+        flight = Flight(record, assign.prefill, assign.decode, fetches=fetches)
+        self._flights[one.number] = flight
         self._fetch(flight, Work(one.number, one.tokens, one.output if alone else 0))
         self._expect(flight, assign.prefill)
         self._expect(flight, assign.decode)
@@ -246,7 +250,7 @@ class Simulation:
         ways: list[tuple[tuple[Link, ...], int]] = [
             ((("host", engine),), sources.host), ((("disk", engine),), sources.disk),
         ]  # fmt: skip
-        if sources.peer is not None and self.scenario.peers:
+        if sources.peer is not None and flight.fetches:
             ways.append(((("out", sources.peer), ("in", engine)), sources.more))
         wanted: list[tuple[tuple[Link, ...], float]] = []
         for links, blocks in ways:
@@ -340,8 +344,9 @@ class Simulation:
         self.caching.computed(record.request, engine, self._batches[engine].reserved)
         if flight.prefill == flight.decode:
             flight.continued = True
+            self.desk.began(work.number, self.now, work.prefix)
         else:
-            self.desk.prefilled(work.number, self.now)
+            self.desk.prefilled(work.number, self.now, work.prefix)
             self._dirty = True
 
     def _continue(self, flight: Flight, effect: Continue) -> None:
@@ -370,6 +375,7 @@ class Simulation:
         record = flight.record
         record.first_s, record.tbt_s = work.first_s, work.tbt_s
         self._leave(flight)
+        self.desk.ended(work.number, work.output, self.now)
         self.desk.left(work.number, self.now)
         self._end(record, "ok")
         self._dirty = True
