@@ -15,9 +15,11 @@ import uvloop
 from aiohttp import web
 
 from conductor.config import ConductorConfig, load_conductor
+from conductor.costs.book import CostBook
 from conductor.front.admin import Admin, errors_as_json
 from conductor.front.auth import Auth, MadeToken
 from conductor.front.connections import CAUSES, CONNECTIONS_MAX, KEEPALIVE_S, Front, complaints
+from conductor.front.kept_costs import KeptCosts
 from conductor.front.membership import Membership
 from conductor.front.metrics import Metrics, index_gauges
 from conductor.front.prompts import Prompts
@@ -95,7 +97,9 @@ class Conductor:
         prefixes = PrefixView(self.index, self.registry, needed=policy.needs_prefixes)
         at_once = [name for name, protocol in PROTOCOLS.items() if protocol.at_once]
         limits = DispatchLimits(config.queue.waiting_max, config.queue.wait_s, config.queue.tries)
-        dispatcher = Dispatcher(self.registry, Scheduler(policy, at_once), limits)
+        book = CostBook()
+        self._kept_costs = KeptCosts(config.costs.file, book)
+        dispatcher = Dispatcher(self.registry, Scheduler(policy, at_once), limits, book)
         self.queue = RequestQueue(dispatcher, prefixes.find, clock)
         self.membership = Membership(
             config, self.registry, self._upstream, self.index, self._pump, clock, store
@@ -152,6 +156,8 @@ class Conductor:
                 (engine.info.id,): float(self.queue.dispatcher.in_flight(engine.info.id))
                 for engine in self.registry
             },
+            **self.queue.dispatcher.loads.gauges(),
+            "costs_file_faults": {(): float(self._kept_costs.faults)},
             **index_gauges(self.index),
         }
 
@@ -168,6 +174,7 @@ class Conductor:
         """
         http = self.config.http
         self._stop = stop
+        self._kept_costs.read()
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._unhandled)
         runner = web.AppRunner(
@@ -188,6 +195,7 @@ class Conductor:
                     tasks.create_task(self.membership.run(), name="membership"),
                     tasks.create_task(self.index.run(), name="index"),
                     tasks.create_task(self._front.run(), name="front"),
+                    tasks.create_task(self._kept_costs.run(), name="costs"),
                     tasks.create_task(self._watch_lag(), name="loop lag"),
                 ]
                 host = f"[{http.host}]" if ":" in http.host else http.host
@@ -203,6 +211,8 @@ class Conductor:
             if token is not None:
                 token.remove()
             await runner.cleanup()
+            await self.proxy.close()
+            self._kept_costs.write()
             await self._upstream.close()
 
     def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:

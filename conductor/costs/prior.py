@@ -1,7 +1,8 @@
 """Seconds estimated from a model's shape and its hardware, before anything was measured.
 
-A **roofline**: a step takes as long as its operations at the accelerators' speed or its reads from
-their memory, whichever is longer, and a constant. Real engines reach a part of what datasheets say;
+A **roofline**: each part of a step (with the weights, and with the KV) takes as long as its
+operations at the accelerators' speed or its reads from their memory, whichever is longer; besides,
+there is a constant. Real engines reach a part of what datasheets say;
 :class:`Efficiency` has these parts. ``python -m bench costs`` prints estimates beside published
 figures.
 """
@@ -66,6 +67,22 @@ def transfer_seconds(size_bytes: float, link: Link, bytes_in_flight: float = 0.0
     return link.latency_s + (size_bytes + max(0.0, bytes_in_flight)) / link.bytes_per_s
 
 
+class PrefillLine(NamedTuple):
+    """``constant + max(floor, token n) + pair n (p + (n + 1) / 2)`` seconds: n tokens after p."""
+
+    constant_s: float
+    floor_s: float
+    token_s: float
+    pair_s: float
+
+    def terms(self, new_tokens: float, prefix_tokens: float) -> tuple[float, float, float]:
+        """Seconds beside the computation, of the weights, and of attention."""
+        if new_tokens <= 0:
+            return self.constant_s, 0.0, 0.0
+        pairs = new_tokens * (prefix_tokens + (new_tokens + 1.0) / 2.0)
+        return self.constant_s, max(self.floor_s, self.token_s * new_tokens), self.pair_s * pairs
+
+
 class CostPrior:
     """Seconds of one engine, by its model and its accelerators.
 
@@ -73,6 +90,7 @@ class CostPrior:
         shape: of its model.
         network: its links to other machines together.
         host: its links to the memory of its machine together.
+        prefill: what prompts take.
     """
 
     def __init__(
@@ -95,46 +113,45 @@ class CostPrior:
         self.shape = shape
         self.network = Link(count * accelerator.network_bytes_per_s * efficiency.link)
         self.host = Link(count * accelerator.host_bytes_per_s * efficiency.link)
-        self._flops = count * accelerator.flops * efficiency.compute
+        flops = count * accelerator.flops * efficiency.compute
         self._read_per_s = count * accelerator.memory_bytes_per_s * efficiency.memory
         self._room_bytes = count * accelerator.memory_bytes * efficiency.room
-        self._prompt_s = efficiency.prompt_s
         self._step_s = efficiency.step_s
         self._kv_bytes = shape.kv_bytes_per_token
-        self._token_s = shape.flops_per_token / self._flops
-        self._pair_s = shape.flops_per_pair / self._flops
-        self._kv_read_s = self._kv_bytes / self._read_per_s
-        self._attention_s = shape.flops_per_read / self._flops
+        self._token_s = shape.flops_per_token / flops
+        self._context_s = max(self._kv_bytes / self._read_per_s, shape.flops_per_read / flops)
+        all_weights_s = shape.parameters * shape.weight_bytes / self._read_per_s
+        self.prefill = PrefillLine(
+            efficiency.prompt_s, all_weights_s, self._token_s, shape.flops_per_pair / flops
+        )
 
     def prefill_seconds(self, new_tokens: float, prefix_tokens: float = 0.0) -> float:
         """Seconds to compute the KV of the end of a prompt whose beginning is there.
 
-        ``max((n w + a n (p + (n + 1) / 2)) / F, W / M) + constant`` with n new tokens after a
+        ``constant + max(n w / F, W / M) + a n (p + (n + 1) / 2) / F`` with n new tokens after a
         prefix of p: each token passes all weights (w operations) and attends to those before it and
         to itself (a operations each); the weights W are read once. F is operations and M bytes a
         second.
         """
-        if new_tokens <= 0:
-            return self._prompt_s
-        pairs = new_tokens * (prefix_tokens + (new_tokens + 1.0) / 2.0)
-        compute_s = self._token_s * new_tokens + self._pair_s * pairs
-        return self._prompt_s + max(compute_s, self._weights_s(new_tokens))
+        return sum(self.prefill.terms(new_tokens, prefix_tokens))
 
     def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
         """Seconds until each of ``batch`` requests has its next token (TBT).
 
-        ``max((b w + a c) / F, (W + k c) / M) + constant`` with b requests whose contexts have c
-        tokens in all: the weights and the KV (k bytes a token) are read once in each step.
+        ``constant + max(b w / F, W / M) + c max(a / F, k / M)`` with b requests whose contexts have
+        c tokens in all: weights are read and multiplied at the same time, and so is the KV (k bytes
+        and a operations a token), each once in a step.
 
         Args:
             batch: requests that decode together.
             context_tokens: tokens of all their prompts and outputs together.
         """
-        if batch <= 0:
-            return 0.0
-        compute_s = self._token_s * batch + self._attention_s * context_tokens
-        read_s = self._weights_s(batch) + self._kv_read_s * context_tokens
-        return self._step_s + max(compute_s, read_s)
+        return sum(self.step_terms(batch, context_tokens)) if batch > 0 else 0.0
+
+    def step_terms(self, batch: float, context_tokens: float) -> tuple[float, float, float]:
+        """Seconds of a step beside the computation, of the weights, and of the KV."""
+        read_s = self.shape.weights_read(batch) * self.shape.weight_bytes / self._read_per_s
+        return self._step_s, max(self._token_s * batch, read_s), self._context_s * context_tokens
 
     def kv_bytes(self, tokens: float) -> float:
         """Bytes of the KV of some tokens."""
@@ -145,7 +162,3 @@ class CostPrior:
         """Tokens whose KV fits beside the weights; 0 if these do not fit."""
         left = self._room_bytes - self.shape.parameters * self.shape.weight_bytes
         return max(0, int(left / self._kv_bytes))
-
-    def _weights_s(self, tokens: float) -> float:
-        """Seconds to read the weights that a step with so many tokens needs."""
-        return self.shape.weights_read(tokens) * self.shape.weight_bytes / self._read_per_s
