@@ -211,6 +211,7 @@ class Conductor:
             if token is not None:
                 token.remove()
             await runner.cleanup()
+            await self.proxy.close()
             self._kept_costs.write()
             await self._upstream.close()
 

@@ -57,6 +57,10 @@ class Proxy:
         self.idle = asyncio.Event()
         self.idle.set()
 
+    async def close(self) -> None:
+        """End what outlasts the answers to clients."""
+        await self._sender.close()
+
     def _notice_idle(self) -> None:
         if not self.active:
             self.idle.set()

@@ -30,8 +30,24 @@ class RejectedError(Exception):
 _Answer = asyncio.Future[Assign | Continue]
 
 
+class DetachedPlace:
+    """A place at an engine that outlasts its request."""
+
+    def __init__(self, queue: "RequestQueue", number: int, engine_id: str) -> None:
+        self._queue = queue
+        self._number = number
+        self._engine_id = engine_id
+        self._taken = True
+
+    def give_back(self) -> None:
+        """The engine has ended its part; a second call does nothing."""
+        if self._taken:
+            self._taken = False
+            self._queue.give_back(self._number, self._engine_id)
+
+
 class Lease:
-    """A request's places at engines; all are given back when the context is left."""
+    """A request's places at engines; all but detached ones are given back with the context."""
 
     def __init__(self, queue: "RequestQueue", number: int, answer: _Answer) -> None:
         self._queue = queue
@@ -65,6 +81,11 @@ class Lease:
     def release(self, engine_id: str) -> None:
         """Give the place at one engine back; a second call does nothing."""
         self._queue.released(self._number, engine_id)
+
+    def detach(self, engine_id: str) -> DetachedPlace:
+        """Take the place at one engine out of the lease; who calls this gives it back."""
+        self._queue.dispatcher.detach(self._number, engine_id)
+        return DetachedPlace(self._queue, self._number, engine_id)
 
     def failed(self, engine_id: str, why: str) -> None:
         """An engine failed: give all places back, and wait for others with :meth:`assigned`."""
@@ -138,6 +159,11 @@ class RequestQueue:
     def released(self, number: int, engine_id: str) -> None:
         """An engine has done its part of a request."""
         self.dispatcher.released(number, engine_id, self._clock())
+        self.pump()
+
+    def give_back(self, number: int, engine_id: str) -> None:
+        """An engine has ended its part of a request, whose place there was detached."""
+        self.dispatcher.give_back(number, engine_id, self._clock())
         self.pump()
 
     def leave(self, number: int) -> None:

@@ -136,7 +136,7 @@ class Assign:
         prefill: id of the engine that computes the prompt; it has a place there.
         decode: id of the engine that generates the tokens.
         plan: alone, or a pair.
-        protocol: name of the protocol by which ``prefill`` hands over.
+        protocol: name of the protocol by which the pair is asked.
         at_once: whether the request has a place at ``decode`` already; else it gets one when its KV
             arrives, and :class:`Continue` tells where.
         reason: of the policy.

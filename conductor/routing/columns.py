@@ -82,6 +82,8 @@ class View:
         models: models they serve.
         adapters: names of the LoRA adapters that they serve.
         protocols: names of the protocols by which they hand KV over.
+        offers: names of the protocols that they offer over these: a pair of engines that offer the
+            same one is asked by it; empty = none.
         roles: their roles.
         health: their health.
         in_flight: requests that hold a place; int64 [engines].
@@ -97,6 +99,7 @@ class View:
     models: Sequence[str]
     adapters: Sequence[Collection[str]]
     protocols: Sequence[str]
+    offers: Sequence[str]
     roles: Sequence[Role]
     health: Sequence[Health]
     in_flight: Numbers

@@ -44,6 +44,24 @@ class Measured(msgspec.Struct, kw_only=True):
         return (self.cached_tokens or 0) + (self.restored_tokens or 0)
 
 
+class HandoffReport(msgspec.Struct, frozen=True):
+    """How one engine of a pair says that a handoff went.
+
+    Attributes:
+        way: how the KV went.
+        state: in which state the handoff ended: ``success`` or ``failed``.
+        code: why it failed; empty = it did not.
+        seconds: how long it was in each state.
+        bytes: of KV.
+    """
+
+    way: str
+    state: str
+    code: str
+    seconds: dict[str, float]
+    bytes: int
+
+
 class Attempt(msgspec.Struct, kw_only=True):
     """One choice of engines for a request.
 
@@ -58,6 +76,12 @@ class Attempt(msgspec.Struct, kw_only=True):
         prefill_s: duration of the first half of a pair; None if there was none.
         decode_queue_s: seconds that the KV of a pair waited for a place at the decode engine; None
             if there was no such wait.
+        way: how the KV of a pair goes: ``push``, ``store``, ``connector`` (vLLM's), or empty if
+            its protocol does not say; empty without a pair.
+        room: number of the attempt that both engines of a pair got, if they got one.
+        pushed: how the push went, as the prefill engine says; None = it has not said yet, or the
+            KV went another way. It may come after the request has ended.
+        received: likewise, as the decode engine says.
         outcome: empty while it runs; then ``ok`` or the error.
         prefilled: measurements of the prefill engine of a pair.
         served: measurements of the engine that answered.
@@ -72,6 +96,10 @@ class Attempt(msgspec.Struct, kw_only=True):
     assigned_s: float
     prefill_s: float | None = None
     decode_queue_s: float | None = None
+    way: str = ""
+    room: int | None = None
+    pushed: HandoffReport | None = None
+    received: HandoffReport | None = None
     outcome: str = ""
     prefilled: Measured | None = None
     served: Measured | None = None

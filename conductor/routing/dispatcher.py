@@ -12,7 +12,8 @@ Events go in (arrivals, completions, failures, time), and effects come out of :m
 step` as values. It is the only place that gives requests places at engines: an engine never has
 more than ``max_running`` requests from us. A pair takes a place at its prefill engine when it is
 assigned, and one at its decode engine when its KV arrives there, so that the place is not idle
-while the prompt is computed; at once, if its protocol asks both engines at once.
+while the prompt is computed; at once, if its protocol asks both engines at once. Then the part of
+the prefill engine may go on when the request has ended: its place is *detached* from the request.
 
 A request that failed at an engine waits again with its old number, so it is the first to be
 considered, and never at that engine.
@@ -144,6 +145,7 @@ class Dispatcher:
         self._arrived: dict[int, _Known] = {}  # whose KV waits for a decode engine
         self._refused: list[Reject] = []  # until the next step
         self._in_flight: Counter[str] = Counter()
+        self._detached: Counter[str] = Counter()  # of these, places that belong to no request
         self._promised: Counter[str] = Counter()
         self._last_assigned: dict[str, int] = {}
         self._assigned = 0
@@ -243,6 +245,20 @@ class Dispatcher:
         if known is None or engine_id not in known.held:
             return
         known.held.remove(engine_id)
+        self._free(number, engine_id, now)
+
+    def detach(self, number: int, engine_id: str) -> None:
+        """Let a place of a request last until :meth:`give_back`, also when the request ends."""
+        known = self._known[number]
+        known.held.remove(engine_id)
+        self._detached[engine_id] += 1
+
+    def give_back(self, number: int, engine_id: str, now: float) -> None:
+        """An engine has ended its part of a request whose place there was detached."""
+        _take(self._detached, engine_id)
+        self._free(number, engine_id, now)
+
+    def _free(self, number: int, engine_id: str, now: float) -> None:
         self.loads.left(number, engine_id, now)
         _take(self._in_flight, engine_id)
         if self._released_at is not None:
@@ -466,6 +482,7 @@ class Dispatcher:
             models=[info.model for info in infos],
             adapters=[info.adapters for info in infos],
             protocols=[info.protocol for info in infos],
+            offers=[info.offers for info in infos],
             roles=[info.role for info in infos],
             health=[engine.health.state for engine in engines],
             in_flight=np.array([self._in_flight[info.id] for info in infos], dtype=np.int64),
@@ -489,7 +506,7 @@ class Dispatcher:
             assert known.assign is not None or not known.held
             held.update(known.held)
             promised.update([known.promised] if known.promised is not None else [])
-        assert held == self._in_flight
+        assert held + self._detached == self._in_flight
         assert promised == self._promised
         assert self._waiting.keys() | self._arrived.keys() <= self._known.keys()
         self.loads.check()

@@ -9,8 +9,9 @@ engine, which serves alone. A **second** engine is a decode engine, or a mixed o
 engine is left. If no first or no second engine exists, the request is rejected, not held. Suspect
 engines are used only if no engine is alive, dead engines never.
 
-If a protocol asks both engines of a pair at once, both must speak it. In all others the second gets
-what the first has answered; if it cannot use that, it computes the prompt itself.
+If a protocol asks both engines of a pair at once, both must speak it, or both must offer it over
+their own: that is decided for each pair. In all others the second gets what the first has answered;
+if it cannot use that, it computes the prompt itself.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -57,11 +58,17 @@ class Handoff(NamedTuple):
 
 
 class _Pairs(NamedTuple):
-    """Rows of engines that can serve in pairs."""
+    """Rows of engines that can serve in pairs.
+
+    Attributes:
+        prefill: those that prefill.
+        decode: those that decode.
+        offering: one of the former for each protocol that they offer over their own.
+    """
 
     prefill: list[int]
     decode: list[int]
-    at_once: bool
+    offering: dict[str, int]
 
 
 class _Group(NamedTuple):
@@ -229,15 +236,19 @@ class _Call:
             return self._decide_by_seconds(row, group, self._chooser, now)
         firsts = [one for one in group.alone if self.has_room(one)]
         for pairs in group.pairs.values():
-            if any(self._takes(one, at_once=pairs.at_once) for one in pairs.decode):
-                firsts += [one for one in pairs.prefill if self.has_room(one)]
+            usable = {
+                offer for offer, first in pairs.offering.items()
+                if any(self._takes(one, self.way(first, one)) for one in pairs.decode)
+            }  # fmt: skip
+            offers = self._view.offers
+            firsts += [one for one in pairs.prefill if offers[one] in usable and self.has_room(one)]
         if not firsts:
             self._full.add(key)
             return self.hold(row, now, _FULL)
         first = second = self.cheapest(row, firsts)
         if self._view.roles[first] is not Role.MIXED:
             pairs = group.pairs[self._scheduler.kind(self._view.protocols[first])]
-            takers = [one for one in pairs.decode if self._takes(one, at_once=pairs.at_once)]
+            takers = [one for one in pairs.decode if self._takes(one, self.way(first, one))]
             second = self.cheapest(row, takers)
         return self._assign(row, first, second, group)
 
@@ -257,9 +268,11 @@ class _Call:
         """First engines, whether they have room or not, and those that can decode after them."""
         found: Pairs = [(group.alone, [])]
         for pairs in group.pairs.values():
-            takers = [one for one in pairs.decode if self._takes(one, at_once=pairs.at_once)]
-            if takers:
-                found.append((pairs.prefill, takers))
+            for offer, example in pairs.offering.items():
+                takers = [one for one in pairs.decode if self._takes(one, self.way(example, one))]
+                if takers:
+                    offering = [one for one in pairs.prefill if self._view.offers[one] == offer]
+                    found.append((offering, takers))
         return found
 
     def hold(self, row: int, now: float, why: str, engine: str = "") -> Hold | Reject:
@@ -324,13 +337,19 @@ class _Call:
         mixed = self._view.roles[row] is Role.MIXED
         return (not mixed, self._last_assigned[row], self._view.ids[row])
 
-    def _takes(self, row: int, *, at_once: bool) -> bool:
+    def way(self, first: int, second: int) -> str:
+        """The protocol by which a pair is asked."""
+        view = self._view
+        offer = view.offers[first]
+        return offer if offer and offer == view.offers[second] else view.protocols[first]
+
+    def _takes(self, row: int, way: str) -> bool:
         """Whether an engine may be assigned to decode.
 
         At once, it needs a free place. Else requests get theirs when their KV arrives; so that
         engines prefill while others decode, as many may be promised as there are places.
         """
-        if at_once:
+        if self._scheduler.kind(way) != _IN_TURN:
             return self.has_room(row)
         return bool(self._promised[row] < self._max_running[row])
 
@@ -357,7 +376,7 @@ class _Call:
             alone = [row for row in well if view.roles[row] is Role.MIXED]
             kinds = {row: self._scheduler.kind(view.protocols[row]) for row in well}
             pairs = {
-                kind: self._pairs([row for row in well if kinds[row] == kind], kind)
+                kind: self._pairs([row for row in well if kinds[row] == kind])
                 for kind in dict.fromkeys(kinds.values())
             }
             pairs = {kind: one for kind, one in pairs.items() if one.decode}
@@ -365,19 +384,20 @@ class _Call:
                 return _Group(serving, alone, pairs, "")
         return _Group(serving, [], pairs, why_nobody(view, fit, len(excluded)))
 
-    def _pairs(self, rows: Sequence[int], kind: str) -> _Pairs:
+    def _pairs(self, rows: Sequence[int]) -> _Pairs:
         by_role: Mapping[Role, list[int]] = {role: [] for role in Role}
         for row in rows:
             by_role[self._view.roles[row]].append(row)
         decode = by_role[Role.DECODE] or by_role[Role.MIXED]
-        return _Pairs(by_role[Role.PREFILL], decode, at_once=kind != _IN_TURN)
+        prefill = by_role[Role.PREFILL]
+        return _Pairs(prefill, decode, {self._view.offers[one]: one for one in prefill})
 
     def _assign(
         self, row: int, first: int, second: int, group: _Group, priced: PricedEngines | None = None
     ) -> Assign:
         view, matches = self._view, self._matches(row)
         candidates = self._candidates(row, first, second, group, priced)
-        protocol = view.protocols[first]
+        protocol = self.way(first, second) if first != second else view.protocols[first]
         at_once = first == second or self._scheduler.kind(protocol) != _IN_TURN
         self._assigned += 1
         self._in_flight[first] += 1
@@ -412,7 +432,7 @@ class _Call:
         view, matches, rows = self._view, self._matches(row), group.serving
         ids = tuple([view.ids[one] for one in rows])
         excluded = self._waiting.excluded[row]
-        verdicts = [self._verdict(one, excluded) for one in rows]
+        verdicts = [self._verdict(one, first, excluded) for one in rows]
         if first == second:
             verdicts[rows.index(first)] = _ALONE
         else:
@@ -432,8 +452,8 @@ class _Call:
             priced.shown(rows) if priced is not None else None,
         )
 
-    def _verdict(self, one: int, excluded: frozenset[str]) -> int:
-        """What becomes of an engine that was not chosen."""
+    def _verdict(self, one: int, first: int, excluded: frozenset[str]) -> int:
+        """What becomes of an engine that was not chosen, ``first`` being chosen."""
         view = self._view
         health = view.health[one]
         if excluded and view.ids[one] in excluded:
@@ -442,5 +462,4 @@ class _Call:
             return _SUSPECT if health is Health.SUSPECT else _DEAD
         if view.roles[one] is not Role.DECODE:
             return _PASSED if self.has_room(one) else _FULL_ONE
-        at_once = self._scheduler.kind(view.protocols[one]) != _IN_TURN
-        return _PASSED if self._takes(one, at_once=at_once) else _FULL_ONE
+        return _PASSED if self._takes(one, self.way(one, first)) else _FULL_ONE

@@ -189,6 +189,10 @@ class BatchEngine:
             passed = ceil((now - stretch.start) / stretch.step_s - _ROUNDING)
             stretch.steps = min(stretch.steps, max(1, passed))
 
+    def holds(self, number: int) -> bool:
+        """Whether a request holds room here."""
+        return number in self._held
+
     def release(self, number: int) -> None:
         """Give the room of a request back whose prompt was computed here; unknown: nothing."""
         self.reserved -= self._held.pop(number, 0)

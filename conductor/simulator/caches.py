@@ -108,6 +108,14 @@ class Expectations:
                 if not self.held[block]:
                     del self.held[block]
 
+    def check(self, sent: Iterable[tuple[Sequence[int], int]]) -> None:
+        """Assert that it has the blocks of these prompts, each with an engine's bit, only."""
+        held: Bits = {}
+        for blocks, bit in sent:
+            for block in blocks:
+                held[block] = held.get(block, 0) | bit
+        assert held == self.held
+
 
 class Tiers:
     """A node's host memory and disk: what leaves memory goes to disk."""

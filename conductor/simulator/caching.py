@@ -1,6 +1,6 @@
 """The caches of all engines and nodes of a simulation, and from where a prompt's KV comes. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -142,9 +142,6 @@ class Caching:
         if node:
             self._tiers[engine].host.clear()
 
-    def blocks(self) -> Sequence[tuple[str, int, int, int]]:
-        """For each engine, the blocks in its own cache, and in memory and on disk of its node."""
-        return [
-            (name, len(local), len(self._tiers[name].host), len(self._tiers[name].disk))
-            for name, local in self._local.items()
-        ]
+    def check(self, sent: Iterable[tuple[TracedRequest, str]]) -> None:
+        """Assert that exactly the blocks of these prompts are expected, each at an engine."""
+        self._expected.check([(one.blocks, self._bits[engine]) for one, engine in sent])

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from conductor.config import QueueConfig
 from conductor.costs.shapes import SHAPES
 from conductor.routing.engines import Role
 from conductor.routing.policy import POLICIES
@@ -29,6 +30,12 @@ from kvstore.errors import InvalidArgument, reason
 _FAILURE: Final = re.compile(r"([A-Za-z0-9._-]+)@(\d+(?:\.\d+)?)(?::(\d+(?:\.\d+)?))?")
 SHOWN: Final = ("p50", "p90", "p99", "tbt_p99", "hit", "effective", "rejected", "goodput")
 _SAMPLE_S: Final = 10.0
+_RANGES: Final = (
+    ("handoff_part", 0.001, 1), ("waiting_max", 0, 1e9), ("wait_s", 0, float("inf")),
+    ("chunk_tokens", 16, 1e6), ("host_bytes", 0, 1e15), ("disk_bytes", 0, 1e15),
+    ("prefill_running", 1, 1e5), ("decode_running", 1, 1e5), ("mixed_running", 1, 1e5),
+)  # fmt: skip
+"""Options that are numbers, with the least and most of each."""
 
 
 class Outcome(NamedTuple):
@@ -66,12 +73,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for role, places in (("prefill", 8), ("decode", 256), ("mixed", 256)):
         parser.add_argument(f"--{role}-running", type=int, default=places,
                             help=f"places of a {role} engine; default: %(default)s")  # fmt: skip
-    parser.add_argument("--waiting-max", type=int, default=1_000_000, help="requests that wait")
-    parser.add_argument("--wait-s", type=float, default=float("inf"), help="seconds they may wait")
+    queue = QueueConfig()
+    parser.add_argument("--waiting-max", type=int, default=queue.waiting_max,
+                        help="requests that wait; default: the Conductor's")  # fmt: skip
+    parser.add_argument("--wait-s", type=float, default=queue.wait_s,
+                        help="seconds they may wait, or inf; default: the Conductor's")  # fmt: skip
     parser.add_argument("--chunk-tokens", type=int, default=8192, help="of a step of an engine")
     parser.add_argument("--host-bytes", type=float, default=1e12, help="memory of a node for KV")
     parser.add_argument("--disk-bytes", type=float, default=0.0, help="disk of a node for KV")
     parser.add_argument("--alone", action="store_true", help="nodes do not fetch from each other")
+    parser.add_argument("--handoff-part", type=float, default=1.0,
+                        help="of KV, leaves when a prompt is computed; default: all")  # fmt: skip
     parser.add_argument("--fail", default="", metavar="ENGINE@S[:S]",
                         help="engines that die, and come back, at seconds")  # fmt: skip
     parser.add_argument("--series", type=Path, metavar="FOLDER",
@@ -111,6 +123,9 @@ class Cases:
         specs = {role: str(getattr(options, str(role))) for role in Role}
         self._engines: list[SimulatedEngine] = engines_of(specs, options.model, running)
         self._failures = _failures(options.fail)
+        for name, least, most in _RANGES:
+            if not least <= getattr(options, name) <= most:
+                raise InvalidArgument(name, f"{least:g} to {most:g} is possible")
         self.total = len(self.policies) * (1 if options.goodput else len(self.speeds))
 
     def run(self) -> Iterator[Outcome]:
@@ -133,6 +148,7 @@ class Cases:
             host_bytes=options.host_bytes,
             disk_bytes=options.disk_bytes,
             peers=not options.alone,
+            handoff_part=options.handoff_part,
             failures=self._failures,
             sample_s=_SAMPLE_S if options.series else 0.0,
             journal=options.journal is not None,

@@ -40,8 +40,8 @@ class Scenario:
         disk_bytes: disk of each node for KV; 0 = none.
         disk_bytes_per_s: how fast it reads.
         peers: whether nodes fetch from each other.
-        handoff_part: part of a prompt's KV that leaves for the decode engine only when all of it
-            is computed; the rest goes while it is.
+        handoff_part: part of a prompt's KV that leaves for the decode engine when all of it is
+            computed, as with protocols that ask the engines in turn; the rest went before.
         failures: engines that die.
         sample_s: seconds between two samples of load; 0 = none.
         journal: whether inputs and decisions of the dispatcher are kept.
@@ -57,7 +57,7 @@ class Scenario:
     disk_bytes: float = 0.0
     disk_bytes_per_s: float = 6e9
     peers: bool = True
-    handoff_part: float = 0.1
+    handoff_part: float = 1.0
     failures: Sequence[Failure] = ()
     sample_s: float = 0.0
     journal: bool = False

@@ -15,7 +15,7 @@ import numpy as np
 from conductor.routing.choices import Assign, Continue, Reject
 from conductor.routing.columns import Matches
 from conductor.routing.dispatcher import Request
-from conductor.routing.policy import POLICIES
+from conductor.routing.policy import POLICIES, Binding
 from conductor.simulator.batching import BatchEngine, EngineLimits, Work
 from conductor.simulator.caching import CacheLimits, Caching
 from conductor.simulator.fleet import SimulatedEngine
@@ -76,6 +76,7 @@ class Simulation:
         self._next = 0  # request that arrives
         self._dead: set[str] = set()
         self._wake: float | None = None
+        self._late = POLICIES[scenario.policy].binds is Binding.LATE
         self._dirty = False
         for number, failure in enumerate(scenario.failures):
             if failure.engine not in self._engines:
@@ -177,10 +178,11 @@ class Simulation:
                 self._continue(self._flights[effect.request], effect)
             else:
                 self._rejected(record, effect)
-        if self._wake is None and self.scenario.wait_s < NEVER:
-            # Who comes later waits longer: an old time is early enough until it has passed.
+        if self._late or (self._wake is None and self.scenario.wait_s < NEVER):
+            # Of deadlines, an old one is early enough until it has passed: who comes later waits
+            # longer. A policy that binds late wants to be called when engines come free.
             wake = self.desk.dispatcher.wake_at
-            self._wake = None if wake is None else max(wake, self.now)
+            self._wake = None if wake is None or wake == NEVER else max(wake, self.now)
 
     def _rejected(self, record: Record, reject: Reject) -> None:
         flight = self._flights.pop(record.request.number, None)
@@ -427,6 +429,14 @@ class Simulation:
             batch.check()
             info = self._engines[name].info
             assert self.desk.dispatcher.in_flight(name) <= info.max_running
-        assert set(self._transfers) == {
-            one for flight in self._flights.values() for one in flight.transfers
-        }
+        flights = self._flights.values()
+        moving = [one for flight in flights for one in flight.transfers]
+        assert sorted(moving) == sorted(self._transfers)
+        assert len(moving) == len(self.links)
+        sent = [(flight.record.request, name) for flight in flights for name in flight.expected]
+        self.caching.check(sent)
+        for number, flight in self._flights.items():
+            assert not flight.record.outcome
+            if flight.continued and not flight.transfers and flight.prefill != flight.decode:
+                assert not flight.expected
+                assert not self._batches[flight.prefill].holds(number)

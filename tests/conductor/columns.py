@@ -28,6 +28,7 @@ class EngineRow:
     model: str = "m"
     adapters: Collection[str] = ()
     protocol: str = "at-once"
+    offer: str = ""
     health: Health = Health.ALIVE
     in_flight: int = 0
     promised: int = 0
@@ -83,6 +84,7 @@ def view_of(rows: Sequence[EngineRow], *, assigned: int = 0, retry_after_s: int 
         models=[row.model for row in rows],
         adapters=[row.adapters for row in rows],
         protocols=[row.protocol for row in rows],
+        offers=[row.offer for row in rows],
         roles=[row.role for row in rows],
         health=[row.health for row in rows],
         assigned=assigned,

@@ -98,6 +98,16 @@ def test_sources_go_on_where_the_nearer_place_ends():
     assert found == Sources(start=1, host=1, disk=2, peer="p1", more=2)
 
 
+def test_what_an_engine_computes_now_is_not_fetched():
+    caching = Caching({"p0": MANY, "p1": MANY})
+    caching.computed(request(1, 2, 3), "p1", reserved=0)
+    caching.expect(request(1, 2), "p0")
+
+    found = caching.sources(request(1, 2, 3), "p0")
+
+    assert found == Sources(start=2, host=0, disk=0, peer="p1", more=1)
+
+
 def test_an_engine_that_dies_has_lost_everything_in_memory():
     caching = Caching({"p0": MANY})
     caching.computed(request(1, 2), "p0", reserved=0)

@@ -123,6 +123,20 @@ def test_requests_of_an_engine_that_dies_go_to_another_unless_they_have_tokens()
     assert done.records[0].prefill == "m2"
 
 
+@pytest.mark.parametrize("dies", ["p0", "d0"])
+def test_a_handoff_stops_when_one_of_its_engines_dies(dies: str):
+    trace = trace_of((0.0, 1_000, 2, []))
+    slow = [replace(one, network_bytes_per_s=1e6) for one in fleet(prefill=2, decode=2)]
+
+    failures = [Failure(engine=dies, at_s=3.0)]
+    done = simulated(trace, slow, failures=failures, handoff_part=0.1)
+
+    (record,) = done.records
+    assert (record.outcome, record.tries) == ("ok", 2)
+    assert dies not in (record.prefill, record.decode)
+    assert record.first_s == pytest.approx(13.0, abs=0.5)  # 10 MB once more
+
+
 def test_an_engine_that_comes_back_serves_again_without_its_cache():
     trace = trace_of((0.0, 600, 1, [1]), (5.0, 600, 1, [1]))
 
@@ -419,6 +433,9 @@ def test_the_command_searches_goodput(capsys: pytest.CaptureFixture[str]):
         (["--mixed", "1xh800", "--policy", "guess"], "policy"),
         (["--mixed", "1xh800", "--fail", "m0"], "fail"),
         (["--mixed", "1xh800", "--requests", "0"], "requests"),
+        (["--mixed", "1xh800", "--chunk-tokens", "0"], "chunk_tokens"),
+        (["--mixed", "1xh800", "--mixed-running", "0"], "mixed_running"),
+        (["--mixed", "1xh800", "--wait-s", "nan"], "wait_s"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(
