@@ -304,6 +304,8 @@ class _Call:
         free = [one for one in pairs.decode if self.has_room(one)] if pairs is not None else []
         if not free:
             return self.hold(row, now, _DECODE_FULL)
+        if self._chooser is not None:
+            return self._receive(self._chooser.receiver(self._waiting, row, free), wanted)
         return self._receive(self.cheapest(row, free), wanted)
 
     def _receive(self, chosen: int, wanted: int | None) -> str:
