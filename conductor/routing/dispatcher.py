@@ -136,7 +136,7 @@ class Dispatcher:
         self._scheduler = scheduler
         self._limits = limits
         self.loads = EngineLoads(book or CostBook())
-        self._view: View | None = None  # of the last time that requests were due
+        self._learned: set[int] = set()  # since the last step, without an assignment
         self._stepped_at = -math.inf
         self._known: dict[int, _Known] = {}
         self._waiting: dict[int, _Known] = {}  # without an assignment
@@ -306,8 +306,7 @@ class Dispatcher:
         if not self._waiting or not self._scheduler.policy.needs_prefixes:
             return []
         waiting = self._waiting_rows()
-        self._view = self.view(now)
-        rows = self._scheduler.due(self._view, waiting, now)
+        rows = self._scheduler.due(self.view(now), waiting, now)
         return [(waiting.numbers[row], waiting.models[row]) for row in rows]
 
     def learn(self, number: int, matches: Matches) -> None:
@@ -317,8 +316,7 @@ class Dispatcher:
         rows = self._waiting_rows()
         at = bisect.bisect_left(rows.numbers, number)
         rows.matches[at] = matches
-        if self._view is not None and self._view.costs is not None:
-            known.least_s = rows.least_s[at] = self._scheduler.least_s(self._view, rows, at)
+        self._learned.add(number)
 
     def step(self, now: float) -> list[Effect]:
         """Decide what can be decided now; a request gets no further effect after a Reject."""
@@ -327,8 +325,9 @@ class Dispatcher:
         self._stepped_at = now
         effects += self._receive(now)
         if self._waiting:
-            waiting = self._waiting_rows()
-            for decision in self._scheduler.schedule(self.view(now), waiting, now):
+            view = self.view(now)
+            waiting = self._priced(view)
+            for decision in self._scheduler.schedule(view, waiting, now):
                 if isinstance(decision, Assign):
                     self._give(decision, now)
                 elif isinstance(decision, Hold) and decision.engine:
@@ -339,6 +338,17 @@ class Dispatcher:
                 if not isinstance(decision, Hold):
                     effects.append(decision)
         return effects
+
+    def _priced(self, view: View) -> Waiting:
+        """Those without an assignment, with the seconds that their prompts need now."""
+        waiting = self._waiting_rows()
+        if view.costs is not None:
+            for number in sorted(self._learned & self._waiting.keys()):
+                at = bisect.bisect_left(waiting.numbers, number)
+                least_s = self._scheduler.least_s(view, waiting, at)
+                self._waiting[number].least_s = waiting.least_s[at] = least_s
+        self._learned.clear()
+        return waiting
 
     def _receive(self, now: float) -> list[Effect]:
         """Give places at decode engines to those whose KV has arrived."""
