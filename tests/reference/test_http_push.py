@@ -230,7 +230,7 @@ def test_when_decode_dies_in_the_middle_prefill_stops_and_serves_others(
     assert here.result()[1]["choices"][0]["finish_reason"] == "handoff_failed"
     assert there.exception(WAIT_S) is not None
     assert prefill.complete(prompt=SHORT)[0] == 200
-    assert "reference_engine_running 0.0" in prefill.metrics()
+    wait_until(lambda: "reference_engine_running 0.0" in prefill.metrics())
     router.close()
 
 
