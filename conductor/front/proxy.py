@@ -25,7 +25,7 @@ from conductor.front.openai import (
     read_body,
 )
 from conductor.front.sending import Parts, Run, Sender
-from conductor.front.tracing import TOKENS_MAX, TracedRequest
+from conductor.front.tracing import TOKENS_MAX, AnsweredRequest
 from conductor.front.upstream import EngineError, EngineRefusedError
 from conductor.front.waiting import Lease, RejectedError
 from conductor.routing.dispatcher import Request
@@ -172,7 +172,7 @@ class Proxy:
             session=name_of(run.http.headers.get("X-Session-Id")) or body.session or body.tenant,
         )
 
-    def _traced(self, run: Run) -> TracedRequest | None:
+    def _traced(self, run: Run) -> AnsweredRequest | None:
         """What a trace has of a request that has ended; None if its tokens are not known."""
         decision = run.decision
         served = decision.attempts[-1].served if decision.attempts else None
@@ -184,7 +184,7 @@ class Proxy:
         ):
             return None
         page_tokens = self._parts.prefixes.key_tokens(decision.model)
-        return TracedRequest(
+        return AnsweredRequest(
             run.arrived, prompt_tokens, served.completion_tokens, run.keys, page_tokens
         )
 

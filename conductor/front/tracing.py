@@ -42,7 +42,7 @@ _CLOSE_S: Final = 2.0
 _log = logging.getLogger(__name__)
 
 
-class TracedRequest(NamedTuple):
+class AnsweredRequest(NamedTuple):
     """What a trace has of a request.
 
     Attributes:
@@ -85,8 +85,8 @@ class TraceFile:
         except OSError as error:
             raise ConfigError(f"decisions.trace_file={path}: {reason(error)}") from error
         self.counts = {"written": 0, "dropped": 0, "failed": 0, "unknown": 0}
-        self._open: OrderedDict[int, TracedRequest | None] = OrderedDict()  # None = not ended
-        self._lines: queue.Queue[TracedRequest | None] = queue.Queue(_WAITING_MAX)
+        self._open: OrderedDict[int, AnsweredRequest | None] = OrderedDict()  # None = not ended
+        self._lines: queue.Queue[AnsweredRequest | None] = queue.Queue(_WAITING_MAX)
         self._thread = threading.Thread(target=self._write, name="kvstore-trace", daemon=True)
         self._thread.start()
 
@@ -94,7 +94,7 @@ class TraceFile:
         """A request arrives, after all whose number is lower."""
         self._open[number] = None
 
-    def ended(self, number: int, request: TracedRequest | None) -> None:
+    def ended(self, number: int, request: AnsweredRequest | None) -> None:
         """A request has ended; None = its tokens are not known."""
         if request is None:
             self.counts["unknown"] += 1
@@ -111,7 +111,7 @@ class TraceFile:
             if ready is not None:
                 self._put(ready)
 
-    def _put(self, request: TracedRequest) -> None:
+    def _put(self, request: AnsweredRequest) -> None:
         try:
             self._lines.put_nowait(request)
         except queue.Full:
@@ -171,7 +171,7 @@ class _Rotated:
         self._size, self._began_s = 0, None
         self._salt = secrets.token_bytes(_SALT_BYTES)
 
-    def write(self, request: TracedRequest) -> None:
+    def write(self, request: AnsweredRequest) -> None:
         """Add a line."""
         if self._fd < 0 or self._size >= self._bytes_max:
             self.begin()
@@ -196,7 +196,7 @@ class _Rotated:
             raise
         self._size += written
 
-    def _ids(self, request: TracedRequest) -> Iterator[int]:
+    def _ids(self, request: AnsweredRequest) -> Iterator[int]:
         """A number for each block; one of which nothing is known is like no other."""
         for start in range(0, request.input_tokens, BLOCK_TOKENS):
             pages = -(-(start + BLOCK_TOKENS) // max(1, request.page_tokens))

@@ -15,7 +15,7 @@ import pytest
 
 from bench.trace import blocks
 from conductor.front import tracing
-from conductor.front.tracing import TOKENS_MAX, TracedRequest, TraceFile
+from conductor.front.tracing import TOKENS_MAX, AnsweredRequest, TraceFile
 from kvstore.errors import ConfigError
 from tests.conductor.fakes import OPERATE, FakeEngine, serving
 from tests.loops import eventually, in_loop
@@ -34,10 +34,10 @@ def tracing_to(path: Path, bytes_max: int = 1 << 20, files_max: int = 3) -> Iter
 
 
 def traced(arrived_s: float, tokens: int, keys: Sequence[int] = (), page: int = PAGE):
-    return TracedRequest(arrived_s, tokens, 7, np.array(keys, dtype=np.uint64), page)
+    return AnsweredRequest(arrived_s, tokens, 7, np.array(keys, dtype=np.uint64), page)
 
 
-def write(path: Path, *requests: TracedRequest, **bounds: int) -> list[dict[str, Any]]:
+def write(path: Path, *requests: AnsweredRequest, **bounds: int) -> list[dict[str, Any]]:
     with tracing_to(path, **bounds) as trace:
         for number, one in enumerate(requests):
             trace.began(number)
