@@ -11,6 +11,7 @@ from itertools import islice
 import msgspec
 
 from conductor.routing.choices import Assign, Candidates
+from conductor.routing.packing import PackedCandidates, SharedValues
 
 
 class Measured(msgspec.Struct, kw_only=True):
@@ -92,7 +93,7 @@ class Attempt(msgspec.Struct, kw_only=True):
     decode: str
     reason: str
     predicted_hit_tokens: int
-    candidates: Candidates
+    candidates: Candidates | PackedCandidates
     assigned_s: float
     prefill_s: float | None = None
     decode_queue_s: float | None = None
@@ -173,6 +174,7 @@ class DecisionLog:
     def __init__(self, kept: int) -> None:
         self._kept = kept
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
+        self._shared = SharedValues()
 
     def open(
         self, request_id: str, model: str, policy: str, *, stream: bool, at: datetime
@@ -185,6 +187,12 @@ class DecisionLog:
         while len(self._decisions) > self._kept:
             self._decisions.popitem(last=False)
         return decision
+
+    def ended(self, decision: Decision) -> None:
+        """A request has ended: keep its explanation in fewer bytes."""
+        for attempt in decision.attempts:
+            if isinstance(attempt.candidates, Candidates):
+                attempt.candidates = PackedCandidates(attempt.candidates, self._shared)
 
     def get(self, request_id: str) -> Decision | None:
         """The decision with this id, if still kept."""

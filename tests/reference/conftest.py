@@ -110,5 +110,6 @@ def check_idle(engine: Engine) -> None:
     if engine.parts.queues is not None:
         engine.parts.queues.check()
     assert not list(engine._steps.requests())
-    kept = 0 if engine.parts.tree is None else len(engine.parts.tree) * 4
+    page_blocks = engine.options.page_tokens // engine.options.block_tokens
+    kept = 0 if engine.parts.tree is None else len(engine.parts.tree) * page_blocks
     assert engine.parts.allocator.free + kept == engine.parts.allocator.count, "blocks leaked"

@@ -37,12 +37,12 @@ class PushPair:
         sampling: Sampling | None = None,
         *,
         name: str = "request",
-        room: int | None = None,
+        **fields: Any,
     ) -> tuple[Answer, Answer]:
         """Prefill's answer and decode's."""
-        number = next(ROOMS) if room is None else room
-        here = self.ask_prefill(prompt, number, sampling, name)
-        return here, self.ask_decode(prompt, number, max_tokens, sampling, name)
+        room = next(ROOMS)
+        here = self.ask_prefill(prompt, room, sampling, name)
+        return here, self.ask_decode(prompt, room, max_tokens, sampling, name, **fields)
 
     def ask_prefill(
         self, prompt: str, room: int, sampling: Sampling | None = None, name: str = "request"
@@ -58,9 +58,10 @@ class PushPair:
         max_tokens: int = 16,
         sampling: Sampling | None = None,
         name: str = "request",
+        **fields: Any,
     ) -> Answer:
-        push = Push(room, registry_of(self.prefill))
-        return self.ask_one(self.decode, prompt, max_tokens, sampling, id=name, push=push)
+        fields |= {"id": name, "push": Push(room, registry_of(self.prefill))}
+        return self.ask_one(self.decode, prompt, max_tokens, sampling, **fields)
 
 
 def pair_of(
