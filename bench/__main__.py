@@ -14,6 +14,7 @@ from bench import measure
 
 GROUPS: Final = {
     "admission": "bench.admission",
+    "costs": "bench.costs",
     "demo": "bench.demo",
     "demo-cluster": "bench.demo_cluster",
     "demo-vllm": "bench.demo_vllm",
@@ -27,6 +28,7 @@ GROUPS: Final = {
     "reclaim": "bench.reclaim",
     "remote": "bench.remote",
     "replay": "bench.replay",
+    "simulate": "bench.simulate",
     "slab": "bench.slab",
     "snapshot": "bench.snapshot",
     "ssd": "bench.ssd",

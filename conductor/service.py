@@ -15,9 +15,11 @@ import uvloop
 from aiohttp import web
 
 from conductor.config import ConductorConfig, load_conductor
+from conductor.costs.book import CostBook
 from conductor.front.admin import Admin, errors_as_json
 from conductor.front.auth import Auth, MadeToken
 from conductor.front.connections import CAUSES, CONNECTIONS_MAX, KEEPALIVE_S, Front, complaints
+from conductor.front.kept_costs import KeptCosts
 from conductor.front.membership import Membership
 from conductor.front.metrics import Metrics, index_gauges
 from conductor.front.prompts import Prompts
@@ -32,6 +34,7 @@ from conductor.routing.engines import EngineRegistry
 from conductor.routing.policy import POLICIES
 from conductor.routing.prefixes import PrefixView
 from conductor.routing.scheduler import Scheduler
+from conductor.simulator import command as simulate
 from kvstore.cluster.store import RecordStore
 from kvstore.config import show
 from kvstore.config.machine import version_of
@@ -94,7 +97,9 @@ class Conductor:
         prefixes = PrefixView(self.index, self.registry, needed=policy.needs_prefixes)
         at_once = [name for name, protocol in PROTOCOLS.items() if protocol.at_once]
         limits = DispatchLimits(config.queue.waiting_max, config.queue.wait_s, config.queue.tries)
-        dispatcher = Dispatcher(self.registry, Scheduler(policy, at_once), limits)
+        book = CostBook()
+        self._kept_costs = KeptCosts(config.costs.file, book)
+        dispatcher = Dispatcher(self.registry, Scheduler(policy, at_once), limits, book)
         self.queue = RequestQueue(dispatcher, prefixes.find, clock)
         self.membership = Membership(
             config, self.registry, self._upstream, self.index, self._pump, clock, store
@@ -151,6 +156,8 @@ class Conductor:
                 (engine.info.id,): float(self.queue.dispatcher.in_flight(engine.info.id))
                 for engine in self.registry
             },
+            **self.queue.dispatcher.loads.gauges(),
+            "costs_file_faults": {(): float(self._kept_costs.faults)},
             **index_gauges(self.index),
         }
 
@@ -167,6 +174,7 @@ class Conductor:
         """
         http = self.config.http
         self._stop = stop
+        self._kept_costs.read()
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._unhandled)
         runner = web.AppRunner(
@@ -187,6 +195,7 @@ class Conductor:
                     tasks.create_task(self.membership.run(), name="membership"),
                     tasks.create_task(self.index.run(), name="index"),
                     tasks.create_task(self._front.run(), name="front"),
+                    tasks.create_task(self._kept_costs.run(), name="costs"),
                     tasks.create_task(self._watch_lag(), name="loop lag"),
                 ]
                 host = f"[{http.host}]" if ":" in http.host else http.host
@@ -202,6 +211,8 @@ class Conductor:
             if token is not None:
                 token.remove()
             await runner.cleanup()
+            await self.proxy.close()
+            self._kept_costs.write()
             await self._upstream.close()
 
     def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
@@ -283,7 +294,7 @@ def _connections_max() -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command ``kvstore-conductor``.
+    """The command ``kvstore-conductor``; with ``simulate`` it serves nobody, but tries policies.
 
     Returns:
         Exit status: 0 after a clean stop, 2 for an invalid configuration, 1 if listening at the
@@ -292,7 +303,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not __debug__:
         sys.stderr.write("kvstore-conductor relies on assertions: it does not run with -O\n")
         return 2
-    args = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["simulate"]:
+        return simulate.main(given[1:])
+    args = _parser().parse_args(given)
     flags = {"http.host": args.host, "http.port": args.port, "policy.name": args.policy}
     overrides = [f"{key}={value}" for key, value in flags.items() if value is not None]
     logging.basicConfig(
@@ -314,7 +328,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="kvstore-conductor", description="Route requests to the engines that have their KV."
+        prog="kvstore-conductor",
+        description="Route requests to the engines that have their KV.",
+        epilog="kvstore-conductor simulate --help: try policies on a trace instead.",
     )
     parser.add_argument("--host", help="address to listen on (http.host)")
     parser.add_argument("--port", type=int, help="port; 0 = any free one (http.port)")

@@ -57,6 +57,10 @@ class Proxy:
         self.idle = asyncio.Event()
         self.idle.set()
 
+    async def close(self) -> None:
+        """End what outlasts the answers to clients."""
+        await self._sender.close()
+
     def _notice_idle(self) -> None:
         if not self.active:
             self.idle.set()
@@ -123,6 +127,7 @@ class Proxy:
             decision.total_s = self._parts.clock() - arrived
             self._parts.prefixes.forget(run.number)
             self._parts.metrics.ended(decision)
+            self._parts.decisions.ended(decision)
             self._notice_idle()
 
     async def _answer(self, run: Run) -> web.StreamResponse:

@@ -380,7 +380,9 @@ async def serve(
         try:
             await web.TCPSite(runner, host, port).start()
         except OSError as error:
-            option = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
+            # From Python 3.12 on the error of a foreign address has no number.
+            taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
+            option = "--port" if taken else "--host"
             raise ConfigError(f"{option}: {reason(error)}") from error
         name = f"[{host}]" if ":" in host else host
         url = f"http://{name}:{runner.addresses[0][1]}"

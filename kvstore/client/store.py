@@ -252,6 +252,7 @@ class KVStore:
             steps.callback(self._close_waiting)
             if promotion is not None:
                 steps.callback(promotion.close)
+            steps.callback(self._services.devices.close)
             steps.callback(self._services.stores.close)
             steps.callback(self._services.slow_loads.close)
             steps.callback(self._services.loads.close)  # its jobs may go on at slow_loads

@@ -72,7 +72,7 @@ class Lease:
     expired: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Put:
     """Pages one process writes.
 
@@ -88,19 +88,32 @@ class Put:
 
     space: PrefixTree
     shard: int
-    keys: list[PrefixKey] = field(default_factory=list)
-    slots: list[Slot] = field(default_factory=list)
-    size_bytes: int = 0
-    lost: bool = False
-    since_ns: int = 0
+    keys: list[PrefixKey]
+    slots: list[Slot]
+    size_bytes: int
+    lost: bool
+    since_ns: int
+
+    # Written out for the compiler: what `dataclass` makes stays interpreted.
+    def __init__(
+        self, space: PrefixTree, shard: int, keys: list[PrefixKey], slots: list[Slot],
+        size_bytes: int, since_ns: int,
+    ) -> None:  # fmt: skip
+        self.space = space
+        self.shard = shard
+        self.keys = keys
+        self.slots = slots
+        self.size_bytes = size_bytes
+        self.lost = False
+        self.since_ns = since_ns
 
     def part(self, pages: int) -> "Put":
         """A put of the leading pages, which are no longer of this one."""
         assert 0 < pages < len(self.slots)
         assert not self.lost
         size = self.size_bytes // len(self.slots) * pages
-        part = Put(self.space, self.shard, self.keys[:pages], self.slots[:pages], size)
-        part.since_ns = self.since_ns
+        keys, slots = self.keys[:pages], self.slots[:pages]
+        part = Put(self.space, self.shard, keys, slots, size, self.since_ns)
         del self.keys[:pages], self.slots[:pages]
         self.size_bytes -= size
         return part
