@@ -19,6 +19,7 @@ GROUPS: Final = {
     "demo-cluster": "bench.demo_cluster",
     "demo-vllm": "bench.demo_vllm",
     "flood": "bench.flood",
+    "handoff": "bench.handoff",
     "host": "bench.host",
     "index": "bench.index",
     "keys": "bench.keys",
