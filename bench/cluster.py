@@ -8,6 +8,7 @@ import json
 import os
 import queue
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -139,6 +140,7 @@ class Options:
         prefix_cache: whether the engines' own prefix caches are on; off, every reused token came
             through the store.
         kv_hashes: whether engines hash each request's K and V.
+        handoff: how KV gets from prefill to decode: ``store``, or ``push``.
     """
 
     model: str = "demo"
@@ -153,6 +155,7 @@ class Options:
     policy: str = "longest-prefix"
     prefix_cache: bool = False
     kv_hashes: bool = True
+    handoff: str = "store"
 
 
 class NodeAt(NamedTuple):
@@ -198,6 +201,10 @@ class Cluster:
     def _start(self) -> None:
         options = self.options
         self.directory = Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="kv-")))
+        self._secret = self.directory / "secret"
+        descriptor = os.open(self._secret, os.O_CREAT | os.O_WRONLY, 0o600)
+        os.write(descriptor, secrets.token_hex(16).encode())
+        os.close(descriptor)
         daemons = self._daemons()
         conductor = self._launch(
             "conductor",
@@ -281,7 +288,8 @@ class Cluster:
         if mode != "mono":
             node = self.nodes[0 if mode == "prefill" else -1]
             arguments += ["--store", node.store_url, "--node", node.name]
-            arguments += ["--conductor", self.conductor_url]
+            arguments += ["--conductor", self.conductor_url, "--handoff", options.handoff]
+            arguments += ["--handoff-secret-file", str(self._secret)]
         if mode != "mono" and options.prefix_cache:
             events = f"ipc://{self.directory}/{name}"
             arguments += ["--events", f"{events}.events", "--events-replay", f"{events}.replay"]

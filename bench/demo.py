@@ -41,6 +41,7 @@ class Row:
         with_store: through Conductor, P and D.
         alone: on the engine without a store.
         hashes_equal: K and V of every layer were the same at P and at D.
+        pushed: KV went from P to D without the store.
     """
 
     turn: Turn
@@ -52,6 +53,7 @@ class Row:
     with_store: Completion
     alone: Completion
     hashes_equal: bool
+    pushed: bool
 
     @property
     def prompt_tokens(self) -> int:
@@ -74,6 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="two people, two turns each")
     parser.add_argument("--serve", action="store_true", help="leave it running and print the URLs")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="`name: question` a line")
+    parser.add_argument(
+        "--handoff", choices=("store", "push"), default="store", help="from P to D (default: store)"
+    )
     parser.add_argument("--max-tokens", type=int, default=32, help="output tokens a turn")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy")
     parser.add_argument("--model", default="demo", help="of the reference engine: demo or tiny")
@@ -94,9 +99,11 @@ def run(options: argparse.Namespace) -> int:
         "are off, so every reused token comes through the store.\n"
     )
     try:
-        with Cluster(Options(model=options.model)) as cluster:
+        with Cluster(Options(model=options.model, handoff=options.handoff)) as cluster:
             rows = asyncio.run(converse(cluster, chosen, options.max_tokens, options.temperature))
             figures = show(rows, as_json=options.json)
+            if options.handoff == "push":
+                sys.stderr.write(f"pushed from P to D: {figures['pushed']}/{len(rows)}\n")
             if options.json:
                 sys.stdout.write(json.dumps(figures) + "\n")
             if options.serve:
@@ -163,6 +170,7 @@ async def ask(
         shared,
         alone,
         hashes[0]["layers"] == hashes[1]["layers"] and bool(hashes[0]["layers"]),
+        (attempt.get("received") or {}).get("state") == "success",
     )
 
 
@@ -181,6 +189,7 @@ def summary(rows: list[Row]) -> dict[str, Any]:
         "requests": len(rows),
         "tokens_equal": sum(row.tokens_equal for row in rows),
         "hashes_equal": sum(row.hashes_equal for row in rows),
+        "pushed": sum(row.pushed for row in rows),
         "prompt_tokens": sum(row.prompt_tokens for row in rows),
         "restored_tokens": sum(row.restored_tokens for row in rows),
         "warm_requests": len(warm),
