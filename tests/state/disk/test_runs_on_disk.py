@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvstore.errors import KVStoreError, PageCorrupt
-from kvstore.state.disk.jobs import DiskJob, DiskSync, DiskWrite, Verdict
+from kvstore.state.disk.jobs import DiskJob, DiskRead, DiskSync, DiskWrite, Verdict
 from kvstore.state.table.invariants import check
+from kvstore.state.table.runs import leading_ready
 from kvstore.state.tree import node as nodes
 from kvstore.state.tree.actions import PageStatus, Removed, TierRemoved, TierStored
 from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.sessions import Fetch
 from tests.state.disk.disk_world import IO_ERROR, DiskWorld, flood
 from tests.state.world import FULL, FULL_2, WINDOW, chain, key
 
@@ -239,15 +241,104 @@ class Side(DiskWorld):
         self.mine = self.space(self.me, [FULL, FULL_2])
         self.disk.advance(1)
 
-    def settle(self, fails: str) -> None:
-        """End all jobs; writes of pages whose paths end so fail, a write after the other."""
+    def settle(self, fails: str, kind: type[DiskWrite | DiskRead] = DiskWrite) -> None:
+        """End all jobs, one after the other; those of pages whose paths end so fail."""
         failing = {key(path + fails) for path in _paths(5)} if fails else set()
         while self.disk.unfinished or self.jobs(DiskJob):
             for job in self.jobs(DiskJob):
-                bad = isinstance(job, DiskWrite) and job.page.key in failing
+                bad = isinstance(job, kind) and job.page.key in failing
                 del self.open[job.job]
                 self.disk.completed(job.job, IO_ERROR if bad else None)
             self.disk.go_on()
+
+
+def on_disk_only(path: str) -> DiskWorld:
+    """A world whose pages of a path are one run on disk, and in no memory."""
+    world = DiskWorld()
+    world.store(world.me, world.mine, path)
+    world.end_all()
+    assert world.table.residents.release_memory(whole(world, path))
+    assert whole(world, path).count == len(path)
+    assert not whole(world, path).memory
+    world.table.actions.clear()
+    return world
+
+
+def fetch(world: DiskWorld, path: str) -> Fetch:
+    """Somebody wants a path's pages in memory."""
+    asked = world.table.begin_fetch(world.me, len(path) * 4096)
+    world.table.room.fetch(asked, world.mine, 0, b"".join(chain(path)))
+    return asked
+
+
+def test_a_run_is_loaded_with_one_event_and_stays_one_node():
+    world = on_disk_only("abcdef")
+
+    asked = fetch(world, "abcdef")
+    reads = world.jobs(DiskRead)
+    assert len(reads) == 6
+    assert asked.outstanding == 1
+    for job in reversed(reads):
+        assert world.table.fetches.ended == []
+        world.end_job(job)
+
+    assert world.table.fetches.ended == [asked]
+    (told,) = [one for one in world.table.actions if isinstance(one, TierStored)]
+    assert told.keys == chain("abcdef")
+    assert whole(world, "abcdef").count == 6
+    assert whole(world, "abcdef").memory
+
+
+def test_two_fetches_share_the_load_of_the_pages_that_both_want():
+    world = on_disk_only("abcdef")
+
+    first, second = fetch(world, "abcd"), fetch(world, "abcdef")
+    assert len(world.jobs(DiskRead)) == 6
+    assert second.outstanding == 2
+    third = fetch(world, "ab")
+    assert third.outstanding == 1
+    world.end_all()
+
+    assert world.table.fetches.ended == [first, third, second]
+    for asked in (first, second, third):
+        world.table.end_fetch(world.me, asked)
+    flood(world)
+    assert not whole(world, "abcdef").memory, "nothing is left pinned"
+
+
+def test_a_load_brings_what_is_left_of_its_pages():
+    world = on_disk_only("abcdef")
+    asked = fetch(world, "abcdef")
+    world.table.residents.drop(world.node("abcd"), 0, "operator")
+    world.store(world.me, world.mine, "abcd")  # other bytes, and in memory
+    kept = world.node("abcd").slots[0]
+
+    for job in world.jobs(DiskRead):
+        world.end_job(job)
+
+    assert world.table.fetches.ended == [asked]
+    assert world.in_memory("abcd") == [True] * 4
+    assert world.node("abcd").slots[0] == kept
+    world.table.end_fetch(world.me, asked)
+    assert world.slots.stats().writing_bytes == world.slots.stats().pinned_bytes == 0
+
+
+def test_pages_are_loaded_beside_one_that_is_still_loaded_for_those_before_it():
+    world = on_disk_only("abcd")
+    first = fetch(world, "abcd")
+    stale = world.jobs(DiskRead)
+    world.table.residents.drop(world.node("abc"), 0, "reclaimed")
+    world.store(world.me, world.mine, "abcd")
+    for path in ("abc", "abcd"):
+        world.end_job(world.write_of(path))
+    assert world.table.residents.release_memory(whole(world, "abcd"))
+    second = fetch(world, "abcd")
+    for job in stale:
+        world.end_job(job)
+    world.end_all()
+
+    assert world.table.fetches.ended == [first, second]
+    assert all(world.in_memory("abcd"))
 
 
 def _paths(most: int) -> Iterator[str]:
@@ -344,19 +435,20 @@ class BothDisks(RuleBasedStateMachine):
             number = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
             self.both(lambda side: side.table.release(side.me, number))
 
-    @rule(path=PATHS, shard=st.integers(0, 1))
-    def load(self, path: str, shard: int) -> None:
+    @rule(path=PATHS, shard=st.integers(0, 1), fails=st.sampled_from(("", "", "b", "ab", "ba")))
+    def load(self, path: str, shard: int, fails: str) -> None:
         def load(side: Side) -> int:
-            run = side.table.residents.ready_run(side.mine, shard, b"".join(chain(path)))
+            run = leading_ready(side.mine, b"".join(chain(path)), shard)
             if not run:
                 return 0
             keys = b"".join([node.keys for node in run])
             size = len(keys) // 32 * side.mine.shards[shard].slot_bytes
             fetch = side.table.begin_fetch(side.me, size)
             side.table.room.fetch(fetch, side.mine, shard, keys)
-            side.settle("")
+            side.settle(fails, DiskRead)
+            assert fetch in side.table.fetches.ended
             side.table.end_fetch(side.me, fetch)
-            return len(run)
+            return len(keys)
 
         self.both(load)
 
