@@ -3,6 +3,7 @@
 That loads of runs and of single pages have the same results is compared in test_runs_on_disk.py.
 """
 
+from kvstore.page import DIGEST_BYTES
 from kvstore.state.disk.jobs import DiskRead
 from kvstore.state.tree.actions import TierStored
 from kvstore.state.tree.sessions import Fetch
@@ -98,3 +99,23 @@ def test_pages_are_loaded_beside_one_that_is_still_loaded_for_those_before_it():
 
     assert world.table.fetches.ended == [first, second]
     assert all(world.in_memory("abcd"))
+
+
+def test_a_page_that_was_stored_again_with_other_bytes_does_not_get_the_old_ones():
+    world = on_disk_only("abcd")
+    asked = fetch(world, "abcd")
+    reads = world.jobs(DiskRead)
+    world.table.residents.drop(world.node("abc"), 0, "reclaimed")
+    number = world.begin(world.me, world.mine, "abcd")[0]
+    put = world.me.puts[number]
+    world.table.commit_put(world.me, number, b"\7" * DIGEST_BYTES * len(put.slots))
+    for path in ("abc", "abcd"):
+        world.end_job(world.write_of(path))
+    assert world.table.residents.release_memory(whole(world, "abcd"))
+
+    for job in reads:
+        world.end_job(job)
+
+    assert world.table.fetches.ended == [asked]
+    assert world.in_memory("abcd") == [True, True, False, False]
+    assert world.lookup(world.mine, "abcd") == (4, 0)
