@@ -256,7 +256,7 @@ def test_a_fleet_announces_as_many_blocks_as_it_says_in_messages_of_the_size_ask
         assert sum(prompt.pages for prompt in fleet.prompts(worker)) == 700
 
 
-@pytest.mark.parametrize("group", ["host", "index", "kvpool", "remote", "slab", "ssd"])
+@pytest.mark.parametrize("group", ["handoff", "host", "index", "kvpool", "remote", "slab", "ssd"])
 def test_a_pattern_that_no_case_matches_is_refused(group):
     run = subprocess.run(
         [sys.executable, "-m", "bench", group, "--json", "--cases", "no such case"],
@@ -270,6 +270,16 @@ def test_a_pattern_that_no_case_matches_is_refused(group):
     assert run.returncode == 2
     assert "no such case" in run.stderr
     assert not run.stdout
+
+
+def test_handoffs_are_measured_between_two_pools_of_one_process():
+    results = measured("handoff", "--cases", "push|send|poll|abort")
+
+    for result in results:
+        assert_keeps_the_contract(result)
+    assert [result["case"] for result in results] == [
+        "push/block16/contiguous", "push/block16/permuted", "send/p50", "poll/64", "abort/others",
+    ]  # fmt: skip
 
 
 def test_structure_counts_what_a_reader_reads_and_who_knows_whom():

@@ -124,11 +124,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _begin_scheduling(self, transfer: Any) -> None:
         check_version()
-        if transfer.kv_load_failure_policy != "recompute":
-            log.warning(
-                "kv_load_failure_policy is %r: if a page cannot be loaded, its request fails;"
-                ' set it to "recompute"', transfer.kv_load_failure_policy,
-            )  # fmt: skip
+        # vLLM reads it after it has made its scheduler's connector. By default a request fails if
+        # its pages cannot be loaded, which is no choice for a cache.
+        transfer.kv_load_failure_policy = "recompute"
         setup = Setup(
             engine=self._facts.engine,
             groups=self._facts.groups,
