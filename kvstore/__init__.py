@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvstore.errors import (
         CapacityError,
         ConfigError,
+        DeviceUnavailable,
         DurabilityUnavailable,
         EngineNameTaken,
         InvalidArgument,
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
     )
 
 _ERRORS: Final = (
-    "CapacityError", "ConfigError", "DurabilityUnavailable", "EngineNameTaken", "InvalidArgument",
+    "CapacityError", "ConfigError", "DeviceUnavailable", "DurabilityUnavailable",
+    "EngineNameTaken", "InvalidArgument",
     "KVStoreError", "LayoutMismatch", "NotFound", "PageCorrupt", "PeerUnreachable", "ProtocolError",
     "TierUnavailable", "TooFewCopies", "TransferError", "TransferTimeout",
 )  # fmt: skip
@@ -63,8 +65,8 @@ _MODULES: Final = {
 """Public name → the module that defines it."""
 
 __all__ = [
-    "CanonicalLayout", "CapacityError", "ConfigError", "DurabilityUnavailable", "EngineLabel",
-    "EngineNameTaken", "Hit",
+    "CanonicalLayout", "CapacityError", "ConfigError", "DeviceUnavailable", "DurabilityUnavailable",
+    "EngineLabel", "EngineNameTaken", "Hit",
     "InvalidArgument", "KVPool", "KVStore", "KVStoreError", "LayoutMismatch", "NotFound",
     "OpaqueLayout", "PageCorrupt", "PageViews", "PeerUnreachable", "PrefixKeys", "ProtocolError",
     "PutResult", "RestoreResult", "ShardSpec", "Space", "SpaceIdentity", "TierUnavailable",

@@ -14,6 +14,7 @@
     │  ├─ TransferTimeout  (retry)   a deadline passed
     │  └─ PeerUnreachable  (retry)   nobody listens there, or the connection broke
     ├─ TierUnavailable               the memory or device of a tier is not available
+    │  ├─ DeviceUnavailable          an engine's device cannot copy pages now
     │  └─ DurabilityUnavailable      a durable put on a node that never syncs
     ├─ PageCorrupt                   bytes do not match the digest of the requested page
     └─ ProtocolError                 an invalid message, or an unknown protocol version
@@ -131,6 +132,12 @@ class TierUnavailable(KVStoreError):
     code = "tier_unavailable"
 
 
+class DeviceUnavailable(TierUnavailable):
+    """An engine's device cannot copy pages now: no memory, a failed or unfinished copy."""
+
+    code = "device_unavailable"
+
+
 class DurabilityUnavailable(TierUnavailable):
     """Pages cannot be made durable: the node never syncs, or a page must not go to an SSD."""
 
@@ -176,6 +183,7 @@ _BY_CODE: dict[str, type[KVStoreError]] = {
         TransferTimeout,
         PeerUnreachable,
         TierUnavailable,
+        DeviceUnavailable,
         DurabilityUnavailable,
         PageCorrupt,
         ProtocolError,

@@ -12,8 +12,8 @@ from kvstore import errors
 from tests.conftest import ROOT
 
 PUBLIC = {
-    "CanonicalLayout", "CapacityError", "ConfigError", "DurabilityUnavailable", "EngineLabel",
-    "EngineNameTaken", "Hit",
+    "CanonicalLayout", "CapacityError", "ConfigError", "DeviceUnavailable", "DurabilityUnavailable",
+    "EngineLabel", "EngineNameTaken", "Hit",
     "InvalidArgument", "KVPool", "KVStore", "KVStoreError", "LayoutMismatch", "NotFound",
     "OpaqueLayout", "PageCorrupt", "PageViews", "PeerUnreachable", "PrefixKeys", "ProtocolError",
     "PutResult", "RestoreResult", "ShardSpec", "Space", "SpaceIdentity", "TierUnavailable",

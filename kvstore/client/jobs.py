@@ -5,12 +5,15 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
-from typing import Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from kvstore.client import forks
 from kvstore.client.results import RestoreResult
 from kvstore.errors import CapacityError, KVStoreError, PeerUnreachable, TransferTimeout
 from kvstore.mover import Progress
+
+if TYPE_CHECKING:
+    from kvstore.client.device import BlocksOnDevice
 
 log = logging.getLogger(__name__)
 
@@ -122,11 +125,17 @@ class Job(Generic[T]):
             then called again there.
         slow: the worker for jobs that wait for a disk or for other nodes; None = the job goes on at
             ``worker``.
+        blocks: the job's blocks on a device. It has not ended before the device is done with them,
+            even if it has failed.
     """
 
-    def __init__(self, worker: Worker, run: Callable[[], T], slow: Worker | None = None) -> None:
+    def __init__(
+        self, worker: Worker, run: Callable[[], T], slow: Worker | None = None,
+        blocks: "BlocksOnDevice | None" = None,
+    ) -> None:  # fmt: skip
         """Queue it at once; if the queue is full, the job has failed."""
         self._call = run
+        self._blocks = blocks
         self._slow = slow
         self._ended = threading.Event()
         self._value: T | None = None
@@ -147,15 +156,20 @@ class Job(Generic[T]):
     @property
     def done(self) -> bool:
         """Whether the job has ended; it does not access memory any more."""
-        return self._ended.is_set()
+        return self._ended.is_set() and (self._blocks is None or self._blocks.copy.idle())
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the job has ended; returns False if ``timeout_s`` seconds passed first."""
+        deadline = monotonic() + timeout_s
         # In a forked child, another thread of the parent may have held the event's lock.
-        return self._ended.is_set() or self._ended.wait(timeout_s)
+        if not (self._ended.is_set() or self._ended.wait(timeout_s)):
+            return False
+        blocks = self._blocks
+        return blocks is None or blocks.copy.wait_idle(max(0.0, deadline - monotonic()))
 
     def forked(self) -> None:
         """In a forked child: it has failed; the parent's job continues."""
+        self._blocks = None
         if self.done:
             return
         self._ended = threading.Event()
@@ -216,17 +230,20 @@ class RestoreJob(Job[RestoreResult]):
 
     def __init__(
         self, worker: Worker, run: Callable[[], RestoreResult], progress: Progress, *,
-        layered: bool, slow: Worker | None = None,
+        layered: bool, slow: Worker | None = None, blocks: "BlocksOnDevice | None" = None,
     ) -> None:  # fmt: skip
         """Queue it at once."""
         self._progress = progress
         self._layered = layered
-        super().__init__(worker, run, slow)
-        if self.done:  # refused: there will be no layers
+        super().__init__(worker, run, slow, blocks)
+        if self._refused:  # refused: there will be no layers
             progress.finish()
 
     def wait_layer(self, layer: int, timeout_s: float) -> bool:
         """Wait until layer ``layer`` of all restored pages is copied, or the job has ended.
+
+        For blocks on a device this waits until the copy of the layer is queued, and lets the
+        calling thread's current stream wait for it: work that is queued there later finds it.
 
         The first :attr:`verified_pages` pages hold valid KV of the layer then. Only a job of order
         ``segment`` copies layer by layer; for others this waits for the end.
@@ -236,6 +253,9 @@ class RestoreJob(Job[RestoreResult]):
         """
         if not self._layered:
             return self.wait(timeout_s)
+        if self._blocks is not None:
+            engine = self._blocks.pool.engine_stream()
+            return self._blocks.copy.wait_layer(layer, timeout_s, engine)
         if self.done:
             return self._progress.done > layer
         return self._progress.wait(layer + 1, timeout_s)
@@ -270,6 +290,8 @@ class RestoreJob(Job[RestoreResult]):
 
     def forked(self) -> None:
         """See :class:`Job`; there will be no layers."""
+        if self._blocks is not None:
+            self._layered = False
         super().forked()
         self._progress.changed = threading.Condition()
         self._progress.finish()
@@ -277,5 +299,5 @@ class RestoreJob(Job[RestoreResult]):
     def run(self) -> None:
         """Run it; when it has ended, wake threads that wait for a layer."""
         super().run()
-        if self.done:
+        if self._ended.is_set():
             self._progress.finish()

@@ -16,19 +16,20 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import mover, wire
+from kvstore.client.device import BlocksOnDevice
 from kvstore.client.jobs import MustWaitError
 from kvstore.client.link import NodeLink
 from kvstore.client.mapping import Use
 from kvstore.client.promotion import Promotion
 from kvstore.client.resources import Opened, StoreResources
 from kvstore.client.results import PageViews
-from kvstore.errors import InvalidArgument, KVStoreError
+from kvstore.errors import KVStoreError
 from kvstore.mover.kvpool import KVPool
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKeys, page_seeds
 from kvstore.state.table.slab import PageSet
 
 if TYPE_CHECKING:
-    from kvstore.tier.gpu import Fence
+    from kvstore.tier.slab import Fence
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class _Leased(NamedTuple):
 
 
 class _Blocks(NamedTuple):
-    """Target blocks on a device; see :meth:`kvstore.tier.gpu.DeviceSlab.load_blocks`."""
+    """Target blocks on a device; see :meth:`kvstore.tier.slab.DeviceSlab.load_blocks`."""
 
     pool: KVPool
     blocks: npt.NDArray[np.int64]
@@ -146,26 +147,49 @@ class Loader:
         return loaded
 
     def device_load(
-        self, keys: PrefixKeys, pool: KVPool, blocks: npt.ArrayLike, shard: int,
-        progress: mover.Progress, at_once: int, state: LoadState,
-    ) -> Callable[[], int]:  # fmt: skip
-        """Prepare a load to blocks on a device; call the result in the background.
+        self, keys: PrefixKeys, pool: KVPool, table: npt.NDArray[np.int64], shard: int,
+        progress: mover.Progress, order: mover.Order, at_once: int, state: LoadState,
+    ) -> tuple[BlocksOnDevice | None, Callable[[], int]]:  # fmt: skip
+        """Prepare a load to blocks on a device; call the second result in the background.
 
-        It raises :class:`~kvstore.client.jobs.MustWaitError` as :meth:`load` does.
+        It raises :class:`~kvstore.client.jobs.MustWaitError` as :meth:`load` does. If the device
+        cannot be used now, it loads nothing.
 
-        Pages go through the slab: a device copies whole pages from host memory fastest, and then
-        distributes them to the blocks itself.
+        Args:
+            keys: consecutive keys.
+            pool: a pool on a device.
+            table: its blocks, shape (pages, blocks of a page).
+            shard: index of the shard.
+            progress: for cancellation.
+            order: ``segment`` = the engine waits for layers.
+            at_once: maximum pages leased at a time.
+            state: where it begins, and whether it may wait.
 
-        Raises:
-            InvalidArgument: there is no slab on the pool's device.
+        Returns:
+            The blocks, unless a slab on the same device serves them; and the load, which returns
+            the length of the loaded run in pages.
         """
         promotion = self._services.promotion
-        if promotion is None or not promotion.slab.serves(pool):
-            have = "no device slab" if promotion is None else f"one on {promotion.slab.device}"
-            raise InvalidArgument("pool", f"is on {pool.device}; this store has {have}")
-        slab, pages = promotion.slab, self._pages[shard]
-        table = np.array(blocks, dtype=np.int64).reshape(-1)
-        each = pool.blocks_per_page(pages.page_bytes)
+        if promotion is not None and promotion.slab.serves(pool):
+            return None, self._slab_load(
+                keys, pool, table, shard, promotion, progress, at_once, state
+            )
+        try:
+            there = self._services.devices.blocks(pool, table)
+        except KVStoreError as error:
+            self._services.note_trouble(error)
+            return None, lambda: 0
+        return there, lambda: self._load_to_device(
+            keys, there, shard, progress, order, at_once, state
+        )
+
+    def _slab_load(
+        self, keys: PrefixKeys, pool: KVPool, blocks: npt.NDArray[np.int64], shard: int,
+        promotion: Promotion, progress: mover.Progress, at_once: int, state: LoadState,
+    ) -> Callable[[], int]:  # fmt: skip
+        """A load through the slab on the pool's device."""
+        slab, pages, table = promotion.slab, self._pages[shard], blocks.reshape(-1)
+        each = blocks.shape[1]
         fence = slab.fence()
 
         def run() -> int:
@@ -188,6 +212,35 @@ class Loader:
             return loaded
 
         return run
+
+    def _load_to_device(
+        self, keys: PrefixKeys, target: BlocksOnDevice, shard: int, progress: mover.Progress,
+        order: mover.Order, at_once: int, state: LoadState,
+    ) -> int:  # fmt: skip
+        """Load the leading run to blocks on a device; returns its length in pages."""
+        loaded, start, waits = state.loaded, perf_counter(), self._services.waits
+        first = loaded
+        try:
+            while loaded < len(keys) and not progress.cancelled:
+                state.loaded = loaded
+                stop = min(loaded + at_once, len(keys))
+                part = target.pages(loaded, stop)
+                # Layers are complete only with the last pages.
+                by_layer = order == "segment" and stop == len(keys)
+                loaded += self._to_blocks(
+                    keys[loaded:stop], part, shard, progress,
+                    by_layer=by_layer, may_wait=state.may_wait,
+                )  # fmt: skip
+                if loaded < stop:
+                    break
+        except KVStoreError as error:
+            self._services.note_trouble(error)
+        progress.before = loaded
+        target.copy.end()
+        if self._services.waits == waits:
+            size = (loaded - first) * self._pages[shard].page_bytes
+            self._services.note_load(size, perf_counter() - start)
+        return loaded
 
     def view(self, keys: PrefixKeys, shard: int) -> PageViews:
         """Views of the leading run, verified, under a lease."""
@@ -265,6 +318,26 @@ class Loader:
                     self._pages[shard], keys[:kept], leased.sources, leased.answer.digests,
                     undo, self._services.link.quota_bytes,
                 )  # fmt: skip
+            return count
+
+    def _to_blocks(
+        self, keys: PrefixKeys, target: BlocksOnDevice, shard: int, progress: mover.Progress, *,
+        by_layer: bool, may_wait: bool,
+    ) -> int:  # fmt: skip
+        """Load the leading run from the node to blocks on a device; returns its length."""
+        from kvstore.tier.lane import PagesInHost
+
+        with ExitStack() as undo:
+            leased = self._lease(keys, shard, undo, may_wait=may_wait)
+            there, size = len(leased.sources), self._pages[shard].page_bytes
+            if not there:
+                return 0
+            pages = PagesInHost(leased.sources, size, leased.digests, leased.seeds)
+            count = target.pool.restore(
+                pages, target.table[:there], target.after, target.copy, progress, by_layer=by_layer
+            )
+            if count < there and not progress.cancelled:
+                self._quarantine(leased, keys, shard, count)
             return count
 
     def _through_slab(

@@ -18,7 +18,7 @@ from kvstore.page import DIGEST_BYTES, PrefixKeys
 from kvstore.state.table.slab import PageSet, Reservation
 
 if TYPE_CHECKING:
-    from kvstore.tier.gpu import DeviceSlab
+    from kvstore.tier.slab import DeviceSlab
 
 PENDING_SHARE: Final = 8
 """Background promotions hold at most this fraction (1/8) of the session's quota, so that their
@@ -50,7 +50,7 @@ class Promotion:
         if config is None:
             return None
         try:
-            from kvstore.tier.gpu import DeviceSlab
+            from kvstore.tier.slab import DeviceSlab
         except ImportError as error:
             from kvstore.errors import TierUnavailable
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 from kvstore.client import forks
+from kvstore.client.device import DevicePools
 from kvstore.client.jobs import Worker
 from kvstore.client.link import NodeLink
 from kvstore.client.promotion import Promotion
@@ -38,6 +39,7 @@ class StoreResources:
         disk_bytes_per_s: measured speed of the node's reads from disk to memory.
         waits: how many loads waited for the disk or for other nodes.
         promotion: the device slab; None = no slab, or a forked child.
+        devices: KV pools on devices.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class StoreResources:
         self.waiting_link = waiting_link
         self.timeout_s = timeout_s
         self.promotion = promotion
+        self.devices = DevicePools()
         self.loads = Worker("kvstore-load")
         self.slow_loads = Worker("kvstore-slow-load", _SLOW_LOADS)
         self._lanes = deque(range(_SLOW_LOADS))

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import mover, wire
+from kvstore.client.device import BlocksOnDevice
 from kvstore.client.jobs import RestoreJob, StoreJob
 from kvstore.client.link import NodeLink
 from kvstore.client.loads import DISK_WAIT_S, Loader, LoadState, names
@@ -272,8 +273,9 @@ class Space:
             link.request(request, self._services.timeout_s + SYNC_WAIT_S, opened.epoch)
 
     def put_pieces(
-        self, keys: PrefixKeys, source: mover.Pieces, shard: int, keep: Keep | None = None
-    ) -> PutResult:
+        self, keys: PrefixKeys, source: mover.Pieces | BlocksOnDevice, shard: int,
+        keep: Keep | None = None,
+    ) -> PutResult:  # fmt: skip
         """:meth:`put` for pages that consist of pieces; the memory must stay valid."""
         parts = [PutResult(0)]
         keep = keep or Keep()
@@ -358,36 +360,41 @@ class Space:
                 ``pool.blocks_per_page(page_bytes[shard])`` for each key.
             shard: the shard to read.
             order: ``page``: page after page, the fastest. ``segment``: layer after layer;
-                :meth:`RestoreJob.wait_layer` returns when a layer is copied (for a pool on a
-                device: when all layers are).
+                :meth:`RestoreJob.wait_layer` returns when a layer is copied.
 
         Returns:
             The job. If the store fails, it restores 0 pages; it raises nothing.
 
         Raises:
-            InvalidArgument: the blocks do not fit the keys or the pool, or the pool is on a device
-                where this store has no slab.
+            InvalidArgument: the blocks do not fit the keys or the pool.
             LayoutMismatch: a page is not a whole number of the pool's blocks.
         """
         size = self._size(shard)
-        target = pool.pieces(blocks, size, len(keys), by_layer=order == "segment")
-        progress, load, state = mover.Progress(), None, LoadState()
-        if pool.device != "cpu":
-            at_once = self._batch_pages(shard)
-            load = self._loads.device_load(keys, pool, blocks, shard, progress, at_once, state)
+        progress, state = mover.Progress(), LoadState()
+        there: BlocksOnDevice | None = None
+        if pool.device == "cpu":
+            target = pool.pieces(blocks, size, len(keys), by_layer=order == "segment")
+
+            def load() -> int:
+                return self.load_pieces(keys, target, shard, progress, order, state)
+        else:
+            at_once, table = self._batch_pages(shard), pool.table(blocks, size, len(keys))
+            there, load = self._loads.device_load(
+                keys, pool, table, shard, progress, order, at_once, state
+            )
         began: list[float] = []
 
         def run() -> RestoreResult:
             began.append(perf_counter())
             state.may_wait = len(began) > 1  # the second time, it is on a thread that may wait
-            if load is not None:
-                pages = load()
-            else:
-                pages = self.load_pieces(keys, target, shard, progress, order, state)
+            pages = load()
             return RestoreResult(pages, pages * size, perf_counter() - began[0])
 
-        layered, services = order == "segment" and load is None, self._services
-        return RestoreJob(services.loads, run, progress, layered=layered, slow=services.slow_loads)
+        layered = order == "segment" and (pool.device == "cpu" or there is not None)
+        services = self._services
+        return RestoreJob(
+            services.loads, run, progress, layered=layered, slow=services.slow_loads, blocks=there
+        )
 
     def extract_from_kvpool(
         self, pool: KVPool, blocks: npt.ArrayLike, keys: PrefixKeys, shard: int = 0, *,
@@ -398,7 +405,8 @@ class Space:
         The engine must not change the blocks until the job has ended.
 
         Args:
-            pool: where the engine keeps K and V; in host memory (``device="cpu"``).
+            pool: where the engine keeps K and V. If it is on a device, the job begins when the
+                device has done what the calling thread has queued on its current stream.
             blocks: block numbers, integers of any shape, in page order:
                 ``pool.blocks_per_page(page_bytes[shard])`` for each key.
             keys: one key for each page.
@@ -411,15 +419,19 @@ class Space:
             The job; its ``result()`` is what :meth:`put` returns, or raises what that raises.
 
         Raises:
-            InvalidArgument: the blocks do not fit the keys or the pool, or the pool is on a device.
+            InvalidArgument: the blocks do not fit the keys or the pool.
+            DeviceUnavailable: the pool is on a device that cannot be used.
             LayoutMismatch: a page is not a whole number of the pool's blocks.
         """
         size = self._size(shard)
-        if pool.device != "cpu":
-            raise InvalidArgument("pool", f"is on {pool.device}; pages are stored from host memory")
-        source = pool.pieces(blocks, size, len(keys))
         keep = Keep(ttl_s, read_once=read_once, memory_only=no_store)
-        return StoreJob(self._services.stores, lambda: self.put_pieces(keys, source, shard, keep))
+        stores = self._services.stores
+        if pool.device != "cpu":
+            table = pool.table(blocks, size, len(keys))
+            there = self._services.devices.blocks(pool, table)
+            return StoreJob(stores, lambda: self.put_pieces(keys, there, shard, keep), blocks=there)
+        source = pool.pieces(blocks, size, len(keys))
+        return StoreJob(stores, lambda: self.put_pieces(keys, source, shard, keep))
 
     def prefetch(self, keys: PrefixKeys, shard: int = 0) -> StoreJob[int]:
         """Load pages from the SSD tier, and from other nodes, into host memory, in the background.
@@ -501,8 +513,8 @@ class Space:
         return [(start, min(start + each, count)) for start in range(0, count, each)]
 
     def _put_batch(
-        self, keys: PrefixKeys, source: mover.Pieces, shard: int, keep: Keep, link: NodeLink,
-        wait_s: float,
+        self, keys: PrefixKeys, source: mover.Pieces | BlocksOnDevice, shard: int, keep: Keep,
+        link: NodeLink, wait_s: float,
     ) -> tuple[PutResult, bool]:  # fmt: skip
         """Put pages on one connection; also returns whether slots for refused ones become free."""
         # Open the space before using the memory, so that both belong to the same connection.
@@ -540,8 +552,8 @@ class Space:
         return result, granted.busy and waits
 
     def _write(
-        self, memory: Use, granted: wire.PutGranted, keys: PrefixKeys, source: mover.Pieces,
-        shard: int,
+        self, memory: Use, granted: wire.PutGranted, keys: PrefixKeys,
+        source: mover.Pieces | BlocksOnDevice, shard: int,
     ) -> bytes:  # fmt: skip
         targets = memory.locate(granted.addresses, self.page_bytes[shard], write=True)
         seeds = page_seeds(keys.packed, self.pages[shard].seed)
@@ -550,4 +562,7 @@ class Space:
                 np.frombuffer(granted.statuses, dtype=np.uint8) == PageStatus.GRANTED
             )
             source, seeds = source.choose(chosen), seeds[chosen]
-        return mover.gather(targets, self.page_bytes[shard], source, seeds).tobytes()
+        size = self.page_bytes[shard]
+        if isinstance(source, BlocksOnDevice):
+            return source.gather(targets, size, seeds).tobytes()
+        return mover.gather(targets, size, source, seeds).tobytes()

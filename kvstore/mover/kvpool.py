@@ -34,7 +34,8 @@ class KVPool:
             ``block_bytes``.
         block_count: number of blocks in the pool.
         planes_per_layer: 2 if K and V are separate planes, 1 if they share one.
-        device: device of the memory: ``cpu``, or ``cuda:N``, which needs a device slab there.
+        device: device of the memory: ``cpu``, or ``cuda:N``, which needs torch. ``cpu:N`` is host
+            memory that is treated as a device's, for tests and benchmarks.
 
     Raises:
         InvalidArgument: the numbers cannot describe memory; ``field`` names the wrong one.
@@ -95,14 +96,8 @@ class KVPool:
         Raises:
             InvalidArgument: a block is not in the pool, or the number of blocks is wrong.
         """
-        flat = np.asarray(blocks, dtype=np.int64).reshape(-1)
-        per_page = self.blocks_per_page(page_bytes)
-        if len(flat) != page_count * per_page:
-            what = f"{len(flat)} blocks for {page_count} pages of {per_page} each"
-            raise InvalidArgument("blocks", what)
-        if len(flat) and not (int(flat.min()) >= 0 and int(flat.max()) < self.block_count):
-            raise InvalidArgument("blocks", f"a block is outside 0..{self.block_count - 1}")
-        table = flat.reshape(-1, per_page)
+        table = self.table(blocks, page_bytes, page_count)
+        per_page = table.shape[1]
         # starts[p, j]: block j of page p is not adjacent to block j-1.
         starts = np.ones(table.shape, dtype=bool)
         if self.block_stride_bytes == self.block_bytes:
@@ -114,6 +109,28 @@ class KVPool:
         offsets = table[run_pages, run_at].astype(np.uint64) * np.uint64(self.block_stride_bytes)
         runs = np.bincount(run_pages, minlength=len(table))
         return self._spread(offsets, lengths, runs, by_layer=by_layer)
+
+    def table(
+        self, blocks: npt.ArrayLike, page_bytes: int, page_count: int
+    ) -> npt.NDArray[np.int64]:
+        """Check block numbers, and arrange them by page: shape (pages, blocks of a page).
+
+        Args:
+            blocks: see :meth:`pieces`.
+            page_bytes: bytes of one page.
+            page_count: number of pages.
+
+        Raises:
+            InvalidArgument: a block is not in the pool, or the number of blocks is wrong.
+        """
+        flat = np.array(blocks, dtype=np.int64).reshape(-1)
+        per_page = self.blocks_per_page(page_bytes)
+        if len(flat) != page_count * per_page:
+            what = f"{len(flat)} blocks for {page_count} pages of {per_page} each"
+            raise InvalidArgument("blocks", what)
+        if len(flat) and not (int(flat.min()) >= 0 and int(flat.max()) < self.block_count):
+            raise InvalidArgument("blocks", f"a block is outside 0..{self.block_count - 1}")
+        return flat.reshape(-1, per_page)
 
     def _spread(
         self,

@@ -33,7 +33,7 @@ from kvstore.testing.tiers import SHARD, SPACE, WAIT_S, PageInMemory, TierDriver
 from kvstore.tier.base import Tier
 
 if TYPE_CHECKING:
-    from kvstore.tier.gpu import DeviceSlab
+    from kvstore.tier.slab import DeviceSlab
 
 PAGE_BYTES: Final = (512, 4096, 12_288, 65_536)
 """Page sizes of the checks; smaller and larger than a slot's alignment."""

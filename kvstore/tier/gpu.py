@@ -1,410 +1,385 @@
-"""L1: whole pages in device memory, for the engine in this process only.
+"""KV pools on a device: gathers pages there, and spreads them over an engine's blocks.
 
-One allocation on ``cuda:N``, or in host memory (``cpu``) without a GPU.
-:class:`~kvstore.state.table.slab.SlabIndex` decides which page is in which slot; this module copies
-and verifies bytes:
-
-* A page becomes READY only if its bytes match its digest. The node's memory is shared: a device
-  that copied from it directly would read it again after it was digested. So pages are verified
-  during a copy to private pinned memory, and the device copies from there; of two halves one is
-  filled while the device reads the other.
-* A load from a slab in host memory digests each page again during the copy, which takes no extra
-  time. Device memory is not read back for a digest: it was verified when it was written, no other
-  process can write to it, and it has ECC.
-
-Only this module and :mod:`kvstore.tier.staging` import torch in ``kvstore``.
+Everything is done in torch operations, which run alike on ``cuda`` and on ``cpu``. In a device's
+staging memory pages lie in page order, so one copy moves them between there and the host; one
+operation for each plane gathers or spreads the blocks of all pages of a job. A pool with one plane
+of large blocks (the layout with blocks outermost) needs neither: its blocks are copied directly.
 """
 
 import ctypes
-import logging
-import os
-import threading
-import weakref
-from contextlib import suppress
-from typing import Any, Final, NamedTuple
+import resource
+from collections.abc import Callable
+from time import monotonic, sleep
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvstore import mover
-from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
+from kvstore.errors import DeviceUnavailable, InvalidArgument
 from kvstore.mover.kvpool import KVPool
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKeys, page_seeds
-from kvstore.state.table.slab import Held, PageSet, Reservation, SlabIndex
-from kvstore.state.tree.slots import SLOT_ALIGNMENT
-from kvstore.tier.staging import Pages, WayIn, on_stream
+from kvstore.tier.lane import (
+    Device,
+    DeviceCopy,
+    DeviceEvent,
+    DeviceStream,
+    Lane,
+    PagesInHost,
+)
 
-log = logging.getLogger(__name__)
+DIRECT_BYTES: Final = 256 << 10
+"""Blocks of this size and more are copied one by one if a pool has one plane: a copy of less does
+not keep a device busy."""
+STAGING_BYTES: Final = 256 << 20
+"""What a client moves at a time: each operation is started once a job. Allocated as jobs need it,
+for each direction."""
+HOST_STAGING_BYTES: Final = 8 << 20
+"""Staging memory that stays in the processor's cache; starting an operation costs little there."""
+_POLL_S: Final = 0.0001
+_ITEMS: Final = ((16, torch.complex128), (8, torch.int64), (1, torch.uint8))
+"""Bytes and type of the items in which blocks are moved; only their size matters."""
 
-EXTENT_BYTES: Final = 64 << 20
-EXTENTS_MIN: Final = 8
-EXTENTS_MAX: Final = 64
-"""Slots of two sizes share a slab by extents, so a small slab also needs several; larger extents
-allow larger pages."""
-STAGE_BYTES: Final = 64 << 20
-"""Maximum bytes gathered at a time on a device before they are copied to an engine's blocks."""
-_slabs: "weakref.WeakSet[DeviceSlab]" = weakref.WeakSet()
-
-
-class Fence(NamedTuple):
-    """A point on the engine's stream: its blocks are not written before the device reaches it."""
-
-    event: Any
+Table = npt.NDArray[np.int64]
+"""Block numbers, shape (pages, blocks of a page)."""
 
 
-class DeviceSlab:
-    """The slab of one client; thread-safe.
+class DevicePool:
+    """An engine's KV pool on a device; thread-safe.
 
     Args:
-        device: ``cpu``, ``cuda`` or ``cuda:N``.
-        capacity_bytes: size of the allocation; rounded down to whole extents.
-        mapped: copy as for host memory; None = only on ``cpu``. Tests pass False to run the device
-            code on ``cpu``.
+        pool: the pool, on ``device``.
+        device: its device.
+        way_in: the lane of restores; may be shared by the pools of a device.
+        way_out: the lane of extracts.
 
     Attributes:
-        device: ``cpu`` or ``cuda:N``.
-
-    Raises:
-        InvalidArgument: unknown kind of device, or capacity of less than a slot.
-        TierUnavailable: the device does not exist, or has not enough free memory.
+        launches: operations that it has started on the device besides plain copies, in all jobs.
     """
 
-    def __init__(self, device: str, capacity_bytes: int, *, mapped: bool | None = None) -> None:
-        """Allocate the memory."""
-        if capacity_bytes < SLOT_ALIGNMENT:
-            raise InvalidArgument("device_slab", f"{capacity_bytes} bytes hold no page")
-        chosen = _device(device)
-        extent = max(
-            min(EXTENT_BYTES, capacity_bytes // EXTENTS_MIN), capacity_bytes // EXTENTS_MAX,
-            SLOT_ALIGNMENT,
-        )  # fmt: skip
-        self._extent_bytes = extent // SLOT_ALIGNMENT * SLOT_ALIGNMENT
-        count = capacity_bytes // self._extent_bytes
-        self.device = str(chosen)
-        try:
-            # Slots begin at multiples of SLOT_ALIGNMENT of the memory, so that copies are aligned.
-            size = count * self._extent_bytes + SLOT_ALIGNMENT
-            self._memory = torch.empty(size, dtype=torch.uint8, device=chosen)
-        except RuntimeError as error:
-            raise TierUnavailable(
-                f"{capacity_bytes} bytes on {device}: {error}; make device_slab.capacity_bytes"
-                " smaller"
-            ) from error
-        self._start = -self._memory.data_ptr() % SLOT_ALIGNMENT
-        self._mapped = chosen.type == "cpu" if mapped is None else mapped
-        self._stream = _stream(chosen)
-        self._index = SlabIndex(self._extent_bytes, count)
-        self._errors = 0
-        self._broken = ""
-        self._too_large = 0
-        self._users = 0
-        self._open = True
-        self._way_in = WayIn(chosen, self._stream)
-        #: Protects the index and the fields above; notified when a user has finished.
-        self._changed = threading.Condition()
-        _slabs.add(self)
+    def __init__(self, pool: KVPool, device: Device, way_in: Lane, way_out: Lane) -> None:
+        """Describe the pool's memory; copies nothing."""
+        self._pool = pool
+        self._device = device
+        self._in, self._out = way_in, way_out
+        self._item, self._type = _item(pool)
+        self._planes = [self._plane(address) for address in pool.planes]
+        self._direct = len(self._planes) == 1 and pool.block_bytes >= DIRECT_BYTES
+        self._table: tuple[Table, Any] | None = None
+        self.launches = 0
 
-    @property
-    def mapped(self) -> bool:
-        """Whether loads to host memory can be served from this slab."""
-        return self._mapped
+    def fence(self) -> DeviceEvent:
+        """An event after all work that the calling thread's engine has queued so far."""
+        return self._device.current().record()
 
-    # ---- content ----------------------------------------------------------------------------
+    def engine_stream(self) -> DeviceStream:
+        """The stream of the calling thread's engine, for :meth:`DeviceCopy.wait_layer`."""
+        return self._device.current()
 
-    def serves(self, pool: KVPool) -> bool:
-        """Whether pages can be copied from here directly to the pool."""
-        return pool.device == self.device
+    def restore(
+        self, pages: PagesInHost, table: Table, after: DeviceEvent, copy: DeviceCopy,
+        progress: mover.Progress | None = None, *, by_layer: bool = False,
+    ) -> int:  # fmt: skip
+        """Copy pages from host memory to blocks; returns how many leading pages are valid.
 
-    def run(self, pages: PageSet, packed: bytes) -> int:
-        """Number of leading keys whose pages are in the slab."""
-        with self._changed:
-            return self._index.run(pages, packed) if self._usable else 0
-
-    def forget(self, pages: PageSet, packed: bytes) -> int:
-        """Remove pages; returns how many were in the slab."""
-        with self._changed:
-            return self._index.forget(pages, packed)
-
-    def clear(self) -> int:
-        """Remove all pages; returns how many."""
-        with self._changed:
-            return self._index.clear()
-
-    def stats(self) -> dict[str, Any]:
-        """Sizes and counts, as plain values."""
-        with self._changed:
-            stats = self._index.stats()
-            return {**stats, "device": self.device, "errors": self._errors, "broken": self._broken}
-
-    def check(self) -> None:
-        """Assert every invariant of the index."""
-        with self._changed:
-            self._index.check()
-
-    # ---- writing ----------------------------------------------------------------------------
-
-    def reserve(
-        self, pages: PageSet, keys: PrefixKeys, digests: bytes, *, always: bool = False
-    ) -> Reservation:
-        """Reserve slots for pages that are not in the slab; call :meth:`fill` afterwards.
+        Every byte is verified while it is copied to private memory; pages after the first that
+        fails are not copied.
 
         Args:
-            pages: the set of pages.
-            keys: consecutive keys.
-            digests: 16 bytes for each of ``keys``.
-            always: also evict others for pages that are read for the first time.
+            pages: the pages.
+            table: the blocks of each page.
+            after: the blocks are not written before the device has reached this event.
+            copy: told about the work, and about layers.
+            progress: for cancellation.
+            by_layer: return when all layers are queued, so that the engine waits for each; else
+                when the device has finished.
 
         Raises:
-            CapacityError: nothing to add, or no slot can be freed.
+            DeviceUnavailable: the device fails or does not finish. The blocks hold nothing valid,
+                and may be written until ``copy`` is idle.
         """
-        with self._changed:
-            if not self._usable:
-                raise CapacityError(f"the slab is {self._broken or 'closed'}")
-            if pages.slot_bytes > self._extent_bytes and not self._too_large:
-                self._too_large = pages.slot_bytes
-                log.warning(
-                    "pages of %d bytes do not fit the slab's extents of %d: none is promoted;"
-                    " device_slab.capacity_bytes must be %d or more",
-                    pages.page_bytes, self._extent_bytes, pages.slot_bytes * EXTENTS_MIN,
-                )  # fmt: skip
-            taken = self._index.reserve(pages, keys, digests, always=always)
-            if taken is None:
-                raise CapacityError("no slot of the slab is free, and none may be taken")
-            self._users += 1
-            return taken
-
-    def fill(
-        self, taken: Reservation, keys: PrefixKeys, sources: mover.Addresses,
-        progress: mover.Progress | None = None,
-    ) -> int:  # fmt: skip
-        """Copy pages to reserved slots; those before the first that is corrupt become READY.
-
-        Args:
-            taken: the result of :meth:`reserve`; released in any case.
-            keys: the keys given there.
-            sources: addresses of the pages in host memory, shape (len(keys),), uint64.
-            progress: for cancellation.
-
-        Returns:
-            How many pages became READY.
-        """
-        count, good = len(taken.slots), 0
-        part = slice(taken.first, taken.first + count)
-        size, seeds = taken.pages.page_bytes, page_seeds(keys[part].packed, taken.pages.seed)
-        digests = np.frombuffer(taken.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
-        try:
-            if self._mapped:
-                target = mover.Pieces.contiguous(self._addresses(taken.slots), size)
-                ok = mover.scatter(sources[part], size, digests, seeds, target, progress)
-                good = count if ok.all() else int(np.argmin(ok))
+        with self._in.turn(copy):
+            stream, size = self._in.stream, pages.size
+            if self._direct:
+                stream.wait(after)
+                good = self._in.bring(pages, self._to_blocks(table, size), progress)
+                layers = [stream.record()] * self._pool.layer_count if good else []
             else:
-                pages = Pages(sources[part], size, digests, seeds)
-                starts = self._offsets(taken.slots).tolist()
-                targets = [self._memory[start : start + size] for start in starts]
-                good = self._way_in.copy(pages, targets, progress)
-        except RuntimeError as error:
-            self._break(error)
-            return 0
-        finally:
-            with self._changed:
-                self._users -= 1
-                if not self._broken:  # otherwise a copy may be in progress: keep the slots
-                    self._index.commit(taken, good)
-                self._changed.notify_all()
+                good, layers = self._restore_staged(pages, table, after, progress)
+            if by_layer:
+                copy.note_layers(layers)
+            else:
+                self._in.reached(stream.record())
         return good
 
-    # ---- reading ----------------------------------------------------------------------------
-
-    def load(
-        self, pages: PageSet, keys: PrefixKeys, target: mover.Pieces,
-        progress: mover.Progress | None = None, order: mover.Order = "page",
-    ) -> int:  # fmt: skip
-        """Copy the leading run to host memory; returns how many pages are valid.
-
-        A page that fails verification is forgotten and not valid. Copies nothing if the slab is not
-        :attr:`mapped`.
-        """
-        if not self._mapped or not len(keys):
-            return 0
-        held = self._pin(pages, keys)
-        count = len(held.slots)
-        try:
-            if not count:
-                return 0
-            ok = mover.scatter(
-                self._addresses(held.slots), pages.page_bytes,
-                np.frombuffer(held.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES),
-                page_seeds(keys.packed[: count * KEY_BYTES], pages.seed),
-                target if count == len(keys) else target.pages(0, count), progress, order,
-            )  # fmt: skip
-            good = count if ok.all() else int(np.argmin(ok))
-            if good < count and not (progress is not None and progress.cancelled):
-                log.error("page %s failed its digest in the slab: forgotten", keys[good].hex()[:16])
-                with self._changed:
-                    self._errors += 1
-                    self._index.forget(pages, keys[good])
-            return good
-        finally:
-            self._unpin(held)
-
-    def load_blocks(
-        self, pages: PageSet, keys: PrefixKeys, pool: KVPool, blocks: npt.NDArray[np.int64],
-        fence: Fence | None = None,
-    ) -> int:  # fmt: skip
-        """Copy the leading run to blocks on the device; returns the number of pages.
+    def extract(
+        self, table: Table, targets: mover.Addresses, size: int, seeds: npt.NDArray[np.uint64],
+        after: DeviceEvent, copy: DeviceCopy,
+    ) -> mover.Digests:  # fmt: skip
+        """Copy pages from blocks to host memory; returns the digests of the copied bytes.
 
         Args:
-            pages: the set of pages.
-            keys: consecutive keys.
-            pool: a pool on this slab's device.
-            blocks: block numbers, in page order.
-            fence: the result of :meth:`fence` when the engine requested the load.
+            table: the blocks of each page.
+            targets: start address of each page, shape (n,), uint64.
+            size: bytes of a page.
+            seeds: seed of each page's digest, shape (n,), uint64.
+            after: the blocks are not read before the device has reached this event.
+            copy: told about the work.
+
+        Raises:
+            DeviceUnavailable: the device fails or does not finish. Nothing is written to the
+                targets any more, but the blocks may be read until ``copy`` is idle.
         """
-        assert self.serves(pool)
-        held = self._pin(pages, keys)
-        try:
-            if held.slots:
-                self._copy_out(held, pages.page_bytes, pool, blocks, fence)
-            return len(held.slots)
-        except torch.OutOfMemoryError as error:
-            self._finish()
-            with self._changed:
-                self._errors += 1
-            log.warning("no memory on %s to spread pages over blocks: %s", self.device, error)
-            return 0
-        except RuntimeError as error:
-            self._break(error)
-            return 0
-        finally:
-            self._unpin(held)
+        with self._out.turn(copy):
+            stream = self._out.stream
+            stream.wait(after)
+            if self._direct:
+                return self._out.take(self._from_blocks(table, size), targets, size, seeds)
+            part = min(len(table), self._out.part_pages(size))
+            staged = self._out.staging(part * size)
 
-    def fence(self) -> Fence | None:
-        """A fence after all work that the engine has queued so far, for :meth:`load_blocks`."""
-        if self._stream is None:
-            return None
-        return Fence(torch.cuda.current_stream(self._stream.device).record_event())
+            def fetch(first: int, count: int, memory: Any) -> None:
+                at = first % part
+                if not at:
+                    blocks = table[first : first + part]
+                    self._gather(staged[: len(blocks) * size], blocks)
+                memory.copy_(staged[at * size : (at + count) * size], non_blocking=True)
 
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until no copy is in progress; returns False on timeout."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._users, timeout_s)
+            return self._out.take(fetch, targets, size, seeds)
 
-    def close(self, timeout_s: float = 30.0) -> None:
-        """Serve nothing more, wait for copies in progress, and free the memory."""
-        with self._changed:
-            self._open = False
-        if self.drain(timeout_s):
-            self._way_in.close()
-            self._memory = self._memory.new_empty(0)
-        else:
-            log.error("the slab's memory stays: a move has not ended for %s s", timeout_s)
+    def speeds(self, page_bytes: int) -> tuple[float, float]:
+        """Try both lanes; returns bytes per second to the device and from it.
+
+        Raises:
+            DeviceUnavailable: one does not work; the message says why.
+        """
+        there = self._in.speed(page_bytes, inwards=True)
+        return there, self._out.speed(page_bytes, inwards=False)
 
     # ---- internal ---------------------------------------------------------------------------
 
-    @property
-    def _usable(self) -> bool:
-        return self._open and not self._broken
+    def _plane(self, address: int) -> Any:
+        """Shape (blocks, items of a block)."""
+        pool = self._pool
+        size = (pool.block_count - 1) * pool.block_stride_bytes + pool.block_bytes
+        shape = pool.block_count, pool.block_bytes // self._item
+        flat = self._device.view(address, size).view(self._type)
+        return flat.as_strided(shape, (pool.block_stride_bytes // self._item, 1))
 
-    def _pin(self, pages: PageSet, keys: PrefixKeys) -> Held:
-        with self._changed:
-            held = self._index.pin(pages, keys.packed if self._usable else b"")
-            self._users += 1
-            return held
+    def _pages(self, staged: Any, table: Table) -> Any:
+        """Staged pages as (pages, planes, blocks of a page, items of a block)."""
+        pages, each = table.shape
+        return staged.view(self._type).view(pages, len(self._planes), each, -1)
 
-    def _unpin(self, held: Held) -> None:
-        with self._changed:
-            self._users -= 1
-            if not self._broken:
-                self._index.unpin(held)
-            self._changed.notify_all()
+    def _restore_staged(
+        self, pages: PagesInHost, table: Table, after: DeviceEvent,
+        progress: mover.Progress | None,
+    ) -> tuple[int, list[DeviceEvent]]:  # fmt: skip
+        """Restore through staging memory; returns the valid pages, and an event for each layer."""
+        stream, size = self._in.stream, pages.size
+        part = min(len(table), self._in.part_pages(size))
+        staged = self._in.staging(part * size)
 
-    def _break(self, error: Exception) -> None:
-        """Stop using the slab after a device error: copies may still be in progress."""
-        with suppress(RuntimeError):
-            self._finish()  # when we return, the engine may use its blocks again
-        with self._changed:
-            self._errors += 1
-            if self._broken:
-                return
-            self._broken = f"broken ({error})"
-        log.error("the slab on %s is out of use, pages come from the node: %s", self.device, error)
+        def deliver(first: int, count: int, memory: Any) -> None:
+            at = first % part
+            if first and not at:  # the staging memory is full
+                self._spread(staged, table[first - part : first], range(self._pool.layer_count))
+            staged[at * size : (at + count) * size].copy_(memory, non_blocking=True)
 
-    def _offsets(self, slots: list[Any]) -> npt.NDArray[np.int64]:
-        places = (self._index.slots.address(slot) for slot in slots)
-        offsets = (number * self._extent_bytes + offset for number, _, offset in places)
-        return np.fromiter(offsets, dtype=np.int64, count=len(slots)) + self._start
+        if part < len(table):
+            stream.wait(after)  # otherwise the copy of the last part need not wait for the engine
+        good = self._in.bring(pages, deliver, progress)
+        if not good:
+            return 0, []
+        stream.wait(after)
+        first = (good - 1) // part * part
+        last, blocks = staged[: (good - first) * size], table[first:good]
+        events = []
+        for layer in range(self._pool.layer_count):
+            stream.run(lambda layer=layer: self._spread(last, blocks, range(layer, layer + 1)))  # type: ignore[misc]
+            events.append(stream.record())
+        return good, events
 
-    def _addresses(self, slots: list[Any]) -> mover.Addresses:
-        return self._offsets(slots).astype(np.uint64) + np.uint64(self._memory.data_ptr())
+    def _gather(self, staged: Any, table: Table) -> None:
+        """Copy blocks to staging memory; run on the stream."""
+        pages, index = self._pages(staged, table), self._index(table)
+        for number, plane in enumerate(self._planes):
+            if len(table) == 1:  # faster on cpu, but only for adjacent memory
+                torch.index_select(plane, 0, index[0], out=pages[0, number])
+            else:
+                torch.ops.aten.index.Tensor_out(plane, [index], out=pages[:, number])
+        self.launches += len(self._planes)
 
-    def _finish(self) -> None:
-        """Wait until the device has finished all queued work."""
-        if self._stream is not None:
-            self._stream.record_event().synchronize()
+    def _spread(self, staged: Any, table: Table, layers: range) -> None:
+        """Copy some layers of staged pages to their blocks; run on the stream."""
+        pages, each = self._pages(staged, table), self._pool.planes_per_layer
+        index = self._index(table)
+        for number in range(layers.start * each, layers.stop * each):
+            self._planes[number].index_put_((index,), pages[:, number])
+            self.launches += 1
 
-    def _copy_out(
-        self, held: Held, size: int, pool: KVPool, blocks: npt.NDArray[np.int64],
-        fence: Fence | None,
-    ) -> None:  # fmt: skip
-        """Gather some pages at a time, and scatter them to each plane."""
-        each = pool.blocks_per_page(size)
-        planes = [_plane(pool, address, self._memory.device) for address in pool.planes]
-        offsets, at_once = self._offsets(held.slots).tolist(), max(1, STAGE_BYTES // size)
-        with on_stream(self._stream):
-            if fence is not None and self._stream is not None:
-                self._stream.wait_event(fence.event)
-            for start in range(0, len(offsets), at_once):
-                part = offsets[start : start + at_once]
-                staged = torch.stack([self._memory[at : at + size] for at in part])
-                staged = staged.view(len(part), len(planes), each, pool.block_bytes)
-                chosen = blocks[start * each : (start + len(part)) * each]
-                table = torch.from_numpy(np.ascontiguousarray(chosen)).to(self._memory.device)
-                for number, plane in enumerate(planes):
-                    rows = staged[:, number].reshape(-1, pool.block_bytes)
-                    plane.index_copy_(0, table, rows.view(plane.dtype))
-            self._finish()
+    def _index(self, table: Table) -> Any:
+        """The table on the device; the last one is kept, because all layers of a job use it."""
+        found = self._table
+        if found is None or found[0] is not table:
+            there = torch.from_numpy(np.ascontiguousarray(table)).to(self._planes[0].device)
+            self._table = found = (table, there)
+        return found[1]
 
-    def forked(self) -> None:
-        """In a forked child: the parent owns the memory; everything is a miss."""
-        self._changed = threading.Condition()
-        self._users = 0
-        self._open = False
+    def _to_blocks(self, table: Table, size: int) -> Callable[[int, int, Any], None]:
+        def deliver(first: int, count: int, memory: Any) -> None:
+            blocks = memory.view(self._type).view(count * table.shape[1], -1)
+            for row, block in enumerate(table[first : first + count].reshape(-1).tolist()):
+                self._planes[0][block].copy_(blocks[row], non_blocking=True)
+
+        assert table.shape[1] * self._pool.block_bytes == size
+        return deliver
+
+    def _from_blocks(self, table: Table, size: int) -> Callable[[int, int, Any], None]:
+        def fetch(first: int, count: int, memory: Any) -> None:
+            blocks = memory.view(self._type).view(count * table.shape[1], -1)
+            for row, block in enumerate(table[first : first + count].reshape(-1).tolist()):
+                blocks[row].copy_(self._planes[0][block], non_blocking=True)
+
+        assert table.shape[1] * self._pool.block_bytes == size
+        return fetch
 
 
-def _device(name: str) -> torch.device:
-    """The device with this name, with an explicit number.
+class HostDevice:
+    """Host memory as a device (``cpu:N``): work is done at once. For tests and benchmarks.
+
+    Args:
+        name: its name.
+        staging_bytes: see :class:`Device`.
+    """
+
+    def __init__(self, name: str, staging_bytes: int = HOST_STAGING_BYTES) -> None:
+        self.name = name
+        self.staging_bytes = staging_bytes
+
+    def stream(self) -> DeviceStream:
+        """See :class:`Device`."""
+        return _HostStream()
+
+    def current(self) -> DeviceStream:
+        """See :class:`Device`."""
+        return _HostStream()
+
+    def pinned(self, size: int) -> Any:
+        """See :class:`Device`."""
+        return torch.zeros(size, dtype=torch.uint8)
+
+    def memory(self, size: int, stream: DeviceStream) -> Any:
+        """See :class:`Device`."""
+        del stream
+        return torch.zeros(size, dtype=torch.uint8)
+
+    def view(self, address: int, size: int) -> Any:
+        """See :class:`Device`."""
+        found = (ctypes.c_ubyte * size).from_address(address)
+        return torch.from_numpy(np.ctypeslib.as_array(found))
+
+
+class _HostEvent:
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        del timeout_s
+        return True
+
+
+class _HostStream:
+    def run(self, work: Callable[[], None]) -> None:
+        work()
+
+    def record(self) -> _HostEvent:
+        return _HostEvent()
+
+    def wait(self, event: DeviceEvent) -> None:
+        del event
+
+
+class CudaDevice:
+    """A CUDA device.
+
+    Args:
+        name: ``cuda`` or ``cuda:N``.
 
     Raises:
-        InvalidArgument: not ``cpu``, ``cuda`` or ``cuda:N``.
-        TierUnavailable: it does not exist.
+        DeviceUnavailable: it does not exist.
     """
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InvalidArgument("device_slab", f"{name!r} is not a device: {error}") from error
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.type != "cuda":
-        raise InvalidArgument("device_slab", f"{name!r} is neither cpu nor cuda")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if (device.index or 0) >= count:
-        raise TierUnavailable(f"{name}: this process sees {count} CUDA devices; use cpu")
-    return torch.device("cuda", device.index or 0)
+
+    def __init__(self, name: str) -> None:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        self._device = torch.device("cuda", torch.device(name).index or 0)
+        if self._device.index >= count:
+            raise DeviceUnavailable(f"{name}: this process sees {count} CUDA devices")
+        self.name = str(self._device)
+        self.staging_bytes = STAGING_BYTES
+
+    def stream(self) -> "DeviceStream":
+        """See :class:`Device`."""
+        return _CudaStream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+
+    def current(self) -> DeviceStream:
+        """See :class:`Device`."""
+        return _CudaStream(torch.cuda.current_stream(self._device))
+
+    def pinned(self, size: int) -> Any:
+        """See :class:`Device`."""
+        check_lockable(size)
+        try:
+            return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            raise DeviceUnavailable(
+                f"{size} bytes cannot be pinned: {error}; check RLIMIT_MEMLOCK (ulimit -l) and"
+                " free memory"
+            ) from error
+
+    def memory(self, size: int, stream: DeviceStream) -> Any:
+        """See :class:`Device`."""
+        # Of the pool that torch keeps for this stream: no earlier work of another one uses it.
+        assert isinstance(stream, _CudaStream)
+        with torch.cuda.stream(stream.stream):
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def view(self, address: int, size: int) -> Any:
+        """See :class:`Device`."""
+        return torch.as_tensor(_DeviceArray(address, size), device=self._device)
 
 
-def _stream(device: torch.device) -> Any:
-    """A new stream, after all queued work that may still use the allocated memory."""
-    if device.type != "cuda":
-        return None
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    return stream
+class _CudaStream:
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def run(self, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(self.stream):
+            work()
+
+    def record(self) -> "_CudaEvent":
+        return _CudaEvent(self.stream.record_event())
+
+    def wait(self, event: DeviceEvent) -> None:
+        assert isinstance(event, _CudaEvent)
+        self.stream.wait_event(event.event)
 
 
-def _host(address: int, size: int) -> torch.Tensor:
-    """Host memory as a tensor; the caller keeps it mapped."""
-    return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_ubyte * size).from_address(address)))
+class _CudaEvent:
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+    def wait(self, timeout_s: float) -> bool:
+        # torch has no wait with a deadline.
+        deadline = monotonic() + timeout_s
+        while not self.event.query():
+            if monotonic() > deadline:
+                return False
+            sleep(_POLL_S)
+        return True
 
 
 class _DeviceArray:
@@ -416,24 +391,35 @@ class _DeviceArray:
         }  # fmt: skip
 
 
-def _plane(pool: KVPool, address: int, device: torch.device) -> torch.Tensor:
-    """A plane of a pool, shape (blocks, items per block); int64 items if aligned, else bytes."""
-    size = (pool.block_count - 1) * pool.block_stride_bytes + pool.block_bytes
-    if device.type == "cuda":
-        flat = torch.as_tensor(_DeviceArray(address, size), device=device)
-    else:
-        flat = _host(address, size)
-    wide = not (address | pool.block_bytes | pool.block_stride_bytes) % 8
-    flat, item = (flat.view(torch.int64), 8) if wide else (flat, 1)
-    return flat.as_strided(
-        (pool.block_count, pool.block_bytes // item), (pool.block_stride_bytes // item, 1)
-    )
+def open_device(name: str) -> Device:
+    """The device with this name.
+
+    Raises:
+        InvalidArgument: not ``cuda``, ``cuda:N`` or ``cpu:N``.
+        DeviceUnavailable: it does not exist.
+    """
+    kind, _, number = name.partition(":")
+    if kind not in {"cpu", "cuda"} or not (number.isdecimal() or name == "cuda"):
+        raise InvalidArgument("pool", f"is on {name!r}: not cpu, cuda:N or cpu:N")
+    return CudaDevice(name) if kind == "cuda" else HostDevice(name)
 
 
-def _after_fork() -> None:
-    for slab in list(_slabs):
-        slab.forked()
+def check_lockable(size: int) -> None:
+    """Refuse to pin more memory than the process may lock.
+
+    Raises:
+        DeviceUnavailable: names the limit.
+    """
+    most, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if most != resource.RLIM_INFINITY and size > most:
+        raise DeviceUnavailable(
+            f"{size} bytes of pinned memory are more than RLIMIT_MEMLOCK allows ({most}): raise it"
+            " (ulimit -l unlimited, LimitMEMLOCK=infinity, docker run --ulimit memlock=-1)"
+        )
 
 
-# A child of a fork has neither the parent's threads nor its CUDA context.
-os.register_at_fork(after_in_child=_after_fork)
+def _item(pool: KVPool) -> tuple[int, Any]:
+    """Bytes and type of the largest items of which all blocks consist."""
+    places = [*pool.planes, pool.block_bytes]
+    places += [pool.block_stride_bytes] if pool.block_count > 1 else []
+    return next((size, kind) for size, kind in _ITEMS if not any(at % size for at in places))

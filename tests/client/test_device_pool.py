@@ -11,7 +11,6 @@ import pytest
 from kvstore import mover
 from kvstore.client.loads import LoadState
 from kvstore.client.store import KVStore
-from kvstore.errors import InvalidArgument
 from kvstore.mover.kvpool import KVPool
 from kvstore.page import CanonicalLayout, ShardSpec
 from tests.client.conftest import (
@@ -52,13 +51,13 @@ def device_pool(pool: Pool) -> KVPool:
 @pytest.mark.parametrize(("gap", "capacity"), [(0, 1 << 20), (3, 1 << 20), (64, 8 * SIZE)])
 @pytest.mark.parametrize("keep", [{}, {"ttl_s": 60.0}])
 def test_a_pool_on_a_device_is_filled_through_the_slab(store, monkeypatch, gap, capacity, keep):
-    from kvstore.tier import gpu
+    from kvstore.tier import slab as tier_slab
 
-    slab = gpu.DeviceSlab("cpu", capacity, mapped=False)
+    slab = tier_slab.DeviceSlab("cpu", capacity, mapped=False)
     slab.device = "cuda:7"
     slab_of(store).close()
     store._services.promotion.slab = slab
-    monkeypatch.setattr(gpu, "STAGE_BYTES", 2 * SIZE)
+    monkeypatch.setattr(tier_slab, "STAGE_BYTES", 2 * SIZE)
     space = open_space(store)
     keys, pages = new_keys(space, 12), content(12, SIZE)
     space.put(keys, pages, **keep)
@@ -162,19 +161,9 @@ def test_a_cancelled_load_to_a_device_ends(store, device):
     space.put(keys, pages)
     progress = mover.Progress()
     progress.cancel()
-    load = space._loads.device_load(
-        keys, device_pool(Pool(4, BLOCK, 4)), [0, 1], 0, progress, 8, LoadState()
+    table = np.array([[0], [1]])
+    there, load = space._loads.device_load(
+        keys, device_pool(Pool(4, BLOCK, 4)), table, 0, progress, "page", 8, LoadState()
     )
+    assert there is None
     assert load() == 0
-
-
-def test_a_pool_on_a_device_without_a_slab_there_is_refused(store):
-    space = open_space(store)
-    keys, pool = new_keys(space, 1), device_pool(Pool(4, BLOCK, 4))
-    with pytest.raises(InvalidArgument, match="one on cpu"):
-        space.restore_to_kvpool(keys, pool, [0])
-    with pytest.raises(InvalidArgument, match="stored from host memory"):
-        space.extract_from_kvpool(pool, [0], keys)
-    bare = KVStore.open(1 << 20, extent_bytes=1 << 20)
-    with bare, pytest.raises(InvalidArgument, match="no device slab"):
-        open_space(bare).restore_to_kvpool(keys, pool, [0])

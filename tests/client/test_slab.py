@@ -271,7 +271,7 @@ def test_a_slab_that_cannot_be_had_is_refused_by_name(config, error, words):
 
 
 def test_without_torch_a_slab_is_refused_and_a_store_is_not(monkeypatch):
-    monkeypatch.setitem(sys.modules, "kvstore.tier.gpu", None)
+    monkeypatch.setitem(sys.modules, "kvstore.tier.slab", None)
     with pytest.raises(TierUnavailable, match="torch"):
         KVStore.open(CAPACITY_BYTES, device_slab=SLAB)
     with KVStore.open(CAPACITY_BYTES, extent_bytes=EXTENT_BYTES) as store:
@@ -291,7 +291,7 @@ def test_an_engine_may_empty_its_slab_and_reads_on_from_the_node(store, stored):
 @pytest.mark.parametrize("mapped", [True, False])
 def test_whatever_threads_do_at_once_no_wrong_byte_is_loaded(mapped):
     """A small slab that evicts all the time; loads and forgets from four threads."""
-    from kvstore.tier.gpu import DeviceSlab
+    from kvstore.tier.slab import DeviceSlab
 
     slab = DeviceSlab("cpu", 1 << 20, mapped=mapped)
     with KVStore.open(CAPACITY_BYTES, extent_bytes=EXTENT_BYTES) as store:
@@ -320,8 +320,9 @@ def test_whatever_threads_do_at_once_no_wrong_byte_is_loaded(mapped):
                     blocks = chance.permutation(64)[: len(part)]
                     plain = pool.kvpool
                     device = KVPool(plain.planes, BLOCK, BLOCK, 64, 2, slab.device)
-                    load = space._loads.device_load(
-                        part, device, blocks, 0, mover.Progress(), 16, LoadState()
+                    table, progress = blocks.reshape(-1, 1), mover.Progress()
+                    _, load = space._loads.device_load(
+                        part, device, table, 0, progress, "page", 16, LoadState()
                     )
                     found = [pool.page(np.array([block])) for block in blocks[: load()]]
                 if found != expected[: len(found)]:

@@ -47,7 +47,8 @@ SECTIONS: Final = {
         "KVStoreError", "ConfigError", "EngineNameTaken", "CapacityError", "TooFewCopies",
         "InvalidArgument",
         "LayoutMismatch", "NotFound", "TransferError", "TransferTimeout", "PeerUnreachable",
-        "TierUnavailable", "DurabilityUnavailable", "PageCorrupt", "ProtocolError",
+        "TierUnavailable", "DeviceUnavailable", "DurabilityUnavailable", "PageCorrupt",
+        "ProtocolError",
     ],
 }  # fmt: skip
 """All of ``kvstore.__all__`` but ``__version__``."""

@@ -12,8 +12,8 @@ from kvstore.testing.contract import Holder, HostHolder, LogHolder, SlabHolder, 
 from kvstore.testing.disk import DiskFault, FaultyDisk, SimulatedDisk
 from kvstore.tier.directories import Directory
 from kvstore.tier.disk import OSDisk
-from kvstore.tier.gpu import DeviceSlab
 from kvstore.tier.record import segment_name
+from kvstore.tier.slab import DeviceSlab
 from kvstore.tier.ssd import SSDLog
 
 

@@ -11,7 +11,7 @@ from kvstore.mover.kvpool import KVPool
 from kvstore.page import CanonicalLayout, ShardSpec, SpaceIdentity, page_keys, page_seeds
 from kvstore.state.table.slab import PageSet
 from kvstore.tier import staging
-from kvstore.tier.gpu import DeviceSlab
+from kvstore.tier.slab import DeviceSlab
 from tests.faulted import FaultedMemory
 
 TOKENS = 16

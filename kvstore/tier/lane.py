@@ -1,0 +1,436 @@
+"""One direction between host memory and a device: a stream, a pinned ring, and staging. No torch.
+
+Other processes can write to the node's memory, so a device never copies from it or to it. Pages go
+through a **ring**: private pinned memory of a few slices. On the way in, threads of the mover fill
+slices, verifying in the same pass; the device copies from a slice while others are filled. On the
+way out, the device fills slices, and threads digest and copy them to the node's memory.
+
+A device works behind the host's back. What it has been given is ordered by **streams**, and the
+host knows that it is done only by an **event**. :class:`Device` is what this module needs of
+one; :mod:`kvstore.tier.gpu` implements it for CUDA and for host memory, and
+:mod:`kvstore.testing.device` for tests, late and out of order.
+"""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import mover
+from kvstore.errors import DeviceUnavailable
+from kvstore.page import DIGEST_BYTES
+
+SLICE_BYTES = 4 << 20
+"""Size of a slice of the ring, or one page if that is larger: enough to keep a device busy, small
+enough that a slice is still in the processor's cache when it is copied the second time."""
+SLICES: Final = 3
+THREADS_MAX: Final = 4
+DEADLINE_S = 30.0
+"""How long the device may take for a copy before the job gives up. Its blocks stay in use until the
+device is really done."""
+
+
+class DeviceEvent(Protocol):
+    """A point on a stream."""
+
+    def done(self) -> bool:
+        """Whether the device has reached it."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait on the host until the device has reached it; False on timeout."""
+
+
+class DeviceStream(Protocol):
+    """Work of a device that is done in the order in which it is queued."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Queue work; it may be done at any time after this."""
+
+    def record(self) -> DeviceEvent:
+        """An event after everything that was queued here so far."""
+
+    def wait(self, event: DeviceEvent) -> None:
+        """Let everything that is queued here from now on wait for an event; does not block."""
+
+
+class Device(Protocol):
+    """A device, its streams and memory. Memory is given as torch tensors of bytes.
+
+    Attributes:
+        name: ``cuda:N`` or ``cpu:N``.
+        staging_bytes: how much of a job is gathered or spread at a time.
+    """
+
+    name: str
+    staging_bytes: int
+
+    def stream(self) -> DeviceStream:
+        """Make a new stream."""
+
+    def current(self) -> DeviceStream:
+        """The stream to which the calling thread's engine queues its work."""
+
+    def pinned(self, size: int) -> Any:
+        """Private host memory that the device copies from and to.
+
+        Raises:
+            DeviceUnavailable: the process may not lock so much; names the limit.
+        """
+
+    def memory(self, size: int, stream: DeviceStream) -> Any:
+        """Memory of the device for work on ``stream``.
+
+        Raises:
+            RuntimeError: the device has not enough.
+        """
+
+    def view(self, address: int, size: int) -> Any:
+        """The engine's memory at an address of the device, as a tensor."""
+
+
+class PagesInHost(NamedTuple):
+    """Pages in host memory; see :func:`kvstore.mover.scatter`."""
+
+    sources: mover.Addresses
+    size: int
+    digests: mover.Digests
+    seeds: npt.NDArray[np.uint64]
+
+
+class DeviceCopy:
+    """What the device still does for one job of an engine; thread-safe.
+
+    The engine must not use the job's blocks for something else before :meth:`idle`.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[DeviceEvent] = []
+        self._layers: list[DeviceEvent] = []
+        self._queued = threading.Event()
+
+    def note(self, event: DeviceEvent) -> None:
+        """The job's work until now is done when the device reaches this event."""
+        self._events.append(event)
+
+    def note_layers(self, events: list[DeviceEvent]) -> None:
+        """Layer i will be in the engine's blocks at event i, if :meth:`end` says that it is all."""
+        self._layers = events
+
+    def end(self) -> None:
+        """The job queues nothing more; wakes who waits for layers."""
+        self._queued.set()
+
+    def idle(self) -> bool:
+        """Whether the device has finished all work of this job. False if it cannot tell any more.
+
+        It never raises: then nobody could wait for it.
+        """
+        try:
+            return all(event.done() for event in self._events)
+        except RuntimeError:
+            return False
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until :meth:`idle`; False on timeout."""
+        deadline = perf_counter() + timeout_s
+        try:
+            return all(event.wait(max(0.0, deadline - perf_counter())) for event in self._events)
+        except RuntimeError:
+            return False
+
+    def wait_layer(self, layer: int, timeout_s: float, engine: DeviceStream) -> bool:
+        """Let the engine's stream wait for a layer; for the last one if they come together.
+
+        Blocks only until the layer is queued, not until the device has copied it.
+
+        Returns:
+            Whether it was queued; False on timeout, or if the job ended without it.
+        """
+        if not self._queued.wait(timeout_s) or not self._layers:
+            return False
+        engine.wait(self._layers[min(layer, len(self._layers) - 1)])
+        return True
+
+
+class Lane:
+    """One direction between the node's memory and a device; one job at a time uses it.
+
+    Args:
+        device: the device.
+
+    Attributes:
+        stream: its own stream on that device.
+    """
+
+    def __init__(self, device: Device) -> None:
+        """Allocate no memory before the first copy."""
+        self._device = device
+        self.stream = device.stream()
+        self._using = threading.Lock()
+        self._ring: Any = None
+        self._slice_bytes = 0
+        self._staging: Any = None
+        self._last = _End()
+        self._last.reached_at(self.stream.record())
+        self._late = False
+        self._threads = ThreadPoolExecutor(_thread_count(), "kvstore-device")
+
+    @contextmanager
+    def turn(self, copy: DeviceCopy) -> Iterator[None]:
+        """Use the lane for one job.
+
+        Raises:
+            DeviceUnavailable: the device fails, or has not finished the job before.
+        """
+        if not self._using.acquire(timeout=DEADLINE_S):
+            raise DeviceUnavailable(f"{self._device.name}: other copies take too long")
+        try:
+            # A job that returned when its layers were queued may still use the ring.
+            if not self._last.wait(0.0 if self._late else DEADLINE_S):
+                self._late = True
+                raise DeviceUnavailable(
+                    f"{self._device.name} has not finished an earlier copy: see its errors"
+                    " (nvidia-smi, dmesg); if it does not recover, restart the engine"
+                )
+            self._late = False
+            self._last = _End()
+            copy.note(self._last)
+            try:
+                yield
+            finally:
+                self._last.reached_at(self.stream.record())
+        except (RuntimeError, MemoryError) as error:
+            what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise DeviceUnavailable(f"{self._device.name} failed to copy: {what}") from error
+        finally:
+            self._using.release()
+
+    def staging(self, size: int) -> Any:
+        """Memory of the device for this job, at least ``size`` bytes; kept for the next one.
+
+        Raises:
+            RuntimeError: the device has not enough.
+        """
+        if self._staging is None or len(self._staging) < size:
+            self._staging = None
+            self._staging = self._device.memory(1 << (size - 1).bit_length(), self.stream)
+        return self._staging[:size]
+
+    def part_pages(self, size: int) -> int:
+        """Pages of ``size`` bytes that are staged at a time: whole slices of the ring."""
+        each = _slice_pages(size)
+        return max(1, self._device.staging_bytes // (each * size)) * each
+
+    def bring(
+        self, pages: PagesInHost, deliver: Callable[[int, int, Any], None],
+        progress: mover.Progress | None,
+    ) -> int:  # fmt: skip
+        """Bring pages to the device, up to the first that fails verification.
+
+        Args:
+            pages: the pages.
+            deliver: ``deliver(first, count, memory)`` is run on the stream, in order: it copies
+                verified pages ``first`` to ``first + count`` from the ring.
+            progress: for cancellation.
+
+        Returns:
+            Number of verified pages; the device may still be copying them.
+
+        Raises:
+            DeviceUnavailable: the device does not finish.
+        """
+        each, total = self._arrange(pages.size), len(pages.sources)
+        copying: dict[int, DeviceEvent] = {}
+        filling: deque[tuple[int, int, Future[int]]] = deque()
+        good = 0
+
+        def hand_over() -> bool:
+            """The oldest slice goes to the device; returns whether all its pages were verified."""
+            nonlocal good
+            first, at, future = filling.popleft()
+            count = future.result()
+            if count:
+                memory = self._slice(at, count * pages.size)
+                self.stream.run(lambda: deliver(first, count, memory))
+                copying[at] = self.stream.record()
+                good += count
+            return count == min(each, total - first)
+
+        try:
+            whole = True
+            for number, first in enumerate(range(0, total, each)):
+                at = number % SLICES
+                while whole and len(filling) == SLICES - 1:
+                    whole = hand_over()
+                if not whole:
+                    break
+                if at in copying:
+                    self.reached(copying.pop(at))
+                task = self._threads.submit(self._fill, pages, first, each, at, progress)
+                filling.append((first, at, task))
+            while whole and filling:
+                whole = hand_over()
+        finally:
+            wait([future for _, _, future in filling])  # they read memory that is leased for them
+        return good
+
+    def take(
+        self, fetch: Callable[[int, int, Any], None], targets: mover.Addresses, size: int,
+        seeds: npt.NDArray[np.uint64],
+    ) -> mover.Digests:  # fmt: skip
+        """Take pages from the device to host memory.
+
+        Args:
+            fetch: ``fetch(first, count, memory)`` is run on the stream, in order: it copies pages
+                ``first`` to ``first + count`` to the ring.
+            targets: start address of each page in host memory, shape (n,), uint64.
+            size: bytes of a page.
+            seeds: seed of each page's digest, shape (n,), uint64.
+
+        Returns:
+            The digests of the copied bytes, shape (n, 16), uint8.
+
+        Raises:
+            DeviceUnavailable: the device does not finish.
+        """
+        each, total = self._arrange(size), len(targets)
+        digests = np.zeros((total, DIGEST_BYTES), dtype=np.uint8)
+        coming: deque[tuple[int, int, DeviceEvent]] = deque()
+        going: dict[int, Future[None]] = {}
+
+        def empty(first: int, at: int) -> None:
+            part = slice(first, min(first + each, total))
+            source = mover.Pieces.contiguous(self._addresses(at, part, size), size)
+            digests[part] = mover.gather(targets[part], size, source, seeds[part])
+
+        def take_over() -> None:
+            first, at, event = coming.popleft()
+            self.reached(event)
+            going[at] = self._threads.submit(empty, first, at)
+
+        try:
+            for number, first in enumerate(range(0, total, each)):
+                at, count = number % SLICES, min(each, total - first)
+                if len(coming) == SLICES - 1:
+                    take_over()
+                if at in going:
+                    going.pop(at).result()
+                memory = self._slice(at, count * size)
+                self.stream.run(_bound(fetch, first, count, memory))
+                coming.append((first, at, self.stream.record()))
+            while coming:
+                take_over()
+            for future in going.values():
+                future.result()
+        finally:
+            wait(going.values())  # they write to the caller's slots
+        return digests
+
+    def reached(self, event: DeviceEvent) -> None:
+        """Wait until the device has reached an event.
+
+        Raises:
+            DeviceUnavailable: it has not after :data:`DEADLINE_S`.
+        """
+        if not event.wait(DEADLINE_S):
+            self._late = True
+            raise DeviceUnavailable(
+                f"{self._device.name} has not finished a copy after {DEADLINE_S:.0f} s"
+            )
+
+    def speed(self, size: int, *, inwards: bool) -> float:
+        """Copy the whole ring once; returns bytes per second.
+
+        Args:
+            size: bytes of the pages that will be copied.
+            inwards: to the device, else from it.
+
+        Raises:
+            DeviceUnavailable: the device cannot do it; the message says why.
+        """
+        copy = DeviceCopy()
+        with self.turn(copy):
+            self._arrange(size)
+            there = self.staging(len(self._ring))
+            target, source = (there, self._ring) if inwards else (self._ring, there)
+            for _ in range(2):  # the first time, memory is touched
+                began = perf_counter()
+                self.stream.run(lambda: target.copy_(source, non_blocking=True))
+                self.reached(self.stream.record())
+                seconds = perf_counter() - began
+            return float(len(self._ring) / max(seconds, 1e-9))
+
+    def close(self) -> None:
+        """Free the memory, unless the device still uses it; nothing may be copied afterwards."""
+        self._threads.shutdown(wait=True)
+        if self._last.wait(0.0 if self._late else DEADLINE_S):
+            self._ring = self._staging = None
+
+    # ---- internal ---------------------------------------------------------------------------
+
+    def _arrange(self, size: int) -> int:
+        """Give the ring slices of whole pages; returns the pages of a slice."""
+        each = _slice_pages(size)
+        if self._slice_bytes < each * size:
+            self._ring = None
+            self._ring = self._device.pinned(SLICES * each * size)
+            self._slice_bytes = each * size
+        return each
+
+    def _slice(self, at: int, size: int) -> Any:
+        start = at * self._slice_bytes
+        return self._ring[start : start + size]
+
+    def _addresses(self, at: int, part: slice, size: int) -> mover.Addresses:
+        first = self._ring.data_ptr() + at * self._slice_bytes
+        count = part.stop - part.start
+        return np.arange(count, dtype=np.uint64) * np.uint64(size) + np.uint64(first)
+
+    def _fill(
+        self, pages: PagesInHost, first: int, each: int, at: int, progress: mover.Progress | None
+    ) -> int:
+        """Copy pages to a slice; returns how many verified before the first that failed."""
+        part = slice(first, min(first + each, len(pages.sources)))
+        target = mover.Pieces.contiguous(self._addresses(at, part, pages.size), pages.size)
+        ok = mover.scatter(
+            pages.sources[part], pages.size, pages.digests[part], pages.seeds[part], target,
+            progress,
+        )  # fmt: skip
+        return len(ok) if ok.all() else int(np.argmin(ok))
+
+
+class _End:
+    """The end of a job on the device; never reached if the device could not record it."""
+
+    def __init__(self) -> None:
+        self._event: DeviceEvent | None = None
+
+    def reached_at(self, event: DeviceEvent) -> None:
+        self._event = event
+
+    def done(self) -> bool:
+        return self._event is not None and self._event.done()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._event is not None and self._event.wait(timeout_s)
+
+
+def _bound(
+    fetch: Callable[[int, int, Any], None], first: int, count: int, memory: Any
+) -> Callable[[], None]:
+    return lambda: fetch(first, count, memory)
+
+
+def _slice_pages(size: int) -> int:
+    return max(1, SLICE_BYTES // size)
+
+
+def _thread_count() -> int:
+    return max(1, min(THREADS_MAX, len(os.sched_getaffinity(0))))
