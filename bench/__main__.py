@@ -14,11 +14,13 @@ from bench import measure
 
 GROUPS: Final = {
     "admission": "bench.admission",
+    "costs": "bench.costs",
     "demo": "bench.demo",
     "demo-cluster": "bench.demo_cluster",
     "demo-vllm": "bench.demo_vllm",
     "device": "bench.device",
     "flood": "bench.flood",
+    "handoff": "bench.handoff",
     "host": "bench.host",
     "index": "bench.index",
     "keys": "bench.keys",
@@ -28,6 +30,7 @@ GROUPS: Final = {
     "reclaim": "bench.reclaim",
     "remote": "bench.remote",
     "replay": "bench.replay",
+    "simulate": "bench.simulate",
     "slab": "bench.slab",
     "snapshot": "bench.snapshot",
     "ssd": "bench.ssd",

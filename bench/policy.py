@@ -135,7 +135,7 @@ class Simulation:
                 break
             node.commit(0, _DIGEST)
             self.stored += 1
-            self.policy.stored(node, self.tick)
+            self.policy.stored(node, [key], self.tick)
             at = node
         if at is not self.space.root and not at.children:
             self.policy.add_candidate(at, self.tick)
@@ -182,7 +182,7 @@ class Furthest:
         self._heap: list[tuple[int, int, PrefixNode]] = []
         self._sequence = 0
 
-    def stored(self, node: PrefixNode, tick: int) -> None:
+    def stored(self, node: PrefixNode, keys: list[PrefixKey], tick: int) -> None:
         """All is known already."""
 
     def used(self, node: PrefixNode, tick: int) -> None:

@@ -13,8 +13,9 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
-from conductor.protocols import PROTOCOLS
-from conductor.routing.engines import Role
+from conductor.costs.book import machine_of
+from conductor.protocols import own_protocols
+from conductor.routing.engines import HandoffOffer, Role
 from conductor.routing.policy import POLICIES
 from kvstore.config import Loaded, Positive, load
 from kvstore.config.section import Section
@@ -142,6 +143,8 @@ class DeadlineConfig(Section, frozen=True):
         tokenize_s: for an answer to ``/tokenize``; after it the request is routed without tokens.
         prefill_s: for an answer to a prefill (the first half of a pair).
         first_byte_s: until the first byte of the answer to the client.
+        push_s: for a prefill engine to end its push after the answer of the decode engine has
+            ended; until then its place is taken.
         idle_s: between two pieces of a stream; also for the client to read one.
         request_s: for the whole request, from arrival to the last byte.
     """
@@ -150,8 +153,21 @@ class DeadlineConfig(Section, frozen=True):
     tokenize_s: Positive = 2.0
     prefill_s: Positive = 120.0
     first_byte_s: Positive = 120.0
+    push_s: Positive = 15.0
     idle_s: Positive = 60.0
     request_s: Positive = 900.0
+
+
+class HandoffConfig(Section, frozen=True):
+    """Handoffs by push.
+
+    Attributes:
+        registry_hosts: hosts besides that of an engine's ``url`` that the URL of its registry may
+            name, because decode engines reach it under another name or address than the Conductor.
+            Decode engines connect to any port there that a prefill engine names.
+    """
+
+    registry_hosts: tuple[Annotated[str, Meta(min_length=1, max_length=253)], ...] = ()
 
 
 class HealthConfig(Section, frozen=True):
@@ -172,6 +188,17 @@ class HealthConfig(Section, frozen=True):
     dead_after: Annotated[int, Meta(ge=1, le=100)] = 3
     backoff_s_max: Positive = 10.0
     node_s: Positive = 2.0
+
+
+class CostsConfig(Section, frozen=True):
+    """What is known of the engines' speed.
+
+    Attributes:
+        file: where it is kept over restarts; its folder must exist. Empty = each start begins with
+            estimates from ``shape`` and ``hardware`` of the engines. Two Conductors need two files.
+    """
+
+    file: Annotated[str, Meta(max_length=1024)] = ""
 
 
 class IndexConfig(Section, frozen=True):
@@ -208,9 +235,16 @@ class DecisionsConfig(Section, frozen=True):
 
     Attributes:
         kept: maximum decisions kept; the oldest are removed first.
+        trace_file: file to which each answered request is written without its content, as a trace
+            for simulations; empty = none.
+        trace_bytes_max: size from which on a new file is begun.
+        trace_files_max: maximum files, the oldest are removed first.
     """
 
     kept: Count = 4096
+    trace_file: str = ""
+    trace_bytes_max: Count = 256 << 20
+    trace_files_max: Annotated[int, Meta(ge=1, le=1000)] = 4
 
 
 class FollowedCluster(Section, frozen=True):
@@ -305,8 +339,13 @@ class EngineEntry(Section, frozen=True):
         events_replay: endpoint for missed batches.
         node: id of the kvstore node on its machine.
         max_running: maximum requests in flight at it.
-        protocol: how it hands KV over in a pair, one of ``conductor.protocols.PROTOCOLS``; default:
-            as it says, else ``reference`` if it has ``GET /v1/engine``, else ``vllm``.
+        protocol: how it hands KV over in a pair, one of ``conductor.protocols.own_protocols()``;
+            default: as it says, else ``reference`` if it has ``GET /v1/engine``, else ``vllm``.
+        handoff: what it offers over its protocol: ``{"push": {"registry": "http://host:port"}}`` of
+            a prefill engine, ``{"push": {}}`` of a decode engine; ``{}`` = nothing.
+        shape: shape of its model, one of ``conductor.costs.shapes.SHAPES``.
+        hardware: its accelerators, as ``8xh800``, of ``conductor.costs.hardware.ACCELERATORS``;
+            without a number, those of a usual machine.
     """
 
     id: Name
@@ -321,12 +360,16 @@ class EngineEntry(Section, frozen=True):
     node: Name | None = None
     max_running: Running | None = None
     protocol: str | None = None
+    shape: str | None = None
+    hardware: str | None = None
+    handoff: HandoffOffer | None = None
 
     def __post_init__(self) -> None:
         """Refuse an invalid URL or endpoint, or an unknown protocol."""
-        if self.protocol is not None and self.protocol not in PROTOCOLS:
-            known = ", ".join(PROTOCOLS)
+        if self.protocol is not None and self.protocol not in own_protocols():
+            known = ", ".join(own_protocols())
             raise ValueError(f"protocol: {self.protocol[:64]!r} is not one of {known}")
+        machine_of(self.shape or "", self.hardware or "")
         check_url(self.url)
         check_endpoint("events", self.events)
         check_endpoint("events_bind", self.events_bind)
@@ -373,7 +416,9 @@ class ConductorConfig(Section, frozen=True):
     policy: PolicyConfig = PolicyConfig()
     queue: QueueConfig = QueueConfig()
     deadline: DeadlineConfig = DeadlineConfig()
+    handoff: HandoffConfig = HandoffConfig()
     health: HealthConfig = HealthConfig()
+    costs: CostsConfig = CostsConfig()
     index: IndexConfig = IndexConfig()
     events: EventsConfig = EventsConfig()
     decisions: DecisionsConfig = DecisionsConfig()

@@ -15,14 +15,17 @@ import uvloop
 from aiohttp import web
 
 from conductor.config import ConductorConfig, load_conductor
+from conductor.costs.book import CostBook
 from conductor.front.admin import Admin, errors_as_json
 from conductor.front.auth import Auth, MadeToken
 from conductor.front.connections import CAUSES, CONNECTIONS_MAX, KEEPALIVE_S, Front, complaints
+from conductor.front.kept_costs import KeptCosts
 from conductor.front.membership import Membership
 from conductor.front.metrics import Metrics, index_gauges
 from conductor.front.prompts import Prompts
 from conductor.front.proxy import Proxy
 from conductor.front.sending import Parts
+from conductor.front.tracing import TraceFile
 from conductor.front.upstream import Upstream
 from conductor.front.waiting import RequestQueue
 from conductor.protocols import PROTOCOLS
@@ -32,6 +35,7 @@ from conductor.routing.engines import EngineRegistry
 from conductor.routing.policy import POLICIES
 from conductor.routing.prefixes import PrefixView
 from conductor.routing.scheduler import Scheduler
+from conductor.simulator import command as simulate
 from kvstore.cluster.store import RecordStore
 from kvstore.config import show
 from kvstore.config.machine import version_of
@@ -59,6 +63,7 @@ class Conductor:
 
     Attributes:
         failed: an assertion failed, so the state cannot be trusted.
+        trace: the trace of its requests; None = none is written.
         token_path: file with the token generated at the start; None if a token is configured.
     """
 
@@ -78,7 +83,7 @@ class Conductor:
             store: has the nodes of ``config.cluster``; None = the one in ``config``.
 
         Raises:
-            ConfigError: a token or that store cannot be used.
+            ConfigError: a token, that store or the trace's file cannot be used.
         """
         self.config = config
         self.failed = False
@@ -94,13 +99,16 @@ class Conductor:
         prefixes = PrefixView(self.index, self.registry, needed=policy.needs_prefixes)
         at_once = [name for name, protocol in PROTOCOLS.items() if protocol.at_once]
         limits = DispatchLimits(config.queue.waiting_max, config.queue.wait_s, config.queue.tries)
-        dispatcher = Dispatcher(self.registry, Scheduler(policy, at_once), limits)
+        book = CostBook()
+        self._kept_costs = KeptCosts(config.costs.file, book)
+        dispatcher = Dispatcher(self.registry, Scheduler(policy, at_once), limits, book)
         self.queue = RequestQueue(dispatcher, prefixes.find, clock)
         self.membership = Membership(
             config, self.registry, self._upstream, self.index, self._pump, clock, store
         )
         self.metrics = Metrics(self._gauges)
         self.decisions = DecisionLog(config.decisions.kept)
+        self.trace = _trace(config)
         prompts = Prompts(
             self.registry, self._upstream, self.membership, config.deadline.tokenize_s
         )
@@ -116,6 +124,7 @@ class Conductor:
             self.metrics,
             self.membership,
             clock,
+            self.trace,
         )
         self.proxy = Proxy(parts, config.policy.name, config.queue, config.deadline)
         self._front = Front(self.faults, _connections_max())
@@ -142,6 +151,10 @@ class Conductor:
                 (cause,): float(count)
                 for cause, count in {**dict.fromkeys(CAUSES, 0), **self.faults.counts}.items()
             },
+            "trace_requests": {
+                (outcome,): float(count)
+                for outcome, count in (self.trace.counts if self.trace else {}).items()
+            },
             "queue_length": {(): float(len(self.queue))},
             "engine_state": self.membership.states(),
             "engine_gap": self.membership.gap_states(),
@@ -151,6 +164,8 @@ class Conductor:
                 (engine.info.id,): float(self.queue.dispatcher.in_flight(engine.info.id))
                 for engine in self.registry
             },
+            **self.queue.dispatcher.loads.gauges(),
+            "costs_file_faults": {(): float(self._kept_costs.faults)},
             **index_gauges(self.index),
         }
 
@@ -167,6 +182,7 @@ class Conductor:
         """
         http = self.config.http
         self._stop = stop
+        self._kept_costs.read()
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._unhandled)
         runner = web.AppRunner(
@@ -187,6 +203,7 @@ class Conductor:
                     tasks.create_task(self.membership.run(), name="membership"),
                     tasks.create_task(self.index.run(), name="index"),
                     tasks.create_task(self._front.run(), name="front"),
+                    tasks.create_task(self._kept_costs.run(), name="costs"),
                     tasks.create_task(self._watch_lag(), name="loop lag"),
                 ]
                 host = f"[{http.host}]" if ":" in http.host else http.host
@@ -202,6 +219,10 @@ class Conductor:
             if token is not None:
                 token.remove()
             await runner.cleanup()
+            await self.proxy.close()
+            if self.trace is not None:
+                await asyncio.get_running_loop().run_in_executor(None, self.trace.close)
+            self._kept_costs.write()
             await self._upstream.close()
 
     def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
@@ -238,6 +259,19 @@ class Conductor:
                 await asyncio.sleep(_LAG_PERIOD_S)
                 worst = max(worst, time.perf_counter() - started - _LAG_PERIOD_S)
             self.metrics.loop_lag(max(0.0, worst))
+
+
+def _trace(config: ConductorConfig) -> TraceFile | None:
+    """The trace that is asked for.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    decisions = config.decisions
+    if not decisions.trace_file:
+        return None
+    path = Path(decisions.trace_file)
+    return TraceFile(path, decisions.trace_bytes_max, decisions.trace_files_max)
 
 
 def index_settings(config: ConductorConfig) -> IndexSettings:
@@ -283,7 +317,7 @@ def _connections_max() -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command ``kvstore-conductor``.
+    """The command ``kvstore-conductor``; with ``simulate`` it serves nobody, but tries policies.
 
     Returns:
         Exit status: 0 after a clean stop, 2 for an invalid configuration, 1 if listening at the
@@ -292,7 +326,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not __debug__:
         sys.stderr.write("kvstore-conductor relies on assertions: it does not run with -O\n")
         return 2
-    args = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["simulate"]:
+        return simulate.main(given[1:])
+    args = _parser().parse_args(given)
     flags = {"http.host": args.host, "http.port": args.port, "policy.name": args.policy}
     overrides = [f"{key}={value}" for key, value in flags.items() if value is not None]
     logging.basicConfig(
@@ -314,7 +351,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="kvstore-conductor", description="Route requests to the engines that have their KV."
+        prog="kvstore-conductor",
+        description="Route requests to the engines that have their KV.",
+        epilog="kvstore-conductor simulate --help: try policies on a trace instead.",
     )
     parser.add_argument("--host", help="address to listen on (http.host)")
     parser.add_argument("--port", type=int, help="port; 0 = any free one (http.port)")

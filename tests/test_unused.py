@@ -31,14 +31,8 @@ from tests.test_tidy import (
 )
 
 _PRINTED = "printed as JSON: docs/performance.md"
-_ENGINES = "engines call it: docs/handoff.md"
 CALLED_BY_OTHERS: dict[str, str] = {
     "engine_adapters/vllm/tier.py:KVStoreTier": "vLLM finds it by its name: docs/engines/vllm.md",
-    "kvstore/handoff/decode.py:DecodeManager.receiver": _ENGINES,
-    "kvstore/handoff/decode.py:Receiver.aux": _ENGINES,
-    "kvstore/handoff/greeting.py:read_secret": _ENGINES,
-    "kvstore/handoff/prefill.py:PrefillManager.sender": _ENGINES,
-    "kvstore/handoff/registry.py:HandoffRegistry": _ENGINES,
     "kvstore/server/metrics.py:render_slab": "for an engine's exporter: docs/operations/metrics.md",
     "kvstore/state/ask/explain.py:Explanation.asked_pages": "in the JSON of explain",
     "kvstore/state/tree/slots.py:SlotStats.retiring_bytes": "the metrics put its name together",

@@ -30,6 +30,7 @@ from conductor.front.upstream import EngineError, EngineRefusedError
 from conductor.routing.choices import Candidate, Candidates
 from conductor.routing.engines import Engine, EngineRegistry
 from conductor.routing.joining import by_advice
+from conductor.routing.packing import PackedCandidates
 from kvstore.index.face import INDEX_FAULTS
 from kvstore.page import PrefixKeys
 from kvstore.process.faults import Faults
@@ -234,7 +235,7 @@ def _json(value: object, status: int = 200) -> web.Response:
 
 def _encodable(value: object) -> list[Candidate]:
     """Candidates are kept in columns, and shown one by one."""
-    assert isinstance(value, Candidates)
+    assert isinstance(value, Candidates | PackedCandidates)
     return list(value)
 
 

@@ -23,6 +23,7 @@ from conductor.config import (
 )
 from conductor.front.cluster import ClusterNodes
 from conductor.front.nodes import Nodes
+from conductor.front.offers import offer_of
 from conductor.front.openai import BadRequestError
 from conductor.front.served import DescribedEngine, ServedReader, protocol_of
 from conductor.front.upstream import EngineError, Upstream
@@ -145,7 +146,7 @@ class Membership:
             if described.adapters is None:
                 registration.adapters = known.adapters
         gap = self._search(registration, Sessions(self.nodes.views))
-        info = _combine(registration, self._config.index.page_tokens)
+        info = _combine(registration, self._config)
         before = self._registry.register(info, self._clock())
         self._registrations[info.id] = registration
         self._follow(info)
@@ -213,7 +214,7 @@ class Membership:
         """Update an engine whose sessions or LoRA adapters may have changed."""
         engine = self._registry.get(registration.entry.id)
         assert engine is not None
-        info = _combine(registration, self._config.index.page_tokens)
+        info = _combine(registration, self._config)
         if info != engine.info:
             _log.info(
                 "engine %s: node %s, space %s, events %s, LoRA adapters %s", info.id,
@@ -385,7 +386,7 @@ def _sources(info: EngineInfo) -> list[Source]:
     return sources
 
 
-def _combine(registration: _Registration, page_tokens_default: int) -> EngineInfo:
+def _combine(registration: _Registration, config: ConductorConfig) -> EngineInfo:
     """Combine the registration, the engine's answer, its sessions and defaults, in this order.
 
     Raises:
@@ -401,13 +402,14 @@ def _combine(registration: _Registration, page_tokens_default: int) -> EngineInf
     opened = found if found is not None and space in (None, *found.spaces) else None
     events, events_bind, events_replay = _events(entry, said, found)
     page_tokens = entry.page_tokens or said.page_tokens or (opened.page_tokens if opened else 0)
+    protocol = protocol_of(entry, said, listed=registration.read_at is not None)
     return EngineInfo(
         id=entry.id,
         role=entry.role,
         url=entry.url,
         model=model,
         adapters=registration.adapters,
-        page_tokens=page_tokens or page_tokens_default,
+        page_tokens=page_tokens or config.index.page_tokens,
         domain=space or (opened.spaces[-1] if opened and opened.spaces else f"{_NO_SPACE}{model}"),
         spaces=opened.spaces if opened else (),
         shards=opened.shards if opened else (),
@@ -420,7 +422,10 @@ def _combine(registration: _Registration, page_tokens_default: int) -> EngineInf
         node=registration.node,
         peers=registration.peers,
         max_running=entry.max_running or said.max_running or _MAX_RUNNING_DEFAULT,
-        protocol=protocol_of(entry, said, listed=registration.read_at is not None),
+        protocol=protocol,
+        shape=entry.shape or "",
+        hardware=entry.hardware or "",
+        handoff=offer_of(entry, said, protocol, config.handoff.registry_hosts),
     )
 
 

@@ -18,12 +18,16 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from conductor.routing.decisions import Decision
+from conductor.routing.decisions import Decision, HandoffReport
 from kvstore.config.machine import version_of
+from kvstore.handoff.states import FailureCode
 from kvstore.index.face import INDEX_FAULTS, PrefixIndex
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _OWN_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+
+_CODES: Final = frozenset((*FailureCode, ""))
+"""Codes of failed pushes that are labels; an engine may say any."""
 
 Snapshot = Callable[[], dict[str, dict[tuple[str, ...], float]]]
 """Values read at a scrape: name → label values → value."""
@@ -59,6 +63,16 @@ _GAUGES: Final = {
         ("node",),
     ),
     "engine_in_flight": ("Requests in flight at each engine.", ("engine",)),
+    "cost_error": (
+        "Relative error of the estimated seconds of the newest 256 prompts and decode steps, before"
+        " they were learned from.",
+        ("engine", "what", "quantile"),
+    ),
+    "cost_factor": (
+        "Measured seconds of each term of the costs as a multiple of the first estimate.",
+        ("engine", "what", "term"),
+    ),
+    "costs_file_faults": ("Times that the file of costs could not be read or written.", ()),
     "index_up": ("1 while the prefix index can be read, else 0.", ()),
     "index_entries": ("Pages in the prefix index; a page of several workers counts once.", ()),
     "index_undecided": (
@@ -99,6 +113,11 @@ _COUNTS: Final = {
     "events_resyncs": (
         "Times that everything of a node was read again, because of a gap or an audit.",
         ("worker",),
+    ),
+    "trace_requests": (
+        "Requests for decisions.trace_file: written, dropped because the disk is slow, failed to be"
+        " written, or of unknown length.",
+        ("outcome",),
     ),
     "index_dropped": ("Pages left out of the prefix index because it was full.", ()),
     "events_batches": ("Batches of a worker's events that were applied.", ("worker",)),
@@ -171,8 +190,45 @@ def index_gauges(index: PrefixIndex) -> dict[str, dict[tuple[str, ...], float]]:
     }
 
 
+class HandoffMetrics:
+    """How the KV of pairs went, and how it ended."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._count = Counter(
+            "kvstore_conductor_handoffs",
+            "Handoffs between engines of pairs: how the KV went, and how it ended at each side.",
+            ("way", "side", "state", "code"), registry=registry,
+        )  # fmt: skip
+        self._seconds = Histogram(
+            "kvstore_conductor_handoff_state_seconds",
+            "Seconds that pushes of KV were in each state, as each side says.",
+            ("side", "state"), buckets=_SECONDS, registry=registry,
+        )  # fmt: skip
+
+    def ended(self, way: str, side: str, report: HandoffReport | None, why: str) -> None:
+        """A handoff has ended at one side.
+
+        Args:
+            way: how the KV went.
+            side: ``prefill`` or ``decode``.
+            report: what the engine says; None = nothing.
+            why: in this case, the code of the failure; empty = it has not failed.
+        """
+        if report is None:
+            self._count.labels(way, side, "failed" if why else "success", why).inc()
+            return
+        code = report.code if report.code in _CODES else "other"
+        self._count.labels(way, side, report.state, code).inc()
+        for state, seconds in report.seconds.items():
+            self._seconds.labels(side, state).observe(seconds)
+
+
 class Metrics(Collector):
-    """All metrics of one Conductor, in a separate registry."""
+    """All metrics of one Conductor, in a separate registry.
+
+    Attributes:
+        handoffs: those of pairs.
+    """
 
     def __init__(self, snapshot: Snapshot) -> None:
         """Register all metrics.
@@ -226,6 +282,7 @@ class Metrics(Collector):
         self._queue = histogram(
             "queue_seconds", "Seconds that requests waited for an engine.", _SECONDS
         )
+        self.handoffs = HandoffMetrics(self.registry)
         self._lag = Gauge(
             "kvstore_conductor_loop_lag_seconds",
             "Delay of a timer on the event loop, maximum of the last second.",

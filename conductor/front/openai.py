@@ -216,6 +216,14 @@ class _Timings(msgspec.Struct):
     cached_tokens: int | None = None
 
 
+class _Refused(msgspec.Struct):
+    param: str | None = None
+
+
+class _Refusal(msgspec.Struct):
+    error: _Refused
+
+
 class EngineAnswer(msgspec.Struct):
     """The fields of an engine's answer, or of a stream's last chunk, that the Conductor uses."""
 
@@ -260,7 +268,9 @@ def read_answer(raw: bytes) -> EngineAnswer | None:
         return None
 
 
+_REFUSAL: Final = msgspec.json.Decoder(_Refusal)
 _ANSWER: Final = msgspec.json.Decoder(EngineAnswer)
+_TRANSFER: Final = b"kv_transfer_params"
 _OPTIONS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _NO_CHOICES: Final = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 _EVENT_END: Final = re.compile(rb"(?<=\n\n)|(?<=\r\n\r\n)")
@@ -269,14 +279,61 @@ _END_LINES: Final = 8
 
 
 def read_stream_end(events: Iterable[bytes]) -> EngineAnswer | None:
-    """The last event that reports usage or timings, at the very end of a stream."""
+    """The last event that reports usage or timings, at the very end of a stream.
+
+    If it has no transfer parameters, it gets those of the last event that has some.
+    """
     end = b"".join(events)[-_END_BYTES:].splitlines()[-_END_LINES:]
+    measured: EngineAnswer | None = None
+    transfer: EngineAnswer | None = None
     for line in reversed(end):
-        if line.startswith(b"data: {"):
-            answer = read_answer(line[6:])
-            if answer is not None and (answer.usage or answer.timings):
-                return answer
-    return None
+        answer = read_answer(line[6:]) if line.startswith(b"data: {") else None
+        if answer is None:
+            continue
+        if measured is None and (answer.usage or answer.timings):
+            measured = answer
+        if transfer is None and answer.transfer is not None:
+            transfer = answer
+    if measured is None or transfer is None:
+        return measured or transfer
+    measured.kv_transfer_params = transfer.kv_transfer_params
+    return measured
+
+
+def without_transfer(raw: bytes) -> bytes:
+    """A JSON body without transfer parameters, which are no client's business."""
+    if _TRANSFER not in raw:
+        return raw
+    try:
+        fields = read(_OPTIONS.decode, raw)
+    except UnreadableError:
+        return raw
+    if fields.pop(_TRANSFER.decode(), None) is None:
+        return raw
+    return msgspec.json.encode(fields)
+
+
+def events_without_transfer(events: bytes) -> bytes:
+    """Whole events of a stream, likewise."""
+    if _TRANSFER not in events:
+        return events
+    return b"".join(_line_without_transfer(line) for line in events.splitlines(keepends=True))
+
+
+def _line_without_transfer(line: bytes) -> bytes:
+    data = line.rstrip(b"\r\n")
+    if not data.startswith(b"data:"):
+        return line
+    return b"data: " + without_transfer(data[5:].strip()) + line[len(data) :]
+
+
+def refuses_transfer(raw: bytes) -> bool:
+    """Whether the error of an engine is about transfer parameters, which clients do not send."""
+    try:
+        error = read(_REFUSAL.decode, raw).error
+    except UnreadableError:
+        return False
+    return (error.param or "").startswith(_TRANSFER.decode())
 
 
 def without_usage(events: bytes) -> bytes:

@@ -9,8 +9,8 @@ is relayed.
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Callable
-from typing import Final, NamedTuple
+from collections.abc import Awaitable, Callable
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -18,20 +18,33 @@ from aiohttp import web
 from conductor.config import DeadlineConfig
 from conductor.front.membership import Membership
 from conductor.front.metrics import Metrics
-from conductor.front.openai import Completion, read_answer, read_stream_end, without_usage
+from conductor.front.openai import (
+    Completion,
+    EngineAnswer,
+    events_without_transfer,
+    read_answer,
+    read_stream_end,
+    refuses_transfer,
+    without_transfer,
+    without_usage,
+)
+from conductor.front.pairs import PairTasks
 from conductor.front.prompts import Prompts
-from conductor.front.upstream import EngineError, Upstream
+from conductor.front.tracing import TraceFile
+from conductor.front.upstream import EngineError, EngineRefusedError, Upstream
 from conductor.front.waiting import Lease, RequestQueue
 from conductor.protocols import PROTOCOLS
 from conductor.protocols.base import Fields, PairProtocol, PairRequest
 from conductor.routing.choices import Assign, Plan
-from conductor.routing.decisions import Attempt, Decision, DecisionLog
+from conductor.routing.columns import NO_KEYS
+from conductor.routing.decisions import Attempt, Decision, DecisionLog, HandoffReport
 from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineRegistry
 from conductor.routing.prefixes import PrefixView
 from kvstore.errors import CapacityError
 from kvstore.handoff.rooms import BOOT_MAX, RoomNumbers
 from kvstore.index.face import PrefixIndex
+from kvstore.index.layout import Words
 
 _RANK_HEADER: Final = "X-data-parallel-rank"
 """vLLM runs a request on the data-parallel rank that this header names."""
@@ -40,6 +53,8 @@ _EXPECTED_S: Final = 10.0
 _UNTOLD_S: Final = 120.0
 """Likewise, an engine without events."""
 _BOOT_BITS: Final = BOOT_MAX.bit_length()
+_PREFILL: Final = "prefill"
+_DECODE: Final = "decode"
 _TAIL_PIECES: Final = 4
 """Number of last pieces of a stream that are kept, to read usage and timings."""
 
@@ -63,6 +78,7 @@ class Parts(NamedTuple):
     metrics: Metrics
     membership: Membership
     clock: Callable[[], float]
+    trace: TraceFile | None = None
 
 
 class Run:
@@ -74,6 +90,7 @@ class Run:
         prefill_done: called with the first byte: then a prefill engine that is asked at once with
             the decode engine has done its part.
         last_error: why the last attempt failed.
+        keys: a chain value for each leading page of its prompt.
     """
 
     def __init__(
@@ -88,6 +105,7 @@ class Run:
         self.response: web.StreamResponse | None = None
         self.prefill_done: Callable[[], None] | None = None
         self.last_error: EngineError | None = None
+        self.keys: Words = NO_KEYS
 
     @property
     def headers(self) -> dict[str, str]:
@@ -108,11 +126,20 @@ class Run:
 
 
 class _Half(NamedTuple):
-    """What one engine gets of a request."""
+    """What one engine gets of a request; ``protocol`` None = it serves alone."""
 
     engine: str
     rank: int | None
     body: bytes
+    protocol: PairProtocol | None = None
+
+    @property
+    def reports(self) -> bool:
+        """Whether its answer tells of the handoff, which is not for the client."""
+        return self.protocol is not None and self.protocol.report is not None
+
+
+_Result = TypeVar("_Result")
 
 
 class Sender:
@@ -128,6 +155,11 @@ class Sender:
         self._parts = parts
         self._deadline = deadline
         self._rooms = RoomNumbers(secrets.randbits(_BOOT_BITS))
+        self._pairs = PairTasks(parts.metrics, parts.membership, deadline.push_s)
+
+    async def close(self) -> None:
+        """End the requests to engines that outlast the answers to their clients."""
+        await self._pairs.close()
 
     async def send(
         self, run: Run, lease: Lease, assign: Assign, attempt: Attempt
@@ -151,8 +183,11 @@ class Sender:
             self._room(),
             self._url(assign.prefill),
             self._url(assign.decode),
+            self._registry_url(assign.prefill) if protocol.over is not None else "",
         )
+        attempt.way = protocol.way
         if assign.at_once:
+            attempt.room = pair.room
             return await self._at_once(run, lease, assign, attempt, protocol, pair)
         return await self._in_turn(run, lease, assign, attempt, protocol, pair)
 
@@ -163,7 +198,7 @@ class Sender:
         """Ask the decode engine when the prefill engine has answered."""
         assert protocol.prefill is not None
         first = _Half(
-            assign.prefill, assign.ranks[assign.prefill], _encoded(protocol.prefill(pair))
+            assign.prefill, assign.ranks[assign.prefill], _encoded(protocol.prefill(pair)), protocol
         )
         started = self._parts.clock()
         try:
@@ -172,7 +207,8 @@ class Sender:
             run.elsewhere_s += self._parts.clock() - started
         started = self._parts.clock()
         try:
-            chosen = await lease.handed_over()
+            hit_tokens = attempt.prefilled.hit_tokens if attempt.prefilled is not None else None
+            chosen = await lease.handed_over(hit_tokens)
         finally:
             attempt.decode_queue_s = self._parts.clock() - started
             run.waited(attempt.decode_queue_s)
@@ -180,7 +216,8 @@ class Sender:
             attempt.decode = chosen.decode
             self._expect(run.number, chosen.decode, chosen.rank)
         pair = pair._replace(decode_url=self._url(chosen.decode))
-        second = _Half(chosen.decode, chosen.rank, _encoded(protocol.decode(pair, transfer)))
+        body = _encoded(protocol.decode(pair, transfer))
+        second = _Half(chosen.decode, chosen.rank, body, protocol)
         return await self._serve(run, second, attempt)
 
     async def _at_once(
@@ -189,33 +226,22 @@ class Sender:
     ) -> web.StreamResponse:  # fmt: skip
         """Ask both engines; if either fails before the first byte, neither goes on."""
         second = _Half(
-            assign.decode, assign.ranks[assign.decode], _encoded(protocol.decode(pair, None))
-        )
-        run.prefill_done = lambda: lease.release(assign.prefill)
+            assign.decode, assign.ranks[assign.decode], _encoded(protocol.decode(pair, None)),
+            protocol,
+        )  # fmt: skip
         if protocol.prefill is None:
+            run.prefill_done = lambda: lease.release(assign.prefill)
             return await self._serve(run, second, attempt)
         first = _Half(
-            assign.prefill, assign.ranks[assign.prefill], _encoded(protocol.prefill(pair))
+            assign.prefill, assign.ranks[assign.prefill], _encoded(protocol.prefill(pair)), protocol
         )
-        raises = False
-        prefills = asyncio.create_task(self._prefill(run, first, attempt))
-        serves = asyncio.create_task(self._serve(run, second, attempt))
-        try:
-            await asyncio.wait({prefills, serves}, return_when=asyncio.FIRST_COMPLETED)
-            if not serves.done() and run.response is None:
-                raises = True
-                await prefills
-                lease.release(assign.prefill)
-            return await serves
-        finally:
-            for task in (prefills, serves):
-                task.cancel()
-            failure, _ = await asyncio.gather(prefills, serves, return_exceptions=True)
-            if isinstance(failure, EngineError) and not raises:
-                # A client that has a byte is not served again: the decode engine's answer counts.
-                self._parts.metrics.failed(failure.engine, retried=False)
-                if failure.sick:
-                    self._parts.membership.broke(failure.engine)
+        return await self._pairs.run(
+            assign.prefill,
+            lease.detach(assign.prefill),
+            _if_understood(self._prefill(run, first, attempt)),
+            _if_understood(self._serve(run, second, attempt)),
+            lambda: run.response is not None,
+        )
 
     def _room(self) -> int:
         try:
@@ -251,12 +277,25 @@ class Sender:
             raise EngineError(engine_id, "was removed", sick=False)
         return engine.info.url
 
+    def _registry_url(self, engine_id: str) -> str:
+        """Where decode engines find a prefill engine that pushes.
+
+        Raises:
+            EngineError: it does not push any more: it registered again after it was chosen.
+        """
+        engine = self._parts.registry.get(engine_id)
+        offer = engine.info.handoff.push if engine is not None and engine.info.handoff else None
+        if offer is None or offer.registry is None:
+            raise EngineError(engine_id, "does not push any more", sick=False)
+        return offer.registry
+
     def _completions(self, engine_id: str) -> str:
         return f"{self._url(engine_id)}/v1/completions"
 
     async def _prefill(self, run: Run, half: _Half, attempt: Attempt) -> msgspec.Raw | None:
         """Ask the prefill engine of a pair; returns the parameters for the decode engine."""
-        parts = self._parts
+        parts, protocol = self._parts, half.protocol
+        assert protocol is not None
         started = parts.clock()
         try:
             raw, _ = await parts.upstream.post(
@@ -266,14 +305,33 @@ class Sender:
                 timeout_s=self._deadline.prefill_s,
                 headers=self._headers(run, half),
             )
+            answer = read_answer(raw)
+            if answer is None:
+                raise EngineError(half.engine, "its answer is not JSON")
+        except (EngineError, EngineRefusedError):
+            parts.metrics.handoffs.ended(attempt.way, _PREFILL, None, "no_answer")
+            raise
         finally:
             attempt.prefill_s = parts.clock() - started
         parts.membership.worked(half.engine)
-        answer = read_answer(raw)
-        if answer is None:
-            raise EngineError(half.engine, "its answer is not JSON")
         attempt.prefilled = answer.measured()
+        if protocol.report is None:
+            why = "" if answer.transfer is not None else "no_parameters"
+            parts.metrics.handoffs.ended(attempt.way, _PREFILL, None, why)
+        else:
+            attempt.pushed = self._report(half, answer, attempt, _PREFILL)
         return answer.transfer
+
+    def _report(
+        self, half: _Half, answer: EngineAnswer | None, attempt: Attempt, side: str
+    ) -> HandoffReport | None:
+        """How an engine says that a handoff went, counted; None if it tells nothing of it."""
+        if half.protocol is None or half.protocol.report is None:
+            return None
+        transfer = answer.transfer if answer is not None else None
+        report = half.protocol.report(transfer) if transfer is not None else None
+        self._parts.metrics.handoffs.ended(attempt.way, side, report, "no_report")
+        return report
 
     async def _serve(self, run: Run, half: _Half, attempt: Attempt) -> web.StreamResponse:
         """Ask the engine whose answer the client gets."""
@@ -298,9 +356,12 @@ class Sender:
         parts.membership.worked(half.engine)
         answer = read_answer(raw)
         attempt.served = answer.measured() if answer else None
+        attempt.received = self._report(half, answer, attempt, _DECODE)
         attempt.outcome = "ok"
         run.first_byte(parts.clock())
         run.decision.status, run.decision.outcome = 200, "ok"
+        if half.reports:
+            raw = without_transfer(raw)
         return web.Response(body=raw, content_type=content_type, headers=run.headers)
 
     async def _stream(self, run: Run, half: _Half, attempt: Attempt) -> web.StreamResponse:
@@ -316,7 +377,9 @@ class Sender:
                     run.response = web.StreamResponse(headers={**run.headers, **_STREAM_HEADERS})
                     await self._begin(run, run.response)
                 tail.append(piece)
-                shown = without_usage(piece) if run.body.usage_added else piece
+                shown = events_without_transfer(piece) if half.reports else piece
+                if run.body.usage_added:
+                    shown = without_usage(shown)
                 if shown:
                     await self.write(run.response, shown)
         if run.response is None:
@@ -324,8 +387,12 @@ class Sender:
         parts.membership.worked(engine)
         end = read_stream_end(tail)
         attempt.served = end.measured() if end else None
+        attempt.received = self._report(half, end, attempt, _DECODE)
         attempt.outcome = "ok"
         run.decision.status, run.decision.outcome = 200, "ok"
+        if attempt.served is not None and attempt.served.completion_tokens is not None:
+            output_tokens = attempt.served.completion_tokens
+            parts.dispatcher.ended(run.number, output_tokens, parts.clock())
         await self.end(run.response)
         return run.response
 
@@ -333,7 +400,9 @@ class Sender:
         """Send the first byte to the client: no retries after this."""
         run.decision.status = 200
         await response.prepare(run.http)
-        run.first_byte(self._parts.clock())
+        now = self._parts.clock()
+        run.first_byte(now)
+        self._parts.dispatcher.began(run.number, now)
 
     async def write(self, response: web.StreamResponse, piece: bytes) -> None:
         """Send a piece to the client; a client that does not read in time is disconnected."""
@@ -354,3 +423,18 @@ class Sender:
 
 def _encoded(fields: Fields) -> bytes:
     return msgspec.json.encode(fields)
+
+
+async def _if_understood(answer: Awaitable[_Result]) -> _Result:
+    """An answer of an engine; one that refuses what the Conductor adds is only not to be used.
+
+    Raises:
+        EngineError: it refuses the transfer parameters: it has changed since it registered.
+    """
+    try:
+        return await answer
+    except EngineRefusedError as error:
+        if not refuses_transfer(error.body):
+            raise
+        what = f"refuses the handoff: {error.body[:200].decode(errors='replace')}"
+        raise EngineError(error.engine, what, sick=False) from error

@@ -21,8 +21,8 @@ import msgspec
 from conductor.config import Endpoint, EngineEntry, Model, Name, Running, Space, Tokens
 from conductor.front.openai import BadRequestError
 from conductor.front.upstream import EngineError, Upstream
-from conductor.protocols import PROTOCOLS
-from conductor.routing.engines import LoraAdapter
+from conductor.protocols import own_protocols
+from conductor.routing.engines import HandoffOffer, LoraAdapter
 from kvstore.engine.requests import weights_fingerprint
 from kvstore.index.reading import UnreadableError, read
 
@@ -54,6 +54,7 @@ class DescribedEngine(msgspec.Struct):
     node: Name | None = None
     max_running: Running | None = None
     protocol: str | None = None
+    handoff: HandoffOffer | None = None
 
 
 class _Model(msgspec.Struct):
@@ -227,7 +228,7 @@ def protocol_of(entry: EngineEntry, said: DescribedEngine, *, listed: bool) -> s
     """
     if entry.protocol is not None:
         return entry.protocol
-    if said.protocol is not None and said.protocol not in PROTOCOLS:
-        what = f"the engine says {said.protocol[:64]!r}, not one of {', '.join(PROTOCOLS)}"
+    if said.protocol is not None and said.protocol not in own_protocols():
+        what = f"the engine says {said.protocol[:64]!r}, not one of {', '.join(own_protocols())}"
         raise BadRequestError("protocol", what)
     return said.protocol or ("vllm" if listed else "reference")

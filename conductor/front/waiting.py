@@ -30,8 +30,24 @@ class RejectedError(Exception):
 _Answer = asyncio.Future[Assign | Continue]
 
 
+class DetachedPlace:
+    """A place at an engine that outlasts its request."""
+
+    def __init__(self, queue: "RequestQueue", number: int, engine_id: str) -> None:
+        self._queue = queue
+        self._number = number
+        self._engine_id = engine_id
+        self._taken = True
+
+    def give_back(self) -> None:
+        """The engine has ended its part; a second call does nothing."""
+        if self._taken:
+            self._taken = False
+            self._queue.give_back(self._number, self._engine_id)
+
+
 class Lease:
-    """A request's places at engines; all are given back when the context is left."""
+    """A request's places at engines; all but detached ones are given back with the context."""
 
     def __init__(self, queue: "RequestQueue", number: int, answer: _Answer) -> None:
         self._queue = queue
@@ -48,13 +64,16 @@ class Lease:
         assert isinstance(assign, Assign)
         return assign
 
-    async def handed_over(self) -> Continue:
+    async def handed_over(self, hit_tokens: int | None = None) -> Continue:
         """The prefill engine has done its part: wait for a place at a decode engine.
+
+        Args:
+            hit_tokens: prompt tokens that it did not compute; None = unknown.
 
         Raises:
             RejectedError: the queue was closed, no engine is left, or it waited too long.
         """
-        self._answer = self._queue.prefilled(self._number)
+        self._answer = self._queue.prefilled(self._number, hit_tokens)
         chosen = await self._answer
         assert isinstance(chosen, Continue)
         return chosen
@@ -62,6 +81,11 @@ class Lease:
     def release(self, engine_id: str) -> None:
         """Give the place at one engine back; a second call does nothing."""
         self._queue.released(self._number, engine_id)
+
+    def detach(self, engine_id: str) -> DetachedPlace:
+        """Take the place at one engine out of the lease; who calls this gives it back."""
+        self._queue.dispatcher.detach(self._number, engine_id)
+        return DetachedPlace(self._queue, self._number, engine_id)
 
     def failed(self, engine_id: str, why: str) -> None:
         """An engine failed: give all places back, and wait for others with :meth:`assigned`."""
@@ -115,9 +139,9 @@ class RequestQueue:
         self.dispatcher.arrive(request)
         return Lease(self, request.number, self._wait(request.number))
 
-    def prefilled(self, number: int) -> _Answer:
-        """The prefill engine of a pair has done its part."""
-        self.dispatcher.prefilled(number, self._clock())
+    def prefilled(self, number: int, hit_tokens: int | None) -> _Answer:
+        """The prefill engine of a pair has done its part, but for ``hit_tokens``."""
+        self.dispatcher.prefilled(number, self._clock(), hit_tokens)
         return self._wait(number)
 
     def failed(self, number: int, engine_id: str, why: str) -> _Answer:
@@ -135,6 +159,11 @@ class RequestQueue:
     def released(self, number: int, engine_id: str) -> None:
         """An engine has done its part of a request."""
         self.dispatcher.released(number, engine_id, self._clock())
+        self.pump()
+
+    def give_back(self, number: int, engine_id: str) -> None:
+        """An engine has ended its part of a request, whose place there was detached."""
+        self.dispatcher.give_back(number, engine_id, self._clock())
         self.pump()
 
     def leave(self, number: int) -> None:

@@ -6,8 +6,14 @@ Another protocol is one more file here, and its line in :data:`PROTOCOLS`.
 from typing import Final
 
 from conductor.protocols.base import PairProtocol
+from conductor.protocols.push import PUSH
 from conductor.protocols.reference import REFERENCE
 from conductor.protocols.vllm import VLLM
 
-PROTOCOLS: Final[dict[str, PairProtocol]] = {"reference": REFERENCE, "vllm": VLLM}
-"""Protocols by name, as an engine's ``protocol`` says."""
+PROTOCOLS: Final[dict[str, PairProtocol]] = {"reference": REFERENCE, "vllm": VLLM, "push": PUSH}
+"""Protocols by name. An engine's ``protocol`` names one that is not over another one."""
+
+
+def own_protocols() -> list[str]:
+    """Names that an engine's ``protocol`` may have."""
+    return [name for name, protocol in PROTOCOLS.items() if protocol.over is None]

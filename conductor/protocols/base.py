@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from conductor.routing.decisions import HandoffReport
+
 Fields = Mapping[str, msgspec.Raw]
 """Fields of a request's body; values are JSON text."""
 
@@ -20,12 +22,15 @@ class PairRequest(NamedTuple):
         prefill_url: ``http://host:port`` of the engine that computes the prompt.
         decode_url: of the engine that generates the tokens. If the two are asked in turn, it is
             known when the prefill engine has answered: then it may be another than before.
+        registry: ``http://host:port`` of the prefill engine's registry of handoffs; empty = it has
+            none.
     """
 
     fields: Fields
     room: int
     prefill_url: str
     decode_url: str
+    registry: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +46,24 @@ class PairProtocol:
         decode: the request to the decode engine, whose answer the client gets. The second argument
             are the ``kv_transfer_params`` of the prefill engine's answer; None if it named none, or
             if both are asked at once.
+        way: how the KV goes, for the decision log and the metrics; empty = not said.
+        over: the protocol of engines that may offer this one beside it, in ``handoff``; such pairs
+            are asked by this one if both engines offer it. None = engines name it as their own.
+        report: reads from the ``kv_transfer_params`` of either engine's answer how the handoff
+            went there; the client does not get these then. None = they do not tell.
     """
 
     at_once: bool
     prefill: Callable[[PairRequest], Fields] | None
     decode: Callable[[PairRequest, msgspec.Raw | None], Fields]
+    way: str = ""
+    over: str | None = None
+    report: Callable[[msgspec.Raw], HandoffReport | None] | None = None
 
     def __post_init__(self) -> None:
         """Refuse a protocol in which nobody asks the prefill engine."""
         assert self.at_once or self.prefill is not None
+        assert self.at_once or self.over is None
 
 
 def one_token(fields: Fields) -> dict[str, msgspec.Raw]:

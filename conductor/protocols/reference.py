@@ -13,4 +13,4 @@ def _prefill(request: PairRequest) -> Fields:
     return asked
 
 
-REFERENCE: Final = PairProtocol(at_once=False, prefill=_prefill, decode=relayed)
+REFERENCE: Final = PairProtocol(at_once=False, prefill=_prefill, decode=relayed, way="store")

@@ -27,4 +27,4 @@ def _prefill(request: PairRequest) -> Fields:
     return asked
 
 
-VLLM: Final = PairProtocol(at_once=False, prefill=_prefill, decode=relayed)
+VLLM: Final = PairProtocol(at_once=False, prefill=_prefill, decode=relayed, way="connector")

@@ -3,6 +3,7 @@
 import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import isnan
 from typing import Final
 
 import msgspec
@@ -19,7 +20,7 @@ class Plan(enum.StrEnum):
     PAIR = "pair"
 
 
-class Candidate(msgspec.Struct, frozen=True):
+class Candidate(msgspec.Struct, frozen=True, omit_defaults=True):
     """One engine's numbers at the time of a decision.
 
     Attributes:
@@ -36,6 +37,12 @@ class Candidate(msgspec.Struct, frozen=True):
         peer_tokens: prompt tokens beyond these that its node could fetch from one other node of the
             cluster; no policy uses them.
         verdict: the role it was chosen for, ``passed over``, or why it could not be chosen.
+        queue_s: seconds until the prompts that it has are computed; this and the others are there
+            only if the policy uses costs, and the engine could be chosen.
+        fetch_s: seconds to fetch what another node has of the prompt.
+        prefill_s: seconds to compute the rest of the prompt.
+        handoff_s: seconds from the prefill engine to this one.
+        tbt_s: seconds between two tokens.
     """
 
     engine: str
@@ -49,6 +56,11 @@ class Candidate(msgspec.Struct, frozen=True):
     usable_tokens: int
     peer_tokens: int
     verdict: str
+    queue_s: float | None = None
+    fetch_s: float | None = None
+    prefill_s: float | None = None
+    handoff_s: float | None = None
+    tbt_s: float | None = None
 
 
 VERDICTS: Final = (
@@ -65,7 +77,7 @@ class Candidates:
     :class:`Candidate`.
     """
 
-    __slots__ = ("_engines", "_health", "_numbers", "_roles", "_verdicts")
+    __slots__ = ("_engines", "_health", "_numbers", "_roles", "_seconds", "_verdicts")
 
     def __init__(
         self,
@@ -74,6 +86,7 @@ class Candidates:
         health: tuple[Health, ...],
         numbers: npt.NDArray[np.int32],
         verdicts: npt.NDArray[np.uint8],
+        seconds: npt.NDArray[np.float32] | None = None,
     ) -> None:
         """Keep the columns.
 
@@ -83,6 +96,8 @@ class Candidates:
             health: health.
             numbers: int32 [6, engines]: requests, places, and local, node, usable, peer tokens.
             verdicts: uint8 [engines], positions in :data:`VERDICTS`.
+            seconds: float32 [5, engines]: queue, fetch, prefill, handoff and between tokens; not a
+                number = it could not be chosen. None if the policy does not use costs.
         """
         assert numbers.shape == (6, len(engines))
         self._engines = engines
@@ -90,17 +105,26 @@ class Candidates:
         self._health = health
         self._numbers = numbers
         self._verdicts = verdicts
+        self._seconds = seconds
 
     def __iter__(self) -> Iterator[Candidate]:
         """Each engine's numbers."""
         named = zip(self._engines, self._roles, self._health, strict=True)
         rows = zip(self._numbers.T.tolist(), self._verdicts.tolist(), strict=True)
-        for (engine, role, health), (numbers, verdict) in zip(named, rows, strict=True):
+        for at, ((engine, role, health), (numbers, verdict)) in enumerate(
+            zip(named, rows, strict=True)
+        ):
             count, places, local, node, usable, peer = numbers
             yield Candidate(
                 engine, role, health, count, places, round(count / places, 3), local, node, usable,
-                peer, VERDICTS[verdict],
+                peer, VERDICTS[verdict], *self._terms(at),
             )  # fmt: skip
+
+    def _terms(self, at: int) -> list[float | None]:
+        if self._seconds is None:
+            return []
+        seconds = self._seconds[:, at].tolist()
+        return [None if isnan(one) else round(one, 6) for one in seconds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +136,18 @@ class Assign:
         prefill: id of the engine that computes the prompt; it has a place there.
         decode: id of the engine that generates the tokens.
         plan: alone, or a pair.
-        protocol: name of the protocol by which ``prefill`` hands over.
+        protocol: name of the protocol by which the pair is asked.
         at_once: whether the request has a place at ``decode`` already; else it gets one when its KV
             arrives, and :class:`Continue` tells where.
         reason: of the policy.
         usable_tokens: prompt tokens that ``prefill`` need not compute.
         candidates: all engines that serve the model.
         ranks: the data-parallel rank of each that has the longest prefix; None = all have the same.
+        fetch_tokens: prompt tokens beyond these that another node has, and that are cheaper to
+            fetch from there than to compute; 0 also if the policy does not use costs.
+        fetch_s: predicted seconds for that; 0 if the policy does not use costs.
+        prefill_s: predicted seconds to compute the prompt, likewise.
+        ttft_s: predicted seconds until the first token, likewise.
     """
 
     request: int
@@ -131,6 +160,10 @@ class Assign:
     usable_tokens: int
     candidates: Candidates
     ranks: Mapping[str, int | None]
+    fetch_tokens: int = 0
+    fetch_s: float = 0.0
+    prefill_s: float = 0.0
+    ttft_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +180,15 @@ class Continue:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Keep a request waiting."""
+    """Keep a request waiting.
+
+    Attributes:
+        request: its number.
+        engine: the engine for which it waits from now on; empty = none has been chosen.
+    """
 
     request: int
+    engine: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ the index knows of a prompt was looked up before.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -44,6 +44,36 @@ Matches = Mapping[str, Prefix]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CostColumns:
+    """What the engines' costs depend on, in columns; all float64 [engines].
+
+    Attributes:
+        backlog_s: seconds until the prompts that an engine has are computed.
+        constant_s: of each prompt, beside its computation.
+        floor_s: of each prompt at least, to read the weights.
+        token_s: of each token that is computed.
+        pair_s: of each pair of a token that is computed and one before it.
+        step_s: of a decode step, with one more request than it has.
+        kv_room: tokens of KV for which it has room beside the requests that it decodes; infinite =
+            unknown.
+        token_bytes: bytes of one token's KV.
+        network_bytes_per_s: of its links to others.
+        coming_bytes: KV on its way to it.
+    """
+
+    backlog_s: Column
+    constant_s: Column
+    floor_s: Column
+    token_s: Column
+    pair_s: Column
+    step_s: Column
+    kv_room: Column
+    token_bytes: Column
+    network_bytes_per_s: Column
+    coming_bytes: Column
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """All registered engines, in columns.
 
@@ -52,6 +82,8 @@ class View:
         models: models they serve.
         adapters: names of the LoRA adapters that they serve.
         protocols: names of the protocols by which they hand KV over.
+        offers: names of the protocols that they offer over these: a pair of engines that offer the
+            same one is asked by it; empty = none.
         roles: their roles.
         health: their health.
         in_flight: requests that hold a place; int64 [engines].
@@ -60,12 +92,14 @@ class View:
         last_assigned: number of the last assignment; int64, 0 = none yet.
         assigned: number of assignments so far.
         retry_after_s: ``Retry-After`` for a rejected client.
+        costs: what costs depend on; None if the policy does not use any.
     """
 
     ids: Sequence[str]
     models: Sequence[str]
     adapters: Sequence[Collection[str]]
     protocols: Sequence[str]
+    offers: Sequence[str]
     roles: Sequence[Role]
     health: Sequence[Health]
     in_flight: Numbers
@@ -74,6 +108,7 @@ class View:
     last_assigned: Numbers
     assigned: int = 0
     retry_after_s: int = 1
+    costs: CostColumns | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +128,10 @@ class Waiting:
         tenants: on whose behalf they are; empty = unknown.
         sessions: conversations that they belong to; empty = unknown.
         matches: how much of each prompt each engine has, as it was looked up last.
+        least_s: seconds of each prompt at the engine that needs the fewest, queues left out, as of
+            then; 0 = unknown. Empty if the policy does not use costs.
+        bound: the engine for which each waits if it has been chosen already; else empty. Empty if
+            no policy chooses so.
     """
 
     numbers: Sequence[int]
@@ -106,13 +145,40 @@ class Waiting:
     tenants: Sequence[str]
     sessions: Sequence[str]
     matches: list[Matches]
+    least_s: list[float] = field(default_factory=list)
+    bound: Sequence[str] = ()
 
     def __len__(self) -> int:
         return len(self.numbers)
 
 
+class Terms(NamedTuple):
+    """What engines would take for one request, in columns of seconds.
+
+    Attributes:
+        queue_s: until those before it are computed.
+        fetch_s: to fetch what another node has of its prompt; 0 if that is not done.
+        prefill_s: to compute the rest of its prompt.
+        handoff_s: until the rest of its KV is where its tokens are generated.
+        tbt_s: between two of its tokens.
+    """
+
+    queue_s: Column
+    fetch_s: Column
+    prefill_s: Column
+    handoff_s: Column
+    tbt_s: Column
+
+    @property
+    def ttft_s(self) -> Column:
+        """Until its first token."""
+        return self.queue_s + self.fetch_s + self.prefill_s + self.handoff_s
+
+
 class Offers(NamedTuple):
-    """Engines that have room for one request, in columns.
+    """Engines that one request could go to, in columns.
+
+    With costs in seconds there are only ``terms``; without, those that are full are left out.
 
     Attributes:
         ids: their names.
@@ -121,6 +187,7 @@ class Offers(NamedTuple):
         last_assigned: number of its last assignment.
         local: prompt tokens in its own cache.
         usable: prompt tokens it need not compute.
+        terms: seconds; None if the policy does not use costs.
     """
 
     ids: Sequence[str]
@@ -129,3 +196,4 @@ class Offers(NamedTuple):
     last_assigned: Column
     local: Column
     usable: Column
+    terms: Terms | None = None

@@ -11,6 +11,7 @@ from itertools import islice
 import msgspec
 
 from conductor.routing.choices import Assign, Candidates
+from conductor.routing.packing import PackedCandidates, SharedValues
 
 
 class Measured(msgspec.Struct, kw_only=True):
@@ -44,6 +45,24 @@ class Measured(msgspec.Struct, kw_only=True):
         return (self.cached_tokens or 0) + (self.restored_tokens or 0)
 
 
+class HandoffReport(msgspec.Struct, frozen=True):
+    """How one engine of a pair says that a handoff went.
+
+    Attributes:
+        way: how the KV went.
+        state: in which state the handoff ended: ``success`` or ``failed``.
+        code: why it failed; empty = it did not.
+        seconds: how long it was in each state.
+        bytes: of KV.
+    """
+
+    way: str
+    state: str
+    code: str
+    seconds: dict[str, float]
+    bytes: int
+
+
 class Attempt(msgspec.Struct, kw_only=True):
     """One choice of engines for a request.
 
@@ -58,6 +77,12 @@ class Attempt(msgspec.Struct, kw_only=True):
         prefill_s: duration of the first half of a pair; None if there was none.
         decode_queue_s: seconds that the KV of a pair waited for a place at the decode engine; None
             if there was no such wait.
+        way: how the KV of a pair goes: ``push``, ``store``, ``connector`` (vLLM's), or empty if
+            its protocol does not say; empty without a pair.
+        room: number of the attempt that both engines of a pair got, if they got one.
+        pushed: how the push went, as the prefill engine says; None = it has not said yet, or the
+            KV went another way. It may come after the request has ended.
+        received: likewise, as the decode engine says.
         outcome: empty while it runs; then ``ok`` or the error.
         prefilled: measurements of the prefill engine of a pair.
         served: measurements of the engine that answered.
@@ -68,10 +93,14 @@ class Attempt(msgspec.Struct, kw_only=True):
     decode: str
     reason: str
     predicted_hit_tokens: int
-    candidates: Candidates
+    candidates: Candidates | PackedCandidates
     assigned_s: float
     prefill_s: float | None = None
     decode_queue_s: float | None = None
+    way: str = ""
+    room: int | None = None
+    pushed: HandoffReport | None = None
+    received: HandoffReport | None = None
     outcome: str = ""
     prefilled: Measured | None = None
     served: Measured | None = None
@@ -145,6 +174,7 @@ class DecisionLog:
     def __init__(self, kept: int) -> None:
         self._kept = kept
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
+        self._shared = SharedValues()
 
     def open(
         self, request_id: str, model: str, policy: str, *, stream: bool, at: datetime
@@ -157,6 +187,12 @@ class DecisionLog:
         while len(self._decisions) > self._kept:
             self._decisions.popitem(last=False)
         return decision
+
+    def ended(self, decision: Decision) -> None:
+        """A request has ended: keep its explanation in fewer bytes."""
+        for attempt in decision.attempts:
+            if isinstance(attempt.candidates, Candidates):
+                attempt.candidates = PackedCandidates(attempt.candidates, self._shared)
 
     def get(self, request_id: str) -> Decision | None:
         """The decision with this id, if still kept."""

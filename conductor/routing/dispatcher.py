@@ -12,7 +12,8 @@ Events go in (arrivals, completions, failures, time), and effects come out of :m
 step` as values. It is the only place that gives requests places at engines: an engine never has
 more than ``max_running`` requests from us. A pair takes a place at its prefill engine when it is
 assigned, and one at its decode engine when its KV arrives there, so that the place is not idle
-while the prompt is computed; at once, if its protocol asks both engines at once.
+while the prompt is computed; at once, if its protocol asks both engines at once. Then the part of
+the prefill engine may go on when the request has ended: its place is *detached* from the request.
 
 A request that failed at an engine waits again with its old number, so it is the first to be
 considered, and never at that engine.
@@ -29,9 +30,13 @@ from typing import Final
 
 import numpy as np
 
+from conductor.costs.book import CostBook
+from conductor.routing.binding import AHEAD_S
 from conductor.routing.choices import Assign, Continue, Effect, Hold, Reject
 from conductor.routing.columns import NO_KEYS, Matches, View, Waiting
 from conductor.routing.engines import EngineRegistry
+from conductor.routing.load import EngineLoads
+from conductor.routing.policy import Binding
 from conductor.routing.scheduler import Handoff, Scheduler
 from kvstore.index.layout import Words
 
@@ -89,6 +94,8 @@ class _Known:
         held: engines at which it has a place.
         promised: its decode engine, at which it has none yet.
         arrived: whether its KV has arrived, so that it waits for this place.
+        least_s: seconds of its prompt where it needs the fewest; 0 = unknown.
+        bound: engine for which it waits; empty = none has been chosen.
     """
 
     request: Request
@@ -100,13 +107,23 @@ class _Known:
     held: list[str] = field(default_factory=list)
     promised: str | None = None
     arrived: bool = False
+    least_s: float = 0.0
+    bound: str = ""
 
 
 class Dispatcher:
-    """All requests that have not ended."""
+    """All requests that have not ended.
+
+    Attributes:
+        loads: what the engines have to do for them, and how fast they are.
+    """
 
     def __init__(
-        self, registry: EngineRegistry, scheduler: Scheduler, limits: DispatchLimits
+        self,
+        registry: EngineRegistry,
+        scheduler: Scheduler,
+        limits: DispatchLimits,
+        book: CostBook | None = None,
     ) -> None:
         """Start empty.
 
@@ -114,16 +131,21 @@ class Dispatcher:
             registry: the engines.
             scheduler: makes the decisions.
             limits: bounds.
+            book: the engines' costs; None = nothing is known of them.
         """
         self._registry = registry
         self._scheduler = scheduler
         self._limits = limits
+        self.loads = EngineLoads(book or CostBook())
+        self._learned: set[int] = set()  # since the last step, without an assignment
+        self._stepped_at = -math.inf
         self._known: dict[int, _Known] = {}
         self._waiting: dict[int, _Known] = {}  # without an assignment
         self._rows: Waiting | None = None  # these, as columns; None = they have changed
         self._arrived: dict[int, _Known] = {}  # whose KV waits for a decode engine
         self._refused: list[Reject] = []  # until the next step
         self._in_flight: Counter[str] = Counter()
+        self._detached: Counter[str] = Counter()  # of these, places that belong to no request
         self._promised: Counter[str] = Counter()
         self._last_assigned: dict[str, int] = {}
         self._assigned = 0
@@ -154,7 +176,11 @@ class Dispatcher:
     def wake_at(self) -> float | None:
         """When :meth:`step` must be called at the latest; None = not before the next event."""
         waiting = (*self._waiting.values(), *self._arrived.values())
-        return min((one.deadline for one in waiting), default=None)
+        deadline = min((one.deadline for one in waiting), default=None)
+        if self._waiting and self._scheduler.policy.binds is Binding.LATE:
+            free_at = self.loads.free_at(AHEAD_S, self._stepped_at)
+            return min(free_at, deadline or math.inf)
+        return deadline
 
     def arrive(self, request: Request) -> None:
         """A request arrives; it is rejected if too many wait, or after :meth:`close`."""
@@ -170,10 +196,43 @@ class Dispatcher:
             self._known[request.number] = known
             self._wait(known)
 
-    def prefilled(self, number: int, now: float) -> None:
-        """The prefill engine of a pair has done its part; the KV goes to the decode engine."""
+    def began(self, number: int, now: float, hit_tokens: int | None = None) -> None:
+        """A request has its first token, so that its prompt is computed; may be called again.
+
+        Args:
+            number: of the request.
+            now: time.
+            hit_tokens: prompt tokens that were not computed; None = unknown.
+        """
+        known = self._known.get(number)
+        if known is None or known.assign is None:
+            return
+        self.loads.computed(number, known.assign.prefill, now, hit_tokens)
+        if known.assign.decode in known.held:
+            self._decodes(known, known.assign.decode, now)
+
+    def ended(self, number: int, output_tokens: int, now: float) -> None:
+        """A request has got all its tokens; it is to be released or to leave next."""
+        for engine_id in self._known[number].held:
+            self.loads.decoded(number, engine_id, output_tokens, now)
+
+    def _decodes(self, known: _Known, engine_id: str, now: float) -> None:
+        engine = self._registry.get(engine_id)
+        if engine is not None:
+            tokens = known.request.tokens or 0
+            self.loads.decodes(known.request.number, engine.info, tokens, now)
+
+    def prefilled(self, number: int, now: float, hit_tokens: int | None = None) -> None:
+        """The prefill engine of a pair has done its part; the KV goes to the decode engine.
+
+        Args:
+            number: of the request.
+            now: time.
+            hit_tokens: prompt tokens that it did not compute; None = unknown.
+        """
         known = self._known[number]
         assert known.assign is not None
+        self.loads.computed(number, known.assign.prefill, now, hit_tokens)
         self.released(number, known.assign.prefill, now)
         if not known.assign.at_once:
             known.arrived = True
@@ -186,6 +245,21 @@ class Dispatcher:
         if known is None or engine_id not in known.held:
             return
         known.held.remove(engine_id)
+        self._free(number, engine_id, now)
+
+    def detach(self, number: int, engine_id: str) -> None:
+        """Let a place of a request last until :meth:`give_back`, also when the request ends."""
+        known = self._known[number]
+        known.held.remove(engine_id)
+        self._detached[engine_id] += 1
+
+    def give_back(self, number: int, engine_id: str, now: float) -> None:
+        """An engine has ended its part of a request whose place there was detached."""
+        _take(self._detached, engine_id)
+        self._free(number, engine_id, now)
+
+    def _free(self, number: int, engine_id: str, now: float) -> None:
+        self.loads.left(number, engine_id, now)
         _take(self._in_flight, engine_id)
         if self._released_at is not None:
             self._pace_s += _PACE_WEIGHT * (now - self._released_at - self._pace_s)
@@ -203,6 +277,7 @@ class Dispatcher:
         else:
             known.assign = None
             known.excluded |= {engine_id}
+            known.bound = ""
             known.deadline = now + self._limits.wait_s
             self._wait(known)
 
@@ -216,6 +291,7 @@ class Dispatcher:
     def forget(self, engine_id: str) -> None:
         """An engine was removed; requests there keep their places until they are released."""
         self._last_assigned.pop(engine_id, None)
+        self.loads.forget(engine_id)
 
     def close(self) -> None:
         """Reject those who wait, and all who come."""
@@ -231,30 +307,49 @@ class Dispatcher:
         if not self._waiting or not self._scheduler.policy.needs_prefixes:
             return []
         waiting = self._waiting_rows()
-        rows = self._scheduler.due(self.view(), waiting, now)
+        rows = self._scheduler.due(self.view(now), waiting, now)
         return [(waiting.numbers[row], waiting.models[row]) for row in rows]
 
     def learn(self, number: int, matches: Matches) -> None:
         """How much of the prompt of a waiting request each engine has."""
-        self._waiting[number].matches = matches
+        known = self._waiting[number]
+        known.matches = matches
         rows = self._waiting_rows()
-        rows.matches[bisect.bisect_left(rows.numbers, number)] = matches
+        at = bisect.bisect_left(rows.numbers, number)
+        rows.matches[at] = matches
+        self._learned.add(number)
 
     def step(self, now: float) -> list[Effect]:
         """Decide what can be decided now; a request gets no further effect after a Reject."""
         effects: list[Effect] = [*self._refused]
         self._refused.clear()
+        self._stepped_at = now
         effects += self._receive(now)
         if self._waiting:
-            waiting = self._waiting_rows()
-            for decision in self._scheduler.schedule(self.view(), waiting, now):
+            view = self.view(now)
+            waiting = self._priced(view)
+            for decision in self._scheduler.schedule(view, waiting, now):
                 if isinstance(decision, Assign):
-                    self._give(decision)
+                    self._give(decision, now)
+                elif isinstance(decision, Hold) and decision.engine:
+                    self._waiting[decision.request].bound = decision.engine
+                    self._rows = None
                 elif isinstance(decision, Reject):
                     self._remove(self._known[decision.request])
                 if not isinstance(decision, Hold):
                     effects.append(decision)
         return effects
+
+    def _priced(self, view: View) -> Waiting:
+        """Those without an assignment, with the seconds that their prompts need now."""
+        waiting = self._waiting_rows()
+        if view.costs is not None:
+            for number in sorted(self._learned & self._waiting.keys()):
+                at = bisect.bisect_left(waiting.numbers, number)
+                least_s = self._scheduler.least_s(view, waiting, at)
+                self._waiting[number].least_s = waiting.least_s[at] = least_s
+        self._learned.clear()
+        return waiting
 
     def _receive(self, now: float) -> list[Effect]:
         """Give places at decode engines to those whose KV has arrived."""
@@ -263,7 +358,7 @@ class Dispatcher:
             return effects
         waiting = self._columns(self._arrived)
         handoffs = [_handoff(self._arrived[number]) for number in waiting.numbers]
-        choices = self._scheduler.receive(self.view(), waiting, handoffs, now)
+        choices = self._scheduler.receive(self.view(now), waiting, handoffs, now)
         for row, choice in choices.items():
             known = self._known[waiting.numbers[row]]
             if isinstance(choice, Reject):
@@ -271,16 +366,18 @@ class Dispatcher:
                 self._remove(known)
                 effects.append(choice)
             elif isinstance(choice, str):
-                effects.append(self._continue(known, choice))
+                effects.append(self._continue(known, choice, now))
         return effects
 
-    def _continue(self, known: _Known, decode: str) -> Continue:
+    def _continue(self, known: _Known, decode: str, now: float) -> Continue:
         assert known.assign is not None
         assert known.promised is not None
         if decode != known.promised:
             self._assigned += 1
             self._last_assigned[decode] = self._assigned
         _take(self._promised, known.promised)
+        self.loads.left(known.request.number, known.promised, now)
+        self._decodes(known, decode, now)
         known.promised, known.arrived = None, False
         known.held.append(decode)
         self._in_flight[decode] += 1
@@ -291,12 +388,13 @@ class Dispatcher:
             rank = known.matches[decode].rank if decode in known.matches else None
         return Continue(known.request.number, decode, rank)
 
-    def _give(self, assign: Assign) -> None:
+    def _give(self, assign: Assign, now: float) -> None:
         """Take the places of an assignment."""
         known = self._waiting.pop(assign.request)
         self._rows = None
         assert not known.held
         known.assign = assign
+        self._load(known, assign, now)
         known.tries += 1
         self._assigned += 1
         for engine_id in dict.fromkeys((assign.prefill, assign.decode)):
@@ -308,17 +406,31 @@ class Dispatcher:
                 known.promised = engine_id
                 self._promised[engine_id] += 1
 
+    def _load(self, known: _Known, assign: Assign, now: float) -> None:
+        """Count what an assignment brings its engines."""
+        first, second = self._registry.get(assign.prefill), self._registry.get(assign.decode)
+        tokens = known.request.tokens or 0
+        prefix = max(0, min(assign.usable_tokens + assign.fetch_tokens, tokens - 1))
+        seconds = (assign.fetch_s, assign.prefill_s)
+        if first is not None:
+            of = (tokens - prefix, prefix)
+            self.loads.assigned(assign.request, first.info, of, seconds, now)
+        if second is not None and second is not first:
+            self.loads.comes(assign.request, second.info, tokens)
+
     def _give_back(self, known: _Known, now: float) -> None:
         """Give all places of a request back."""
         for engine_id in tuple(known.held):
             self.released(known.request.number, engine_id, now)
         if known.promised is not None:
+            self.loads.left(known.request.number, known.promised, now)
             _take(self._promised, known.promised)
             known.promised, known.arrived = None, False
         self._arrived.pop(known.request.number, None)
 
     def _refuse(self, known: _Known, reject: Reject) -> None:
         if known.promised is not None:
+            self.loads.left(known.request.number, known.promised, self._stepped_at)
             _take(self._promised, known.promised)
         self._remove(known)
         self._refused.append(reject)
@@ -357,9 +469,11 @@ class Dispatcher:
             tenants=[one.request.tenant for one in rows],
             sessions=[one.request.session for one in rows],
             matches=[one.matches for one in rows],
+            least_s=[one.least_s for one in rows],
+            bound=[one.bound for one in rows],
         )
 
-    def view(self) -> View:
+    def view(self, now: float) -> View:
         """The engines, in columns."""
         engines = list(self._registry)
         infos = [engine.info for engine in engines]
@@ -368,6 +482,7 @@ class Dispatcher:
             models=[info.model for info in infos],
             adapters=[info.adapters for info in infos],
             protocols=[info.protocol for info in infos],
+            offers=[info.offers for info in infos],
             roles=[info.role for info in infos],
             health=[engine.health.state for engine in engines],
             in_flight=np.array([self._in_flight[info.id] for info in infos], dtype=np.int64),
@@ -378,6 +493,7 @@ class Dispatcher:
             ),
             assigned=self._assigned,
             retry_after_s=self.retry_after_s,
+            costs=self.loads.columns(infos, now) if self._scheduler.policy.fetches else None,
         )
 
     def check(self) -> None:
@@ -390,9 +506,10 @@ class Dispatcher:
             assert known.assign is not None or not known.held
             held.update(known.held)
             promised.update([known.promised] if known.promised is not None else [])
-        assert held == self._in_flight
+        assert held + self._detached == self._in_flight
         assert promised == self._promised
         assert self._waiting.keys() | self._arrived.keys() <= self._known.keys()
+        self.loads.check()
         assert self._rows in (None, self._columns(self._waiting))
 
 

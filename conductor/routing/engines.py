@@ -15,7 +15,7 @@ once. A dead engine is never used, and is probed at growing intervals, up to a l
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -55,6 +55,27 @@ class LoraAdapter(msgspec.Struct, frozen=True):
     weights: str | None = None
 
 
+class PushOffer(msgspec.Struct, frozen=True):
+    """An engine can push KV, or take what is pushed.
+
+    Attributes:
+        registry: ``http://host:port`` where decode engines find the ranks of a prefill engine;
+            None = it is none that pushes.
+    """
+
+    registry: Annotated[str, msgspec.Meta(max_length=512)] | None = None
+
+
+class HandoffOffer(msgspec.Struct, frozen=True):
+    """How an engine can hand KV over besides its protocol.
+
+    Attributes:
+        push: straight into the pool of a decode engine; None = it cannot.
+    """
+
+    push: PushOffer | None = None
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The properties of an engine; they change when it registers again, or its node tells others.
 
@@ -82,6 +103,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         max_running: maximum requests in flight, at least 1.
         protocol: name of the protocol by which it hands KV over
             (:data:`conductor.protocols.PROTOCOLS`).
+        shape: name of the shape of its model (:data:`conductor.costs.shapes.SHAPES`), and
+        hardware: its accelerators, as ``8xh800``: of these its costs are estimated until they are
+            measured; empty = unknown.
+        handoff: what it offers besides; None = nothing.
     """
 
     id: str
@@ -103,6 +128,14 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     peers: tuple[str, ...] = ()
     max_running: int = 8
     protocol: str = "reference"
+    shape: str = ""
+    hardware: str = ""
+    handoff: HandoffOffer | None = None
+
+    @property
+    def offers(self) -> str:
+        """Name of the protocol that it offers over its own; empty = none."""
+        return "push" if self.handoff is not None and self.handoff.push is not None else ""
 
 
 @dataclass(slots=True)

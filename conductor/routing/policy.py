@@ -4,11 +4,13 @@ A policy is a few functions over columns, chosen by name from :data:`POLICIES`; 
 the same for all policies.
 """
 
+import enum
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from conductor.routing.columns import Column, Offers, Waiting
 
@@ -26,9 +28,42 @@ Costs = Callable[[Waiting, int, Offers], Sequence[Column]]
 several columns are given, a later one counts where the earlier ones are equal."""
 
 
+Fetches = Callable[[Column, Column, Column, Column], npt.NDArray[np.bool_]]
+"""Which engines fetch the part of a prompt that another node has, [engines]. It gets the tokens
+that they have, and those that they would have then; the seconds if they fetch, and if not."""
+
+
+class Binding(enum.StrEnum):
+    """When a request gets its engine."""
+
+    ROOM = "room"
+    """When engines have places: the cheapest of these is taken."""
+    ARRIVAL = "arrival"
+    """When it arrives: the cheapest is taken, and it waits for a place there."""
+    LATE = "late"
+    """When the cheapest is about to need its next prompt; until then all may change."""
+
+
 def by_arrival(waiting: Waiting, _: float) -> Sequence[int]:
     """First come, first served."""
     return range(len(waiting))
+
+
+AGING: Final = 0.2
+"""A second of waiting counts as so many seconds less to compute."""
+
+
+def by_need(waiting: Waiting, now: float) -> Sequence[int]:
+    """Those that need least come first; who has waited long needs less than others.
+
+    Among ``n`` requests for one engine, the mean wait is least in this order; aging bounds the wait
+    of each: one that needs ``s`` seconds is never passed by those who come ``s / AGING`` later.
+    """
+    if not waiting.least_s:
+        return range(len(waiting))
+    needed = np.array(waiting.least_s) - AGING * (now - np.array(waiting.arrived))
+    rows: Sequence[int] = np.argsort(needed, kind="stable").tolist()
+    return rows
 
 
 class Policy(NamedTuple):
@@ -39,12 +74,22 @@ class Policy(NamedTuple):
         because: the reason in decisions.
         needs_prefixes: whether ``costs`` uses prefixes, so that prompts must be tokenised.
         order: of requests.
+        fetches: which engines fetch what others have; None = ``costs`` are not in seconds.
+        binds: when a request gets its engine; :attr:`Binding.ROOM` unless costs are in seconds.
     """
 
     costs: Costs
     because: str
     needs_prefixes: bool
     order: Order = by_arrival
+    fetches: Fetches | None = None
+    binds: Binding = Binding.ROOM
+
+    def is_new(self, waiting: Waiting, row: int) -> bool:
+        """Whether a request must be looked up even if there are no free places."""
+        if self.binds is Binding.ARRIVAL:
+            return not waiting.bound[row]
+        return self.binds is Binding.LATE and not waiting.least_s[row]
 
 
 def _random(waiting: Waiting, row: int, engines: Offers) -> Sequence[Column]:
@@ -66,6 +111,43 @@ def _new_tokens_times_batch(waiting: Waiting, row: int, engines: Offers) -> Sequ
         return (batch,)
     new_tokens: Column = np.maximum(tokens - engines.usable, 1.0)
     return (new_tokens * batch,)
+
+
+WORK: Final = 0.2
+"""A second of an engine's time costs later requests so much: who computes less is preferred to who
+does it as soon, so that a burst with one cold prefix stays together."""
+FIRST_TOKENS: Final = 10
+"""So many tokens after the first one count when ``earliest-first-token`` compares engines."""
+KVCACHE_BALANCING_THRESHOLD: Final = 2.0
+"""How many times longer than its own a prefix must be that an engine fetches (``cache-global``).
+Mooncake (FAST'25, Algorithm 1) tunes this by hand, and does not say the value."""
+
+
+def _ttft(_: Waiting, __: int, engines: Offers) -> Sequence[Column]:
+    assert engines.terms is not None
+    return (engines.terms.ttft_s,)
+
+
+def _first_tokens(_: Waiting, __: int, engines: Offers) -> Sequence[Column]:
+    """Seconds until the first token, and what an engine costs others: its time, and slow steps."""
+    terms = engines.terms
+    assert terms is not None
+    return (terms.ttft_s + WORK * terms.prefill_s + FIRST_TOKENS * terms.tbt_s,)
+
+
+def _never(usable: Column, _: Column, __: Column, ___: Column) -> npt.NDArray[np.bool_]:
+    return np.zeros(len(usable), dtype=np.bool_)
+
+
+def _much_longer(usable: Column, reached: Column, _: Column, __: Column) -> npt.NDArray[np.bool_]:
+    """Whether the ratio exceeds the threshold; it is infinite for those that have nothing."""
+    longer: npt.NDArray[np.bool_] = reached > usable * KVCACHE_BALANCING_THRESHOLD
+    return longer
+
+
+def _sooner(_: Column, __: Column, fetched_s: Column, computed_s: Column) -> npt.NDArray[np.bool_]:
+    sooner: npt.NDArray[np.bool_] = fetched_s < computed_s
+    return sooner
 
 
 def _hashes(what: object, engines: Offers) -> Column:
@@ -99,5 +181,27 @@ POLICIES: Final[dict[str, Policy]] = {
     "session": Policy(_session, "engine of its session", needs_prefixes=False),
     "lmetric": Policy(
         _new_tokens_times_batch, "fewest new tokens times batch size", needs_prefixes=True
+    ),
+    "cache-local": Policy(
+        _ttft,
+        "earliest first token, nothing fetched",
+        needs_prefixes=True,
+        fetches=_never,
+        binds=Binding.ARRIVAL,
+    ),
+    "cache-global": Policy(
+        _ttft,
+        "earliest first token, much longer prefixes fetched",
+        needs_prefixes=True,
+        fetches=_much_longer,
+        binds=Binding.ARRIVAL,
+    ),
+    "earliest-first-token": Policy(
+        _first_tokens,
+        "earliest first token",
+        needs_prefixes=True,
+        order=by_need,
+        fetches=_sooner,
+        binds=Binding.LATE,
     ),
 }

@@ -9,8 +9,9 @@ engine, which serves alone. A **second** engine is a decode engine, or a mixed o
 engine is left. If no first or no second engine exists, the request is rejected, not held. Suspect
 engines are used only if no engine is alive, dead engines never.
 
-If a protocol asks both engines of a pair at once, both must speak it. In all others the second gets
-what the first has answered; if it cannot use that, it computes the prompt itself.
+If a protocol asks both engines of a pair at once, both must speak it, or both must offer it over
+their own: that is decided for each pair. In all others the second gets what the first has answered;
+if it cannot use that, it computes the prompt itself.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -18,16 +19,28 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from conductor.routing.binding import Pairs, SecondsChooser
 from conductor.routing.choices import VERDICTS, Assign, Candidates, Decision, Hold, Plan, Reject
-from conductor.routing.columns import NO_PREFIX, Matches, Offers, View, Waiting
+from conductor.routing.columns import (
+    NO_PREFIX,
+    Column,
+    Matches,
+    Offers,
+    View,
+    Waiting,
+)
 from conductor.routing.engines import Health, Role
-from conductor.routing.policy import Policy
+from conductor.routing.groups import serving, why_nobody
+from conductor.routing.policy import Binding, Policy
+from conductor.routing.pricing import PricedEngines
 
 _FULL: Final = "every engine that could serve it is full"
 _DECODE_FULL: Final = "every engine that could decode it is full"
 
 
 _PASSED, _FULL_ONE, _FAILED, _SUSPECT, _DEAD, _PREFILLS, _DECODES, _ALONE = range(len(VERDICTS))
+_LOOKED_UP: Final = 2
+"""Requests that are looked up again for each engine that comes free."""
 _IN_TURN: Final = ""
 """Stands for all protocols by which the engines of a pair are asked in turn."""
 
@@ -45,11 +58,17 @@ class Handoff(NamedTuple):
 
 
 class _Pairs(NamedTuple):
-    """Rows of engines that can serve in pairs."""
+    """Rows of engines that can serve in pairs.
+
+    Attributes:
+        prefill: those that prefill.
+        decode: those that decode.
+        offering: one of the former for each protocol that they offer over their own.
+    """
 
     prefill: list[int]
     decode: list[int]
-    at_once: bool
+    offering: dict[str, int]
 
 
 class _Group(NamedTuple):
@@ -93,6 +112,11 @@ class Scheduler:
         free: dict[tuple[str, frozenset[str]], int] = {}
         due: list[int] = []
         for row in self.policy.order(waiting, now):
+            if self.policy.is_new(waiting, row):
+                due.append(row)
+                continue
+            if call.waits_for_full(row):
+                continue
             key = (waiting.models[row], waiting.excluded[row])
             if key not in free:
                 free[key] = call.free(*key)
@@ -135,6 +159,10 @@ class Scheduler:
         rows = self.policy.order(waiting, now)
         return {row: call.receive(row, handoffs[row], now) for row in rows}
 
+    def least_s(self, view: View, waiting: Waiting, row: int) -> float:
+        """Seconds of a prompt at the engine that needs the fewest, queues left out; 0 = unknown."""
+        return _Call(self, view, waiting).least_s(row)
+
     def kind(self, protocol: str) -> str:
         """The protocol if it asks both engines of a pair at once; empty for all others."""
         return protocol if protocol in self._at_once else _IN_TURN
@@ -155,15 +183,39 @@ class _Call:
         self._assigned = view.assigned
         self._rows = {name: row for row, name in enumerate(view.ids)}
         self._groups: dict[tuple[str, frozenset[str]], _Group] = {}
+        self._chooser: SecondsChooser | None = None
+        if self._policy.fetches is not None and view.costs is not None:
+            self._chooser = SecondsChooser(self._policy, view, self.has_room, self._least)
         # Free places only get fewer during a call: later requests for the same engines are held.
         self._full: set[tuple[str, frozenset[str]]] = set()
+
+    def least_s(self, row: int) -> float:
+        """Seconds of a prompt at the engine that needs the fewest."""
+        firsts = [
+            one for one in serving(self._view, self._waiting.models[row])
+            if self._view.roles[one] is not Role.DECODE
+        ]  # fmt: skip
+        if self._chooser is None or not firsts:
+            return 0.0
+        return self._chooser.least_s(self._waiting, row, firsts)
+
+    def waits_for_full(self, row: int) -> bool:
+        """Whether the engine for which a request waits has no free place."""
+        bound = self._chooser.bound(self._waiting, row) if self._chooser is not None else -1
+        return bound >= 0 and not self.has_room(bound)
 
     def free(self, model: str, excluded: frozenset[str]) -> int:
         """Free places at the first engines of a model, whatever their health."""
         view = self._view
+        if self._chooser is not None and self._policy.binds is Binding.LATE:
+            return _LOOKED_UP * sum(
+                self._chooser.is_free(one)
+                for one in serving(self._view, model)
+                if view.roles[one] is not Role.DECODE and view.ids[one] not in excluded
+            )
         return sum(
             max(0, self._max_running[one] - self._in_flight[one])
-            for one in self._serving(model)
+            for one in serving(self._view, model)
             if view.roles[one] is not Role.DECODE and view.ids[one] not in excluded
         )
 
@@ -180,25 +232,54 @@ class _Call:
         group = self._group(row)
         if group.why_none:
             return Reject(waiting.numbers[row], group.why_none, self._view.retry_after_s)
+        if self._chooser is not None:
+            return self._decide_by_seconds(row, group, self._chooser, now)
         firsts = [one for one in group.alone if self.has_room(one)]
         for pairs in group.pairs.values():
-            if any(self._takes(one, at_once=pairs.at_once) for one in pairs.decode):
-                firsts += [one for one in pairs.prefill if self.has_room(one)]
+            usable = {
+                offer for offer, first in pairs.offering.items()
+                if any(self._takes(one, self.way(first, one)) for one in pairs.decode)
+            }  # fmt: skip
+            offers = self._view.offers
+            firsts += [one for one in pairs.prefill if offers[one] in usable and self.has_room(one)]
         if not firsts:
             self._full.add(key)
             return self.hold(row, now, _FULL)
         first = second = self.cheapest(row, firsts)
         if self._view.roles[first] is not Role.MIXED:
             pairs = group.pairs[self._scheduler.kind(self._view.protocols[first])]
-            takers = [one for one in pairs.decode if self._takes(one, at_once=pairs.at_once)]
+            takers = [one for one in pairs.decode if self._takes(one, self.way(first, one))]
             second = self.cheapest(row, takers)
         return self._assign(row, first, second, group)
 
-    def hold(self, row: int, now: float, why: str) -> Hold | Reject:
-        """All engines are full: hold or reject."""
+    def _decide_by_seconds(
+        self, row: int, group: _Group, chooser: SecondsChooser, now: float
+    ) -> Decision:
+        """Decide on one request; its engine may be one that has no room yet."""
+        chosen = chooser.choose(self._waiting, row, lambda: self._possible(group))
+        if chosen.full:
+            self._full.add((self._waiting.models[row], self._waiting.excluded[row]))
+        if chosen.first < 0:
+            waits_for = self._view.ids[chosen.waits_for] if chosen.waits_for >= 0 else ""
+            return self.hold(row, now, _FULL, waits_for)
+        return self._assign(row, chosen.first, chosen.second, group, chosen.priced)
+
+    def _possible(self, group: _Group) -> Pairs:
+        """First engines, whether they have room or not, and those that can decode after them."""
+        found: Pairs = [(group.alone, [])]
+        for pairs in group.pairs.values():
+            for offer, example in pairs.offering.items():
+                takers = [one for one in pairs.decode if self._takes(one, self.way(example, one))]
+                if takers:
+                    offering = [one for one in pairs.prefill if self._view.offers[one] == offer]
+                    found.append((offering, takers))
+        return found
+
+    def hold(self, row: int, now: float, why: str, engine: str = "") -> Hold | Reject:
+        """All engines are full, or ``engine`` has no room yet: hold or reject."""
         number = self._waiting.numbers[row]
         if now < self._waiting.deadlines[row]:
-            return Hold(number)
+            return Hold(number, engine)
         why = f"waited too long: {why}"
         return Reject(number, why, self._view.retry_after_s, "queue_timeout")
 
@@ -225,10 +306,7 @@ class _Call:
         return self._view.ids[chosen]
 
     def cheapest(self, row: int, engines: Sequence[int]) -> int:
-        """The cheapest of these engines for a request.
-
-        Of equal ones, a mixed one (no handoff), then the one that was assigned longest ago.
-        """
+        """The cheapest of these engines for a request."""
         if len(engines) == 1:
             return engines[0]
         ids = [self._view.ids[one] for one in engines]
@@ -243,7 +321,13 @@ class _Call:
             local=np.array([matches.get(one, NO_PREFIX).local for one in ids], dtype=np.float64),
             usable=np.array([matches.get(one, NO_PREFIX).usable for one in ids], dtype=np.float64),
         )
-        costs = self._policy.costs(self._waiting, row, offers)
+        return self._least(self._policy.costs(self._waiting, row, offers), engines)
+
+    def _least(self, costs: Sequence[Column], engines: Sequence[int]) -> int:
+        """The engine with the least costs.
+
+        Of equal ones, a mixed one (no handoff), then the one that was assigned longest ago.
+        """
         left = np.arange(len(engines))
         for column in costs:
             left = left[column[left] == column[left].min()]
@@ -253,13 +337,19 @@ class _Call:
         mixed = self._view.roles[row] is Role.MIXED
         return (not mixed, self._last_assigned[row], self._view.ids[row])
 
-    def _takes(self, row: int, *, at_once: bool) -> bool:
+    def way(self, first: int, second: int) -> str:
+        """The protocol by which a pair is asked."""
+        view = self._view
+        offer = view.offers[first]
+        return offer if offer and offer == view.offers[second] else view.protocols[first]
+
+    def _takes(self, row: int, way: str) -> bool:
         """Whether an engine may be assigned to decode.
 
         At once, it needs a free place. Else requests get theirs when their KV arrives; so that
         engines prefill while others decode, as many may be promised as there are places.
         """
-        if at_once:
+        if self._scheduler.kind(way) != _IN_TURN:
             return self.has_room(row)
         return bool(self._promised[row] < self._max_running[row])
 
@@ -270,17 +360,11 @@ class _Call:
     def _matches(self, row: int) -> Matches:
         return self._waiting.matches[row] if self._policy.needs_prefixes else {}
 
-    def _serving(self, model: str) -> list[int]:
-        """The engines of a model; or of a LoRA adapter, if no model has its name."""
-        view = self._view
-        found = [row for row, served in enumerate(view.models) if served == model]
-        return found or [row for row, names in enumerate(view.adapters) if model in names]
-
     def _group(self, row: int) -> _Group:
         key = model, excluded = self._waiting.models[row], self._waiting.excluded[row]
         group = self._groups.get(key)
         if group is None:
-            group = self._groups[key] = self._grouped(self._serving(model), excluded)
+            group = self._groups[key] = self._grouped(serving(self._view, model), excluded)
         return group
 
     def _grouped(self, serving: list[int], excluded: frozenset[str]) -> _Group:
@@ -292,39 +376,28 @@ class _Call:
             alone = [row for row in well if view.roles[row] is Role.MIXED]
             kinds = {row: self._scheduler.kind(view.protocols[row]) for row in well}
             pairs = {
-                kind: self._pairs([row for row in well if kinds[row] == kind], kind)
+                kind: self._pairs([row for row in well if kinds[row] == kind])
                 for kind in dict.fromkeys(kinds.values())
             }
             pairs = {kind: one for kind, one in pairs.items() if one.decode}
             if alone or any(one.prefill for one in pairs.values()):
                 return _Group(serving, alone, pairs, "")
-        return _Group(serving, [], pairs, self._nobody(fit, len(excluded)))
+        return _Group(serving, [], pairs, why_nobody(view, fit, len(excluded)))
 
-    def _pairs(self, rows: Sequence[int], kind: str) -> _Pairs:
+    def _pairs(self, rows: Sequence[int]) -> _Pairs:
         by_role: Mapping[Role, list[int]] = {role: [] for role in Role}
         for row in rows:
             by_role[self._view.roles[row]].append(row)
         decode = by_role[Role.DECODE] or by_role[Role.MIXED]
-        return _Pairs(by_role[Role.PREFILL], decode, at_once=kind != _IN_TURN)
+        prefill = by_role[Role.PREFILL]
+        return _Pairs(prefill, decode, {self._view.offers[one]: one for one in prefill})
 
-    def _nobody(self, fit: Sequence[int], excluded: int) -> str:
-        """Why no engine can serve."""
-        left = [row for row in fit if self._view.health[row] is not Health.DEAD]
-        roles = {self._view.roles[row] for row in left}
-        if roles == {Role.PREFILL}:
-            return "only prefill engines are left"
-        if roles == {Role.DECODE}:
-            return "only decode engines are left"
-        if roles:
-            names = ", ".join(sorted({self._view.protocols[row] for row in left}))
-            return f"no prefill and decode engine are left that speak the same protocol: {names}"
-        failed = f"; {excluded} failed this request" if excluded else ""
-        return f"no engine is left for this model{failed}"
-
-    def _assign(self, row: int, first: int, second: int, group: _Group) -> Assign:
+    def _assign(
+        self, row: int, first: int, second: int, group: _Group, priced: PricedEngines | None = None
+    ) -> Assign:
         view, matches = self._view, self._matches(row)
-        candidates = self._candidates(row, first, second, group)
-        protocol = view.protocols[first]
+        candidates = self._candidates(row, first, second, group, priced)
+        protocol = self.way(first, second) if first != second else view.protocols[first]
         at_once = first == second or self._scheduler.kind(protocol) != _IN_TURN
         self._assigned += 1
         self._in_flight[first] += 1
@@ -332,6 +405,7 @@ class _Call:
             (self._in_flight if at_once else self._promised)[second] += 1
         for one in (first, second):
             self._last_assigned[one] = self._assigned
+        fetched, fetch_s, prefill_s, ttft_s = priced.at(first) if priced else (0, 0.0, 0.0, 0.0)
         return Assign(
             request=self._waiting.numbers[row],
             prefill=view.ids[first],
@@ -345,14 +419,20 @@ class _Call:
             ranks={
                 view.ids[one]: matches.get(view.ids[one], NO_PREFIX).rank for one in (first, second)
             },
+            fetch_tokens=fetched,
+            fetch_s=fetch_s,
+            prefill_s=prefill_s,
+            ttft_s=ttft_s,
         )
 
-    def _candidates(self, row: int, first: int, second: int, group: _Group) -> Candidates:
+    def _candidates(
+        self, row: int, first: int, second: int, group: _Group, priced: PricedEngines | None
+    ) -> Candidates:
         """The numbers of all engines that serve the model."""
         view, matches, rows = self._view, self._matches(row), group.serving
         ids = tuple([view.ids[one] for one in rows])
         excluded = self._waiting.excluded[row]
-        verdicts = [self._verdict(one, excluded) for one in rows]
+        verdicts = [self._verdict(one, first, excluded) for one in rows]
         if first == second:
             verdicts[rows.index(first)] = _ALONE
         else:
@@ -369,10 +449,11 @@ class _Call:
             tuple([view.health[one] for one in rows]),
             numbers,
             np.array(verdicts, dtype=np.uint8),
+            priced.shown(rows) if priced is not None else None,
         )
 
-    def _verdict(self, one: int, excluded: frozenset[str]) -> int:
-        """What becomes of an engine that was not chosen."""
+    def _verdict(self, one: int, first: int, excluded: frozenset[str]) -> int:
+        """What becomes of an engine that was not chosen, ``first`` being chosen."""
         view = self._view
         health = view.health[one]
         if excluded and view.ids[one] in excluded:
@@ -381,5 +462,4 @@ class _Call:
             return _SUSPECT if health is Health.SUSPECT else _DEAD
         if view.roles[one] is not Role.DECODE:
             return _PASSED if self.has_room(one) else _FULL_ONE
-        at_once = self._scheduler.kind(view.protocols[one]) != _IN_TURN
-        return _PASSED if self._takes(one, at_once=at_once) else _FULL_ONE
+        return _PASSED if self._takes(one, self.way(one, first)) else _FULL_ONE

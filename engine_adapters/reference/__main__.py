@@ -18,8 +18,10 @@ from pathlib import Path
 import torch
 
 from engine_adapters.reference.config import MODELS
-from engine_adapters.reference.engine import Engine, EngineOptions
+from engine_adapters.reference.engine import Engine
+from engine_adapters.reference.handoff_options import HandoffOptions
 from engine_adapters.reference.kv_events import EngineEvents
+from engine_adapters.reference.parts import EngineOptions
 from engine_adapters.reference.scheduler import Limits
 from engine_adapters.reference.server import ConductorAt, Identity, Server, serve
 from kvstore.client.store import KVStore
@@ -27,6 +29,7 @@ from kvstore.config import DeviceSlabConfig
 from kvstore.config.sizes import size_of
 from kvstore.engine.label import EngineSources, engine_label
 from kvstore.errors import ConfigError, InvalidArgument, KVStoreError
+from kvstore.handoff.greeting import read_secret
 
 _PROGRAM = "python -m engine_adapters.reference"
 
@@ -65,6 +68,17 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="tokens computed in one step")  # fmt: skip
     add("--max-running", type=_number(1), default=8)
     add("--max-waiting", type=_number(1), default=256)
+    add("--handoff", choices=("store", "push"), default="store",
+        help="push: prefill sends K/V straight to decode, if the request says so")  # fmt: skip
+    add("--handoff-secret-file", type=Path, metavar="FILE",
+        help="file with the secret of all engines that push to each other, mode 600, 16 bytes"
+        " or more")  # fmt: skip
+    add("--handoff-host", type=_host, metavar="ADDRESS",
+        help="IP address for pushes, of a prefill engine; default: that of --host")  # fmt: skip
+    add("--handoff-port", type=_number(0, 65_535), default=0, metavar="PORT",
+        help="port for pushes, of a prefill engine; 0 = any free one")  # fmt: skip
+    add("--handoff-registry-port", type=_number(0, 65_535), default=0, metavar="PORT",
+        help="port of the registry of a prefill engine; 0 = any free one")  # fmt: skip
     add("--events", metavar="ENDPOINT", help="endpoint for KV events of the local prefix cache")
     add("--events-replay", metavar="ENDPOINT", help="endpoint for replays of these events")
     return parser.parse_args(argv)
@@ -150,11 +164,13 @@ async def run(args: argparse.Namespace) -> int:
             waiting_max=args.max_waiting,
         ),
     )
+    handoff = _handoff_options(args)
     store = None
     if args.store:
         with _given_by("--store"):
             store = _connect(args.store, args.id, args.device_slab, options.block_tokens)
-    engine = Engine(options, store)
+    with _given_by("--handoff-host, --handoff-port or --handoff-registry-port"):
+        engine = Engine(options, store, handoff)
     events: EngineEvents | None = None
     if args.events:
         with _given_by("--events"):
@@ -185,6 +201,26 @@ async def run(args: argparse.Namespace) -> int:
     if events is not None:
         events.close()
     return 0 if ended else 1
+
+
+def _handoff_options(args: argparse.Namespace) -> HandoffOptions | None:
+    """What the command line says about pushes; None = nothing is pushed.
+
+    Raises:
+        ConfigError: the secret is missing, or cannot be used.
+    """
+    if args.handoff == "store":
+        return None
+    if args.handoff_secret_file is None:
+        raise ConfigError("--handoff-secret-file: --handoff push needs it")
+    with _given_by("--handoff-secret-file"):
+        secret = read_secret(args.handoff_secret_file)
+    return HandoffOptions(
+        secret=secret,
+        host=args.handoff_host or args.host,
+        registry_port=args.handoff_registry_port,
+        port=args.handoff_port,
+    )
 
 
 def _connect(url: str, name: str, slab_bytes: int, block_tokens: int) -> KVStore:

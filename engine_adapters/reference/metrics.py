@@ -27,6 +27,11 @@ class Metrics:
         self.store_seconds = counter("store_seconds", "Seconds from submission to the end of puts.")
         self.store_pages = counter("store_pages", "Pages of puts, by outcome.", "outcome")
         self.store_errors = counter("store_errors", "Errors of the store, by code.", "code")
+        self.handoffs = counter(
+            "handoffs", "Ended pushes, by last state and cause.", "state", "cause"
+        )
+        self.handoff_bytes = counter("handoff_bytes", "K/V and aux data that were pushed.")
+        self.handoff_seconds = counter("handoff_seconds", "Seconds of ended pushes.", "state")
         self.step_seconds = Histogram(
             "reference_engine_step_seconds",
             "Seconds of one step.",

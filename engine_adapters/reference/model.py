@@ -15,7 +15,7 @@ position in the tile. tests/reference/test_batch_invariance.py tests this.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -92,12 +92,19 @@ class Model:
         self._cos, self._sin = angle.cos().float(), angle.sin().float()
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence[Chunk], pool: PagedPool) -> torch.Tensor:
+    def forward(
+        self,
+        chunks: Sequence[Chunk],
+        pool: PagedPool,
+        after_layer: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
         """Compute ``chunks``, write their K/V into ``pool`` and return the logits after each.
 
         Args:
             chunks: at least one, of different requests.
             pool: rows of the chunks' positions are written, earlier ones are read.
+            after_layer: called with the number of each layer when the layer's K/V of all chunks are
+                in the pool, before the next one is computed. Must not block.
 
         Returns:
             Logits of the last token of each chunk, shape (len(chunks), VOCAB_SIZE), float32.
@@ -126,6 +133,8 @@ class Model:
             query, key, value = self._project(layer, stream, cos, sin)
             keys.view(-1, *keys.shape[2:])[slot] = key[:rows]
             values.view(-1, *values.shape[2:])[slot] = value[:rows]
+            if after_layer is not None:
+                after_layer(index)
             attended = torch.zeros_like(query)
             for chunk, first, table in spans:
                 _attend(chunk, query[first:], keys, values, table, ahead, attended[first:])

@@ -18,6 +18,7 @@ import torch
 import xxhash
 
 from engine_adapters.reference.config import ModelConfig
+from kvstore.mover.kvpool import KVPool
 
 
 class LayerHash(NamedTuple):
@@ -53,6 +54,16 @@ class PagedPool:
         """Addresses of layer 0 K, layer 0 V, layer 1 K, ...; valid while this pool exists."""
         pairs = zip(self.keys, self.values, strict=True)
         return [plane.data_ptr() for pair in pairs for plane in pair]
+
+    def for_transfers(self) -> KVPool:
+        """The pool as the store and handoffs see it; this pool must outlive their jobs."""
+        return KVPool(
+            planes=tuple(self.planes()),
+            block_stride_bytes=self.block_bytes,
+            block_bytes=self.block_bytes,
+            block_count=self.block_count,
+            planes_per_layer=2,
+        )
 
     def slots(self, blocks: Sequence[int], start: int, stop: int) -> torch.Tensor:
         """Slots of the positions ``start..stop-1`` of a request with this block table, int64."""

@@ -8,13 +8,21 @@ is still copying.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvstore.page import PrefixKey, PrefixKeys
 
 
 class BlockAllocator:
-    """Allocates the blocks ``0..count-1`` of a pool."""
+    """Allocates the blocks ``0..count-1`` of a pool.
+
+    Attributes:
+        generations: shape (count,), uint64: how often each block was allocated. It changes before
+            the new owner can write, so that who still reads for the old one finds it.
+    """
 
     def __init__(self, count: int) -> None:
+        self.generations = np.zeros(count, dtype=np.uint64)
         self._references = [0] * count
         self._free = list(range(count - 1, -1, -1))  # the blocks without references
 
@@ -37,6 +45,7 @@ class BlockAllocator:
         if count > len(self._free):
             return None
         blocks = [self._free.pop() for _ in range(count)]
+        self.generations[blocks] += np.uint64(1)
         self.retain(blocks)
         return blocks
 
@@ -151,6 +160,15 @@ class PrefixTree:
         self._allocator.release(node.blocks)
         self._changes.append(TreeChange(stored=False, keys=PrefixKeys(bytes(node.key))))
         return True
+
+    @property
+    def evictable(self) -> int:
+        """Blocks that evictions would free: pages that nobody else refers to."""
+        return sum(
+            len(node.blocks)
+            for node in self._nodes.values()
+            if all(self._allocator.references(block) == 1 for block in node.blocks)
+        )
 
     def take_changes(self) -> list[TreeChange]:
         """The changes since the last call, in order."""

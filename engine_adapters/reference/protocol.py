@@ -2,15 +2,16 @@
 
 import secrets
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
 from engine_adapters.reference.engine import Engine
-from engine_adapters.reference.request import Output, Request, Timings
+from engine_adapters.reference.request import Output, Push, Request, Timings
 from engine_adapters.reference.sampler import SEED_MAX, Sampling
 from engine_adapters.reference.tokenizer import VOCAB_SIZE, TextStream, encode
 from kvstore.engine.transfer import NOTHING, Transfer
+from kvstore.handoff.rooms import ROOM_MAX
 
 _STOPS_MAX: Final = 8
 _STOP_CHARS_MAX: Final = 256
@@ -26,6 +27,20 @@ class TokenizeBody(msgspec.Struct):
     prompt: str
 
 
+class PushParameters(msgspec.Struct, forbid_unknown_fields=True):
+    """``kv_transfer_params`` of a request whose K/V are pushed; both engines get it at once."""
+
+    handoff: Literal["push"]
+    room: int
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    registry: str = ""
+
+
+class _WithHandoff(msgspec.Struct):
+    handoff: Any = None
+
+
 class CompletionBody(msgspec.Struct):
     """``POST /v1/completions``; fields that OpenAI knows and we do not are ignored."""
 
@@ -38,7 +53,7 @@ class CompletionBody(msgspec.Struct):
     stream: bool = False
     stop: str | list[str] | None = None
     return_token_ids: bool = False
-    kv_transfer_params: Transfer | None = None
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
     request_id: str | None = None
 
 
@@ -81,8 +96,13 @@ class Completion(msgspec.Struct):
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
-def parse(raw: bytes, kind: type[Body]) -> Body:
-    """Parse a JSON body.
+def parse(raw: bytes, kind: type[Body], within: str = "") -> Body:
+    """Parse a JSON body, or one of its fields.
+
+    Args:
+        raw: the JSON.
+        kind: what it must be.
+        within: name of the field.
 
     Raises:
         BadRequestError: it is not JSON, or a field has the wrong type.
@@ -91,7 +111,8 @@ def parse(raw: bytes, kind: type[Body]) -> Body:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
         what, _, path = str(error).partition(" - at `$.")
-        raise BadRequestError(f"{path.rstrip('`') or 'body'}: {what}") from error
+        field = ".".join(part for part in (within, path.rstrip("`")) if part)
+        raise BadRequestError(f"{field or 'body'}: {what}") from error
     except msgspec.DecodeError as error:
         raise BadRequestError(f"body: {error}") from error
 
@@ -105,7 +126,7 @@ def to_request(
         BadRequestError: it is invalid; names the field.
     """
     tokens = encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
-    transfer = body.kv_transfer_params or NOTHING
+    transfer, push = _parameters(body.kv_transfer_params, engine)
     max_tokens = 1 if transfer.do_remote_decode else body.max_tokens
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     checks = (
@@ -127,7 +148,8 @@ def to_request(
     for right, field, message in checks:
         if not right:
             raise BadRequestError(f"{field}: {message}")
-    handoff = _handoff(transfer, len(tokens)) if transfer.do_remote_prefill else None
+    from_store = transfer.do_remote_prefill and push is None
+    handoff = _handoff(transfer, len(tokens)) if from_store else None
     seed = body.seed if handoff is None or handoff.seed is None else handoff.seed
     return Request(
         id=request_id,
@@ -143,7 +165,43 @@ def to_request(
         text=TextStream(stops),
         to_handoff=transfer.do_remote_decode,
         from_handoff=handoff,
+        push=push,
     )
+
+
+def _parameters(raw: msgspec.Raw, engine: Engine) -> tuple[Transfer, Push | None]:
+    """Parse and check the transfer parameters.
+
+    Raises:
+        BadRequestError: they are invalid; names the field.
+    """
+    name = "kv_transfer_params"
+    if bytes(raw).strip() == b"null":
+        return NOTHING, None
+    if not isinstance(parse(raw, _WithHandoff, name).handoff, str):
+        return parse(raw, Transfer, name), None
+    told = parse(raw, PushParameters, name)
+    mode, here = engine.options.mode, "do_remote_decode"
+    if engine.options.mode == "decode":
+        here = "do_remote_prefill"
+    checks = (
+        ("push" in engine.handoff, "handoff", "this engine has no --handoff push"),
+        (getattr(told, here), here, f"must be true at a {mode} engine"),
+        (
+            told.do_remote_decode != told.do_remote_prefill,
+            "do_remote_decode",
+            "excludes do_remote_prefill",
+        ),
+        (0 <= told.room <= ROOM_MAX, "room", "is not within 63 bits"),
+        (bool(told.registry) == (mode == "decode"), "registry", "decode needs it, nobody else"),
+    )
+    for right, field, message in checks:
+        if not right:
+            raise BadRequestError(f"{name}.{field}: {message}")
+    transfer = Transfer(
+        do_remote_decode=told.do_remote_decode, do_remote_prefill=told.do_remote_prefill
+    )
+    return transfer, Push(told.room, told.registry)
 
 
 def _handoff(transfer: Transfer, prompt_tokens: int) -> Transfer:
@@ -172,7 +230,8 @@ def _handoff(transfer: Transfer, prompt_tokens: int) -> Transfer:
 
 def usage(request: Request) -> Usage:
     """Token counts of an ended request."""
-    cached = request.timings.cached_tokens + request.timings.restored_tokens
+    timings = request.timings
+    cached = timings.cached_tokens + timings.restored_tokens + timings.pushed_tokens
     return Usage(
         prompt_tokens=request.prompt_tokens,
         completion_tokens=request.output_tokens,

@@ -10,20 +10,34 @@ import msgspec
 from engine_adapters.reference.sampler import Sampling
 from engine_adapters.reference.tokenizer import TextStream
 from kvstore.engine.chain import Chain
-from kvstore.engine.transfer import Transfer
+from kvstore.engine.transfer import HandoffReport, Transfer
 from kvstore.page import PrefixKeys
 
 
 class State(StrEnum):
-    """State of a request: NEW → WAITING → (RESTORING →) RUNNING → (FLUSHING →) FINISHED."""
+    """State of a request: NEW → WAITING → (RESTORING →) RUNNING → (FLUSHING →) FINISHED.
+
+    Of a push at prefill: NEW → BOOTSTRAP → WAITING → … → RUNNING → INFLIGHT → FINISHED; at decode:
+    NEW → PREALLOC → TRANSFER → RECEIVED → RUNNING → FINISHED.
+    """
 
     NEW = "new"
     """Not added to the scheduler yet."""
+    BOOTSTRAP = "bootstrap"
+    """Of a push, at prefill: decode has announced no blocks yet."""
+    PREALLOC = "prealloc"
+    """Of a push, at decode: there is no memory for it yet."""
+    TRANSFER = "transfer"
+    """Holds blocks; K/V are pushed into them."""
+    RECEIVED = "received"
+    """Holds blocks; the push has ended; waits for a place among the running ones."""
     WAITING = "waiting"
     """Holds no blocks."""
     RESTORING = "restoring"
     """Holds blocks; a lookup or a restore is in progress."""
     RUNNING = "running"
+    INFLIGHT = "inflight"
+    """Computed; its push has not ended."""
     FLUSHING = "flushing"
     """Computed; the answer waits until the store has the pages of the handoff."""
     FINISHED = "finished"
@@ -34,11 +48,13 @@ class Timings(msgspec.Struct):
 
     Attributes:
         queue_s: from arrival to admission.
+        push_s: of a decode engine: from admission to the end of the push.
         restore_s: from admission to the end of lookup and restore.
         compute_s: from there to the last token.
         flush_s: wait of a prefill engine for the store at the end.
         cached_tokens: tokens found in this engine's own prefix tree.
         restored_tokens: tokens restored from the store.
+        pushed_tokens: tokens whose K/V a prefill engine pushed.
         restored_bytes: bytes restored from the store.
     """
 
@@ -46,9 +62,11 @@ class Timings(msgspec.Struct):
     restore_s: float = 0.0
     compute_s: float = 0.0
     flush_s: float = 0.0
+    push_s: float = 0.0
     cached_tokens: int = 0
     restored_tokens: int = 0
     restored_bytes: int = 0
+    pushed_tokens: int = 0
 
 
 class Output(NamedTuple):
@@ -58,7 +76,8 @@ class Output(NamedTuple):
         tokens: tokens since the last output.
         text: text since the last output; may lag behind the tokens.
         finish_reason: ``stop``, ``length``, or ``overloaded`` / ``shutdown`` if it was not
-            completed; None while it runs.
+            completed, ``handoff_failed`` if it was not completed because nobody waits for its K/V
+            any more; None while it runs.
         handoff: transfer parameters, with the last output of a prefill for another engine.
     """
 
@@ -66,6 +85,18 @@ class Output(NamedTuple):
     text: str
     finish_reason: str | None = None
     handoff: Transfer | None = None
+
+
+class Push(NamedTuple):
+    """A push between this request's prefill and decode engine.
+
+    Attributes:
+        room: number of the push, the same at both engines.
+        registry: at decode: URL of the registry of the prefill engine.
+    """
+
+    room: int
+    registry: str = ""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -83,6 +114,10 @@ class Request:
         from_handoff: transfer parameters of another engine's prefill.
         handoff_id: id of a handoff, once its tail page was submitted (or there is none).
         tail_key: hex key of that tail page, if it is stored.
+        push: where a push of its K/V comes from or goes to; None = it has none.
+        report: how the push went, once it has ended.
+        pushes: prefill's blocks are pushed: it is never retracted.
+        retracted: it has lost its blocks.
         hashed: the prompt's K/V hashes were recorded.
         emit: called in the engine thread with each :class:`Output`; must not block.
     """
@@ -104,6 +139,10 @@ class Request:
     stored_pages: int = 0
     handoff_id: str = ""
     tail_key: str | None = None
+    push: Push | None = None
+    report: HandoffReport | None = None
+    pushes: bool = False
+    retracted: bool = False
     hashed: bool = False
     timings: Timings = field(default_factory=Timings)
     phase_began: float = 0.0

@@ -6,8 +6,9 @@ of admission. If blocks run out, the youngest request is preempted and recompute
 will be bit-equal.
 """
 
+import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from engine_adapters.reference.prefix_tree import BlockAllocator, PrefixTree
@@ -45,7 +46,7 @@ class Plan:
 
 
 class Scheduler:
-    """Queues, block tables and the plan of each step."""
+    """Waiting and running requests, block tables and the plan of each step."""
 
     def __init__(
         self,
@@ -83,14 +84,37 @@ class Scheduler:
         """Requests with blocks."""
         return len(self._running)
 
+    @property
+    def places(self) -> int:
+        """Requests that may still be admitted."""
+        return self._limits.running_max - len(self._running)
+
+    @property
+    def available(self) -> int:
+        """Blocks that are free, or only in the prefix tree."""
+        return self._allocator.free + (self._tree.evictable if self._tree is not None else 0)
+
+    @property
+    def next_waiting(self) -> Request | None:
+        """The request that gets blocks next."""
+        return self._waiting[0] if self._waiting else None
+
+    def in_place(self) -> Iterator[Request]:
+        """The requests that have a place."""
+        return iter(self._running)
+
+    def blocks_of(self, tokens: int) -> int:
+        """Blocks for so many tokens, whole pages."""
+        return self._pages(tokens) * self._page_blocks
+
     def requests(self) -> Iterator[Request]:
-        """Every request that is not finished."""
+        """Every request that waits or has a place."""
         yield from self._running
         yield from self._waiting
 
     def fits(self, tokens: int) -> bool:
         """Whether a request of ``tokens``, prompt and output, could run alone."""
-        return self._pages(tokens) * self._page_blocks <= self._allocator.count
+        return self.blocks_of(tokens) <= self._allocator.count
 
     def add(self, request: Request) -> bool:
         """Queue a request; returns False if the queue is full."""
@@ -100,30 +124,64 @@ class Scheduler:
         self._waiting.append(request)
         return True
 
-    def admit(self) -> list[Request]:
+    def admit(self, until: float = math.inf) -> list[Request]:
         """Admit waiting requests, in order, while there are free blocks.
 
-        Each gets blocks for all its tokens. Pages in the prefix tree are shared and count as
-        computed, but at least one token is always left to compute.
+        Each gets blocks for all its tokens.
+
+        Args:
+            until: of those that have never had blocks only those that arrived before.
         """
         admitted: list[Request] = []
-        while self._waiting and len(self._running) < self._limits.running_max:
+        while self._waiting and self.places:
             request = self._waiting[0]
-            self.extend_keys(request)
-            reusable = request.keys[: (len(request.tokens) - 1) // self._page_tokens]
-            shared = self._tree.match(reusable) if self._tree is not None else []
-            missing = self._pages(len(request.tokens)) * self._page_blocks - len(shared)
-            fresh = self._allocate(missing)
-            if fresh is None:
-                self._allocator.release(shared)
+            if not request.retracted and request.arrived > until:
+                break
+            if not self.hold(request, len(request.tokens)):
                 break
             self._waiting.popleft()
-            request.blocks = shared + fresh
-            request.computed = len(shared) // self._page_blocks * self._page_tokens
-            request.state = State.RUNNING
-            self._running.append(request)
+            request.retracted = False
+            self.enter(request)
             admitted.append(request)
         return admitted
+
+    def hold(
+        self, request: Request, tokens: int, allows: Callable[[int], bool] | None = None
+    ) -> bool:
+        """Give a request blocks for so many tokens; returns False if there are too few.
+
+        Pages in the prefix tree are shared and count as computed, but at least one token of the
+        request is always left to compute.
+
+        Args:
+            request: has no blocks.
+            tokens: at least those of the request.
+            allows: asked with the number of blocks that are not shared; False = too few.
+        """
+        assert not request.blocks
+        self.extend_keys(request)
+        reusable = request.keys[: (len(request.tokens) - 1) // self._page_tokens]
+        shared = self._tree.match(reusable) if self._tree is not None else []
+        missing = self.blocks_of(tokens) - len(shared)
+        fresh = self._allocate(missing) if allows is None or allows(missing) else None
+        if fresh is None:
+            self._allocator.release(shared)
+            return False
+        request.blocks = shared + fresh
+        request.computed = len(shared) // self._page_blocks * self._page_tokens
+        return True
+
+    def enter(self, request: Request) -> None:
+        """A request with blocks takes a place among those that are computed."""
+        assert self.places > 0
+        assert request.blocks
+        request.state = State.RUNNING
+        self._running.append(request)
+
+    def leave(self, request: Request, state: State) -> None:
+        """A running request keeps its blocks and gives up its place."""
+        self._running.remove(request)
+        request.state = state
 
     def restored(self, request: Request, tokens: int) -> None:
         """K/V of the positions ``0..tokens-1`` of a RESTORING request are restored."""
@@ -166,7 +224,7 @@ class Scheduler:
         """Remove a request in any state, with its references to blocks."""
         if request.state is State.WAITING:
             self._waiting.remove(request)
-        elif request.state not in (State.NEW, State.FINISHED):
+        elif request in self._running:
             self._running.remove(request)
         self._drop_blocks(request)
         request.state = State.FINISHED
@@ -206,14 +264,15 @@ class Scheduler:
 
     def _make_room(self, request: Request, plan: Plan) -> bool:
         """Allocate the page of a decoding request's next token; may preempt younger requests."""
-        missing = self._pages(len(request.tokens)) * self._page_blocks - len(request.blocks)
+        missing = self.blocks_of(len(request.tokens)) - len(request.blocks)
         while missing > 0:
             fresh = self._allocate(missing)
             if fresh is not None:
                 request.blocks += fresh
                 break
             place = self._running.index(request)
-            victim = next(r for r in reversed(self._running[place:]) if r.state is State.RUNNING)
+            younger = reversed(self._running[place:])
+            victim = next(r for r in younger if r.state is State.RUNNING and not r.pushes)
             self._preempt(victim)
             plan.preempted.append(victim)
             if victim is request:
@@ -224,6 +283,7 @@ class Scheduler:
         self._running.remove(request)
         self._drop_blocks(request)
         request.state = State.WAITING
+        request.retracted = True
         self._waiting.appendleft(request)
 
     def _drop_blocks(self, request: Request) -> None:

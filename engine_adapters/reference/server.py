@@ -31,7 +31,7 @@ from engine_adapters.reference.protocol import (
     usage,
 )
 from engine_adapters.reference.request import Output, Request
-from kvstore.errors import ConfigError, reason
+from kvstore.errors import ConfigError, InvalidArgument, reason
 from kvstore.process.privatefile import token_for
 
 _log = logging.getLogger(__name__)
@@ -103,6 +103,7 @@ class Server:
                 web.get("/metrics", self._metrics),
                 web.get("/v1/models", self._models),
                 web.get("/v1/engine", self._describe),
+                web.get("/v1/handoffs", self._handoffs),
                 web.get("/v1/requests/{id}/kv-hashes", self._kv_hashes),
                 web.post("/tokenize", self._tokenize),
                 web.post("/v1/completions", self._completions),
@@ -141,8 +142,22 @@ class Server:
                 "events_replay": identity.events_replay,
                 "node": identity.node,
                 "max_running": engine.options.limits.running_max,
+                "handoff": engine.handoff,
             }
         )
+
+    async def _handoffs(self, _: web.Request) -> web.Response:
+        told = [
+            {
+                "room": one.room,
+                "state": one.state.lower(),
+                "seconds": round(one.seconds, 3),
+                "bytes": one.moved_bytes,
+                "missing_ranks": one.missing,
+            }
+            for one in self._engine.handoffs()
+        ]
+        return web.json_response({"handoffs": told})
 
     async def _kv_hashes(self, request: web.Request) -> web.Response:
         hashes = self._engine.kv_hashes(request.match_info["id"])
@@ -182,6 +197,8 @@ class Server:
             if first.finish_reason in ("overloaded", "shutdown"):
                 return _error(503, first.finish_reason, "the engine cannot serve this now")
             return await (answer.stream(http, first) if body.stream else answer.whole(first))
+        except InvalidArgument as error:
+            raise BadRequestError(f"kv_transfer_params.{error}") from error
         except (EngineBusyError, EngineClosedError) as error:
             code = "overloaded" if isinstance(error, EngineBusyError) else "shutting_down"
             return _error(503, code, str(error))
@@ -256,7 +273,8 @@ class _Answer:
 
     def _completion(self, output: Output) -> Completion:
         choice = Choice(text=output.text, index=0, finish_reason=output.finish_reason)
-        if self._with_ids or output.handoff is not None:
+        is_prefill = output.handoff is not None and self._request.to_handoff
+        if self._with_ids or is_prefill:
             choice.token_ids = output.tokens
         completion = Completion(
             id=self._request.id, object="text_completion", model=self._model, choices=[choice]
@@ -362,7 +380,9 @@ async def serve(
         try:
             await web.TCPSite(runner, host, port).start()
         except OSError as error:
-            option = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
+            # From Python 3.12 on the error of a foreign address has no number.
+            taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
+            option = "--port" if taken else "--host"
             raise ConfigError(f"{option}: {reason(error)}") from error
         name = f"[{host}]" if ":" in host else host
         url = f"http://{name}:{runner.addresses[0][1]}"

@@ -38,7 +38,6 @@ from kvstore.engine.pace import Pace
 from kvstore.engine.pending import PendingWait, missing_tokens
 from kvstore.engine.transfer import Transfer
 from kvstore.errors import KVStoreError
-from kvstore.mover.kvpool import KVPool
 from kvstore.page import PrefixKeys, ShardSpec, SpaceIdentity
 
 _log = logging.getLogger(__name__)
@@ -97,13 +96,7 @@ class StoreAdapter:
         self._page_tokens = identity.page_tokens
         self._page_blocks = identity.page_tokens // pool.block_tokens
         self._pool = pool
-        self._kvpool = KVPool(
-            planes=tuple(pool.planes()),
-            block_stride_bytes=pool.block_bytes,
-            block_bytes=pool.block_bytes,
-            block_count=pool.block_count,
-            planes_per_layer=2,
-        )
+        self._kvpool = pool.for_transfers()
         self._allocator = allocator
         self._metrics = metrics
         self._pace = Pace()
@@ -117,6 +110,11 @@ class StoreAdapter:
     def busy(self) -> bool:
         """Whether there is something to poll for."""
         return bool(self._pending or self._restores or self._puts)
+
+    @property
+    def takes_pages(self) -> bool:
+        """Whether the node takes pages, as far as is known."""
+        return self._open() is not None
 
     @property
     def node_name(self) -> str:
@@ -137,6 +135,20 @@ class StoreAdapter:
             return True
         return self._start_restore(request, hit, now)
 
+    def begin_beside(self, request: Request, now: float) -> int:
+        """Restore what the node has of the beginning of a request whose rest is pushed.
+
+        Returns:
+            How many tokens at the beginning need not be pushed. If it is more than
+            ``request.computed``, :meth:`poll` returns the request.
+        """
+        hit = self._lookup(request)._replace(pending=0, remote=0)  # those are pushed as well
+        request.stored_pages = hit.pages
+        if not self._start_restore(request, hit, now):
+            return request.computed
+        pages = self._restores[-1].first_page + self._restores[-1].pages
+        return pages * self._page_tokens
+
     def poll(self, now: float) -> list[Ready]:
         """Advance all jobs in flight; never blocks.
 
@@ -148,7 +160,7 @@ class StoreAdapter:
         for restore in [r for r in self._restores if self._has_ended(r, now)]:
             self._restores.remove(restore)
             tokens = self._end_restore(restore, now)
-            if restore.request.state is State.RESTORING:
+            if restore.request.state in (State.RESTORING, State.TRANSFER):
                 ready.append(Ready(restore.request, tokens))
         for put in [put for put in self._puts if put.job.wait(0.0)]:
             self._puts.remove(put)

@@ -185,6 +185,11 @@ def read_nodes(entries: tuple[str, ...]) -> dict[str, Address]:
             raise ValueError(f"cluster.nodes={entry}: {error}") from error
         if not address.port:
             raise ValueError(f"cluster.nodes={entry}: port 0 is no address to connect to")
+        if is_wildcard(address.host):
+            raise ValueError(
+                f"cluster.nodes={entry}: {address.host} is no address to connect to; write the one"
+                " at which the other nodes reach it"
+            )
         if name in found:
             raise ValueError(f"cluster.nodes={entry}: {name} is there twice")
         if address in found.values():

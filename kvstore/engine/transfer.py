@@ -12,6 +12,25 @@ from typing import Any, Final
 import msgspec
 
 
+class HandoffReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How KV came, or should have come, from prefill to decode; each side tells of its own.
+
+    Attributes:
+        way: ``push``: straight from pool to pool.
+        state: ``success`` or ``failed``.
+        code: why it failed (:class:`kvstore.handoff.states.FailureCode`, or ``capacity``: this side
+            had no place for it); None = it did not.
+        seconds: how long each state has lasted, by its name in lower case.
+        bytes: KV and aux data that were sent, or that arrived and were verified.
+    """
+
+    way: str
+    state: str
+    code: str | None = None
+    seconds: dict[str, float] = {}
+    bytes: int = 0
+
+
 class Transfer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The parameters; fields with default values are left out.
 
@@ -28,6 +47,7 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         tail_key: hex key of the prompt's unfilled last page; None if it is not stored.
         tail_tokens: tokens in it, 0..page_tokens-1.
         seed: seed of the sampling; None if greedy.
+        handoff: of a push: how it went at the engine that answers.
     """
 
     do_remote_decode: bool = False
@@ -42,6 +62,7 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tail_key: str | None = None
     tail_tokens: int = 0
     seed: int | None = None
+    handoff: HandoffReport | None = None
 
     def promised_pages(self, page_tokens: int) -> int:
         """Number of leading pages of ``page_tokens`` that the prefill engine says it has stored.

@@ -30,6 +30,7 @@ from kvstore.handoff.states import (
     FailureCode,
     HandoffFailure,
     HandoffProgress,
+    HandoffStatus,
     Patience,
     Reduce,
     State,
@@ -113,8 +114,8 @@ class DecodeManager:
         """
         return agreed([receiver.state for receiver in receivers], reduce)
 
-    def describe(self) -> list[tuple[int, str, float]]:
-        """Room, state and seconds in it, of each handoff."""
+    def describe(self) -> list[HandoffStatus]:
+        """Where each handoff is."""
         with self._lock:
             return self._core.describe(time.monotonic_ns())
 
@@ -318,24 +319,25 @@ class Receiver:
 
     Attributes:
         room: of the request.
+        progress: state, times and bytes; only read it.
     """
 
-    __slots__ = ("_manager", "_progress", "room")
+    __slots__ = ("_manager", "progress", "room")
 
     def __init__(self, manager: DecodeManager, room: int, progress: HandoffProgress) -> None:
         self._manager = manager
-        self._progress = progress
+        self.progress = progress
         self.room = room
 
     @property
     def state(self) -> State:
         """Where it is; reading it takes no lock."""
-        return self._progress.state
+        return self.progress.state
 
     @property
     def failure(self) -> HandoffFailure | None:
         """Why it is FAILED; None in every other state."""
-        return self._progress.failure
+        return self.progress.failure
 
     @property
     def holds_blocks(self) -> bool:

@@ -32,6 +32,10 @@ class PushJob(NamedTuple):
     generations: npt.NDArray[np.uint64]
     aux: bytes = b""
 
+    def size_bytes(self, block_bytes: int) -> int:
+        """Bytes that it sends, besides the head."""
+        return len(self.aux) or sum(one.size for one in self.ranges) * block_bytes
+
 
 class SendTo(NamedTuple):
     """Send a message on a link."""

@@ -31,6 +31,7 @@ from kvstore.handoff.states import (
     HandoffFailure,
     HandoffProgress,
     HandoffSide,
+    HandoffStatus,
     Layer,
     Patience,
     Reduce,
@@ -129,8 +130,8 @@ class PrefillManager:
         """
         return agreed([sender.state for sender in senders], reduce)
 
-    def describe(self) -> list[tuple[int, str, float]]:
-        """Room, state and seconds in it, of each handoff."""
+    def describe(self) -> list[HandoffStatus]:
+        """Where each handoff is."""
         with self._lock:
             return self._core.describe(time.monotonic_ns())
 
@@ -164,8 +165,8 @@ class PrefillManager:
             self._drop(link, FailureCode.CLOSED, "the manager was closed")
         self._threads.join(GREETING_S + SILENCE_S)
         self._ticker.close()
-        for room, _, _ in self.describe():  # those that decode had not spoken of
-            self.abort(room)
+        for one in self.describe():  # those that decode had not spoken of
+            self.abort(one.room)
 
     # ---- what senders call ------------------------------------------------------------------
 
@@ -365,24 +366,25 @@ class Sender:
 
     Attributes:
         room: of the request.
+        progress: state, times and bytes; only read it.
     """
 
-    __slots__ = ("_manager", "_progress", "room")
+    __slots__ = ("_manager", "progress", "room")
 
     def __init__(self, manager: PrefillManager, room: int, progress: HandoffProgress) -> None:
         self._manager = manager
-        self._progress = progress
+        self.progress = progress
         self.room = room
 
     @property
     def state(self) -> State:
         """Where it is; reading it takes no lock."""
-        return self._progress.state
+        return self.progress.state
 
     @property
     def failure(self) -> HandoffFailure | None:
         """Why it is FAILED; None in every other state."""
-        return self._progress.failure
+        return self.progress.failure
 
     @property
     def holds_blocks(self) -> bool:

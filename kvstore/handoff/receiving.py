@@ -42,6 +42,7 @@ from kvstore.handoff.states import (
     HandoffFailure,
     HandoffProgress,
     HandoffSide,
+    HandoffStatus,
     Layer,
     Patience,
     State,
@@ -353,8 +354,10 @@ class Receivers:
         for place in landing.ranges:
             if place.plane == AUX_PLANE:
                 one.aux_bytes = place.size
+                one.progress.moved_bytes += place.size
             else:
                 one.left -= place.size
+                one.progress.moved_bytes += place.size * self._shape.block_bytes
         if one.left or one.aux_bytes < 0:
             return []
         assert not one.landing, "everything has arrived, so nothing is arriving"
@@ -374,11 +377,11 @@ class Receivers:
                 effects += self._ask_again(one, now_ns)
         return effects
 
-    def describe(self, now_ns: int) -> list[tuple[int, str, float]]:
-        """Room, state, and for how many seconds, of each handoff."""
+    def describe(self, now_ns: int) -> list[HandoffStatus]:
+        """Where each handoff is; prefill's one rank is missing as long as there is no link."""
         return [
-            (one.room, one.progress.state.name, (now_ns - one.progress.since_ns) / 1e9)
-            for one in self._rooms.values()
+            one.progress.status(room, [] if one.link else [0], now_ns)
+            for room, one in self._rooms.items()
         ]
 
     def check(self) -> None:

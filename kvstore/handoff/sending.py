@@ -42,6 +42,7 @@ from kvstore.handoff.states import (
     HandoffFailure,
     HandoffProgress,
     HandoffSide,
+    HandoffStatus,
     Layer,
     Patience,
     State,
@@ -276,6 +277,7 @@ class Senders:
         effects: list[Effect] = []
         if failure is None:
             one.progress.heard(now_ns)
+            one.progress.moved_bytes += job.size_bytes(self._shape.block_bytes)
         else:
             effects = self._end(one, failure, now_ns, tell=True)
         effects += self._drained(one)
@@ -301,11 +303,11 @@ class Senders:
             self._forget(one, now_ns)
         return effects
 
-    def describe(self, now_ns: int) -> list[tuple[int, str, float]]:
-        """Room, state, and for how many seconds, of each handoff."""
+    def describe(self, now_ns: int) -> list[HandoffStatus]:
+        """Where each handoff is; decode's one rank is missing as long as it has said nothing."""
         return [
-            (one.room, one.progress.state.name, (now_ns - one.progress.since_ns) / 1e9)
-            for one in self._rooms.values()
+            one.progress.status(room, [] if one.link else [0], now_ns)
+            for room, one in self._rooms.items()
         ]
 
     def check(self) -> None:

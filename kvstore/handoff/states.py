@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -127,6 +127,24 @@ class Patience:
         return int(seconds[state] * 1e9)
 
 
+class HandoffStatus(NamedTuple):
+    """One handoff at one rank, for people.
+
+    Attributes:
+        room: of the request.
+        state: name of its state.
+        seconds: for how long it is in that state.
+        moved_bytes: bytes of KV and aux data that were sent, or that arrived and were verified.
+        missing: ranks of the other side that have said nothing of it yet.
+    """
+
+    room: int
+    state: str
+    seconds: float
+    moved_bytes: int
+    missing: list[int]
+
+
 class HandoffProgress:
     """The state of one handoff at one rank: it only goes forward, and stays where it ended.
 
@@ -134,9 +152,14 @@ class HandoffProgress:
         state: now.
         failure: why it is FAILED; None in every other state.
         since_ns: since when it is in this state.
+        seconds: how long each state has lasted that it was in and has left, by its name.
+        moved_bytes: bytes of KV and aux data that were sent, or that arrived and were verified.
     """
 
-    __slots__ = ("_heard_ns", "_opened_ns", "_patience", "failure", "since_ns", "state")
+    __slots__ = (
+        "_heard_ns", "_opened_ns", "_patience", "failure", "moved_bytes", "seconds", "since_ns",
+        "state",
+    )  # fmt: skip
 
     def __init__(self, patience: Patience, now_ns: int) -> None:
         """Begin in BOOTSTRAPPING."""
@@ -144,6 +167,8 @@ class HandoffProgress:
         self._opened_ns = self._heard_ns = self.since_ns = now_ns
         self.state = State.BOOTSTRAPPING
         self.failure: HandoffFailure | None = None
+        self.seconds: dict[str, float] = {}
+        self.moved_bytes = 0
 
     @property
     def ended(self) -> bool:
@@ -155,16 +180,27 @@ class HandoffProgress:
         assert state is not State.FAILED, "a failure has a cause: call fail"
         if self.ended or state <= self.state:
             return False
-        self.state = state
-        self._heard_ns = self.since_ns = now_ns
+        self._leave(now_ns)
+        self.state, self._heard_ns = state, now_ns
         return True
 
     def fail(self, failure: HandoffFailure, now_ns: int) -> bool:
         """End as FAILED; returns False if it has ended already."""
         if self.ended:
             return False
-        self.state, self.failure, self.since_ns = State.FAILED, failure, now_ns
+        self._leave(now_ns)
+        self.failure = failure  # first: who reads the state without a lock finds the cause
+        self.state = State.FAILED
         return True
+
+    def status(self, room: int, missing: list[int], now_ns: int) -> HandoffStatus:
+        """What to tell people of it."""
+        seconds = (now_ns - self.since_ns) / 1e9
+        return HandoffStatus(room, self.state.name, seconds, self.moved_bytes, missing)
+
+    def _leave(self, now_ns: int) -> None:
+        self.seconds[self.state.name] = (now_ns - self.since_ns) / 1e9
+        self.since_ns = now_ns
 
     def heard(self, now_ns: int) -> None:
         """The other side, or the own engine, said that this handoff goes on."""

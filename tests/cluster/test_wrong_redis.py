@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
+import hiredis
 import pytest
 
 from kvstore.cluster.access import StoreServers
@@ -23,9 +24,12 @@ async def answering(answer: bytes) -> AsyncIterator[StoreServers]:
     """A server that answers all calls but the first check in the same way."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        calls = hiredis.Reader()  # several come in one piece, on some versions of Python
         try:
-            while await reader.read(1 << 16):
-                writer.write(answer)
+            while piece := await reader.read(1 << 16):
+                calls.feed(piece)
+                while calls.gets() is not False:
+                    writer.write(answer)
         except OSError:
             pass
         finally:

@@ -1,15 +1,18 @@
 """Columns for the scheduler, from rows that tests are easier to read with."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from conductor.costs.book import CostBook
 from conductor.routing.choices import Decision
 from conductor.routing.columns import NO_KEYS, Matches, View, Waiting
-from conductor.routing.engines import Health, Role
+from conductor.routing.engines import EngineInfo, Health, Role
+from conductor.routing.load import EngineLoads
 from conductor.routing.policy import POLICIES
 from conductor.routing.scheduler import Scheduler
+from kvstore.index.layout import Words
 
 NOW = 100.0
 AT_ONCE = ("at-once",)
@@ -25,11 +28,13 @@ class EngineRow:
     model: str = "m"
     adapters: Collection[str] = ()
     protocol: str = "at-once"
+    offer: str = ""
     health: Health = Health.ALIVE
     in_flight: int = 0
     promised: int = 0
     max_running: int = 4
     last_assigned: int = 0
+    backlog_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,10 @@ class RequestRow:
     tenant: str = ""
     session: str = ""
     matches: Matches | None = None
+    arrived: float = 0.0
+    keys: Words = field(default_factory=lambda: NO_KEYS)
+    least_s: float = 0.0
+    bound: str = ""
 
 
 def engine(name: str, role: str = "mixed", **fields: object) -> EngineRow:
@@ -60,15 +69,27 @@ def view_of(rows: Sequence[EngineRow], *, assigned: int = 0, retry_after_s: int 
         name: np.array([getattr(row, name) for row in rows], dtype=np.int64)
         for name in ("in_flight", "promised", "max_running", "last_assigned")
     }
+    infos = [
+        EngineInfo(
+            id=row.id, role=row.role, url="http://x", model=row.model, page_tokens=4, domain="d",
+            shape="llama3-70b", hardware="8xh800",
+        )
+        for row in rows
+    ]  # fmt: skip
+    costs = EngineLoads(CostBook()).columns(infos, NOW)
+    backlog = np.array([row.backlog_s for row in rows], dtype=np.float64)
+    costs = replace(costs, backlog_s=backlog)
     return View(
         ids=[row.id for row in rows],
         models=[row.model for row in rows],
         adapters=[row.adapters for row in rows],
         protocols=[row.protocol for row in rows],
+        offers=[row.offer for row in rows],
         roles=[row.role for row in rows],
         health=[row.health for row in rows],
         assigned=assigned,
         retry_after_s=retry_after_s,
+        costs=costs,
         **numbers,
     )
 
@@ -78,15 +99,17 @@ def waiting(rows: Sequence[RequestRow], matches: Matches | None = None) -> Waiti
     return Waiting(
         numbers=[row.number for row in rows],
         models=[row.model for row in rows],
-        arrived=[0.0 for _ in rows],
+        arrived=[row.arrived for row in rows],
         deadlines=[row.deadline for row in rows],
         excluded=[row.excluded for row in rows],
         tokens=[row.tokens for row in rows],
-        keys=[NO_KEYS for _ in rows],
+        keys=[row.keys for row in rows],
         priorities=[row.priority for row in rows],
         tenants=[row.tenant for row in rows],
         sessions=[row.session for row in rows],
         matches=[row.matches or matches or {} for row in rows],
+        least_s=[row.least_s for row in rows],
+        bound=[row.bound for row in rows],
     )
 
 

@@ -28,11 +28,13 @@ class FakeEngine:
         gate: cleared, completions wait before they answer anything.
         mid_gate: cleared, streams wait after their first event.
         status: answer completions with this status instead.
+        refuses: the ``param`` of that error.
         keyed: whether it refuses to describe itself without a key of its own.
         describes: whether it has ``GET /v1/engine``; vLLM has not.
         adapters: its LoRA adapters in ``GET /v1/models``, with their paths.
         models_status: status of its answer to that request.
         like_openai: streams end with an event of usage if that is asked for, and tell none else.
+        report: how it says that a push went on its side; None = nothing.
         broken: ``""``; ``"reset"``: cut the connection at once; ``"midway"``: after an event;
             ``"short"``: end the stream without ``[DONE]``.
     """
@@ -71,6 +73,8 @@ class FakeEngine:
         self.mid_gate.set()
         self.status = 200
         self.broken = ""
+        self.report: dict[str, object] | None = None
+        self.refuses = ""
         self.tokens = 3
         self.like_openai = False
         self.healthy = True
@@ -137,6 +141,8 @@ class FakeEngine:
                 return web.Response()
             if self.status != 200:
                 error = {"error": {"message": "as told", "type": "x", "code": "told"}}
+                if self.refuses:
+                    error["error"]["param"] = self.refuses
                 return web.json_response(error, status=self.status)
             return await (self._stream(http, body) if body.get("stream") else self._whole(body))
         except asyncio.CancelledError:
@@ -146,7 +152,9 @@ class FakeEngine:
             self.running -= 1
 
     def _end(self, body: dict[str, Any]) -> dict[str, Any]:
-        return {
+        pushed = (body.get("kv_transfer_params") or {}).get("handoff") == "push"
+        told = {"kv_transfer_params": {"handoff": self.report}} if pushed and self.report else {}
+        return told | {
             "usage": {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12},
             "timings": {
                 "queue_s": 0.0,
@@ -161,7 +169,8 @@ class FakeEngine:
     async def _whole(self, body: dict[str, Any]) -> web.Response:
         answer = {"id": "x", "choices": [{"text": f"whole from {self.id}", "index": 0}]}
         answer |= self._end(body)
-        if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
+        asked = body.get("kv_transfer_params") or {}
+        if asked.get("do_remote_decode") and "handoff" not in asked:
             answer["choices"][0]["token_ids"] = [65]
             answer["kv_transfer_params"] = self.transfer()
         return web.json_response(answer)

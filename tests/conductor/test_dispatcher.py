@@ -8,7 +8,7 @@ import pytest
 from conductor.routing.choices import Assign, Continue, Effect, Plan, Reject
 from conductor.routing.columns import Prefix
 from conductor.routing.dispatcher import Dispatcher, DispatchLimits, Request
-from conductor.routing.engines import EngineInfo, EngineRegistry, Role
+from conductor.routing.engines import EngineInfo, EngineRegistry, HandoffOffer, PushOffer, Role
 from conductor.routing.policy import POLICIES, Policy
 from conductor.routing.scheduler import Scheduler
 
@@ -17,10 +17,13 @@ TRIES = 3
 WAITING_MAX = 4
 
 
-def info(name: str, role: str, max_running: int = 1, protocol: str = "turn") -> EngineInfo:
+def info(
+    name: str, role: str, max_running: int = 1, protocol: str = "turn", *, push: bool = False
+) -> EngineInfo:
     return EngineInfo(
         id=name, role=Role(role), url="http://x", model="m", page_tokens=4, domain="d",
         max_running=max_running, protocol=protocol,
+        handoff=HandoffOffer(PushOffer()) if push else None,
     )  # fmt: skip
 
 
@@ -31,7 +34,7 @@ def dispatcher_over(
     for engine in engines:
         registry.register(engine, 0.0)
     limits = DispatchLimits(WAITING_MAX, WAIT_S, tries)
-    return Dispatcher(registry, Scheduler(policy, ("once",)), limits)
+    return Dispatcher(registry, Scheduler(policy, ("once", "push")), limits)
 
 
 def arrive(dispatcher: Dispatcher, *numbers: int, now: float = 0.0) -> list[Effect]:
@@ -135,6 +138,40 @@ def test_at_once_the_place_to_decode_is_taken_while_the_prompt_is_computed() -> 
     assert (dispatcher.in_flight("p"), dispatcher.in_flight("d")) == (0, 1)
     dispatcher.released(1, "d", 2.0)
     assert numbers(dispatcher.step(2.0)) == [2]
+
+
+def test_a_detached_place_is_taken_until_it_is_given_back_whatever_the_request_does() -> None:
+    dispatcher = dispatcher_over(
+        info("p", "prefill", push=True), info("d0", "decode", push=True),
+        info("d1", "decode", push=True),
+    )  # fmt: skip
+    [assign] = arrive(dispatcher, 1)
+    assert isinstance(assign, Assign)
+    assert (assign.protocol, assign.at_once) == ("push", True)
+    dispatcher.detach(1, "p")
+    dispatcher.failed(1, assign.decode, "broke", 1.0)
+    assert dispatcher.step(1.0) == []  # the one prefill engine still pushes
+    assert [dispatcher.in_flight(name) for name in ("p", "d0", "d1")] == [1, 0, 0]
+    dispatcher.left(1, 2.0)
+    assert arrive(dispatcher, 2, now=2.0) == []
+    dispatcher.check()
+    dispatcher.give_back(1, "p", 3.0)
+    assert numbers(dispatcher.step(3.0)) == [2]
+    dispatcher.check()
+
+
+def test_a_pair_is_asked_by_what_both_offer_and_else_by_its_protocol() -> None:
+    p = info("p", "prefill", 9, push=True)
+    pushed, stored = info("d0", "decode", push=True), info("d1", "decode", 2)
+    dispatcher = dispatcher_over(p, pushed, stored)
+    found = {
+        one.decode: (one.protocol, one.at_once)
+        for one in arrive(dispatcher, 1, 2) if isinstance(one, Assign)
+    }  # fmt: skip
+    assert found == {"d0": ("push", True), "d1": ("turn", False)}
+    # The one that is full takes no push, though another KV could be promised to it.
+    assert [one.decode for one in arrive(dispatcher, 3) if isinstance(one, Assign)] == ["d1"]
+    assert arrive(dispatcher, 4) == []
 
 
 def test_kv_goes_to_another_decode_engine_if_the_chosen_one_is_full_or_gone() -> None:

@@ -27,12 +27,14 @@ class Expected:
     held: list[str] = field(default_factory=list)
     promised: str = ""
     at_once: bool = False
+    pushed_by: str = ""
 
 
 ENGINES = (
     info("x0", "mixed", 1), info("x1", "mixed", 2, "once"), info("p0", "prefill", 1),
     info("p1", "prefill", 2, "once"), info("d0", "decode", 1), info("d1", "decode", 2),
-    info("d2", "decode", 1, "once"),
+    info("d2", "decode", 1, "once"), info("p2", "prefill", 1, push=True),
+    info("d3", "decode", 2, push=True),
 )  # fmt: skip
 
 
@@ -48,14 +50,16 @@ class ModelOfDispatcher(RuleBasedStateMachine):
         for engine in ENGINES:
             self.registry.register(engine, 0.0)
         limits = DispatchLimits(WAITING_MAX, WAIT_S, TRIES)
-        scheduler = Scheduler(POLICIES["longest-prefix"], ("once",))
+        scheduler = Scheduler(POLICIES["longest-prefix"], ("once", "push"))
         self.dispatcher = Dispatcher(self.registry, scheduler, limits)
         self.learned: set[int] = set()
+        self.pushes: list[tuple[int, str]] = []  # requests, and engines that push for them
 
     # What the model knows of engines.
 
     def held(self, name: str) -> int:
-        return sum(name in one.held for one in self.model.values())
+        pushed = sum(name == engine for _, engine in self.pushes)
+        return pushed + sum(name in one.held for one in self.model.values())
 
     def promised(self, name: str) -> int:
         return sum(name == one.promised for one in self.model.values())
@@ -74,6 +78,9 @@ class ModelOfDispatcher(RuleBasedStateMachine):
             if any(self.roomless(one, well) for one in well):
                 return well
         return []
+
+    def is_push(self, first: EngineInfo, second: EngineInfo) -> bool:
+        return first.offers == second.offers == "push"
 
     def decoders(self, first: EngineInfo, well: list[EngineInfo]) -> list[EngineInfo]:
         same = [one for one in well if (one.protocol == "once") == (first.protocol == "once")]
@@ -99,7 +106,7 @@ class ModelOfDispatcher(RuleBasedStateMachine):
             for second in self.decoders(first, well):
                 room = (
                     self.has_room(second.id)
-                    if first.protocol == "once"
+                    if first.protocol == "once" or self.is_push(first, second)
                     else self.promised(second.id) < second.max_running
                 )
                 if room:
@@ -126,6 +133,22 @@ class ModelOfDispatcher(RuleBasedStateMachine):
     def of_stage(self, *stages: str) -> list[int]:
         return [number for number, one in self.model.items() if one.stage in stages]
 
+    @precondition(lambda self: self.of_stage("pushes"))
+    @rule(data=st.data())
+    def a_decode_engine_begins_to_answer(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(self.of_stage("pushes")))
+        self.model[number].stage = "serves"
+        self.run()
+
+    @precondition(lambda self: self.pushes)
+    @rule(data=st.data())
+    def a_push_ends(self, data: st.DataObject) -> None:
+        """Also that of a request that has ended, has failed or has another pair."""
+        at = data.draw(st.integers(0, len(self.pushes) - 1))
+        number, name = self.pushes.pop(at)
+        self.dispatcher.give_back(number, name, self.now)
+        self.run()
+
     @precondition(lambda self: self.of_stage("prefills"))
     @rule(data=st.data())
     def a_prompt_is_computed(self, data: st.DataObject) -> None:
@@ -148,12 +171,16 @@ class ModelOfDispatcher(RuleBasedStateMachine):
         self.dispatcher.left(number, self.now)
         self.run()
 
-    @precondition(lambda self: self.of_stage("serves", "prefills"))
+    @precondition(lambda self: self.of_stage("serves", "prefills", "pushes"))
     @rule(data=st.data())
     def an_engine_fails(self, data: st.DataObject) -> None:
-        number = data.draw(st.sampled_from(self.of_stage("serves", "prefills")))
+        number = data.draw(st.sampled_from(self.of_stage("serves", "prefills", "pushes")))
         one = self.model[number]
-        name = data.draw(st.sampled_from(one.held))
+        pushes = [push for push in self.pushes if push == (number, one.pushed_by)]
+        name = data.draw(st.sampled_from([*one.held, *(engine for _, engine in pushes)]))
+        if (number, name) in pushes:
+            self.pushes.remove((number, name))
+            self.dispatcher.give_back(number, name, self.now)
         self.dispatcher.failed(number, name, "broke", self.now)
         one.excluded.add(name)
         one.held, one.promised, one.deadline = [], "", self.now + WAIT_S
@@ -250,6 +277,13 @@ class ModelOfDispatcher(RuleBasedStateMachine):
         if assign.plan is Plan.ALONE:
             one.stage, one.held = "serves", [assign.prefill]
             return
+        if assign.protocol == "push":
+            one.stage, one.held = "pushes", [assign.decode]
+            assert assign.at_once
+            self.dispatcher.detach(assign.request, assign.prefill)
+            one.pushed_by = assign.prefill
+            self.pushes.append((assign.request, assign.prefill))
+            return
         one.stage = "prefills"
         one.held = [assign.prefill, assign.decode] if assign.at_once else [assign.prefill]
         one.promised = "" if assign.at_once else assign.decode
@@ -258,6 +292,7 @@ class ModelOfDispatcher(RuleBasedStateMachine):
     def places_are_those_of_the_model(self) -> None:
         self.dispatcher.check()
         held = Counter(name for one in self.model.values() for name in one.held)
+        held.update(name for _, name in self.pushes)
         for engine in ENGINES:
             assert held[engine.id] == self.dispatcher.in_flight(engine.id) <= engine.max_running
         waiting = self.of_stage("waits", "arrived")

@@ -31,11 +31,11 @@ def to_decode(request: PairRequest, transfer: msgspec.Raw | None) -> Fields:
 
 @pytest.fixture(autouse=True)
 def other_protocols(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PROTOCOLS, "push", PairProtocol(True, to_prefill, to_decode))
+    monkeypatch.setitem(PROTOCOLS, "once", PairProtocol(True, to_prefill, to_decode))
     monkeypatch.setitem(PROTOCOLS, "asked-by-decode", PairProtocol(True, None, to_decode))
 
 
-def push(name: str, role: str, protocol: str = "push", **described: object) -> FakeEngine:
+def push(name: str, role: str, protocol: str = "once", **described: object) -> FakeEngine:
     return FakeEngine(name, role, protocol=protocol, **described)
 
 
@@ -244,7 +244,7 @@ async def test_an_engine_s_protocol_is_registered_said_or_taken_from_its_routes(
         shown = {
             one["id"]: one["protocol"] for one in (await client.get("/v1/engines"))[1]["engines"]
         }
-        assert shown == {"said": "push", "bare": "reference", "listed": "vllm"}
+        assert shown == {"said": "once", "bare": "reference", "listed": "vllm"}
         body = {"id": "listed", "role": "mixed", "url": listed.url}
         status, answer, _ = await client.operate("/v1/engines", {**body, "protocol": "reference"})
         assert (status, answer["protocol"]) == (201, "reference")

@@ -62,7 +62,8 @@ def test_this_node_may_be_in_the_list_and_is_none_of_the_others():
      ("b=peer://h:1", "host:port"), ("b=h:0", "port 0"), ("b=a..b:1", "host:port"),
      ("b=.h:1", "host:port"),
      (f"b={64 * 'h'}:1", "host:port"), ("a=h:2", "a is there twice"),
-     ("b=h:1", "another node has this address"), ("b\n=h:3", "NODE=host:port"),
+     ("b=h:1", "another node has this address"), ("b=[::]:3", ":: is no address"),
+     ("b=0.0.0.0:3", "0.0.0.0 is no address to connect to"), ("b\n=h:3", "NODE=host:port"),
      ("b=h:٣", "host:port"), ("b=u@h:3", "host:port")],
 )  # fmt: skip
 def test_an_entry_that_names_no_node_is_refused(entry, says):

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine_adapters.reference.engine import Engine, EngineOptions
+from engine_adapters.reference.engine import Engine
+from engine_adapters.reference.handoff_options import HandoffOptions
+from engine_adapters.reference.parts import EngineOptions
 from engine_adapters.reference.request import Output, Request
 from engine_adapters.reference.sampler import Sampling
 from engine_adapters.reference.tokenizer import encode
@@ -86,12 +88,12 @@ MakeEngine = Callable[..., Engine]
 
 @pytest.fixture
 def make_engine() -> Iterator[MakeEngine]:
-    """``make_engine(store=None, **options)``: a started engine, closed and checked later."""
+    """``make_engine(store=None, handoff=None, **options)``: started, closed and checked later."""
     made: list[Engine] = []
 
-    def make(store: Any = None, **options: Any) -> Engine:
+    def make(store: Any = None, handoff: HandoffOptions | None = None, **options: Any) -> Engine:
         options.setdefault("blocks", 256)
-        engine = Engine(EngineOptions(model="tiny", **options), store)
+        engine = Engine(EngineOptions(model="tiny", **options), store, handoff)
         engine.start()
         made.append(engine)
         return engine
@@ -104,7 +106,10 @@ def make_engine() -> Iterator[MakeEngine]:
 
 def check_idle(engine: Engine) -> None:
     """No request is left, and every block is free or in the prefix tree."""
-    engine._scheduler.check()
-    assert not list(engine._scheduler.requests())
-    kept = 0 if engine._tree is None else len(engine._tree) * 4
-    assert engine._allocator.free + kept == engine._allocator.count, "blocks leaked"
+    engine.parts.scheduler.check()
+    if engine.parts.queues is not None:
+        engine.parts.queues.check()
+    assert not list(engine._steps.requests())
+    page_blocks = engine.options.page_tokens // engine.options.block_tokens
+    kept = 0 if engine.parts.tree is None else len(engine.parts.tree) * page_blocks
+    assert engine.parts.allocator.free + kept == engine.parts.allocator.count, "blocks leaked"

@@ -66,7 +66,7 @@ def test_what_cannot_be_restored_is_computed(make_engine: MakeEngine, ask: Ask, 
     handoff = ask(prefill, prompt, sampling=SEEDED, to_handoff=True).wait().handoff
     shared = next(pages for name, pages in node.pages.items() if not name.endswith(b"handoff"))
     tails = next(pages for name, pages in node.pages.items() if name.endswith(b"handoff"))
-    keys = list(prefill._scheduler._tree._nodes)  # type: ignore[union-attr]
+    keys = list(prefill.parts.scheduler._tree._nodes)  # type: ignore[union-attr]
     computed = {"everything": 200, "tail": 8, "head": 200, "second page": 136}[lost]
     if lost in ("everything", "tail"):
         tails.clear()
@@ -138,14 +138,16 @@ def test_an_aborted_restore_keeps_its_blocks_until_the_job_has_ended(
     decode.abort(answer.request)
     ask(decode, "something else", 2).wait()
     assert answer.request.state is State.FINISHED
-    assert decode._allocator.free == decode._allocator.count - 12, "blocks of a running job"
+    assert decode.parts.allocator.free == decode.parts.allocator.count - 12, (
+        "blocks of a running job"
+    )
     node.gate.set()  # the job ends before or after the engine's last step
     assert_all_free(decode)
 
 
 def assert_all_free(engine: Engine) -> None:
     assert engine.close(10.0)
-    assert engine._allocator.free == engine._allocator.count
+    assert engine.parts.allocator.free == engine.parts.allocator.count
 
 
 def test_garbage_of_a_failed_restore_poisons_nobody(make_engine: MakeEngine, ask: Ask) -> None:
@@ -291,7 +293,7 @@ def test_puts_are_bounded_and_what_finds_no_place_is_counted(
     answers = [ask(engine, f"{index:03d}" + TEXT[:70], 2) for index in range(20)]
     for answer in answers:
         answer.wait()
-    assert len(engine._store._puts) == 16  # type: ignore[union-attr]
+    assert len(engine.parts.store._puts) == 16  # type: ignore[union-attr]
     assert engine.metrics.store_pages.labels("skipped")._value.get() == 4
     node.gate.set()
 

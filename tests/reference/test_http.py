@@ -13,7 +13,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from engine_adapters.reference.engine import Engine, EngineOptions
+from engine_adapters.reference.engine import Engine
+from engine_adapters.reference.handoff_options import HandoffOptions
+from engine_adapters.reference.parts import EngineOptions
 from engine_adapters.reference.scheduler import Limits
 from engine_adapters.reference.server import ConductorAt, Identity, Server, serve
 from tests.conftest import wait_for
@@ -50,8 +52,13 @@ class Service:
 
 
 @asynccontextmanager
-async def service(store: Any = None, conductor: ConductorAt | None = None, **options: Any):  # type: ignore[no-untyped-def]
-    engine = Engine(EngineOptions(model="tiny", blocks=256, **options), store)
+async def service(  # type: ignore[no-untyped-def]
+    store: Any = None,
+    conductor: ConductorAt | None = None,
+    handoff: HandoffOptions | None = None,
+    **options: Any,
+):
+    engine = Engine(EngineOptions(model="tiny", blocks=256, **options), store, handoff)
     engine.start()
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
     server = Server(engine, Identity(id="E1", node="N1"))
@@ -271,12 +278,12 @@ def test_a_client_that_leaves_frees_its_request(stream: bool) -> None:
         async with service() as s:
             body = {"prompt": PROMPT, "max_tokens": 1500, "stream": stream}
             asked = asyncio.ensure_future(s.session.post(s.url + "/v1/completions", json=body))
-            await s.until(lambda: s.engine._scheduler.running == 1)
+            await s.until(lambda: s.engine.parts.scheduler.running == 1)
             if stream:
                 (await asked).close()
             else:
                 asked.cancel()
-            await s.until(lambda: s.engine._scheduler.running == 0)
+            await s.until(lambda: s.engine.parts.scheduler.running == 0)
             assert s.engine.metrics.requests.labels("abort")._value.get() == 1
 
     scenario(run)
@@ -317,7 +324,7 @@ def test_an_engine_that_shuts_down_refuses_and_ends_what_runs() -> None:
             s = Service(engine, session, await ready)
             body = {"prompt": PROMPT, "max_tokens": 1800}
             asked = asyncio.ensure_future(s.post("/v1/completions", body))
-            await s.until(lambda: engine._scheduler.running == 1)
+            await s.until(lambda: engine.parts.scheduler.running == 1)
             stop.set()
             await s.until(lambda: server._closing)
             assert (await s.get("/health"))[0] == 503

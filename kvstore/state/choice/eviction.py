@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from kvstore.state.choice.policy import EvictionPolicy, LeastRecent, new_policy
+from kvstore.page import PrefixKey
+from kvstore.state.choice.policy import EvictionPolicy, LeastRecent, enter, leave, new_policy
 from kvstore.state.choice.quotas import Quotas
 from kvstore.state.choice.sources import Sources
 from kvstore.state.tree.columns import last_slot
@@ -21,7 +22,7 @@ GRACE_NS: Final = 10_000_000_000
 """A page that nobody has used yet stays so long if anything else can go: what a prefill engine has
 just stored is read by a decode engine in a moment, whatever its chances are later."""
 GRACE_LOOKS: Final = 32
-"""Leaves within their grace that are passed over before one of them goes."""
+"""Leaves within their grace that are passed over, in as many choices, before one of them goes."""
 GRACELESS_NS: Final = GRACE_NS // 100
 """So long what was found by passing over leaves holds: a node whose memory is full of young pages
 would else take them all out of their queue, and put them back, for each request."""
@@ -30,6 +31,21 @@ REPLICA_AGES: Final = 32
 still, so it costs only a read to have it again. One that is asked for all the time stays."""
 TAKE_OVER_MAX: Final = 64
 """Leaves that change over to a new policy at each choice, so that no request waits for all."""
+
+
+class Passed:
+    """Leaves of one queue within their grace: out of the queue until one of them has none.
+
+    Attributes:
+        leaves: some may have left their tree.
+        until_ns: when the first of them is not young any more.
+    """
+
+    __slots__ = ("leaves", "until_ns")
+
+    def __init__(self) -> None:
+        self.leaves: dict[PrefixNode, None] = {}
+        self.until_ns = 0
 
 
 class Eviction:
@@ -57,8 +73,8 @@ class Eviction:
         self._queues: dict[tuple[str, int], EvictionPolicy] = {}
         #: Queues of the policy before, as far as they are not taken over yet.
         self._before: dict[tuple[str, int], EvictionPolicy] = {}
-        #: Leaves within their grace that wait for the end of the choice, by queue.
-        self._passed: dict[tuple[str, int], list[PrefixNode]] = {}
+        #: Leaves that were passed over, by queue: no choice looks at them again meanwhile.
+        self._passed: dict[tuple[str, int], Passed] = {}
         #: Until when leaves within their grace go too, by queue: nothing else was found.
         self._graceless_until_ns: dict[tuple[str, int], int] = {}
         #: Replicas, by queue: the longest unused first.
@@ -106,10 +122,10 @@ class Eviction:
             del self._before[name]
         return True
 
-    def stored(self, node: PrefixNode, slot_bytes: int, tick: int) -> None:
-        """The pages of ``node`` came in; it may be split."""
+    def stored(self, node: PrefixNode, keys: list[PrefixKey], slot_bytes: int, tick: int) -> None:
+        """The pages of ``node``, with these keys, came in; it may be split."""
         self._tick = tick
-        self._queue(self.quotas.queue_name(node.space), slot_bytes).stored(node, tick)
+        self._queue(self.quotas.queue_name(node.space), slot_bytes).stored(node, keys, tick)
 
     def mark_replicas(self, stored: Iterable[PrefixNode], shard: int, peer: str) -> None:
         """These pages of a shard came from a peer; empty: from a client, and are no replicas."""
@@ -134,6 +150,8 @@ class Eviction:
         name = self.quotas.queue_name(node.space)
         for slot_bytes in classes(node):
             self._queue(name, slot_bytes).used(node, tick)
+            if node.uses == 1 and (name, slot_bytes) in self._passed:
+                self._offer_again((name, slot_bytes), [node])  # what was used has no grace
 
     def add_candidate(self, node: PrefixNode) -> None:
         """Tell that ``node`` may have become evictable."""
@@ -161,18 +179,18 @@ class Eviction:
         return self._oldest([(name, size) for size in {one.slot_bytes for one in space.shards}])
 
     def end_choice(self) -> None:
-        """All room that one message needs is made: what was passed over may be chosen again."""
+        """All room that one message needs is made."""
         if self.has_replicas:
             self._no_replica.clear()
             self._others_used.clear()
         self._took_over.clear()
         self._strays = 0
-        for queue in list(self._passed):
-            self._end_passing(queue)
 
     def check_turn(self) -> None:
-        """Assert that every choice was ended: no leaf is passed over any more."""
-        assert not self._passed
+        """Assert that every choice was ended, and that what is passed over comes again."""
+        for passed in self._passed.values():
+            assert 0 < len(passed.leaves) < GRACE_LOOKS
+            assert passed.until_ns <= self.now_ns + GRACE_NS
         latest_ns = self.now_ns + GRACELESS_NS
         assert all(until_ns <= latest_ns for until_ns in self._graceless_until_ns.values())
         assert not self._no_replica
@@ -193,12 +211,18 @@ class Eviction:
         return True
 
     def _oldest(self, queues: list[tuple[str, int]]) -> PrefixNode | None:
-        found = [node for name in queues if (node := self._pop(*name)) is not None]
-        chosen = min(found, key=lambda node: node.access, default=None)
-        if len(found) > 1:
-            for node in found:
-                if node is not chosen:
-                    self.add_candidate(node)
+        chosen: PrefixNode | None = None
+        for name, slot_bytes in queues:
+            node = self._pop(name, slot_bytes)
+            if node is None:
+                continue
+            if chosen is None:
+                chosen = node
+            elif node.access < chosen.access:
+                self.add_candidate(chosen)
+                chosen = node
+            else:
+                self.add_candidate(node)
         if chosen is not None and self._is_spared(chosen):
             self.add_candidate(chosen)
             return None
@@ -251,6 +275,8 @@ class Eviction:
         if self._before and (name, slot_bytes) not in self._took_over:
             self._took_over.add((name, slot_bytes))
             self._take_more((name, slot_bytes))
+        if self._passed:
+            self._end_grace((name, slot_bytes))
         node = queue.pop(self._tick)
         while node is not None or self._look_further((name, slot_bytes)):
             if node is None:
@@ -271,11 +297,26 @@ class Eviction:
         """Whether something else may go in the place of ``node``, because it is young."""
         if not self._has_grace(node) or self.now_ns < self._graceless_until_ns.get(queue, 0):
             return False
-        passed = self._passed.setdefault(queue, [])
-        passed.append(node)
-        if len(passed) == GRACE_LOOKS:
-            self._lift_grace(queue)
+        passed = self._passed.get(queue)
+        if passed is None:
+            passed = self._passed[queue] = Passed()
+        ends_ns = node.stored_ns + GRACE_NS
+        passed.until_ns = min(passed.until_ns, ends_ns) if passed.leaves else ends_ns
+        passed.leaves[node] = None
+        enter(node, queue[1])  # it comes again by itself
+        if len(passed.leaves) == GRACE_LOOKS:
+            gone = [leaf for leaf in passed.leaves if not is_live(leaf)]
+            if gone:
+                self._offer_again(queue, gone)
+            else:
+                self._lift_grace(queue)
         return True
+
+    def _end_grace(self, queue: tuple[str, int]) -> None:
+        """What is not young any more is looked at again."""
+        passed = self._passed.get(queue)
+        if passed is not None and self.now_ns >= passed.until_ns:
+            self._offer_again(queue, [leaf for leaf in passed.leaves if not self._has_grace(leaf)])
 
     def _look_further(self, queue: tuple[str, int]) -> bool:
         """Nothing is left: whether there is after leaves of the policy before, or passed ones."""
@@ -296,14 +337,24 @@ class Eviction:
     def _lift_grace(self, queue: tuple[str, int]) -> bool:
         """Leaves within their grace go now, in the policy's order; False when none waits."""
         self._graceless_until_ns[queue] = self.now_ns + GRACELESS_NS
-        return self._end_passing(queue)
+        passed = self._passed.get(queue)
+        if passed is not None:
+            self._offer_again(queue, list(passed.leaves))
+        return passed is not None
 
-    def _end_passing(self, queue: tuple[str, int]) -> bool:
-        passed = self._passed.pop(queue, [])
-        for node in passed:
-            if is_live(node):
-                self.add_candidate(node)
-        return bool(passed)
+    def _offer_again(self, queue: tuple[str, int], leaves: list[PrefixNode]) -> None:
+        """Pass over these no more, those of them that were."""
+        passed = self._passed[queue]
+        for leaf in leaves:
+            if leaf in passed.leaves:
+                del passed.leaves[leaf]
+                leave(leaf, queue[1])
+                if is_live(leaf):
+                    self.add_candidate(leaf)
+        if not passed.leaves:
+            del self._passed[queue]
+        else:
+            passed.until_ns = min([leaf.stored_ns for leaf in passed.leaves]) + GRACE_NS
 
     def _is_elsewhere(self, node: PrefixNode) -> bool:
         """Whether the node is a replica, and the boot that gave it may be believed to have it."""
@@ -340,10 +391,15 @@ def is_held(node: PrefixNode) -> bool:
     return node.memory_pins > 0 or (node.disk_pins > 0 and node.memory & ~node.on_disk > 0)
 
 
-def classes(node: PrefixNode) -> set[int]:
-    """The slot sizes of the node's pages."""
+def classes(node: PrefixNode) -> list[int]:
+    """The slot sizes of the node's pages, each once."""
     shards = node.space.shards
-    return {shards[shard].slot_bytes for shard in node.slot_columns}
+    found: list[int] = []
+    for shard in node.slot_columns:
+        size = shards[shard].slot_bytes
+        if size not in found:
+            found.append(size)
+    return found
 
 
 def slots_of_a_page(node: PrefixNode, slot_bytes: int) -> int:

@@ -24,7 +24,10 @@ _NONE: Final = 0xFFFF_FFFF
 _NAMES_MAX: Final = 255
 _FACTS: Final = struct.Struct("<32sIHIBBIQQQQ")
 """head, space, shard, wanting space, cause, policy, hits, stored, used, left, wanted bytes."""
-_FACTS_BYTES: Final = _FACTS.size
+_ENTRY: Final = struct.Struct(f"<{KEY_BYTES}s{_FACTS.size}s")
+"""A page's key, and the facts."""
+_ENTRY_BYTES: Final = _ENTRY.size
+_write: Final = _ENTRY.pack_into
 
 
 class Ghost(NamedTuple):
@@ -82,7 +85,7 @@ class Ghosts:
         self._names: list[str] = [""]
 
     def __len__(self) -> int:
-        return sum(len(part.keys) for part in self._parts) // KEY_BYTES
+        return sum(len(part.entries) for part in self._parts) // _ENTRY_BYTES
 
     def add(
         self, node: PrefixNode, shard: int, cause: str, now_ns: int,
@@ -100,16 +103,15 @@ class Ghosts:
             self._number(self.policy) if evicted else 0, min(node.hits, 0xFFFFFFFF),
             node.stored_ns, node.used_ns, now_ns, size,
         )  # fmt: skip
-        parts, count, part_bytes = self._parts, len(self._parts), self._part_max * KEY_BYTES
+        parts, count, part_bytes = self._parts, len(self._parts), self._part_max * _ENTRY_BYTES
         for key in keys:
             part = parts[(key[0] << 8 | key[1]) % count]
-            if len(part.keys) < part_bytes:
-                part.keys += key
-                part.facts += facts
+            if len(part.entries) < part_bytes:
+                part.entries += key
+                part.entries += facts
                 continue
             at = part.oldest
-            part.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] = key
-            part.facts[at * _FACTS_BYTES : (at + 1) * _FACTS_BYTES] = facts
+            _write(part.entries, at * _ENTRY_BYTES, key, facts)
             part.oldest = at + 1 if at + 1 < self._part_max else 0
             self.forgotten += 1
 
@@ -118,35 +120,35 @@ class Ghosts:
         assert len(key) == KEY_BYTES
         part = self._parts[(key[0] << 8 | key[1]) % len(self._parts)]
         # Newest first: those before ``oldest`` came behind all others.
-        middle = part.oldest * KEY_BYTES
-        for first, end in ((0, middle), (middle, len(part.keys))):
-            at = part.keys.rfind(key, first, end)
+        middle = part.oldest * _ENTRY_BYTES
+        for first, end in ((0, middle), (middle, len(part.entries))):
+            at = part.entries.rfind(key, first, end)
             while at >= 0:
-                if at % KEY_BYTES == 0:
-                    ghost = self._read(part, at // KEY_BYTES)
+                if at % _ENTRY_BYTES == 0:
+                    ghost = self._read(part, at // _ENTRY_BYTES)
                     if ghost.space == space.number:
                         return ghost
-                at = part.keys.rfind(key, first, at + KEY_BYTES - 1)
+                at = part.entries.rfind(key, first, at + KEY_BYTES - 1)
         return None
 
     def oldest_ns(self) -> int:
         """All pages that left since then are remembered; 0 = all that ever left, or none is."""
-        full_bytes = self._part_max * KEY_BYTES
+        full_bytes = self._part_max * _ENTRY_BYTES
         return max(
             [
                 self._read(part, part.oldest).left_ns
                 for part in self._parts
-                if part.keys and len(part.keys) == full_bytes
+                if part.entries and len(part.entries) == full_bytes
             ],
             default=0,
         )
 
     def _read(self, part: "_Part", number: int) -> Ghost:
         (head, space, shard, by, cause, policy, hits, stored, used, left, size) = (
-            _FACTS.unpack_from(part.facts, number * _FACTS_BYTES)
+            _FACTS.unpack_from(part.entries, number * _ENTRY_BYTES + KEY_BYTES)
         )
         return Ghost(
-            PrefixKey(bytes(part.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])), space,
+            PrefixKey(bytes(part.entries[number * _ENTRY_BYTES :][:KEY_BYTES])), space,
             shard, self._names[cause], PrefixKey(head if any(head) else b""), self._names[policy],
             hits, stored, used, left, by if by != _NONE else None, size,
         )  # fmt: skip
@@ -161,14 +163,12 @@ class _Part:
     """Entries whose keys begin alike, in a ring once there are enough.
 
     Attributes:
-        keys: 32 bytes of each entry.
-        facts: the rest of each, packed.
+        entries: the key of each, and the facts, packed.
         oldest: which entry the next one replaces, of a part that is full.
     """
 
-    __slots__ = ("facts", "keys", "oldest")
+    __slots__ = ("entries", "oldest")
 
     def __init__(self) -> None:
-        self.keys = bytearray()
-        self.facts = bytearray()
+        self.entries = bytearray()
         self.oldest = 0

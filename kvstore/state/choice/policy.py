@@ -6,13 +6,14 @@ of a prefix (``Node.access``, ``Node.uses``); an evicted leaf hands its marks to
 a leaf carries is what its whole former subtree earned.
 """
 
-import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import Final, Protocol
 
 from kvstore.errors import InvalidArgument
+from kvstore.page import PrefixKey
 from kvstore.state.choice.reuse import Kind, LearnedReuse
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.nodeheap import NodeHeap, NodeLine
@@ -21,6 +22,8 @@ HISTORY_MAX: Final = 1 << 16
 """Keys of pages not in memory that a policy remembers at most."""
 MOVES_MAX: Final = 8
 """Leaves, and ranks, that one choice of a victim brings up to date at most."""
+CELLS_EMPTY_MAX: Final = 256
+"""Cells that have no leaf at present, and stay; each has a list."""
 Cell = tuple[Kind, int, int]
 """Kind, bin of age, and half octaves of the seconds that computing a page again takes."""
 
@@ -28,8 +31,8 @@ Cell = tuple[Kind, int, int]
 class EvictionPolicy(Protocol):
     """Ranks the leaves of one class of slots; every call costs microseconds."""
 
-    def stored(self, node: PrefixNode, tick: int) -> None:
-        """The pages of ``node`` came in; its ancestors were told before it. It may be split."""
+    def stored(self, node: PrefixNode, keys: list[PrefixKey], tick: int) -> None:
+        """Pages came in, all of ``node``; its ancestors were told before it. It may be split."""
         ...
 
     def used(self, node: PrefixNode, tick: int) -> None:
@@ -60,7 +63,7 @@ class LeastRecent:
     def __len__(self) -> int:
         return len(self._heap)
 
-    def stored(self, node: PrefixNode, tick: int) -> None:
+    def stored(self, node: PrefixNode, keys: list[PrefixKey], tick: int) -> None:
         """Nothing to learn."""
 
     def used(self, node: PrefixNode, tick: int) -> None:
@@ -110,7 +113,7 @@ class FrequencySketch(LeastRecent):
         super().__init__(slot_bytes)
         self._counts: dict[bytes, int] = {}
 
-    def stored(self, node: PrefixNode, tick: int) -> None:  # noqa: ARG002
+    def stored(self, node: PrefixNode, keys: list[PrefixKey], tick: int) -> None:  # noqa: ARG002
         """Count one more coming of each key."""
         for page in node.singles():  # each has a rank of its own
             self._counts[page.key] = self._counts.get(page.key, 0) + 1
@@ -145,7 +148,7 @@ class SmallAndMain:
         self._popped: OrderedDict[PrefixNode, tuple[bool, int]] = OrderedDict()
         self._pages = 0
 
-    def stored(self, node: PrefixNode, tick: int) -> None:  # noqa: ARG002
+    def stored(self, node: PrefixNode, keys: list[PrefixKey], tick: int) -> None:  # noqa: ARG002
         """What went a short while ago, and comes again, was wanted."""
         for page in node.singles():  # each has a place of its own
             self._pages += 1
@@ -237,9 +240,9 @@ class HighestReuse:
         self._sequence = 0
         self._usual_cost = 0
 
-    def stored(self, node: PrefixNode, tick: int) -> None:
+    def stored(self, node: PrefixNode, keys: list[PrefixKey], tick: int) -> None:
         """Learn from the page's return, or from its prompt's first coming."""
-        changed = self._reuse.stored(node, tick)
+        changed = self._reuse.stored(node, keys, tick)
         for cell in self._of_kind.get(changed, ()) if changed is not None else ():
             self._rank(cell)
 
@@ -264,7 +267,7 @@ class HighestReuse:
             rank, cell = heap[0]
             leaves = self._cells.get(cell)
             if not leaves or self._ranks[cell] != rank:
-                heapq.heappop(heap)
+                heappop(heap)
                 if leaves is not None and not leaves:
                     self._drop(cell)
                 continue
@@ -300,14 +303,14 @@ class HighestReuse:
         due = leaves.first()[0] + self._reuse.upper_edge(cell[1])
         if due < self._due_at.get(cell, due + 1):
             self._due_at[cell] = due
-            heapq.heappush(self._due, (due, cell))
+            heappush(self._due, (due, cell))
 
     def _rank(self, cell: Cell) -> None:
         kind, age_bin, cost = cell
         rank = self._reuse.rank(kind, age_bin) * 2.0 ** (cost / 2)
         if self._ranks.get(cell) != rank:
             self._ranks[cell] = rank
-            heapq.heappush(self._order, (rank, cell))
+            heappush(self._order, (rank, cell))
 
     def _drop(self, cell: Cell) -> None:
         """Forget an empty cell."""
@@ -323,7 +326,7 @@ class HighestReuse:
         for _ in range(MOVES_MAX):
             if not self._due or self._due[0][0] > tick:
                 return
-            due, cell = heapq.heappop(self._due)
+            due, cell = heappop(self._due)
             if self._due_at.get(cell) != due:
                 continue
             del self._due_at[cell]
@@ -331,7 +334,7 @@ class HighestReuse:
             if leaves and leaves.first()[0] + self._reuse.upper_edge(cell[1]) <= tick:
                 entry = leaves.pop()
                 access, _, node = entry
-                if not is_live(node):
+                if not is_live(node) or node.children_in_memory:  # it is offered as a leaf again
                     leave(node, self._slot_bytes)
                 elif node.access == access:
                     age_bin = self._reuse.bin_of(tick - access)
@@ -339,11 +342,12 @@ class HighestReuse:
                 else:
                     self._push(node, tick)
             if not leaves:
-                self._drop(cell)
+                if len(self._cells) > CELLS_EMPTY_MAX:
+                    self._drop(cell)
             else:
                 due = leaves.first()[0] + self._reuse.upper_edge(cell[1])
                 self._due_at[cell] = due
-                heapq.heappush(self._due, (due, cell))
+                heappush(self._due, (due, cell))
 
     def _renew(self) -> None:
         """Leave entries that no longer count behind, a few at a time."""
@@ -353,7 +357,7 @@ class HighestReuse:
         for _ in range(min(MOVES_MAX, len(self._former))):
             rank, cell = self._former.pop()
             if self._ranks.get(cell) == rank:
-                heapq.heappush(self._order, (rank, cell))
+                heappush(self._order, (rank, cell))
 
 
 POLICIES: Final[dict[str, Callable[[int], EvictionPolicy]]] = {

@@ -46,6 +46,9 @@ NEVER: Final = 1 << 60
 """Longer than any pause."""
 ADVANCE_MAX: Final = 128
 """Observations that one call moves to their next bin of age at most."""
+FRESH: Final = 32
+"""A rank is that of its kind as long as no class that it is computed from has a part so small more
+observations than then."""
 PARTS: Final = 16
 """Parts of the table of observations: a table that grows is copied as a whole, in one call."""
 HAZARD_MAX: Final = 0.95
@@ -58,11 +61,16 @@ PAUSE_MAX: Final = 12
 
 
 class ReuseCounts:
-    """What became of one class of observations: by bin of age, how many entered and were used."""
+    """What became of one class of observations: by bin of age, how many entered and were used.
 
-    __slots__ = ("reused", "seen")
+    Attributes:
+        events: how much was counted, halved as the counts are.
+    """
+
+    __slots__ = ("events", "reused", "seen")
 
     def __init__(self, bins: int) -> None:
+        self.events = 0
         self.reused = [0.0] * bins
         self.seen = [0.0] * bins
 
@@ -82,6 +90,7 @@ class ReuseCounts:
 
     def halve(self) -> None:
         """Let the past fade."""
+        self.events //= 2
         self.reused = [count / 2 for count in self.reused]
         self.seen = [count / 2 for count in self.seen]
 
@@ -117,6 +126,8 @@ class LearnedReuse:
         self._counted: dict[Kind, tuple[ReuseCounts, ...]] = {}
         self._ranks: dict[Kind, list[float]] = {}
         self._stale: deque[Kind] = deque()
+        #: What its ranks were computed from: bins of age that were reached, events of each class.
+        self._ranked: dict[Kind, list[int]] = {}
         #: The node stored last, which may be gone when the prompt ends, and the keys of its last
         #: page and of the one before that.
         self._end: PrefixNode | None = None
@@ -135,19 +146,30 @@ class LearnedReuse:
             node.use_interval = min(tick - watched.since, node.use_interval or NEVER)
         self._observe(node, tick)
 
-    def stored(self, node: PrefixNode, tick: int) -> Kind | None:
+    def stored(self, node: PrefixNode, keys: list[PrefixKey], tick: int) -> Kind | None:
         """The pages of a node came in; where one has returned the node is split behind it.
+
+        Args:
+            node: it has those pages.
+            keys: theirs.
+            tick: now.
 
         Returns:
             the kind whose ranks this changed, if any.
         """
         changed: Kind | None = None
-        while node.count > 1:
-            pages = self._unobserved(node)
-            if pages == node.count:
-                break
-            changed = self._stored(node.split(pages or 1), tick) or changed
+        if self._has_returned(keys):
+            while node.count > 1:
+                pages = self._unobserved(node)
+                if pages == node.count:
+                    break
+                changed = self._stored(node.split(pages or 1), tick) or changed
         return self._stored(node, tick) or changed
+
+    def _has_returned(self, keys: list[PrefixKey]) -> bool:
+        """Whether any of these pages is under observation."""
+        observed = self._observed
+        return any(key in observed[key[0] % PARTS] for key in keys)
 
     def _unobserved(self, node: PrefixNode) -> int:
         """How many leading pages of a node are not under observation."""
@@ -212,8 +234,20 @@ class LearnedReuse:
             return None
         kind = self._stale.popleft()
         self._stale.append(kind)
+        if not self._has_changed(kind):
+            return None
         self._ranks[kind] = self._index(kind)
         return kind
+
+    def _has_changed(self, kind: Kind) -> bool:
+        """Whether so much was counted since a kind's ranks were computed that they are others."""
+        bins, *events = self._ranked[kind]
+        if bins != self._bins():
+            return True
+        for counts, then in zip(self._counts_of(kind), events, strict=True):
+            if not then <= counts.events <= then + then // FRESH:
+                return True
+        return False
 
     def _observe(self, node: PrefixNode, tick: int) -> None:
         self._watch(node.key, node, node.uses, self.kind(node), tick)
@@ -252,6 +286,7 @@ class LearnedReuse:
             for counts in watched.counts:
                 counts.reused[age_bin] += 1
                 counts.seen[age_bin] += 1
+                counts.events += 1
         return watched
 
     def _part(self, key: bytes) -> dict[bytes, Observation]:
@@ -273,6 +308,7 @@ class LearnedReuse:
                 if watched.key is not None:
                     for counts in watched.counts:
                         counts.seen[age_bin] += 1
+                        counts.events += 1
                     older.append(watched)
             if not left:
                 return True
@@ -328,8 +364,7 @@ class LearnedReuse:
 
     def _hazards(self, kind: Kind) -> list[float]:
         everything, place, turns, some_turns, *traits = self._counts_of(kind)
-        # No page is older than the clock: later bins are all alike, and need no work.
-        bins = min(self.bin_of(self._end_tick) + 2, self.BINS)
+        bins = self._bins()
         placed = place.hazards(everything.hazards([HAZARD_UNKNOWN] * bins))
         hazards = turns.hazards(placed)
         usual = some_turns.hazards(placed)
@@ -342,6 +377,10 @@ class LearnedReuse:
             ]
         return hazards
 
+    def _bins(self) -> int:
+        """No page is older than the clock: later bins are all alike, and need no work."""
+        return min(self.bin_of(self._end_tick) + 2, self.BINS)
+
     def _index(self, kind: Kind) -> list[float]:
         """The Gittins index at the start of each bin, from the last bin to the first.
 
@@ -349,6 +388,7 @@ class LearnedReuse:
         """
         hazards = self._hazards(kind)
         bins = len(hazards)
+        self._ranked[kind] = [bins] + [counts.events for counts in self._counts_of(kind)]
         ranks = [0.0] * bins
         stretches: list[tuple[float, float, float, float]] = []
         for at in range(bins - 1, -1, -1):

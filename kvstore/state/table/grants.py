@@ -1,25 +1,31 @@
 """Which pages of a put are new, and may come where it says: looked at before anything changes."""
 
-from typing import NamedTuple
-
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 
-class NewPages(NamedTuple):
+class NewPages:
     """What may be granted.
 
     Attributes:
         pages: leading keys that are of no page yet and may follow each other.
         refusal: why no more; None when the next is there or there is none.
         contradicts: the next is known to follow another key than the put says.
+        unknown: the tree has no node with any of them.
     """
 
-    pages: int
-    refusal: PageStatus | None = None
-    contradicts: bool = False
+    __slots__ = ("contradicts", "pages", "refusal", "unknown")
+
+    def __init__(
+        self, pages: int, refusal: PageStatus | None = None, *, contradicts: bool = False,
+        unknown: bool = False,
+    ) -> None:  # fmt: skip
+        self.pages = pages
+        self.refusal = refusal
+        self.contradicts = contradicts
+        self.unknown = unknown
 
 
 def known_pages(
@@ -62,12 +68,13 @@ def new_pages(space: PrefixTree, shard: int, keys: list[PrefixKey], parent: Pref
     if len(set(keys)) < len(keys):
         keys = keys[: _distinct(keys)]
     before: PrefixNode | None = None
-    following = 0
+    following, unknown = 0, True
     for new, key in enumerate(keys):
         known = index.get(key)
         if known is not None and known is before and known.keys.startswith(key, following):
             following += KEY_BYTES  # as the page before it in its node
         elif known is not None:
+            unknown = False
             if known.present >> shard & 1:
                 return NewPages(new)
             if space.holes.get(known, 0) >> shard & 1:
@@ -77,7 +84,7 @@ def new_pages(space: PrefixTree, shard: int, keys: list[PrefixKey], parent: Pref
                 return NewPages(new, PageStatus.NO_PARENT, contradicts=True)
             before, following = known, (known.position(key) + 1) * KEY_BYTES
         parent = key
-    return NewPages(len(keys))
+    return NewPages(len(keys), unknown=unknown)
 
 
 def follows(space: PrefixTree, shard: int, parent: PrefixKey) -> bool:

@@ -104,7 +104,7 @@ def _check_memory(table: PageTable, node: PrefixNode) -> None:
             pinned.add(table.slots.pinned(slot))
         assert len(pinned) == 1, "the pages of a node are pinned together"
     if table.eviction.evictable(node):
-        assert classes(node) <= set(node.queued), "a leaf is in all its queues"
+        assert set(classes(node)) <= set(node.queued), "a leaf is in all its queues"
     head = node.above
     assert head is not None
     if head is not node.space.root:

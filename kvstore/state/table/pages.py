@@ -203,7 +203,7 @@ class PageTable:
             raise InvalidArgument("parent", "is among the keys that are to follow it")
         if process.session.prefill_s_per_token:
             space.prefill_s_per_token = process.session.prefill_s_per_token
-        put = Put(space, shard, since_ns=self.moment.now_ns)
+        put = Put(space, shard, [], [], 0, self.moment.now_ns)
         statuses: list[PageStatus] = []
         each = len(tokens) // len(keys)
         while (at := len(statuses)) < len(keys):
@@ -250,6 +250,7 @@ class PageTable:
         apart = keep != ORDINARY
         statuses: list[PageStatus] = []
         stored: list[PrefixNode] = []
+        keys_of: list[list[PrefixKey]] = []
         while (at := len(statuses)) < pages:
             slot = put.slots[at]
             node = self.residents.owners.get(slot) if apart else self.residents.owners.run(slot)
@@ -267,21 +268,16 @@ class PageTable:
             if keep.expires_ns:
                 self._deadlines.add_page(node, put.shard, keep.expires_ns)
             stored.append(node)
+            keys_of.append(put.keys[at:end])
             statuses += [PageStatus.STORED] * node.count
-        for first, action in stored_actions(put, stored):
+        for first, action in stored_actions(put, stored, keys_of):
             self.actions.append(action)
             self.story.stored(first, put.shard, len(action.keys), peer)
-        ready = statuses.count(PageStatus.STORED)
-        if peer:
-            self.counts["peer_fetched_pages"] += ready
-            self.counts["peer_fetched_bytes"] += ready * page_bytes
-        else:
-            self.counts["stored_pages"] += ready
-            self.counts["stored_bytes"] += ready * page_bytes
+        self.residents.count_stored(statuses.count(PageStatus.STORED), page_bytes, peer)
         if peer or self.eviction.has_replicas:
             self.eviction.mark_replicas(stored, put.shard, peer)
-        for node in stored:
-            self.eviction.stored(node, put.space.shards[put.shard].slot_bytes, tick)
+        for node, keys in zip(stored, keys_of, strict=True):
+            self.eviction.stored(node, keys, put.space.shards[put.shard].slot_bytes, tick)
             self.residents.add_candidate(node)
         if stored and self.disk is not None:
             self.disk.stored(stored, put.shard)
@@ -469,7 +465,7 @@ class PageTable:
         granted = keys[: len(slots)]
         if slots:
             told = tokens[: len(tokens) // len(keys) * len(slots)]
-            begin_pages(space, shard, granted, slots, parent, told)
+            begin_pages(space, shard, granted, slots, parent, told, unknown=new.unknown)
             self.residents.owners.add(slots, granted, space)
         else:
             self.residents.tidy(head)

@@ -174,17 +174,21 @@ def _missing_above(space: PrefixTree, mask: int, packed: bytes, pages: int) -> i
 
 def begin_pages(
     space: PrefixTree, shard: int, keys: list[PrefixKey], slots: list[Slot], parent: PrefixKey,
-    tokens: bytes,
+    tokens: bytes, *, unknown: bool = False,
 ) -> None:  # fmt: skip
-    """Let new pages that follow each other be written, in as few nodes as can be."""
-    at, packed, each = 0, b"".join(keys), len(tokens) // len(keys)
+    """Let new pages that follow each other be written, in as few nodes as can be.
+
+    ``unknown``: no node has any of their keys.
+    """
+    at, packed, each = 0, b"" if unknown else b"".join(keys), len(tokens) // len(keys)
     above = space.end(parent) if parent else space.root
     if above is None:
         above = space.add(parent, space.root)
     while at < len(keys):
-        node = space.index.get(keys[at])
+        node = None if unknown else space.index.get(keys[at])
         if node is None:
-            node = space.add_run(_unknown(space, keys[at : at + nodes.RUN_PAGES_MAX]), above)
+            run = keys[at : at + nodes.RUN_PAGES_MAX]
+            node = space.add_run(run if unknown else _unknown(space, run), above)
         else:
             offset = node.position(keys[at])
             node = space.exact(node, offset, node.matching(offset, packed, at * KEY_BYTES))
@@ -195,23 +199,30 @@ def begin_pages(
         at, above = end, node
 
 
-def stored_actions(put: Put, stored: list[PrefixNode]) -> list[tuple[PrefixNode, Stored]]:
+def stored_actions(
+    put: Put, stored: list[PrefixNode], keys_of: list[list[PrefixKey]]
+) -> list[tuple[PrefixNode, Stored]]:
     """An action for each part of ``stored`` in which node follows node, and its first node."""
+    if len(stored) == 1:
+        return [(stored[0], _stored(put, stored, keys_of))]
     found: list[tuple[PrefixNode, Stored]] = []
-    part: list[PrefixNode] = []
-    for node in [*stored, None]:
-        if part and (node is None or node.above is not part[-1]):
-            first, keys = part[0], part[0].key_list()
-            assert first.above is not None
-            for member in part[1:]:
-                keys += member.key_list()
-            told = [member.tokens for member in part]
-            tokens = b"".join(told) if all(told) else b""
-            found.append((first, Stored(put.space, put.shard, keys, first.above.key, tokens)))
-            part = []
-        if node is not None:
-            part.append(node)
+    first = 0
+    for at in range(1, len(stored) + 1):
+        if at == len(stored) or stored[at].above is not stored[at - 1]:
+            found.append((stored[first], _stored(put, stored[first:at], keys_of[first:at])))
+            first = at
     return found
+
+
+def _stored(put: Put, part: list[PrefixNode], keys_of: list[list[PrefixKey]]) -> Stored:
+    """The action for nodes that follow each other, and their keys."""
+    above = part[0].above
+    assert above is not None
+    if len(part) == 1:
+        return Stored(put.space, put.shard, keys_of[0], above.key, part[0].tokens)
+    told = [node.tokens for node in part]
+    tokens = b"".join(told) if all(told) else b""
+    return Stored(put.space, put.shard, [key for of in keys_of for key in of], above.key, tokens)
 
 
 def nodes_of(owners: Owners, slots: list[Slot]) -> list[PrefixNode]:

@@ -24,7 +24,7 @@ class PageStatus(IntEnum):
     """The page before it vanished while this one was being written."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, init=False)
 class Stored:
     """Action: these pages became READY, in memory.
 
@@ -38,8 +38,18 @@ class Stored:
     parent: PrefixKey
     tokens: bytes
 
+    # Written out for the compiler: what `dataclass` makes stays interpreted.
+    def __init__(
+        self, space: PrefixTree, shard: int, keys: list[PrefixKey], parent: PrefixKey, tokens: bytes
+    ) -> None:
+        self.space = space
+        self.shard = shard
+        self.keys = keys
+        self.parent = parent
+        self.tokens = tokens
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True, init=False)
 class Removed:
     """Action: these pages left the index; leaves first. Their slots are not re-used before.
 
@@ -51,7 +61,17 @@ class Removed:
     shard: int
     keys: list[PrefixKey]
     cause: str
-    tiers: tuple[Tier, ...] = ("host",)
+    tiers: tuple[Tier, ...]
+
+    def __init__(
+        self, space: PrefixTree, shard: int, keys: list[PrefixKey], cause: str,
+        tiers: tuple[Tier, ...] = ("host",),
+    ) -> None:  # fmt: skip
+        self.space = space
+        self.shard = shard
+        self.keys = keys
+        self.cause = cause
+        self.tiers = tiers
 
 
 @dataclass(frozen=True, slots=True)

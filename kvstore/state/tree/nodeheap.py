@@ -5,9 +5,9 @@ grow with all that ever left, a queue that has doubled since is gone through onc
 entries are left behind: a few with each entry that comes, so that no call takes long.
 """
 
-import heapq
 from collections import deque
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import Any, Final
 
 from kvstore.state.tree.node import is_live
@@ -49,7 +49,7 @@ class NodeHeap:
 
     def push(self, entry: Entry) -> None:
         """Add an entry."""
-        heapq.heappush(self._heap, entry)
+        heappush(self._heap, entry)
         if not self._former:
             if len(self._heap) <= 2 * self._kept + SPARE:
                 return
@@ -58,7 +58,7 @@ class NodeHeap:
         for _ in range(min(MOVES_MAX, len(self._former))):
             moved = self._former.pop()
             if self._stays(moved):
-                heapq.heappush(self._heap, moved)
+                heappush(self._heap, moved)
         if not self._former:
             self._kept = len(self._heap)
 
@@ -68,7 +68,7 @@ class NodeHeap:
 
     def pop(self) -> Entry:
         """Take the smallest entry out; there is one."""
-        return heapq.heappop(self._smaller())
+        return heappop(self._smaller())
 
     def _smaller(self) -> list[Entry]:
         heap, former = self._heap, self._former

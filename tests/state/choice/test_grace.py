@@ -1,6 +1,7 @@
 """Goal: a page that was just stored outlives what others have used, and choosing stays cheap."""
 
 from kvstore.state.choice.eviction import GRACE_NS, GRACELESS_NS
+from kvstore.state.table.invariants import check
 from tests.state.world import World, key
 
 SECOND_NS = 1_000_000_000
@@ -29,6 +30,7 @@ class Full(World):
     def evicted_for(self, letter: str) -> str:
         """What leaves when another page is stored."""
         self.store(self.me, self.mine, letter)
+        check(self.table)
         (gone,) = self.removed("evicted")
         return next(one for one in "abcdefgh" if key(one) == gone)
 
@@ -59,3 +61,36 @@ def test_that_nothing_but_young_pages_was_found_holds_for_a_moment_and_no_longer
     assert full.evicted_for("y") == "b", "nothing is passed over"
     full.later(1)
     assert full.evicted_for("z") == "g", "the others are looked at again"
+
+
+def test_leaves_that_are_passed_over_are_not_looked_at_again_by_each_choice():
+    full = Full()
+    full.use("h")
+    full.use("g")
+    looks = full.table.eviction._passed
+    assert full.evicted_for("x") == "h"
+    assert len(looks["red", 4096].leaves) == 6
+    full.later(GRACE_NS - 2 * SECOND_NS)  # those are out of their queue still
+    assert full.evicted_for("y") == "g"
+    full.later(SECOND_NS)
+    assert [full.evicted_for(letter) for letter in "zuv"] == ["a", "b", "c"], "young no more"
+
+
+def test_a_leaf_that_was_passed_over_may_go_once_it_was_used():
+    full = Full()
+    full.use("h")
+    assert full.evicted_for("x") == "h"
+    full.use("c")
+    full.later(1)
+    assert full.evicted_for("y") == "c"
+
+
+def test_a_leaf_that_was_passed_over_may_leave_by_itself():
+    full = Full()
+    full.use("h")
+    assert full.evicted_for("x") == "h"
+    full.table.residents.drop(full.mine.nodes[key("a")], 0, "operator")
+    full.store(full.me, full.mine, "y")  # where "a" was
+    full.removed()
+    full.later(GRACE_NS)
+    assert full.evicted_for("z") == "b"

@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from kvstore.state.choice.eviction import Passed
 from kvstore.state.table.invariants import check, checks
 from kvstore.state.table.residents import DROP_AT_ONCE
 from kvstore.state.tree import prefix_tree, slots
@@ -15,6 +16,12 @@ from tests.state.disk.disk_world import DiskWorld
 from tests.state.world import FULL, FULL_2, World, key
 
 Corrupt = Callable[[DiskWorld, PrefixNode], object]
+
+
+def passed_over_until(node: PrefixNode, until_ns: int) -> Passed:
+    passed = Passed()
+    passed.leaves[node], passed.until_ns = None, until_ns
+    return passed
 
 
 def put_wrong(of: str, value: object) -> Corrupt:
@@ -45,7 +52,7 @@ CORRUPTIONS: dict[str, Corrupt] = {
     "tokens that are no page's": put_wrong("tokens", b"x"),
     "a page in a hole": lambda world, node: world.mine.holes.update({node: 1}),
     "a leaf that is passed over for ever": lambda world, node: world.table.eviction._passed.update(
-        {("red", 4096): [node]}
+        {("red", 4096): passed_over_until(node, 1 << 62)}
     ),
     "a queue without grace for ever": lambda world, _: (
         world.table.eviction._graceless_until_ns.update({("red", 4096): 1 << 62})

@@ -1,0 +1,164 @@
+"""Seconds estimated from a model's shape and its hardware, before anything was measured.
+
+A **roofline**: each part of a step (with the weights, and with the KV) takes as long as its
+operations at the accelerators' speed or its reads from their memory, whichever is longer; besides,
+there is a constant. Real engines reach a part of what datasheets say;
+:class:`Efficiency` has these parts. ``python -m bench costs`` prints estimates beside published
+figures.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from conductor.costs.hardware import Accelerator
+from conductor.costs.shapes import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """Which part of a datasheet's figures an engine reaches, and its constants.
+
+    Attributes:
+        compute: of operations; large prompts reach 0.4 to 0.6 on several accelerators.
+        memory: of reads from memory.
+        link: of networks and PCI Express. Mooncake (FAST'25) reaches 87 of 100 GB/s on four cards
+            of 200 Gbit/s, and 190 of 400 GB/s on eight of 400 Gbit/s.
+        room: of the accelerators' memory, that an engine uses for weights and KV.
+        prompt_s: seconds of each prompt beside its computation.
+        step_s: seconds of each decode step beside its computation.
+    """
+
+    compute: float = 0.5
+    memory: float = 0.7
+    link: float = 0.7
+    room: float = 0.9
+    prompt_s: float = 0.005
+    step_s: float = 0.002
+
+
+USUAL = Efficiency()
+
+
+class Link(NamedTuple):
+    """A way for bytes.
+
+    Attributes:
+        bytes_per_s: what it carries in a second; more than 0.
+        latency_s: until the first byte arrives.
+    """
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+
+def transfer_seconds(size_bytes: float, link: Link, bytes_in_flight: float = 0.0) -> float:
+    """Seconds until some bytes have arrived that now start behind others.
+
+    ``latency + (bytes + bytes in flight) / bandwidth``: they are counted as if they arrive first.
+    A link that is shared fairly may deliver these earlier, never later.
+
+    Args:
+        size_bytes: bytes to transfer; nothing takes no time.
+        link: their way.
+        bytes_in_flight: bytes on the same link that have not arrived.
+    """
+    if size_bytes <= 0:
+        return 0.0
+    return link.latency_s + (size_bytes + max(0.0, bytes_in_flight)) / link.bytes_per_s
+
+
+class PrefillLine(NamedTuple):
+    """``constant + max(floor, token n) + pair n (p + (n + 1) / 2)`` seconds: n tokens after p."""
+
+    constant_s: float
+    floor_s: float
+    token_s: float
+    pair_s: float
+
+    def terms(self, new_tokens: float, prefix_tokens: float) -> tuple[float, float, float]:
+        """Seconds beside the computation, of the weights, and of attention."""
+        if new_tokens <= 0:
+            return self.constant_s, 0.0, 0.0
+        pairs = new_tokens * (prefix_tokens + (new_tokens + 1.0) / 2.0)
+        return self.constant_s, max(self.floor_s, self.token_s * new_tokens), self.pair_s * pairs
+
+
+class CostPrior:
+    """Seconds of one engine, by its model and its accelerators.
+
+    Attributes:
+        shape: of its model.
+        network: its links to other machines together.
+        host: its links to the memory of its machine together.
+        prefill: what prompts take.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        accelerator: Accelerator,
+        count: int = 0,
+        efficiency: Efficiency = USUAL,
+    ) -> None:
+        """Compute the constants.
+
+        Args:
+            shape: of its model.
+            accelerator: of which it has ``count``.
+            count: accelerators that work together; 0 = as many as a usual machine has.
+            efficiency: which part of their speed it reaches.
+        """
+        assert count >= 0
+        count = count or accelerator.in_machine
+        self.shape = shape
+        self.network = Link(count * accelerator.network_bytes_per_s * efficiency.link)
+        self.host = Link(count * accelerator.host_bytes_per_s * efficiency.link)
+        flops = count * accelerator.flops * efficiency.compute
+        self._read_per_s = count * accelerator.memory_bytes_per_s * efficiency.memory
+        self._room_bytes = count * accelerator.memory_bytes * efficiency.room
+        self._step_s = efficiency.step_s
+        self._kv_bytes = shape.kv_bytes_per_token
+        self._token_s = shape.flops_per_token / flops
+        self._context_s = max(self._kv_bytes / self._read_per_s, shape.flops_per_read / flops)
+        all_weights_s = shape.parameters * shape.weight_bytes / self._read_per_s
+        self.prefill = PrefillLine(
+            efficiency.prompt_s, all_weights_s, self._token_s, shape.flops_per_pair / flops
+        )
+
+    def prefill_seconds(self, new_tokens: float, prefix_tokens: float = 0.0) -> float:
+        """Seconds to compute the KV of the end of a prompt whose beginning is there.
+
+        ``constant + max(n w / F, W / M) + a n (p + (n + 1) / 2) / F`` with n new tokens after a
+        prefix of p: each token passes all weights (w operations) and attends to those before it and
+        to itself (a operations each); the weights W are read once. F is operations and M bytes a
+        second.
+        """
+        return sum(self.prefill.terms(new_tokens, prefix_tokens))
+
+    def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
+        """Seconds until each of ``batch`` requests has its next token (TBT).
+
+        ``constant + max(b w / F, W / M) + c max(a / F, k / M)`` with b requests whose contexts have
+        c tokens in all: weights are read and multiplied at the same time, and so is the KV (k bytes
+        and a operations a token), each once in a step.
+
+        Args:
+            batch: requests that decode together.
+            context_tokens: tokens of all their prompts and outputs together.
+        """
+        return sum(self.step_terms(batch, context_tokens)) if batch > 0 else 0.0
+
+    def step_terms(self, batch: float, context_tokens: float) -> tuple[float, float, float]:
+        """Seconds of a step beside the computation, of the weights, and of the KV."""
+        read_s = self.shape.weights_read(batch) * self.shape.weight_bytes / self._read_per_s
+        return self._step_s, max(self._token_s * batch, read_s), self._context_s * context_tokens
+
+    def kv_bytes(self, tokens: float) -> float:
+        """Bytes of the KV of some tokens."""
+        return self._kv_bytes * tokens
+
+    @property
+    def kv_tokens_max(self) -> int:
+        """Tokens whose KV fits beside the weights; 0 if these do not fit."""
+        left = self._room_bytes - self.shape.parameters * self.shape.weight_bytes
+        return max(0, int(left / self._kv_bytes))

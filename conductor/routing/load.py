@@ -1,0 +1,294 @@
+"""What the engines have to do for us, and what was measured of it: the base of their costs. Pure.
+
+A prompt is *computed* at an engine from its assignment to its first token; an engine computes one
+after another. A request *decodes* from then on until it ends; all that do so at an engine get a
+token with each of its steps. Data-parallel ranks step together, so the fullest rank counts: the
+requests are thought to be spread evenly.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil, inf
+from typing import Final
+
+import numpy as np
+
+from conductor.costs.book import CostBook, EngineCosts, machine_of
+from conductor.costs.prior import PrefillLine
+from conductor.routing.columns import Column, CostColumns
+from conductor.routing.engines import EngineInfo
+
+_OVERDUE_S: Final = 0.01
+"""A prompt that should be computed, but is not, is thought to take so much longer."""
+_TERMS: Final = ("constant", "weights", "attention")
+
+
+@dataclass(slots=True)
+class _Decoding:
+    """A request that decodes.
+
+    Attributes:
+        tokens: of its prompt.
+        since: when that began.
+        batch_s: what :attr:`_Load.batch_s` was then.
+        context_s: what :attr:`_Load.context_s` was then.
+    """
+
+    tokens: int
+    since: float
+    batch_s: float
+    context_s: float
+
+
+@dataclass(slots=True)
+class _Computing:
+    """A prompt that an engine has.
+
+    Attributes:
+        new_tokens: that are computed.
+        prefix_tokens: before them.
+        seconds: that this is thought to take, with the fetch.
+        fetch_s: of these, until the fetch has ended, during which nothing else is computed there.
+    """
+
+    new_tokens: int
+    prefix_tokens: int
+    seconds: float
+    fetch_s: float
+
+
+@dataclass(slots=True)
+class _Load:
+    """One engine.
+
+    Attributes:
+        computing: its prompts, in the order in which they were assigned.
+        head_since: since when the first of them is computed.
+        decoding: requests that decode there.
+        context: tokens of their prompts.
+        coming: tokens of the KV that is on its way there, by request.
+        batch_s: requests that decoded, multiplied by seconds, since the beginning.
+        context_s: their tokens likewise.
+        at: time up to which these are.
+        step_cost_s: what :meth:`step_s` says until something changes; negative = it has.
+        factors: the fit's for which ``line`` is.
+        line: what prompts take.
+    """
+
+    costs: EngineCosts
+    ranks: int = 1
+    computing: dict[int, _Computing] = field(default_factory=dict)
+    head_since: float = 0.0
+    decoding: dict[int, _Decoding] = field(default_factory=dict)
+    context: int = 0
+    coming: dict[int, int] = field(default_factory=dict)
+    batch_s: float = 0.0
+    context_s: float = 0.0
+    at: float = 0.0
+    step_cost_s: float = -1.0
+    factors: object = None
+    line: PrefillLine | None = None
+
+    def backlog_s(self, now: float) -> float:
+        """Seconds until the prompts that it has are computed."""
+        if not self.computing:
+            return 0.0
+        head = next(iter(self.computing.values())).seconds
+        return self.total_s() - head + max(_OVERDUE_S, head - max(0.0, now - self.head_since))
+
+    def total_s(self) -> float:
+        """Seconds of all prompts that it has, the first one whole."""
+        return sum(one.seconds for one in self.computing.values())
+
+    def prefill_line(self) -> PrefillLine:
+        """What prompts take; computed again after a measurement only."""
+        factors = self.costs.prefill_fit.factors
+        if self.line is None or factors is not self.factors:
+            self.factors, self.line = factors, self.costs.prefill_line
+        return self.line
+
+    def step_s(self) -> float:
+        """Seconds of a step with one more request, of usual length, than it will have anyway."""
+        if self.step_cost_s < 0:
+            count = len(self.decoding) + len(self.coming)
+            tokens = self.context + sum(self.coming.values())
+            batch = ceil((count + 1) / self.ranks)
+            self.step_cost_s = self.costs.step_seconds(batch, batch * tokens / max(1, count))
+        return self.step_cost_s
+
+    def pass_time(self, now: float) -> None:
+        """Count those who decode up to now."""
+        passed = max(0.0, now - self.at)
+        self.batch_s += passed * len(self.decoding)
+        self.context_s += passed * self.context
+        self.at = max(self.at, now)
+
+
+class EngineLoads:
+    """All engines that have had a request, or were asked for."""
+
+    def __init__(self, book: CostBook) -> None:
+        """Start without requests; ``book`` has the costs of engines, and learns."""
+        self._book = book
+        self._loads: dict[str, _Load] = {}
+
+    def _of(self, info: EngineInfo) -> _Load:
+        load = self._loads.get(info.id)
+        machine = machine_of(info.shape, info.hardware)
+        if load is None or load.costs.machine != machine:
+            costs = self._book.of(info.id, machine)
+            load = self._loads.setdefault(info.id, _Load(costs))
+            load.costs = costs
+        load.ranks = max(1, len(info.ranks))
+        return load
+
+    def columns(self, infos: Sequence[EngineInfo], now: float) -> CostColumns:
+        """What the costs of these engines depend on."""
+        loads = [self._of(info) for info in infos]
+        lines = np.array([one.prefill_line() for one in loads], dtype=np.float64).reshape(-1, 4).T
+        bytes_of = _column([one.costs.prior.kv_bytes(1) for one in loads])
+        coming = _column([sum(one.coming.values()) for one in loads])
+        room = [one.costs.prior.kv_tokens_max or np.inf for one in loads]
+        taken = _column([one.context for one in loads]) + coming
+        return CostColumns(
+            backlog_s=_column([one.backlog_s(now) for one in loads]),
+            constant_s=lines[0],
+            floor_s=lines[1],
+            token_s=lines[2],
+            pair_s=lines[3],
+            step_s=_column([one.step_s() for one in loads]),
+            kv_room=_column(room) - taken,
+            token_bytes=bytes_of,
+            network_bytes_per_s=_column([one.costs.prior.network.bytes_per_s for one in loads]),
+            coming_bytes=coming * bytes_of,
+        )
+
+    def assigned(
+        self,
+        number: int,
+        info: EngineInfo,
+        tokens: tuple[int, int],
+        seconds: tuple[float, float],
+        now: float,
+    ) -> None:
+        """An engine has got a prompt.
+
+        Args:
+            number: of the request.
+            info: the engine.
+            tokens: that it computes, and those before them.
+            seconds: how long it is thought to fetch, and to compute.
+            now: time.
+        """
+        load = self._of(info)
+        if not load.computing:
+            load.head_since = now
+        fetch_s = 0.0 if load.computing else seconds[0]
+        load.computing[number] = _Computing(*tokens, sum(seconds), fetch_s)
+
+    def comes(self, number: int, info: EngineInfo, tokens: int) -> None:
+        """The KV of a prompt will go to an engine."""
+        load = self._of(info)
+        load.coming[number] = tokens
+        load.step_cost_s = -1.0
+
+    def computed(self, number: int, engine_id: str, now: float, hit_tokens: int | None) -> None:
+        """A prompt was computed; learn how long it took.
+
+        Args:
+            number: of the request; an unknown one does nothing.
+            engine_id: the engine.
+            now: time.
+            hit_tokens: how many it did not compute; None = as many as was thought.
+        """
+        load = self._loads.get(engine_id)
+        if load is None or number not in load.computing:
+            return
+        first = next(iter(load.computing)) == number
+        one = load.computing.pop(number)
+        if first:
+            tokens = one.new_tokens + one.prefix_tokens
+            hit = min(one.prefix_tokens if hit_tokens is None else hit_tokens, tokens)
+            load.costs.computed(tokens - hit, hit, now - load.head_since - one.fetch_s)
+            load.head_since = now
+
+    def decodes(self, number: int, info: EngineInfo, tokens: int, now: float) -> None:
+        """A request begins to decode; its KV has arrived if it comes from elsewhere."""
+        load = self._of(info)
+        load.pass_time(now)
+        load.coming.pop(number, None)
+        load.decoding[number] = _Decoding(tokens, now, load.batch_s, load.context_s)
+        load.context += tokens
+        load.step_cost_s = -1.0
+
+    def decoded(self, number: int, engine_id: str, output_tokens: int, now: float) -> None:
+        """A request has got all its tokens; learn how long a step took meanwhile."""
+        load = self._loads.get(engine_id)
+        if load is None or number not in load.decoding:
+            return
+        load.pass_time(now)
+        one = load.decoding[number]
+        passed = now - one.since
+        if output_tokens > 1 and passed > 0:
+            batch = (load.batch_s - one.batch_s) / passed
+            context = (load.context_s - one.context_s) / passed
+            load.costs.stepped(
+                max(1.0, batch / load.ranks), context / load.ranks, passed / (output_tokens - 1)
+            )
+
+    def left(self, number: int, engine_id: str, now: float) -> None:
+        """An engine has nothing more to do for a request; an unknown one does nothing."""
+        load = self._loads.get(engine_id)
+        if load is None:
+            return
+        if number in load.computing:
+            if next(iter(load.computing)) == number:
+                load.head_since = now
+            del load.computing[number]
+        load.step_cost_s = -1.0
+        load.coming.pop(number, None)
+        decoding = load.decoding.get(number)
+        if decoding is not None:
+            load.pass_time(now)
+            load.context -= decoding.tokens
+            del load.decoding[number]
+
+    def free_at(self, ahead_s: float, after: float) -> float:
+        """When an engine is the next to have computed its prompts, less ``ahead_s``.
+
+        Only times later than ``after`` count; infinite = there is none.
+        """
+        times = (
+            one.head_since + one.total_s() - ahead_s
+            for one in self._loads.values()
+            if one.computing
+        )
+        return min((at for at in times if at > after), default=inf)
+
+    def gauges(self) -> dict[str, dict[tuple[str, ...], float]]:
+        """Errors and factors of the costs, as metrics; of engines that were measured."""
+        errors: dict[tuple[str, ...], float] = {}
+        factors: dict[tuple[str, ...], float] = {}
+        for name, load in self._loads.items():
+            for what, fit in (("prefill", load.costs.prefill_fit), ("step", load.costs.step_fit)):
+                for quantile in (0.5, 0.9):
+                    error = fit.error(quantile)
+                    if error is not None:
+                        errors[name, what, str(quantile)] = error
+                for term, factor in zip(_TERMS, fit.factors.tolist(), strict=True):
+                    factors[name, what, term] = factor
+        return {"cost_error": errors, "cost_factor": factors}
+
+    def forget(self, engine_id: str) -> None:
+        """An engine was removed."""
+        self._loads.pop(engine_id, None)
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        for load in self._loads.values():
+            assert load.context == sum(one.tokens for one in load.decoding.values())
+            assert not load.decoding.keys() & load.coming.keys()
+
+
+def _column(values: Sequence[float]) -> Column:
+    return np.array(values, dtype=np.float64)

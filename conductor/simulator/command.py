@@ -1,0 +1,279 @@
+"""``kvstore-conductor simulate``: what each policy would do with a trace.
+
+The same options are those of ``python -m bench simulate``.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from conductor.config import QueueConfig
+from conductor.costs.shapes import SHAPES
+from conductor.routing.engines import Role
+from conductor.routing.policy import POLICIES
+from conductor.simulator.fleet import Running, SimulatedEngine, engines_of
+from conductor.simulator.goodput import highest_speed
+from conductor.simulator.journal import read_journal, replay, write_journal
+from conductor.simulator.report import Objectives, Summary, rejections, summary_of
+from conductor.simulator.samples import Capacity, plot, series_of
+from conductor.simulator.scenario import Failure, Scenario
+from conductor.simulator.simulation import Simulation
+from conductor.simulator.trace import TracedRequest, read_trace
+from conductor.simulator.workloads import WORKLOADS, made_up
+from kvstore.errors import InvalidArgument, reason
+
+_FAILURE: Final = re.compile(r"([A-Za-z0-9._-]+)@(\d+(?:\.\d+)?)(?::(\d+(?:\.\d+)?))?")
+SHOWN: Final = ("p50", "p90", "p99", "tbt_p99", "hit", "effective", "rejected", "goodput")
+_SAMPLE_S: Final = 10.0
+_RANGES: Final = (
+    ("handoff_part", 0.001, 1), ("waiting_max", 0, 1e9), ("wait_s", 0, float("inf")),
+    ("chunk_tokens", 16, 1e6), ("host_bytes", 0, 1e15), ("disk_bytes", 0, 1e15),
+    ("prefill_running", 1, 1e5), ("decode_running", 1, 1e5), ("mixed_running", 1, 1e5),
+)  # fmt: skip
+"""Options that are numbers, with the least and most of each."""
+
+
+class Outcome(NamedTuple):
+    """One result.
+
+    Attributes:
+        case: ``simulate/POLICY/SPEED`` or ``goodput/POLICY``.
+        value: mean seconds to the first token, or requests a second and engine.
+        summary: of that simulation.
+        note: what else is worth a line.
+    """
+
+    case: str
+    value: float
+    summary: Summary
+    note: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    load = parser.add_mutually_exclusive_group()
+    load.add_argument("--trace", type=Path, help="JSON lines, as Mooncake's traces")
+    load.add_argument("--load", choices=sorted(WORKLOADS), help="a made-up load instead")
+    parser.add_argument("--seed", type=int, default=0, help="of the made-up load")
+    parser.add_argument("--requests", type=int, help="the first so many; default: all, or 2000")
+    parser.add_argument("--policy", default=",".join(POLICIES), help="names; default: all")
+    parser.add_argument("--prefill", default="0", help="such as 8xh800, 4xh800:4,2xa800@1.3")
+    parser.add_argument("--decode", default="0", help="likewise")
+    parser.add_argument("--mixed", default="0", help="likewise")
+    parser.add_argument("--model", default="llama3-70b", choices=sorted(SHAPES))
+    parser.add_argument("--slo-ttft", type=float, default=30.0, help="seconds to the first token")
+    parser.add_argument("--slo-tbt", type=float, default=0.1, help="seconds between two tokens")
+    parser.add_argument("--speed", default="1", help="of arrivals: 1,2,3")
+    parser.add_argument("--goodput", action="store_true", help="search the highest speed instead")
+    for role, places in (("prefill", 8), ("decode", 256), ("mixed", 256)):
+        parser.add_argument(f"--{role}-running", type=int, default=places,
+                            help=f"places of a {role} engine; default: %(default)s")  # fmt: skip
+    queue = QueueConfig()
+    parser.add_argument("--waiting-max", type=int, default=queue.waiting_max,
+                        help="requests that wait; default: the Conductor's")  # fmt: skip
+    parser.add_argument("--wait-s", type=float, default=queue.wait_s,
+                        help="seconds they may wait, or inf; default: the Conductor's")  # fmt: skip
+    parser.add_argument("--chunk-tokens", type=int, default=8192, help="of a step of an engine")
+    parser.add_argument("--host-bytes", type=float, default=1e12, help="memory of a node for KV")
+    parser.add_argument("--disk-bytes", type=float, default=0.0, help="disk of a node for KV")
+    parser.add_argument("--alone", action="store_true", help="nodes do not fetch from each other")
+    parser.add_argument("--handoff-part", type=float, default=1.0,
+                        help="of KV, leaves when a prompt is computed; default: all")  # fmt: skip
+    parser.add_argument("--fail", default="", metavar="ENGINE@S[:S]",
+                        help="engines that die, and come back, at seconds")  # fmt: skip
+    parser.add_argument("--series", type=Path, metavar="FOLDER",
+                        help="write load over time there, as JSON and SVG")  # fmt: skip
+    parser.add_argument("--journal", type=Path, metavar="FOLDER",
+                        help="write inputs and decisions there")  # fmt: skip
+
+
+class Cases:
+    """What the options ask for, read and checked.
+
+    Attributes:
+        policies: names.
+        speeds: of arrivals.
+        total: results to come.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        """Read the trace.
+
+        Raises:
+            InvalidArgument: an option is wrong; names it.
+            OSError: the trace cannot be read.
+        """
+        self._options = options
+        self.policies: list[str] = options.policy.split(",")
+        for name in self.policies:
+            if name not in POLICIES:
+                raise InvalidArgument("policy", f"{name!r} is not one of {', '.join(POLICIES)}")
+        self.speeds = _numbers("speed", options.speed)
+        self._objectives = Objectives(options.slo_ttft, options.slo_tbt)
+        self._trace = _trace(options)
+        running = Running(
+            prefill=options.prefill_running, decode=options.decode_running,
+            mixed=options.mixed_running,
+        )  # fmt: skip
+        specs = {role: str(getattr(options, str(role))) for role in Role}
+        self._engines: list[SimulatedEngine] = engines_of(specs, options.model, running)
+        self._failures = _failures(options.fail)
+        for name, least, most in _RANGES:
+            if not least <= getattr(options, name) <= most:
+                raise InvalidArgument(name, f"{least:g} to {most:g} is possible")
+        self.total = len(self.policies) * (1 if options.goodput else len(self.speeds))
+
+    def run(self) -> Iterator[Outcome]:
+        """Simulate one after another."""
+        for policy in self.policies:
+            if self._options.goodput:
+                yield self._goodput(policy)
+            else:
+                for speed in self.speeds:
+                    yield self._simulated(policy, speed)
+
+    def _simulate(self, policy: str, speed: float) -> Simulation:
+        options = self._options
+        scenario = Scenario(
+            policy=policy,
+            speed=speed,
+            waiting_max=options.waiting_max,
+            wait_s=options.wait_s,
+            chunk_tokens=options.chunk_tokens,
+            host_bytes=options.host_bytes,
+            disk_bytes=options.disk_bytes,
+            peers=not options.alone,
+            handoff_part=options.handoff_part,
+            failures=self._failures,
+            sample_s=_SAMPLE_S if options.series else 0.0,
+            journal=options.journal is not None,
+        )
+        simulation = Simulation(self._trace, self._engines, scenario)
+        simulation.run()
+        return simulation
+
+    def _simulated(self, policy: str, speed: float) -> Outcome:
+        simulation = self._simulate(policy, speed)
+        summary = summary_of(simulation, self._objectives)
+        self._write(simulation, f"{policy}-{speed:g}")
+        why = rejections(simulation.records)
+        note = f"{summary.seconds:.0f} simulated seconds, {simulation.events} events"
+        if why:
+            note += "; not served: " + ", ".join(f"{name} {n}" for name, n in why.items())
+        return Outcome(f"simulate/{policy}/{speed:g}", summary.ttft, summary, note)
+
+    def _goodput(self, policy: str) -> Outcome:
+        found: dict[float, Summary] = {}
+
+        def effective(speed: float) -> float:
+            simulation = self._simulate(policy, speed)
+            found[speed] = summary_of(simulation, self._objectives)
+            return found[speed].effective
+
+        best = highest_speed(effective, self.speeds[0])
+        summary = found.get(best.speed) or next(iter(found.values()))
+        arriving = max(one.at_s for one in self._trace) or 1.0
+        rate = len(self._trace) / arriving * best.speed / len(self._engines)
+        note = f"speed {best.speed:.3g}, {best.effective:.1%} effective, {len(found)} simulations"
+        return Outcome(f"goodput/{policy}", rate, summary, note)
+
+    def _write(self, simulation: Simulation, name: str) -> None:
+        options = self._options
+        if options.series:
+            options.series.mkdir(parents=True, exist_ok=True)
+            capacities = {
+                one.info.id: Capacity(one.info.role, one.info.max_running, one.room_tokens)
+                for one in self._engines
+            }
+            series = series_of(simulation.samples, capacities)
+            (options.series / f"{name}.json").write_bytes(msgspec.json.encode(series))
+            columns = {"prefill": series.prefill, "decode": series.decode, "KV": series.kv}
+            (options.series / f"{name}.svg").write_text(plot(name, series.at_s, columns))
+        if options.journal:
+            options.journal.mkdir(parents=True, exist_ok=True)
+            path = options.journal / f"{name}.jsonl"
+            write_journal(path, simulation.head, simulation.journal)
+
+
+def _numbers(name: str, text: str) -> list[float]:
+    try:
+        numbers = [float(one) for one in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(0 < one < float("inf") for one in numbers):
+        raise InvalidArgument(name, f"{text!r} is not a list of numbers above 0, such as 1,2.5")
+    return numbers
+
+
+def _trace(options: argparse.Namespace) -> list[TracedRequest]:
+    if options.requests is not None and options.requests < 1:
+        raise InvalidArgument("requests", "at least 1")
+    if options.trace is not None:
+        found = read_trace(options.trace, options.requests)
+        if not found:
+            raise InvalidArgument("trace", f"{options.trace} is empty")
+        return found
+    if options.load is None:
+        raise InvalidArgument("trace", "--trace FILE or --load NAME is needed")
+    return made_up(options.load, options.requests or 2000, options.seed)
+
+
+def _failures(text: str) -> list[Failure]:
+    found: list[Failure] = []
+    for one in text.split(",") if text else []:
+        match = _FAILURE.fullmatch(one)
+        if match is None:
+            raise InvalidArgument("fail", f"{one!r} is not like p0@100 or p0@100:160")
+        back_s = float(match[3]) if match[3] else float("inf")
+        found.append(Failure(engine=match[1], at_s=float(match[2]), back_s=back_s))
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command; returns its exit status: 2 if an option is wrong, 1 if a file is."""
+    parser = argparse.ArgumentParser(
+        prog="kvstore-conductor simulate",
+        description="What each policy would do with a trace, on engines that are not there.",
+    )
+    add_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON line a case")
+    parser.add_argument("--replay", type=Path, metavar="FILE",
+                        help="instead: decide again what a journal has, and compare")  # fmt: skip
+    options = parser.parse_args(arguments)
+    try:
+        if options.replay is not None:
+            return _replay(options.replay)
+        for outcome in Cases(options).run():
+            sys.stdout.write(_line(outcome, json=options.json))
+            sys.stdout.flush()
+            sys.stderr.write(f"{outcome.case}: {outcome.note}\n")
+    except InvalidArgument as error:
+        sys.stderr.write(f"kvstore-conductor simulate: {error}\n")
+        return 2
+    except OSError as error:
+        sys.stderr.write(f"kvstore-conductor simulate: {reason(error)}\n")
+        return 1
+    return 0
+
+
+def _line(outcome: Outcome, *, json: bool) -> str:
+    figures = {name: float(f"{getattr(outcome.summary, name):.4g}") for name in SHOWN}
+    value = float(f"{outcome.value:.4g}")
+    if json:
+        line = {"case": outcome.case, "value": value, **figures}
+        return msgspec.json.encode(line).decode() + "\n"
+    return f"{outcome.case} {value} " + " ".join(f"{k}={v}" for k, v in figures.items()) + "\n"
+
+
+def _replay(path: Path) -> int:
+    head, lines = read_journal(path)
+    for one in replay(head, lines):
+        sys.stdout.write(f"at {one.at} s: {one.before} before, {one.now} now\n")
+        return 1
+    sys.stdout.write(f"{len(lines)} inputs and steps: every decision is the same\n")
+    return 0

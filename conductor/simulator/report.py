@@ -1,0 +1,109 @@
+"""What a simulation says of a policy: latencies, hits, and how much was served in time."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from conductor.simulator.scenario import Record
+from conductor.simulator.simulation import Simulation
+
+
+class Objectives(msgspec.Struct, frozen=True):
+    """Service level objectives of one request.
+
+    Attributes:
+        ttft_s: maximum seconds to its first token.
+        tbt_s: maximum mean of the longest tenth of its intervals between tokens, seconds.
+    """
+
+    ttft_s: float = 30.0
+    tbt_s: float = 0.1
+
+    def met(self, record: Record) -> bool:
+        """Whether a request was served, and in time."""
+        ttft = record.ttft_s
+        served = record.outcome == "ok" and ttft is not None
+        return served and ttft <= self.ttft_s and record.tbt_s <= self.tbt_s  # type: ignore[operator]
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """The figures of one simulation.
+
+    Attributes:
+        requests: of the trace.
+        ttft: mean seconds to the first token of those that were served; 0 if none was.
+        p50, p90, p99: percentiles of the same.
+        tbt_p99: 99th percentile of the time between tokens of a request, which is the mean of the
+            longest tenth of its intervals; seconds.
+        hit: tokens of the served prompts that were not computed, as part of all.
+        effective: requests served within both objectives, as part of all.
+        rejected: requests refused, broken or too long, as part of all.
+        goodput: effective requests a second and engine, from the first arrival to the last.
+        long_effective: effective ones of the longest tenth of the prompts, as part of these.
+        predicted_hit: tokens of the served prompts that the dispatcher expected not to be
+            computed, as part of all.
+        seconds: from the first arrival to the last end.
+    """
+
+    requests: int
+    ttft: float
+    p50: float
+    p90: float
+    p99: float
+    tbt_p99: float
+    hit: float
+    effective: float
+    rejected: float
+    goodput: float
+    long_effective: float
+    predicted_hit: float
+    seconds: float
+
+
+def summary_of(simulation: Simulation, objectives: Objectives) -> Summary:
+    """The figures of a simulation that has run."""
+    records = simulation.records
+    served = [one for one in records if one.outcome == "ok"]
+    ttfts = sorted(one.ttft_s for one in served if one.ttft_s is not None)
+    tokens = sum(one.request.tokens for one in served) or 1
+    met = [one for one in records if objectives.met(one)]
+    by_length = sorted(records, key=lambda one: (-one.request.tokens, one.request.number))
+    longest = by_length[: math.ceil(len(records) / 10)]
+    arriving = max((one.arrived for one in records), default=0.0) or 1.0
+    return Summary(
+        requests=len(records),
+        ttft=sum(ttfts) / len(ttfts) if ttfts else 0.0,
+        p50=percentile(ttfts, 50),
+        p90=percentile(ttfts, 90),
+        p99=percentile(ttfts, 99),
+        tbt_p99=percentile(sorted(one.tbt_s for one in served), 99),
+        hit=sum(one.hit_tokens for one in served) / tokens,
+        effective=_part(len(met), len(records)),
+        rejected=_part(len(records) - len(served), len(records)),
+        goodput=len(met) / arriving / len(simulation.head.engines),
+        long_effective=_part(sum(map(objectives.met, longest)), len(longest)),
+        predicted_hit=sum(one.predicted_hit for one in served) / tokens,
+        seconds=max((one.ended or 0.0 for one in records), default=0.0),
+    )
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """The smallest value that at least ``percent`` % do not exceed; 0 of none."""
+    if not ordered:
+        return 0.0
+    return ordered[max(1, math.ceil(len(ordered) * percent / 100)) - 1]
+
+
+def _part(count: int, of: int) -> float:
+    return count / of if of else 0.0
+
+
+def rejections(records: Iterable[Record]) -> dict[str, int]:
+    """How many requests were not served, by why."""
+    counts: dict[str, int] = {}
+    for one in records:
+        if one.outcome != "ok":
+            why = one.code or one.outcome
+            counts[why] = counts.get(why, 0) + 1
+    return counts

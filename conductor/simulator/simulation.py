@@ -1,0 +1,442 @@
+"""The events of a simulation, in order of time: arrivals, engines, links, failures.
+
+::
+
+    arrival → Assign → fetch → prefill → (wait for a place) → Continue → handoff → decode → end
+
+Pure: it has no clock, no I/O and no randomness.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from conductor.routing.choices import Assign, Continue, Reject
+from conductor.routing.columns import Matches
+from conductor.routing.dispatcher import Request
+from conductor.routing.policy import POLICIES, Binding
+from conductor.simulator.batching import BatchEngine, EngineLimits, Work
+from conductor.simulator.caching import CacheLimits, Caching
+from conductor.simulator.fleet import SimulatedEngine
+from conductor.simulator.journal import Desk, JournalHead, Line
+from conductor.simulator.links import Link, Links
+from conductor.simulator.samples import EngineLoad, Sample
+from conductor.simulator.scenario import NEVER, Flight, Record, Scenario
+from conductor.simulator.steps import TrueSteps
+from conductor.simulator.trace import BLOCK_TOKENS, TracedRequest
+from kvstore.errors import InvalidArgument
+
+
+class Simulation:
+    """One run.
+
+    Attributes:
+        records: what became of each request, in order of the trace.
+        samples: of load, if the scenario wants them.
+        journal: inputs and decisions of the dispatcher, if the scenario wants them.
+        head: what the dispatcher was made of.
+        now: seconds after the first arrival.
+        events: events so far.
+    """
+
+    def __init__(
+        self, trace: Sequence[TracedRequest], engines: Sequence[SimulatedEngine], scenario: Scenario
+    ) -> None:
+        """Prepare it.
+
+        Raises:
+            InvalidArgument: no engine can serve, or a failing one does not exist.
+        """
+        self.scenario = scenario
+        self.records = [Record(one, one.at_s / scenario.speed) for one in trace]
+        self.samples: list[Sample] = []
+        self.journal: list[Line] = []
+        self.now = 0.0
+        self.events = 0
+        self._engines = {one.info.id: one for one in engines}
+        self.head = JournalHead(
+            scenario.policy, [one.info for one in engines], scenario.waiting_max,
+            scenario.wait_s if scenario.wait_s < NEVER else None, scenario.tries,
+        )  # fmt: skip
+        dispatcher, registry = self.head.dispatcher()
+        if not registry.can_serve():
+            raise InvalidArgument("engines", "prefill and decode engines are needed, or mixed ones")
+        journal = self.journal if scenario.journal else None
+        self.desk = Desk(dispatcher, registry, self._find, journal)
+        self._batches = {one.info.id: self._batch(one) for one in engines}
+        self.caching = Caching({one.info.id: self._cache_limits(one) for one in engines})
+        self.links = Links(self._bandwidths())
+        self._flights: dict[int, Flight] = {}
+        self._transfers: dict[int, tuple[int, Callable[[int], None]]] = {}
+        self._events: list[tuple[float, int, Callable[[int], None], int]] = []
+        self._order = 0
+        self._turns = dict.fromkeys(self._engines, 0)  # makes older events of engines void
+        self._turn_of_links = 0
+        self._next = 0  # request that arrives
+        self._dead: set[str] = set()
+        self._wake: float | None = None
+        self._late = POLICIES[scenario.policy].binds is Binding.LATE
+        self._dirty = False
+        for number, failure in enumerate(scenario.failures):
+            if failure.engine not in self._engines:
+                raise InvalidArgument("failures", f"there is no engine {failure.engine!r}")
+            self._at(failure.at_s, self._fail, number)
+            if failure.back_s < NEVER:
+                self._at(failure.back_s, self._return, number)
+        if scenario.sample_s:
+            self._at(0.0, self._sample, 0)
+
+    def _batch(self, one: SimulatedEngine) -> BatchEngine:
+        limits = EngineLimits(one.room_tokens, self.scenario.chunk_tokens, one.info.max_running)
+        name = one.info.id
+        return BatchEngine(
+            TrueSteps(one.times, one.factor), limits, lambda work: self._prefix(work, name)
+        )
+
+    def _cache_limits(self, one: SimulatedEngine) -> CacheLimits:
+        block_bytes = one.kv_bytes * BLOCK_TOKENS
+        return CacheLimits(
+            local=one.room_tokens // BLOCK_TOKENS,
+            host=int(self.scenario.host_bytes / block_bytes),
+            disk=int(self.scenario.disk_bytes / block_bytes),
+        )
+
+    def _bandwidths(self) -> dict[Link, float]:
+        found: dict[Link, float] = {}
+        for name, one in self._engines.items():
+            found["out", name] = found["in", name] = one.network_bytes_per_s
+            found["host", name] = one.memory_bytes_per_s
+            found["disk", name] = self.scenario.disk_bytes_per_s
+        return found
+
+    # Time
+
+    def run(self) -> None:
+        """Simulate until every request has ended."""
+        while self.step():
+            pass
+        assert not self._flights
+        assert all(record.outcome for record in self.records)
+        assert not any(batch.reserved for batch in self._batches.values())
+        if all(record.tries <= 1 and record.outcome != "broken" for record in self.records):
+            served = [record for record in self.records if record.outcome == "ok"]
+            generated = sum(batch.generated for batch in self._batches.values())
+            assert generated == sum(record.request.output for record in served)
+
+    def step(self) -> bool:
+        """Do what happens at the next time; False = nothing is left."""
+        arrival = self.records[self._next].arrived if self._next < len(self.records) else NEVER
+        event = self._events[0][0] if self._events else NEVER
+        wake = NEVER if self._wake is None else self._wake
+        at = min(arrival, event, wake)
+        if at == NEVER:
+            return False
+        assert at >= self.now
+        self.now = at
+        while self._events and self._events[0][0] <= at:
+            _, _, act, what = heapq.heappop(self._events)
+            self.events += 1
+            act(what)
+        while self._next < len(self.records) and self.records[self._next].arrived <= at:
+            self._arrive(self.records[self._next])
+            self._next += 1
+        if wake <= at:
+            self._wake, self._dirty = None, True
+        while self._dirty:
+            self._dirty = False
+            self._dispatch()
+        return True
+
+    def _at(self, when: float, act: Callable[[int], None], what: int) -> None:
+        self._order += 1
+        heapq.heappush(self._events, (when, self._order, act, what))
+
+    # Requests
+
+    def _find(self, number: int) -> Matches:
+        return self.caching.matches(self.records[number - 1].request)
+
+    def _arrive(self, record: Record) -> None:
+        one = record.request
+        self.events += 1
+        self._dirty = True
+        self.desk.arrive(
+            Request(
+                number=one.number, model=self.head.engines[0].model, arrived=record.arrived,
+                tokens=one.tokens, keys=np.array(one.blocks, dtype=np.uint64), tenant=one.tenant,
+                session=one.session,
+            )
+        )  # fmt: skip
+
+    def _dispatch(self) -> None:
+        for effect in self.desk.step(self.now):
+            record = self.records[effect.request - 1]
+            if isinstance(effect, Assign):
+                self._assigned(record, effect)
+            elif isinstance(effect, Continue):
+                self._continue(self._flights[effect.request], effect)
+            else:
+                self._rejected(record, effect)
+        if self._late or (self._wake is None and self.scenario.wait_s < NEVER):
+            # Of deadlines, an old one is early enough until it has passed: who comes later waits
+            # longer. A policy that binds late wants to be called when engines come free.
+            wake = self.desk.dispatcher.wake_at
+            self._wake = None if wake is None or wake == NEVER else max(wake, self.now)
+
+    def _rejected(self, record: Record, reject: Reject) -> None:
+        flight = self._flights.pop(record.request.number, None)
+        if flight is not None:  # its KV waited for a decode engine
+            self._leave(flight)
+        self._end(record, "rejected", reject.code)
+
+    def _end(self, record: Record, outcome: str, code: str = "") -> None:
+        assert not record.outcome
+        record.outcome, record.code, record.ended = outcome, code, self.now
+
+    def _assigned(self, record: Record, assign: Assign) -> None:
+        one = record.request
+        record.tries += 1
+        record.prefill, record.decode = assign.prefill, assign.decode
+        record.predicted_hit = assign.usable_tokens
+        if record.assigned is None:
+            record.assigned = self.now
+        alone = assign.prefill == assign.decode
+        if one.tokens + one.output > min(
+            self._engines[name].room_tokens for name in (assign.prefill, assign.decode)
+        ):
+            self.desk.left(one.number, self.now)
+            self._end(record, "too_long")
+            self._dirty = True
+            return
+        decides = POLICIES[self.scenario.policy].fetches is not None
+        fetches = self.scenario.peers and (assign.fetch_tokens > 0 or not decides)
+        flight = Flight(record, assign.prefill, assign.decode, fetches=fetches)
+        self._flights[one.number] = flight
+        self._fetch(flight, Work(one.number, one.tokens, one.output if alone else 0))
+        self._expect(flight, assign.prefill)
+        self._expect(flight, assign.decode)
+
+    def _expect(self, flight: Flight, engine: str) -> None:
+        if engine not in flight.expected:
+            flight.expected.add(engine)
+            self.caching.expect(flight.record.request, engine)
+
+    def _unexpect(self, flight: Flight, engine: str) -> None:
+        if engine in flight.expected:
+            flight.expected.remove(engine)
+            self.caching.unexpect(flight.record.request, engine)
+
+    def _leave(self, flight: Flight) -> None:
+        """A request ends, or has to start again: nobody keeps anything for it."""
+        number = flight.record.request.number
+        for transfer in flight.transfers:
+            self.links.stop(transfer, self.now)
+            del self._transfers[transfer]
+            self._plan_links()
+        for engine in tuple(flight.expected):
+            self._unexpect(flight, engine)
+        if flight.prefill not in self._dead:
+            self._batches[flight.prefill].release(number)
+            self._resume(flight.prefill)
+
+    # From where the KV of a prompt comes
+
+    def _fetch(self, flight: Flight, work: Work) -> None:
+        """Bring what the node, or a peer of it, has of a prompt, if that pays; then queue it."""
+        engine, one = flight.prefill, flight.record.request
+        sources = self.caching.sources(one, engine)
+        facts = self._engines[engine]
+        block_bytes = facts.kv_bytes * BLOCK_TOKENS
+        at = sources.start
+        ways: list[tuple[tuple[Link, ...], int]] = [
+            ((("host", engine),), sources.host), ((("disk", engine),), sources.disk),
+        ]  # fmt: skip
+        if sources.peer is not None and flight.fetches:
+            ways.append(((("out", sources.peer), ("in", engine)), sources.more))
+        wanted: list[tuple[tuple[Link, ...], float]] = []
+        for links, blocks in ways:
+            if not blocks:
+                continue
+            seconds = self.links.seconds(links, blocks * block_bytes)
+            saved = facts.times.prefill_seconds(blocks * BLOCK_TOKENS, at * BLOCK_TOKENS)
+            if seconds >= saved:
+                break  # what lies behind would be of no use
+            wanted.append((links, blocks * block_bytes))
+            at += blocks
+        flight.fetched = range(sources.start, at)
+
+        def ready(_: int) -> None:
+            if not flight.transfers:
+                self._add(engine, work)
+
+        for links, size in wanted:
+            self._transfer(flight, links, size, ready)
+        ready(0)
+
+    def _transfer(
+        self, flight: Flight, links: tuple[Link, ...], size: float, then: Callable[[int], None]
+    ) -> None:
+        transfer = self.links.start(links, size, self.now)
+        flight.transfers.add(transfer)
+        self._transfers[transfer] = flight.record.request.number, then
+        self._plan_links()
+
+    def _plan_links(self) -> None:
+        self._turn_of_links += 1
+        ends_at = self.links.ends_at
+        if ends_at is not None:
+            self._at(max(ends_at, self.now), self._moved, self._turn_of_links)
+
+    def _moved(self, turn: int) -> None:
+        if turn != self._turn_of_links:
+            return
+        for transfer in self.links.ended(self.now):
+            number, then = self._transfers.pop(transfer)
+            self._flights[number].transfers.remove(transfer)
+            then(number)
+        self._plan_links()
+
+    def _prefix(self, work: Work, engine: str) -> int:
+        flight = self._flights[work.number]
+        return self.caching.prefix(flight.record.request, engine, flight.fetched)
+
+    # Engines
+
+    def _add(self, engine: str, work: Work) -> None:
+        self._batches[engine].add(work, self.now)
+        self._plan(engine)
+
+    def _resume(self, engine: str) -> None:
+        batch = self._batches[engine]
+        if batch.ends_at is None:
+            batch.resume(self.now)
+            self._plan(engine)
+
+    def _plan(self, engine: str) -> None:
+        """Be called when the engine's stretch ends."""
+        self._turns[engine] += 1
+        turn, ends_at = self._turns[engine], self._batches[engine].ends_at
+        if ends_at is not None:
+            act = self._advances(engine)
+            self._at(max(ends_at, self.now), act, turn)
+
+    def _advances(self, engine: str) -> Callable[[int], None]:
+        def advance(turn: int) -> None:
+            if turn == self._turns[engine]:
+                self._advance(engine)
+
+        return advance
+
+    def _advance(self, engine: str) -> None:
+        batch = self._batches[engine]
+        computed, ended = batch.advance(self.now)
+        for work in computed:
+            self._computed(self._flights[work.number], engine, work)
+        for work in ended:
+            self._served(self._flights.pop(work.number), work)
+        self._resume(engine)
+
+    def _computed(self, flight: Flight, engine: str, work: Work) -> None:
+        """The prompt's KV is there."""
+        flight.computed = True
+        record = flight.record
+        record.hit_tokens = work.prefix
+        self._unexpect(flight, engine)
+        self.caching.computed(record.request, engine, self._batches[engine].reserved)
+        if flight.prefill == flight.decode:
+            flight.continued = True
+            self.desk.began(work.number, self.now, work.prefix)
+        else:
+            self.desk.prefilled(work.number, self.now, work.prefix)
+            self._dirty = True
+
+    def _continue(self, flight: Flight, effect: Continue) -> None:
+        """The decode engine has a place: its part of the KV that it does not have goes there."""
+        if effect.decode != flight.decode:
+            self._unexpect(flight, flight.decode)
+            self._expect(flight, effect.decode)
+        flight.decode = flight.record.decode = effect.decode
+        flight.continued = True
+        one = flight.record.request
+        there = self.caching.prefix(one, flight.decode, range(0))
+        size = (one.tokens - there) * self._engines[flight.prefill].kv_bytes
+        links = (("out", flight.prefill), ("in", flight.decode))
+        self._transfer(flight, links, size * self.scenario.handoff_part, self._handed_over)
+
+    def _handed_over(self, number: int) -> None:
+        flight = self._flights[number]
+        one, engine = flight.record.request, flight.decode
+        self._batches[flight.prefill].release(number)
+        self._resume(flight.prefill)
+        self._unexpect(flight, engine)
+        self.caching.received(one, engine, self._batches[engine].reserved)
+        self._add(engine, Work(number, one.tokens, one.output, here=True))
+
+    def _served(self, flight: Flight, work: Work) -> None:
+        record = flight.record
+        record.first_s, record.tbt_s = work.first_s, work.tbt_s
+        self._leave(flight)
+        self.desk.ended(work.number, work.output, self.now)
+        self.desk.left(work.number, self.now)
+        self._end(record, "ok")
+        self._dirty = True
+
+    # Failures
+
+    def _fail(self, number: int) -> None:
+        engine = self.scenario.failures[number].engine
+        if engine in self._dead:
+            return
+        self._dead.add(engine)
+        self._turns[engine] += 1
+        begun = self._batches[engine].cancel(self.now)
+        self.caching.lose(engine, node=True)
+        self.desk.health(engine, self.now, ok=False)
+        for one in [flight for flight in self._flights.values() if engine in flight.where]:
+            request = one.record.request.number
+            del self._flights[request]
+            self._leave(one)
+            if request in begun:
+                self.desk.left(request, self.now)
+                self._end(one.record, "broken")
+            else:
+                self.desk.failed(request, engine, "it died", self.now)
+        self._dirty = True
+
+    def _return(self, number: int) -> None:
+        engine = self.scenario.failures[number].engine
+        if engine in self._dead:
+            self._dead.remove(engine)
+            self.desk.health(engine, self.now, ok=True)
+            self._dirty = True
+
+    # Load
+
+    def _sample(self, _: int) -> None:
+        """Write down what every engine does now."""
+        waiting = len(self.desk.dispatcher)
+        loads = {name: EngineLoad.of(one, self.now) for name, one in self._batches.items()}
+        self.samples.append(Sample(self.now, waiting, loads))
+        if self._next < len(self.records) or self._flights or waiting:
+            self._at(self.now + self.scenario.sample_s, self._sample, 0)
+
+    def check(self) -> None:
+        """Assert the invariants of all parts."""
+        self.desk.dispatcher.check()
+        self.links.check()
+        for name, batch in self._batches.items():
+            batch.check()
+            info = self._engines[name].info
+            assert self.desk.dispatcher.in_flight(name) <= info.max_running
+        flights = self._flights.values()
+        moving = [one for flight in flights for one in flight.transfers]
+        assert sorted(moving) == sorted(self._transfers)
+        assert len(moving) == len(self.links)
+        sent = [(flight.record.request, name) for flight in flights for name in flight.expected]
+        self.caching.check(sent)
+        for number, flight in self._flights.items():
+            assert not flight.record.outcome
+            if flight.continued and not flight.transfers and flight.prefill != flight.decode:
+                assert not flight.expected
+                assert not self._batches[flight.prefill].holds(number)

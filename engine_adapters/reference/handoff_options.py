@@ -1,0 +1,67 @@
+"""What an engine needs to push or to be pushed to, and what it says about a push."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from engine_adapters.reference.metrics import Metrics
+from engine_adapters.reference.pool import PagedPool
+from engine_adapters.reference.prefix_tree import BlockAllocator
+from kvstore.engine.transfer import HandoffReport
+from kvstore.handoff.memory import HandoffPool
+from kvstore.handoff.states import HandoffProgress, Patience
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffOptions:
+    """Options of the pushes of an engine.
+
+    Attributes:
+        secret: shared by all engines that push to each other, at least 16 bytes.
+        host: IP address to listen at, and to be reached at; only prefill listens.
+        registry_port: of the registry; 0 = any free one.
+        port: of messages and KV; 0 = any free one.
+        patience: deadlines.
+    """
+
+    secret: bytes
+    host: str = "127.0.0.1"
+    registry_port: int = 0
+    port: int = 0
+    patience: Patience = field(default_factory=Patience)
+
+
+class PushParts(NamedTuple):
+    """The parts of an engine that its pushes use."""
+
+    name: str
+    space: bytes
+    pool: PagedPool
+    allocator: BlockAllocator
+    metrics: Metrics
+
+    def handoff_pool(self) -> HandoffPool:
+        """The pool with the generations of its blocks."""
+        return HandoffPool(
+            self.pool.for_transfers(), self.pool.block_tokens, self.allocator.generations
+        )
+
+
+def report_of(progress: HandoffProgress) -> HandoffReport:
+    """What an answer says about a push that has ended."""
+    assert progress.ended
+    return HandoffReport(
+        way="push",
+        state=progress.state.name.lower(),
+        code=progress.failure.code if progress.failure is not None else None,
+        seconds={name.lower(): seconds for name, seconds in progress.seconds.items()},
+        bytes=progress.moved_bytes,
+    )
+
+
+def count_push(metrics: Metrics, progress: HandoffProgress) -> None:
+    """Count a push that has ended."""
+    cause = progress.failure.code if progress.failure is not None else ""
+    metrics.handoffs.labels(progress.state.name.lower(), cause).inc()
+    metrics.handoff_bytes.inc(progress.moved_bytes)
+    for name, seconds in progress.seconds.items():
+        metrics.handoff_seconds.labels(name.lower()).inc(seconds)

@@ -1,0 +1,136 @@
+"""What an engine is made of, and its options."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine_adapters.reference.config import MODELS, ModelConfig
+from engine_adapters.reference.handoff_options import HandoffOptions, PushParts
+from engine_adapters.reference.landing import DecodePushes
+from engine_adapters.reference.metrics import Metrics
+from engine_adapters.reference.model import Model
+from engine_adapters.reference.pool import PagedPool
+from engine_adapters.reference.prefix_tree import BlockAllocator, PrefixTree
+from engine_adapters.reference.push_queues import DecodeQueues, PrefillQueues
+from engine_adapters.reference.pushing import PrefillPushes
+from engine_adapters.reference.scheduler import Limits, Scheduler
+from engine_adapters.reference.store import StoreAdapter
+from kvstore.client.store import KVStore
+from kvstore.page import CanonicalLayout, ShardSpec, SpaceIdentity
+
+Mode = Literal["mono", "prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Options of an engine.
+
+    Attributes:
+        blocks: blocks of the K/V pool.
+        page_tokens: a multiple of ``block_tokens``.
+        prefix_cache: keep the pages of ended requests for later ones.
+        kv_hashes: hash each prompt's K/V (a few milliseconds per 1,000 tokens of the demo model).
+    """
+
+    model: str = "tiny"
+    mode: Mode = "mono"
+    blocks: int = 2048
+    block_tokens: int = 16
+    page_tokens: int = 64
+    prefix_cache: bool = True
+    kv_hashes: bool = True
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(slots=True)
+class EngineParts:
+    """The parts of an engine; after its start only its step thread uses them.
+
+    Attributes:
+        tree: None = nothing is kept of ended requests.
+        store: None = no store.
+        queues: of pushed requests; None = there are none.
+        pushes: likewise.
+    """
+
+    options: EngineOptions
+    config: ModelConfig
+    identity: SpaceIdentity
+    metrics: Metrics
+    model: Model
+    pool: PagedPool
+    allocator: BlockAllocator
+    tree: PrefixTree | None
+    scheduler: Scheduler
+    store: StoreAdapter | None = None
+    queues: PrefillQueues | DecodeQueues | None = None
+    pushes: PrefillPushes | DecodePushes | None = None
+
+    def close(self, timeout_s: float) -> bool:
+        """Wait until nothing reads or writes the pool; the step thread has ended.
+
+        Returns:
+            False if a job still runs; then the pool's memory must not be freed.
+        """
+        if self.pushes is not None:
+            self.pushes.close()
+            self.pushes = None
+        store, self.store = self.store, None
+        return store is None or store.close(timeout_s)
+
+
+def build(
+    options: EngineOptions, store: KVStore | None, handoff: HandoffOptions | None
+) -> EngineParts:
+    """Make the parts of an engine; see :class:`Engine` for the arguments.
+
+    Raises:
+        InvalidArgument: the engine cannot listen where ``handoff`` says.
+    """
+    config = MODELS[options.model]
+    identity = SpaceIdentity(
+        model=f"reference-{config.name}",
+        revision=config.revision,
+        kv_dtype="float32",
+        page_tokens=options.page_tokens,
+    )
+    metrics = Metrics()
+    pool = PagedPool(config, options.blocks, options.block_tokens)
+    allocator = BlockAllocator(options.blocks)
+    page_blocks = options.page_tokens // options.block_tokens
+    tree = PrefixTree(allocator, page_blocks) if options.prefix_cache else None
+    scheduler = Scheduler(
+        options.limits,
+        allocator,
+        tree,
+        page_tokens=options.page_tokens,
+        block_tokens=options.block_tokens,
+    )
+    parts = EngineParts(
+        options, config, identity, metrics, Model(config), pool, allocator, tree, scheduler
+    )
+    if handoff is not None and options.mode != "mono":
+        _add_pushes(parts, handoff)
+    if store is not None:
+        shard = ShardSpec(
+            layout=CanonicalLayout(head_dim=config.head_dim),
+            layers=(0, config.layers),
+            heads=(0, config.kv_heads),
+        )
+        parts.store = StoreAdapter(store, identity, shard, pool, allocator, metrics)
+    return parts
+
+
+def _add_pushes(parts: EngineParts, handoff: HandoffOptions) -> None:
+    mode, limits, space = parts.options.mode, parts.options.limits, parts.identity.digest
+    used = PushParts(mode, space, parts.pool, parts.allocator, parts.metrics)
+    if mode == "prefill":
+        starting = PrefillQueues(parts.scheduler, limits.waiting_max)
+        parts.queues, parts.pushes = starting, PrefillPushes(handoff, used, starting)
+        return
+    landing = DecodeQueues(
+        parts.scheduler,
+        waiting_max=limits.waiting_max,
+        held_max=limits.running_max,
+        page_tokens=parts.options.page_tokens,
+    )
+    parts.queues, parts.pushes = landing, DecodePushes(handoff, used, landing)

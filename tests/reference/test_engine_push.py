@@ -1,0 +1,176 @@
+"""Goal: what is pushed from prefill to decode gives the tokens of one engine, byte for byte."""
+
+from dataclasses import replace
+
+import pytest
+
+from engine_adapters.reference.prefix_tree import TreeChange
+from engine_adapters.reference.request import State
+from engine_adapters.reference.sampler import Sampling
+from engine_adapters.reference.scheduler import Limits
+from engine_adapters.reference.tokenizer import TextStream
+from tests.conftest import WaitUntil
+from tests.reference.conftest import Ask, MakeEngine
+from tests.reference.fake_store import FakeNode, FakeStore
+from tests.reference.pushed import OPTIONS, PATIENCE, kept_hashes, pair_of, report
+
+TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 5
+SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=1234)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("length", [1, 15, 16, 63, 64, 65, 128, 200])
+def test_pushed_tokens_and_kv_are_those_of_one_engine(
+    make_engine: MakeEngine, ask: Ask, length: int, sampling: Sampling
+) -> None:
+    prompt = TEXT[:length]
+    mono = make_engine()
+    expected = ask(mono, prompt, 20, sampling).wait()
+    pair = pair_of(make_engine, ask)
+    here, there = pair.ask(prompt, 20, sampling)
+
+    assert there.wait().tokens == expected.tokens
+    assert there.text == expected.text
+    assert here.wait().tokens == expected.tokens[:1]
+    assert report(here) == report(there) == ("success", None)
+    assert there.request.timings.pushed_tokens == length
+    assert kept_hashes(pair) == [mono.kv_hashes("request")] * 2
+
+
+def test_prompts_of_many_chunks_that_share_prefixes_are_pushed_whole(
+    make_engine: MakeEngine, ask: Ask
+) -> None:
+    mono = make_engine(prefix_cache=False)
+    small = {"limits": Limits(token_budget=24)}
+    pair = pair_of(make_engine, ask, prefill=small, decode=small)
+    prompts = [TEXT[: 70 + 37 * number] + f" and {number}" * 9 for number in range(7)]
+    both = [pair.ask(one, 12, SEEDED, name=f"r{at}") for at, one in enumerate(prompts)]
+    for at, (one, (here, there)) in enumerate(zip(prompts, both, strict=True)):
+        expected = ask(mono, one, 12, SEEDED, id=f"r{at}").wait()
+        assert there.wait().tokens == expected.tokens
+        assert report(here.wait()) == report(there) == ("success", None)
+        assert kept_hashes(pair, f"r{at}") == [mono.kv_hashes(f"r{at}")] * 2
+
+
+def test_what_decode_has_of_a_prompt_is_not_pushed(make_engine: MakeEngine, ask: Ask) -> None:
+    pair = pair_of(make_engine, ask)
+    ask(pair.decode, TEXT[:150], 2).wait()
+    _, there = pair.ask(TEXT[:300])
+    expected = ask(make_engine(), TEXT[:300], 16).wait()
+
+    assert there.wait().tokens == expected.tokens
+    timings = there.request.timings
+    assert (timings.cached_tokens, timings.pushed_tokens) == (128, 300 - 128)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "stops", "reason"), [(1, [], "length"), (9, ["first"], "stop")]
+)
+def test_a_first_token_that_is_final_ends_the_request_without_a_step(
+    make_engine: MakeEngine, ask: Ask, max_tokens: int, stops: list[str], reason: str
+) -> None:
+    prompt = TEXT[:100]
+    first = ask(make_engine(), prompt, 1).wait()
+    pair = pair_of(make_engine, ask)
+    there = pair.ask(prompt, max_tokens, text=TextStream([first.text] if stops else []))[1]
+
+    assert there.wait().tokens == first.tokens
+    assert there.finish_reason == reason
+    assert pair.decode.metrics.step_seconds._sum.get() == 0.0
+
+
+def test_a_request_without_a_seed_has_that_of_prefill(make_engine: MakeEngine, ask: Ask) -> None:
+    pair = pair_of(make_engine, ask)
+    here, there = Sampling(temperature=0.9, seed=11), Sampling(temperature=0.9, seed=12)
+    pair.ask_prefill(TEXT[:90], 1_000, here)
+    tokens = pair.ask_decode(TEXT[:90], 1_000, 12, there).wait().tokens
+
+    assert tokens == ask(make_engine(), TEXT[:90], 12, here).wait().tokens
+
+
+def test_with_a_store_prefill_does_not_wait_for_decode_and_decode_restores_what_is_there(
+    make_engine: MakeEngine, ask: Ask, wait_until: WaitUntil
+) -> None:
+    node = FakeNode()
+    pair = pair_of(make_engine, ask, (FakeStore(node), FakeStore(node)))
+    here = pair.ask_prefill(TEXT[:300], 1_001)
+    wait_until(lambda: here.request.state is State.INFLIGHT)
+    wait_until(lambda: sum(map(len, node.pages.values())) == 300 // 64)
+    there = pair.ask_decode(TEXT[:300], 1_001).wait()
+
+    assert there.tokens == ask(make_engine(), TEXT[:300], 16).wait().tokens
+    timings = there.request.timings
+    assert (timings.restored_tokens, timings.pushed_tokens) == (256, 300 - 256)
+    assert report(here.wait()) == report(there) == ("success", None)
+    handoff = here.handoff
+    assert handoff is not None
+    assert (handoff.kvstore_pages, handoff.kvstore_node) == (4, "node")
+
+
+def test_what_the_store_loses_after_decode_has_counted_on_it_is_computed(
+    make_engine: MakeEngine, ask: Ask, wait_until: WaitUntil
+) -> None:
+    node = FakeNode()
+    pair = pair_of(make_engine, ask, (FakeStore(node), FakeStore(node)))
+    here = pair.ask_prefill(TEXT[:300], 1_002)
+    wait_until(lambda: sum(map(len, node.pages.values())) == 300 // 64)
+    node.gone = 1
+    there = pair.ask_decode(TEXT[:300], 1_002).wait()
+
+    assert there.tokens == ask(make_engine(), TEXT[:300], 16).wait().tokens
+    timings = there.request.timings
+    assert (timings.restored_tokens, timings.pushed_tokens) == (2 * 64, 0), "it asks once more"
+    assert report(here.wait()) == ("success", None)
+
+
+def test_decode_without_memory_renews_until_it_has_some(
+    make_engine: MakeEngine, ask: Ask, wait_until: WaitUntil
+) -> None:
+    node = FakeNode()
+    ask(make_engine(FakeStore(node)), TEXT[:300], to_handoff=True).wait()
+    brief = replace(OPTIONS, patience=replace(PATIENCE, bootstrapping_s=1.5))
+    sides = {"prefill": {"handoff": brief}, "decode": {"handoff": brief, "blocks": 40}}
+    pair = pair_of(make_engine, ask, (None, FakeStore(node)), **sides)
+    node.gate.clear()
+    restoring = ask(pair.decode, TEXT[:300], 300)  # it holds 20 blocks as long as it restores
+    wait_until(lambda: restoring.request.state is State.RESTORING)
+    here, there = pair.ask(TEXT[7:380])
+    wait_until(lambda: [one.seconds > 1.6 for one in pair.decode.handoffs()] == [True])
+    assert there.request.state is State.PREALLOC
+    assert [(one.state, one.missing) for one in pair.prefill.handoffs()] == [("BOOTSTRAPPING", [])]
+
+    node.gate.set()
+    assert there.wait().tokens == ask(make_engine(), TEXT[7:380], 16).wait().tokens
+    assert report(here.wait()) == report(there) == ("success", None)
+    assert len(restoring.wait().tokens) == 300
+
+
+def test_many_requests_in_little_memory_all_get_their_tokens(
+    make_engine: MakeEngine, ask: Ask
+) -> None:
+    tight = {"blocks": 44, "prefix_cache": False}
+    pair = pair_of(make_engine, ask, prefill=tight, decode=tight)
+    mono = make_engine()
+    prompts = [TEXT[number : number + 90 + 20 * number] for number in range(8)]
+    both = [pair.ask(one, 40, SEEDED, name=f"r{at}") for at, one in enumerate(prompts)]
+    for one, (_, there) in zip(prompts, both, strict=True):
+        assert there.wait().tokens == ask(mono, one, 40, SEEDED).wait().tokens
+
+
+def test_each_handoff_is_counted_and_what_was_pushed_is_told_as_events(
+    make_engine: MakeEngine, ask: Ask
+) -> None:
+    pair = pair_of(make_engine, ask)
+    changes: list[TreeChange] = []
+    pair.decode.on_change = changes.extend
+    here, there = pair.ask(TEXT[:200])
+    there.wait()
+    here.wait()
+    for engine in (pair.prefill, pair.decode):
+        assert engine.metrics.handoffs.labels("success", "")._value.get() == 1
+        assert engine.metrics.handoff_bytes._value.get() > 200 * 2 * 2 * 2 * 16 * 4
+    assert [(change.stored, len(change.keys)) for change in changes] == [(True, 3)]
+    assert there.handoff is not None
+    assert there.handoff.handoff is not None
+    assert set(there.handoff.handoff.seconds) >= {"bootstrapping", "waiting_for_input"}
+    assert ask(pair.decode, TEXT[:200], 2).wait().request.timings.cached_tokens == 192

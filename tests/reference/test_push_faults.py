@@ -1,0 +1,245 @@
+"""Goal: whatever ends a push, the request gets its tokens, and no block or engine is lost."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from engine_adapters.reference.request import State
+from kvstore.errors import InvalidArgument
+from kvstore.handoff import decode as decode_side
+from kvstore.handoff import prefill as prefill_side
+from tests.conftest import WaitUntil
+from tests.reference.conftest import Ask, MakeEngine
+from tests.reference.fake_store import FakeNode, FakeStore
+from tests.reference.pushed import OPTIONS, PushPair, kept_hashes, pair_of, report
+
+TEXT = (
+    "Whoever stops, dies, or changes a byte on the way costs a request time, not its tokens. " * 5
+)
+
+
+class Gate:
+    """Prefill's writer waits before it sends ranges, as long as the gate is closed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened = threading.Event()
+        self.reached = threading.Event()
+        real = prefill_side.digests_of
+
+        def gated(*arguments):  # type: ignore[no-untyped-def]
+            self.reached.set()
+            assert self.opened.wait(20.0), "the test never opened the gate"
+            return real(*arguments)
+
+        monkeypatch.setattr(prefill_side, "digests_of", gated)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate(monkeypatch)
+    yield made
+    made.opened.set()
+
+
+@pytest.fixture
+def pair(gate: Gate, make_engine: MakeEngine, ask: Ask) -> Iterator[PushPair]:
+    """Engines that stand in the middle of a push; the gate is open when they are closed."""
+    yield pair_of(make_engine, ask)
+    gate.opened.set()
+
+
+def free(pair: PushPair) -> list[int]:
+    """Free blocks of both engines, with those that are only in the prefix tree."""
+    return [engine.parts.scheduler.available for engine in (pair.prefill, pair.decode)]
+
+
+def test_an_abort_at_decode_ends_prefills_work_and_costs_others_nothing(
+    pair: PushPair, gate: Gate, wait_until: WaitUntil
+) -> None:
+    here, there = pair.ask(TEXT[:200])
+    assert gate.reached.wait(10.0)
+    other = pair.ask(TEXT[3:130], name="other")
+    pair.decode.abort(there.request)
+    wait_until(lambda: there.request.state is State.FINISHED)
+    assert free(pair)[1] < 256, "bytes may still arrive in its blocks"
+    gate.opened.set()
+
+    assert report(here.wait()) == ("failed", "aborted")
+    assert len(other[1].wait().tokens) == 16
+    assert report(other[0].wait()) == report(other[1]) == ("success", None)
+    wait_until(lambda: free(pair) == [256, 256])
+    assert pair.decode.metrics.handoffs.labels("failed", "aborted")._value.get() == 1
+
+
+def test_an_abort_at_prefill_leaves_decode_to_go_on_by_itself(
+    pair: PushPair, gate: Gate, ask: Ask, make_engine: MakeEngine, wait_until: WaitUntil
+) -> None:
+    here, there = pair.ask(TEXT[:200])
+    assert gate.reached.wait(10.0)
+    pair.prefill.abort(here.request)
+    wait_until(lambda: here.request.state is State.FINISHED)
+    assert free(pair)[0] < 256, "its blocks may still be read"
+    gate.opened.set()
+
+    assert there.wait().tokens == ask(make_engine(), TEXT[:200], 16).wait().tokens
+    assert report(there) == ("failed", "aborted")
+    wait_until(lambda: free(pair) == [256, 256])
+
+
+def test_an_abort_before_anything_was_announced_leaves_nothing(
+    make_engine: MakeEngine, ask: Ask, wait_until: WaitUntil
+) -> None:
+    pair = pair_of(make_engine, ask)
+    here = pair.ask_prefill(TEXT[:100], 2_000)
+    wait_until(lambda: here.request.state is State.BOOTSTRAP)
+    pair.prefill.abort(here.request)
+    wait_until(lambda: not pair.prefill.handoffs())
+    there = pair.ask_decode(TEXT[:100], 2_000)
+
+    assert there.wait().tokens == ask(make_engine(), TEXT[:100], 16).wait().tokens
+    assert report(there) == ("failed", "refused")
+
+
+def test_decode_that_waits_for_memory_may_be_aborted(
+    make_engine: MakeEngine, ask: Ask, wait_until: WaitUntil
+) -> None:
+    pair = pair_of(make_engine, ask, decode={"blocks": 40})
+    running = ask(pair.decode, TEXT[:200], 400)
+    running.next()
+    here, there = pair.ask(TEXT[:380])
+    wait_until(lambda: there.request.state is State.PREALLOC)
+    wait_until(lambda: [one.missing for one in pair.prefill.handoffs()] == [[]])
+    pair.decode.abort(there.request)
+
+    assert report(here.wait()) == ("failed", "aborted")
+    assert here.tokens == []
+    assert here.finish_reason == "handoff_failed"
+    assert len(running.wait().tokens) == 400
+
+
+def test_when_prefill_closes_in_the_middle_decode_goes_on_by_itself(
+    pair: PushPair, gate: Gate, ask: Ask, make_engine: MakeEngine
+) -> None:
+    here, there = pair.ask(TEXT[:200])
+    assert gate.reached.wait(10.0)
+    closer = threading.Thread(target=pair.prefill.close)
+    closer.start()
+
+    assert there.wait().tokens == ask(make_engine(), TEXT[:200], 16).wait().tokens
+    assert report(there) == ("failed", "peer_closed")
+    gate.opened.set()
+    assert here.wait().finish_reason == "shutdown"
+    closer.join(10.0)
+    assert not closer.is_alive()
+
+
+def test_when_decode_closes_in_the_middle_prefill_answers_and_stops(
+    pair: PushPair, gate: Gate
+) -> None:
+    here, there = pair.ask(TEXT[:200])
+    assert gate.reached.wait(10.0)
+    closer = threading.Thread(target=pair.decode.close)
+    closer.start()
+    gate.opened.set()
+
+    assert there.wait().finish_reason == "shutdown"
+    state, code = report(here.wait())
+    assert (state, code in ("peer_closed", "aborted", "closed")) == ("failed", True)
+    closer.join(10.0)
+    assert not closer.is_alive()
+
+
+def test_a_push_that_fails_at_its_end_answers_as_a_handoff_through_the_store(
+    gate: Gate, make_engine: MakeEngine, ask: Ask, wait_until: WaitUntil
+) -> None:
+    node = FakeNode()
+    pair = pair_of(make_engine, ask, (FakeStore(node), None))
+    here, there = pair.ask(TEXT[:200])
+    wait_until(lambda: here.request.state is State.INFLIGHT)
+    pair.decode.abort(there.request)
+    gate.opened.set()
+
+    assert report(here.wait()) == ("failed", "aborted")
+    assert here.finish_reason == "length"
+    later = make_engine(FakeStore(node), mode="decode")
+    answer = ask(later, TEXT[:200], 16, from_handoff=here.handoff).wait()
+    assert answer.request.timings.restored_tokens == 200
+
+
+def test_another_secret_is_refused_and_the_request_computed(
+    make_engine: MakeEngine, ask: Ask
+) -> None:
+    strange = replace(OPTIONS, secret=b"another secret, of 32 bytes too.")
+    brief = replace(OPTIONS, patience=replace(OPTIONS.patience, bootstrapping_s=1.0))
+    sides = {"prefill": {"handoff": brief}, "decode": {"handoff": strange}}
+    pair = pair_of(make_engine, ask, **sides)
+    here, there = pair.ask(TEXT[:200])
+
+    assert there.wait().tokens == ask(make_engine(), TEXT[:200], 16).wait().tokens
+    assert report(there) == ("failed", "unreachable")
+    assert report(here.wait()) == ("failed", "deadline")
+    assert here.tokens == []
+
+
+def test_another_model_is_refused_and_the_request_computed(
+    make_engine: MakeEngine, ask: Ask
+) -> None:
+    brief = replace(OPTIONS, patience=replace(OPTIONS.patience, bootstrapping_s=1.0))
+    sides = {"prefill": {"handoff": brief}, "decode": {"page_tokens": 32}}
+    pair = pair_of(make_engine, ask, **sides)
+    _, there = pair.ask(TEXT[:200])
+
+    assert there.wait().tokens == ask(make_engine(), TEXT[:200], 16).wait().tokens
+    assert report(there)[0] == "failed"
+
+
+def test_a_room_is_used_once_at_each_engine(make_engine: MakeEngine, ask: Ask) -> None:
+    pair = pair_of(make_engine, ask)
+    for asked in (pair.ask_prefill, pair.ask_decode):
+        asked(TEXT[:50], 2_001)
+        with pytest.raises(InvalidArgument, match="room"):
+            asked(TEXT[:50], 2_001)
+
+
+@pytest.mark.parametrize("verified", [True, False], ids=["verified", "verification off"])
+def test_a_byte_flipped_on_the_way_changes_kv_only_when_verification_is_off(
+    make_engine: MakeEngine, ask: Ask, monkeypatch: pytest.MonkeyPatch, verified: bool
+) -> None:
+    mono = make_engine()
+    expected = ask(mono, TEXT[:200], 16).wait().tokens
+    pair = pair_of(make_engine, ask)
+    real = decode_side.digests_of
+
+    def flipping(room, ranges, places):  # type: ignore[no-untyped-def]
+        """As if the bytes had come so: they are in the pool already when they are digested."""
+        if verified:
+            for place in places:  # every float is a NaN, in the unused rows too
+                decode_side.memory_at(*place)[:] = b"\xff" * place[1]
+            return real(room, ranges, places)
+        memory = decode_side.memory_at(places[0][0] + 35, 1)
+        memory[0] = memory[0] ^ 0xFF
+        return honest[-1]
+
+    honest: list[bytes] = []
+    read = decode_side.read_from_prefill
+
+    def reading(body: bytes):  # type: ignore[no-untyped-def]
+        message = read(body)
+        honest.append(getattr(message, "digests", b""))
+        return message
+
+    monkeypatch.setattr(decode_side, "digests_of", flipping)
+    monkeypatch.setattr(decode_side, "read_from_prefill", reading)
+    _, there = pair.ask(TEXT[:200])
+    there.wait()
+    here_hashes, there_hashes = kept_hashes(pair)
+    if verified:
+        assert there.tokens == expected
+        assert report(there) == ("failed", "digest")
+        assert there_hashes == mono.kv_hashes("request")
+    else:
+        assert report(there) == ("success", None)
+        assert there_hashes != here_hashes
+        assert there_hashes != mono.kv_hashes("request")
