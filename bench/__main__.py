@@ -18,6 +18,7 @@ GROUPS: Final = {
     "demo": "bench.demo",
     "demo-cluster": "bench.demo_cluster",
     "demo-vllm": "bench.demo_vllm",
+    "device": "bench.device",
     "flood": "bench.flood",
     "handoff": "bench.handoff",
     "host": "bench.host",

@@ -140,7 +140,7 @@ class Options:
         prefix_cache: whether the engines' own prefix caches are on; off, every reused token came
             through the store.
         kv_hashes: whether engines hash each request's K and V.
-        handoff: how KV gets from prefill to decode: ``store``, or ``push``.
+        handoff: how prefill hands K/V over: through the ``store``, or by ``push``.
     """
 
     model: str = "demo"
@@ -201,10 +201,6 @@ class Cluster:
     def _start(self) -> None:
         options = self.options
         self.directory = Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="kv-")))
-        self._secret = self.directory / "secret"
-        descriptor = os.open(self._secret, os.O_CREAT | os.O_WRONLY, 0o600)
-        os.write(descriptor, secrets.token_hex(16).encode())
-        os.close(descriptor)
         daemons = self._daemons()
         conductor = self._launch(
             "conductor",
@@ -288,12 +284,21 @@ class Cluster:
         if mode != "mono":
             node = self.nodes[0 if mode == "prefill" else -1]
             arguments += ["--store", node.store_url, "--node", node.name]
-            arguments += ["--conductor", self.conductor_url, "--handoff", options.handoff]
-            arguments += ["--handoff-secret-file", str(self._secret)]
+            arguments += ["--conductor", self.conductor_url]
+            if options.handoff == "push":
+                arguments += ["--handoff", "push", "--handoff-secret-file", str(self._secret())]
         if mode != "mono" and options.prefix_cache:
             events = f"ipc://{self.directory}/{name}"
             arguments += ["--events", f"{events}.events", "--events-replay", f"{events}.replay"]
         return self._launch(name, arguments, LISTENING)
+
+    def _secret(self) -> Path:
+        """The file with the secret of the engines, made when it is first needed."""
+        path = self.directory / "handoff-secret"
+        if not path.exists():
+            path.touch(mode=0o600)
+            path.write_text(secrets.token_hex(16))
+        return path
 
     def _launch(self, name: str, arguments: list[str], ready: str, *sets: str) -> Service:
         for item in sets:

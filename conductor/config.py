@@ -235,9 +235,16 @@ class DecisionsConfig(Section, frozen=True):
 
     Attributes:
         kept: maximum decisions kept; the oldest are removed first.
+        trace_file: file to which each answered request is written without its content, as a trace
+            for simulations; empty = none.
+        trace_bytes_max: size from which on a new file is begun.
+        trace_files_max: maximum files, the oldest are removed first.
     """
 
     kept: Count = 4096
+    trace_file: str = ""
+    trace_bytes_max: Count = 256 << 20
+    trace_files_max: Annotated[int, Meta(ge=1, le=1000)] = 4
 
 
 class FollowedCluster(Section, frozen=True):

@@ -25,6 +25,7 @@ from conductor.front.metrics import Metrics, index_gauges
 from conductor.front.prompts import Prompts
 from conductor.front.proxy import Proxy
 from conductor.front.sending import Parts
+from conductor.front.tracing import TraceFile
 from conductor.front.upstream import Upstream
 from conductor.front.waiting import RequestQueue
 from conductor.protocols import PROTOCOLS
@@ -62,6 +63,7 @@ class Conductor:
 
     Attributes:
         failed: an assertion failed, so the state cannot be trusted.
+        trace: the trace of its requests; None = none is written.
         token_path: file with the token generated at the start; None if a token is configured.
     """
 
@@ -81,7 +83,7 @@ class Conductor:
             store: has the nodes of ``config.cluster``; None = the one in ``config``.
 
         Raises:
-            ConfigError: a token or that store cannot be used.
+            ConfigError: a token, that store or the trace's file cannot be used.
         """
         self.config = config
         self.failed = False
@@ -106,6 +108,7 @@ class Conductor:
         )
         self.metrics = Metrics(self._gauges)
         self.decisions = DecisionLog(config.decisions.kept)
+        self.trace = _trace(config)
         prompts = Prompts(
             self.registry, self._upstream, self.membership, config.deadline.tokenize_s
         )
@@ -121,6 +124,7 @@ class Conductor:
             self.metrics,
             self.membership,
             clock,
+            self.trace,
         )
         self.proxy = Proxy(parts, config.policy.name, config.queue, config.deadline)
         self._front = Front(self.faults, _connections_max())
@@ -146,6 +150,10 @@ class Conductor:
             "faults": {
                 (cause,): float(count)
                 for cause, count in {**dict.fromkeys(CAUSES, 0), **self.faults.counts}.items()
+            },
+            "trace_requests": {
+                (outcome,): float(count)
+                for outcome, count in (self.trace.counts if self.trace else {}).items()
             },
             "queue_length": {(): float(len(self.queue))},
             "engine_state": self.membership.states(),
@@ -212,6 +220,8 @@ class Conductor:
                 token.remove()
             await runner.cleanup()
             await self.proxy.close()
+            if self.trace is not None:
+                await asyncio.get_running_loop().run_in_executor(None, self.trace.close)
             self._kept_costs.write()
             await self._upstream.close()
 
@@ -249,6 +259,19 @@ class Conductor:
                 await asyncio.sleep(_LAG_PERIOD_S)
                 worst = max(worst, time.perf_counter() - started - _LAG_PERIOD_S)
             self.metrics.loop_lag(max(0.0, worst))
+
+
+def _trace(config: ConductorConfig) -> TraceFile | None:
+    """The trace that is asked for.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    decisions = config.decisions
+    if not decisions.trace_file:
+        return None
+    path = Path(decisions.trace_file)
+    return TraceFile(path, decisions.trace_bytes_max, decisions.trace_files_max)
 
 
 def index_settings(config: ConductorConfig) -> IndexSettings:

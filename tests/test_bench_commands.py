@@ -303,3 +303,14 @@ def test_snapshot_measures_what_a_follower_gets_and_the_turns_meanwhile():
         "seconds", "longest_put_turn", "longest_question_turn", "longest_collector_turn",
         "audit_4096", "sample_4096",
     }  # fmt: skip
+
+
+def test_simulate_prints_a_line_for_each_policy_with_its_own_figures():
+    options = ["--load", "short", "--requests", "20", "--mixed", "2xh800"]
+
+    results = printed("simulate", *options, "--policy", "session,lmetric", "--speed", "2")
+
+    assert [one["case"] for one in results] == ["simulate/session/2", "simulate/lmetric/2"]
+    figures = ["p50", "p90", "p99", "tbt_p99", "hit", "effective", "rejected", "goodput"]
+    assert all(list(one) == [*FIELDS, *figures] for one in results)
+    assert all(one["unit"] == "s" and 0 < one["p50"] <= one["p99"] for one in results)

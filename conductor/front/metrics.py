@@ -114,6 +114,11 @@ _COUNTS: Final = {
         "Times that everything of a node was read again, because of a gap or an audit.",
         ("worker",),
     ),
+    "trace_requests": (
+        "Requests for decisions.trace_file: written, dropped because the disk is slow, failed to be"
+        " written, or of unknown length.",
+        ("outcome",),
+    ),
     "index_dropped": ("Pages left out of the prefix index because it was full.", ()),
     "events_batches": ("Batches of a worker's events that were applied.", ("worker",)),
     "events_gaps": (

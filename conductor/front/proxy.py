@@ -25,6 +25,7 @@ from conductor.front.openai import (
     read_body,
 )
 from conductor.front.sending import Parts, Run, Sender
+from conductor.front.tracing import TOKENS_MAX, AnsweredRequest
 from conductor.front.upstream import EngineError, EngineRefusedError
 from conductor.front.waiting import Lease, RejectedError
 from conductor.routing.dispatcher import Request
@@ -110,6 +111,8 @@ class Proxy:
         run = Run(http, body, decision, arrived, next(self._numbers))
         self.active += 1
         self.idle.clear()
+        if self._parts.trace is not None:
+            self._parts.trace.began(run.number)
         try:
             async with asyncio.timeout(self._deadline.request_s):
                 return await self._answer(run)
@@ -128,6 +131,8 @@ class Proxy:
             self._parts.prefixes.forget(run.number)
             self._parts.metrics.ended(decision)
             self._parts.decisions.ended(decision)
+            if self._parts.trace is not None:
+                self._parts.trace.ended(run.number, self._traced(run))
             self._notice_idle()
 
     async def _answer(self, run: Run) -> web.StreamResponse:
@@ -155,15 +160,32 @@ class Proxy:
         if tokens is not None:
             run.decision.prompt_tokens = len(tokens)
             prefixes.remember(run.number, tokens, body.salt, model)
+        run.keys = prefixes.keys(run.number, model)
         return Request(
             number=run.number,
             model=model,
             arrived=run.arrived,
             tokens=len(tokens) if tokens is not None else None,
-            keys=prefixes.keys(run.number, model),
+            keys=run.keys,
             priority=body.priority,
             tenant=body.tenant,
             session=name_of(run.http.headers.get("X-Session-Id")) or body.session or body.tenant,
+        )
+
+    def _traced(self, run: Run) -> AnsweredRequest | None:
+        """What a trace has of a request that has ended; None if its tokens are not known."""
+        decision = run.decision
+        served = decision.attempts[-1].served if decision.attempts else None
+        if served is None or served.completion_tokens is None:
+            return None
+        prompt_tokens = decision.prompt_tokens or served.prompt_tokens
+        if prompt_tokens is None or not all(
+            0 <= count <= TOKENS_MAX for count in (prompt_tokens, served.completion_tokens)
+        ):
+            return None
+        page_tokens = self._parts.prefixes.key_tokens(decision.model)
+        return AnsweredRequest(
+            run.arrived, prompt_tokens, served.completion_tokens, run.keys, page_tokens
         )
 
     async def _try(self, run: Run, lease: Lease) -> web.StreamResponse:

@@ -30,11 +30,13 @@ from conductor.front.openai import (
 )
 from conductor.front.pairs import PairTasks
 from conductor.front.prompts import Prompts
+from conductor.front.tracing import TraceFile
 from conductor.front.upstream import EngineError, EngineRefusedError, Upstream
 from conductor.front.waiting import Lease, RequestQueue
 from conductor.protocols import PROTOCOLS
 from conductor.protocols.base import Fields, PairProtocol, PairRequest
 from conductor.routing.choices import Assign, Plan
+from conductor.routing.columns import NO_KEYS
 from conductor.routing.decisions import Attempt, Decision, DecisionLog, HandoffReport
 from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineRegistry
@@ -42,6 +44,7 @@ from conductor.routing.prefixes import PrefixView
 from kvstore.errors import CapacityError
 from kvstore.handoff.rooms import BOOT_MAX, RoomNumbers
 from kvstore.index.face import PrefixIndex
+from kvstore.index.layout import Words
 
 _RANK_HEADER: Final = "X-data-parallel-rank"
 """vLLM runs a request on the data-parallel rank that this header names."""
@@ -75,6 +78,7 @@ class Parts(NamedTuple):
     metrics: Metrics
     membership: Membership
     clock: Callable[[], float]
+    trace: TraceFile | None = None
 
 
 class Run:
@@ -86,6 +90,7 @@ class Run:
         prefill_done: called with the first byte: then a prefill engine that is asked at once with
             the decode engine has done its part.
         last_error: why the last attempt failed.
+        keys: a chain value for each leading page of its prompt.
     """
 
     def __init__(
@@ -100,6 +105,7 @@ class Run:
         self.response: web.StreamResponse | None = None
         self.prefill_done: Callable[[], None] | None = None
         self.last_error: EngineError | None = None
+        self.keys: Words = NO_KEYS
 
     @property
     def headers(self) -> dict[str, str]:

@@ -31,12 +31,13 @@ from typing import Final
 import numpy as np
 
 from conductor.costs.book import CostBook
+from conductor.routing.binding import AHEAD_S
 from conductor.routing.choices import Assign, Continue, Effect, Hold, Reject
 from conductor.routing.columns import NO_KEYS, Matches, View, Waiting
 from conductor.routing.engines import EngineRegistry
 from conductor.routing.load import EngineLoads
 from conductor.routing.policy import Binding
-from conductor.routing.scheduler import AHEAD_S, Handoff, Scheduler
+from conductor.routing.scheduler import Handoff, Scheduler
 from kvstore.index.layout import Words
 
 _RETRY_AFTER_S_MAX: Final = 60
@@ -410,7 +411,7 @@ class Dispatcher:
         first, second = self._registry.get(assign.prefill), self._registry.get(assign.decode)
         tokens = known.request.tokens or 0
         prefix = max(0, min(assign.usable_tokens + assign.fetch_tokens, tokens - 1))
-        seconds = assign.fetch_s + assign.prefill_s
+        seconds = (assign.fetch_s, assign.prefill_s)
         if first is not None:
             of = (tokens - prefix, prefix)
             self.loads.assigned(assign.request, first.info, of, seconds, now)

@@ -157,6 +157,15 @@ class PrefixView:
         scope = own_scope(info, lora_of(info, model), present.worker(engine_worker(info.id)))
         return prompt.named(scope, self._secret)
 
+    def key_tokens(self, model: str) -> int:
+        """Tokens of the pages that :meth:`keys` names; 0 if no engine serves the model."""
+        engines = self._registry.of_model(model)
+        if not engines:
+            return 0
+        info, present = engines[0].info, self._index.present()
+        worker = present.worker(engine_worker(info.id))
+        return own_scope(info, lora_of(info, model), worker).block_tokens
+
     def find(self, number: int, model: str) -> Mapping[str, Prefix]:
         """A request's prefix at each engine of the model; empty if nothing is known of it."""
         prompt = self._prompts.get(number)

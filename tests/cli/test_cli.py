@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import shlex
 import socketserver
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -13,7 +15,8 @@ from rich.console import Console
 from kvstore.cli import command, main, show, top
 from kvstore.cli.remote import Remote
 from kvstore.cli.top import frame
-from kvstore.errors import PeerUnreachable
+from kvstore.cli.vllm_flags import asked_flags
+from kvstore.errors import NotFound, PeerUnreachable
 from kvstore.server import client
 from kvstore.server.auth import token_file
 from tests.client.conftest import READY, Daemon, arguments
@@ -51,6 +54,24 @@ def test_every_look_is_a_table_and_is_json(kvstore, stored):
         status, told = kvstore(*words, as_json=True)
         assert status == 0, words
         assert told, words
+
+
+def test_the_flag_for_vllm_names_the_socket_of_the_node(kvstore, daemon):
+    status, told = kvstore("vllm-flags")
+    flag, value = shlex.split(told)
+    assert (status, flag) == (0, "--kv-transfer-config")
+    assert json.loads(value) == {
+        "kv_connector": "KVStoreConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"address": daemon.address},
+    }  # fmt: skip
+    assert kvstore("vllm-flags", as_json=True)[1]["value"] == json.loads(value)
+    for path, more in (("/run/kvstore/kvstore.sock", False), ("/elsewhere.sock", True)):
+        node = SimpleNamespace(get=lambda _, path=path: {
+            "values": [{"key": "socket.path", "value": path}]
+        })  # fmt: skip
+        assert ("kv_connector_extra_config" in asked_flags(node)["value"]) is more
+    with pytest.raises(NotFound, match=r"socket\.path"):
+        asked_flags(SimpleNamespace(get=lambda _: {"values": []}))
 
 
 def test_long_listings_are_fetched_to_their_limit(kvstore, stored):
