@@ -21,8 +21,9 @@ _NOISE: Final = 0.15
 _FORGET: Final = 0.99
 _OUTLIER: Final = 3.0
 """Errors of more than so many usual ones count as if they were so many."""
-_SPREAD_MIN: Final = 0.02
-_SPREAD_WEIGHT: Final = 0.1
+_SPREAD_STEP: Final = 1.1
+"""It grows with a larger error and shrinks with a smaller one, so that half of all are larger."""
+_SPREAD_MIN, _SPREAD_MAX = 0.02, 10.0
 _FACTOR_MIN, _FACTOR_MAX = 0.02, 50.0
 _ERRORS_KEPT: Final = 256
 
@@ -33,7 +34,7 @@ class FitState(msgspec.Struct, frozen=True):
     Attributes:
         factors: of the terms.
         covariance: of the factors, row by row.
-        spread: usual relative error.
+        spread: median relative error.
         count: measurements.
     """
 
@@ -48,13 +49,14 @@ class RobustFit:
 
     Attributes:
         factors: the present ones; float64 [TERMS]; replaced, never changed in place.
-        count: measurements so far.
+        count: measurements so far, those before a restart included.
     """
 
     def __init__(self) -> None:
         """Start with the prior: all factors are 1."""
         self.factors = np.ones(TERMS)
         self.count = 0
+        self._seen = 0  # of these, since the start
         self._covariance = np.eye(TERMS) * _OFF**2
         self._spread = _OFF
         self._errors = np.zeros(_ERRORS_KEPT, dtype=np.float32)
@@ -72,13 +74,15 @@ class RobustFit:
         if not (0.0 < seconds < np.inf) or not (0.0 < prior_s < np.inf):
             return
         error = (seconds - self.seconds(terms)) / seconds
-        self._errors[self.count % _ERRORS_KEPT] = min(abs(error), 1e3)
+        self._errors[self._seen % _ERRORS_KEPT] = min(abs(error), 1e3)
+        self._seen += 1
         self.count += 1
         share = np.array(terms) / prior_s
         off = (seconds - self.seconds(terms)) / prior_s
         bound = _OUTLIER * self._spread
-        self._spread += _SPREAD_WEIGHT * (min(abs(off), 2 * bound) - self._spread)
-        self._spread = max(_SPREAD_MIN, self._spread)
+        larger = abs(off) > self._spread
+        self._spread *= _SPREAD_STEP if larger else 1 / _SPREAD_STEP
+        self._spread = min(_SPREAD_MAX, max(_SPREAD_MIN, self._spread))
         wide = self._covariance / _FORGET
         if np.trace(wide) > TERMS * _OFF**2:
             wide = self._covariance
@@ -90,7 +94,7 @@ class RobustFit:
 
     def error(self, quantile: float) -> float | None:
         """Relative error of estimates before they were learned from; None without any."""
-        kept = min(self.count, _ERRORS_KEPT)
+        kept = min(self._seen, _ERRORS_KEPT)
         return float(np.quantile(self._errors[:kept], quantile)) if kept else None
 
     def state(self) -> FitState:
@@ -104,18 +108,26 @@ class RobustFit:
 
         Its errors are not kept: they say how good estimates are now.
         """
-        factors, covariance = np.array(state.factors), np.array(state.covariance)
-        numbers = np.array([*state.factors, *state.covariance, state.spread], dtype=np.float64)
-        if factors.shape != (TERMS,) or covariance.shape != (TERMS**2,):
+        if not _can_be(state):
             return False
-        if not np.isfinite(numbers).all() or not _SPREAD_MIN <= state.spread <= 1e3:
-            return False
-        covariance = covariance.reshape(TERMS, TERMS)
-        if not np.allclose(covariance, covariance.T) or factors.min() < _FACTOR_MIN:
-            return False
-        if factors.max() > _FACTOR_MAX or np.linalg.eigvalsh(covariance).min() < -1e-9:
-            return False
-        if np.trace(covariance) > 2 * TERMS * _OFF**2:
-            return False
-        self.factors, self._covariance, self._spread = factors, covariance, state.spread
+        self.factors = np.array(state.factors)
+        self._covariance = np.array(state.covariance).reshape(TERMS, TERMS)
+        self._spread, self.count = state.spread, state.count
         return True
+
+
+def _can_be(state: FitState) -> bool:
+    """Whether a fit could have left this state."""
+    numbers = np.array([*state.factors, *state.covariance, state.spread], dtype=np.float64)
+    if len(state.factors) != TERMS or len(state.covariance) != TERMS**2:
+        return False
+    if not np.isfinite(numbers).all() or state.count < 0:
+        return False
+    covariance = np.array(state.covariance).reshape(TERMS, TERMS)
+    return bool(
+        np.allclose(covariance, covariance.T)
+        and np.linalg.eigvalsh(covariance).min() >= -1e-9
+        and np.trace(covariance) <= 2 * TERMS * _OFF**2
+        and _FACTOR_MIN <= min(state.factors) <= max(state.factors) <= _FACTOR_MAX
+        and _SPREAD_MIN <= state.spread <= _SPREAD_MAX
+    )

@@ -178,7 +178,7 @@ class Terms(NamedTuple):
 class Offers(NamedTuple):
     """Engines that one request could go to, in columns.
 
-    Without costs, those that are full are left out.
+    With costs in seconds there are only ``terms``; without, those that are full are left out.
 
     Attributes:
         ids: their names.

@@ -31,12 +31,13 @@ from typing import Final
 import numpy as np
 
 from conductor.costs.book import CostBook
+from conductor.routing.binding import AHEAD_S
 from conductor.routing.choices import Assign, Continue, Effect, Hold, Reject
 from conductor.routing.columns import NO_KEYS, Matches, View, Waiting
 from conductor.routing.engines import EngineRegistry
 from conductor.routing.load import EngineLoads
 from conductor.routing.policy import Binding
-from conductor.routing.scheduler import AHEAD_S, Handoff, Scheduler
+from conductor.routing.scheduler import Handoff, Scheduler
 from kvstore.index.layout import Words
 
 _RETRY_AFTER_S_MAX: Final = 60
@@ -136,7 +137,7 @@ class Dispatcher:
         self._scheduler = scheduler
         self._limits = limits
         self.loads = EngineLoads(book or CostBook())
-        self._view: View | None = None  # of the last time that requests were due
+        self._learned: set[int] = set()  # since the last step, without an assignment
         self._stepped_at = -math.inf
         self._known: dict[int, _Known] = {}
         self._waiting: dict[int, _Known] = {}  # without an assignment
@@ -306,8 +307,7 @@ class Dispatcher:
         if not self._waiting or not self._scheduler.policy.needs_prefixes:
             return []
         waiting = self._waiting_rows()
-        self._view = self.view(now)
-        rows = self._scheduler.due(self._view, waiting, now)
+        rows = self._scheduler.due(self.view(now), waiting, now)
         return [(waiting.numbers[row], waiting.models[row]) for row in rows]
 
     def learn(self, number: int, matches: Matches) -> None:
@@ -317,8 +317,7 @@ class Dispatcher:
         rows = self._waiting_rows()
         at = bisect.bisect_left(rows.numbers, number)
         rows.matches[at] = matches
-        if self._view is not None and self._view.costs is not None:
-            known.least_s = rows.least_s[at] = self._scheduler.least_s(self._view, rows, at)
+        self._learned.add(number)
 
     def step(self, now: float) -> list[Effect]:
         """Decide what can be decided now; a request gets no further effect after a Reject."""
@@ -327,8 +326,9 @@ class Dispatcher:
         self._stepped_at = now
         effects += self._receive(now)
         if self._waiting:
-            waiting = self._waiting_rows()
-            for decision in self._scheduler.schedule(self.view(now), waiting, now):
+            view = self.view(now)
+            waiting = self._priced(view)
+            for decision in self._scheduler.schedule(view, waiting, now):
                 if isinstance(decision, Assign):
                     self._give(decision, now)
                 elif isinstance(decision, Hold) and decision.engine:
@@ -339,6 +339,17 @@ class Dispatcher:
                 if not isinstance(decision, Hold):
                     effects.append(decision)
         return effects
+
+    def _priced(self, view: View) -> Waiting:
+        """Those without an assignment, with the seconds that their prompts need now."""
+        waiting = self._waiting_rows()
+        if view.costs is not None:
+            for number in sorted(self._learned & self._waiting.keys()):
+                at = bisect.bisect_left(waiting.numbers, number)
+                least_s = self._scheduler.least_s(view, waiting, at)
+                self._waiting[number].least_s = waiting.least_s[at] = least_s
+        self._learned.clear()
+        return waiting
 
     def _receive(self, now: float) -> list[Effect]:
         """Give places at decode engines to those whose KV has arrived."""
@@ -400,7 +411,7 @@ class Dispatcher:
         first, second = self._registry.get(assign.prefill), self._registry.get(assign.decode)
         tokens = known.request.tokens or 0
         prefix = max(0, min(assign.usable_tokens + assign.fetch_tokens, tokens - 1))
-        seconds = assign.fetch_s + assign.prefill_s
+        seconds = (assign.fetch_s, assign.prefill_s)
         if first is not None:
             of = (tokens - prefix, prefix)
             self.loads.assigned(assign.request, first.info, of, seconds, now)

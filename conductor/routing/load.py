@@ -18,6 +18,8 @@ from conductor.costs.prior import PrefillLine
 from conductor.routing.columns import Column, CostColumns
 from conductor.routing.engines import EngineInfo
 
+_OVERDUE_S: Final = 0.01
+"""A prompt that should be computed, but is not, is thought to take so much longer."""
 _TERMS: Final = ("constant", "weights", "attention")
 
 
@@ -40,11 +42,19 @@ class _Decoding:
 
 @dataclass(slots=True)
 class _Computing:
-    """A prompt that an engine has: what is new of it, and how long that takes."""
+    """A prompt that an engine has.
+
+    Attributes:
+        new_tokens: that are computed.
+        prefix_tokens: before them.
+        seconds: that this is thought to take, with the fetch.
+        fetch_s: of these, until the fetch has ended, during which nothing else is computed there.
+    """
 
     new_tokens: int
     prefix_tokens: int
     seconds: float
+    fetch_s: float
 
 
 @dataclass(slots=True)
@@ -60,6 +70,9 @@ class _Load:
         batch_s: requests that decoded, multiplied by seconds, since the beginning.
         context_s: their tokens likewise.
         at: time up to which these are.
+        step_cost_s: what :meth:`step_s` says until something changes; negative = it has.
+        factors: the fit's for which ``line`` is.
+        line: what prompts take.
     """
 
     costs: EngineCosts
@@ -72,6 +85,7 @@ class _Load:
     batch_s: float = 0.0
     context_s: float = 0.0
     at: float = 0.0
+    step_cost_s: float = -1.0
     factors: object = None
     line: PrefillLine | None = None
 
@@ -80,7 +94,7 @@ class _Load:
         if not self.computing:
             return 0.0
         head = next(iter(self.computing.values())).seconds
-        return self.total_s() - min(head, max(0.0, now - self.head_since))
+        return self.total_s() - head + max(_OVERDUE_S, head - max(0.0, now - self.head_since))
 
     def total_s(self) -> float:
         """Seconds of all prompts that it has, the first one whole."""
@@ -95,10 +109,12 @@ class _Load:
 
     def step_s(self) -> float:
         """Seconds of a step with one more request, of usual length, than it will have anyway."""
-        count = len(self.decoding) + len(self.coming)
-        tokens = self.context + sum(self.coming.values())
-        batch = ceil((count + 1) / self.ranks)
-        return self.costs.step_seconds(batch, batch * tokens / max(1, count))
+        if self.step_cost_s < 0:
+            count = len(self.decoding) + len(self.coming)
+            tokens = self.context + sum(self.coming.values())
+            batch = ceil((count + 1) / self.ranks)
+            self.step_cost_s = self.costs.step_seconds(batch, batch * tokens / max(1, count))
+        return self.step_cost_s
 
     def pass_time(self, now: float) -> None:
         """Count those who decode up to now."""
@@ -148,7 +164,12 @@ class EngineLoads:
         )
 
     def assigned(
-        self, number: int, info: EngineInfo, tokens: tuple[int, int], seconds: float, now: float
+        self,
+        number: int,
+        info: EngineInfo,
+        tokens: tuple[int, int],
+        seconds: tuple[float, float],
+        now: float,
     ) -> None:
         """An engine has got a prompt.
 
@@ -156,17 +177,20 @@ class EngineLoads:
             number: of the request.
             info: the engine.
             tokens: that it computes, and those before them.
-            seconds: how long that is thought to take.
+            seconds: how long it is thought to fetch, and to compute.
             now: time.
         """
         load = self._of(info)
         if not load.computing:
             load.head_since = now
-        load.computing[number] = _Computing(*tokens, seconds)
+        fetch_s = 0.0 if load.computing else seconds[0]
+        load.computing[number] = _Computing(*tokens, sum(seconds), fetch_s)
 
     def comes(self, number: int, info: EngineInfo, tokens: int) -> None:
         """The KV of a prompt will go to an engine."""
-        self._of(info).coming[number] = tokens
+        load = self._of(info)
+        load.coming[number] = tokens
+        load.step_cost_s = -1.0
 
     def computed(self, number: int, engine_id: str, now: float, hit_tokens: int | None) -> None:
         """A prompt was computed; learn how long it took.
@@ -185,7 +209,7 @@ class EngineLoads:
         if first:
             tokens = one.new_tokens + one.prefix_tokens
             hit = min(one.prefix_tokens if hit_tokens is None else hit_tokens, tokens)
-            load.costs.computed(tokens - hit, hit, now - load.head_since)
+            load.costs.computed(tokens - hit, hit, now - load.head_since - one.fetch_s)
             load.head_since = now
 
     def decodes(self, number: int, info: EngineInfo, tokens: int, now: float) -> None:
@@ -195,6 +219,7 @@ class EngineLoads:
         load.coming.pop(number, None)
         load.decoding[number] = _Decoding(tokens, now, load.batch_s, load.context_s)
         load.context += tokens
+        load.step_cost_s = -1.0
 
     def decoded(self, number: int, engine_id: str, output_tokens: int, now: float) -> None:
         """A request has got all its tokens; learn how long a step took meanwhile."""
@@ -220,6 +245,7 @@ class EngineLoads:
             if next(iter(load.computing)) == number:
                 load.head_since = now
             del load.computing[number]
+        load.step_cost_s = -1.0
         load.coming.pop(number, None)
         decoding = load.decoding.get(number)
         if decoding is not None:

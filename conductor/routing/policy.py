@@ -113,6 +113,9 @@ def _new_tokens_times_batch(waiting: Waiting, row: int, engines: Offers) -> Sequ
     return (new_tokens * batch,)
 
 
+WORK: Final = 0.2
+"""A second of an engine's time costs later requests so much: who computes less is preferred to who
+does it as soon, so that a burst with one cold prefix stays together."""
 FIRST_TOKENS: Final = 10
 """So many tokens after the first one count when ``earliest-first-token`` compares engines."""
 KVCACHE_BALANCING_THRESHOLD: Final = 2.0
@@ -126,9 +129,10 @@ def _ttft(_: Waiting, __: int, engines: Offers) -> Sequence[Column]:
 
 
 def _first_tokens(_: Waiting, __: int, engines: Offers) -> Sequence[Column]:
-    """Seconds until the first token and some more, so that a fast engine to decode counts, too."""
-    assert engines.terms is not None
-    return (engines.terms.ttft_s + FIRST_TOKENS * engines.terms.tbt_s,)
+    """Seconds until the first token, and what an engine costs others: its time, and slow steps."""
+    terms = engines.terms
+    assert terms is not None
+    return (terms.ttft_s + WORK * terms.prefill_s + FIRST_TOKENS * terms.tbt_s,)
 
 
 def _never(usable: Column, _: Column, __: Column, ___: Column) -> npt.NDArray[np.bool_]:

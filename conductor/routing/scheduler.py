@@ -19,30 +19,26 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from conductor.routing.binding import Pairs, SecondsChooser
 from conductor.routing.choices import VERDICTS, Assign, Candidates, Decision, Hold, Plan, Reject
 from conductor.routing.columns import (
     NO_PREFIX,
     Column,
     Matches,
     Offers,
-    Terms,
     View,
     Waiting,
 )
 from conductor.routing.engines import Health, Role
 from conductor.routing.groups import serving, why_nobody
 from conductor.routing.policy import Binding, Policy
-from conductor.routing.pricing import PricedEngines, Prices, Prompt
+from conductor.routing.pricing import PricedEngines
 
 _FULL: Final = "every engine that could serve it is full"
 _DECODE_FULL: Final = "every engine that could decode it is full"
 
 
 _PASSED, _FULL_ONE, _FAILED, _SUSPECT, _DEAD, _PREFILLS, _DECODES, _ALONE = range(len(VERDICTS))
-AHEAD_S: Final = 0.02
-"""A late binding policy gives an engine its next prompt so long before it has computed the last."""
-_CONSIDERED_MAX: Final = 64
-"""Requests of one call that such a policy compares for the engines that come free."""
 _LOOKED_UP: Final = 2
 """Requests that are looked up again for each engine that comes free."""
 _IN_TURN: Final = ""
@@ -119,6 +115,8 @@ class Scheduler:
             if self.policy.is_new(waiting, row):
                 due.append(row)
                 continue
+            if call.waits_for_full(row):
+                continue
             key = (waiting.models[row], waiting.excluded[row])
             if key not in free:
                 free[key] = call.free(*key)
@@ -185,12 +183,12 @@ class _Call:
         self._assigned = view.assigned
         self._rows = {name: row for row, name in enumerate(view.ids)}
         self._groups: dict[tuple[str, frozenset[str]], _Group] = {}
-        self._prices: Prices | None = None
+        self._chooser: SecondsChooser | None = None
         if self._policy.fetches is not None and view.costs is not None:
-            self._prices = Prices(view.costs, view.ids, self._policy.fetches)
-        self._considered = 0
+            self._chooser = SecondsChooser(self._policy, view, self.has_room, self._least)
         # Free places only get fewer during a call: later requests for the same engines are held.
         self._full: set[tuple[str, frozenset[str]]] = set()
+        self._stuck: set[tuple[tuple[str, frozenset[str]], str]] = set()
 
     def least_s(self, row: int) -> float:
         """Seconds of a prompt at the engine that needs the fewest."""
@@ -198,17 +196,21 @@ class _Call:
             one for one in serving(self._view, self._waiting.models[row])
             if self._view.roles[one] is not Role.DECODE
         ]  # fmt: skip
-        if self._prices is None or not firsts:
+        if self._chooser is None or not firsts:
             return 0.0
-        terms = self._prices.pairs(self._prompt(row), [(firsts, [])]).terms
-        return float((terms.fetch_s + terms.prefill_s).min())
+        return self._chooser.least_s(self._waiting, row, firsts)
+
+    def waits_for_full(self, row: int) -> bool:
+        """Whether the engine for which a request waits has no free place."""
+        bound = self._chooser.bound(self._waiting, row) if self._chooser is not None else -1
+        return bound >= 0 and not self.has_room(bound)
 
     def free(self, model: str, excluded: frozenset[str]) -> int:
         """Free places at the first engines of a model, whatever their health."""
         view = self._view
-        if self._prices is not None and self._policy.binds is Binding.LATE:
+        if self._chooser is not None and self._policy.binds is Binding.LATE:
             return _LOOKED_UP * sum(
-                self._is_free(one, self._prices, late=True)
+                self._chooser.is_free(one)
                 for one in serving(self._view, model)
                 if view.roles[one] is not Role.DECODE and view.ids[one] not in excluded
             )
@@ -228,11 +230,13 @@ class _Call:
         key = (waiting.models[row], waiting.excluded[row])
         if key in self._full:
             return self.hold(row, now, _FULL)
+        if waiting.bound and (key, waiting.bound[row]) in self._stuck:
+            return self.hold(row, now, _FULL, waiting.bound[row])
         group = self._group(row)
         if group.why_none:
             return Reject(waiting.numbers[row], group.why_none, self._view.retry_after_s)
-        if self._prices is not None:
-            return self._decide_priced(row, group, self._prices, now)
+        if self._chooser is not None:
+            return self._decide_by_seconds(row, group, self._chooser, now)
         firsts = [one for one in group.alone if self.has_room(one)]
         for pairs in group.pairs.values():
             usable = {
@@ -251,54 +255,32 @@ class _Call:
             second = self.cheapest(row, takers)
         return self._assign(row, first, second, group)
 
-    def _decide_priced(self, row: int, group: _Group, prices: Prices, now: float) -> Decision:
-        """Decide on one request by seconds: its engine may be one that has no room yet."""
-        late = self._policy.binds is Binding.LATE
-        choices = [(group.alone, list[int]())]
+    def _decide_by_seconds(
+        self, row: int, group: _Group, chooser: SecondsChooser, now: float
+    ) -> Decision:
+        """Decide on one request; its engine may be one that has no room yet."""
+        chosen = chooser.choose(self._waiting, row, lambda: self._possible(group))
+        if chosen.full:
+            self._full.add((self._waiting.models[row], self._waiting.excluded[row]))
+        if chosen.first < 0:
+            waits_for = self._view.ids[chosen.waits_for] if chosen.waits_for >= 0 else ""
+            if waits_for and waits_for == self._waiting.bound[row]:
+                self._stuck.add(
+                    ((self._waiting.models[row], self._waiting.excluded[row]), waits_for)
+                )
+            return self.hold(row, now, _FULL, waits_for)
+        return self._assign(row, chosen.first, chosen.second, group, chosen.priced)
+
+    def _possible(self, group: _Group) -> Pairs:
+        """First engines, whether they have room or not, and those that can decode after them."""
+        found: Pairs = [(group.alone, [])]
         for pairs in group.pairs.values():
             for offer, example in pairs.offering.items():
                 takers = [one for one in pairs.decode if self._takes(one, self.way(example, one))]
                 if takers:
                     offering = [one for one in pairs.prefill if self._view.offers[one] == offer]
-                    choices.append((offering, takers))
-        firsts = [one for some, _ in choices for one in some]
-        bound = self._rows.get(self._waiting.bound[row], -1) if self._waiting.bound else -1
-        if bound in firsts:
-            if not self.has_room(bound):
-                return self.hold(row, now, _FULL, self._view.ids[bound])
-            choices = [([one for one in some if one == bound], takers) for some, takers in choices]
-            firsts = [bound]
-        free = {one for one in firsts if self._is_free(one, prices, late=late)}
-        if not firsts or (late and not free):
-            self._full.add((self._waiting.models[row], self._waiting.excluded[row]))
-            return self.hold(row, now, _FULL)
-        self._considered += 1
-        if late and self._considered > _CONSIDERED_MAX:
-            return self.hold(row, now, _FULL)
-        prompt = self._prompt(row)
-        priced = prices.pairs(prompt, choices)
-        first = self.cheapest(row, firsts, priced.terms)
-        at = firsts.index(first)
-        seconds = float(priced.terms.fetch_s[at] + priced.terms.prefill_s[at])
-        if first not in free:
-            prices.think(first, seconds, prompt.keys)
-            return self.hold(row, now, _FULL, "" if late else self._view.ids[first])
-        second = first
-        if self._view.roles[first] is not Role.MIXED:
-            takers = next(takers for some, takers in choices if first in some)
-            second = self._least(prices.decoding(first, takers, prompt), takers)
-            prices.send(second, prompt.tokens)
-        assign = self._assign(row, first, second, group, priced)
-        prices.give(first, seconds, prompt.keys)
-        return assign
-
-    def _is_free(self, row: int, prices: Prices, *, late: bool) -> bool:
-        """Whether an engine can be given a prompt."""
-        return self.has_room(row) and (not late or bool(prices.backlog_s[row] <= AHEAD_S))
-
-    def _prompt(self, row: int) -> Prompt:
-        waiting = self._waiting
-        return Prompt(waiting.tokens[row] or 0, self._matches(row), waiting.keys[row])
+                    found.append((offering, takers))
+        return found
 
     def hold(self, row: int, now: float, why: str, engine: str = "") -> Hold | Reject:
         """All engines are full, or ``engine`` has no room yet: hold or reject."""
@@ -322,6 +304,8 @@ class _Call:
         free = [one for one in pairs.decode if self.has_room(one)] if pairs is not None else []
         if not free:
             return self.hold(row, now, _DECODE_FULL)
+        if self._chooser is not None:
+            return self._receive(self._chooser.receiver(self._waiting, row, free), wanted)
         return self._receive(self.cheapest(row, free), wanted)
 
     def _receive(self, chosen: int, wanted: int | None) -> str:
@@ -330,7 +314,7 @@ class _Call:
             self._promised[wanted] -= 1
         return self._view.ids[chosen]
 
-    def cheapest(self, row: int, engines: Sequence[int], terms: Terms | None = None) -> int:
+    def cheapest(self, row: int, engines: Sequence[int]) -> int:
         """The cheapest of these engines for a request."""
         if len(engines) == 1:
             return engines[0]
@@ -345,7 +329,6 @@ class _Call:
             last_assigned=np.array([self._last_assigned[one] for one in engines], dtype=np.float64),
             local=np.array([matches.get(one, NO_PREFIX).local for one in ids], dtype=np.float64),
             usable=np.array([matches.get(one, NO_PREFIX).usable for one in ids], dtype=np.float64),
-            terms=terms,
         )
         return self._least(self._policy.costs(self._waiting, row, offers), engines)
 

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from conductor.config import QueueConfig
 from conductor.costs.shapes import SHAPES
 from conductor.routing.engines import Role
 from conductor.routing.policy import POLICIES
@@ -72,14 +73,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for role, places in (("prefill", 8), ("decode", 256), ("mixed", 256)):
         parser.add_argument(f"--{role}-running", type=int, default=places,
                             help=f"places of a {role} engine; default: %(default)s")  # fmt: skip
-    parser.add_argument("--waiting-max", type=int, default=1_000_000, help="requests that wait")
-    parser.add_argument("--wait-s", type=float, default=float("inf"), help="seconds they may wait")
+    queue = QueueConfig()
+    parser.add_argument("--waiting-max", type=int, default=queue.waiting_max,
+                        help="requests that wait; default: the Conductor's")  # fmt: skip
+    parser.add_argument("--wait-s", type=float, default=queue.wait_s,
+                        help="seconds they may wait, or inf; default: the Conductor's")  # fmt: skip
     parser.add_argument("--chunk-tokens", type=int, default=8192, help="of a step of an engine")
     parser.add_argument("--host-bytes", type=float, default=1e12, help="memory of a node for KV")
     parser.add_argument("--disk-bytes", type=float, default=0.0, help="disk of a node for KV")
     parser.add_argument("--alone", action="store_true", help="nodes do not fetch from each other")
     parser.add_argument("--handoff-part", type=float, default=1.0,
-                        help="part of a prompt's KV that leaves at its end; default 1")  # fmt: skip
+                        help="of KV, leaves when a prompt is computed; default: all")  # fmt: skip
     parser.add_argument("--fail", default="", metavar="ENGINE@S[:S]",
                         help="engines that die, and come back, at seconds")  # fmt: skip
     parser.add_argument("--series", type=Path, metavar="FOLDER",

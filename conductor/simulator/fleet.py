@@ -106,6 +106,7 @@ def _engine(role: Role, number: int, text: str, model: str, running: Running) ->
         id=engine_id, role=role, url=f"http://{engine_id}", model=model,
         page_tokens=BLOCK_TOKENS, domain=f"model:{model}", block_tokens=BLOCK_TOKENS,
         node=f"n-{engine_id}", max_running=running.of(role),
+        shape=model, hardware=f"{accelerators}x{name}" if accelerators else str(name),
     )  # fmt: skip
     return SimulatedEngine(
         info=info,

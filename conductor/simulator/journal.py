@@ -62,6 +62,23 @@ class PrefilledInput(msgspec.Struct, frozen=True, tag="prefilled"):
 
     at: float
     number: int
+    hit_tokens: int | None = None
+
+
+class BeganInput(msgspec.Struct, frozen=True, tag="began"):
+    """A request had its first token."""
+
+    at: float
+    number: int
+    hit_tokens: int | None = None
+
+
+class EndedInput(msgspec.Struct, frozen=True, tag="ended"):
+    """A request had its last token."""
+
+    at: float
+    number: int
+    output_tokens: int
 
 
 class FailedInput(msgspec.Struct, frozen=True, tag="failed"):
@@ -95,7 +112,10 @@ class Stepped(msgspec.Struct, frozen=True, tag="step"):
     effects: list[list[str]]
 
 
-Line = ArriveInput | LearnInput | PrefilledInput | FailedInput | LeftInput | HealthInput | Stepped
+Line = (
+    ArriveInput | LearnInput | PrefilledInput | BeganInput | EndedInput | FailedInput | LeftInput
+    | HealthInput | Stepped
+)  # fmt: skip
 
 
 def shown(effects: Iterable[Effect]) -> list[list[str]]:
@@ -154,7 +174,11 @@ def replay(head: JournalHead, lines: Iterable[Line]) -> list[Difference]:
             case LearnInput():
                 dispatcher.learn(line.number, line.matches)
             case PrefilledInput():
-                dispatcher.prefilled(line.number, line.at)
+                dispatcher.prefilled(line.number, line.at, line.hit_tokens)
+            case BeganInput():
+                dispatcher.began(line.number, line.at, line.hit_tokens)
+            case EndedInput():
+                dispatcher.ended(line.number, line.output_tokens, line.at)
             case FailedInput():
                 dispatcher.failed(line.number, line.engine, line.why, line.at)
             case LeftInput():
@@ -226,10 +250,20 @@ class Desk:
             self._journal.append(ArriveInput.of(request))
         self.dispatcher.arrive(request)
 
-    def prefilled(self, number: int, now: float) -> None:
-        """The prefill engine of a pair has done its part."""
-        self._write(PrefilledInput(now, number))
-        self.dispatcher.prefilled(number, now)
+    def prefilled(self, number: int, now: float, hit_tokens: int) -> None:
+        """The prefill engine of a pair has done its part, but for what it had."""
+        self._write(PrefilledInput(now, number, hit_tokens))
+        self.dispatcher.prefilled(number, now, hit_tokens)
+
+    def began(self, number: int, now: float, hit_tokens: int | None = None) -> None:
+        """A request has its first token."""
+        self._write(BeganInput(now, number, hit_tokens))
+        self.dispatcher.began(number, now, hit_tokens)
+
+    def ended(self, number: int, output_tokens: int, now: float) -> None:
+        """A request has its last token."""
+        self._write(EndedInput(now, number, output_tokens))
+        self.dispatcher.ended(number, output_tokens, now)
 
     def failed(self, number: int, engine: str, why: str, now: float) -> None:
         """An engine failed a request."""

@@ -116,6 +116,7 @@ class Flight:
         transfers: numbers of its transfers.
         computed: whether its prompt is computed.
         continued: whether the decode engine has a place for it.
+        fetches: whether the prefill engine's node may fetch from others.
     """
 
     record: Record
@@ -126,6 +127,7 @@ class Flight:
     transfers: set[int] = field(default_factory=set)
     computed: bool = False
     continued: bool = False
+    fetches: bool = True
 
     @property
     def where(self) -> set[str]:

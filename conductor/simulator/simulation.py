@@ -15,6 +15,7 @@ import numpy as np
 from conductor.routing.choices import Assign, Continue, Reject
 from conductor.routing.columns import Matches
 from conductor.routing.dispatcher import Request
+from conductor.routing.policy import POLICIES, Binding
 from conductor.simulator.batching import BatchEngine, EngineLimits, Work
 from conductor.simulator.caching import CacheLimits, Caching
 from conductor.simulator.fleet import SimulatedEngine
@@ -75,6 +76,7 @@ class Simulation:
         self._next = 0  # request that arrives
         self._dead: set[str] = set()
         self._wake: float | None = None
+        self._late = POLICIES[scenario.policy].binds is Binding.LATE
         self._dirty = False
         for number, failure in enumerate(scenario.failures):
             if failure.engine not in self._engines:
@@ -176,10 +178,11 @@ class Simulation:
                 self._continue(self._flights[effect.request], effect)
             else:
                 self._rejected(record, effect)
-        if self._wake is None and self.scenario.wait_s < NEVER:
-            # Who comes later waits longer: an old time is early enough until it has passed.
+        if self._late or (self._wake is None and self.scenario.wait_s < NEVER):
+            # Of deadlines, an old one is early enough until it has passed: who comes later waits
+            # longer. A policy that binds late wants to be called when engines come free.
             wake = self.desk.dispatcher.wake_at
-            self._wake = None if wake is None else max(wake, self.now)
+            self._wake = None if wake is None or wake == NEVER else max(wake, self.now)
 
     def _rejected(self, record: Record, reject: Reject) -> None:
         flight = self._flights.pop(record.request.number, None)
@@ -206,7 +209,10 @@ class Simulation:
             self._end(record, "too_long")
             self._dirty = True
             return
-        flight = self._flights[one.number] = Flight(record, assign.prefill, assign.decode)
+        decides = POLICIES[self.scenario.policy].fetches is not None
+        fetches = self.scenario.peers and (assign.fetch_tokens > 0 or not decides)
+        flight = Flight(record, assign.prefill, assign.decode, fetches=fetches)
+        self._flights[one.number] = flight
         self._fetch(flight, Work(one.number, one.tokens, one.output if alone else 0))
         self._expect(flight, assign.prefill)
         self._expect(flight, assign.decode)
@@ -246,7 +252,7 @@ class Simulation:
         ways: list[tuple[tuple[Link, ...], int]] = [
             ((("host", engine),), sources.host), ((("disk", engine),), sources.disk),
         ]  # fmt: skip
-        if sources.peer is not None and self.scenario.peers:
+        if sources.peer is not None and flight.fetches:
             ways.append(((("out", sources.peer), ("in", engine)), sources.more))
         wanted: list[tuple[tuple[Link, ...], float]] = []
         for links, blocks in ways:
@@ -340,8 +346,9 @@ class Simulation:
         self.caching.computed(record.request, engine, self._batches[engine].reserved)
         if flight.prefill == flight.decode:
             flight.continued = True
+            self.desk.began(work.number, self.now, work.prefix)
         else:
-            self.desk.prefilled(work.number, self.now)
+            self.desk.prefilled(work.number, self.now, work.prefix)
             self._dirty = True
 
     def _continue(self, flight: Flight, effect: Continue) -> None:
@@ -370,6 +377,7 @@ class Simulation:
         record = flight.record
         record.first_s, record.tbt_s = work.first_s, work.tbt_s
         self._leave(flight)
+        self.desk.ended(work.number, work.output, self.now)
         self.desk.left(work.number, self.now)
         self._end(record, "ok")
         self._dirty = True

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from engine_adapters.vllm.facts import check_version, read_facts
@@ -30,8 +31,9 @@ from kvstore.engine.opening import Opening
 from kvstore.engine.options import LoadOrder
 from kvstore.engine.requests import Role, ScheduledRequest, Setup
 from kvstore.engine.scheduler import SchedulerSide
-from kvstore.engine.start import prefault, round_trip
+from kvstore.engine.start import prefault, round_trip, try_device
 from kvstore.engine.worker import GroupMemory, WorkerSide
+from kvstore.errors import ConfigError
 
 log = logging.getLogger("vllm.kvstore")
 
@@ -122,11 +124,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _begin_scheduling(self, transfer: Any) -> None:
         check_version()
-        if transfer.kv_load_failure_policy != "recompute":
-            log.warning(
-                "kv_load_failure_policy is %r: if a page cannot be loaded, its request fails;"
-                ' set it to "recompute"', transfer.kv_load_failure_policy,
-            )  # fmt: skip
+        # vLLM reads it after it has made its scheduler's connector. By default a request fails if
+        # its pages cannot be loaded, which is no choice for a cache.
+        transfer.kv_load_failure_policy = "recompute"
         setup = Setup(
             engine=self._facts.engine,
             groups=self._facts.groups,
@@ -199,6 +199,15 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """True for layer-wise loads, which wait between layers."""
         return read_options(extra_config).load is LoadOrder.LAYERWISE
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """On CUDA, blocks outermost: a block is copied as a whole, without an operation a layer.
+
+        vLLM uses another layout, with a warning, if a backend does not have this one.
+        """
+        del vllm_config
+        return "BLHNC" if current_platform.is_cuda() else None
+
     # ---- scheduler --------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
@@ -222,9 +231,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """All hits come from host memory."""
-        del request
-        return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
+        """Where the tokens of a hit come from."""
+        disk, remote = self._deciding.hit_sources(request.request_id, num_external_tokens)
+        found = {
+            CacheHitSource.HOST: num_external_tokens - disk - remote,
+            CacheHitSource.DISK: disk, CacheHitSource.P2P: remote,
+        }  # fmt: skip
+        return {source: tokens for source, tokens in found.items() if tokens}
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See the base class."""
@@ -287,6 +300,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._layers |= {name: (place, index) for index, name in enumerate(layers)}
         self._worker = WorkerSide(self._opening, memories, monotonic)
         first = memories[0]
+        if first.pool.device != "cpu" and self._options.device_slab_bytes:
+            raise ConfigError(
+                "kv_connector_extra_config: device_slab_bytes: not with KV memory on a GPU, where"
+                " vLLM's own prefix cache does the same"
+            )
+        page_bytes = self._shards[first.shard].page_bytes(self._identity)
+        if failed := try_device(self._store, first.pool, page_bytes, log):
+            log.error("kvstore: %s cannot be used, expect misses: %s", first.pool.device, failed)
         # If the node refuses these pages, a warning was logged already.
         wrong = self._opening.get() and round_trip(
             self._store, self._identity, self._shards[first.shard], first.pool, log

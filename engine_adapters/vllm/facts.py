@@ -12,9 +12,9 @@ import msgspec
 import vllm
 from huggingface_hub import try_to_load_from_cache
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
+    KVQuantMode,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
@@ -28,6 +28,8 @@ log = logging.getLogger("vllm.kvstore")
 
 TESTED_VERSIONS: Final = ("0.32.0",)
 _SUPPORTED: Final = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
+_SUPPORTED_QUANTISED: Final = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
+"""Those whose scales, if any, are in the model."""
 
 
 def check_version() -> None:
@@ -52,8 +54,10 @@ def read_facts(config: Any, kv: Any, revision: str) -> EngineFacts:
         ConfigError: the connector does not support the engine's KV; the message says why.
     """
     parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
-    if not current_platform.is_cpu():
-        raise ConfigError(f"platform: {current_platform.device_name}: only CPU is supported so far")
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
+        raise ConfigError(
+            f"platform: {current_platform.device_name}: only cpu and cuda are supported"
+        )
     for name in ("pipeline_parallel_size", "decode_context_parallel_size",
                  "prefill_context_parallel_size"):  # fmt: skip
         if getattr(parallel, name, 1) != 1:
@@ -84,6 +88,11 @@ def _group(index: int, group: Any) -> Group:
         raise ConfigError(f"KV cache: group {index} is {type(spec).__name__}: not supported")
     if group.is_eagle_group or getattr(spec, "non_causal", False):
         raise ConfigError(f"KV cache: group {index} (EAGLE or not causal) is not supported")
+    quantised = getattr(spec, "kv_quant_mode", KVQuantMode.NONE)
+    if quantised not in _SUPPORTED_QUANTISED:
+        raise ConfigError(
+            f"KV cache: group {index} is quantised as {quantised.name}: not supported"
+        )
     return Group(
         index=index,
         layers=len(group.layer_names),
@@ -117,7 +126,18 @@ def _settings(config: Any, layers: Iterable[str]) -> dict[str, str]:
 
 
 def _isa(config: Any, spec: Any) -> str:
-    """The instruction set for which vLLM's CPU kernels pack blocks; others must not share them."""
+    """For what blocks are laid out; others must not share them.
+
+    On CPU that is the instruction set. On CUDA it is the order of a block's bytes in memory, and
+    what may decide how vLLM's kernels use them.
+    """
+    if current_platform.is_cuda():
+        capability = current_platform.get_device_capability()
+        backend = getattr(config.attention_config, "backend", None)
+        layout = config.cache_config.kv_cache_layout
+        return f"cuda {capability}/{layout}/{getattr(backend, 'name', 'auto')}"
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
     isa = _get_attn_isa(
         config.model_config.dtype, spec.block_size, spec.head_size, config.cache_config.cache_dtype
     )

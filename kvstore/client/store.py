@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from kvstore import wire
 from kvstore.client import forks
@@ -32,7 +32,11 @@ from kvstore.errors import (
     TransferError,
     TransferTimeout,
 )
+from kvstore.mover.kvpool import KVPool
 from kvstore.page import EngineLabel, ShardSpec, SpaceIdentity
+
+if TYPE_CHECKING:
+    from kvstore.tier.gpu import DevicePool
 
 log = logging.getLogger(__name__)
 
@@ -226,6 +230,17 @@ class KVStore:
         answer = self._link.request(wire.Stats(0), self._timeout_s)
         assert isinstance(answer, wire.StatsReply)
         return {**json.loads(answer.json), **own}
+
+    def device_pool(self, pool: KVPool) -> "DevicePool":
+        """The device's part of a pool on a device: its speeds, and what it has done.
+
+        An adapter calls this when it starts, to find out whether the device can be used.
+
+        Raises:
+            InvalidArgument: the pool's device has a wrong name.
+            DeviceUnavailable: torch or the device is missing; the message says which.
+        """
+        return self._services.devices.pool(pool)
 
     def slab_stats(self) -> dict[str, Any] | None:
         """Statistics of this store's device slab; None without one. Asks nothing of the node."""

@@ -8,6 +8,7 @@ SERIES: Final = {
     "lookups": "Lookups of the scheduler.",
     "lookup_seconds": "Seconds of the engine's scheduler spent in lookups.",
     "hit_tokens": "Tokens found beyond the engine's own prefix cache.",
+    "disk_hit_tokens": "Of these, tokens that only the node's disk had.",
     "remote_hit_tokens": "Of these, tokens that only other nodes had.",
     "slower_tokens": "Tokens found but not loaded, because computing them is faster.",
     "waits": "Requests that waited for pages that others were writing, or were asked for.",
@@ -29,6 +30,7 @@ SERIES: Final = {
     "slab_promoted_pages": "Pages copied to the slab after a load.",
     "slab_evicted_pages": "Pages evicted from the slab.",
     "slab_errors": "Pages that failed their digest in the slab, and failures of its device.",
+    "device_failures": "Loads and stores that failed on the device of the KV memory.",
     "troubles": "Reads that missed because the node was down, slow, or refused them.",
 }
 """Name → help text of each series."""
@@ -37,6 +39,8 @@ _SLAB: Final = {
     "slab_evicted_pages": "pages_evicted", "slab_errors": "errors",
 }  # fmt: skip
 """Series → name in the slab's statistics."""
+_OF_TROUBLE: Final = {"corrupt": "corrupt_pages", "device_unavailable": "device_failures"}
+"""Error code → its own series."""
 
 
 class AdapterCounts:
@@ -58,7 +62,7 @@ class AdapterCounts:
         for code, count in list(troubles.items()):
             new = count - self._seen[code]
             self._seen[code] = count
-            self.add("corrupt_pages" if code == "corrupt" else "troubles", new)
+            self.add(_OF_TROUBLE.get(code, "troubles"), new)
 
     def note_slab(self, stats: Mapping[str, Any]) -> None:
         """Add the counts of a slab since the last call."""

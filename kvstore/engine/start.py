@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
@@ -54,13 +54,13 @@ def round_trip(
         if pool.block_count <= count:
             return ""
         blocks = list(range(1, count + 1))
-        pieces = pool.pieces(blocks, size, 1)
+        memory = _memory_of(store, pool, blocks, size)
         pattern = os.urandom(size)
         keys = PrefixKeys(os.urandom(KEY_BYTES))
         try:
-            _write(pieces, pattern)
+            memory.write(pattern)
             space.extract_from_kvpool(pool, blocks, keys, ttl_s=_TTL_S).result(_WAIT_S)
-            _write(pieces, bytes(size))
+            memory.write(bytes(size))
             restoring = space.restore_to_kvpool(keys, pool, blocks)
             try:
                 restored = restoring.result(_WAIT_S)
@@ -68,9 +68,9 @@ def round_trip(
                 # The engine is about to use these blocks: nothing may be written to them later.
                 restoring.cancel()
                 restoring.wait(_END_WAIT_S)
-            came_back = restored.pages == 1 and _read(pieces) == pattern
+            came_back = restored.pages == 1 and memory.read() == pattern
         finally:
-            _write(pieces, bytes(size))
+            memory.write(bytes(size))
     except KVStoreError as error:
         return f"{error.code}: {error}"
     if not came_back:
@@ -92,7 +92,8 @@ def prefault(pools: Sequence[KVPool], log: logging.Logger) -> None:
         pools: pools whose blocks are touched.
         log: the engine's log.
     """
-    if not mover.is_native:
+    pools = [pool for pool in pools if pool.device == "cpu"]
+    if not mover.is_native or not pools:
         return
 
     def touch() -> None:
@@ -108,13 +109,54 @@ def prefault(pools: Sequence[KVPool], log: logging.Logger) -> None:
     threading.Thread(target=touch, name="kvstore-prefault", daemon=True).start()
 
 
-def _write(pieces: Pieces, data: bytes) -> None:
-    at = 0
-    for address, length in zip(pieces.address.tolist(), pieces.length.tolist(), strict=True):
-        ctypes.memmove(address, data[at : at + length], length)
-        at += length
+def try_device(store: KVStore, pool: KVPool, page_bytes: int, log: logging.Logger) -> str:
+    """Allocate what copies to and from a pool's device need, and try both ways.
+
+    Args:
+        store: the worker's client.
+        pool: the engine's memory.
+        page_bytes: bytes of a page.
+        log: the engine's log; the speeds are logged there.
+
+    Returns:
+        The error as text; empty if both ways work, or the pool is in host memory.
+    """
+    if pool.device == "cpu":
+        return ""
+    try:
+        there, back = store.device_pool(pool).speeds(page_bytes)
+    except KVStoreError as error:
+        return f"{error.code}: {error}"
+    log.info(
+        "kvstore: %s is ready: %.1f GB/s to it, %.1f GB/s from it, %s",
+        pool.device, there / 1e9, back / 1e9,
+        "whole blocks" if len(pool.planes) == 1 else f"{len(pool.planes)} planes",
+    )  # fmt: skip
+    return ""
 
 
-def _read(pieces: Pieces) -> bytes:
-    both = zip(pieces.address.tolist(), pieces.length.tolist(), strict=True)
-    return b"".join(ctypes.string_at(address, length) for address, length in both)
+class _Memory(Protocol):
+    """The blocks of one page."""
+
+    def write(self, data: bytes) -> None: ...
+    def read(self) -> bytes: ...
+
+
+def _memory_of(store: KVStore, pool: KVPool, blocks: Sequence[int], size: int) -> _Memory:
+    if pool.device == "cpu":
+        return _HostMemory(pool.pieces(blocks, size, 1))
+    return store.device_pool(pool).page(pool.table(blocks, size, 1), size)
+
+
+class _HostMemory:
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = list(zip(pieces.address.tolist(), pieces.length.tolist(), strict=True))
+
+    def write(self, data: bytes) -> None:
+        at = 0
+        for address, length in self._pieces:
+            ctypes.memmove(address, data[at : at + length], length)
+            at += length
+
+    def read(self) -> bytes:
+        return b"".join(ctypes.string_at(address, length) for address, length in self._pieces)

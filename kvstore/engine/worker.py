@@ -7,6 +7,7 @@ really ended.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from logging import DEBUG, WARNING
 from typing import Final, NamedTuple
 
 from kvstore.client.jobs import RestoreJob, StoreJob
@@ -14,7 +15,7 @@ from kvstore.client.results import PutResult
 from kvstore.engine.counts import AdapterCounts
 from kvstore.engine.messages import Blocks, Load, Report, Store
 from kvstore.engine.opening import Opening
-from kvstore.errors import KVStoreError
+from kvstore.errors import DeviceUnavailable, KVStoreError
 from kvstore.mover import Order
 from kvstore.mover.kvpool import KVPool
 
@@ -108,6 +109,7 @@ class WorkerSide:
     counts: AdapterCounts = field(default_factory=AdapterCounts)
     _loads: list[_Loading] = field(default_factory=list)
     _stores: list[_Storing] = field(default_factory=list)
+    _said: str = ""
 
     def start_loads(self, loads: Sequence[Load]) -> None:
         """Start restores."""
@@ -288,5 +290,10 @@ class WorkerSide:
         return pages
 
     def _note(self, what: str, error: KVStoreError) -> None:
-        """Log an error at debug level; the client itself warns if the node is down."""
-        self.opening.log.debug("a %s failed: %s", what, error)
+        """Log an error, if the client itself has not warned; count those of the device."""
+        if what == "store" and isinstance(error, DeviceUnavailable):
+            self.counts.add("device_failures")  # those of loads are in the client's counts
+        # Of a device nobody else speaks.
+        known, self._said = str(error) == self._said, str(error)
+        level = DEBUG if known or not isinstance(error, DeviceUnavailable) else WARNING
+        self.opening.log.log(level, "a %s failed: %s", what, error)

@@ -31,6 +31,11 @@ from kvstore.tier.lane import (
 DIRECT_BYTES: Final = 256 << 10
 """Blocks of this size and more are copied one by one if a pool has one plane: a copy of less does
 not keep a device busy."""
+STAGING_BYTES: Final = 256 << 20
+"""What a client moves at a time: each operation is started once a job. Allocated as jobs need it,
+for each direction."""
+HOST_STAGING_BYTES: Final = 8 << 20
+"""Staging memory that stays in the processor's cache; starting an operation costs little there."""
 _POLL_S: Final = 0.0001
 _ITEMS: Final = ((16, torch.complex128), (8, torch.int64), (1, torch.uint8))
 """Bytes and type of the items in which blocks are moved; only their size matters."""
@@ -60,6 +65,7 @@ class DevicePool:
         self._item, self._type = _item(pool)
         self._planes = [self._plane(address) for address in pool.planes]
         self._direct = len(self._planes) == 1 and pool.block_bytes >= DIRECT_BYTES
+        self._table: tuple[Table, Any] | None = None
         self.launches = 0
 
     def fence(self) -> DeviceEvent:
@@ -99,15 +105,7 @@ class DevicePool:
                 good = self._in.bring(pages, self._to_blocks(table, size), progress)
                 layers = [stream.record()] * self._pool.layer_count if good else []
             else:
-                staged = self._in.staging(len(table) * size)
-
-                def deliver(first: int, count: int, memory: Any) -> None:
-                    part = staged[first * size : (first + count) * size]
-                    part.copy_(memory, non_blocking=True)
-
-                good = self._in.bring(pages, deliver, progress)
-                stream.wait(after)
-                layers = self._spread(staged[: good * size], table[:good]) if good else []
+                good, layers = self._restore_staged(pages, table, after, progress)
             if by_layer:
                 copy.note_layers(layers)
             else:
@@ -137,14 +135,21 @@ class DevicePool:
             stream.wait(after)
             if self._direct:
                 return self._out.take(self._from_blocks(table, size), targets, size, seeds)
-            staged = self._out.staging(len(table) * size)
-            self._gather(staged, table)
+            part = min(len(table), self._out.part_pages(size))
+            staged = self._out.staging(part * size)
 
             def fetch(first: int, count: int, memory: Any) -> None:
-                part = staged[first * size : (first + count) * size]
-                memory.copy_(part, non_blocking=True)
+                at = first % part
+                if not at:
+                    blocks = table[first : first + part]
+                    self._gather(staged[: len(blocks) * size], blocks)
+                memory.copy_(staged[at * size : (at + count) * size], non_blocking=True)
 
             return self._out.take(fetch, targets, size, seeds)
+
+    def page(self, table: Table, size: int) -> "DevicePage":
+        """The blocks of one page, to be read and written without a node."""
+        return DevicePage(self, table, size)
 
     def speeds(self, page_bytes: int) -> tuple[float, float]:
         """Try both lanes; returns bytes per second to the device and from it.
@@ -170,37 +175,60 @@ class DevicePool:
         pages, each = table.shape
         return staged.view(self._type).view(pages, len(self._planes), each, -1)
 
-    def _gather(self, staged: Any, table: Table) -> None:
-        pages = self._pages(staged, table)
+    def _restore_staged(
+        self, pages: PagesInHost, table: Table, after: DeviceEvent,
+        progress: mover.Progress | None,
+    ) -> tuple[int, list[DeviceEvent]]:  # fmt: skip
+        """Restore through staging memory; returns the valid pages, and an event for each layer."""
+        stream, size = self._in.stream, pages.size
+        part = min(len(table), self._in.part_pages(size))
+        staged = self._in.staging(part * size)
 
-        def work() -> None:
-            index = torch.from_numpy(table).to(staged.device)
-            for number, plane in enumerate(self._planes):
-                torch.ops.aten.index.Tensor_out(plane, [index], out=pages[:, number])
+        def deliver(first: int, count: int, memory: Any) -> None:
+            at = first % part
+            if first and not at:  # the staging memory is full
+                self._spread(staged, table[first - part : first], range(self._pool.layer_count))
+            staged[at * size : (at + count) * size].copy_(memory, non_blocking=True)
 
-        self.launches += len(self._planes)
-        self._out.stream.run(work)
-
-    def _spread(self, staged: Any, table: Table) -> list[DeviceEvent]:
-        """Copy staged pages to their blocks; returns an event for each layer."""
-        pages, each = self._pages(staged, table), self._pool.planes_per_layer
-        index: list[Any] = []
-
-        def work(layer: int) -> Callable[[], None]:
-            def spread() -> None:
-                if not index:
-                    index.append(torch.from_numpy(table).to(staged.device))
-                for number in range(layer * each, (layer + 1) * each):
-                    self._planes[number].index_put_((index[0],), pages[:, number])
-
-            return spread
-
+        if part < len(table):
+            stream.wait(after)  # otherwise the copy of the last part need not wait for the engine
+        good = self._in.bring(pages, deliver, progress)
+        if not good:
+            return 0, []
+        stream.wait(after)
+        first = (good - 1) // part * part
+        last, blocks = staged[: (good - first) * size], table[first:good]
         events = []
         for layer in range(self._pool.layer_count):
-            self._in.stream.run(work(layer))
-            events.append(self._in.stream.record())
+            stream.run(lambda layer=layer: self._spread(last, blocks, range(layer, layer + 1)))  # type: ignore[misc]
+            events.append(stream.record())
+        return good, events
+
+    def _gather(self, staged: Any, table: Table) -> None:
+        """Copy blocks to staging memory; run on the stream."""
+        pages, index = self._pages(staged, table), self._index(table)
+        for number, plane in enumerate(self._planes):
+            if len(table) == 1:  # faster on cpu, but only for adjacent memory
+                torch.index_select(plane, 0, index[0], out=pages[0, number])
+            else:
+                torch.ops.aten.index.Tensor_out(plane, [index], out=pages[:, number])
         self.launches += len(self._planes)
-        return events
+
+    def _spread(self, staged: Any, table: Table, layers: range) -> None:
+        """Copy some layers of staged pages to their blocks; run on the stream."""
+        pages, each = self._pages(staged, table), self._pool.planes_per_layer
+        index = self._index(table)
+        for number in range(layers.start * each, layers.stop * each):
+            self._planes[number].index_put_((index,), pages[:, number])
+            self.launches += 1
+
+    def _index(self, table: Table) -> Any:
+        """The table on the device; the last one is kept, because all layers of a job use it."""
+        found = self._table
+        if found is None or found[0] is not table:
+            there = torch.from_numpy(np.ascontiguousarray(table)).to(self._planes[0].device)
+            self._table = found = (table, there)
+        return found[1]
 
     def _to_blocks(self, table: Table, size: int) -> Callable[[int, int, Any], None]:
         def deliver(first: int, count: int, memory: Any) -> None:
@@ -221,15 +249,54 @@ class DevicePool:
         return fetch
 
 
+class DevicePage:
+    """The blocks of one page on a device.
+
+    Args:
+        pool: their pool.
+        table: their numbers, shape (1, blocks of a page).
+        size: bytes of the page.
+    """
+
+    def __init__(self, pool: DevicePool, table: Table, size: int) -> None:
+        self._pool, self._table = pool, table
+        self._page = np.zeros(size, dtype=np.uint8)
+        self._address = np.array([self._page.ctypes.data], dtype=np.uint64)
+        self._seeds = np.zeros(1, dtype=np.uint64)
+
+    def write(self, data: bytes) -> None:
+        """Replace the page's bytes.
+
+        Raises:
+            DeviceUnavailable: the device fails or does not finish.
+        """
+        self._page[:] = np.frombuffer(data, dtype=np.uint8)
+        digests = mover.digest(self._address, len(data), self._seeds)
+        pages = PagesInHost(self._address, len(data), digests, self._seeds)
+        self._pool.restore(pages, self._table, self._pool.fence(), DeviceCopy())
+
+    def read(self) -> bytes:
+        """The page's bytes.
+
+        Raises:
+            DeviceUnavailable: the device fails or does not finish.
+        """
+        fence, copy = self._pool.fence(), DeviceCopy()
+        self._pool.extract(self._table, self._address, len(self._page), self._seeds, fence, copy)
+        return self._page.tobytes()
+
+
 class HostDevice:
     """Host memory as a device (``cpu:N``): work is done at once. For tests and benchmarks.
 
     Args:
         name: its name.
+        staging_bytes: see :class:`Device`.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, staging_bytes: int = HOST_STAGING_BYTES) -> None:
         self.name = name
+        self.staging_bytes = staging_bytes
 
     def stream(self) -> DeviceStream:
         """See :class:`Device`."""
@@ -290,6 +357,7 @@ class CudaDevice:
         if self._device.index >= count:
             raise DeviceUnavailable(f"{name}: this process sees {count} CUDA devices")
         self.name = str(self._device)
+        self.staging_bytes = STAGING_BYTES
 
     def stream(self) -> "DeviceStream":
         """See :class:`Device`."""

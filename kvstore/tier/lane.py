@@ -30,7 +30,7 @@ from kvstore.page import DIGEST_BYTES
 SLICE_BYTES = 4 << 20
 """Size of a slice of the ring, or one page if that is larger: enough to keep a device busy, small
 enough that a slice is still in the processor's cache when it is copied the second time."""
-SLICES: Final = 4
+SLICES: Final = 3
 THREADS_MAX: Final = 4
 DEADLINE_S = 30.0
 """How long the device may take for a copy before the job gives up. Its blocks stay in use until the
@@ -65,9 +65,11 @@ class Device(Protocol):
 
     Attributes:
         name: ``cuda:N`` or ``cpu:N``.
+        staging_bytes: how much of a job is gathered or spread at a time.
     """
 
     name: str
+    staging_bytes: int
 
     def stream(self) -> DeviceStream:
         """Make a new stream."""
@@ -144,16 +146,16 @@ class DeviceCopy:
             return False
 
     def wait_layer(self, layer: int, timeout_s: float, engine: DeviceStream) -> bool:
-        """Let the engine's stream wait for a layer.
+        """Let the engine's stream wait for a layer; for the last one if they come together.
 
         Blocks only until the layer is queued, not until the device has copied it.
 
         Returns:
             Whether it was queued; False on timeout, or if the job ended without it.
         """
-        if not self._queued.wait(timeout_s) or layer >= len(self._layers):
+        if not self._queued.wait(timeout_s) or not self._layers:
             return False
-        engine.wait(self._layers[layer])
+        engine.wait(self._layers[min(layer, len(self._layers) - 1)])
         return True
 
 
@@ -220,6 +222,11 @@ class Lane:
             self._staging = None
             self._staging = self._device.memory(1 << (size - 1).bit_length(), self.stream)
         return self._staging[:size]
+
+    def part_pages(self, size: int) -> int:
+        """Pages of ``size`` bytes that are staged at a time: whole slices of the ring."""
+        each = _slice_pages(size)
+        return max(1, self._device.staging_bytes // (each * size)) * each
 
     def bring(
         self, pages: PagesInHost, deliver: Callable[[int, int, Any], None],
@@ -370,7 +377,7 @@ class Lane:
 
     def _arrange(self, size: int) -> int:
         """Give the ring slices of whole pages; returns the pages of a slice."""
-        each = max(1, SLICE_BYTES // size)
+        each = _slice_pages(size)
         if self._slice_bytes < each * size:
             self._ring = None
             self._ring = self._device.pinned(SLICES * each * size)
@@ -419,6 +426,10 @@ def _bound(
     fetch: Callable[[int, int, Any], None], first: int, count: int, memory: Any
 ) -> Callable[[], None]:
     return lambda: fetch(first, count, memory)
+
+
+def _slice_pages(size: int) -> int:
+    return max(1, SLICE_BYTES // size)
 
 
 def _thread_count() -> int:

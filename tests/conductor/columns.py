@@ -1,7 +1,7 @@
 """Columns for the scheduler, from rows that tests are easier to read with."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from conductor.routing.engines import EngineInfo, Health, Role
 from conductor.routing.load import EngineLoads
 from conductor.routing.policy import POLICIES
 from conductor.routing.scheduler import Scheduler
+from kvstore.index.layout import Words
 
 NOW = 100.0
 AT_ONCE = ("at-once",)
@@ -49,6 +50,8 @@ class RequestRow:
     tenant: str = ""
     session: str = ""
     matches: Matches | None = None
+    arrived: float = 0.0
+    keys: Words = field(default_factory=lambda: NO_KEYS)
     least_s: float = 0.0
     bound: str = ""
 
@@ -96,11 +99,11 @@ def waiting(rows: Sequence[RequestRow], matches: Matches | None = None) -> Waiti
     return Waiting(
         numbers=[row.number for row in rows],
         models=[row.model for row in rows],
-        arrived=[0.0 for _ in rows],
+        arrived=[row.arrived for row in rows],
         deadlines=[row.deadline for row in rows],
         excluded=[row.excluded for row in rows],
         tokens=[row.tokens for row in rows],
-        keys=[NO_KEYS for _ in rows],
+        keys=[row.keys for row in rows],
         priorities=[row.priority for row in rows],
         tenants=[row.tenant for row in rows],
         sessions=[row.session for row in rows],

@@ -128,7 +128,8 @@ def test_a_handoff_stops_when_one_of_its_engines_dies(dies: str):
     trace = trace_of((0.0, 1_000, 2, []))
     slow = [replace(one, network_bytes_per_s=1e6) for one in fleet(prefill=2, decode=2)]
 
-    done = simulated(trace, slow, failures=[Failure(engine=dies, at_s=3.0)])
+    failures = [Failure(engine=dies, at_s=3.0)]
+    done = simulated(trace, slow, failures=failures, handoff_part=0.1)
 
     (record,) = done.records
     assert (record.outcome, record.tries) == ("ok", 2)

@@ -47,6 +47,8 @@ def test_the_size_of_the_slab_may_have_a_unit() -> None:
         (["--store", "foo"], "--store: 'foo' is not unix:///absolute/path"),
         (["--events", "foo"], "--events: 'foo' is neither ipc:///path"),
         (["--host", "192.0.2.1"], "--host: "),
+        (["--handoff", "push"], "--handoff-secret-file: --handoff push needs it"),
+        (["--handoff", "push", "--handoff-secret-file", "/nowhere"], "--handoff-secret-file: /no"),
         (["--port", "{taken}"], "--port: error while attempting to bind"),
     ],
 )

@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 
 from engine_adapters.reference.engine import Engine
+from engine_adapters.reference.handoff_options import HandoffOptions
 from engine_adapters.reference.parts import EngineOptions
 from engine_adapters.reference.scheduler import Limits
 from engine_adapters.reference.server import ConductorAt, Identity, Server, serve
@@ -51,8 +52,13 @@ class Service:
 
 
 @asynccontextmanager
-async def service(store: Any = None, conductor: ConductorAt | None = None, **options: Any):  # type: ignore[no-untyped-def]
-    engine = Engine(EngineOptions(model="tiny", blocks=256, **options), store)
+async def service(  # type: ignore[no-untyped-def]
+    store: Any = None,
+    conductor: ConductorAt | None = None,
+    handoff: HandoffOptions | None = None,
+    **options: Any,
+):
+    engine = Engine(EngineOptions(model="tiny", blocks=256, **options), store, handoff)
     engine.start()
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
     server = Server(engine, Identity(id="E1", node="N1"))

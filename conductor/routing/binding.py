@@ -1,0 +1,155 @@
+"""Chooses engines by seconds: one that has room now, or one that is worth waiting for. Pure."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from conductor.routing.columns import Column, Offers, View, Waiting
+from conductor.routing.engines import Role
+from conductor.routing.policy import Binding, Policy
+from conductor.routing.pricing import PricedEngines, Prices, Prompt
+
+AHEAD_S: Final = 0.02
+"""A late binding policy gives an engine its next prompt so long before it has computed the last."""
+_IN_VAIN_MAX: Final = 16
+"""Requests of one call that may prefer an engine that is not free, before nobody else is asked."""
+_NOTHING: Final = np.zeros(0)
+_NO_OFFERS: Final = Offers([], _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
+"""Policies with costs in seconds need nothing but these."""
+
+Key = tuple[str, frozenset[str]]
+"""Model, and engines that have failed: the same engines can serve requests with equal ones."""
+Pairs = list[tuple[list[int], list[int]]]
+"""Rows of engines that can be first, and of those that can decode after them (none = they do)."""
+
+
+class ChosenEngines(NamedTuple):
+    """What was chosen for one request.
+
+    Attributes:
+        first: row of the engine that computes the prompt; negative = the request waits.
+        second: row of the engine that decodes.
+        priced: what each candidate would take.
+        waits_for: row of the engine for which it waits from now on; negative = none.
+        full: whether all later requests of this key wait, too.
+    """
+
+    first: int = -1
+    second: int = -1
+    priced: PricedEngines | None = None
+    waits_for: int = -1
+    full: bool = False
+
+
+class _Choices(NamedTuple):
+    """Rows of engines that could serve a request, until somebody is assigned.
+
+    Attributes:
+        pairs: first ones, and those that can decode after them.
+        firsts: the position of each first one among all.
+        free: first ones that can be given a prompt.
+    """
+
+    pairs: Pairs
+    firsts: dict[int, int]
+    free: set[int]
+
+
+class SecondsChooser:
+    """The choices of one call."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        view: View,
+        has_room: Callable[[int], bool],
+        least: Callable[[Sequence[Column], Sequence[int]], int],
+    ) -> None:
+        """Begin with what the engines have.
+
+        Args:
+            policy: with costs in seconds.
+            view: the engines, with their costs.
+            has_room: whether the engine in a row has a free place now.
+            least: which of the engines in some rows has the least costs.
+        """
+        assert view.costs is not None
+        assert policy.fetches is not None
+        self._policy = policy
+        self._view = view
+        self._has_room = has_room
+        self._least = least
+        self._late = policy.binds is Binding.LATE
+        self._prices = Prices(view.costs, view.ids, policy.fetches)
+        self._rows = {name: row for row, name in enumerate(view.ids)}
+        self._choices: dict[Key, _Choices] = {}
+        self._in_vain = 0
+
+    def choose(self, waiting: Waiting, row: int, pairs: Callable[[], Pairs]) -> ChosenEngines:
+        """Choose for one request; what is chosen counts for those that come later.
+
+        Args:
+            waiting: the requests.
+            row: of this one.
+            pairs: engines that could serve it, whether the first ones have room or not.
+        """
+        key = (waiting.models[row], waiting.excluded[row])
+        if key not in self._choices:
+            rows = pairs()
+            firsts = {one: at for at, one in enumerate(one for some, _ in rows for one in some)}
+            self._choices[key] = _Choices(rows, firsts, set(filter(self.is_free, firsts)))
+        choices = self._choices[key]
+        bound = self.bound(waiting, row)
+        if bound in choices.firsts:
+            if not self._has_room(bound):
+                return ChosenEngines(waits_for=bound)
+            only = [([one for one in some if one == bound], then) for some, then in choices.pairs]
+            choices = _Choices(only, {bound: 0}, {bound})
+        in_vain = self._late and (not choices.free or self._in_vain >= _IN_VAIN_MAX)
+        if not choices.firsts or in_vain:
+            return ChosenEngines(full=True)
+        prompt = _prompt(waiting, row)
+        priced = self._prices.pairs(prompt, choices.pairs)
+        costs = self._policy.costs(waiting, row, _NO_OFFERS._replace(terms=priced.terms))
+        first = self._least((*costs, self._full(choices.firsts)), list(choices.firsts))
+        at = choices.firsts[first]
+        seconds = float(priced.terms.fetch_s[at] + priced.terms.prefill_s[at])
+        if first not in choices.free:
+            self._prices.think(first, seconds, prompt.keys)
+            self._in_vain += 1
+            return ChosenEngines(waits_for=-1 if self._late else first)
+        second = first
+        if self._view.roles[first] is not Role.MIXED:
+            takers = next(then for some, then in choices.pairs if first in some)
+            second = self._least(self._prices.decoding(first, takers, prompt), takers)
+            self._prices.send(second, prompt.tokens)
+        self._prices.give(first, seconds, prompt.keys)
+        self._choices.clear()
+        return ChosenEngines(first, second, priced)
+
+    def _full(self, rows: Iterable[int]) -> Column:
+        """1 for engines without room."""
+        return np.array([not self._has_room(row) for row in rows], dtype=np.float64)
+
+    def receiver(self, waiting: Waiting, row: int, seconds: Sequence[int]) -> int:
+        """Row of the best of some engines to decode a request whose KV was computed elsewhere."""
+        return self._least(self._prices.receiving(seconds, _prompt(waiting, row)), seconds)
+
+    def bound(self, waiting: Waiting, row: int) -> int:
+        """Row of the engine for which a request waits; negative = none."""
+        return self._rows.get(waiting.bound[row], -1) if waiting.bound else -1
+
+    def is_free(self, row: int) -> bool:
+        """Whether an engine can be given a prompt."""
+        idle = not self._late or self._prices.backlog_s[row] <= AHEAD_S
+        return bool(idle) and self._has_room(row)
+
+    def least_s(self, waiting: Waiting, row: int, firsts: list[int]) -> float:
+        """Seconds of a prompt at that of some engines that needs the fewest, queues left out."""
+        terms = self._prices.pairs(_prompt(waiting, row), [(firsts, [])]).terms
+        return float((terms.fetch_s + terms.prefill_s).min())
+
+
+def _prompt(waiting: Waiting, row: int) -> Prompt:
+    return Prompt(waiting.tokens[row] or 0, waiting.matches[row], waiting.keys[row])
