@@ -20,6 +20,7 @@ GROUPS: Final = {
     "demo-vllm": "bench.demo_vllm",
     "device": "bench.device",
     "flood": "bench.flood",
+    "handoff": "bench.handoff",
     "host": "bench.host",
     "index": "bench.index",
     "keys": "bench.keys",

@@ -8,6 +8,7 @@ import json
 import os
 import queue
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -139,6 +140,7 @@ class Options:
         prefix_cache: whether the engines' own prefix caches are on; off, every reused token came
             through the store.
         kv_hashes: whether engines hash each request's K and V.
+        handoff: how prefill hands K/V over: through the ``store``, or by ``push``.
     """
 
     model: str = "demo"
@@ -153,6 +155,7 @@ class Options:
     policy: str = "longest-prefix"
     prefix_cache: bool = False
     kv_hashes: bool = True
+    handoff: str = "store"
 
 
 class NodeAt(NamedTuple):
@@ -282,10 +285,20 @@ class Cluster:
             node = self.nodes[0 if mode == "prefill" else -1]
             arguments += ["--store", node.store_url, "--node", node.name]
             arguments += ["--conductor", self.conductor_url]
+            if options.handoff == "push":
+                arguments += ["--handoff", "push", "--handoff-secret-file", str(self._secret())]
         if mode != "mono" and options.prefix_cache:
             events = f"ipc://{self.directory}/{name}"
             arguments += ["--events", f"{events}.events", "--events-replay", f"{events}.replay"]
         return self._launch(name, arguments, LISTENING)
+
+    def _secret(self) -> Path:
+        """The file with the secret of the engines, made when it is first needed."""
+        path = self.directory / "handoff-secret"
+        if not path.exists():
+            path.touch(mode=0o600)
+            path.write_text(secrets.token_hex(16))
+        return path
 
     def _launch(self, name: str, arguments: list[str], ready: str, *sets: str) -> Service:
         for item in sets:

@@ -11,6 +11,7 @@ import signal
 import statistics
 import sys
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,9 @@ class Row:
         with_store: through Conductor, P and D.
         alone: on the engine without a store.
         hashes_equal: K and V of every layer were the same at P and at D.
+        way: how the KV went from P to D: ``push`` or ``store``; a push that failed is ``push:`` and
+            why.
+        pushed_bytes: of KV that D got by push.
     """
 
     turn: Turn
@@ -52,6 +56,8 @@ class Row:
     with_store: Completion
     alone: Completion
     hashes_equal: bool
+    way: str = "store"
+    pushed_bytes: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -76,6 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="`name: question` a line")
     parser.add_argument("--max-tokens", type=int, default=32, help="output tokens a turn")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy")
+    parser.add_argument("--handoff", choices=("store", "push"), default="store",
+                        help="how K/V goes from P to D: through the node, or straight from P while"
+                        " it computes")  # fmt: skip
     parser.add_argument("--model", default="demo", help="of the reference engine: demo or tiny")
 
 
@@ -94,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
         "are off, so every reused token comes through the store.\n"
     )
     try:
-        with Cluster(Options(model=options.model)) as cluster:
+        with Cluster(Options(model=options.model, handoff=options.handoff)) as cluster:
             rows = asyncio.run(converse(cluster, chosen, options.max_tokens, options.temperature))
             figures = show(rows, as_json=options.json)
             if options.json:
@@ -104,7 +113,8 @@ def run(options: argparse.Namespace) -> int:
     except ClusterError as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    return 0 if all(row.tokens_equal and row.hashes_equal for row in rows) else 1
+    equal = all(row.tokens_equal and row.hashes_equal for row in rows)
+    return 0 if equal and all(row.way == options.handoff for row in rows) else 1
 
 
 async def converse(
@@ -163,7 +173,18 @@ async def ask(
         shared,
         alone,
         hashes[0]["layers"] == hashes[1]["layers"] and bool(hashes[0]["layers"]),
+        *_way(attempt),
     )
+
+
+def _way(attempt: dict[str, Any]) -> tuple[str, int]:
+    """How the KV went, and how many bytes were pushed, as the decode engine says."""
+    way: str = attempt["way"]
+    if way != "push":
+        return way, 0
+    received = attempt["received"] or {"state": "failed", "code": "no report", "bytes": 0}
+    failed = f": {received['code']}" if received["state"] != "success" else ""
+    return way + failed, received["bytes"]
 
 
 def tokenize(cluster: Cluster, text: str) -> list[int]:
@@ -186,6 +207,8 @@ def summary(rows: list[Row]) -> dict[str, Any]:
         "warm_requests": len(warm),
         "ttft_cold_ms": _median_ms([row.alone.ttft_s for row in warm]),
         "ttft_warm_ms": _median_ms([row.with_store.ttft_s for row in warm]),
+        "ways": dict(Counter(row.way for row in rows)),
+        "pushed_bytes": sum(row.pushed_bytes for row in rows),
         "overhead_ms": _median_ms([row.with_store.ttft_s - row.compute_s for row in warm]),
         "restore_gbps": sum(row.restored_bytes for row in rows) / restore_s / 1e9
         if restore_s
@@ -203,8 +226,17 @@ def show(
     """Print what happened; returns the figures."""
     console = Console(stderr=as_json)
     table = Table(title=title)
-    for column in ("turn", "prompt tokens", "restored", "TTFT with", "TTFT without", "MB", "GB/s"):
-        table.add_column(column, justify="left" if column == "turn" else "right")
+    for column in (
+        "turn",
+        "prompt tokens",
+        "restored",
+        "TTFT with",
+        "TTFT without",
+        "MB",
+        "GB/s",
+        "P to D",
+    ):
+        table.add_column(column, justify="left" if column in {"turn", "P to D"} else "right")
     for row in rows:
         speed = row.restored_bytes / row.restore_s / 1e9 if row.restore_s else 0.0
         table.add_row(
@@ -215,6 +247,7 @@ def show(
             f"{row.alone.ttft_s * 1e3:,.0f} ms",
             f"{row.restored_bytes / 1e6:,.1f}",
             f"{speed:.2f}",
+            row.way,
         )
     console.print(table)
     figures = summary(rows)
@@ -225,6 +258,9 @@ def show(
     )
     console.print(f"tokens equal to mono: {figures['tokens_equal']}/{len(rows)}")
     console.print(f"K/V equal at P and D, every layer: {figures['hashes_equal']}/{len(rows)}")
+    ways = ", ".join(f"{way} {count}" for way, count in figures["ways"].items())
+    pushed = figures["pushed_bytes"] / 1e6
+    console.print(f"K/V went from P to D by: {ways}" + (f" ({pushed:,.1f} MB)" if pushed else ""))
     return figures
 
 

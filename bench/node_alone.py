@@ -315,8 +315,18 @@ class Engine:
         return wire.Lookup(1, self.space, [self.shard], keys)
 
     def acquire_message(self, keys: bytes, lease_ms: int = 300_000) -> wire.Acquire:
-        """Lease these pages."""
+        """Lease these pages; those that are on disk only are not waited for."""
         return wire.Acquire(1, next(self._names), self.space, self.shard, keys, lease_ms)
+
+    def load(self, keys: bytes) -> int:
+        """Let these pages come to memory, and lease and release them; how many these were."""
+        name = next(self._names)
+        leased = self.ask(
+            wire.Acquire(1, name, self.space, self.shard, keys, 300_000, wait_ms=WAIT_MS)
+        )
+        assert isinstance(leased, wire.Acquired)
+        self.release(name)
+        return len(leased.addresses) // wire.ADDRESS.itemsize
 
     # ---- what engines do --------------------------------------------------------------------
 

@@ -8,9 +8,11 @@ import gc
 import os
 from multiprocessing import get_context
 from pathlib import Path
+from random import Random
 from typing import Final, NamedTuple
 
 from bench.node_alone import Clock, Engine, LoneNode
+from kvstore.page import KEY_BYTES
 
 PAGES: Final = 1_000_000
 RUN_PAGES: Final = 32
@@ -18,7 +20,7 @@ SMALL_PART: Final = 64
 """Of a node whose pages are on disk, this part of them has memory at a time."""
 SMALL_PAGES_MIN: Final = 2048
 WAIT_S: Final = 7200.0
-PLACES: Final = ("host", "ssd")
+PLACES: Final = ("host", "ssd", "loaded")
 
 
 class Growth(NamedTuple):
@@ -52,17 +54,28 @@ def grow(place: str, pages: int, policy: str, *, tokens: bool) -> Growth:
     """Put so many pages in runs of :data:`RUN_PAGES`, and look at what this process takes.
 
     Args:
-        place: where they are in the end: in ``host`` memory, or on ``ssd``, all but a few.
+        place: where they are in the end: in ``host`` memory, or on ``ssd``, all but a few;
+            ``loaded`` is the same once each run was read from there.
         pages: how many.
         policy: of the node.
         tokens: they are put with the tokens they are of.
     """
-    _put(LoneNode(RUN_PAGES, policy, Clock(), ssd_pages=0), 2 * RUN_PAGES, tokens=tokens)
+    small = LoneNode(RUN_PAGES, policy, Clock(), ssd_pages=0)
+    first = Engine(small, 1)
+    for _ in range(2):
+        first.put(small.keys(RUN_PAGES), tokens=tokens)
+    random = Random(2)
+    prompts = [random.randbytes(RUN_PAGES * KEY_BYTES) for _ in range(pages // RUN_PAGES)]
     before = resident_bytes()
-    on_disk = place == "ssd"
+    on_disk = place != "host"
     memory = max(SMALL_PAGES_MIN, pages // SMALL_PART) if on_disk else pages
     node = LoneNode(memory, policy, Clock(), ssd_pages=0 if on_disk else None)
-    _put(node, pages, tokens=tokens)
+    engine = Engine(node, 1)
+    for keys in prompts:
+        engine.put(keys, tokens=tokens)
+    if place == "loaded":
+        for keys in prompts:
+            assert engine.load(keys) == RUN_PAGES
     grown = resident_bytes() - before
     stored = node.stored()
     return Growth(stored, stored - node.in_memory(), grown)
@@ -74,9 +87,3 @@ def resident_bytes() -> int:
     ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def _put(node: LoneNode, pages: int, *, tokens: bool) -> None:
-    engine = Engine(node, 1)
-    for _ in range(pages // RUN_PAGES):
-        engine.put(node.keys(RUN_PAGES), tokens=tokens)

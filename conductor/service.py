@@ -220,9 +220,9 @@ class Conductor:
                 token.remove()
             await runner.cleanup()
             await self.proxy.close()
-            self._kept_costs.write()
             if self.trace is not None:
                 await asyncio.get_running_loop().run_in_executor(None, self.trace.close)
+            self._kept_costs.write()
             await self._upstream.close()
 
     def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:

@@ -65,7 +65,7 @@ def test_every_case_of_the_issue_is_there():
             for age in ("old", "young", "old+ssd", "young+ssd"):
                 wanted.add(f"put/full/{size}/{age}/{policy}")
         wanted |= {f"{case}/{policy}" for case in ("acquire/128", "lookup/128", "lookup/2048")}
-        wanted |= {f"memory/{place}/{policy}" for place in ("host", "ssd")}
+        wanted |= {f"memory/{place}/{policy}" for place in ("host", "ssd", "loaded")}
         turns = (
             "models", "clear", "corrupt", "evict", "quota", "policy", "session", "list", "explain",
             "reclaim", "stats", "gc", "expire", "pins",

@@ -117,7 +117,9 @@ class Uses(NamedTuple):
 
 
 def uses(paths: Sequence[Path]) -> Uses:
-    names = {target.replace(":", ".") for target in PYPROJECT["project"]["scripts"].values()}
+    project = PYPROJECT["project"]
+    tables = [project["scripts"], *project["entry-points"].values()]
+    names = {target.replace(":", ".") for table in tables for target in table.values()}
     names |= {f"kvstore.{name}" for name in importlib.import_module("kvstore").__all__}
     found = Uses(names, Counter(), Counter(), set(), set(), {})
     parents: dict[str, set[str]] = {}

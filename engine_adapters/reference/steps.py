@@ -161,8 +161,9 @@ class Steps:
             if self._parts.store is not None and self._parts.pushes.is_wanted(placed):
                 first = self._parts.store.begin_beside(placed, now)
             self._parts.pushes.announce(placed, first)
-        if isinstance(self._parts.pushes, PrefillPushes):
-            self._parts.pushes.give_way()
+        store_busy = self._parts.store is not None and self._parts.store.busy
+        if isinstance(self._parts.pushes, PrefillPushes) and not store_busy:
+            self._parts.pushes.give_way()  # else its jobs may free what others wait for
 
     def _begin_phases(self, request: Request, now: float) -> None:
         """A request has got its blocks."""

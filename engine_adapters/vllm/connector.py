@@ -124,11 +124,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _begin_scheduling(self, transfer: Any) -> None:
         check_version()
-        if transfer.kv_load_failure_policy != "recompute":
-            log.warning(
-                "kv_load_failure_policy is %r: if a page cannot be loaded, its request fails;"
-                ' set it to "recompute"', transfer.kv_load_failure_policy,
-            )  # fmt: skip
+        # vLLM reads it after it has made its scheduler's connector. By default a request fails if
+        # its pages cannot be loaded, which is no choice for a cache.
+        transfer.kv_load_failure_policy = "recompute"
         setup = Setup(
             engine=self._facts.engine,
             groups=self._facts.groups,
@@ -233,9 +231,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """All hits come from host memory."""
-        del request
-        return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
+        """Where the tokens of a hit come from."""
+        disk, remote = self._deciding.hit_sources(request.request_id, num_external_tokens)
+        found = {
+            CacheHitSource.HOST: num_external_tokens - disk - remote,
+            CacheHitSource.DISK: disk, CacheHitSource.P2P: remote,
+        }  # fmt: skip
+        return {source: tokens for source, tokens in found.items() if tokens}
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See the base class."""

@@ -29,6 +29,7 @@ from kvstore.cli.names import SPACES_MAX, Names
 from kvstore.cli.nodes import nodes
 from kvstore.cli.numbers import count, seconds, size
 from kvstore.cli.remote import Remote, path_of
+from kvstore.cli.vllm_flags import asked_flags, vllm_flags
 from kvstore.config.machine import version_of
 from kvstore.errors import ConfigError, InvalidArgument, KVStoreError, NotFound
 from kvstore.server.client import is_address
@@ -148,6 +149,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_looks(verb)
     _add_changes(verb)
     _add_jobs(verb)
+    verb("vllm-flags", "what to add to vLLM's command line so that it uses this node",
+         lambda node, _options: asked_flags(node), vllm_flags)  # fmt: skip
     live = verb("top", "live rates and sizes of a node", _nothing, show.anything)
     live.add_argument("--once", action="store_true", help="print once and exit")
     live.add_argument("--interval", type=seconds(zero=False, most=_INTERVAL_MAX_S), default=1.0,

@@ -8,6 +8,7 @@ SERIES: Final = {
     "lookups": "Lookups of the scheduler.",
     "lookup_seconds": "Seconds of the engine's scheduler spent in lookups.",
     "hit_tokens": "Tokens found beyond the engine's own prefix cache.",
+    "disk_hit_tokens": "Of these, tokens that only the node's disk had.",
     "remote_hit_tokens": "Of these, tokens that only other nodes had.",
     "slower_tokens": "Tokens found but not loaded, because computing them is faster.",
     "waits": "Requests that waited for pages that others were writing, or were asked for.",

@@ -45,6 +45,7 @@ class _State:
         stored: leading pages that are in the store, or that were submitted to it.
         hit: end, in pages, of the last answer of :meth:`SchedulerSide.match`.
         remote: how many of these pages, the last ones, are at other nodes.
+        on_disk: how many of those before them are on this node's disk only.
         wait: its wait for pages that are being written.
         loads_over: no more pages are loaded for it.
         slower: at the first lookup, loading was estimated slower than computing.
@@ -56,6 +57,7 @@ class _State:
     stored: int = 0
     hit: int = 0
     remote: int = 0
+    on_disk: int = 0
     wait: PendingWait = field(default_factory=PendingWait)
     loads_over: bool = False
     slower: bool = False
@@ -184,6 +186,7 @@ class SchedulerSide:
         slower = here > 0 and self._is_slower(state, hit, here)
         state.remote = 0 if slower else self.pace.remote_pages(hit, computed, self._page_tokens)
         state.hit = state.stored = hit.pages + state.remote
+        state.on_disk = hit.tiers.get("ssd", 0)
         tokens = state.hit * self._page_tokens - computed
         if tokens <= 0 or slower:
             return 0, False
@@ -197,7 +200,9 @@ class SchedulerSide:
         self.counts.add("hit_tokens", tokens)
         end = state.hit * self._page_tokens
         computed = end - tokens
-        self.counts.add("remote_hit_tokens", min(tokens, state.remote * self._page_tokens))
+        disk, remote = self.hit_sources(request.request_id, tokens)
+        self.counts.add("disk_hit_tokens", disk)
+        self.counts.add("remote_hit_tokens", remote)
         first = computed // self._page_tokens
         load = Load(
             job=self._next_job,
@@ -215,6 +220,14 @@ class SchedulerSide:
         state.wait = PendingWait()
         self._begin(request.request_id, load, first, is_load=True, remote=state.remote)
         self._loads.append(load)
+
+    def hit_sources(self, request_id: str, tokens: int) -> tuple[int, int]:
+        """How many of the ``tokens`` of a request's hit come from disk, and from other nodes."""
+        state = self._states.get(request_id)
+        if state is None:
+            return 0, 0
+        remote = min(tokens, state.remote * self._page_tokens)
+        return min(tokens - remote, state.on_disk * self._page_tokens), remote
 
     def _is_slower(self, state: _State, hit: Hit, tokens: int) -> bool:
         """Whether computing the last ``tokens`` of a hit is faster than loading them."""

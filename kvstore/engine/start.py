@@ -10,10 +10,9 @@ import os
 import threading
 from collections.abc import Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 import msgspec
-import numpy as np
 
 from kvstore import mover
 from kvstore.client.store import KVStore
@@ -21,9 +20,6 @@ from kvstore.errors import KVStoreError
 from kvstore.mover import Pieces
 from kvstore.mover.kvpool import KVPool
 from kvstore.page import KEY_BYTES, PrefixKeys, ShardSpec, SpaceIdentity
-
-if TYPE_CHECKING:
-    from kvstore.tier.gpu import DevicePool
 
 _SCOPE: Final = "selftest"
 _TTL_S: Final = 10.0
@@ -149,7 +145,7 @@ class _Memory(Protocol):
 def _memory_of(store: KVStore, pool: KVPool, blocks: Sequence[int], size: int) -> _Memory:
     if pool.device == "cpu":
         return _HostMemory(pool.pieces(blocks, size, 1))
-    return _DeviceMemory(store.device_pool(pool), pool.table(blocks, size, 1), size)
+    return store.device_pool(pool).page(pool.table(blocks, size, 1), size)
 
 
 class _HostMemory:
@@ -164,30 +160,3 @@ class _HostMemory:
 
     def read(self) -> bytes:
         return b"".join(ctypes.string_at(address, length) for address, length in self._pieces)
-
-
-class _DeviceMemory:
-    def __init__(self, pool: "DevicePool", table: np.ndarray[tuple[int, ...], np.dtype[np.int64]],
-                 size: int) -> None:  # fmt: skip
-        self._pool, self._table = pool, table
-        self._page = np.zeros(size, dtype=np.uint8)
-        self._address = np.array([self._page.ctypes.data], dtype=np.uint64)
-        self._seeds = np.zeros(1, dtype=np.uint64)
-
-    def write(self, data: bytes) -> None:
-        from kvstore.tier.lane import DeviceCopy, PagesInHost
-
-        self._page[:] = np.frombuffer(data, dtype=np.uint8)
-        digests = mover.digest(self._address, len(data), self._seeds)
-        pages = PagesInHost(self._address, len(data), digests, self._seeds)
-        self._pool.restore(pages, self._table, self._pool.fence(), DeviceCopy())
-
-    def read(self) -> bytes:
-        from kvstore.tier.lane import DeviceCopy
-
-        self._page[:] = 0
-        self._pool.extract(
-            self._table, self._address, len(self._page), self._seeds, self._pool.fence(),
-            DeviceCopy(),
-        )  # fmt: skip
-        return self._page.tobytes()

@@ -147,6 +147,10 @@ class DevicePool:
 
             return self._out.take(fetch, targets, size, seeds)
 
+    def page(self, table: Table, size: int) -> "DevicePage":
+        """The blocks of one page, to be read and written without a node."""
+        return DevicePage(self, table, size)
+
     def speeds(self, page_bytes: int) -> tuple[float, float]:
         """Try both lanes; returns bytes per second to the device and from it.
 
@@ -243,6 +247,43 @@ class DevicePool:
 
         assert table.shape[1] * self._pool.block_bytes == size
         return fetch
+
+
+class DevicePage:
+    """The blocks of one page on a device.
+
+    Args:
+        pool: their pool.
+        table: their numbers, shape (1, blocks of a page).
+        size: bytes of the page.
+    """
+
+    def __init__(self, pool: DevicePool, table: Table, size: int) -> None:
+        self._pool, self._table = pool, table
+        self._page = np.zeros(size, dtype=np.uint8)
+        self._address = np.array([self._page.ctypes.data], dtype=np.uint64)
+        self._seeds = np.zeros(1, dtype=np.uint64)
+
+    def write(self, data: bytes) -> None:
+        """Replace the page's bytes.
+
+        Raises:
+            DeviceUnavailable: the device fails or does not finish.
+        """
+        self._page[:] = np.frombuffer(data, dtype=np.uint8)
+        digests = mover.digest(self._address, len(data), self._seeds)
+        pages = PagesInHost(self._address, len(data), digests, self._seeds)
+        self._pool.restore(pages, self._table, self._pool.fence(), DeviceCopy())
+
+    def read(self) -> bytes:
+        """The page's bytes.
+
+        Raises:
+            DeviceUnavailable: the device fails or does not finish.
+        """
+        fence, copy = self._pool.fence(), DeviceCopy()
+        self._pool.extract(self._table, self._address, len(self._page), self._seeds, fence, copy)
+        return self._page.tobytes()
 
 
 class HostDevice:

@@ -140,12 +140,15 @@ def test_a_killed_decode_engine_is_replaced_and_without_any_the_answer_is_503(
         ask(cluster.conductor_url, PROMPT, max_tokens=6, temperature=0.0)
 
 
-def test_the_demo_command_ends_with_one_json_object() -> None:
+@pytest.mark.parametrize("handoff", ["store", "push"])
+def test_the_demo_command_ends_with_one_json_object(handoff: str) -> None:
     command = [sys.executable, "-m", "bench", "demo", "--quick", "--json", "--model", "tiny"]
+    command += ["--handoff", handoff]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures["requests"] == figures["tokens_equal"] == figures["hashes_equal"] == 4
+    assert figures["ways"] == {handoff: 4}
     for name in ("prompt_tokens", "restored_tokens", "ttft_cold_ms", "ttft_warm_ms",
                  "overhead_ms", "restore_gbps"):  # fmt: skip
         assert figures[name] > 0, name

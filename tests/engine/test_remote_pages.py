@@ -33,6 +33,18 @@ def test_pages_of_other_nodes_are_loaded_with_those_of_this_one(world):
     assert counts["remote_hit_tokens"] == 3 * PAGE
 
 
+def test_hits_are_counted_by_where_they_are(world):
+    world.store.answer = Hit(3, tiers={"host": 1, "ssd": 2}, remote=1, remote_seconds=0.01)
+    (load,) = world.load(request()).loads
+    assert len(load.keys) == 4
+    side = world.side
+    assert side.hit_sources("r", 4 * PAGE) == (2 * PAGE, PAGE)
+    assert side.hit_sources("r", PAGE + 3) == (3, PAGE), "the last pages are the remote ones"
+    assert side.hit_sources("unknown", PAGE) == (0, 0)
+    counts = side.counts.take()
+    assert (counts["disk_hit_tokens"], counts["remote_hit_tokens"]) == (2 * PAGE, PAGE)
+
+
 def test_pages_that_only_other_nodes_have_are_a_hit_too(world):
     world.store.answer = Hit(0, remote=4, remote_seconds=0.1)
     assert world.side.match(request(), PLAIN, 0) == (4 * PAGE, True)

@@ -96,6 +96,15 @@ class Engine:
         pool = core.scheduler.kv_cache_manager.block_pool
         return {"free": pool.get_num_free_blocks(), "all": pool.num_gpu_blocks}
 
+    def policy(self) -> Answer:
+        """What the engine does when pages cannot be loaded."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        config = core.vllm_config.kv_transfer_config
+        return {
+            "policy": config.kv_load_failure_policy,
+            "recomputes": core.scheduler.recompute_kv_load_failures,
+        }
+
     def time_lookups(self, count: int, tokens: list[int]) -> Answer:
         """Seconds that each of so many calls of the connector's scheduler side takes."""
         from time import perf_counter
@@ -181,12 +190,23 @@ def _two_ranks() -> None:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
 
 
+def _on_a_device() -> None:
+    """Copy the engine's blocks as those of a device, which host memory plays."""
+    from dataclasses import replace
+
+    from engine_adapters.vllm import connector
+
+    real = connector.pool_of
+    connector.pool_of = lambda *given: replace(real(*given), device="cpu:0")
+
+
 HOOKS: dict[str, Callable[[], None]] = {
     "no verification": _no_verification,
     "failing loads": _failing_loads,
     "stuck loads": _stuck_loads,
     "overtaken loads": _overtaken_loads,
     "two ranks": _two_ranks,
+    "on a device": _on_a_device,
 }
 
 

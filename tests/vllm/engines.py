@@ -24,7 +24,8 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONPATH": str(ROOT),
+    # As if the project were installed there: vLLM finds the plugin by its entry point.
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/vllm/installed")]),
 }
 ENGINE = {
     "dtype": "bfloat16",
@@ -47,9 +48,7 @@ def transfer_config(address: str, **changes: Any) -> dict[str, Any]:
     }
     return {
         "kv_connector": "KVStoreConnector",
-        "kv_connector_module_path": "engine_adapters.vllm",
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
         **changes,
     }

@@ -6,7 +6,7 @@ from enum import Enum, StrEnum
 from typing import Final, NamedTuple, Protocol
 
 from kvstore.errors import KVStoreError
-from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.page import KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.metering import Meter
 from kvstore.state.tree.actions import TierRemoved, TierStored
 from kvstore.state.tree.fetches import Fetches
@@ -101,13 +101,12 @@ class DiskWrite:
 
 @dataclass(frozen=True, slots=True)
 class DiskRead:
-    """Read the record at ``place`` into ``slot``; the page is that of ``node``."""
+    """Read the record at ``place`` into ``slot``."""
 
     job: int
     place: Place
     page: PageName
     slot: Slot
-    node: PrefixNode
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,12 +265,57 @@ class Write:
         return end - first
 
 
-@dataclass(slots=True, eq=False)
 class PageLoad:
-    """A page on its way from disk, and who waits for it."""
+    """Pages that follow each other, on their way from disk, and who waits for them.
 
-    since_ns: int
-    waiters: list[Fetch] = field(default_factory=list)
+    Attributes:
+        space: whose pages.
+        shard: of it.
+        keys: of the pages, 32 bytes each.
+        digests: of the pages.
+        slots: of the pages, WRITING until the end.
+        since_ns: when it began.
+        left: records that are not read yet.
+        waiters: who wants some of the pages.
+        tokens: what each record that was read had.
+        errors: why records cannot be read, by number.
+    """
+
+    def __init__(
+        self, space: PrefixTree, shard: int, keys: bytes, digests: bytes, slots: list[Slot],
+        since_ns: int, waiter: Fetch,
+    ) -> None:  # fmt: skip
+        self.space = space
+        self.shard = shard
+        self.keys = keys
+        self.digests = digests
+        self.slots = slots
+        self.since_ns = since_ns
+        self.left = len(slots)
+        self.waiters: list[Fetch] = [waiter]
+        self.tokens: list[bytes] = [b""] * len(slots)
+        self.errors: dict[int, KVStoreError] = {}
+
+    def matching(self, key: PrefixKey, packed: bytes) -> int:
+        """How many of the packed keys are those of its page with this key, and of the next ones."""
+        first = self.keys.find(key)
+        while first % KEY_BYTES:
+            first = self.keys.find(key, first + 1)
+        at = 0
+        while at < len(packed) and self.keys.startswith(
+            packed[at : at + KEY_BYTES], first + at
+        ):  # fmt: skip
+            at += KEY_BYTES
+        return at // KEY_BYTES
+
+    def alike(self, first: int) -> int:
+        """How many pages from number ``first`` on came together: one that failed comes alone."""
+        if not self.errors:
+            return len(self.slots) - first
+        end = first + 1
+        while first not in self.errors and end < len(self.slots) and end not in self.errors:
+            end += 1
+        return end - first
 
 
 class PageMemory(Protocol):
@@ -298,8 +342,8 @@ class PageMemory(Protocol):
         """The node of the page in a slot; None for a slot of no page in the trees."""
         ...
 
-    def promoted(self, node: PrefixNode, shard: int, slot: Slot, tokens: bytes) -> None:
-        """The page was loaded to ``slot``, which is still WRITING, its record had ``tokens``."""
+    def promoted(self, node: PrefixNode, shard: int, slots: list[Slot], tokens: bytes) -> None:
+        """The pages were loaded to ``slots``, which are WRITING; their records had ``tokens``."""
         ...
 
     def drop(self, node: PrefixNode, shard: int, cause: str) -> None:

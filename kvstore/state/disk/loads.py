@@ -1,19 +1,27 @@
-"""Pages on their way from the SSD log to memory, and who waits for them. Pure."""
+"""Pages on their way from the SSD log to memory, and who waits for them. Pure.
+
+Pages that are one run on disk are loaded as one, with a job for each record, and come to memory as
+one once the last record is read. A load names its pages by key: they may have been split, have
+left, or have been stored again when it ends.
+"""
 
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
 from kvstore.errors import KVStoreError, PageCorrupt
-from kvstore.state.disk.jobs import DiskRead, PageLoad, PageMemory, page_name
+from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
+from kvstore.state.disk.jobs import DiskRead, PageLoad, PageMemory, PageName
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.queue import DiskQueue
+from kvstore.state.tree.columns import unpack_places
 from kvstore.state.tree.node import PrefixNode, is_live
+from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch
 from kvstore.state.tree.slots import Slot
 
 LOADS_TURN: Final = 64
-"""Loads that one turn begins; each may have to make room first."""
+"""Pages whose loads one turn begins; each may have to make room first."""
 
 
 class DiskLoads:
@@ -22,70 +30,128 @@ class DiskLoads:
     Args:
         memory: the memory side.
         log: which record lies where.
-        queue: gets jobs for the tier; :meth:`loaded` is told of its end.
+        queue: gets jobs for the tier; :meth:`loaded` is told of their ends.
 
     Attributes:
         beginning: fetches of which not all loads are begun, the first one first.
     """
 
-    def __init__(
-        self, memory: PageMemory, log: SegmentLog, queue: DiskQueue,
-    ) -> None:  # fmt: skip
+    def __init__(self, memory: PageMemory, log: SegmentLog, queue: DiskQueue) -> None:
         self._memory = memory
         self._log = log
         self._queue = queue
-        self._loads: dict[tuple[PrefixNode, int], PageLoad] = {}
+        #: Number of the space, shard and key of each page that is being loaded → its load.
+        self._by_page: dict[tuple[int, int, PrefixKey], PageLoad] = {}
+        #: Job → its load, and which page of that it reads.
+        self._by_job: dict[int, tuple[PageLoad, int]] = {}
         self.beginning: deque[Fetch] = deque()
 
     def __len__(self) -> int:
-        return len(self._loads)
+        return len(self._by_page)
 
     def add(self, fetch: Fetch, nodes: Sequence[PrefixNode], shard: int) -> None:
         """A fetch wants a run of READY pages: those in memory stay there, the others are loaded."""
+        missing: list[bytes] = []
         for node in nodes:
             if node.memory >> shard & 1:
                 self._memory.fetches.keep(fetch, node.slots_of(shard))
-        fetch.wanted.extend((node, shard) for node in nodes if not node.memory >> shard & 1)
+            else:
+                missing.append(node.keys)
+        if missing:
+            fetch.wanted.append((nodes[0].space, shard, b"".join(missing)))
 
     @property
     def unfinished(self) -> bool:
         """Whether loads are to be begun in the turns that come."""
         return bool(self.beginning)
 
-    def next(self, fetch: Fetch) -> tuple[PrefixNode, int] | None:
-        """Look at the next page that a fetch wants: is it to be loaded, to a slot of its own?
+    def next(self, fetch: Fetch, most: int) -> tuple[int, PrefixNode | None, int]:
+        """Look at the next pages that a fetch wants: are they to be loaded, to slots of their own?
+
+        Args:
+            fetch: it wants some.
+            most: pages to look at.
 
         Returns:
-            the page, for which :meth:`begin` is called; None = it came, left, or is being loaded.
+            how many pages were looked at; the node of exactly these if they are to be loaded, for
+            which :meth:`begin` is called, None = they came, left, or are being loaded; the shard.
         """
-        node, shard = fetch.wanted.popleft()
-        load = self._loads.get((node, shard))
-        if not node.ready >> shard & 1:
+        space, shard, packed = fetch.wanted.popleft()
+        key = PrefixKey(packed[:KEY_BYTES])
+        node = space.index.get(key)
+        if node is None or not node.ready >> shard & 1:
             fetch.wanted.clear()  # it went while room was made for another
-        elif node.memory >> shard & 1:
+            return 1, None, shard
+        load = self._by_page.get((space.number, shard, key))
+        offset = node.position(key)
+        pages = min(node.matching(offset, packed, 0), most)
+        found: PrefixNode | None = None
+        if node.memory >> shard & 1:
             # somebody else's load has ended
-            self._memory.fetches.keep(fetch, [node.slot(shard)])
-        elif load is None:
-            return node, shard
-        else:
+            self._memory.fetches.keep(fetch, space.exact(node, offset, pages).slots_of(shard))
+        elif load is not None:
+            pages = load.matching(key, packed)
             load.waiters.append(fetch)
             fetch.outstanding += 1
-        return None
+        else:
+            pages = self._not_loading(space, shard, packed, pages)
+            found = space.exact(node, offset, pages)
+        self._want(fetch, space, shard, packed[pages * KEY_BYTES :])
+        return pages, found, shard
 
-    def begin(self, fetch: Fetch, node: PrefixNode, shard: int, slots: Sequence[Slot]) -> None:
-        """Load a page to a slot; none, or making room has cost the page: the fetch gets no more."""
-        assert not node.memory >> shard & 1
-        place = node.place(shard) if node.on_disk >> shard & 1 else None
-        if not slots or place is None:
+    def _not_loading(self, space: PrefixTree, shard: int, packed: bytes, pages: int) -> int:
+        """How many of the leading pages are in no load: one may be that of a page before it."""
+        for at in range(1, pages):
+            key = PrefixKey(packed[at * KEY_BYTES : (at + 1) * KEY_BYTES])
+            if (space.number, shard, key) in self._by_page:
+                return at
+        return pages
+
+    def begin(
+        self, fetch: Fetch, node: PrefixNode, shard: int, keys: bytes, slots: Sequence[Slot]
+    ) -> None:
+        """Load pages to slots: the first ones, if there are not enough slots for all.
+
+        Without any slot, or when making room has cost the pages, the fetch gets no more.
+
+        Args:
+            fetch: wants them.
+            node: had them before room was made.
+            shard: whose pages.
+            keys: the node's keys then.
+            slots: WRITING; those that are not needed become FREE.
+        """
+        if slots and is_live(node) and node.keys != keys:
+            self._want(fetch, node.space, shard, keys)  # it was split: they are looked for again
+            self._memory.slots.abort(slots)
+        elif not slots or not is_live(node) or not node.on_disk >> shard & 1:
             self._memory.slots.abort(slots)
             fetch.wanted.clear()
-            return
-        assert (node, shard) not in self._loads
-        self._log.pin_segment(place.segment)
-        job = DiskRead(self._queue.number(), place, page_name(node, shard), slots[0], node)
-        self._loads[node, shard] = PageLoad(self._memory.moment.now_ns, [fetch])
+        elif len(slots) < node.count:
+            head = node.split(len(slots))
+            self._want(fetch, node.space, shard, node.keys)
+            self._begin(head, shard, slots, fetch)
+        else:
+            self._begin(node, shard, slots, fetch)
+
+    def _begin(self, node: PrefixNode, shard: int, slots: Sequence[Slot], fetch: Fetch) -> None:
+        assert not node.memory >> shard & 1
+        space, keys, parent = node.space, node.key_list(), node.key_before(0)
+        digests, places = node.digest_columns[shard], unpack_places(node.place_columns[shard])
+        assert parent is not None
+        now_ns = self._memory.moment.now_ns
+        load = PageLoad(space, shard, node.keys, digests, list(slots), now_ns, fetch)
         fetch.outstanding += 1
-        self._queue.submit(job)
+        for at, key in enumerate(keys):
+            assert (space.number, shard, key) not in self._by_page
+            self._by_page[space.number, shard, key] = load
+            self._log.pin_segment(places[at].segment)
+            digest = digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
+            page = PageName(space, shard, key, parent, digest)
+            job = DiskRead(self._queue.number(), places[at], page, slots[at])
+            self._by_job[job.job] = load, at
+            self._queue.submit(job)
+            parent = key
 
     def tell(self, fetch: Fetch) -> None:
         """All that can be begun of a fetch now has been: who waits for nothing is resumed."""
@@ -95,26 +161,68 @@ class DiskLoads:
             self._memory.fetches.tell(fetch)
 
     def loaded(self, job: DiskRead, error: KVStoreError | None, tokens: bytes) -> None:
-        """A load has ended; the record had these ``tokens``."""
-        node, shard, slot = job.node, job.page.shard, job.slot
-        load = self._loads.pop((node, shard))
+        """A record was read, or cannot be; it had these ``tokens``. The last one ends its load."""
+        load, number = self._by_job.pop(job.job)
         self._log.unpin_segment(job.place.segment)
-        wanted = (
-            is_live(node)
-            and node.on_disk >> shard & 1
-            and not node.memory >> shard & 1  # it left meanwhile, and was stored again
-            and node.digests[shard] == job.page.digest
-        )
+        load.left -= 1
+        load.tokens[number] = tokens
+        if error is not None:
+            load.errors[number] = error
+        if not load.left:
+            self._settle(load)
+
+    def _settle(self, load: PageLoad) -> None:
+        """Its pages are in memory now, those that were read and are still wanted there."""
+        space, shard, packed, count = load.space, load.shard, load.keys, len(load.slots)
+        for at in range(0, len(packed), KEY_BYTES):
+            del self._by_page[space.number, shard, PrefixKey(packed[at : at + KEY_BYTES])]
         waiters = [fetch for fetch in load.waiters if not fetch.ended]
-        if wanted and error is None:
-            self._memory.meter.disk_load.observe(self._memory.moment.now_ns - load.since_ns)
-            self._memory.promoted(node, shard, slot, tokens)
-            for fetch in waiters:
-                self._memory.fetches.keep(fetch, [slot])
-            self._memory.add_candidate(node)
-        else:
-            self._memory.slots.abort([slot])
-            if wanted:
+        at, came = 0, False
+        while at < count:
+            node = self._wanted(load, at)
+            if node is None:
+                self._memory.slots.abort(load.slots[at : at + 1])
+                at += 1
+                continue
+            end = at + node.count
+            slots, error = load.slots[at:end], load.errors.get(at)
+            if error is not None:
+                self._memory.slots.abort(slots)
                 cause = "corrupt" if isinstance(error, PageCorrupt) else "unreadable"
                 self._memory.drop(node, shard, cause)
+            else:
+                came = True
+                told = load.tokens[at:end]
+                tokens = b"".join(told) if all(told) else b""
+                self._memory.promoted(node, shard, slots, tokens)
+                for fetch in waiters:
+                    self._memory.fetches.keep(fetch, slots)
+                self._memory.add_candidate(node)
+            at = end
+        if came:
+            self._memory.meter.disk_load.observe(self._memory.moment.now_ns - load.since_ns)
         self._memory.fetches.came(waiters)
+
+    def _wanted(self, load: PageLoad, at: int) -> PrefixNode | None:
+        """A node of pages of a load from number ``at`` on that ended alike and are on disk still.
+
+        None when that page left meanwhile, or has another place in memory, or other bytes.
+        """
+        space, shard = load.space, load.shard
+        key = PrefixKey(load.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])
+        node = space.index.get(key)
+        if node is None or not node.on_disk & ~node.memory & 1 << shard:
+            return None
+        offset = node.position(key)
+        pages = min(node.matching(offset, load.keys, at * KEY_BYTES), load.alike(at))
+        mine = node.digest_columns[shard][offset * DIGEST_BYTES : (offset + pages) * DIGEST_BYTES]
+        if not load.digests.startswith(mine, at * DIGEST_BYTES):
+            pages = 1
+            if not load.digests.startswith(mine[:DIGEST_BYTES], at * DIGEST_BYTES):
+                return None
+        return space.exact(node, offset, pages)
+
+    def _want(self, fetch: Fetch, space: PrefixTree, shard: int, packed: bytes) -> None:
+        """A fetch wants these pages next."""
+        if packed:
+            fetch.wanted.appendleft((space, shard, packed))

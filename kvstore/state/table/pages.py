@@ -273,10 +273,7 @@ class PageTable:
         for first, action in stored_actions(put, stored, keys_of):
             self.actions.append(action)
             self.story.stored(first, put.shard, len(action.keys), peer)
-        ready = statuses.count(PageStatus.STORED)
-        came = "peer_fetched" if peer else "stored"
-        self.counts[f"{came}_pages"] += ready
-        self.counts[f"{came}_bytes"] += ready * page_bytes
+        self.residents.count_stored(statuses.count(PageStatus.STORED), page_bytes, peer)
         if peer or self.eviction.has_replicas:
             self.eviction.mark_replicas(stored, put.shard, peer)
         for node, keys in zip(stored, keys_of, strict=True):

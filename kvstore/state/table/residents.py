@@ -19,6 +19,7 @@ from kvstore.state.table.orphans import Orphans, subtree, tails_first
 from kvstore.state.table.owners import Owners
 from kvstore.state.table.runs import missing_pages
 from kvstore.state.tree.actions import Abandoned, Action, Removed, TierRemoved, TierStored
+from kvstore.state.tree.columns import pack_slots
 from kvstore.state.tree.fetches import Fetches
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.places import Tier
@@ -94,14 +95,23 @@ class Residents:
 
     # ---- memory -----------------------------------------------------------------------------
 
-    def promoted(self, node: PrefixNode, shard: int, slot: Slot, tokens: bytes) -> None:
-        """A page that was on disk only has been loaded to ``slot``, which is still WRITING."""
-        self.slots.commit([slot], self.moment.tick)
-        node.promote(shard, slot)
+    def promoted(self, node: PrefixNode, shard: int, slots: list[Slot], tokens: bytes) -> None:
+        """Pages that were on disk only have been loaded to ``slots``, which are WRITING."""
+        self.slots.commit(slots, self.moment.tick)
+        node.promote(shard, pack_slots(slots))
         node.learn(tokens)
-        self.owners.add([slot], [node.key], node.space)
-        self.counts["promoted_pages"] += 1
+        self.owners.add(slots, node.key_list(), node.space)
+        self.counts["promoted_pages"] += len(slots)
         self.emit(TierStored, node, shard, "host")
+
+    def count_stored(self, pages: int, page_bytes: int, peer: str) -> None:
+        """Pages of one shard became READY; ``peer``: who gave them, empty = a client."""
+        if peer:
+            self.counts["peer_fetched_pages"] += pages
+            self.counts["peer_fetched_bytes"] += pages * page_bytes
+        else:
+            self.counts["stored_pages"] += pages
+            self.counts["stored_bytes"] += pages * page_bytes
 
     def emit(
         self, kind: type[TierStored | TierRemoved], node: PrefixNode, shard: int, tier: Tier,

@@ -13,7 +13,7 @@ from kvstore.state.disk.jobs import Verdict
 from kvstore.state.disk.loads import LOADS_TURN, DiskLoads
 from kvstore.state.table.draining import LOOKS
 from kvstore.state.table.residents import Residents
-from kvstore.state.table.runs import leading_in_memory
+from kvstore.state.table.runs import leading_in_memory, leading_ready
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch
@@ -205,7 +205,7 @@ class Room:
     def fetch(self, fetch: Fetch, space: PrefixTree, shard: int, packed: bytes) -> None:
         """Keep a run of READY pages in memory for a fetch, and load what is on disk only."""
         if self._held.disk is not None:
-            self.load(fetch, self._held.ready_run(space, shard, packed), shard)
+            self.load(fetch, leading_ready(space, packed, shard), shard)
             return
         for node in leading_in_memory(space, packed, shard):
             self._held.fetches.keep(fetch, node.slots_of(shard))
@@ -236,14 +236,13 @@ class Room:
         """Begin up to ``most`` loads of a fetch; how many pages were looked at."""
         looked = 0
         while fetch.wanted and not fetch.ended and looked < most:
-            looked += 1
-            page = loads.next(fetch)
-            if page is not None:
-                node, shard = page
+            pages, node, shard = loads.next(fetch, most - looked)
+            looked += pages
+            if node is not None:
                 assert node.above is not None
-                size = node.space.shards[shard].slot_bytes
-                slots = self.allocate(node.space, node.above, size, 1)
-                loads.begin(fetch, node, shard, slots)
+                size, keys = node.space.shards[shard].slot_bytes, node.keys
+                slots = self.allocate(node.space, node.above, size, pages)
+                loads.begin(fetch, node, shard, keys, slots)
         loads.tell(fetch)
         return max(1, looked)
 

@@ -408,12 +408,12 @@ class PrefixNode:
         self.ready |= 1 << shard
         self._settle()
 
-    def promote(self, shard: int, slot: Slot) -> None:
-        """The page of ``shard``, so far only on disk, is READY in ``slot`` too."""
-        assert self.count == 1
+    def promote(self, shard: int, slots: bytes) -> None:
+        """The pages of ``shard``, so far only on disk, are READY in the slots of a column too."""
         assert self.on_disk >> shard & 1
         assert not self.memory >> shard & 1
-        self._enter_memory(shard, pack_slots([slot]))
+        assert len(slots) == self.count * SLOT_COLUMN
+        self._enter_memory(shard, slots)
 
     def demote(self, shard: int, places: bytes) -> None:
         """The READY pages of ``shard`` are on disk too, at the places of a column."""

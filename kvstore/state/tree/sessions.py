@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvstore.page import EngineLabel, PrefixKey
-from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.slots import Slot
 
@@ -35,7 +34,8 @@ class Fetch:
         pinned: slots of pages that are in memory, pinned until
             :meth:`~kvstore.state.tree.fetches.Fetches.end`.
         outstanding: loads from disk and jobs of peers that it waits for.
-        wanted: pages whose loads are to be begun in the turns that come, and of which shard.
+        wanted: pages whose loads are to be begun in the turns that come: space, shard, and packed
+            keys.
         size_bytes: slot bytes of its pages, counted against the quota of who waits.
         peers_until_ns: until when peers are asked for pages; 0 = they are not.
         copies: a peer wants its pages to be here; no engine has asked for them.
@@ -44,7 +44,7 @@ class Fetch:
 
     pinned: list[Slot] = field(default_factory=list)
     outstanding: int = 0
-    wanted: deque[tuple[PrefixNode, int]] = field(default_factory=deque)
+    wanted: deque[tuple[PrefixTree, int, bytes]] = field(default_factory=deque)
     size_bytes: int = 0
     peers_until_ns: int = 0
     copies: bool = False
@@ -72,7 +72,7 @@ class Lease:
     expired: bool = False
 
 
-@dataclass(slots=True, init=False)
+@dataclass(slots=True)
 class Put:
     """Pages one process writes.
 
@@ -82,8 +82,8 @@ class Put:
         keys: of each granted page, in chain order, until it is committed.
         slots: of each of these.
         size_bytes: slot bytes, counted against the quota until the put is gone.
-        lost: its writer may still write, its slots are in LIMBO.
         since_ns: when its slots were granted.
+        lost: its writer may still write, its slots are in LIMBO.
     """
 
     space: PrefixTree
@@ -91,21 +91,8 @@ class Put:
     keys: list[PrefixKey]
     slots: list[Slot]
     size_bytes: int
-    lost: bool
     since_ns: int
-
-    # Written out for the compiler: what `dataclass` makes stays interpreted.
-    def __init__(
-        self, space: PrefixTree, shard: int, keys: list[PrefixKey], slots: list[Slot],
-        size_bytes: int, since_ns: int,
-    ) -> None:  # fmt: skip
-        self.space = space
-        self.shard = shard
-        self.keys = keys
-        self.slots = slots
-        self.size_bytes = size_bytes
-        self.lost = False
-        self.since_ns = since_ns
+    lost: bool = False
 
     def part(self, pages: int) -> "Put":
         """A put of the leading pages, which are no longer of this one."""

@@ -1,6 +1,7 @@
 """Goal: a page that was just stored outlives what others have used, and choosing stays cheap."""
 
 from kvstore.state.choice.eviction import GRACE_NS, GRACELESS_NS
+from kvstore.state.table.invariants import check
 from tests.state.world import World, key
 
 SECOND_NS = 1_000_000_000
@@ -29,6 +30,7 @@ class Full(World):
     def evicted_for(self, letter: str) -> str:
         """What leaves when another page is stored."""
         self.store(self.me, self.mine, letter)
+        check(self.table)
         (gone,) = self.removed("evicted")
         return next(one for one in "abcdefgh" if key(one) == gone)
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvstore.errors import KVStoreError, PageCorrupt
-from kvstore.state.disk.jobs import DiskJob, DiskSync, DiskWrite, Verdict
+from kvstore.state.disk.jobs import DiskJob, DiskRead, DiskSync, DiskWrite, Verdict
 from kvstore.state.table.invariants import check
+from kvstore.state.table.runs import leading_ready
 from kvstore.state.tree import node as nodes
 from kvstore.state.tree.actions import PageStatus, Removed, TierRemoved, TierStored
 from kvstore.state.tree.node import PrefixNode
@@ -239,12 +240,12 @@ class Side(DiskWorld):
         self.mine = self.space(self.me, [FULL, FULL_2])
         self.disk.advance(1)
 
-    def settle(self, fails: str) -> None:
-        """End all jobs; writes of pages whose paths end so fail, a write after the other."""
+    def settle(self, fails: str, kind: type[DiskWrite | DiskRead] = DiskWrite) -> None:
+        """End all jobs, one after the other; those of pages whose paths end so fail."""
         failing = {key(path + fails) for path in _paths(5)} if fails else set()
         while self.disk.unfinished or self.jobs(DiskJob):
             for job in self.jobs(DiskJob):
-                bad = isinstance(job, DiskWrite) and job.page.key in failing
+                bad = isinstance(job, kind) and job.page.key in failing
                 del self.open[job.job]
                 self.disk.completed(job.job, IO_ERROR if bad else None)
             self.disk.go_on()
@@ -344,19 +345,20 @@ class BothDisks(RuleBasedStateMachine):
             number = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
             self.both(lambda side: side.table.release(side.me, number))
 
-    @rule(path=PATHS, shard=st.integers(0, 1))
-    def load(self, path: str, shard: int) -> None:
+    @rule(path=PATHS, shard=st.integers(0, 1), fails=st.sampled_from(("", "", "b", "ab", "ba")))
+    def load(self, path: str, shard: int, fails: str) -> None:
         def load(side: Side) -> int:
-            run = side.table.residents.ready_run(side.mine, shard, b"".join(chain(path)))
+            run = leading_ready(side.mine, b"".join(chain(path)), shard)
             if not run:
                 return 0
             keys = b"".join([node.keys for node in run])
             size = len(keys) // 32 * side.mine.shards[shard].slot_bytes
             fetch = side.table.begin_fetch(side.me, size)
             side.table.room.fetch(fetch, side.mine, shard, keys)
-            side.settle("")
+            side.settle(fails, DiskRead)
+            assert fetch in side.table.fetches.ended
             side.table.end_fetch(side.me, fetch)
-            return len(run)
+            return len(keys)
 
         self.both(load)
 

@@ -1,0 +1,45 @@
+"""How fast is KV pushed from prefill to decode, and what does it add to the first token?
+
+``ttft/...``: demo model, new prompts of 2,000 tokens, by one engine, through the store, and pushed
+after each layer. ``push/block16/...``: the KV of such a prompt (33 MB, blocks of 16 tokens) from
+pool to pool, digests on, both managers in this process, beside two bare TCP sockets in this process
+that move the same bytes. ``send/p50`` is what one layer of 512 tokens costs the step thread,
+``poll/64`` a poll of 64 handoffs. ``abort/others``: nine of ten pushes while one is aborted, beside
+the same nine when none is.
+"""
+
+import argparse
+import re
+import sys
+
+from bench import handoff_pools, handoff_ttft
+from bench.measure import Progress, Report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this group."""
+    parser.add_argument("--seconds", type=float, default=3.0, help="at least so long a case")
+    parser.add_argument("--cases", type=re.compile, default=re.compile(""), metavar="REGEX",
+                        help="only cases in whose names it is found")  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure what is asked for; 2 when that is nothing."""
+    every = {
+        "push/block16/contiguous": handoff_pools.pushes,
+        "push/block16/permuted": handoff_pools.pushes,
+        "send/p50": handoff_pools.sends,
+        "poll/64": handoff_pools.polls,
+        "abort/others": handoff_pools.aborts,
+        "ttft": handoff_ttft.results,
+    }
+    cases = {name: measure for name, measure in every.items() if options.cases.search(name)}
+    if not cases:
+        sys.stderr.write(f"no case is called so: {options.cases.pattern}\n")
+        return 2
+    with Report(json=options.json) as report, Progress("handoff", len(cases)) as progress:
+        for name, measure in cases.items():
+            progress.step(name)
+            for result in measure(name, options.seconds):
+                report.add(result)
+    return 0

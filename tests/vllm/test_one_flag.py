@@ -1,0 +1,35 @@
+"""One flag without a module path or a policy, and what a wrong one does.
+
+Every other test here starts its engines with that flag too.
+"""
+
+import json
+
+from tests.conftest import wait_for
+from tests.vllm.engines import ENGINE, ENVIRONMENT, transfer_config
+
+
+def test_the_flag_is_enough_and_failed_loads_are_computed(node, start, plain):
+    assert set(transfer_config("")) == {"kv_connector", "kv_role", "kv_connector_extra_config"}
+    engine = start(node.address)
+    assert engine.ask("policy") == {"policy": "recompute", "recomputes": True}
+
+
+def test_a_wrong_option_ends_the_start_in_seconds_with_the_sentence_last(python, model, spawn):
+    flag = transfer_config("unix:///nowhere.sock", extra={"page_token": 64})
+    process = spawn(
+        [
+            str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+            "--host", "127.0.0.1", "--port", "0", "--dtype", str(ENGINE["dtype"]),
+            "--enforce-eager", "--kv-transfer-config", json.dumps(flag),
+        ],
+        env={**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+    )  # fmt: skip
+    assert wait_for(lambda: process.returncode is not None, 60.0), process.report()
+    said = process.stderr.rstrip()
+    assert process.returncode != 0
+    assert (
+        "kv_connector_extra_config: unknown key page_token; did you mean page_tokens?"
+        in (said.splitlines()[-1])
+    ), said
+    assert "EngineCore" not in process.report(), "no engine was started"
