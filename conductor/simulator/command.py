@@ -162,7 +162,9 @@ class Cases:
         summary = summary_of(simulation, self._objectives)
         self._write(simulation, f"{policy}-{speed:g}")
         why = rejections(simulation.records)
+        longest, foretold = summary.long_effective, summary.predicted_hit
         note = f"{summary.seconds:.0f} simulated seconds, {simulation.events} events"
+        note += f"; of the longest tenth {longest:.1%} effective; hits foretold {foretold:.1%}"
         if why:
             note += "; not served: " + ", ".join(f"{name} {n}" for name, n in why.items())
         return Outcome(f"simulate/{policy}/{speed:g}", summary.ttft, summary, note)
