@@ -334,7 +334,7 @@ class HighestReuse:
             if leaves and leaves.first()[0] + self._reuse.upper_edge(cell[1]) <= tick:
                 entry = leaves.pop()
                 access, _, node = entry
-                if not is_live(node) or node.children_in_memory:  # it is offered as a leaf again
+                if not is_live(node):
                     leave(node, self._slot_bytes)
                 elif node.access == access:
                     age_bin = self._reuse.bin_of(tick - access)
