@@ -3,7 +3,8 @@
 A second process runs the node; digests are on. ``put/8MiB/x16`` is one call with 16 pages of 8 MiB,
 waited for; ``get`` copies into buffers, ``view`` verifies pages where they are and gives them back.
 In ``busy`` cases another thread of this process runs Python all the time (but not while the bound
-is measured). ``roundtrip/p50`` is a ping; ``lookup/N`` asks for N keys that are all there.
+is measured). ``roundtrip/p50`` is a ping; ``lookup/N`` asks for N keys that are all there;
+``bystander/CASE`` is what another engine notices meanwhile, see :mod:`bench.host_bystander`.
 """
 
 import argparse
@@ -17,57 +18,22 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from bench import measure, ping_pong, server
+from bench import host_bystander, measure, ping_pong, server
 from bench.busy import BusyThread
+from bench.host_pages import MIB, SHAPES, Shape, open_space, random_keys
 from bench.measure import Measured, Memcpy, Progress, Report
 from kvstore import wire
-from kvstore.client.space import Space
 from kvstore.client.store import KVStore
-from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity
+from kvstore.page import PrefixKeys
 
 Buffers = list[npt.NDArray[np.uint8]]
 """One array of ``page_bytes`` for each page of a call."""
 
-KIB: Final = 1 << 10
-MIB: Final = 1 << 20
 POOL_MIB: Final = 1024
 POOL_MIB_MIN: Final = 64
-LAYER_TOKEN_BYTES: Final = 2 * 8 * 128 * 2
-"""K and V of a token in one layer: 8 heads x 128 in bfloat16."""
 ROUND_TRIPS: Final = 32
 """Requests in one measurement of a latency: taking turns one by one would measure cold caches."""
 LOOKUP_COUNTS: Final = (1, 128, 1000, 2048)
-
-
-class Shape(NamedTuple):
-    """Pages of one size, and how many of them one call moves."""
-
-    name: str
-    page_tokens: int
-    layers: int
-    pages: int
-    views: bool = True
-    """Also measured as views, and all of it beside a busy thread."""
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page."""
-        return self.page_tokens * self.layers * LAYER_TOKEN_BYTES
-
-    @property
-    def call_bytes(self) -> int:
-        """Bytes that one call moves."""
-        return self.page_bytes * self.pages
-
-
-SHAPES: Final = (
-    Shape("64KiB/x1", page_tokens=16, layers=1, pages=1, views=False),
-    Shape("64KiB/x128", page_tokens=16, layers=1, pages=128, views=False),
-    Shape("1MiB/x1", page_tokens=64, layers=4, pages=1),
-    Shape("1MiB/x16", page_tokens=64, layers=4, pages=16),
-    Shape("8MiB/x1", page_tokens=64, layers=32, pages=1),
-    Shape("8MiB/x16", page_tokens=64, layers=32, pages=16),
-)
 
 
 def move_cases(shape: Shape) -> list[str]:
@@ -91,7 +57,8 @@ def run(options: argparse.Namespace) -> int:
     moves = {shape: [*filter(options.cases.search, move_cases(shape))] for shape in SHAPES}
     asks = {"roundtrip/p50": 0} | {f"lookup/{count}": count for count in LOOKUP_COUNTS}
     asks = {name: count for name, count in asks.items() if options.cases.search(name)}
-    total = sum(map(len, moves.values())) + len(asks)
+    beside = [*filter(options.cases.search, host_bystander.names())]
+    total = sum(map(len, moves.values())) + len(asks) + len(beside)
     if not total:
         sys.stderr.write(f"no case is called so: {options.cases.pattern}\n")
         return 2
@@ -110,6 +77,9 @@ def run(options: argparse.Namespace) -> int:
                 _move(bench, shape, names)
         for name, count in asks.items():
             _ask(bench, name, count)
+        for name in beside:
+            progress.step(name)
+            report.add(host_bystander.measured(name, options.seconds))
     return 0
 
 
@@ -192,25 +162,6 @@ class Calls:
 
     def _fresh_keys(self) -> PrefixKeys:
         return random_keys(self._space, self.shape.pages, self._random)
-
-
-def open_space(store: KVStore, shape: Shape) -> Space:
-    """The space of a model whose pages have this shape."""
-    identity = SpaceIdentity(
-        model=f"bench-{shape.name}", kv_dtype="bfloat16", page_tokens=shape.page_tokens
-    )
-    layout = CanonicalLayout(head_dim=128)
-    space = store.space(
-        identity, [ShardSpec(layout=layout, layers=(0, shape.layers), heads=(0, 8))]
-    )
-    assert space.page_bytes == (shape.page_bytes,)
-    return space
-
-
-def random_keys(space: Space, count: int, random: np.random.Generator) -> PrefixKeys:
-    """Keys of a prompt of ``count`` pages that nobody has seen before."""
-    tokens = random.integers(0, 2**32, count * space.identity.page_tokens, dtype=np.uint32)
-    return space.page_keys(tokens)
 
 
 def _cut(memory: npt.NDArray[np.uint8], shape: Shape) -> list[Buffers]:

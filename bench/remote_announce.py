@@ -20,7 +20,8 @@ from typing import Any, Final
 import numpy as np
 
 from bench import measure, server
-from bench.host import SHAPES, Calls, random_keys
+from bench.host import Calls
+from bench.host_pages import SHAPES, random_keys
 from bench.measure import Report, Result
 from bench.store_programs import NoProgramError
 from bench.store_servers import ForgetfulRedisServer

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from bench import server
-from bench.host import Shape, open_space, random_keys
+from bench.host_pages import Shape, open_space, random_keys
 from bench.measure import Result
 from bench.remote_nodes import running
 from kvstore.client.space import Space

@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Final
 
 from bench import measure
-from bench.host import SHAPES, Shape
+from bench.host_pages import SHAPES, Shape
 from bench.measure import Result
 from bench.remote_nodes import Pair, pair
 from bench.remote_transport import BARE, PAGES, Reads, reading

@@ -21,7 +21,8 @@ from typing import Final
 import numpy as np
 
 from bench import measure, server
-from bench.host import ROUND_TRIPS, Shape, open_space, random_keys
+from bench.host import ROUND_TRIPS
+from bench.host_pages import Shape, open_space, random_keys
 from bench.measure import Measured, Result
 from bench.remote_nodes import pair, running
 from kvstore.client.space import Space

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from bench.cluster import cluster_settings, has_met, loopback
-from bench.host import Shape, open_space, random_keys
+from bench.host_pages import Shape, open_space, random_keys
 from bench.server import EXTENT_BYTES_MAX, NodeError, connected
 from kvstore.client.space import Space
 from kvstore.page import PrefixKeys

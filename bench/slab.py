@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 
 from bench import measure, server
-from bench.host import LAYER_TOKEN_BYTES, Shape, open_space, random_keys
+from bench.host_pages import LAYER_TOKEN_BYTES, Shape, open_space, random_keys
 from bench.measure import Memcpy, Progress, Report
 from kvstore.client.store import KVStore
 from kvstore.config import DeviceSlabConfig

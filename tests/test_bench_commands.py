@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench import host, index, remote
+from bench import host, host_bystander, host_pages, index, remote
 from bench.index_feed import messages
 from bench.index_fleet import Fleet
 
@@ -74,15 +74,31 @@ def test_host_measures_moves_and_requests_and_leaves_no_process(monkeypatch):
     assert not children(mark)
 
 
+def test_host_measures_what_a_bystander_notices_and_leaves_no_process(monkeypatch):
+    mark = f"BENCH_BYSTANDER_TEST={os.getpid()}"
+    monkeypatch.setenv(*mark.split("="))
+
+    (result,) = measured("host", "--pool-mib", "64", "--cases", "^bystander/clear$")
+
+    assert result["case"] == "bystander/clear"
+    assert_keeps_the_contract(result)
+    assert not children(mark)
+
+
+def test_bystanders_stand_beside_all_that_a_node_does_for_others():
+    cases = ("fill", "models", "clear", "reclaim")
+    assert host_bystander.names() == [f"bystander/{case}" for case in cases]
+
+
 def test_host_knows_every_case_that_has_a_floor():
-    names = {name for shape in host.SHAPES for name in host.move_cases(shape)}
+    names = {name for shape in host_pages.SHAPES for name in host.move_cases(shape)}
 
     sizes = [f"{size}/{count}" for size in ("1MiB", "8MiB") for count in ("x1", "x16")]
     wanted = {f"{verb}/{size}" for verb in ("put", "get", "view") for size in sizes}
     wanted |= {f"{name}/busy" for name in wanted}
     wanted |= {f"{verb}/64KiB/{count}" for verb in ("put", "get") for count in ("x1", "x128")}
     assert names == wanted
-    sizes_bytes = {shape.name.partition("/")[0]: shape.page_bytes for shape in host.SHAPES}
+    sizes_bytes = {shape.name.partition("/")[0]: shape.page_bytes for shape in host_pages.SHAPES}
     assert sizes_bytes == {"64KiB": 64 << 10, "1MiB": 1 << 20, "8MiB": 8 << 20}
 
 

@@ -132,6 +132,10 @@ class SecondsChooser:
         """1 for engines without room."""
         return np.array([not self._has_room(row) for row in rows], dtype=np.float64)
 
+    def receiver(self, waiting: Waiting, row: int, seconds: Sequence[int]) -> int:
+        """Row of the best of some engines to decode a request whose KV was computed elsewhere."""
+        return self._least(self._prices.receiving(seconds, _prompt(waiting, row)), seconds)
+
     def bound(self, waiting: Waiting, row: int) -> int:
         """Row of the engine for which a request waits; negative = none."""
         return self._rows.get(waiting.bound[row], -1) if waiting.bound else -1

@@ -126,6 +126,11 @@ class Prices:
         sends_s = self._sends_s(np.array([first], dtype=np.intp), prompt)
         return self._decoding(decode, np.maximum(self._comes_s(decode, prompt), sends_s), prompt)
 
+    def receiving(self, seconds: Sequence[int], prompt: Prompt) -> tuple[Column, Column]:
+        """The same if nothing is known of who computed it."""
+        decode = np.array(seconds, dtype=np.intp)
+        return self._decoding(decode, self._comes_s(decode, prompt), prompt)
+
     def _computing(
         self, prompt: Prompt, rows: Rows, handoff_s: Column, tbt_s: Column
     ) -> PricedEngines:

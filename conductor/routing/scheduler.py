@@ -188,6 +188,7 @@ class _Call:
             self._chooser = SecondsChooser(self._policy, view, self.has_room, self._least)
         # Free places only get fewer during a call: later requests for the same engines are held.
         self._full: set[tuple[str, frozenset[str]]] = set()
+        self._stuck: set[tuple[tuple[str, frozenset[str]], str]] = set()
 
     def least_s(self, row: int) -> float:
         """Seconds of a prompt at the engine that needs the fewest."""
@@ -229,6 +230,8 @@ class _Call:
         key = (waiting.models[row], waiting.excluded[row])
         if key in self._full:
             return self.hold(row, now, _FULL)
+        if waiting.bound and (key, waiting.bound[row]) in self._stuck:
+            return self.hold(row, now, _FULL, waiting.bound[row])
         group = self._group(row)
         if group.why_none:
             return Reject(waiting.numbers[row], group.why_none, self._view.retry_after_s)
@@ -261,6 +264,10 @@ class _Call:
             self._full.add((self._waiting.models[row], self._waiting.excluded[row]))
         if chosen.first < 0:
             waits_for = self._view.ids[chosen.waits_for] if chosen.waits_for >= 0 else ""
+            if waits_for and waits_for == self._waiting.bound[row]:
+                self._stuck.add(
+                    ((self._waiting.models[row], self._waiting.excluded[row]), waits_for)
+                )
             return self.hold(row, now, _FULL, waits_for)
         return self._assign(row, chosen.first, chosen.second, group, chosen.priced)
 
@@ -297,6 +304,8 @@ class _Call:
         free = [one for one in pairs.decode if self.has_room(one)] if pairs is not None else []
         if not free:
             return self.hold(row, now, _DECODE_FULL)
+        if self._chooser is not None:
+            return self._receive(self._chooser.receiver(self._waiting, row, free), wanted)
         return self._receive(self.cheapest(row, free), wanted)
 
     def _receive(self, chosen: int, wanted: int | None) -> str:

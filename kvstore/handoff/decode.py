@@ -19,12 +19,12 @@ from kvstore.errors import (
     TransferTimeout,
 )
 from kvstore.handoff.aux_data import AUX_BYTES_MAX, AuxData, decode_aux
-from kvstore.handoff.effects import Effect, EndLink, SendTo
+from kvstore.handoff.effects import Effect, EndLink, Landing, SendTo
 from kvstore.handoff.greeting import SILENCE_S, Greeter, Purpose, SealedStream
 from kvstore.handoff.links import SEND_S, LinkThreads, PushLink, Ticker
 from kvstore.handoff.memory import AuxSlots, HandoffPool, digests_of, landing_places
 from kvstore.handoff.messages import RangesHead, encode_message, read_from_prefill
-from kvstore.handoff.receiving import Landing, Receivers
+from kvstore.handoff.receiving import Receivers
 from kvstore.handoff.registry import RegistryClient
 from kvstore.handoff.states import (
     FailureCode,

@@ -32,10 +32,6 @@ class PushJob(NamedTuple):
     generations: npt.NDArray[np.uint64]
     aux: bytes = b""
 
-    def size_bytes(self, block_bytes: int) -> int:
-        """Bytes that it sends, besides the head."""
-        return len(self.aux) or sum(one.size for one in self.ranges) * block_bytes
-
 
 class SendTo(NamedTuple):
     """Send a message on a link."""
@@ -54,6 +50,22 @@ class EndLink(NamedTuple):
     """Close a link: nothing lives on it, and its end settles what is held for it."""
 
     link: bytes
+
+
+class Landing(NamedTuple):
+    """Ranges whose bytes may be written now; its end is told to :meth:`Receivers.landed`.
+
+    Attributes:
+        room: of the request.
+        ranges: what arrives, in order.
+        targets: first block of each in decode's pool; for the aux data its slot.
+        digests: 16 bytes of each.
+    """
+
+    room: int
+    ranges: list[PushRange]
+    targets: list[int]
+    digests: bytes
 
 
 Effect = SendTo | Submit | EndLink

@@ -7,9 +7,8 @@ import numpy.typing as npt
 
 from kvstore import mover
 from kvstore.errors import InvalidArgument
-from kvstore.handoff.effects import PushJob
+from kvstore.handoff.effects import Landing, PushJob
 from kvstore.handoff.places import AUX_PLANE, PushRange, range_seed
-from kvstore.handoff.receiving import Landing
 from kvstore.handoff.shape import PoolShape
 from kvstore.mover.kvpool import KVPool
 from kvstore.page import DIGEST_BYTES

@@ -7,12 +7,12 @@ link has been closed and whoever reads it has ended.
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
 from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
-from kvstore.handoff.effects import Effect, EndLink, SendTo
+from kvstore.handoff.effects import Effect, EndLink, Landing, SendTo
 from kvstore.handoff.messages import (
     RANGES_BYTES_MAX,
     RANGES_MAX,
@@ -56,22 +56,6 @@ ABORTS_MAX: Final = 5
 """An abort is sent so often; then the link is closed, once no handoff lives on it."""
 _AGAIN_NS: Final = 1_000_000_000
 """Between two aborts, and between two renewals."""
-
-
-class Landing(NamedTuple):
-    """Ranges whose bytes may be written now; its end is told to :meth:`Receivers.landed`.
-
-    Attributes:
-        room: of the request.
-        ranges: what arrives, in order.
-        targets: first block of each in decode's pool; for the aux data its slot.
-        digests: 16 bytes of each.
-    """
-
-    room: int
-    ranges: list[PushRange]
-    targets: list[int]
-    digests: bytes
 
 
 class _Receiving:
@@ -244,8 +228,8 @@ class Receivers:
         """A link to a peer is up; it is used for all handoffs that have none yet."""
         self._links[peer] = link
         effects: list[Effect] = []
-        for one in self._rooms.values():
-            if one.peer == peer and not one.link and not one.progress.ended:
+        for one in list(self._rooms.values()):
+            if one.peer == peer and not one.link:
                 one.link = link
                 effects += self._say(one, now_ns)
         return effects
@@ -256,6 +240,8 @@ class Receivers:
         for one in list(self._rooms.values()):
             if one.peer == peer and not one.link:
                 effects += self._fail(one, code, Layer.TRANSPORT, why, now_ns)
+                one.peer = ""  # nobody is there to be told
+                self._forget(one)
         return effects
 
     def closed(self, link: bytes, code: FailureCode, why: str, now_ns: int) -> list[Effect]:
@@ -308,9 +294,7 @@ class Receivers:
             ProtocolError: the head makes no sense, so what follows it cannot be read.
         """
         ranges = unpack_ranges(head.ranges, head.digests)
-        size = sum(
-            one.size * (1 if one.plane == AUX_PLANE else self._shape.block_bytes) for one in ranges
-        )
+        size = sum(map(self._shape.range_bytes, ranges))
         most = max(RANGES_BYTES_MAX, self._shape.block_bytes, self._aux_bytes)
         if size > most or len(ranges) > RANGES_MAX:
             raise ProtocolError(f"{len(ranges)} ranges of {size} bytes in one head")
@@ -354,10 +338,9 @@ class Receivers:
         for place in landing.ranges:
             if place.plane == AUX_PLANE:
                 one.aux_bytes = place.size
-                one.progress.moved_bytes += place.size
             else:
                 one.left -= place.size
-                one.progress.moved_bytes += place.size * self._shape.block_bytes
+            one.progress.moved_bytes += self._shape.range_bytes(place)
         if one.left or one.aux_bytes < 0:
             return []
         assert not one.landing, "everything has arrived, so nothing is arriving"
@@ -406,6 +389,9 @@ class Receivers:
         """Tell prefill of a handoff what it does not know yet, if there is a link."""
         if not one.link:
             return []
+        if one.progress.ended:  # before there was a link
+            self._forget(one)
+            return self._tell_abort(one)
         one.said_ns = now_ns
         if one.blocks is None:
             return [SendTo(one.link, RenewRoom(one.room))]
@@ -444,9 +430,7 @@ class Receivers:
         if one.link not in self._links.values():
             return []  # it is settled when its reader has ended
         if one.aborts < ABORTS_MAX:
-            one.aborts += 1
-            assert one.progress.failure is not None
-            return [SendTo(one.link, Abort(one.room, one.progress.failure))]
+            return self._tell_abort(one)
         on_link = [other for other in self._rooms.values() if other.link == one.link]
         return [EndLink(one.link)] if all(other.progress.ended for other in on_link) else []
 
@@ -457,9 +441,13 @@ class Receivers:
         failure = HandoffFailure(code, HandoffSide.DECODE, self._rank, layer, why[:TEXT_MAX])
         effects = self._end(one, failure, now_ns)
         if one.link and one.progress.failure is failure:
-            one.aborts += 1
-            effects.append(SendTo(one.link, Abort(one.room, failure)))
+            effects += self._tell_abort(one)
         return effects
+
+    def _tell_abort(self, one: _Receiving) -> list[Effect]:
+        assert one.progress.failure is not None
+        one.aborts += 1
+        return [SendTo(one.link, Abort(one.room, one.progress.failure))]
 
     def _end(self, one: _Receiving, failure: HandoffFailure, now_ns: int) -> list[Effect]:
         if not one.progress.fail(failure, now_ns):
@@ -490,7 +478,8 @@ class Receivers:
             one.slot = -1
 
     def _forget(self, one: _Receiving) -> None:
-        """Take an ended handoff out of the table when nobody asks about it any more."""
-        if one.closed and one.progress.ended and not self._is_holding(one):
+        """Take an ended handoff out of the table when nobody asks about it, and prefill is told."""
+        told = one.link or not one.peer
+        if one.closed and told and one.progress.ended and not self._is_holding(one):
             self._give_slot(one)
             self._rooms.pop(one.room, None)

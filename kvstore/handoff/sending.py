@@ -277,7 +277,7 @@ class Senders:
         effects: list[Effect] = []
         if failure is None:
             one.progress.heard(now_ns)
-            one.progress.moved_bytes += job.size_bytes(self._shape.block_bytes)
+            one.progress.moved_bytes += sum(map(self._shape.range_bytes, job.ranges))
         else:
             effects = self._end(one, failure, now_ns, tell=True)
         effects += self._drained(one)

@@ -7,7 +7,13 @@ import numpy.typing as npt
 
 from kvstore.errors import InvalidArgument, ProtocolError
 from kvstore.handoff.messages import Announce
-from kvstore.handoff.places import BLOCKS_MAX, PLANES_MAX, unpack_numbers
+from kvstore.handoff.places import (
+    AUX_PLANE,
+    BLOCKS_MAX,
+    PLANES_MAX,
+    PushRange,
+    unpack_numbers,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,10 @@ class PoolShape:
     def blocks_of(self, token_count: int) -> int:
         """Blocks that so many tokens need."""
         return min(-(-token_count // self.block_tokens), BLOCKS_MAX)
+
+    def range_bytes(self, place: PushRange) -> int:
+        """Bytes of a range of blocks, or of aux data."""
+        return place.size * (1 if place.plane == AUX_PLANE else self.block_bytes)
 
     def has(self, blocks: npt.NDArray[np.int64]) -> bool:
         """Whether all blocks are in the pool."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.handoff.effects import Effect, EndLink, PushJob, SendTo, Submit
+from kvstore.handoff.effects import Effect, EndLink, Landing, PushJob, SendTo, Submit
 from kvstore.handoff.memory import Places, digests_of, landing_places
 from kvstore.handoff.messages import (
     HandoffPing,
@@ -18,7 +18,6 @@ from kvstore.handoff.messages import (
     read_from_prefill,
 )
 from kvstore.handoff.places import PushRange, pack_numbers
-from kvstore.handoff.receiving import Landing
 from kvstore.handoff.states import FailureCode, HandoffFailure, HandoffProgress, HandoffSide, Layer
 from kvstore.testing.timeline import Timeline
 from kvstore.tier.vectored import memory_at

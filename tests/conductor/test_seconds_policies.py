@@ -17,6 +17,8 @@ from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.policy import AGING, KVCACHE_BALANCING_THRESHOLD, POLICIES, WORK
 from conductor.routing.scheduler import Scheduler
 from tests.conductor.columns import NOW, EngineRow, engine, request, schedule
+from tests.conductor.seeded_load import LOADS, SeededLoad
+from tests.conductor.test_recorded_decisions import Simulated
 
 PRIOR = EngineCosts(Machine("llama3-70b", "h800", 8)).prior
 """Of all engines in these views."""
@@ -220,3 +222,23 @@ def test_every_prompt_is_computed_and_no_engine_waits_for_its_next(
         decide()
 
     assert served == len(prompts)
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("load", sorted(LOADS))
+@pytest.mark.parametrize("policy", SECONDS)
+def test_a_load_with_failures_and_engines_that_go_leaves_nothing_behind(
+    policy: str, load: str, in_turn: bool
+) -> None:
+    seeded = SeededLoad(LOADS[load], f"{load}/seconds", in_turn=in_turn)
+    driven = Simulated(seeded, policy)
+    log = seeded.run(driven)
+
+    assert log
+    assert len(driven.dispatcher) == 0
+    costs = driven.dispatcher.view(0.0).costs
+    assert costs is not None
+    assert not costs.backlog_s.any(), "no engine is thought to have prompts"
+    assert not costs.coming_bytes.any(), "or KV on its way"
+    places = {spec.id: spec.max_running for spec in LOADS[load]}
+    assert all(most <= places[name] for name, most in seeded.most.items())

@@ -275,3 +275,23 @@ def test_the_messages_have_numbers_that_do_not_change():
 
     assert [kind.__struct_config__.tag for kind in kinds] == list(range(1, 9))
     assert messages.RANGES_BYTES_MAX == 1 << 20
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_prefill_is_told_of_what_was_given_up_before_there_was_a_link(linked):
+    core = Receivers(SHAPE, 1, 64, Patience())
+    for room in (1, 2):  # the aux slot is free again at once
+        core.open(room, "p", 48, 0)
+        core.close(room, 0)
+    assert [one.missing for one in core.describe(0)] == [[0], [0]]
+    if linked:
+        effects = core.linked("p", b"L", 1)
+        assert [(type(one.message), one.message.room) for one in effects] == [
+            (Abort, 1),
+            (Abort, 2),
+        ]
+    else:
+        assert core.unreachable("p", FailureCode.UNREACHABLE, "nobody", 1) == []
+
+    assert core.describe(1) == []
+    core.check()

@@ -174,3 +174,16 @@ def test_each_handoff_is_counted_and_what_was_pushed_is_told_as_events(
     assert there.handoff.handoff is not None
     assert set(there.handoff.handoff.seconds) >= {"bootstrapping", "waiting_for_input"}
     assert ask(pair.decode, TEXT[:200], 2).wait().request.timings.cached_tokens == 192
+
+
+def test_rows_of_other_requests_are_not_pushed_with_the_last_block(
+    make_engine: MakeEngine, ask: Ask
+) -> None:
+    pair = pair_of(make_engine, ask, prefill={"prefix_cache": False})
+    ask(pair.prefill, TEXT[:254], 3).wait()  # its blocks are given away next
+    here, there = pair.ask(TEXT[:5], 1)
+    assert len(there.wait().tokens) == 1
+    assert report(here.wait()) == ("success", None)
+    pool = pair.decode.parts.pool
+    for plane in (*pool.keys, *pool.values):
+        assert int(plane.flatten(2).any(dim=2).sum()) == 5

@@ -31,9 +31,12 @@ class PrefixTreeMachine(RuleBasedStateMachine):
     def allocate(self, count: int) -> list[int] | None:
         while self.allocator.free < count and self.tree.evict():
             pass
+        before = self.allocator.generations.copy()
         blocks = self.allocator.allocate(count)
         for block in blocks or ():
             assert not any(block in held for held in self.held), "handed out twice"
+        changed = (self.allocator.generations != before).nonzero()[0].tolist()
+        assert changed == sorted(blocks or ()), "who still reads a block finds its new owner"
         return blocks
 
     @rule(chain=chains)

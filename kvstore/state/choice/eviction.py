@@ -394,12 +394,8 @@ def is_held(node: PrefixNode) -> bool:
 def classes(node: PrefixNode) -> list[int]:
     """The slot sizes of the node's pages, each once."""
     shards = node.space.shards
-    found: list[int] = []
-    for shard in node.slot_columns:
-        size = shards[shard].slot_bytes
-        if size not in found:
-            found.append(size)
-    return found
+    found = [shards[shard].slot_bytes for shard in node.slot_columns]
+    return found if len(found) < 2 else sorted(set(found))
 
 
 def slots_of_a_page(node: PrefixNode, slot_bytes: int) -> int:

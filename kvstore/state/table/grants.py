@@ -1,12 +1,14 @@
 """Which pages of a put are new, and may come where it says: looked at before anything changes."""
 
+from typing import NamedTuple
+
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 
-class NewPages:
+class NewPages(NamedTuple):
     """What may be granted.
 
     Attributes:
@@ -16,16 +18,10 @@ class NewPages:
         unknown: the tree has no node with any of them.
     """
 
-    __slots__ = ("contradicts", "pages", "refusal", "unknown")
-
-    def __init__(
-        self, pages: int, refusal: PageStatus | None = None, *, contradicts: bool = False,
-        unknown: bool = False,
-    ) -> None:  # fmt: skip
-        self.pages = pages
-        self.refusal = refusal
-        self.contradicts = contradicts
-        self.unknown = unknown
+    pages: int
+    refusal: PageStatus | None = None
+    contradicts: bool = False
+    unknown: bool = False
 
 
 def known_pages(

@@ -24,7 +24,7 @@ class PageStatus(IntEnum):
     """The page before it vanished while this one was being written."""
 
 
-@dataclass(slots=True, init=False)
+@dataclass(frozen=True, slots=True)
 class Stored:
     """Action: these pages became READY, in memory.
 
@@ -37,16 +37,6 @@ class Stored:
     keys: list[PrefixKey]
     parent: PrefixKey
     tokens: bytes
-
-    # Written out for the compiler: what `dataclass` makes stays interpreted.
-    def __init__(
-        self, space: PrefixTree, shard: int, keys: list[PrefixKey], parent: PrefixKey, tokens: bytes
-    ) -> None:
-        self.space = space
-        self.shard = shard
-        self.keys = keys
-        self.parent = parent
-        self.tokens = tokens
 
 
 @dataclass(slots=True, init=False)
@@ -63,6 +53,8 @@ class Removed:
     cause: str
     tiers: tuple[Tier, ...]
 
+    # Written out for the compiler: what `dataclass` makes stays interpreted, and a message that
+    # evicts makes some.
     def __init__(
         self, space: PrefixTree, shard: int, keys: list[PrefixKey], cause: str,
         tiers: tuple[Tier, ...] = ("host",),

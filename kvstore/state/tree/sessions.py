@@ -72,7 +72,7 @@ class Lease:
     expired: bool = False
 
 
-@dataclass(slots=True, init=False)
+@dataclass(slots=True)
 class Put:
     """Pages one process writes.
 
@@ -82,8 +82,8 @@ class Put:
         keys: of each granted page, in chain order, until it is committed.
         slots: of each of these.
         size_bytes: slot bytes, counted against the quota until the put is gone.
-        lost: its writer may still write, its slots are in LIMBO.
         since_ns: when its slots were granted.
+        lost: its writer may still write, its slots are in LIMBO.
     """
 
     space: PrefixTree
@@ -91,21 +91,8 @@ class Put:
     keys: list[PrefixKey]
     slots: list[Slot]
     size_bytes: int
-    lost: bool
     since_ns: int
-
-    # Written out for the compiler: what `dataclass` makes stays interpreted.
-    def __init__(
-        self, space: PrefixTree, shard: int, keys: list[PrefixKey], slots: list[Slot],
-        size_bytes: int, since_ns: int,
-    ) -> None:  # fmt: skip
-        self.space = space
-        self.shard = shard
-        self.keys = keys
-        self.slots = slots
-        self.size_bytes = size_bytes
-        self.lost = False
-        self.since_ns = since_ns
+    lost: bool = False
 
     def part(self, pages: int) -> "Put":
         """A put of the leading pages, which are no longer of this one."""

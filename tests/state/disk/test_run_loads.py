@@ -7,9 +7,9 @@ from kvstore.page import DIGEST_BYTES
 from kvstore.state.disk.jobs import DiskRead
 from kvstore.state.tree.actions import TierStored
 from kvstore.state.tree.sessions import Fetch
-from tests.state.disk.disk_world import DiskWorld, flood
+from tests.state.disk.disk_world import IO_ERROR, DiskWorld, flood
 from tests.state.disk.test_runs_on_disk import whole
-from tests.state.world import chain
+from tests.state.world import chain, key
 
 
 def on_disk_only(path: str) -> DiskWorld:
@@ -119,3 +119,17 @@ def test_a_page_that_was_stored_again_with_other_bytes_does_not_get_the_old_ones
     assert world.table.fetches.ended == [asked]
     assert world.in_memory("abcd") == [True, True, False, False]
     assert world.lookup(world.mine, "abcd") == (4, 0)
+
+
+def test_what_follows_a_page_that_cannot_be_read_leaves_and_what_precedes_it_comes():
+    world = on_disk_only("abcdef")
+    asked = fetch(world, "abcdef")
+
+    for job in reversed(world.jobs(DiskRead)):
+        world.end_job(job, IO_ERROR if job.page.key == key("abcd") else None)
+
+    assert world.table.fetches.ended == [asked]
+    assert world.in_memory("abc") == [True] * 3
+    assert world.lookup(world.mine, "abcdef") == (3, 0)
+    world.table.end_fetch(world.me, asked)
+    assert world.slots.stats().writing_bytes == world.slots.stats().pinned_bytes == 0
