@@ -129,9 +129,11 @@ class LateStream:
     def step(self) -> None:
         """Do the next work."""
         head = self._work.popleft()
-        if not isinstance(head, LateEvent):
-            head()
-        self.reached += 1
+        try:
+            if not isinstance(head, LateEvent):
+                head()
+        finally:
+            self.reached += 1
 
     def run(self, work: Callable[[], None]) -> None:
         """See :class:`kvstore.tier.lane.DeviceStream`."""

@@ -57,6 +57,8 @@ class DevicePool:
         launches: operations that it has started on the device besides plain copies, in all jobs.
     """
 
+    # An engine may call us in inference mode; tensors made there cannot be written outside of it.
+    @torch.inference_mode(mode=False)
     def __init__(self, pool: KVPool, device: Device, way_in: Lane, way_out: Lane) -> None:
         """Describe the pool's memory; copies nothing."""
         self._pool = pool
@@ -306,15 +308,18 @@ class HostDevice:
         """See :class:`Device`."""
         return _HostStream()
 
+    @torch.inference_mode(mode=False)
     def pinned(self, size: int) -> Any:
         """See :class:`Device`."""
         return torch.zeros(size, dtype=torch.uint8)
 
+    @torch.inference_mode(mode=False)
     def memory(self, size: int, stream: DeviceStream) -> Any:
         """See :class:`Device`."""
         del stream
         return torch.zeros(size, dtype=torch.uint8)
 
+    @torch.inference_mode(mode=False)
     def view(self, address: int, size: int) -> Any:
         """See :class:`Device`."""
         found = (ctypes.c_ubyte * size).from_address(address)
@@ -367,6 +372,7 @@ class CudaDevice:
         """See :class:`Device`."""
         return _CudaStream(torch.cuda.current_stream(self._device))
 
+    @torch.inference_mode(mode=False)
     def pinned(self, size: int) -> Any:
         """See :class:`Device`."""
         check_lockable(size)
@@ -378,6 +384,7 @@ class CudaDevice:
                 " free memory"
             ) from error
 
+    @torch.inference_mode(mode=False)
     def memory(self, size: int, stream: DeviceStream) -> Any:
         """See :class:`Device`."""
         # Of the pool that torch keeps for this stream: no earlier work of another one uses it.
@@ -385,6 +392,7 @@ class CudaDevice:
         with torch.cuda.stream(stream.stream):
             return torch.empty(size, dtype=torch.uint8, device=self._device)
 
+    @torch.inference_mode(mode=False)
     def view(self, address: int, size: int) -> Any:
         """See :class:`Device`."""
         return torch.as_tensor(_DeviceArray(address, size), device=self._device)

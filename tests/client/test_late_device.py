@@ -232,3 +232,18 @@ def test_an_extract_after_close_is_refused(store, device):
     store.close()
     with pytest.raises((DeviceUnavailable, CapacityError)):
         space.extract_from_kvpool(on_device(pool), [0], keys).result()
+
+
+def test_a_pool_that_is_first_used_in_inference_mode_works_in_other_threads(store, device):
+    """vLLM calls us in that mode; tensors made in it may not be written outside of it."""
+    space, keys, pages, pool = stored(store)
+    with torch.inference_mode():
+        job = space.restore_to_kvpool(keys, on_device(pool), BLOCKS)
+        store.device_pool(on_device(pool)).speeds(SIZE)
+    assert job.result().pages == COUNT
+    assert space.restore_to_kvpool(keys, on_device(pool), BLOCKS).result().pages == COUNT
+    assert found(pool) == pages
+    other = other_keys(space)
+    with torch.inference_mode():
+        job = space.extract_from_kvpool(on_device(pool), BLOCKS, other)
+    assert job.result().stored == COUNT
