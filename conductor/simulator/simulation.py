@@ -198,7 +198,7 @@ class Simulation:
         one = record.request
         record.tries += 1
         record.prefill, record.decode = assign.prefill, assign.decode
-        record.predicted_hit = assign.usable_tokens
+        record.predicted_hit = assign.usable_tokens + assign.fetch_tokens
         if record.assigned is None:
             record.assigned = self.now
         alone = assign.prefill == assign.decode
