@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from bench import measure, server
-from bench.host import LAYER_TOKEN_BYTES, Shape, open_space, random_keys
+from bench.host_pages import LAYER_TOKEN_BYTES, Shape, open_space, random_keys
 from bench.measure import Measured, Memcpy, Progress, Report
 from kvstore.client.store import KVStore
 from kvstore.mover.kvpool import KVPool
