@@ -24,6 +24,7 @@ from tests.client.conftest import (
     open_space,
 )
 from tests.conductor.fakes import FakeEngine, FakeNode, beside, serving
+from tests.conductor.test_push import PUSHED, decode, later, prefill
 from tests.conftest import ROOT, Process
 from tests.deploy.promql import Selector, grouping, selectors
 from tests.loops import eventually
@@ -92,13 +93,16 @@ def node_series(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 
 
 @pytest.fixture(scope="module")
-def conductor_series() -> dict[str, Series]:
+def conductor_series(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Series]:
     """Of a Conductor after requests that went well and that did not."""
+    trace = {"trace_file": str(tmp_path_factory.mktemp("traced") / "trace.jsonl")}
 
     async def scraped() -> str:
         with EventPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", topic=b"x@a@m") as events:
             a, node = FakeEngine("a", "mixed", events=events.bound_endpoint), FakeNode("n")
-            async with beside(node), serving(a) as client:
+            p, d = prefill(), decode()
+            p.report = d.report = PUSHED
+            async with beside(node), serving(a, decisions=trace) as client:
                 assert (await client.operate("/v1/nodes", {"url": node.url}))[0] == 201
                 await eventually(lambda: client.is_current("engine/a"))
                 key = b"k" * 32
@@ -116,6 +120,9 @@ def conductor_series() -> dict[str, Series]:
                 follower = client.followed("engine/a")
                 assert follower is not None
                 follower.faults.note("frames", "none")
+                a.broken = "reset"
+                async with later(client, p, d):
+                    assert (await client.complete("a prompt"))[0] == 200
                 return (await client.get("/metrics"))[1]
 
     return series_of(asyncio.run(scraped()))
