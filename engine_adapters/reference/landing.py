@@ -98,6 +98,7 @@ class DecodePushes:
             name=parts.name,
             patience=options.patience,
         )
+        parts.metrics.limbo_blocks.set_function(lambda: self._manager.stats()["limbo_blocks"])
 
     # Any thread
 

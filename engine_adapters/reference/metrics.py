@@ -41,6 +41,11 @@ class Metrics:
         self.waiting = Gauge("reference_engine_waiting", "Waiting requests.", registry=registry)
         self.running = Gauge("reference_engine_running", "Requests with blocks.", registry=registry)
         self.free_blocks = Gauge("reference_engine_free_blocks", "Free blocks.", registry=registry)
+        self.limbo_blocks = Gauge(
+            "reference_engine_limbo_blocks",
+            "Blocks of failed pushes in which bytes may still arrive.",
+            registry=registry,
+        )
 
     def text(self) -> bytes:
         """All metrics in the Prometheus text format."""

@@ -9,6 +9,7 @@ from engine_adapters.reference.request import State
 from engine_adapters.reference.sampler import Sampling
 from engine_adapters.reference.scheduler import Limits
 from engine_adapters.reference.tokenizer import TextStream
+from kvstore.handoff.decode import DecodeManager
 from tests.conftest import WaitUntil
 from tests.reference.conftest import Ask, MakeEngine
 from tests.reference.fake_store import FakeNode, FakeStore
@@ -50,6 +51,15 @@ def test_prompts_of_many_chunks_that_share_prefixes_are_pushed_whole(
         assert there.wait().tokens == expected.tokens
         assert report(here.wait()) == report(there) == ("success", None)
         assert kept_hashes(pair, f"r{at}") == [mono.kv_hashes(f"r{at}")] * 2
+
+
+def test_blocks_in_limbo_are_shown(
+    make_engine: MakeEngine, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = pair_of(make_engine, ask)
+    monkeypatch.setattr(DecodeManager, "stats", lambda _: {"limbo_blocks": 7})
+    assert b"reference_engine_limbo_blocks 7.0" in pair.decode.metrics.text()
+    assert b"reference_engine_limbo_blocks 0.0" in pair.prefill.metrics.text()
 
 
 def test_what_decode_has_of_a_prompt_is_not_pushed(make_engine: MakeEngine, ask: Ask) -> None:
