@@ -1,4 +1,4 @@
-"""A node that stops at gates while it reads pages of others.
+"""A node that stops at gates while it reads pages of others, a little at a time.
 
 Run as ``python -m tests.cluster_processes.gated GATES [ARGUMENT OF kvstore-server]...``. A named
 pipe in the folder GATES is a gate that is closed for whoever comes first: ``lease``: pages are
@@ -7,6 +7,7 @@ renamed the pipe to ``NAME.held``, and goes on after a line in it.
 """
 
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from kvstore.transport.reader import PageReader
 from kvstore.transport.streams import PlainStream, TlsStream
 
 PAGE_BYTES_MIN = 64 << 10
+RECEIVE_BYTES = 64 << 10  # the kernel must not receive all pages while the node stands at a gate
 
 
 def stand(gates: Path, name: str) -> None:
@@ -39,13 +41,18 @@ def main() -> int:
         ask(self, part, stream)
 
     def gate_receive(kind: type[PlainStream] | type[TlsStream]) -> None:
-        receive = kind.receive
+        take, receive = kind.__init__, kind.receive
+
+        def narrow(self: Any, connection: socket.socket) -> None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
+            take(self, connection)
 
         def gated(self: Any, buffers: Sequence[memoryview], deadline_ns: int) -> None:
             receive(self, buffers, deadline_ns)
             if sum(map(len, buffers)) >= PAGE_BYTES_MIN:
                 stand(gates, "read")
 
+        kind.__init__ = narrow  # type: ignore[method-assign]
         kind.receive = gated  # type: ignore[method-assign]
 
     PageReader._ask = gated_ask  # type: ignore[method-assign]
