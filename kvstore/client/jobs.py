@@ -237,7 +237,7 @@ class RestoreJob(Job[RestoreResult]):
         self._layered = layered
         super().__init__(worker, run, slow, blocks)
         if self._refused:  # refused: there will be no layers
-            progress.finish()
+            self._end_layers()
 
     def wait_layer(self, layer: int, timeout_s: float) -> bool:
         """Wait until layer ``layer`` of all restored pages is copied, or the job has ended.
@@ -300,4 +300,10 @@ class RestoreJob(Job[RestoreResult]):
         """Run it; when it has ended, wake threads that wait for a layer."""
         super().run()
         if self._ended.is_set():
-            self._progress.finish()
+            self._end_layers()
+
+    def _end_layers(self) -> None:
+        """Wake who waits for a layer; the job has ended."""
+        self._progress.finish()
+        if self._blocks is not None:
+            self._blocks.copy.end()

@@ -236,7 +236,6 @@ class Loader:
         except KVStoreError as error:
             self._services.note_trouble(error)
         progress.before = loaded
-        target.copy.end()
         if self._services.waits == waits:
             size = (loaded - first) * self._pages[shard].page_bytes
             self._services.note_load(size, perf_counter() - start)

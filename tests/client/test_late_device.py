@@ -5,11 +5,13 @@ a job that restored nothing or raised by name, and that is not done while the de
 its blocks.
 """
 
+import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
+from kvstore.client import jobs
 from kvstore.client.store import KVStore
 from kvstore.errors import CapacityError, DeviceUnavailable, InvalidArgument
 from kvstore.mover.kvpool import KVPool
@@ -247,3 +249,31 @@ def test_a_pool_that_is_first_used_in_inference_mode_works_in_other_threads(stor
     with torch.inference_mode():
         job = space.extract_from_kvpool(on_device(pool), BLOCKS, other)
     assert job.result().stored == COUNT
+
+
+@pytest.mark.timeout(20)
+def test_nobody_waits_for_layers_of_a_restore_that_was_not_queued(store, device, monkeypatch):
+    space, keys, _, pool = stored(store)
+    monkeypatch.setattr(jobs, "QUEUE_MAX", 0)
+    job = space.restore_to_kvpool(keys, on_device(pool), BLOCKS, order="segment")
+    assert job.refused
+    assert not job.wait_layer(0, 3600.0)
+    assert job.done
+
+
+def test_a_restore_without_layers_has_ended_when_that_is_told(store, device, monkeypatch):
+    space, _, _, pool = stored(store)
+    end, submitted, had_ended = lane.DeviceCopy.end, threading.Event(), []
+
+    def told(copy: lane.DeviceCopy) -> None:
+        assert submitted.wait(10.0)
+        had_ended.append(job._ended.is_set())
+        end(copy)
+
+    monkeypatch.setattr(lane.DeviceCopy, "end", told)
+    absent = new_keys(space, COUNT, start=1_000_000)
+    job = space.restore_to_kvpool(absent, on_device(pool), BLOCKS, order="segment")
+    submitted.set()
+    assert not job.wait_layer(0, 10.0)
+    assert job.done
+    assert had_ended == [True]
