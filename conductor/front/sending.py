@@ -345,6 +345,8 @@ class Sender:
     async def _whole(self, run: Run, half: _Half, attempt: Attempt) -> web.StreamResponse:
         """Relay one JSON answer."""
         parts = self._parts
+        if half.protocol is None:
+            parts.queue.untold(run.number, half.engine)
         started = parts.clock()
         try:
             raw, content_type = await parts.upstream.post(

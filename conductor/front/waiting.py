@@ -156,6 +156,11 @@ class RequestQueue:
         self.pump()
         return answer
 
+    def untold(self, number: int, engine_id: str) -> None:
+        """Nobody will tell when an engine has computed the prompt of a request."""
+        self.dispatcher.loads.untold(number, engine_id)
+        self.pump()
+
     def released(self, number: int, engine_id: str) -> None:
         """An engine has done its part of a request."""
         self.dispatcher.released(number, engine_id, self._clock())
