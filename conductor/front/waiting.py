@@ -156,6 +156,11 @@ class RequestQueue:
         self.pump()
         return answer
 
+    def began(self, number: int) -> None:
+        """A request has its first token."""
+        self.dispatcher.began(number, self._clock())
+        self.pump()
+
     def untold(self, number: int, engine_id: str) -> None:
         """Nobody will tell when an engine has computed the prompt of a request."""
         self.dispatcher.loads.untold(number, engine_id)

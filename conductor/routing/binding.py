@@ -12,6 +12,8 @@ from conductor.routing.pricing import PricedEngines, Prices, Prompt
 
 AHEAD_S: Final = 0.02
 """A late binding policy gives an engine its next prompt so long before it has computed the last."""
+_ROUNDING_S: Final = 1e-6
+"""Differences of times are not exact: one who is woken for an engine must find it free."""
 _IN_VAIN_MAX: Final = 16
 """Requests of one call that may prefer an engine that is not free, before nobody else is asked."""
 _NOTHING: Final = np.zeros(0)
@@ -142,7 +144,7 @@ class SecondsChooser:
 
     def is_free(self, row: int) -> bool:
         """Whether an engine can be given a prompt."""
-        idle = not self._late or self._prices.backlog_s[row] <= AHEAD_S
+        idle = not self._late or self._prices.backlog_s[row] <= AHEAD_S + _ROUNDING_S
         return bool(idle) and self._has_room(row)
 
     def least_s(self, waiting: Waiting, row: int, firsts: list[int]) -> float:

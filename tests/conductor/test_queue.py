@@ -13,7 +13,10 @@ from conductor.routing.scheduler import Scheduler
 from tests.loops import in_loop
 
 
-def queue_over(waiting_max: int = 10, wait_s: float = 60.0, **engines: tuple[str, int]):
+def queue_over(
+    waiting_max: int = 10, wait_s: float = 60.0, policy: str = "round-robin",
+    **engines: tuple[str, int],
+):  # fmt: skip
     """A queue over engines: their roles and places; one mixed engine "e" with one by default."""
     registry = EngineRegistry()
     for name, (role, max_running) in (engines or {"e": ("mixed", 1)}).items():
@@ -23,16 +26,16 @@ def queue_over(waiting_max: int = 10, wait_s: float = 60.0, **engines: tuple[str
         )  # fmt: skip
         registry.register(info, 0.0)
     limits = DispatchLimits(waiting_max, wait_s, tries=2)
-    dispatcher = Dispatcher(registry, Scheduler(POLICIES["round-robin"]), limits)
+    dispatcher = Dispatcher(registry, Scheduler(POLICIES[policy]), limits)
     return RequestQueue(dispatcher, lambda *_: {}, time.monotonic)
 
 
-def request(number: int) -> Request:
-    return Request(number=number, model="m", arrived=time.monotonic())
+def request(number: int, tokens: int | None = None) -> Request:
+    return Request(number=number, model="m", arrived=time.monotonic(), tokens=tokens)
 
 
-async def take(queue: RequestQueue, number: int) -> Lease:
-    lease = queue.enter(request(number))
+async def take(queue: RequestQueue, number: int, tokens: int | None = None) -> Lease:
+    lease = queue.enter(request(number, tokens))
     await lease.assigned()
     return lease
 
@@ -131,6 +134,18 @@ async def test_who_waits_too_long_is_refused_without_any_other_event() -> None:
         with pytest.raises(RejectedError, match="waited too long") as refused:
             await take(queue, 2)
         assert (refused.value.status, refused.value.code) == (503, "queue_timeout")
+
+
+@in_loop
+async def test_the_first_token_of_one_request_gives_the_next_its_engine() -> None:
+    queue = queue_over(policy="earliest-first-token", e=("mixed", 2))
+    with await take(queue, 1, tokens=60_000):
+        second = asyncio.create_task(use(queue, 2))
+        await asyncio.sleep(0)
+        assert len(queue) == 1, "the engine computes the first prompt"
+        queue.began(1)
+        assert len(queue) == 0
+        await second
 
 
 @in_loop
