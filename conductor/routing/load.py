@@ -258,6 +258,8 @@ class EngineLoads:
         load = self._of(info)
         load.pass_time(now)
         load.coming.pop(number, None)
+        if number in load.decoding:
+            load.context -= load.decoding[number].tokens
         load.decoding[number] = _Decoding(tokens, now, load.batch_s, load.context_s)
         load.context += tokens
         load.step_cost_s = -1.0

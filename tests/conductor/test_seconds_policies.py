@@ -224,6 +224,30 @@ def test_every_prompt_is_computed_and_no_engine_waits_for_its_next(
     assert served == len(prompts)
 
 
+def test_a_request_that_is_said_to_decode_twice_counts_once() -> None:
+    registry = EngineRegistry()
+    registry.register(info("p", "prefill"), 0.0)
+    registry.register(info("d", "decode"), 0.0)
+    desk = dispatcher(registry, "earliest-first-token")
+
+    def room() -> float:
+        costs = desk.view(0.0).costs
+        assert costs is not None
+        return float(costs.kv_room[1])
+
+    empty = room()
+    desk.arrive(Request(number=1, model="m", arrived=0.0, tokens=8192))
+    decided(desk, 0.0)
+    desk.prefilled(1, 1.0)
+    decided(desk, 1.0)
+    desk.began(1, 1.5)  # the first byte
+    desk.began(1, 1.6)
+    desk.check()
+    assert room() == empty - 8192
+    desk.left(1, 2.0)
+    assert room() == empty
+
+
 def over_one(places: int = 64, policy: str = "earliest-first-token") -> Dispatcher:
     """A dispatcher over one mixed engine "e"."""
     registry = EngineRegistry()
