@@ -248,6 +248,18 @@ def test_a_request_that_is_said_to_decode_twice_counts_once() -> None:
     assert room() == empty
 
 
+def test_those_who_wait_for_one_model_hold_no_engine_of_another() -> None:
+    rows = [engine("near", backlog_s=0.1), engine("far"), engine("other", model="n")]
+    matches = {"near": Prefix(TOKENS, 0, TOKENS)}
+    asked = [request(number, tokens=TOKENS) for number in range(1, 18)]
+    *held, last = schedule(
+        "earliest-first-token", rows, [*asked, request(18, model="n", tokens=TOKENS)], matches
+    )
+
+    assert all(isinstance(one, Hold) for one in held)
+    assert isinstance(last, Assign)
+
+
 def over_one(places: int = 64, policy: str = "earliest-first-token") -> Dispatcher:
     """A dispatcher over one mixed engine "e"."""
     registry = EngineRegistry()
