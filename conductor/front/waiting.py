@@ -191,7 +191,9 @@ class RequestQueue:
         for number, model in self.dispatcher.due(now):
             self.dispatcher.learn(number, self._find(number, model))
         for effect in self.dispatcher.step(now):
-            answer = self._answers.pop(effect.request)
+            answer = self._answers.pop(effect.request, None)
+            if answer is None:
+                continue  # its client had gone when the dispatcher refused it
             if isinstance(effect, Reject):
                 answer.set_exception(RejectedError(effect))
             else:

@@ -128,6 +128,20 @@ async def test_a_closed_queue_refuses_who_waits_and_who_comes_and_who_fails() ->
 
 
 @in_loop
+async def test_closing_refuses_the_others_if_one_client_has_gone_a_moment_ago() -> None:
+    queue = queue_over()
+    with await take(queue, 1):
+        gone, stays = (asyncio.create_task(use(queue, number)) for number in (2, 3))
+        await asyncio.sleep(0)
+        gone.cancel()
+        queue.close()
+        with pytest.raises(RejectedError, match="shutting down"):
+            await stays
+        await asyncio.wait([gone])
+    queue.dispatcher.check()
+
+
+@in_loop
 async def test_who_waits_too_long_is_refused_without_any_other_event() -> None:
     queue = queue_over(wait_s=0.02)
     with await take(queue, 1):
