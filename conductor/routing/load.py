@@ -22,6 +22,8 @@ _OVERDUE_S: Final = 0.01
 """A prompt that should be computed, but is not, is thought to take so much longer."""
 _LATE_S: Final = 1.0
 """A prompt that is overdue by this, and by as long as it should take, no longer holds others up."""
+_TOKENS_MAX: Final = 1 << 24
+"""Of an output; an engine may say any number."""
 _TERMS: Final = ("constant", "weights", "attention")
 
 
@@ -249,7 +251,7 @@ class EngineLoads:
         if first:
             since = max(one.since, load.computed_at) if mine is load.late else load.head_since
             tokens = one.new_tokens + one.prefix_tokens
-            hit = min(one.prefix_tokens if hit_tokens is None else hit_tokens, tokens)
+            hit = min(one.prefix_tokens if hit_tokens is None else max(0, hit_tokens), tokens)
             load.costs.computed(tokens - hit, hit, now - since - one.fetch_s)
             load.head_since = load.computed_at = now
 
@@ -272,6 +274,7 @@ class EngineLoads:
         load.pass_time(now)
         one = load.decoding[number]
         passed = now - one.since
+        output_tokens = min(output_tokens, _TOKENS_MAX)
         if output_tokens > 1 and passed > 0:
             batch = (load.batch_s - one.batch_s) / passed
             context = (load.context_s - one.context_s) / passed

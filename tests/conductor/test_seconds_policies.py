@@ -260,6 +260,19 @@ def test_those_who_wait_for_one_model_hold_no_engine_of_another() -> None:
     assert isinstance(last, Assign)
 
 
+@pytest.mark.parametrize("told", [10**400, -(10**400), -1])
+def test_what_an_engine_cannot_have_counted_is_survived(told: int) -> None:
+    desk = over_one()
+    desk.arrive(Request(number=1, model="m", arrived=0.0, tokens=8192))
+    decided(desk, 0.0)
+    desk.began(1, 1.0, told)
+    desk.ended(1, told, 2.0)
+    desk.left(1, 2.0)
+    desk.check()
+    factors = desk.loads.gauges()["cost_factor"].values()
+    assert np.isfinite(list(factors)).all()
+
+
 def over_one(places: int = 64, policy: str = "earliest-first-token") -> Dispatcher:
     """A dispatcher over one mixed engine "e"."""
     registry = EngineRegistry()
