@@ -162,7 +162,7 @@ class CostBook:
             if _digest(bytes(whole.engines)) != whole.digest:
                 raise UnusableCostsError("the digest is not that of the engines")
             engines = msgspec.json.decode(whole.engines, type=dict[str, _SavedEngine])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UnusableCostsError(str(error)) from error
         restored: OrderedDict[str, EngineCosts] = OrderedDict()
         for name, one in list(engines.items())[-_ENGINES_MAX:]:

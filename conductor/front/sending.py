@@ -345,6 +345,8 @@ class Sender:
     async def _whole(self, run: Run, half: _Half, attempt: Attempt) -> web.StreamResponse:
         """Relay one JSON answer."""
         parts = self._parts
+        if half.protocol is None:
+            parts.queue.untold(run.number, half.engine)
         started = parts.clock()
         try:
             raw, content_type = await parts.upstream.post(
@@ -427,9 +429,8 @@ class Sender:
         """Send the first byte to the client: no retries after this."""
         run.decision.status = 200
         await response.prepare(run.http)
-        now = self._parts.clock()
-        run.first_byte(now)
-        self._parts.dispatcher.began(run.number, now)
+        run.first_byte(self._parts.clock())
+        self._parts.queue.began(run.number)
 
     async def write(self, response: web.StreamResponse, piece: bytes) -> None:
         """Send a piece to the client; a client that does not read in time is disconnected."""

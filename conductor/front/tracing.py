@@ -161,9 +161,10 @@ class _Rotated:
         if self._path.is_symlink() or (self._path.exists() and not self._path.is_file()):
             raise FileExistsError(0, "is there and is no file")
         names = [self._path, *(Path(f"{self._path}.{n}") for n in range(1, self._files_max))]
-        for older, newer in zip(names[:0:-1], names[-2::-1], strict=True):
-            with contextlib.suppress(FileNotFoundError):
-                newer.replace(older)
+        if self._path.exists():  # else the last time ended after this, and older ones would vanish
+            for older, newer in zip(names[:0:-1], names[-2::-1], strict=True):
+                with contextlib.suppress(FileNotFoundError):
+                    newer.replace(older)
         if self._files_max == 1:
             self._path.unlink(missing_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW

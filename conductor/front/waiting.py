@@ -156,6 +156,16 @@ class RequestQueue:
         self.pump()
         return answer
 
+    def began(self, number: int) -> None:
+        """A request has its first token."""
+        self.dispatcher.began(number, self._clock())
+        self.pump()
+
+    def untold(self, number: int, engine_id: str) -> None:
+        """Nobody will tell when an engine has computed the prompt of a request."""
+        self.dispatcher.loads.untold(number, engine_id)
+        self.pump()
+
     def released(self, number: int, engine_id: str) -> None:
         """An engine has done its part of a request."""
         self.dispatcher.released(number, engine_id, self._clock())
@@ -181,7 +191,9 @@ class RequestQueue:
         for number, model in self.dispatcher.due(now):
             self.dispatcher.learn(number, self._find(number, model))
         for effect in self.dispatcher.step(now):
-            answer = self._answers.pop(effect.request)
+            answer = self._answers.pop(effect.request, None)
+            if answer is None:
+                continue  # its client had gone when the dispatcher refused it
             if isinstance(effect, Reject):
                 answer.set_exception(RejectedError(effect))
             else:

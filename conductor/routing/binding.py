@@ -1,5 +1,6 @@
 """Chooses engines by seconds: one that has room now, or one that is worth waiting for. Pure."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
@@ -12,8 +13,10 @@ from conductor.routing.pricing import PricedEngines, Prices, Prompt
 
 AHEAD_S: Final = 0.02
 """A late binding policy gives an engine its next prompt so long before it has computed the last."""
+_ROUNDING_S: Final = 1e-6
+"""Differences of times are not exact: one who is woken for an engine must find it free."""
 _IN_VAIN_MAX: Final = 16
-"""Requests of one call that may prefer an engine that is not free, before nobody else is asked."""
+"""Requests with one key that may prefer an engine that is not free; no more are asked then."""
 _NOTHING: Final = np.zeros(0)
 _NO_OFFERS: Final = Offers([], _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
 """Policies with costs in seconds need nothing but these."""
@@ -84,7 +87,7 @@ class SecondsChooser:
         self._prices = Prices(view.costs, view.ids, policy.fetches)
         self._rows = {name: row for row, name in enumerate(view.ids)}
         self._choices: dict[Key, _Choices] = {}
-        self._in_vain = 0
+        self._in_vain: Counter[Key] = Counter()
 
     def choose(self, waiting: Waiting, row: int, pairs: Callable[[], Pairs]) -> ChosenEngines:
         """Choose for one request; what is chosen counts for those that come later.
@@ -106,7 +109,7 @@ class SecondsChooser:
                 return ChosenEngines(waits_for=bound)
             only = [([one for one in some if one == bound], then) for some, then in choices.pairs]
             choices = _Choices(only, {bound: 0}, {bound})
-        in_vain = self._late and (not choices.free or self._in_vain >= _IN_VAIN_MAX)
+        in_vain = self._late and (not choices.free or self._in_vain[key] >= _IN_VAIN_MAX)
         if not choices.firsts or in_vain:
             return ChosenEngines(full=True)
         prompt = _prompt(waiting, row)
@@ -117,7 +120,7 @@ class SecondsChooser:
         seconds = float(priced.terms.fetch_s[at] + priced.terms.prefill_s[at])
         if first not in choices.free:
             self._prices.think(first, seconds, prompt.keys)
-            self._in_vain += 1
+            self._in_vain[key] += 1
             return ChosenEngines(waits_for=-1 if self._late else first)
         second = first
         if self._view.roles[first] is not Role.MIXED:
@@ -142,7 +145,7 @@ class SecondsChooser:
 
     def is_free(self, row: int) -> bool:
         """Whether an engine can be given a prompt."""
-        idle = not self._late or self._prices.backlog_s[row] <= AHEAD_S
+        idle = not self._late or self._prices.backlog_s[row] <= AHEAD_S + _ROUNDING_S
         return bool(idle) and self._has_room(row)
 
     def least_s(self, waiting: Waiting, row: int, firsts: list[int]) -> float:

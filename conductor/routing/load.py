@@ -7,7 +7,7 @@ requests are thought to be spread evenly.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from typing import Final
 
@@ -20,6 +20,10 @@ from conductor.routing.engines import EngineInfo
 
 _OVERDUE_S: Final = 0.01
 """A prompt that should be computed, but is not, is thought to take so much longer."""
+_LATE_S: Final = 1.0
+"""A prompt that is overdue by this, and by as long as it should take, no longer holds others up."""
+_TOKENS_MAX: Final = 1 << 24
+"""Of an output; an engine may say any number."""
 _TERMS: Final = ("constant", "weights", "attention")
 
 
@@ -49,12 +53,21 @@ class _Computing:
         prefix_tokens: before them.
         seconds: that this is thought to take, with the fetch.
         fetch_s: of these, until the fetch has ended, during which nothing else is computed there.
+        since: when the engine got it; of a late one, since when it is thought to be computed.
+        told: whether we hear of its first token.
     """
 
     new_tokens: int
     prefix_tokens: int
     seconds: float
     fetch_s: float
+    since: float
+    told: bool = True
+
+    @property
+    def counts_s(self) -> float:
+        """Seconds after which it counts as computed, whatever we have heard."""
+        return self.seconds + (max(_LATE_S, self.seconds) if self.told else 0.0)
 
 
 @dataclass(slots=True)
@@ -64,12 +77,14 @@ class _Load:
     Attributes:
         computing: its prompts, in the order in which they were assigned.
         head_since: since when the first of them is computed.
+        late: prompts that count as computed, but of whose first tokens we have not heard.
         decoding: requests that decode there.
         context: tokens of their prompts.
         coming: tokens of the KV that is on its way there, by request.
         batch_s: requests that decoded, multiplied by seconds, since the beginning.
         context_s: their tokens likewise.
         at: time up to which these are.
+        computed_at: when the last prompt of which we heard was computed.
         step_cost_s: what :meth:`step_s` says until something changes; negative = it has.
         factors: the fit's for which ``line`` is.
         line: what prompts take.
@@ -79,22 +94,38 @@ class _Load:
     ranks: int = 1
     computing: dict[int, _Computing] = field(default_factory=dict)
     head_since: float = 0.0
+    late: dict[int, _Computing] = field(default_factory=dict)
     decoding: dict[int, _Decoding] = field(default_factory=dict)
     context: int = 0
     coming: dict[int, int] = field(default_factory=dict)
     batch_s: float = 0.0
     context_s: float = 0.0
     at: float = 0.0
+    computed_at: float = 0.0
     step_cost_s: float = -1.0
     factors: object = None
     line: PrefillLine | None = None
 
     def backlog_s(self, now: float) -> float:
         """Seconds until the prompts that it has are computed."""
+        self.pass_late(now)
         if not self.computing:
             return 0.0
         head = next(iter(self.computing.values())).seconds
         return self.total_s() - head + max(_OVERDUE_S, head - max(0.0, now - self.head_since))
+
+    def pass_late(self, now: float) -> None:
+        """Count prompts as computed, when they should have been, if that was long ago."""
+        while self.computing:
+            number, head = next(iter(self.computing.items()))
+            if now < self.head_since + head.counts_s:
+                return
+            del self.computing[number]
+            self.late[number] = replace(head, since=self.head_since)
+            self.head_since += head.seconds
+            for following in self.computing.values():
+                self.head_since = max(self.head_since, following.since)
+                break
 
     def total_s(self) -> float:
         """Seconds of all prompts that it has, the first one whole."""
@@ -181,10 +212,17 @@ class EngineLoads:
             now: time.
         """
         load = self._of(info)
+        load.pass_late(now)
         if not load.computing:
             load.head_since = now
         fetch_s = 0.0 if load.computing else seconds[0]
-        load.computing[number] = _Computing(*tokens, sum(seconds), fetch_s)
+        load.computing[number] = _Computing(*tokens, sum(seconds), fetch_s, now)
+
+    def untold(self, number: int, engine_id: str) -> None:
+        """We shall not hear when a prompt is computed: it counts as computed when it should be."""
+        load = self._loads.get(engine_id)
+        if load is not None and number in load.computing:
+            load.computing[number].told = False
 
     def comes(self, number: int, info: EngineInfo, tokens: int) -> None:
         """The KV of a prompt will go to an engine."""
@@ -202,21 +240,28 @@ class EngineLoads:
             hit_tokens: how many it did not compute; None = as many as was thought.
         """
         load = self._loads.get(engine_id)
-        if load is None or number not in load.computing:
+        if load is None:
             return
-        first = next(iter(load.computing)) == number
-        one = load.computing.pop(number)
+        load.pass_late(now)
+        mine = load.late if number in load.late else load.computing
+        if number not in mine:
+            return
+        first = next(iter(mine)) == number
+        one = mine.pop(number)
         if first:
+            since = max(one.since, load.computed_at) if mine is load.late else load.head_since
             tokens = one.new_tokens + one.prefix_tokens
-            hit = min(one.prefix_tokens if hit_tokens is None else hit_tokens, tokens)
-            load.costs.computed(tokens - hit, hit, now - load.head_since - one.fetch_s)
-            load.head_since = now
+            hit = min(one.prefix_tokens if hit_tokens is None else max(0, hit_tokens), tokens)
+            load.costs.computed(tokens - hit, hit, now - since - one.fetch_s)
+            load.head_since = load.computed_at = now
 
     def decodes(self, number: int, info: EngineInfo, tokens: int, now: float) -> None:
         """A request begins to decode; its KV has arrived if it comes from elsewhere."""
         load = self._of(info)
         load.pass_time(now)
         load.coming.pop(number, None)
+        if number in load.decoding:
+            load.context -= load.decoding[number].tokens
         load.decoding[number] = _Decoding(tokens, now, load.batch_s, load.context_s)
         load.context += tokens
         load.step_cost_s = -1.0
@@ -229,6 +274,7 @@ class EngineLoads:
         load.pass_time(now)
         one = load.decoding[number]
         passed = now - one.since
+        output_tokens = min(output_tokens, _TOKENS_MAX)
         if output_tokens > 1 and passed > 0:
             batch = (load.batch_s - one.batch_s) / passed
             context = (load.context_s - one.context_s) / passed
@@ -241,6 +287,8 @@ class EngineLoads:
         load = self._loads.get(engine_id)
         if load is None:
             return
+        load.pass_late(now)
+        load.late.pop(number, None)
         if number in load.computing:
             if next(iter(load.computing)) == number:
                 load.head_since = now
@@ -254,16 +302,18 @@ class EngineLoads:
             del load.decoding[number]
 
     def free_at(self, ahead_s: float, after: float) -> float:
-        """When an engine is the next to have computed its prompts, less ``ahead_s``.
+        """When an engine is the next to have computed its prompts, less ``ahead_s``, or its first.
 
         Only times later than ``after`` count; infinite = there is none.
         """
-        times = (
-            one.head_since + one.total_s() - ahead_s
-            for one in self._loads.values()
-            if one.computing
-        )
-        return min((at for at in times if at > after), default=inf)
+        first = inf
+        for one in self._loads.values():
+            for head in one.computing.values():
+                for seconds in (one.total_s() - ahead_s, head.counts_s):
+                    at = one.head_since + seconds
+                    first = min(first, at) if at > after else first
+                break
+        return first
 
     def gauges(self) -> dict[str, dict[tuple[str, ...], float]]:
         """Errors and factors of the costs, as metrics; of engines that were measured."""
@@ -288,6 +338,7 @@ class EngineLoads:
         for load in self._loads.values():
             assert load.context == sum(one.tokens for one in load.decoding.values())
             assert not load.decoding.keys() & load.coming.keys()
+            assert not load.late.keys() & load.computing.keys()
 
 
 def _column(values: Sequence[float]) -> Column:

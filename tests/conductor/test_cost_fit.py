@@ -144,6 +144,9 @@ def test_a_file_is_kept_over_restarts_and_one_that_cannot_be_used_is_counted(tmp
     cut, empty = KeptCosts(str(path), book := CostBook()), CostBook().dump()
     cut.read()
     assert (cut.faults, book.dump()) == (1, empty)
+    path.write_bytes(b'{"version":1,"digest":"","engines":' + b"[" * 100_000)
+    cut.read()
+    assert (cut.faults, book.dump()) == (2, empty)
     nowhere = KeptCosts(str(tmp_path / "no" / "folder"), filled())
     nowhere.write()
     assert nowhere.faults == 1

@@ -13,7 +13,10 @@ from conductor.routing.scheduler import Scheduler
 from tests.loops import in_loop
 
 
-def queue_over(waiting_max: int = 10, wait_s: float = 60.0, **engines: tuple[str, int]):
+def queue_over(
+    waiting_max: int = 10, wait_s: float = 60.0, policy: str = "round-robin",
+    **engines: tuple[str, int],
+):  # fmt: skip
     """A queue over engines: their roles and places; one mixed engine "e" with one by default."""
     registry = EngineRegistry()
     for name, (role, max_running) in (engines or {"e": ("mixed", 1)}).items():
@@ -23,16 +26,16 @@ def queue_over(waiting_max: int = 10, wait_s: float = 60.0, **engines: tuple[str
         )  # fmt: skip
         registry.register(info, 0.0)
     limits = DispatchLimits(waiting_max, wait_s, tries=2)
-    dispatcher = Dispatcher(registry, Scheduler(POLICIES["round-robin"]), limits)
+    dispatcher = Dispatcher(registry, Scheduler(POLICIES[policy]), limits)
     return RequestQueue(dispatcher, lambda *_: {}, time.monotonic)
 
 
-def request(number: int) -> Request:
-    return Request(number=number, model="m", arrived=time.monotonic())
+def request(number: int, tokens: int | None = None) -> Request:
+    return Request(number=number, model="m", arrived=time.monotonic(), tokens=tokens)
 
 
-async def take(queue: RequestQueue, number: int) -> Lease:
-    lease = queue.enter(request(number))
+async def take(queue: RequestQueue, number: int, tokens: int | None = None) -> Lease:
+    lease = queue.enter(request(number, tokens))
     await lease.assigned()
     return lease
 
@@ -125,12 +128,38 @@ async def test_a_closed_queue_refuses_who_waits_and_who_comes_and_who_fails() ->
 
 
 @in_loop
+async def test_closing_refuses_the_others_if_one_client_has_gone_a_moment_ago() -> None:
+    queue = queue_over()
+    with await take(queue, 1):
+        gone, stays = (asyncio.create_task(use(queue, number)) for number in (2, 3))
+        await asyncio.sleep(0)
+        gone.cancel()
+        queue.close()
+        with pytest.raises(RejectedError, match="shutting down"):
+            await stays
+        await asyncio.wait([gone])
+    queue.dispatcher.check()
+
+
+@in_loop
 async def test_who_waits_too_long_is_refused_without_any_other_event() -> None:
     queue = queue_over(wait_s=0.02)
     with await take(queue, 1):
         with pytest.raises(RejectedError, match="waited too long") as refused:
             await take(queue, 2)
         assert (refused.value.status, refused.value.code) == (503, "queue_timeout")
+
+
+@in_loop
+async def test_the_first_token_of_one_request_gives_the_next_its_engine() -> None:
+    queue = queue_over(policy="earliest-first-token", e=("mixed", 2))
+    with await take(queue, 1, tokens=60_000):
+        second = asyncio.create_task(use(queue, 2))
+        await asyncio.sleep(0)
+        assert len(queue) == 1, "the engine computes the first prompt"
+        queue.began(1)
+        assert len(queue) == 0
+        await second
 
 
 @in_loop

@@ -224,6 +224,109 @@ def test_every_prompt_is_computed_and_no_engine_waits_for_its_next(
     assert served == len(prompts)
 
 
+def test_a_request_that_is_said_to_decode_twice_counts_once() -> None:
+    registry = EngineRegistry()
+    registry.register(info("p", "prefill"), 0.0)
+    registry.register(info("d", "decode"), 0.0)
+    desk = dispatcher(registry, "earliest-first-token")
+
+    def room() -> float:
+        costs = desk.view(0.0).costs
+        assert costs is not None
+        return float(costs.kv_room[1])
+
+    empty = room()
+    desk.arrive(Request(number=1, model="m", arrived=0.0, tokens=8192))
+    decided(desk, 0.0)
+    desk.prefilled(1, 1.0)
+    decided(desk, 1.0)
+    desk.began(1, 1.5)  # the first byte
+    desk.began(1, 1.6)
+    desk.check()
+    assert room() == empty - 8192
+    desk.left(1, 2.0)
+    assert room() == empty
+
+
+def test_those_who_wait_for_one_model_hold_no_engine_of_another() -> None:
+    rows = [engine("near", backlog_s=0.1), engine("far"), engine("other", model="n")]
+    matches = {"near": Prefix(TOKENS, 0, TOKENS)}
+    asked = [request(number, tokens=TOKENS) for number in range(1, 18)]
+    *held, last = schedule(
+        "earliest-first-token", rows, [*asked, request(18, model="n", tokens=TOKENS)], matches
+    )
+
+    assert all(isinstance(one, Hold) for one in held)
+    assert isinstance(last, Assign)
+
+
+@pytest.mark.parametrize("told", [10**400, -(10**400), -1])
+def test_what_an_engine_cannot_have_counted_is_survived(told: int) -> None:
+    desk = over_one()
+    desk.arrive(Request(number=1, model="m", arrived=0.0, tokens=8192))
+    decided(desk, 0.0)
+    desk.began(1, 1.0, told)
+    desk.ended(1, told, 2.0)
+    desk.left(1, 2.0)
+    desk.check()
+    factors = desk.loads.gauges()["cost_factor"].values()
+    assert np.isfinite(list(factors)).all()
+
+
+def over_one(places: int = 64, policy: str = "earliest-first-token") -> Dispatcher:
+    """A dispatcher over one mixed engine "e"."""
+    registry = EngineRegistry()
+    registry.register(info("e", "mixed", places), 0.0)
+    return dispatcher(registry, policy)
+
+
+def given_until(desk: Dispatcher, until: float, *, told: bool) -> dict[int, float]:
+    """When each of those who wait got its engine, if no answer comes."""
+    now, got = 0.0, {}
+    while now <= until:
+        for one in decided(desk, now):
+            if isinstance(one, Assign):
+                got[one.request] = now
+                if not told:
+                    desk.loads.untold(one.request, one.prefill)
+        desk.check()
+        wake = desk.wake_at
+        if wake is None:
+            break
+        assert wake > now
+        now = wake
+    return got
+
+
+def test_answers_that_come_as_a_whole_keep_no_engine_idle_until_they_end() -> None:
+    desk = over_one()
+    for number in range(1, 21):
+        desk.arrive(Request(number=number, model="m", arrived=0.0, tokens=8192))
+    prompt_s = PRIOR.prefill_seconds(8192, 0)
+    got = given_until(desk, 59.0, told=False)
+
+    assert len(got) == 20
+    assert max(got.values()) == pytest.approx(19 * prompt_s, rel=0.1)
+
+
+def test_a_prompt_that_is_far_too_late_holds_nobody_up_and_still_teaches() -> None:
+    desk = over_one()
+    for number in range(1, 6):
+        desk.arrive(Request(number=number, model="m", arrived=0.0, tokens=8192))
+    assert len(given_until(desk, 59.0, told=True)) == 5
+
+    assert not desk.loads.gauges()["cost_error"]
+    desk.began(1, 60.0)
+    desk.check()
+    assert desk.loads.gauges()["cost_error"]
+    for number in range(1, 6):
+        desk.left(number, 61.0)
+        desk.check()
+    costs = desk.view(61.0).costs
+    assert costs is not None
+    assert not costs.backlog_s.any()
+
+
 @pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize("load", sorted(LOADS))
 @pytest.mark.parametrize("policy", SECONDS)

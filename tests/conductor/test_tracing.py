@@ -180,6 +180,30 @@ def test_a_full_disk_leaves_no_half_line_and_writing_goes_on_when_there_is_room(
     assert trace.counts == {"written": 2, "dropped": 0, "failed": 1, "unknown": 0}
 
 
+def test_older_files_stay_while_no_new_one_can_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = tmp_path / "t", os.open
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    write(path, traced(0, 1))
+    with tracing_to(path, bytes_max=1) as trace:
+        trace.ended(0, traced(0, 2))
+        while trace.counts["written"] == 0:
+            assert trace._thread.is_alive()
+        monkeypatch.setattr(tracing.os, "open", full)
+        for number in range(1, 5):
+            trace.ended(number, traced(number, 3))
+        while trace.counts["failed"] < 4:
+            assert trace._thread.is_alive()
+        monkeypatch.setattr(tracing.os, "open", real)
+        trace.ended(5, traced(5, 4))
+    found = [lines(Path(f"{path}{end}")) for end in ("", ".1", ".2")]
+    assert [[one["input_length"] for one in file] for file in found] == [[4], [2], [1]]
+
+
 @in_loop
 async def test_what_was_answered_is_in_the_trace_without_what_was_asked(tmp_path: Path) -> None:
     engine, path = FakeEngine("e", "mixed", page_tokens=64), tmp_path / "t"
