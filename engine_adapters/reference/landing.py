@@ -20,6 +20,7 @@ from engine_adapters.reference.handoff_options import (
 )
 from engine_adapters.reference.push_queues import DecodeQueues
 from engine_adapters.reference.request import Request, State
+from engine_adapters.reference.sampler import SEED_MAX
 from engine_adapters.reference.tokenizer import VOCAB_SIZE
 from kvstore.engine.transfer import HandoffReport
 from kvstore.errors import CapacityError, KVStoreError
@@ -225,14 +226,19 @@ class DecodePushes:
             aux = push.receiver.aux()
         except KVStoreError as error:
             _log.warning("request %s: %s", push.request.id, error)
+            push.wrong = FailureCode.PROTOCOL
             return None
         request = push.request
         if aux.prompt != prompt_digest(request.tokens[: request.prompt_tokens]):
             _log.warning("request %s: the K/V of another prompt were pushed", request.id)
             push.wrong = FailureCode.WRONG_PROMPT
             return None
-        right = aux.position == push.request.prompt_tokens and 0 <= aux.first_token < VOCAB_SIZE
-        return aux if right else None
+        right = aux.position == request.prompt_tokens and 0 <= aux.first_token < VOCAB_SIZE
+        if not right or (aux.seed is not None and not 0 <= aux.seed <= SEED_MAX):
+            _log.warning("request %s: its aux data make no sense", request.id)
+            push.wrong = FailureCode.PROTOCOL
+            return None
+        return aux
 
     def _let_go(self, push: _Incoming, *, succeeded: bool) -> None:
         del self._pushes[push.request]

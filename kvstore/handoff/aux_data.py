@@ -83,5 +83,5 @@ def decode_aux(packed: bytes) -> AuxData:
     """
     try:
         return _decoder.decode(packed)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:  # of a field that is unknown, perhaps
         raise ProtocolError(f"the aux data cannot be read: {error}") from error

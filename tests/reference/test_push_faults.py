@@ -4,10 +4,13 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
+import msgspec
 import pytest
+from msgspec.structs import asdict
 
 from engine_adapters.reference import pushing
 from engine_adapters.reference.request import State
+from engine_adapters.reference.sampler import Sampling
 from kvstore.errors import InvalidArgument
 from kvstore.handoff import decode as decode_side
 from kvstore.handoff import prefill as prefill_side
@@ -267,3 +270,25 @@ def test_kv_that_are_not_proved_to_be_of_the_prompt_are_not_used(
     assert pair.decode.kv_hashes("request") == mono.kv_hashes("request")
     assert pair.decode.metrics.handoffs.labels("failed", "wrong_prompt")._value.get() == 1
     assert ask(pair.decode, mine, 16).wait().tokens == expected, "the prefix tree has no other K/V"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"seed": 1 << 63}, {"seed": (1 << 64) - 1}, {"seed": -1},
+     {"first_token": 1 << 40}, {"first_token": -1}, {"position": 7}],
+    ids=str,
+)  # fmt: skip
+def test_aux_data_that_make_no_sense_are_a_failed_push_and_the_engine_goes_on(
+    make_engine: MakeEngine, ask: Ask, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, int]
+) -> None:
+    monkeypatch.setattr(
+        prefill_side, "encode_aux", lambda aux: msgspec.msgpack.encode(asdict(aux) | wrong)
+    )
+    sampling = Sampling(temperature=0.9, seed=11)
+    expected = ask(make_engine(), TEXT[:90], 12, sampling).wait().tokens
+    pair = pair_of(make_engine, ask)
+    _, there = pair.ask(TEXT[:90], 12, sampling)
+
+    assert there.wait().tokens == expected
+    assert report(there) == ("failed", "protocol")
+    assert pair.decode.alive
