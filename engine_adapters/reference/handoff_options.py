@@ -46,22 +46,35 @@ class PushParts(NamedTuple):
         )
 
 
-def report_of(progress: HandoffProgress) -> HandoffReport:
-    """What an answer says about a push that has ended."""
-    assert progress.ended
+def report_of(progress: HandoffProgress, wrong: str = "") -> HandoffReport:
+    """What an answer says about a push that has ended.
+
+    Args:
+        progress: of the push.
+        wrong: code of why it failed although everything has arrived; empty = it did not.
+    """
+    state, code = _outcome(progress, wrong)
     return HandoffReport(
         way="push",
-        state=progress.state.name.lower(),
-        code=progress.failure.code if progress.failure is not None else None,
+        state=state,
+        code=code or None,
         seconds={name.lower(): seconds for name, seconds in progress.seconds.items()},
         bytes=progress.moved_bytes,
     )
 
 
-def count_push(metrics: Metrics, progress: HandoffProgress) -> None:
-    """Count a push that has ended."""
-    cause = progress.failure.code if progress.failure is not None else ""
-    metrics.handoffs.labels(progress.state.name.lower(), cause).inc()
+def count_push(metrics: Metrics, progress: HandoffProgress, wrong: str = "") -> None:
+    """Count a push that has ended; the arguments are those of :func:`report_of`."""
+    state, cause = _outcome(progress, wrong)
+    metrics.handoffs.labels(state, cause).inc()
     metrics.handoff_bytes.inc(progress.moved_bytes)
     for name, seconds in progress.seconds.items():
         metrics.handoff_seconds.labels(name.lower()).inc(seconds)
+
+
+def _outcome(progress: HandoffProgress, wrong: str) -> tuple[str, str]:
+    """State and code; the code is empty after a success."""
+    assert progress.ended
+    if progress.failure is not None:
+        return "failed", progress.failure.code
+    return ("failed", wrong) if wrong else ("success", "")

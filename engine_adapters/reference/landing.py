@@ -20,12 +20,13 @@ from engine_adapters.reference.handoff_options import (
 )
 from engine_adapters.reference.push_queues import DecodeQueues
 from engine_adapters.reference.request import Request, State
+from engine_adapters.reference.sampler import SEED_MAX
 from engine_adapters.reference.tokenizer import VOCAB_SIZE
 from kvstore.engine.transfer import HandoffReport
 from kvstore.errors import CapacityError, KVStoreError
-from kvstore.handoff.aux_data import AuxData
+from kvstore.handoff.aux_data import AuxData, prompt_digest
 from kvstore.handoff.decode import DecodeManager, Receiver
-from kvstore.handoff.states import HandoffStatus
+from kvstore.handoff.states import FailureCode, HandoffStatus
 from kvstore.handoff.states import State as PushState
 
 CAPACITY: Final = "capacity"
@@ -43,6 +44,7 @@ class _Incoming:
         first_token: K/V of the tokens before it are not pushed.
         present: of so many tokens K/V are there, besides those that are pushed.
         is_restoring: the store loads some of them.
+        wrong: code of what is wrong with a push of which everything has arrived; empty = nothing.
     """
 
     request: Request
@@ -51,6 +53,7 @@ class _Incoming:
     first_token: int = 0
     present: int = 0
     is_restoring: bool = False
+    wrong: str = ""
 
     @property
     def has_failed(self) -> bool:
@@ -223,9 +226,19 @@ class DecodePushes:
             aux = push.receiver.aux()
         except KVStoreError as error:
             _log.warning("request %s: %s", push.request.id, error)
+            push.wrong = FailureCode.PROTOCOL
             return None
-        right = aux.position == push.request.prompt_tokens and 0 <= aux.first_token < VOCAB_SIZE
-        return aux if right else None
+        request = push.request
+        if aux.prompt != prompt_digest(request.tokens[: request.prompt_tokens]):
+            _log.warning("request %s: the K/V of another prompt were pushed", request.id)
+            push.wrong = FailureCode.WRONG_PROMPT
+            return None
+        right = aux.position == request.prompt_tokens and 0 <= aux.first_token < VOCAB_SIZE
+        if not right or (aux.seed is not None and not 0 <= aux.seed <= SEED_MAX):
+            _log.warning("request %s: its aux data make no sense", request.id)
+            push.wrong = FailureCode.PROTOCOL
+            return None
+        return aux
 
     def _let_go(self, push: _Incoming, *, succeeded: bool) -> None:
         del self._pushes[push.request]
@@ -237,5 +250,5 @@ class DecodePushes:
             self._metrics.handoffs.labels("failed", CAPACITY).inc()
             return
         push.receiver.close()
-        count_push(self._metrics, push.receiver.progress)
-        push.request.report = report_of(push.receiver.progress)
+        count_push(self._metrics, push.receiver.progress, push.wrong)
+        push.request.report = report_of(push.receiver.progress, push.wrong)

@@ -17,7 +17,7 @@ from engine_adapters.reference.handoff_options import (
 from engine_adapters.reference.push_queues import PrefillQueues
 from engine_adapters.reference.request import Request, State
 from kvstore.errors import KVStoreError
-from kvstore.handoff.aux_data import AuxData
+from kvstore.handoff.aux_data import AuxData, prompt_digest
 from kvstore.handoff.prefill import PrefillManager, Sender
 from kvstore.handoff.registry import HandoffRegistry
 from kvstore.handoff.states import HandoffStatus
@@ -199,6 +199,7 @@ class PrefillPushes:
                 seed=sampling.seed if sampling.temperature else None,
                 is_final=is_final,
                 cached_tokens=timings.cached_tokens + timings.restored_tokens,
+                prompt=prompt_digest(request.tokens[: request.prompt_tokens]),
             )
         )
         self._queues.computed(request)

@@ -1,8 +1,11 @@
 """What decode needs besides KV to continue a request: it comes with the last KV."""
 
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
+import numpy as np
+import xxhash
 
 from kvstore.errors import InvalidArgument, ProtocolError
 
@@ -23,6 +26,7 @@ class AuxData(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         draft_top_k: tokens that a draft model proposes for the next position.
         cached_tokens: tokens of the prompt that prefill did not compute.
         hidden_state: of the last token, opaque; at most 64 KiB.
+        prompt: :func:`prompt_digest` of the prompt that the KV are of; empty = not said.
     """
 
     first_token: int
@@ -33,6 +37,24 @@ class AuxData(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     draft_top_k: list[int] = []
     cached_tokens: int = 0
     hidden_state: bytes = b""
+    prompt: bytes = b""
+
+
+def prompt_digest(tokens: Sequence[int]) -> bytes:
+    """What tells a prompt from another one: a room is only a number, which a router may mix up.
+
+    It is XXH3's 128-bit hash (seed 0, canonical byte order; the format of
+    https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md) of the token ids, as signed
+    64-bit little-endian integers one after the other. It is no protection from whoever makes
+    prompts to have the same digest; the secret of the handoffs is.
+
+    Args:
+        tokens: ids of all tokens of the prompt.
+
+    Returns:
+        16 bytes.
+    """
+    return xxhash.xxh3_128_digest(np.asarray(tokens, dtype="<i8").tobytes())
 
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -61,5 +83,5 @@ def decode_aux(packed: bytes) -> AuxData:
     """
     try:
         return _decoder.decode(packed)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:  # of a field that is unknown, perhaps
         raise ProtocolError(f"the aux data cannot be read: {error}") from error

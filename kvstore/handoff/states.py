@@ -76,6 +76,8 @@ class FailureCode(StrEnum):
     """The other side sent what it must not send."""
     REFUSED = "refused"
     """The other side does not take this request: its fields do not fit."""
+    WRONG_PROMPT = "wrong_prompt"
+    """Everything has arrived, but it is the KV of another prompt, or it is not said of which."""
     UNREACHABLE = "unreachable"
     """The registry or the other side's port cannot be reached, or does not know the secret."""
 

@@ -5,7 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvstore.errors import InvalidArgument
+from kvstore.errors import InvalidArgument, ProtocolError
+from kvstore.handoff.aux_data import decode_aux, prompt_digest
 from kvstore.handoff.rooms import BOOT_MAX, ROOM_MAX, ROOMS_KEPT, RoomNumbers, SeenRooms
 from kvstore.handoff.states import (
     FailureCode,
@@ -134,3 +135,16 @@ def test_rooms_of_another_boot_are_other_rooms():
     seen.add(RoomNumbers(1).draw())
 
     assert RoomNumbers(2).draw() not in seen
+
+
+def test_the_digest_of_a_prompt_is_that_of_its_token_ids_in_order():
+    assert prompt_digest([]).hex() == "99aa06d3014798d86001c324468d497f"
+    assert len({prompt_digest(one) for one in ([1, 2], [2, 1], [1], [1, 2, 0], [258])}) == 5
+    assert prompt_digest([1, 2]).hex() == "556c70b5fae5b2a44967295965e4d325"
+    assert prompt_digest([1, 2]) == prompt_digest(range(1, 3))
+
+
+@pytest.mark.parametrize("packed", [b"", b"\xc1", b"\x80", b"\x81\xa1x" + b"\x91" * 60_000 + b"\0"])
+def test_aux_data_that_cannot_be_read_are_a_fault_of_the_other_side(packed):
+    with pytest.raises(ProtocolError, match="aux data"):
+        decode_aux(packed)

@@ -4,12 +4,17 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
+import msgspec
 import pytest
+from msgspec.structs import asdict
 
+from engine_adapters.reference import pushing
 from engine_adapters.reference.request import State
+from engine_adapters.reference.sampler import Sampling
 from kvstore.errors import InvalidArgument
 from kvstore.handoff import decode as decode_side
 from kvstore.handoff import prefill as prefill_side
+from kvstore.handoff.places import AUX_PLANE
 from tests.conftest import WaitUntil
 from tests.reference.conftest import Ask, MakeEngine
 from tests.reference.fake_store import FakeNode, FakeStore
@@ -217,8 +222,9 @@ def test_a_byte_flipped_on_the_way_changes_kv_only_when_verification_is_off(
             for place in places:  # every float is a NaN, in the unused rows too
                 decode_side.memory_at(*place)[:] = b"\xff" * place[1]
             return real(room, ranges, places)
-        memory = decode_side.memory_at(places[0][0] + 35, 1)
-        memory[0] = memory[0] ^ 0xFF
+        if ranges[0].plane != AUX_PLANE:
+            memory = decode_side.memory_at(places[0][0] + 35, 1)
+            memory[0] = memory[0] ^ 0xFF
         return honest[-1]
 
     honest: list[bytes] = []
@@ -242,3 +248,47 @@ def test_a_byte_flipped_on_the_way_changes_kv_only_when_verification_is_off(
         assert report(there) == ("success", None)
         assert there_hashes != here_hashes
         assert there_hashes != mono.kv_hashes("request")
+
+
+@pytest.mark.parametrize("says", [True, False], ids=["another prompt", "no digest"])
+def test_kv_that_are_not_proved_to_be_of_the_prompt_are_not_used(
+    make_engine: MakeEngine, ask: Ask, monkeypatch: pytest.MonkeyPatch, says: bool
+) -> None:
+    mine, other = TEXT[:200], TEXT[7:207] if says else TEXT[:200]
+    if not says:
+        monkeypatch.setattr(pushing, "prompt_digest", lambda _: b"")
+    mono = make_engine()
+    expected = ask(mono, mine, 16).wait().tokens
+    pair = pair_of(make_engine, ask)
+    here = pair.ask_prefill(other, 2_002)
+    there = pair.ask_decode(mine, 2_002).wait()
+
+    assert there.tokens == expected
+    assert report(there) == ("failed", "wrong_prompt")
+    assert report(here.wait()) == ("success", None)
+    assert there.request.timings.pushed_tokens == 0
+    assert pair.decode.kv_hashes("request") == mono.kv_hashes("request")
+    assert pair.decode.metrics.handoffs.labels("failed", "wrong_prompt")._value.get() == 1
+    assert ask(pair.decode, mine, 16).wait().tokens == expected, "the prefix tree has no other K/V"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"seed": 1 << 63}, {"seed": (1 << 64) - 1}, {"seed": -1},
+     {"first_token": 1 << 40}, {"first_token": -1}, {"position": 7}],
+    ids=str,
+)  # fmt: skip
+def test_aux_data_that_make_no_sense_are_a_failed_push_and_the_engine_goes_on(
+    make_engine: MakeEngine, ask: Ask, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, int]
+) -> None:
+    monkeypatch.setattr(
+        prefill_side, "encode_aux", lambda aux: msgspec.msgpack.encode(asdict(aux) | wrong)
+    )
+    sampling = Sampling(temperature=0.9, seed=11)
+    expected = ask(make_engine(), TEXT[:90], 12, sampling).wait().tokens
+    pair = pair_of(make_engine, ask)
+    _, there = pair.ask(TEXT[:90], 12, sampling)
+
+    assert there.wait().tokens == expected
+    assert report(there) == ("failed", "protocol")
+    assert pair.decode.alive
