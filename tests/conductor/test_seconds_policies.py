@@ -260,7 +260,9 @@ def test_those_who_wait_for_one_model_hold_no_engine_of_another() -> None:
     assert isinstance(last, Assign)
 
 
-@pytest.mark.parametrize("told", [10**400, -(10**400), -1])
+@pytest.mark.parametrize(
+    "told", [10**400, -(10**400), -1], ids=["huge", "hugely negative", "negative"]
+)
 def test_what_an_engine_cannot_have_counted_is_survived(told: int) -> None:
     desk = over_one()
     desk.arrive(Request(number=1, model="m", arrived=0.0, tokens=8192))
