@@ -89,26 +89,32 @@ class SecondsChooser:
         self._choices: dict[Key, _Choices] = {}
         self._in_vain: Counter[Key] = Counter()
 
-    def choose(self, waiting: Waiting, row: int, pairs: Callable[[], Pairs]) -> ChosenEngines:
+    def choose(
+        self, waiting: Waiting, row: int, pairs: Callable[[], Pairs], now: float
+    ) -> ChosenEngines:
         """Choose for one request; what is chosen counts for those that come later.
 
         Args:
             waiting: the requests.
             row: of this one.
             pairs: engines that could serve it, whether the first ones have room or not.
+            now: time on the clock of the deadlines.
         """
         key = (waiting.models[row], waiting.excluded[row])
         if key not in self._choices:
             rows = pairs()
-            firsts = {one: at for at, one in enumerate(one for some, _ in rows for one in some)}
+            firsts = _positions(rows)
             self._choices[key] = _Choices(rows, firsts, set(filter(self.is_free, firsts)))
         choices = self._choices[key]
         bound = self.bound(waiting, row)
         if bound in choices.firsts:
-            if not self._has_room(bound):
+            takers = {bound} if self._has_room(bound) else set[int]()
+            if not takers and waiting.waits_long(row, now):
+                takers = set(filter(self._has_room, choices.firsts))
+            if not takers:
                 return ChosenEngines(waits_for=bound)
-            only = [([one for one in some if one == bound], then) for some, then in choices.pairs]
-            choices = _Choices(only, {bound: 0}, {bound})
+            only = [([one for one in some if one in takers], then) for some, then in choices.pairs]
+            choices = _Choices(only, _positions(only), takers)
         in_vain = self._late and (not choices.free or self._in_vain[key] >= _IN_VAIN_MAX)
         if not choices.firsts or in_vain:
             return ChosenEngines(full=True)
@@ -124,8 +130,8 @@ class SecondsChooser:
             return ChosenEngines(waits_for=-1 if self._late else first)
         second = first
         if self._view.roles[first] is not Role.MIXED:
-            takers = next(then for some, then in choices.pairs if first in some)
-            second = self._least(self._prices.decoding(first, takers, prompt), takers)
+            decoders = next(then for some, then in choices.pairs if first in some)
+            second = self._least(self._prices.decoding(first, decoders, prompt), decoders)
             self._prices.send(second, prompt.tokens)
         self._prices.give(first, seconds, prompt.keys)
         self._choices.clear()
@@ -152,6 +158,11 @@ class SecondsChooser:
         """Seconds of a prompt at that of some engines that needs the fewest, queues left out."""
         terms = self._prices.pairs(_prompt(waiting, row), [(firsts, [])]).terms
         return float((terms.fetch_s + terms.prefill_s).min())
+
+
+def _positions(pairs: Pairs) -> dict[int, int]:
+    """The position of each first engine among all."""
+    return {one: at for at, one in enumerate(one for some, _ in pairs for one in some)}
 
 
 def _prompt(waiting: Waiting, row: int) -> Prompt:

@@ -151,6 +151,10 @@ class Waiting:
     def __len__(self) -> int:
         return len(self.numbers)
 
+    def waits_long(self, row: int, now: float) -> bool:
+        """Whether half of the time until the deadline of a request has passed."""
+        return now >= (self.arrived[row] + self.deadlines[row]) / 2
+
 
 class Terms(NamedTuple):
     """What engines would take for one request, in columns of seconds.

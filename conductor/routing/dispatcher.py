@@ -176,11 +176,11 @@ class Dispatcher:
     def wake_at(self) -> float | None:
         """When :meth:`step` must be called at the latest; None = not before the next event."""
         waiting = (*self._waiting.values(), *self._arrived.values())
-        deadline = min((one.deadline for one in waiting), default=None)
+        halves = [(one.request.arrived + one.deadline) / 2 for one in waiting if one.bound]
+        times = [one.deadline for one in waiting] + [at for at in halves if at > self._stepped_at]
         if self._waiting and self._scheduler.policy.binds is Binding.LATE:
-            free_at = self.loads.free_at(AHEAD_S, self._stepped_at)
-            return min(free_at, deadline or math.inf)
-        return deadline
+            return min(self.loads.free_at(AHEAD_S, self._stepped_at), *times)
+        return min(times, default=None)
 
     def arrive(self, request: Request) -> None:
         """A request arrives; it is rejected if too many wait, or after :meth:`close`."""

@@ -115,7 +115,7 @@ class Scheduler:
             if self.policy.is_new(waiting, row):
                 due.append(row)
                 continue
-            if call.waits_for_full(row):
+            if call.waits_for_full(row) and not waiting.waits_long(row, now):
                 continue
             key = (waiting.models[row], waiting.excluded[row])
             if key not in free:
@@ -230,7 +230,8 @@ class _Call:
         key = (waiting.models[row], waiting.excluded[row])
         if key in self._full:
             return self.hold(row, now, _FULL)
-        if waiting.bound and (key, waiting.bound[row]) in self._stuck:
+        stuck = waiting.bound and (key, waiting.bound[row]) in self._stuck
+        if stuck and not waiting.waits_long(row, now):
             return self.hold(row, now, _FULL, waiting.bound[row])
         group = self._group(row)
         if group.why_none:
@@ -259,7 +260,7 @@ class _Call:
         self, row: int, group: _Group, chooser: SecondsChooser, now: float
     ) -> Decision:
         """Decide on one request; its engine may be one that has no room yet."""
-        chosen = chooser.choose(self._waiting, row, lambda: self._possible(group))
+        chosen = chooser.choose(self._waiting, row, lambda: self._possible(group), now)
         if chosen.full:
             self._full.add((self._waiting.models[row], self._waiting.excluded[row]))
         if chosen.first < 0:

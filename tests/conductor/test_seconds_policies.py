@@ -99,7 +99,8 @@ def test_with_nothing_of_its_own_an_engine_fetches_whatever_the_threshold() -> N
 
 def test_a_request_that_is_bound_waits_for_its_engine_and_another_does_not() -> None:
     rows = [engine("full", in_flight=4), engine("idle")]
-    bound, free = request(1, tokens=100, bound="full"), request(2, tokens=100)
+    bound = request(1, tokens=100, bound="full", arrived=NOW)
+    free = request(2, tokens=100)
     waits, goes = schedule("cache-global", rows, [bound, free])
 
     assert waits == Hold(1, "full")
@@ -260,7 +261,9 @@ def test_those_who_wait_for_one_model_hold_no_engine_of_another() -> None:
     assert isinstance(last, Assign)
 
 
-@pytest.mark.parametrize("told", [10**400, -(10**400), -1])
+@pytest.mark.parametrize(
+    "told", [10**400, -(10**400), -1], ids=["huge", "hugely negative", "negative"]
+)
 def test_what_an_engine_cannot_have_counted_is_survived(told: int) -> None:
     desk = over_one()
     desk.arrive(Request(number=1, model="m", arrived=0.0, tokens=8192))
@@ -271,6 +274,32 @@ def test_what_an_engine_cannot_have_counted_is_survived(told: int) -> None:
     desk.check()
     factors = desk.loads.gauges()["cost_factor"].values()
     assert np.isfinite(list(factors)).all()
+
+
+@pytest.mark.parametrize("policy", SECONDS[:2])
+def test_who_has_waited_half_of_its_time_for_a_full_engine_takes_any_other(policy: str) -> None:
+    registry = EngineRegistry()
+    for name in ("has", "other"):
+        registry.register(info(name, "mixed", 1), 0.0)
+    desk = dispatcher(registry, policy)
+    matches = {"has": Prefix(TOKENS, 0, TOKENS)}
+
+    def decide(now: float) -> list[tuple[int, str]]:
+        for number, _ in desk.due(now):
+            desk.learn(number, matches)
+        effects = desk.step(now)
+        desk.check()
+        return [(one.request, one.prefill) for one in effects if isinstance(one, Assign)]
+
+    for number in (1, 2, 3):
+        desk.arrive(Request(number=number, model="m", arrived=0.0, tokens=TOKENS))
+    assert decide(0.0) == [(1, "has")]
+    assert desk.wake_at == 30.0
+    assert decide(29.9) == []
+    assert decide(30.0) == [(2, "other")], "and the last one goes on waiting"
+    assert desk.wake_at == 60.0
+    desk.left(1, 31.0)
+    assert decide(31.0) == [(3, "has")]
 
 
 def over_one(places: int = 64, policy: str = "earliest-first-token") -> Dispatcher:
