@@ -273,7 +273,7 @@ class Receivers:
             return []
         match message:
             case Drained():
-                return self._drained(one)
+                return self._drained(one, now_ns)
             case Failed(failure=failure) if not one.progress.ended:
                 return self._end(one, failure, now_ns)
             case RenewRoom() if not one.progress.ended:
@@ -415,10 +415,14 @@ class Receivers:
         one.aux_claimed = one.aux_claimed or bool(aux)
         return True
 
-    def _drained(self, one: _Receiving) -> list[Effect]:
-        if one.progress.state != State.FAILED:
+    def _drained(self, one: _Receiving, now_ns: int) -> list[Effect]:
+        if one.progress.state == State.SUCCESS:
             self.counts["late_messages"] += 1
             return []
+        if not one.progress.ended:  # nothing arrives any more, so it cannot succeed
+            why = "prefill has ended it and does not say why"
+            code, layer = FailureCode.PROTOCOL, Layer.PROTOCOL
+            self._end(one, HandoffFailure(code, HandoffSide.DECODE, self._rank, layer, why), now_ns)
         one.drained = True
         if not one.landing:
             self._free(one)

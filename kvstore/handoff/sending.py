@@ -248,7 +248,7 @@ class Senders:
         one.link = link
         if one.progress.ended:
             self.counts["late_messages"] += not isinstance(message, Abort)
-            return self._drained(one, again=isinstance(message, Abort))
+            return self._answer_ended(one, message)
         one.progress.heard(now_ns)
         effects: list[Effect] = []
         match message:
@@ -350,6 +350,13 @@ class Senders:
         why = "the room was used before" if room in self._seen else "too many handoffs are waiting"
         failure = self._failure(FailureCode.REFUSED, Layer.PROTOCOL, why)
         return [SendTo(link, Failed(room, failure)), SendTo(link, Drained(room))]
+
+    def _answer_ended(self, one: _Sending, message: FromDecode) -> list[Effect]:
+        """A handoff has ended; decode may not know: it has just come, or a message is lost."""
+        effects: list[Effect] = []
+        if isinstance(message, Announce | RenewRoom) and one.progress.failure is not None:
+            effects.append(SendTo(one.link, Failed(one.room, one.progress.failure)))
+        return effects + self._drained(one, again=not isinstance(message, Done))
 
     def _announced(self, one: _Sending, message: Announce, now_ns: int) -> list[Effect]:
         if one.there is not None:

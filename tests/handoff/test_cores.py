@@ -100,7 +100,6 @@ def test_a_repeated_foreign_or_late_message_changes_nothing_at_prefill():
     assert progress.state == State.WAITING_FOR_INPUT
     assert core._rooms[1].there == [7, 8, 9]
     assert core.received(b"L", Abort(1, FAILURE), 0) == [SendTo(b"L", Drained(1))]
-    assert core.received(b"L", announce(1, [7, 8, 9]), 0) == NONE
     assert core.received(b"L", Abort(1, FAILURE), 0) == [SendTo(b"L", Drained(1))]
     core.close(1, 0)
     assert core.received(b"L", Abort(1, FAILURE), 0) == [SendTo(b"L", Drained(1))]
@@ -294,4 +293,31 @@ def test_prefill_is_told_of_what_was_given_up_before_there_was_a_link(linked):
         assert core.unreachable("p", FailureCode.UNREACHABLE, "nobody", 1) == []
 
     assert core.describe(1) == []
+    core.check()
+
+
+@pytest.mark.parametrize("message", [announce(1, [7, 8, 9]), RenewRoom(1)])
+def test_decode_that_comes_after_the_end_at_prefill_is_told_why_and_fails_at_once(message):
+    core = senders()
+    core.abort(1, 0)  # decode has not spoken yet, so nobody could be told
+    effects = core.received(b"L", message, 0)
+    assert [type(one.message) for one in effects] == [Failed, Drained]
+    assert effects[0].message.failure.code == FailureCode.ABORTED
+
+    other = receivers()
+    for one in effects:
+        other.received(b"L", one.message, 0)
+    assert other._rooms[1].progress.failure == effects[0].message.failure
+    assert not other.holds_blocks(1)
+    other.check()
+
+
+def test_drained_ends_a_handoff_at_decode_also_if_failed_is_lost():
+    core = receivers()
+    landing, _, _ = core.arriving(b"L", head(1, PushRange(0, 0, 1)), 0)
+    assert core.received(b"L", Drained(1), 0) == NONE
+    assert core._rooms[1].progress.failure.code == FailureCode.PROTOCOL
+    assert core.holds_blocks(1), "some bytes are being written"
+    core.landed(landing, None, "", 0)
+    assert not core.holds_blocks(1)
     core.check()
