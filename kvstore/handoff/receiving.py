@@ -128,7 +128,7 @@ class Receivers:
         check_room(room)
         if not 0 < token_count <= BLOCKS_MAX * self._shape.block_tokens:
             raise InvalidArgument("token_count", f"{token_count} is not a number of tokens")
-        if room in self._seen:
+        if room in self._rooms or room in self._seen:  # which forgets the oldest boots
             raise InvalidArgument("room", f"{room} was used before")
         if len(self._rooms) >= ROOMS_MAX or not self._free_slots:
             raise CapacityError(f"{len(self._rooms)} handoffs are under way", "aux_slots")
@@ -371,7 +371,6 @@ class Receivers:
         """Assert what always holds."""
         owned: Counter[int] = Counter()
         for room, one in self._rooms.items():
-            assert room in self._seen
             if self._is_holding(one):
                 assert one.blocks is not None
                 assert all(self._owned[block] == room for block in one.blocks)

@@ -29,6 +29,7 @@ from kvstore.handoff.places import (
     range_seed,
 )
 from kvstore.handoff.receiving import ABORTS_MAX, Receivers
+from kvstore.handoff.rooms import BOOTS_KEPT
 from kvstore.handoff.sending import JOBS_MAX, Senders
 from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.states import FailureCode, HandoffFailure, HandoffSide, Layer, Patience, State
@@ -320,4 +321,16 @@ def test_drained_ends_a_handoff_at_decode_also_if_failed_is_lost():
     assert core.holds_blocks(1), "some bytes are being written"
     core.landed(landing, None, "", 0)
     assert not core.holds_blocks(1)
+    core.check()
+
+
+def test_a_room_that_is_open_is_not_opened_again_when_its_boot_is_forgotten():
+    core = receivers()
+    for boot in range(1, BOOTS_KEPT + 2):
+        core.open(boot << 32, "p", 16, 0)
+        core.close(boot << 32, 0)
+    assert 1 not in core._seen
+    with pytest.raises(InvalidArgument, match="used before"):
+        core.open(1, "p", 48, 0)
+    assert core.holds_blocks(1)
     core.check()
