@@ -54,6 +54,8 @@ LIMBO_SHARE: Final = 10
 """One block in so many may be in LIMBO because of one peer."""
 ABORTS_MAX: Final = 5
 """An abort is sent so often; then the link is closed, once no handoff lives on it."""
+LIMBO_S_MAX: Final = 30
+"""After so long in LIMBO the link is closed, whichever other handoffs live on it."""
 _AGAIN_NS: Final = 1_000_000_000
 """Between two aborts, and between two renewals."""
 
@@ -428,14 +430,17 @@ class Receivers:
         return []
 
     def _ask_again(self, one: _Receiving, now_ns: int) -> list[Effect]:
-        """Repeat an abort; in the end close the link, if that costs no other handoff anything."""
+        """Repeat an abort; then close the link: at last also if that costs other handoffs."""
         one.next_abort_ns = now_ns + _AGAIN_NS
         if one.link not in self._links.values():
             return []  # it is settled when its reader has ended
         if one.aborts < ABORTS_MAX:
             return self._tell_abort(one)
         on_link = [other for other in self._rooms.values() if other.link == one.link]
-        return [EndLink(one.link)] if all(other.progress.ended for other in on_link) else []
+        is_late = now_ns - one.progress.since_ns >= LIMBO_S_MAX * 1_000_000_000
+        if is_late or all(other.progress.ended for other in on_link):
+            return [EndLink(one.link)]
+        return []
 
     def _fail(
         self, one: _Receiving, code: FailureCode, layer: Layer, why: str, now_ns: int

@@ -28,7 +28,7 @@ from kvstore.handoff.places import (
     pack_numbers,
     range_seed,
 )
-from kvstore.handoff.receiving import ABORTS_MAX, Receivers
+from kvstore.handoff.receiving import ABORTS_MAX, LIMBO_S_MAX, Receivers
 from kvstore.handoff.rooms import BOOTS_KEPT
 from kvstore.handoff.sending import JOBS_MAX, Senders
 from kvstore.handoff.shape import PoolShape
@@ -334,3 +334,15 @@ def test_a_room_that_is_open_is_not_opened_again_when_its_boot_is_forgotten():
         core.open(1, "p", 48, 0)
     assert core.holds_blocks(1)
     core.check()
+
+
+def test_a_peer_that_never_drains_loses_its_link_although_others_live_on_it():
+    core = receivers()
+    core.open(2, "p", 16, 0)
+    core.abort(1, 0)
+    ended = []
+    for second in range(1, LIMBO_S_MAX + 1):
+        core.renew(2, second * SECOND)
+        ended += [(second, one) for one in core.tick(second * SECOND) if isinstance(one, EndLink)]
+
+    assert ended == [(LIMBO_S_MAX, EndLink(b"L"))]
