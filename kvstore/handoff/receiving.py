@@ -433,7 +433,7 @@ class Receivers:
     def _end(self, one: ReceivingRoom, failure: HandoffFailure, now_ns: int) -> list[Effect]:
         if not one.progress.fail(failure, now_ns):
             return []
-        self.counts[f"failed_{failure.code}"] += 1
+        self.counts[f"failed_{failure.counted}"] += 1
         one.next_abort_ns = now_ns + _AGAIN_NS
         if one.blocks is None or not one.link:  # nothing can arrive
             self._free(one)

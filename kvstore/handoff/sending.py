@@ -416,7 +416,7 @@ class Senders:
         """End a handoff as failed: submit no more of it, and answer when the rest has ended."""
         if not one.progress.fail(failure, now_ns):
             return []
-        self.counts[f"failed_{failure.code}"] += 1
+        self.counts[f"failed_{failure.counted}"] += 1
         waiting = self._waiting.get(one.link)
         if waiting and one.waiting:
             self._waiting[one.link] = deque(job for job in waiting if job.room != one.room)
