@@ -205,3 +205,24 @@ def test_a_thread_of_prefill_that_ends_by_a_fault_of_ours_gives_the_blocks_back(
 
         wait_until(lambda: sender.state == receiver.state == State.FAILED)
         wait_until(lambda: not sender.holds_blocks and not receiver.holds_blocks)
+
+
+@pytest.mark.parametrize("name", ["kvstore-handoff-reader", "kvstore-handoff-link"])
+def test_a_thread_that_cannot_start_fails_a_handoff_and_not_the_next(name, wait_until, monkeypatch):
+    start = threading.Thread.start
+
+    def limited(thread):
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with managers() as pair:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", limited)
+            receiver = pair.decode.receiver(1, pair.registry.url, 64)
+            wait_until(lambda: receiver.state == State.FAILED)
+            assert receiver.failure.code == FailureCode.UNREACHABLE
+        sender, receiver = pair.begin(2, 4)
+        receiver.announce(0, [0, 1, 2, 3])
+        push_all(sender, pair.here, [0, 1, 2, 3])
+        wait_until(lambda: receiver.state == State.SUCCESS)
