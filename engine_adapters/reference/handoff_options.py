@@ -64,8 +64,13 @@ def report_of(progress: HandoffProgress, wrong: str = "") -> HandoffReport:
 
 
 def count_push(metrics: Metrics, progress: HandoffProgress, wrong: str = "") -> None:
-    """Count a push that has ended; the arguments are those of :func:`report_of`."""
+    """Count a push that has ended; the arguments are those of :func:`report_of`.
+
+    A code that is unknown counts as ``other``.
+    """
     state, cause = _outcome(progress, wrong)
+    if progress.failure is not None:
+        cause = progress.failure.counted
     metrics.handoffs.labels(state, cause).inc()
     metrics.handoff_bytes.inc(progress.moved_bytes)
     for name, seconds in progress.seconds.items():

@@ -191,8 +191,10 @@ class Server:
         answer = _Answer(request, outputs, self._engine.model_name, with_ids=body.return_token_ids)
         self._active += 1
         self._idle.clear()
+        submitted = False
         try:
             self._engine.submit(request)
+            submitted = True
             first = await answer.next()
             if first.finish_reason in ("overloaded", "shutdown"):
                 return _error(503, first.finish_reason, "the engine cannot serve this now")
@@ -206,7 +208,7 @@ class Server:
             self._active -= 1
             if not self._active:
                 self._idle.set()
-            if not answer.ended:  # the client disconnected, or waited too long
+            if submitted and not answer.ended:  # the client disconnected, or waited too long
                 self._engine.abort(request)
 
 

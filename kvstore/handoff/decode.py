@@ -102,7 +102,10 @@ class DecodeManager:
             self._carry_out(effects)
             if registry not in self._links and not self._over.is_set():
                 link = self._links[registry] = PushLink(os.urandom(16), registry)
-                self._threads.start(lambda: self._serve(link, client), "kvstore-handoff-reader")
+                try:
+                    self._threads.start(lambda: self._serve(link, client), "kvstore-handoff-reader")
+                except PeerUnreachable as error:
+                    self._give_up(link, error)
         return Receiver(self, room, progress)
 
     def poll(self, receivers: "Sequence[Receiver]", reduce: Reduce | None = None) -> list[State]:
@@ -178,12 +181,8 @@ class DecodeManager:
         try:
             self._connect(link, client, streams)
         except KVStoreError as error:
-            self.faults.note("unreachable", f"{link.peer}: {error}")
             with self._lock:
-                self._links.pop(link.peer, None)
-                code, now_ns = FailureCode.UNREACHABLE, time.monotonic_ns()
-                self._carry_out(self._core.unreachable(link.peer, code, str(error), now_ns))
-            link.close()
+                self._give_up(link, error)
             for stream in streams:
                 stream.close()
             return
@@ -192,16 +191,25 @@ class DecodeManager:
             writer = threading.Thread(
                 target=self._write, args=(link,), name="kvstore-handoff-writer", daemon=True
             )
-            writer.start()
         try:
+            writer.start()
             self._read(link, link.stream("pushes"))
         finally:
             self._drop(link, FailureCode.PEER_CLOSED, "its reader has ended")
-            writer.join()
+            if writer.ident is not None:  # it was started
+                writer.join()
             for stream in streams:
                 stream.close()
             with self._lock:
                 self._core.settled(link.number)
+
+    def _give_up(self, link: PushLink, error: KVStoreError) -> None:
+        """No link can be made: fail what waits for it, under the lock."""
+        self.faults.note("unreachable", f"{link.peer}: {error}")
+        self._links.pop(link.peer, None)
+        code, now_ns = FailureCode.UNREACHABLE, time.monotonic_ns()
+        self._carry_out(self._core.unreachable(link.peer, code, str(error), now_ns))
+        link.close()
 
     def _connect(self, link: PushLink, client: RegistryClient, streams: list[DataStream]) -> None:
         """Ask the registry and make both connections, a few times if need be.

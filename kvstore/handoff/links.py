@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from kvstore.errors import PeerUnreachable
 from kvstore.handoff.effects import PushJob
 from kvstore.handoff.greeting import SealedStream
 from kvstore.handoff.messages import HandoffPing, encode_message
@@ -164,7 +165,11 @@ class LinkThreads:
         return len(self._running)
 
     def start(self, run: Callable[[], None], name: str) -> None:
-        """Run something in a thread of its own."""
+        """Run something in a thread of its own.
+
+        Raises:
+            PeerUnreachable: the system has no thread left; nothing runs.
+        """
 
         def target() -> None:
             try:
@@ -176,7 +181,12 @@ class LinkThreads:
         thread = threading.Thread(target=target, name=name, daemon=True)
         with self._lock:
             self._running.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            with self._lock:
+                self._running.discard(thread)
+            raise PeerUnreachable(f"no thread for a connection: {error}") from error
 
     def join(self, each_s: float) -> None:
         """Wait for all that run, so many seconds for each at most."""

@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.errors import InvalidArgument, KVStoreError, TransferTimeout, reason
+from kvstore.errors import InvalidArgument, KVStoreError, PeerUnreachable, TransferTimeout, reason
 from kvstore.handoff.aux_data import AuxData, encode_aux
 from kvstore.handoff.effects import Effect, PushJob, SendTo, Submit
 from kvstore.handoff.greeting import GREETING_S, PROTOCOL, SILENCE_S, Greeter, SealedStream
@@ -246,9 +246,15 @@ class PrefillManager:
                 self.faults.note("greetings", f"{peer[0]}: too many connections are greeting")
                 connection.close()
             else:
-                self._threads.start(
-                    partial(self._greet, connection, str(peer[0])), "kvstore-handoff-link"
-                )
+                try:
+                    self._threads.start(
+                        partial(self._greet, connection, str(peer[0])), "kvstore-handoff-link"
+                    )
+                except PeerUnreachable as error:
+                    self.faults.note("greeting", f"{peer[0]}: {error}")
+                    with self._lock:
+                        self._greeting.discard(connection)
+                    connection.close()
 
     def _greet(self, connection: socket.socket, peer: str) -> None:
         """Greet a connection, then be the thread that uses it."""

@@ -47,6 +47,7 @@ from kvstore.handoff.states import (
     Patience,
     State,
 )
+from kvstore.handoff.tables import ReceivingRoom
 
 ROOMS_MAX = 1_024
 """Handoffs in the table."""
@@ -54,36 +55,10 @@ LIMBO_SHARE: Final = 10
 """One block in so many may be in LIMBO because of one peer."""
 ABORTS_MAX: Final = 5
 """An abort is sent so often; then the link is closed, once no handoff lives on it."""
+LIMBO_S_MAX: Final = 30
+"""After so long in LIMBO the link is closed, whichever other handoffs live on it."""
 _AGAIN_NS: Final = 1_000_000_000
 """Between two aborts, and between two renewals."""
-
-
-class _Receiving:
-    """One room."""
-
-    __slots__ = (
-        "aborts", "aux_bytes", "aux_claimed", "blocks", "closed", "coverage", "drained", "first",
-        "first_token", "landing", "left", "link", "next_abort_ns", "peer", "progress", "room",
-        "said_ns", "slot", "token_count",
-    )  # fmt: skip
-
-    def __init__(
-        self, room: int, peer: str, token_count: int, slot: int, now: HandoffProgress
-    ) -> None:
-        self.room = room
-        self.peer = peer
-        self.link = b""  # once there is one; it never changes
-        self.token_count = token_count
-        self.slot = slot  # of the aux data; -1 = given back
-        self.progress = now
-        self.first_token = self.first = 0
-        self.blocks: list[int] | None = None  # from position first on; None = not announced
-        self.coverage: Coverage | None = None
-        self.left = 0  # planes of blocks that have not arrived
-        self.aux_claimed = self.closed = self.drained = False
-        self.aux_bytes = -1  # how many have arrived
-        self.landing = 0  # heads whose bytes are being written
-        self.said_ns = self.next_abort_ns = self.aborts = 0
 
 
 class Receivers:
@@ -108,7 +83,7 @@ class Receivers:
         self._rank = rank
         self._aux_bytes = aux_bytes
         self._free_slots = list(range(aux_slots))
-        self._rooms: dict[int, _Receiving] = {}
+        self._rooms: dict[int, ReceivingRoom] = {}
         self._seen = SeenRooms()
         self._owned: dict[int, int] = {}  # block → room
         self._links: dict[str, bytes] = {}  # peer → its link that is up
@@ -128,7 +103,7 @@ class Receivers:
         check_room(room)
         if not 0 < token_count <= BLOCKS_MAX * self._shape.block_tokens:
             raise InvalidArgument("token_count", f"{token_count} is not a number of tokens")
-        if room in self._seen:
+        if room in self._rooms or room in self._seen:  # which forgets the oldest boots
             raise InvalidArgument("room", f"{room} was used before")
         if len(self._rooms) >= ROOMS_MAX or not self._free_slots:
             raise CapacityError(f"{len(self._rooms)} handoffs are under way", "aux_slots")
@@ -137,7 +112,7 @@ class Receivers:
             raise CapacityError(f"{limbo} blocks wait until {peer} has drained them", "limbo")
         slot = self._free_slots.pop()
         progress = HandoffProgress(self._patience, now_ns)
-        one = self._rooms[room] = _Receiving(room, peer, token_count, slot, progress)
+        one = self._rooms[room] = ReceivingRoom(room, peer, token_count, slot, progress)
         self._seen.add(room)
         one.link = self._links.get(peer, b"")
         return progress, self._say(one, now_ns)
@@ -273,7 +248,7 @@ class Receivers:
             return []
         match message:
             case Drained():
-                return self._drained(one)
+                return self._drained(one, now_ns)
             case Failed(failure=failure) if not one.progress.ended:
                 return self._end(one, failure, now_ns)
             case RenewRoom() if not one.progress.ended:
@@ -371,7 +346,6 @@ class Receivers:
         """Assert what always holds."""
         owned: Counter[int] = Counter()
         for room, one in self._rooms.items():
-            assert room in self._seen
             if self._is_holding(one):
                 assert one.blocks is not None
                 assert all(self._owned[block] == room for block in one.blocks)
@@ -382,10 +356,10 @@ class Receivers:
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _is_holding(self, one: _Receiving) -> bool:
+    def _is_holding(self, one: ReceivingRoom) -> bool:
         return one.blocks is not None and one.progress.state != State.SUCCESS
 
-    def _say(self, one: _Receiving, now_ns: int) -> list[Effect]:
+    def _say(self, one: ReceivingRoom, now_ns: int) -> list[Effect]:
         """Tell prefill of a handoff what it does not know yet, if there is a link."""
         if not one.link:
             return []
@@ -401,7 +375,7 @@ class Receivers:
             SendTo(one.link, Announce(one.room, one.token_count, one.first_token, packed, one.slot))
         ]
 
-    def _claims(self, one: _Receiving, ranges: Sequence[PushRange]) -> bool:
+    def _claims(self, one: ReceivingRoom, ranges: Sequence[PushRange]) -> bool:
         """Note that ranges arrive; False if one may not."""
         assert one.coverage is not None
         aux = [place for place in ranges if place.plane == AUX_PLANE]
@@ -415,27 +389,34 @@ class Receivers:
         one.aux_claimed = one.aux_claimed or bool(aux)
         return True
 
-    def _drained(self, one: _Receiving) -> list[Effect]:
-        if one.progress.state != State.FAILED:
+    def _drained(self, one: ReceivingRoom, now_ns: int) -> list[Effect]:
+        if one.progress.state == State.SUCCESS:
             self.counts["late_messages"] += 1
             return []
+        if not one.progress.ended:  # nothing arrives any more, so it cannot succeed
+            why = "prefill has ended it and does not say why"
+            code, layer = FailureCode.PROTOCOL, Layer.PROTOCOL
+            self._end(one, HandoffFailure(code, HandoffSide.DECODE, self._rank, layer, why), now_ns)
         one.drained = True
         if not one.landing:
             self._free(one)
         return []
 
-    def _ask_again(self, one: _Receiving, now_ns: int) -> list[Effect]:
-        """Repeat an abort; in the end close the link, if that costs no other handoff anything."""
+    def _ask_again(self, one: ReceivingRoom, now_ns: int) -> list[Effect]:
+        """Repeat an abort; then close the link: at last also if that costs other handoffs."""
         one.next_abort_ns = now_ns + _AGAIN_NS
         if one.link not in self._links.values():
             return []  # it is settled when its reader has ended
         if one.aborts < ABORTS_MAX:
             return self._tell_abort(one)
         on_link = [other for other in self._rooms.values() if other.link == one.link]
-        return [EndLink(one.link)] if all(other.progress.ended for other in on_link) else []
+        is_late = now_ns - one.progress.since_ns >= LIMBO_S_MAX * 1_000_000_000
+        if is_late or all(other.progress.ended for other in on_link):
+            return [EndLink(one.link)]
+        return []
 
     def _fail(
-        self, one: _Receiving, code: FailureCode, layer: Layer, why: str, now_ns: int
+        self, one: ReceivingRoom, code: FailureCode, layer: Layer, why: str, now_ns: int
     ) -> list[Effect]:
         """End a handoff as failed, and tell prefill."""
         failure = HandoffFailure(code, HandoffSide.DECODE, self._rank, layer, why[:TEXT_MAX])
@@ -444,21 +425,21 @@ class Receivers:
             effects += self._tell_abort(one)
         return effects
 
-    def _tell_abort(self, one: _Receiving) -> list[Effect]:
+    def _tell_abort(self, one: ReceivingRoom) -> list[Effect]:
         assert one.progress.failure is not None
         one.aborts += 1
         return [SendTo(one.link, Abort(one.room, one.progress.failure))]
 
-    def _end(self, one: _Receiving, failure: HandoffFailure, now_ns: int) -> list[Effect]:
+    def _end(self, one: ReceivingRoom, failure: HandoffFailure, now_ns: int) -> list[Effect]:
         if not one.progress.fail(failure, now_ns):
             return []
-        self.counts[f"failed_{failure.code}"] += 1
+        self.counts[f"failed_{failure.counted}"] += 1
         one.next_abort_ns = now_ns + _AGAIN_NS
         if one.blocks is None or not one.link:  # nothing can arrive
             self._free(one)
         return []
 
-    def _free(self, one: _Receiving) -> None:
+    def _free(self, one: ReceivingRoom) -> None:
         """Nothing arrives for a handoff any more: its blocks are the engine's again."""
         assert one.progress.ended
         assert not one.landing
@@ -468,16 +449,16 @@ class Receivers:
             self._give_slot(one)
         self._forget(one)
 
-    def _give_back(self, one: _Receiving) -> None:
+    def _give_back(self, one: ReceivingRoom) -> None:
         for block in one.blocks or ():
             del self._owned[block]
 
-    def _give_slot(self, one: _Receiving) -> None:
+    def _give_slot(self, one: ReceivingRoom) -> None:
         if one.slot >= 0:
             self._free_slots.append(one.slot)
             one.slot = -1
 
-    def _forget(self, one: _Receiving) -> None:
+    def _forget(self, one: ReceivingRoom) -> None:
         """Take an ended handoff out of the table when nobody asks about it, and prefill is told."""
         told = one.link or not one.peer
         if one.closed and told and one.progress.ended and not self._is_holding(one):

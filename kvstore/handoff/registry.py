@@ -209,12 +209,12 @@ class RegistryClient:
     """
 
     def __init__(self, url: str, secret: bytes) -> None:
-        parts = urlsplit(url)
         try:
-            host, port = parts.hostname, parts.port
+            parts = urlsplit(url)
+            scheme, host, port = parts.scheme, parts.hostname, parts.port
         except ValueError:
-            host = port = None
-        if parts.scheme != "http" or host is None or port is None:
+            scheme, host, port = "", None, None
+        if scheme != "http" or host is None or port is None:
             raise InvalidArgument("registry", f"{url!r} is not http://host:port")
         self._host, self._port = host, port
         self._secret = secret

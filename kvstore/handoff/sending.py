@@ -7,7 +7,7 @@ ended, and so has every job that was submitted for it.
 from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import count
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,7 @@ from kvstore.handoff.states import (
     Patience,
     State,
 )
+from kvstore.handoff.tables import SendingRoom, SentPart
 
 ROOMS_MAX = 1_024
 """Handoffs in the table."""
@@ -57,38 +58,6 @@ JOBS_MAX: Final = 4
 _SAID_NS: Final = 1_000_000_000
 """Renewals are sent no more often."""
 _NONE: Final = np.zeros(0, dtype=np.uint64)
-
-
-class _Part(NamedTuple):
-    """KV of some layers and positions that the engine has written."""
-
-    planes: range
-    positions: range
-    blocks: npt.NDArray[np.int64]
-    generations: npt.NDArray[np.uint64]
-
-
-class _Sending:
-    """One room."""
-
-    __slots__ = (
-        "aux", "closed", "coverage", "drained", "first", "link", "opened", "parts", "progress",
-        "room", "said_ns", "slot", "submitted", "there", "token_count", "waiting",
-    )  # fmt: skip
-
-    def __init__(self, room: int, progress: HandoffProgress) -> None:
-        self.room = room
-        self.progress = progress
-        self.link = b""  # of the decode engine that has spoken of the room
-        self.opened = self.closed = self.drained = False
-        self.token_count = -1
-        self.coverage: Coverage | None = None
-        self.parts: list[_Part] = []  # not yet split: nothing is announced
-        self.aux: bytes | None = None
-        self.there: list[int] | None = None  # the other side's blocks, from position first on
-        self.first = self.slot = 0
-        self.submitted = self.waiting = 0  # jobs
-        self.said_ns = 0
 
 
 class Senders:
@@ -107,7 +76,7 @@ class Senders:
         self._shape = shape
         self._patience = patience
         self._rank = rank
-        self._rooms: dict[int, _Sending] = {}
+        self._rooms: dict[int, SendingRoom] = {}
         self._seen = SeenRooms()
         self._numbers = count(1)
         self._waiting: dict[bytes, deque[PushJob]] = {}
@@ -179,7 +148,7 @@ class Senders:
         places = [PushRange(plane, positions.start, len(positions)) for plane in planes]
         if min(layers.start, positions.start) < 0 or not one.coverage.claim(places):
             raise InvalidArgument("positions", f"{layers} of {positions} is outside, or was sent")
-        part = _Part(planes, positions, numbers, generations)
+        part = SentPart(planes, positions, numbers, generations)
         if one.there is None:
             one.parts.append(part)
             return []
@@ -248,7 +217,7 @@ class Senders:
         one.link = link
         if one.progress.ended:
             self.counts["late_messages"] += not isinstance(message, Abort)
-            return self._drained(one, again=isinstance(message, Abort))
+            return self._answer_ended(one, message)
         one.progress.heard(now_ns)
         effects: list[Effect] = []
         match message:
@@ -315,18 +284,17 @@ class Senders:
         jobs = Counter(job.room for job in self._jobs.values())
         for room, one in self._rooms.items():
             assert one.submitted == jobs[room]
-            assert room in self._seen
             assert one.waiting == 0 or not one.progress.ended
         assert all(0 <= busy <= JOBS_MAX for busy in self._busy.values())
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _add(self, room: int, now_ns: int) -> _Sending:
-        one = self._rooms[room] = _Sending(room, HandoffProgress(self._patience, now_ns))
+    def _add(self, room: int, now_ns: int) -> SendingRoom:
+        one = self._rooms[room] = SendingRoom(room, HandoffProgress(self._patience, now_ns))
         self._seen.add(room)
         return one
 
-    def _first_heard(self, link: bytes, message: FromDecode, now_ns: int) -> _Sending | None:
+    def _first_heard(self, link: bytes, message: FromDecode, now_ns: int) -> SendingRoom | None:
         """A room that the engine has not opened yet; None = it was used, or there are too many."""
         assert not isinstance(message, HandoffPing)
         if isinstance(message, Done) or message.room in self._seen:
@@ -351,7 +319,14 @@ class Senders:
         failure = self._failure(FailureCode.REFUSED, Layer.PROTOCOL, why)
         return [SendTo(link, Failed(room, failure)), SendTo(link, Drained(room))]
 
-    def _announced(self, one: _Sending, message: Announce, now_ns: int) -> list[Effect]:
+    def _answer_ended(self, one: SendingRoom, message: FromDecode) -> list[Effect]:
+        """A handoff has ended; decode may not know: it has just come, or a message is lost."""
+        effects: list[Effect] = []
+        if isinstance(message, Announce | RenewRoom) and one.progress.failure is not None:
+            effects.append(SendTo(one.link, Failed(one.room, one.progress.failure)))
+        return effects + self._drained(one, again=not isinstance(message, Done))
+
+    def _announced(self, one: SendingRoom, message: Announce, now_ns: int) -> list[Effect]:
         if one.there is not None:
             self.counts["repeated_messages"] += 1
             return []
@@ -371,7 +346,7 @@ class Senders:
             self._queue_aux(one)
         return self._submit(one.link, now_ns)
 
-    def _split(self, one: _Sending, part: _Part) -> None:
+    def _split(self, one: SendingRoom, part: SentPart) -> None:
         """Queue the ranges of a part that the other side needs, as jobs."""
         assert one.there is not None
         stop = min(part.positions.stop, one.first + len(one.there))
@@ -389,7 +364,7 @@ class Senders:
             self._queue(one, ranges, sources, here, generations)
 
     def _queue(
-        self, one: _Sending, ranges: list[PushRange], sources: list[int],
+        self, one: SendingRoom, ranges: list[PushRange], sources: list[int],
         blocks: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64], aux: bytes = b"",
     ) -> None:  # fmt: skip
         job = PushJob(
@@ -398,7 +373,7 @@ class Senders:
         self._waiting.setdefault(one.link, deque()).append(job)
         one.waiting += 1
 
-    def _queue_aux(self, one: _Sending) -> None:
+    def _queue_aux(self, one: SendingRoom) -> None:
         assert one.aux is not None
         place = PushRange(AUX_PLANE, one.slot, len(one.aux))
         self._queue(one, [place], [0], np.zeros(0, dtype=np.int64), _NONE, one.aux)
@@ -418,7 +393,7 @@ class Senders:
             effects.append(Submit(job))
         return effects
 
-    def _done(self, one: _Sending, now_ns: int) -> list[Effect]:
+    def _done(self, one: SendingRoom, now_ns: int) -> list[Effect]:
         if one.aux is None or one.waiting:
             why = "decode says that it has everything, before everything was sent"
             return self._fail(one, FailureCode.PROTOCOL, Layer.PROTOCOL, why, now_ns)
@@ -431,17 +406,17 @@ class Senders:
         return HandoffFailure(code, HandoffSide.PREFILL, self._rank, layer, why[:TEXT_MAX])
 
     def _fail(
-        self, one: _Sending, code: FailureCode, layer: Layer, why: str, now_ns: int
+        self, one: SendingRoom, code: FailureCode, layer: Layer, why: str, now_ns: int
     ) -> list[Effect]:
         return self._end(one, self._failure(code, layer, why), now_ns, tell=True)
 
     def _end(
-        self, one: _Sending, failure: HandoffFailure, now_ns: int, *, tell: bool = False
+        self, one: SendingRoom, failure: HandoffFailure, now_ns: int, *, tell: bool = False
     ) -> list[Effect]:
         """End a handoff as failed: submit no more of it, and answer when the rest has ended."""
         if not one.progress.fail(failure, now_ns):
             return []
-        self.counts[f"failed_{failure.code}"] += 1
+        self.counts[f"failed_{failure.counted}"] += 1
         waiting = self._waiting.get(one.link)
         if waiting and one.waiting:
             self._waiting[one.link] = deque(job for job in waiting if job.room != one.room)
@@ -452,7 +427,7 @@ class Senders:
             effects.append(SendTo(one.link, Failed(one.room, failure)))
         return effects + self._drained(one)
 
-    def _drained(self, one: _Sending, *, again: bool = False) -> list[Effect]:
+    def _drained(self, one: SendingRoom, *, again: bool = False) -> list[Effect]:
         """Tell decode, once or when it asks again, that nothing arrives any more."""
         ready = one.progress.state == State.FAILED and not one.submitted and one.link
         if not ready or (one.drained and not again):
@@ -460,7 +435,7 @@ class Senders:
         one.drained = True
         return [SendTo(one.link, Drained(one.room))]
 
-    def _forget(self, one: _Sending, now_ns: int | None = None) -> None:
+    def _forget(self, one: SendingRoom, now_ns: int | None = None) -> None:
         """Take an ended handoff out of the table when nobody asks about it any more."""
         if not one.progress.ended or one.submitted:
             return

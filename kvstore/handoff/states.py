@@ -99,6 +99,11 @@ class HandoffFailure(msgspec.Struct, frozen=True, array_like=True):
     layer: Layer
     message: str
 
+    @property
+    def counted(self) -> str:
+        """The code for counts, of which a peer must not make ever more: ``other`` if unknown."""
+        return self.code if self.code in frozenset(FailureCode) else "other"
+
     def __str__(self) -> str:
         return f"{self.code} ({self.side} rank {self.rank}, {self.layer}): {self.message}"
 

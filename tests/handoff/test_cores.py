@@ -28,7 +28,8 @@ from kvstore.handoff.places import (
     pack_numbers,
     range_seed,
 )
-from kvstore.handoff.receiving import ABORTS_MAX, Receivers
+from kvstore.handoff.receiving import ABORTS_MAX, LIMBO_S_MAX, Receivers
+from kvstore.handoff.rooms import BOOTS_KEPT
 from kvstore.handoff.sending import JOBS_MAX, Senders
 from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.states import FailureCode, HandoffFailure, HandoffSide, Layer, Patience, State
@@ -100,7 +101,6 @@ def test_a_repeated_foreign_or_late_message_changes_nothing_at_prefill():
     assert progress.state == State.WAITING_FOR_INPUT
     assert core._rooms[1].there == [7, 8, 9]
     assert core.received(b"L", Abort(1, FAILURE), 0) == [SendTo(b"L", Drained(1))]
-    assert core.received(b"L", announce(1, [7, 8, 9]), 0) == NONE
     assert core.received(b"L", Abort(1, FAILURE), 0) == [SendTo(b"L", Drained(1))]
     core.close(1, 0)
     assert core.received(b"L", Abort(1, FAILURE), 0) == [SendTo(b"L", Drained(1))]
@@ -295,3 +295,54 @@ def test_prefill_is_told_of_what_was_given_up_before_there_was_a_link(linked):
 
     assert core.describe(1) == []
     core.check()
+
+
+@pytest.mark.parametrize("message", [announce(1, [7, 8, 9]), RenewRoom(1)])
+def test_decode_that_comes_after_the_end_at_prefill_is_told_why_and_fails_at_once(message):
+    core = senders()
+    core.abort(1, 0)  # decode has not spoken yet, so nobody could be told
+    effects = core.received(b"L", message, 0)
+    assert [type(one.message) for one in effects] == [Failed, Drained]
+    assert effects[0].message.failure.code == FailureCode.ABORTED
+
+    other = receivers()
+    for one in effects:
+        other.received(b"L", one.message, 0)
+    assert other._rooms[1].progress.failure == effects[0].message.failure
+    assert not other.holds_blocks(1)
+    other.check()
+
+
+def test_drained_ends_a_handoff_at_decode_also_if_failed_is_lost():
+    core = receivers()
+    landing, _, _ = core.arriving(b"L", head(1, PushRange(0, 0, 1)), 0)
+    assert core.received(b"L", Drained(1), 0) == NONE
+    assert core._rooms[1].progress.failure.code == FailureCode.PROTOCOL
+    assert core.holds_blocks(1), "some bytes are being written"
+    core.landed(landing, None, "", 0)
+    assert not core.holds_blocks(1)
+    core.check()
+
+
+def test_a_room_that_is_open_is_not_opened_again_when_its_boot_is_forgotten():
+    core = receivers()
+    for boot in range(1, BOOTS_KEPT + 2):
+        core.open(boot << 32, "p", 16, 0)
+        core.close(boot << 32, 0)
+    assert 1 not in core._seen
+    with pytest.raises(InvalidArgument, match="used before"):
+        core.open(1, "p", 48, 0)
+    assert core.holds_blocks(1)
+    core.check()
+
+
+def test_a_peer_that_never_drains_loses_its_link_although_others_live_on_it():
+    core = receivers()
+    core.open(2, "p", 16, 0)
+    core.abort(1, 0)
+    ended = []
+    for second in range(1, LIMBO_S_MAX + 1):
+        core.renew(2, second * SECOND)
+        ended += [(second, one) for one in core.tick(second * SECOND) if isinstance(one, EndLink)]
+
+    assert ended == [(LIMBO_S_MAX, EndLink(b"L"))]

@@ -147,6 +147,8 @@ def test_wrong_calls_are_refused_by_field_and_change_nothing(wait_until):
             (lambda: pair.decode.receiver(1, pair.registry.url, 64), "room"),
             (lambda: pair.decode.receiver(-1, pair.registry.url, 64), "room"),
             (lambda: pair.decode.receiver(2, "ftp://x", 64), "registry"),
+            (lambda: pair.decode.receiver(2, "http://[1", 64), "registry"),
+            (lambda: pair.decode.receiver(2, "http://x:y", 64), "registry"),
             (lambda: pair.prefill.sender(1, 64), "room"),
             (lambda: pair.prefill.sender(3, 0), "token_count"),
             (lambda: sender.send(range(1), range(2), [0]), "blocks"),
@@ -203,3 +205,24 @@ def test_a_thread_of_prefill_that_ends_by_a_fault_of_ours_gives_the_blocks_back(
 
         wait_until(lambda: sender.state == receiver.state == State.FAILED)
         wait_until(lambda: not sender.holds_blocks and not receiver.holds_blocks)
+
+
+@pytest.mark.parametrize("name", ["kvstore-handoff-reader", "kvstore-handoff-link"])
+def test_a_thread_that_cannot_start_fails_a_handoff_and_not_the_next(name, wait_until, monkeypatch):
+    start = threading.Thread.start
+
+    def limited(thread):
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with managers() as pair:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", limited)
+            receiver = pair.decode.receiver(1, pair.registry.url, 64)
+            wait_until(lambda: receiver.state == State.FAILED)
+            assert receiver.failure.code == FailureCode.UNREACHABLE
+        sender, receiver = pair.begin(2, 4)
+        receiver.announce(0, [0, 1, 2, 3])
+        push_all(sender, pair.here, [0, 1, 2, 3])
+        wait_until(lambda: receiver.state == State.SUCCESS)

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from engine_adapters.reference.engine import Engine
+from engine_adapters.reference.engine import Engine, EngineBusyError
 from engine_adapters.reference.handoff_options import HandoffOptions
 from engine_adapters.reference.parts import EngineOptions
 from engine_adapters.reference.scheduler import Limits
@@ -301,6 +301,23 @@ def test_too_many_requests_are_told_to_go_elsewhere() -> None:
             assert refused["error"]["code"] == "overloaded"
 
     scenario(run)
+
+
+def test_a_request_that_was_never_queued_is_not_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with service() as mono:
+            aborted: list[Any] = []
+
+            def full(_: Any) -> None:
+                raise EngineBusyError("the engine's queue is full")
+
+            monkeypatch.setattr(mono.engine, "submit", full)
+            monkeypatch.setattr(mono.engine, "abort", aborted.append)  # it waits for the queue
+            status, refused = await mono.post("/v1/completions", {"prompt": PROMPT})
+            assert (status, refused["error"]["code"]) == (503, "overloaded")
+            assert aborted == []
+
+    scenario(test)
 
 
 def test_an_engine_that_shuts_down_refuses_and_ends_what_runs() -> None:

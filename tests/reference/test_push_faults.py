@@ -9,12 +9,15 @@ import pytest
 from msgspec.structs import asdict
 
 from engine_adapters.reference import pushing
+from engine_adapters.reference.handoff_options import count_push
+from engine_adapters.reference.metrics import Metrics
 from engine_adapters.reference.request import State
 from engine_adapters.reference.sampler import Sampling
 from kvstore.errors import InvalidArgument
 from kvstore.handoff import decode as decode_side
 from kvstore.handoff import prefill as prefill_side
 from kvstore.handoff.places import AUX_PLANE
+from kvstore.handoff.states import HandoffFailure, HandoffProgress, HandoffSide, Layer
 from tests.conftest import WaitUntil
 from tests.reference.conftest import Ask, MakeEngine
 from tests.reference.fake_store import FakeNode, FakeStore
@@ -292,3 +295,14 @@ def test_aux_data_that_make_no_sense_are_a_failed_push_and_the_engine_goes_on(
     assert there.wait().tokens == expected
     assert report(there) == ("failed", "protocol")
     assert pair.decode.alive
+
+
+def test_codes_that_a_peer_makes_up_are_counted_as_one() -> None:
+    metrics = Metrics()
+    for number in range(50):
+        progress = HandoffProgress(OPTIONS.patience, 0)
+        code, layer = f"made up {number}", Layer.PROTOCOL
+        progress.fail(HandoffFailure(code, HandoffSide.PREFILL, 0, layer, "for a test"), 0)
+        count_push(metrics, progress)
+    assert metrics.handoffs.labels("failed", "other")._value.get() == 50
+    assert b"made up" not in metrics.text()
