@@ -150,9 +150,9 @@ class DecodeManager:
         for link in links:
             self._drop(link, FailureCode.CLOSED, "the manager was closed")
         self._threads.join(2 * _CONNECT_S + SILENCE_S)
+        self._ticker.close()
         if self._engine is not None:
             self._engine.close()
-        self._ticker.close()
 
     # ---- what receivers call ----------------------------------------------------------------
 
