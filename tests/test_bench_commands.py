@@ -13,7 +13,6 @@ import pytest
 from bench import host, host_bystander, host_mooncake, host_pages, index, remote
 from bench.index_feed import messages
 from bench.index_fleet import Fleet
-from bench.mooncake_wheel import NoMooncakeError, environment
 
 ROOT = Path(__file__).resolve().parent.parent
 FIELDS = ["case", "value", "unit", "bound", "bound_value", "ratio"]
@@ -86,23 +85,11 @@ def test_host_measures_what_a_bystander_notices_and_leaves_no_process(monkeypatc
     assert not children(mark)
 
 
-def test_host_stands_beside_mooncake_with_every_shape_and_leaves_no_process(monkeypatch):
-    mark = f"BENCH_PEERS_TEST={os.getpid()}"
-    monkeypatch.setenv(*mark.split("="))
+def test_host_stands_beside_mooncake_with_every_shape():
     shapes = [shape.name for shape in host_pages.SHAPES]
     assert host_mooncake.names() == [
         f"peer/{verb}/{shape}" for shape in shapes for verb in ("put", "get")
     ]
-
-    cases = "^peer/(put|get)/1MiB/x16$"
-    results = measured("host", "--pool-mib", "256", "--peers", "mooncake", "--cases", cases)
-
-    if not results and not has_mooncake():
-        pytest.skip("Mooncake cannot be had here")
-    assert [result["case"] for result in results] == ["peer/put/1MiB/x16", "peer/get/1MiB/x16"]
-    for result in results:
-        assert_keeps_the_contract(result)
-    assert not children(mark)
 
 
 def test_peers_are_measured_only_if_asked_for():
@@ -113,14 +100,6 @@ def test_peers_are_measured_only_if_asked_for():
 
     assert run.returncode == 2
     assert "no case is called so: ^peer/" in run.stderr
-
-
-def has_mooncake() -> bool:
-    try:
-        environment()
-    except NoMooncakeError:
-        return False
-    return True
 
 
 def test_bystanders_stand_beside_all_that_a_node_does_for_others():
