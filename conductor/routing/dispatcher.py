@@ -28,14 +28,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-import numpy as np
-
 from conductor.costs.book import CostBook
 from conductor.routing.binding import AHEAD_S
 from conductor.routing.choices import Assign, Continue, Effect, Hold, Reject
 from conductor.routing.columns import NO_KEYS, Matches, View, Waiting
 from conductor.routing.engines import EngineRegistry
 from conductor.routing.load import EngineLoads
+from conductor.routing.occupancy import Occupancy
 from conductor.routing.policy import Binding
 from conductor.routing.scheduler import Handoff, Scheduler
 from kvstore.index.layout import Words
@@ -144,11 +143,7 @@ class Dispatcher:
         self._rows: Waiting | None = None  # these, as columns; None = they have changed
         self._arrived: dict[int, _Known] = {}  # whose KV waits for a decode engine
         self._refused: list[Reject] = []  # until the next step
-        self._in_flight: Counter[str] = Counter()
-        self._detached: Counter[str] = Counter()  # of these, places that belong to no request
-        self._promised: Counter[str] = Counter()
-        self._last_assigned: dict[str, int] = {}
-        self._assigned = 0
+        self._places = Occupancy()
         self._released_at: float | None = None
         self._pace_s = 1.0
         self._closed = False
@@ -159,7 +154,7 @@ class Dispatcher:
 
     def in_flight(self, engine_id: str) -> int:
         """Requests that have a place at an engine."""
-        return self._in_flight[engine_id]
+        return self._places.in_flight[engine_id]
 
     @property
     def requests_max(self) -> int:
@@ -251,16 +246,16 @@ class Dispatcher:
         """Let a place of a request last until :meth:`give_back`, also when the request ends."""
         known = self._known[number]
         known.held.remove(engine_id)
-        self._detached[engine_id] += 1
+        self._places.detach(engine_id)
 
     def give_back(self, number: int, engine_id: str, now: float) -> None:
         """An engine has ended its part of a request whose place there was detached."""
-        _take(self._detached, engine_id)
+        self._places.undetach(engine_id)
         self._free(number, engine_id, now)
 
     def _free(self, number: int, engine_id: str, now: float) -> None:
         self.loads.left(number, engine_id, now)
-        _take(self._in_flight, engine_id)
+        self._places.free(engine_id)
         if self._released_at is not None:
             self._pace_s += _PACE_WEIGHT * (now - self._released_at - self._pace_s)
         self._released_at = now
@@ -290,7 +285,7 @@ class Dispatcher:
 
     def forget(self, engine_id: str) -> None:
         """An engine was removed; requests there keep their places until they are released."""
-        self._last_assigned.pop(engine_id, None)
+        self._places.forget(engine_id)
         self.loads.forget(engine_id)
 
     def close(self) -> None:
@@ -373,14 +368,13 @@ class Dispatcher:
         assert known.assign is not None
         assert known.promised is not None
         if decode != known.promised:
-            self._assigned += 1
-            self._last_assigned[decode] = self._assigned
-        _take(self._promised, known.promised)
+            self._places.chosen([decode])
+        self._places.unpromise(known.promised)
         self.loads.left(known.request.number, known.promised, now)
         self._decodes(known, decode, now)
         known.promised, known.arrived = None, False
         known.held.append(decode)
-        self._in_flight[decode] += 1
+        self._places.take(decode)
         del self._arrived[known.request.number]
         if decode in known.assign.ranks:
             rank = known.assign.ranks[decode]
@@ -396,15 +390,15 @@ class Dispatcher:
         known.assign = assign
         self._load(known, assign, now)
         known.tries += 1
-        self._assigned += 1
-        for engine_id in dict.fromkeys((assign.prefill, assign.decode)):
-            self._last_assigned[engine_id] = self._assigned
+        engine_ids = list(dict.fromkeys((assign.prefill, assign.decode)))
+        self._places.chosen(engine_ids)
+        for engine_id in engine_ids:
             if engine_id == assign.prefill or assign.at_once:
                 known.held.append(engine_id)
-                self._in_flight[engine_id] += 1
+                self._places.take(engine_id)
             else:
                 known.promised = engine_id
-                self._promised[engine_id] += 1
+                self._places.promise(engine_id)
 
     def _load(self, known: _Known, assign: Assign, now: float) -> None:
         """Count what an assignment brings its engines."""
@@ -424,14 +418,14 @@ class Dispatcher:
             self.released(known.request.number, engine_id, now)
         if known.promised is not None:
             self.loads.left(known.request.number, known.promised, now)
-            _take(self._promised, known.promised)
+            self._places.unpromise(known.promised)
             known.promised, known.arrived = None, False
         self._arrived.pop(known.request.number, None)
 
     def _refuse(self, known: _Known, reject: Reject) -> None:
         if known.promised is not None:
             self.loads.left(known.request.number, known.promised, self._stepped_at)
-            _take(self._promised, known.promised)
+            self._places.unpromise(known.promised)
         self._remove(known)
         self._refused.append(reject)
 
@@ -475,26 +469,9 @@ class Dispatcher:
 
     def view(self, now: float) -> View:
         """The engines, in columns."""
-        engines = list(self._registry)
-        infos = [engine.info for engine in engines]
-        return View(
-            ids=[info.id for info in infos],
-            models=[info.model for info in infos],
-            adapters=[info.adapters for info in infos],
-            protocols=[info.protocol for info in infos],
-            offers=[info.offers for info in infos],
-            roles=[info.role for info in infos],
-            health=[engine.health.state for engine in engines],
-            in_flight=np.array([self._in_flight[info.id] for info in infos], dtype=np.int64),
-            promised=np.array([self._promised[info.id] for info in infos], dtype=np.int64),
-            max_running=np.array([info.max_running for info in infos], dtype=np.int64),
-            last_assigned=np.array(
-                [self._last_assigned.get(info.id, 0) for info in infos], dtype=np.int64
-            ),
-            assigned=self._assigned,
-            retry_after_s=self.retry_after_s,
-            costs=self.loads.columns(infos, now) if self._scheduler.policy.fetches else None,
-        )
+        priced = self._scheduler.policy.fetches is not None
+        loads = self.loads if priced else None
+        return self._places.view(list(self._registry), loads, self.retry_after_s, now)
 
     def check(self) -> None:
         """Assert the invariants."""
@@ -506,8 +483,7 @@ class Dispatcher:
             assert known.assign is not None or not known.held
             held.update(known.held)
             promised.update([known.promised] if known.promised is not None else [])
-        assert held + self._detached == self._in_flight
-        assert promised == self._promised
+        self._places.check(held, promised)
         assert self._waiting.keys() | self._arrived.keys() <= self._known.keys()
         self.loads.check()
         assert self._rows in (None, self._columns(self._waiting))
@@ -517,11 +493,3 @@ def _handoff(known: _Known) -> Handoff:
     assert known.assign is not None
     assert known.promised is not None
     return Handoff(known.assign.protocol, known.promised)
-
-
-def _take(counts: Counter[str], engine_id: str) -> None:
-    """Count one less; a count of zero is dropped."""
-    counts[engine_id] -= 1
-    assert counts[engine_id] >= 0, engine_id
-    if not counts[engine_id]:
-        del counts[engine_id]
