@@ -167,7 +167,6 @@ class Proxy:
             arrived=run.arrived,
             tokens=len(tokens) if tokens is not None else None,
             keys=run.keys,
-            priority=body.priority,
             tenant=body.tenant,
             session=name_of(run.http.headers.get("X-Session-Id")) or body.session or body.tenant,
         )

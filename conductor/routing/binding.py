@@ -112,6 +112,7 @@ class SecondsChooser:
             if not takers and waiting.waits_long(row, now):
                 takers = set(filter(self._has_room, choices.firsts))
             if not takers:
+                self.keep(waiting, row)
                 return ChosenEngines(waits_for=bound)
             only = [([one for one in some if one in takers], then) for some, then in choices.pairs]
             choices = _Choices(only, _positions(only), takers)
@@ -149,6 +150,12 @@ class SecondsChooser:
         """Row of the engine for which a request waits; negative = none."""
         return self._rows.get(waiting.bound[row], -1) if waiting.bound else -1
 
+    def keep(self, waiting: Waiting, row: int) -> None:
+        """A request goes on waiting for its engine: it is before all who come later."""
+        bound = self.bound(waiting, row)
+        if bound >= 0 and waiting.least_s:
+            self._prices.think(bound, waiting.least_s[row], waiting.keys[row])
+
     def is_free(self, row: int) -> bool:
         """Whether an engine can be given a prompt."""
         idle = not self._late or self._prices.backlog_s[row] <= AHEAD_S + _ROUNDING_S
@@ -166,4 +173,5 @@ def _positions(pairs: Pairs) -> dict[int, int]:
 
 
 def _prompt(waiting: Waiting, row: int) -> Prompt:
-    return Prompt(waiting.tokens[row] or 0, waiting.matches[row], waiting.keys[row])
+    output = waiting.outputs[row] if waiting.outputs else None
+    return Prompt(waiting.tokens[row] or 0, waiting.matches[row], waiting.keys[row], output)

@@ -92,7 +92,9 @@ class View:
         last_assigned: number of the last assignment; int64, 0 = none yet.
         assigned: number of assignments so far.
         retry_after_s: ``Retry-After`` for a rejected client.
-        costs: what costs depend on; None if the policy does not use any.
+        costs: what costs depend on; None if nobody uses any.
+        over: tenants that got more than their fair share, and how far, from 1 on: they wait behind
+            others.
     """
 
     ids: Sequence[str]
@@ -109,6 +111,7 @@ class View:
     assigned: int = 0
     retry_after_s: int = 1
     costs: CostColumns | None = None
+    over: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +135,7 @@ class Waiting:
             then; 0 = unknown. Empty if the policy does not use costs.
         bound: the engine for which each waits if it has been chosen already; else empty. Empty if
             no policy chooses so.
+        outputs: tokens that each answer is expected to have. Empty = unknown.
     """
 
     numbers: Sequence[int]
@@ -147,6 +151,7 @@ class Waiting:
     matches: list[Matches]
     least_s: list[float] = field(default_factory=list)
     bound: Sequence[str] = ()
+    outputs: Sequence[float] = ()
 
     def __len__(self) -> int:
         return len(self.numbers)

@@ -19,7 +19,7 @@ from kvstore.index.layout import Words
 Rows = npt.NDArray[np.intp]
 """Rows of engines in the view."""
 OUTPUT_TOKENS: Final = 100
-"""So many steps count as much as the handoff when an engine is chosen to decode."""
+"""Of an answer of which nothing is known, when an engine is chosen to decode."""
 _PROMPTS_COMPARED: Final = 8
 """Prompts of this call that later ones are compared with."""
 
@@ -31,11 +31,13 @@ class Prompt(NamedTuple):
         tokens: their number; 0 = unknown.
         matches: how much of it each engine has.
         keys: a chain value for each of its leading pages.
+        output: tokens that its answer is expected to have; None = unknown.
     """
 
     tokens: int
     matches: Matches
     keys: Words
+    output: float | None = None
 
 
 class PricedEngines:
@@ -175,8 +177,10 @@ class Prices:
         return seconds
 
     def _decoding(self, rows: Rows, comes_s: Column, prompt: Prompt) -> tuple[Column, Column]:
-        full = (self._costs.kv_room[rows] < prompt.tokens).astype(np.float64)
-        return full, comes_s + OUTPUT_TOKENS * self._costs.step_s[rows]
+        tokens = prompt.tokens + (prompt.output or 0.0)
+        full = (self._costs.kv_room[rows] < tokens).astype(np.float64)
+        steps = OUTPUT_TOKENS if prompt.output is None else prompt.output
+        return full, comes_s + steps * self._costs.step_s[rows]
 
     def give(self, row: int, seconds: float, keys: Words) -> None:
         """An engine gets a prompt in this call."""

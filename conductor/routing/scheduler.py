@@ -33,6 +33,7 @@ from conductor.routing.engines import Health, Role
 from conductor.routing.groups import serving, why_nobody
 from conductor.routing.policy import Binding, Policy
 from conductor.routing.pricing import PricedEngines
+from conductor.routing.shares import in_turn
 
 _FULL: Final = "every engine that could serve it is full"
 _DECODE_FULL: Final = "every engine that could decode it is full"
@@ -111,7 +112,7 @@ class Scheduler:
         call = _Call(self, view, waiting)
         free: dict[tuple[str, frozenset[str]], int] = {}
         due: list[int] = []
-        for row in self.policy.order(waiting, now):
+        for row in self.order(view, waiting, now):
             if self.policy.is_new(waiting, row):
                 due.append(row)
                 continue
@@ -134,11 +135,19 @@ class Scheduler:
             now: time on the clock of the deadlines.
 
         Returns:
-            One decision for each request, in the policy's order. Together with requests that hold
+            One decision for each request, in their order. Together with requests that hold
             places they never exceed an engine's ``max_running``.
         """
         call = _Call(self, view, waiting)
-        return [call.decide(row, now) for row in self.policy.order(waiting, now)]
+        return [call.decide(row, now) for row in self.order(view, waiting, now)]
+
+    def order(self, view: View, waiting: Waiting, now: float) -> Sequence[int]:
+        """Rows of requests in the order in which they are considered.
+
+        It is the policy's, but urgent priorities come first, and of each those whose tenants are
+        within their fair shares.
+        """
+        return in_turn(self.policy.order(waiting, now), waiting, view.over)
 
     def receive(
         self, view: View, waiting: Waiting, handoffs: Sequence[Handoff], now: float
@@ -156,7 +165,7 @@ class Scheduler:
             of the cheapest that has.
         """
         call = _Call(self, view, waiting)
-        rows = self.policy.order(waiting, now)
+        rows = self.order(view, waiting, now)
         return {row: call.receive(row, handoffs[row], now) for row in rows}
 
     def least_s(self, view: View, waiting: Waiting, row: int) -> float:
@@ -232,6 +241,8 @@ class _Call:
             return self.hold(row, now, _FULL)
         stuck = waiting.bound and (key, waiting.bound[row]) in self._stuck
         if stuck and not waiting.waits_long(row, now):
+            if self._chooser is not None:
+                self._chooser.keep(waiting, row)
             return self.hold(row, now, _FULL, waiting.bound[row])
         group = self._group(row)
         if group.why_none:
