@@ -224,7 +224,7 @@ class Admission:
             if reject is not None:
                 refused.append(reject)
                 continue
-            bound = waiting.bound[row] if waiting.bound else ""
+            bound = waiting.bound[row]
             ahead.add(asked.need_s, (waiting.tokens[row] or 0) + asked.output, bound)
         return refused
 

@@ -64,13 +64,13 @@ class DecodeDemand:
 
     Attributes:
         now: those that decode.
-        typical_s: how long a request decodes, moving average.
+        typical_s: how long a request decodes, moving average; 0 = none has come yet.
     """
 
     def __init__(self) -> None:
         """Start without requests."""
         self.now = NOBODY
-        self.typical_s = 10.0
+        self.typical_s = 0.0
         self._late = NOBODY  # should have ended; or should have begun, and count as if they had
         self._due = NOBODY  # of these, those that have not begun
         self._stays: dict[int, _Stay] = {}
@@ -97,6 +97,7 @@ class DecodeDemand:
         assert number not in self._stays
         tokens = round(tokens)  # so that sums are exact
         stay = self._stays[number] = _Stay(tokens)
+        self.typical_s = self.typical_s or min(stays_s, HORIZON_S)
         starts_at = min(starts_at, self._time() + HORIZON_S)
         start, end = _step(starts_at), _step(starts_at + min(stays_s, HORIZON_S))
         if start <= self._passed:
@@ -112,6 +113,7 @@ class DecodeDemand:
         tokens = round(tokens)
         stay = self._stays[number] = _Stay(tokens, decodes=True)
         self.now = self.now.plus(Crowd(1, tokens))
+        self.typical_s = self.typical_s or min(stays_s, HORIZON_S)
         self.typical_s += _STAY_WEIGHT * (min(stays_s, HORIZON_S) - self.typical_s)
         stay.end = max(self._passed + 1, _step(self._time() + min(stays_s, HORIZON_S)))
         self._moment(stay.end).ends[number] = tokens

@@ -21,7 +21,6 @@ considered, and never at that engine.
 Pure: the caller passes the time. The asyncio queue is one caller, a simulator is another.
 """
 
-import bisect
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -36,6 +35,7 @@ from conductor.routing.columns import NO_KEYS, Matches, View, Waiting
 from conductor.routing.engines import EngineRegistry
 from conductor.routing.load import EngineLoads
 from conductor.routing.occupancy import Occupancy
+from conductor.routing.pending import WaitingRow, WaitingRows
 from conductor.routing.policy import Binding
 from conductor.routing.scheduler import Handoff, Scheduler
 from kvstore.index.layout import Words
@@ -147,7 +147,7 @@ class Dispatcher:
         self._stepped_at = -math.inf
         self._known: dict[int, _Known] = {}
         self._waiting: dict[int, _Known] = {}  # without an assignment
-        self._rows: Waiting | None = None  # these, as columns; None = they have changed
+        self._rows = WaitingRows()  # these, as columns
         self._arrived: dict[int, _Known] = {}  # whose KV waits for a decode engine
         self._refused: list[Reject] = []  # until the next step
         self._places = Occupancy()
@@ -177,12 +177,15 @@ class Dispatcher:
     @property
     def wake_at(self) -> float | None:
         """When :meth:`step` must be called at the latest; None = not before the next event."""
-        waiting = (*self._waiting.values(), *self._arrived.values())
-        halves = [(one.request.arrived + one.deadline) / 2 for one in waiting if one.bound]
-        times = [one.deadline for one in waiting] + [at for at in halves if at > self._stepped_at]
+        rows = self._rows.columns
+        arrived = [self._row(one) for one in self._arrived.values()]
+        times = [min(rows.deadlines, default=math.inf), *(one.deadline for one in arrived)]
+        halves = [*zip(rows.halves, rows.bound, strict=True)]
+        halves += [(one.half, one.bound) for one in arrived]
+        times += [half for half, bound in halves if bound and half > self._stepped_at]
         if self._waiting and self._scheduler.policy.binds is Binding.LATE:
             return min(self.loads.free_at(AHEAD_S, self._stepped_at), *times)
-        return min(times, default=None)
+        return min(times) if self._waiting or arrived else None
 
     def arrive(self, request: Request) -> None:
         """A request arrives; it is rejected if too many wait, or after :meth:`close`."""
@@ -315,7 +318,7 @@ class Dispatcher:
         """
         if not self._waiting or not self._scheduler.policy.needs_prefixes:
             return []
-        waiting = self._waiting_rows()
+        waiting = self._rows.columns
         rows = self._scheduler.due(self.view(now), waiting, now)
         found = {waiting.numbers[row]: waiting.models[row] for row in rows}
         found |= {one: self._known[one].request.model for one in sorted(self.admission.fresh)}
@@ -325,9 +328,7 @@ class Dispatcher:
         """How much of the prompt of a waiting request each engine has."""
         known = self._waiting[number]
         known.matches = matches
-        rows = self._waiting_rows()
-        at = bisect.bisect_left(rows.numbers, number)
-        rows.matches[at] = matches
+        self._rows.columns.matches[self._rows.at(number)] = matches
         self._learned.add(number)
 
     def step(self, now: float) -> list[Effect]:
@@ -345,7 +346,7 @@ class Dispatcher:
                     self._give(decision, now)
                 elif isinstance(decision, Hold) and decision.engine:
                     self._waiting[decision.request].bound = decision.engine
-                    self._rows = None
+                    self._rows.bind(decision.request, decision.engine)
                 elif isinstance(decision, Reject):
                     self._remove(self._known[decision.request])
                 if not isinstance(decision, Hold):
@@ -362,16 +363,17 @@ class Dispatcher:
         refused = self.admission.refusals(view, waiting, rows, now)
         for reject in refused:
             self._remove(self._known[reject.request])
-        return self._waiting_rows(), refused
+        return self._rows.columns, refused
 
     def _priced(self, view: View) -> Waiting:
         """Those without an assignment, with the seconds that their prompts need now."""
-        waiting = self._waiting_rows()
+        waiting = self._rows.columns
         if view.costs is not None:
-            for number in sorted(self._learned & self._waiting.keys()):
-                at = bisect.bisect_left(waiting.numbers, number)
-                least_s = self._scheduler.least_s(view, waiting, at)
-                self._waiting[number].least_s = waiting.least_s[at] = least_s
+            numbers = sorted(self._learned & self._waiting.keys())
+            rows = [self._rows.at(number) for number in numbers]
+            seconds = self._scheduler.least_s(view, waiting, rows)
+            for number, row, least_s in zip(numbers, rows, seconds, strict=True):
+                self._waiting[number].least_s = waiting.least_s[row] = least_s
         self._learned.clear()
         return waiting
 
@@ -380,7 +382,7 @@ class Dispatcher:
         effects: list[Effect] = []
         if not self._arrived:
             return effects
-        waiting = self._columns(self._arrived)
+        waiting = WaitingRows(map(self._row, self._arrived.values())).columns
         handoffs = [_handoff(self._arrived[number]) for number in waiting.numbers]
         choices = self._scheduler.receive(self.view(now), waiting, handoffs, now)
         for row, choice in choices.items():
@@ -414,7 +416,7 @@ class Dispatcher:
     def _give(self, assign: Assign, now: float) -> None:
         """Take the places of an assignment."""
         known = self._waiting.pop(assign.request)
-        self._rows = None
+        self._rows.drop(assign.request)
         assert not known.held
         known.assign = assign
         self._load(known, assign, now)
@@ -470,7 +472,7 @@ class Dispatcher:
         del self._known[number]
         self.admission.left(number)
         if self._waiting.pop(number, None) is not None:
-            self._rows = None
+            self._rows.drop(number)
         self._arrived.pop(number, None)
 
     def _closing(self, number: int) -> Reject:
@@ -478,32 +480,15 @@ class Dispatcher:
 
     def _wait(self, known: _Known) -> None:
         self._waiting[known.request.number] = known
-        self._rows = None
+        self._rows.add(self._row(known))
 
-    def _waiting_rows(self) -> Waiting:
-        """Those without an assignment, as columns; made again only after a change."""
-        if self._rows is None:
-            self._rows = self._columns(self._waiting)
-        return self._rows
-
-    def _columns(self, known: dict[int, _Known]) -> Waiting:
-        rows: Sequence[_Known] = [known[number] for number in sorted(known)]
-        return Waiting(
-            numbers=[one.request.number for one in rows],
-            models=[one.request.model for one in rows],
-            arrived=[one.request.arrived for one in rows],
-            deadlines=[one.deadline for one in rows],
-            excluded=[one.excluded for one in rows],
-            tokens=[one.request.tokens for one in rows],
-            keys=[one.request.keys for one in rows],
-            priorities=[self.admission.priority(one.request.number) for one in rows],
-            tenants=[one.request.tenant for one in rows],
-            sessions=[one.request.session for one in rows],
-            matches=[one.matches for one in rows],
-            least_s=[one.least_s for one in rows],
-            bound=[one.bound for one in rows],
-            outputs=[self.admission.output(one.request.number) for one in rows],
-        )
+    def _row(self, known: _Known) -> WaitingRow:
+        one, admission = known.request, self.admission
+        return WaitingRow(
+            one.number, one.model, one.arrived, known.deadline, (one.arrived + known.deadline) / 2,
+            known.excluded, one.tokens, one.keys, admission.priority(one.number), one.tenant,
+            one.session, known.matches, known.least_s, known.bound, admission.output(one.number),
+        )  # fmt: skip
 
     def view(self, now: float) -> View:
         """The engines, in columns."""
@@ -527,7 +512,7 @@ class Dispatcher:
         assert self._waiting.keys() | self._arrived.keys() <= self._known.keys()
         self.loads.check()
         self.admission.check(self._known)
-        assert self._rows in (None, self._columns(self._waiting))
+        self._rows.check([self._row(known) for known in self._waiting.values()])
 
 
 def _handoff(known: _Known) -> Handoff:

@@ -118,7 +118,7 @@ class Outlook:
         self._view = view
         self._costs = view.costs
         self._loads = loads
-        self._prices = Prices(view.costs, view.ids, policy.fetches or never_fetches)
+        self._prices = Prices(view.costs, policy.fetches or never_fetches)
         self._engines: dict[str, _Engines | None] = {}
 
     def of(self, waiting: Waiting, row: int, ahead: Ahead) -> Seen | None:
@@ -129,7 +129,9 @@ class Outlook:
         engines = self._engines[model]
         if engines is None:
             return None
-        prompt = Prompt(waiting.tokens[row] or 0, waiting.matches[row], waiting.keys[row])
+        found = waiting.prefixes(row, self._view.ids)
+        tokens, output = waiting.tokens[row] or 0, waiting.outputs[row]
+        prompt = Prompt(tokens, found.usable, found.peer, waiting.keys[row], output)
         terms = self._prices.pairs(prompt, engines.pairs).terms
         own_s = terms.fetch_s + terms.prefill_s
         backlog_s = self._costs.backlog_s[np.array(engines.firsts, dtype=np.intp)]
