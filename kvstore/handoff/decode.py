@@ -22,7 +22,7 @@ from kvstore.handoff.aux_data import AUX_BYTES_MAX, AuxData, decode_aux
 from kvstore.handoff.effects import Effect, EndLink, Landing, SendTo
 from kvstore.handoff.greeting import Greeter, Purpose, SealedStream
 from kvstore.handoff.links import SEND_S, LinkThreads, PushLink, Ticker
-from kvstore.handoff.memory import AuxSlots, HandoffPool, digests_of, landing_places
+from kvstore.handoff.memory import AuxSlots, HandoffPool, digests_of, landing_places, landing_views
 from kvstore.handoff.messages import RangesHead, encode_message, read_from_prefill
 from kvstore.handoff.receiving import Receivers
 from kvstore.handoff.registry import RegistryClient
@@ -37,7 +37,6 @@ from kvstore.handoff.states import (
     agreed,
 )
 from kvstore.process.faults import Faults
-from kvstore.tier.vectored import memory_at
 from kvstore.transport.streams import DataStream, connect, host_and_port
 
 PEERS_MAX: Final = 64
@@ -306,8 +305,8 @@ class DecodeManager:
         code: FailureCode | None = FailureCode.PEER_CLOSED
         why = "the connection broke within a range"
         try:
+            sealed.receive_into(landing_views(self._pool, self._aux, landing), self._silence_s)
             places = landing_places(self._pool, self._aux, landing)
-            sealed.receive_into([memory_at(*place) for place in places], self._silence_s)
             right = digests_of(landing.room, landing.ranges, places) == landing.digests
             code, why = None if right else FailureCode.DIGEST, "bytes do not match their digest"
         finally:

@@ -310,12 +310,11 @@ class Receivers:
             layer = Layer.TRANSPORT
             return self._fail(one, code, layer, why, now_ns)
         one.progress.heard(now_ns)
-        for place in landing.ranges:
-            if place.plane == AUX_PLANE:
-                one.aux_bytes = place.size
-            else:
-                one.left -= place.size
-            one.progress.moved_bytes += self._shape.range_bytes(place)
+        aux = [place.size for place in landing.ranges if place.plane == AUX_PLANE]
+        if aux:
+            one.aux_bytes = aux[0]
+        one.left -= sum(place.size for place in landing.ranges) - sum(aux)
+        one.progress.moved_bytes += sum(map(self._shape.range_bytes, landing.ranges))
         if one.left or one.aux_bytes < 0:
             return []
         assert not one.landing, "everything has arrived, so nothing is arriving"
