@@ -130,6 +130,7 @@ class DecodeManager:
             return {
                 **self._core.counts, **self.faults.counts, "links": len(self._links),
                 "threads": len(self._threads), "limbo_blocks": self._core.limbo_blocks(),
+                "aux_slots": self._core.used_slots,
             }  # fmt: skip
 
     def close(self) -> None:
@@ -213,11 +214,12 @@ class DecodeManager:
         link.close()
 
     def _connect(self, link: PushLink, client: RegistryClient, streams: list[DataStream]) -> None:
-        """Ask the registry and make both connections, a few times if need be.
+        """Ask the registry and make both connections, a few times if that fails soon.
 
         Raises:
             KVStoreError: that did not succeed.
         """
+        begun = time.monotonic()
         for attempt in range(TRIES_MAX):
             try:
                 ranks = client.ranks()
@@ -232,7 +234,8 @@ class DecodeManager:
                 raise ProtocolError(f"the registration cannot be read: {error}") from error
             except KVStoreError as error:
                 refused = isinstance(error, InvalidArgument | ProtocolError)
-                last = refused or attempt + 1 == TRIES_MAX
+                silent = time.monotonic() - begun >= self._silence_s
+                last = refused or silent or attempt + 1 == TRIES_MAX
                 if last or self._over.wait(_PAUSE_S):
                     raise
                 for stream in streams:
