@@ -141,6 +141,7 @@ class DecodeManager:
             return {
                 **self._core.counts, **self.faults.counts, "links": len(self._links),
                 "threads": len(self._threads), "limbo_blocks": self._core.limbo_blocks(),
+                "aux_slots": self._core.used_slots,
             }  # fmt: skip
 
     def close(self) -> None:
@@ -242,7 +243,7 @@ class DecodeManager:
     def _connect(
         self, link: PushLink, client: RegistryClient, streams: list[DataStream]
     ) -> list[str]:
-        """Ask the registry and make both connections, a few times if need be.
+        """Ask the registry and make both connections, a few times if that fails soon.
 
         Returns:
             The transports of prefill.
@@ -250,6 +251,7 @@ class DecodeManager:
         Raises:
             KVStoreError: that did not succeed.
         """
+        begun = time.monotonic()
         for attempt in range(TRIES_MAX):
             try:
                 ranks = client.ranks()
@@ -264,7 +266,8 @@ class DecodeManager:
                 raise ProtocolError(f"the registration cannot be read: {error}") from error
             except KVStoreError as error:
                 refused = isinstance(error, InvalidArgument | ProtocolError)
-                last = refused or attempt + 1 == TRIES_MAX
+                silent = time.monotonic() - begun >= self._silence_s
+                last = refused or silent or attempt + 1 == TRIES_MAX
                 if last or self._over.wait(_PAUSE_S):
                     raise
                 for stream in streams:
