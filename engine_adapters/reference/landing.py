@@ -104,6 +104,7 @@ class DecodePushes:
             engine=engine,
         )
         parts.metrics.limbo_blocks.set_function(lambda: self._manager.stats()["limbo_blocks"])
+        parts.metrics.aux_slots.set_function(lambda: self._manager.stats()["aux_slots"])
 
     # Any thread
 

@@ -22,7 +22,7 @@ from kvstore.handoff.aux_data import AUX_BYTES_MAX, AuxData, decode_aux
 from kvstore.handoff.effects import Effect, EndEngine, EndLink, Landing, SendTo
 from kvstore.handoff.greeting import Greeter, Purpose, SealedStream
 from kvstore.handoff.links import SEND_S, LinkThreads, PushLink, Ticker
-from kvstore.handoff.memory import AuxSlots, HandoffPool, digests_of, landing_places
+from kvstore.handoff.memory import AuxSlots, HandoffPool, digests_of, landing_places, landing_views
 from kvstore.handoff.messages import (
     LandingPlace,
     RangesHead,
@@ -44,7 +44,6 @@ from kvstore.handoff.states import (
 )
 from kvstore.handoff.writing import LandingEngine
 from kvstore.process.faults import Faults
-from kvstore.tier.vectored import memory_at
 from kvstore.transport.streams import DataStream, connect, host_and_port
 
 PEERS_MAX: Final = 64
@@ -142,6 +141,7 @@ class DecodeManager:
             return {
                 **self._core.counts, **self.faults.counts, "links": len(self._links),
                 "threads": len(self._threads), "limbo_blocks": self._core.limbo_blocks(),
+                "aux_slots": self._core.used_slots,
             }  # fmt: skip
 
     def close(self) -> None:
@@ -220,8 +220,9 @@ class DecodeManager:
                 else:
                     writes = self._engine is not None and self._engine.transport in transports
                     now_ns = time.monotonic_ns()
-                    linked = self._core.linked(link.peer, link.number, now_ns, writes=writes)
-                    self._carry_out(linked)
+                    self._carry_out(
+                        self._core.linked(link.peer, link.number, now_ns, writes=writes)
+                    )
             self._read(link, link.stream("pushes"))
         finally:
             self._drop(link, FailureCode.PEER_CLOSED, "its reader has ended")
@@ -242,7 +243,7 @@ class DecodeManager:
     def _connect(
         self, link: PushLink, client: RegistryClient, streams: list[DataStream]
     ) -> list[str]:
-        """Ask the registry and make both connections, a few times if need be.
+        """Ask the registry and make both connections, a few times if that fails soon.
 
         Returns:
             The transports of prefill.
@@ -250,6 +251,7 @@ class DecodeManager:
         Raises:
             KVStoreError: that did not succeed.
         """
+        begun = time.monotonic()
         for attempt in range(TRIES_MAX):
             try:
                 ranks = client.ranks()
@@ -264,7 +266,8 @@ class DecodeManager:
                 raise ProtocolError(f"the registration cannot be read: {error}") from error
             except KVStoreError as error:
                 refused = isinstance(error, InvalidArgument | ProtocolError)
-                last = refused or attempt + 1 == TRIES_MAX
+                silent = time.monotonic() - begun >= self._silence_s
+                last = refused or silent or attempt + 1 == TRIES_MAX
                 if last or self._over.wait(_PAUSE_S):
                     raise
                 for stream in streams:
@@ -342,9 +345,9 @@ class DecodeManager:
         code: FailureCode | None = FailureCode.PEER_CLOSED
         why = "the connection broke within a range"
         try:
-            places = landing_places(self._pool, self._aux, landing)
             if follows:
-                sealed.receive_into([memory_at(*place) for place in places], self._silence_s)
+                sealed.receive_into(landing_views(self._pool, self._aux, landing), self._silence_s)
+            places = landing_places(self._pool, self._aux, landing)
             right = digests_of(landing.room, landing.ranges, places) == landing.digests
             code, why = None if right else FailureCode.DIGEST, "bytes do not match their digest"
         finally:

@@ -20,7 +20,7 @@ from kvstore.errors import InvalidArgument, KVStoreError, PeerUnreachable, Trans
 from kvstore.handoff.aux_data import AuxData, encode_aux
 from kvstore.handoff.effects import Effect, PushJob, SendTo, Submit
 from kvstore.handoff.greeting import GREETING_S, PROTOCOL, Greeter, SealedStream
-from kvstore.handoff.links import SEND_S, LinkThreads, PushLink, Ticker
+from kvstore.handoff.links import SEND_S, LinkThreads, PushLink, Ticker, fit_send_buffer
 from kvstore.handoff.memory import HandoffPool, Places, digests_of
 from kvstore.handoff.messages import RangesHead, RangesWritten, encode_message, read_from_decode
 from kvstore.handoff.places import pack_numbers
@@ -41,7 +41,6 @@ from kvstore.handoff.states import (
 )
 from kvstore.handoff.writing import BlockWriter
 from kvstore.process.faults import Faults
-from kvstore.tier.vectored import memory_at
 from kvstore.transport.streams import stream_of
 
 LINKS_MAX: Final = 64
@@ -268,6 +267,7 @@ class PrefillManager:
     def _greet(self, connection: socket.socket, peer: str) -> None:
         """Greet a connection, then be the thread that uses it."""
         try:
+            fit_send_buffer(connection)
             stream = stream_of(connection, None)
         except KVStoreError:
             with self._lock:
@@ -359,15 +359,15 @@ class PrefillManager:
         places: Places
         held = np.frombuffer(job.aux, dtype=np.uint8)
         if job.aux:
-            places = [(int(held.ctypes.data), len(held))]
+            places, views = [(int(held.ctypes.data), len(held))], [memoryview(job.aux)]
         else:
             places = self._pool.places(job.ranges, job.sources)
+            views = self._pool.views(job.ranges, job.sources)
         digests = digests_of(job.room, job.ranges, places)
         if not self._pool.is_unchanged(job):  # after the digest: what was digested was right
             return _failure(FailureCode.BLOCKS_REUSED, "a block was given away before it was sent")
-        packed = pack_numbers([number for one in job.ranges for number in one])
-        head = encode_message(RangesHead(job.room, packed, digests))
-        sealed.send(head, [memory_at(*place) for place in places], SEND_S)
+        head = encode_message(RangesHead(job.room, pack_numbers(job.ranges), digests))
+        sealed.send(head, views, SEND_S)
         return None
 
     def _written(self, job: PushJob, message: RangesWritten, why: str) -> None:

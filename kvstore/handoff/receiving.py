@@ -194,6 +194,11 @@ class Receivers:
         assert one.progress.state == State.SUCCESS
         return one.slot, one.aux_bytes
 
+    @property
+    def used_slots(self) -> int:
+        """How many aux slots handoffs have."""
+        return sum(one.slot >= 0 for one in self._rooms.values())
+
     def limbo_blocks(self, peer: str | None = None) -> int:
         """Blocks in LIMBO, because of one peer or of all."""
         return sum(
@@ -340,12 +345,11 @@ class Receivers:
             layer = Layer.TRANSPORT
             return self._fail(one, code, layer, why, now_ns)
         one.progress.heard(now_ns)
-        for place in landing.ranges:
-            if place.plane == AUX_PLANE:
-                one.aux_bytes = place.size
-            else:
-                one.left -= place.size
-            one.progress.moved_bytes += self._shape.range_bytes(place)
+        aux = [place.size for place in landing.ranges if place.plane == AUX_PLANE]
+        if aux:
+            one.aux_bytes = aux[0]
+        one.left -= sum(place.size for place in landing.ranges) - sum(aux)
+        one.progress.moved_bytes += sum(map(self._shape.range_bytes, landing.ranges))
         if one.left or one.aux_bytes < 0:
             return []
         assert not one.landing, "everything has arrived, so nothing is arriving"

@@ -146,8 +146,9 @@ class Senders:
             raise InvalidArgument("blocks", f"not {len(positions)} blocks of the pool")
         each = self._shape.planes_per_layer
         planes = range(layers.start * each, layers.stop * each)
-        places = [PushRange(plane, positions.start, len(positions)) for plane in planes]
-        if min(layers.start, positions.start) < 0 or not one.coverage.claim(places):
+        if min(layers.start, positions.start) < 0 or not one.coverage.claim_planes(
+            planes, positions
+        ):
             raise InvalidArgument("positions", f"{layers} of {positions} is outside, or was sent")
         part = SentPart(planes, positions, numbers, generations)
         if one.there is None:
