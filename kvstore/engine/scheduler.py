@@ -20,6 +20,7 @@ from typing import Any, Final
 from kvstore.client.results import MISS, Hit
 from kvstore.engine.chain import Chain, ForeignChain
 from kvstore.engine.counts import AdapterCounts
+from kvstore.engine.hints import FetchHint, read_hints
 from kvstore.engine.identity import chain_seed, window_pages
 from kvstore.engine.messages import Blocks, Load, Report, Step, Store
 from kvstore.engine.opening import Opening
@@ -49,11 +50,13 @@ class _State:
         wait: its wait for pages that are being written.
         loads_over: no more pages are loaded for it.
         slower: at the first lookup, loading was estimated slower than computing.
+        hint: what a router said about its pages.
     """
 
     request: Request
     names: PromptScope
     chain: Chain | ForeignChain
+    hint: FetchHint
     stored: int = 0
     hit: int = 0
     remote: int = 0
@@ -176,7 +179,7 @@ class SchedulerSide:
         if state.loads_over or len(keys) * self._page_tokens <= computed:
             return 0, False
         promise = self._promise(request)
-        hit = self._lookup(keys, promise)
+        hit = self._lookup(keys, promise, state.hint)
         there = hit.pages + hit.remote
         wanted = min(len(keys), max(there + hit.pending, promise.promised_pages(self._page_tokens)))
         missing = missing_tokens(there, wanted, computed, self._page_tokens)
@@ -244,13 +247,15 @@ class SchedulerSide:
         longest = self._options.load_timeout_ms / 1000
         return self.pace.wait_s(tokens, shortest, longest)
 
-    def _lookup(self, keys: PrefixKeys, promise: Transfer) -> Hit:
+    def _lookup(self, keys: PrefixKeys, promise: Transfer, hint: FetchHint) -> Hit:
         space = self._opening.get()
         if space is None:
             return MISS
         began = self._clock()
-        held = promise.promised_pages(self._page_tokens)
-        hit = space.lookup(keys, holder=promise.kvstore_node, held=held)
+        holder, held = promise.kvstore_node, promise.promised_pages(self._page_tokens)
+        if hint.node and not held:
+            holder, held = hint.node, hint.pages(keys)
+        hit = space.lookup(keys, holder=holder, held=held)
         self.counts.add("lookups")
         self.counts.add("lookup_seconds", self._clock() - began)
         return hit
@@ -486,8 +491,15 @@ class SchedulerSide:
             if names.foreign:
                 blocks = self._page_tokens // self._setup.hash_tokens
                 chain = ForeignChain(self._setup.engine, blocks, seed)
-            state = self._states[request.request_id] = _State(request, names, chain)
+            state = _State(request, names, chain, self._hint(request))
+            self._states[request.request_id] = state
         return state
+
+    def _hint(self, request: Request) -> FetchHint:
+        hints = read_hints(getattr(request, "kv_hints", None), request.kv_transfer_params)
+        self.counts.add("hints_ignored", hints.ignored)
+        self.counts.add("fetch_hints", bool(hints.fetch.node))
+        return hints.fetch
 
     def _keys(self, state: _State) -> PrefixKeys:
         if isinstance(state.chain, ForeignChain):
