@@ -32,6 +32,18 @@ class PushJob(NamedTuple):
     generations: npt.NDArray[np.uint64]
     aux: bytes = b""
 
+    def joined(self, other: "PushJob") -> "PushJob":
+        """This job with the ranges of another of the same room behind its own."""
+        assert self.room == other.room
+        assert not self.aux
+        assert not other.aux
+        return self._replace(
+            ranges=self.ranges + other.ranges,
+            sources=self.sources + other.sources,
+            blocks=np.concatenate((self.blocks, other.blocks)),
+            generations=np.concatenate((self.generations, other.generations)),
+        )
+
 
 class SendTo(NamedTuple):
     """Send a message on a link."""

@@ -138,11 +138,14 @@ def landing_views(pool: HandoffPool, aux: AuxSlots, landing: Landing) -> list[me
 
 def digests_of(room: int, ranges: Sequence[PushRange], places: Places) -> bytes:
     """16 bytes for each range, of the bytes that are at its place now."""
-    found = np.zeros((len(ranges), DIGEST_BYTES), dtype=np.uint8)
     seeds = range_seeds(room, ranges)
     numbers = np.fromiter(chain.from_iterable(places), np.uint64, 2 * len(places))
     addresses, lengths = numbers.reshape(-1, 2).T
-    for length in set(lengths.tolist()):  # one call for all ranges of one length
+    different = set(lengths.tolist())
+    if len(different) == 1:
+        return mover.digest(addresses, different.pop(), seeds).tobytes()
+    found = np.zeros((len(ranges), DIGEST_BYTES), dtype=np.uint8)
+    for length in different:  # one call for all ranges of one length
         these = np.flatnonzero(lengths == length)
         found[these] = mover.digest(addresses[these], length, seeds[these])
     return found.tobytes()
