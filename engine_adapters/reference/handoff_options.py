@@ -1,7 +1,7 @@
 """What an engine needs to push or to be pushed to, and what it says about a push."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from engine_adapters.reference.metrics import Metrics
 from engine_adapters.reference.pool import PagedPool
@@ -9,6 +9,8 @@ from engine_adapters.reference.prefix_tree import BlockAllocator
 from kvstore.engine.transfer import HandoffReport
 from kvstore.handoff.memory import HandoffPool
 from kvstore.handoff.states import HandoffProgress, Patience
+
+PushAfter = Literal["layer", "chunk", "prompt"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +23,8 @@ class HandoffOptions:
         registry_port: of the registry; 0 = any free one.
         port: of messages and KV; 0 = any free one.
         patience: deadlines.
+        push_after: what prefill computes before it pushes: each layer, each chunk of the prompt, or
+            the whole prompt. Others than ``layer`` are for comparisons.
     """
 
     secret: bytes
@@ -28,6 +32,7 @@ class HandoffOptions:
     registry_port: int = 0
     port: int = 0
     patience: Patience = field(default_factory=Patience)
+    push_after: PushAfter = "layer"
 
 
 class PushParts(NamedTuple):
