@@ -126,6 +126,8 @@ class SecondsChooser:
         costs = self._policy.costs(waiting, row, _NO_OFFERS._replace(terms=priced.terms))
         first = self._least((*costs, self._full(choices.firsts)), list(choices.firsts))
         at = choices.firsts[first]
+        if bound >= 0:  # it has been counted as waiting
+            self._prices.think(bound, -waiting.least_s[row], NO_KEYS)
         seconds = float(priced.terms.fetch_s[at] + priced.terms.prefill_s[at])
         if first not in choices.free:
             self._prices.think(first, seconds, prompt.keys)
