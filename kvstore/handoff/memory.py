@@ -9,8 +9,10 @@ import numpy.typing as npt
 from kvstore import mover
 from kvstore.errors import InvalidArgument
 from kvstore.handoff.effects import Landing, PushJob
+from kvstore.handoff.messages import LandingPlace
 from kvstore.handoff.places import AUX_PLANE, PushRange, range_seeds
 from kvstore.handoff.shape import PoolShape
+from kvstore.handoff.writing import BlockWrite
 from kvstore.mover.kvpool import KVPool
 from kvstore.page import DIGEST_BYTES
 from kvstore.tier.vectored import memory_at
@@ -77,6 +79,26 @@ class HandoffPool:
         if self._generations is None or not len(job.generations):
             return True
         return bool((self._generations[job.blocks] == job.generations).all())
+
+    def write_of(self, job: PushJob, place: LandingPlace) -> BlockWrite:
+        """A job as blocks to write, where decode has announced them."""
+        size = np.uint64(self._block_bytes)
+        there = np.frombuffer(place.planes, dtype="<u8").astype(np.uint64)
+        here = np.array(self._planes, dtype=np.uint64)
+        planes = np.repeat([one.plane for one in job.ranges], [one.size for one in job.ranges])
+        offsets = np.concatenate([np.arange(one.size) for one in job.ranges])
+
+        def addresses(
+            bases: npt.NDArray[np.uint64], firsts: Sequence[int]
+        ) -> npt.NDArray[np.uint64]:
+            blocks = np.repeat(firsts, [one.size for one in job.ranges]) + offsets
+            found: npt.NDArray[np.uint64] = bases[planes] + blocks.astype(np.uint64) * size
+            return found
+
+        return BlockWrite(
+            job.number, place.endpoint, addresses(here, job.sources),
+            addresses(there, job.targets), self._block_bytes,
+        )  # fmt: skip
 
     def places(self, ranges: Sequence[PushRange], firsts: Sequence[int]) -> Places:
         """Where ranges are in this pool, given the first block of each."""
