@@ -36,7 +36,11 @@ from kvstore.state.disk.jobs import (
     DiskTombstone,
     DiskWrite,
     Durable,
+    LetGo,
+    Lost,
     PageMemory,
+    Spoilt,
+    SyncPolicy,
     Verdict,
     WritePolicy,
 )
@@ -48,7 +52,7 @@ from kvstore.state.disk.segments import SegmentReclaimer
 from kvstore.state.disk.syncs import Syncs
 from kvstore.state.disk.writes import Writes
 from kvstore.state.tree.node import PrefixNode
-from kvstore.state.tree.places import Place
+from kvstore.state.tree.places import BLOCK_BYTES, Place
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 BACKLOG_TURN: Final = 64
@@ -67,20 +71,24 @@ class DiskPages:
 
     Attributes:
         jobs: to be carried out by the tier, in order.
+        effects: what has become of pages, in order: the page table applies it before anything else
+            happens, and says :meth:`applied`.
         acknowledged: durable puts and removals that ended.
         loads: pages on their way from disk.
         writes: pages on their way to disk.
         unfinished: more can be written now; :meth:`go_on` does.
+        exists: there is a disk; without one nothing is ever written, see :func:`no_disk`.
     """
 
     def __init__(
         self, memory: PageMemory, log: SegmentLog, admission: Admission, rules: DiskRules
     ) -> None:
         self.log = log
+        self.exists = log.record_bytes_max > 0
         self.admission = admission
         self.rules = rules
         self._queue = DiskQueue(memory.story)
-        self.jobs = self._queue.pending
+        self.jobs, self.effects = self._queue.pending, self._queue.effects
         self.acknowledged: list[Durable] = []
         self._durables: set[Durable] = set()
         self._memory = memory
@@ -92,7 +100,7 @@ class DiskPages:
         self.loads = DiskLoads(memory, log, self._queue)
         self._checks = DiskChecks(log, self._queue, memory.counts)
         #: What spaces may and must have on disk.
-        self.limits = DiskLimits(memory, log)
+        self.limits = DiskLimits(memory, log, self._queue)
         self._reclaimer = SegmentReclaimer(
             log, admission, self._queue, self.limits, memory.counts, rules.retry_ns
         )
@@ -130,18 +138,15 @@ class DiskPages:
         """Whether writes fail, or a sync did: then nothing becomes durable before a restart."""
         return self.degraded or self._sync_failed
 
-    @property
-    def writes_at_once(self) -> bool:
-        """Whether pages are written, one by one, as soon as they are stored."""
-        return self.rules.write is WritePolicy.THROUGH
-
     def stored(self, nodes: Iterable[PrefixNode], shard: int) -> None:
         """Pages became READY in memory."""
-        through = self.writes_at_once
+        through, wanted = self.rules.write is WritePolicy.THROUGH, False
         for node in nodes:
             if through or node.disk_pins:
+                wanted = True
                 self._backlog.add(node, shard)
-        self._pump()
+        if wanted:
+            self._pump()
 
     def used(self, node: PrefixNode, shard: int) -> None:
         """Somebody loads the prefix that ends here."""
@@ -266,10 +271,6 @@ class DiskPages:
         self.limits.limit(space, quota_bytes, reserved_bytes, self.log.reservable_bytes)
         self._reclaimer.reconsider()
 
-    def add_candidate(self, node: PrefixNode) -> None:
-        """A node may have become a leaf that may go, or lost a pin."""
-        self.limits.add_candidate(node)
-
     def needs_space(self, space: PrefixTree) -> bool:
         """Whether something on disk stands under the number of an empty space."""
         return self.limits.quotas.is_limited(space) or self.graves.waits_for(space)
@@ -281,7 +282,6 @@ class DiskPages:
     def _write(self, node: PrefixNode, shard: int, durable: Durable | None = None) -> bool:
         begun = self.writes.begin(node, shard, self._now_ns, durable)
         self._reclaimer.advance_reclaim(self._memory.moment.tick)
-        self._lose_reclaimed()
         return begun
 
     def _pump(self) -> None:
@@ -306,7 +306,8 @@ class DiskPages:
 
     def _end_durable(self, durable: Durable) -> None:
         self.writes.give_up(durable)
-        self._memory.fetches.unpin(durable.pinned)
+        self._queue.effects.append(LetGo(durable.pinned))
+        durable.pinned = []
         self._durables.discard(durable)
         if durable.error is None and not all(are_there(*some) for some in durable.pages):
             durable.error = CapacityError("a page left the store before its sync; put it again")
@@ -332,15 +333,17 @@ class DiskPages:
 
     def _quarantine(self, node: PrefixNode, shard: int) -> None:
         """The record of a page is not what was written; a copy in memory stays."""
-        if node.memory >> shard & 1:
-            self._lose(node, shard, "head_lost")
-        else:
-            self._memory.drop(node, shard, "corrupt")
+        in_memory = node.memory >> shard & 1
+        self._queue.effects.append(
+            Lost(node.space, shard, node.keys, "head_lost")
+            if in_memory
+            else Spoilt(node.space, shard, node.key)
+        )
 
     # ---- what the tier says -----------------------------------------------------------------
 
     def completed(self, job: int, error: KVStoreError | None, tokens: bytes = b"") -> bool:
-        """A job has ended; ``error`` None = all of it was done.
+        """A job has ended; ``error`` None = all of it was done. :meth:`go_on` is called then.
 
         ``tokens``: of one that read a record, those that it has of its page.
 
@@ -374,10 +377,7 @@ class DiskPages:
                 self._syncs.completed(error)
             case _:
                 self._reclaimer.completed(ended, error, self._memory.moment.tick)
-        if self._reclaimer.lost:
-            self._lose_reclaimed()
         settled = error is not None or len(self.writes) != writes
-        self.go_on()
         return settled or not isinstance(ended, DiskWrite)
 
     def _wrote(self, job: DiskWrite, error: KVStoreError | None) -> None:
@@ -387,9 +387,12 @@ class DiskPages:
             if node.disk_pins:
                 self._backlog.add(node, shard)
         if isinstance(error, PageCorrupt):
-            page, owner = job.page, self._memory.owner(job.slot)
-            if owner is not None and owner.space is page.space and owner.memory >> page.shard & 1:
-                self._memory.drop(owner.space.nodes[page.key], page.shard, "corrupt")
+            page = job.page
+            there = page.space.index.get(page.key)
+            if there is not None and there.memory >> page.shard & 1:
+                at = there.position(page.key)
+                if there.slots_of(page.shard)[at] == job.slot:
+                    self._queue.effects.append(Spoilt(page.space, page.shard, page.key))
 
     def go_on(self) -> None:
         """Write and sync what waits, as far as that is possible now."""
@@ -405,11 +408,14 @@ class DiskPages:
             self._end_durables()
 
     def advance(self, now_ns: int) -> None:
-        """Time has come to ``now_ns``: sync if that is due, write what waits."""
+        """Time has come to ``now_ns``; :meth:`go_on` syncs and writes what is due."""
         self._now_ns = now_ns
         self._reclaimer.advance(now_ns, self._memory.moment.tick)
-        self._lose_reclaimed()
-        self.go_on()
+
+    def applied(self) -> None:
+        """All effects were applied; there may be new ones."""
+        self.limits.applied()
+        self._reclaimer.resume(self._memory.moment.tick)
 
     def stats(self) -> dict[str, Any]:
         """What is on disk and on its way, as plain values."""
@@ -440,25 +446,11 @@ class DiskPages:
         self._retry_ns = self._now_ns + self.rules.retry_ns
         self._memory.counts[f"disk_{error.code}"] += 1
 
-    def _lose_reclaimed(self) -> None:
-        """Take out the pages that a reclaim gives up; it goes on when they have left."""
-        while self._reclaimer.lost:
-            lost, self._reclaimer.lost = self._reclaimer.lost, []
-            for node, shard in lost:
-                self._lose(node, shard)
-            self._reclaimer.resume(self._memory.moment.tick)
 
-    def _lose(self, node: PrefixNode, shard: int, cause: str = "reclaimed") -> None:
-        """The pages leave the disk for good, and what follows them; without memory, the index."""
-        losing = [node]
-        if not node.space.shards[shard].window_pages:
-            for at in losing:
-                losing += at.below.values()
-        for at in reversed(losing):
-            if at.on_disk & at.memory & 1 << shard:
-                self.limits.forget(at, shard)
-            elif at.on_disk >> shard & 1:
-                self._memory.drop(at, shard, cause)
+def no_disk(memory: PageMemory) -> DiskPages:
+    """The disk side of a node without an SSD tier: its log has no room, and takes no record."""
+    rules = DiskRules(WritePolicy.BACK, SyncPolicy.NONE, 0, 0)
+    return DiskPages(memory, SegmentLog(0, BLOCK_BYTES), Admission("all", 0, 0), rules)
 
 
 def _names(pages: Iterable[tuple[PrefixNode, int]]) -> deque[tuple[PrefixTree, int, PrefixKey]]:

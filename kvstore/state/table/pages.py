@@ -24,6 +24,7 @@ from kvstore.state.table.runs import (
     shard_of,
     stored_actions,
 )
+from kvstore.state.table.tiers import Tiers, apply_effects
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.columns import pack_slots
 from kvstore.state.tree.match import longest_match
@@ -52,7 +53,7 @@ class PageTable:
             InvalidArgument: no policy has that name.
         """
         self.residents = held = Residents(slots, policy)
-        self.room = Room(held)
+        self.room, self.tiers = Room(held), Tiers(held)
         self.slots, self.spaces, self.fetches = slots, held.spaces, held.fetches
         self.moment, self.meter, self.counts = held.moment, held.meter, held.counts
         self.actions, self.story = held.actions, held.story
@@ -61,8 +62,8 @@ class PageTable:
         self._deadlines = Deadlines()
 
     @property
-    def disk(self) -> DiskPages | None:
-        """The disk side; None without an SSD tier."""
+    def disk(self) -> DiskPages:
+        """The disk side; without an SSD tier one that takes no page."""
         return self.residents.disk
 
     @property
@@ -133,8 +134,9 @@ class PageTable:
         self.residents.use(last := nodes[-1])
         if not last.memory & (1 << shard) - 1:  # ranks of one request count once
             self.eviction.used(last, self.moment.tick)
-        if self.disk is not None:
-            self.disk.used(last, shard)
+        self.disk.used(last, shard)
+        if self.disk.effects:
+            apply_effects(self.residents)
 
     def release(self, process: Process, lease_id: int, *, read: bool = True) -> None:
         """The reader is done; unknown leases are ignored (the answer to them may be late).
@@ -183,7 +185,7 @@ class PageTable:
         """Whoever waited has what it wanted, or has given up."""
         process.fetches.remove(fetch)
         process.charge(-fetch.size_bytes)
-        self.fetches.end(fetch)
+        self.residents.let_go(self.fetches.end(fetch))
 
     # ---- writing ----------------------------------------------------------------------------
 
@@ -279,8 +281,9 @@ class PageTable:
         for node, keys in zip(stored, keys_of, strict=True):
             self.eviction.stored(node, keys, put.space.shards[put.shard].slot_bytes, tick)
             self.residents.add_candidate(node)
-        if stored and self.disk is not None:
-            self.disk.stored(stored, put.shard)
+        self.disk.stored(stored, put.shard)
+        if self.disk.effects:
+            apply_effects(self.residents)
         return statuses
 
     def abort_put(self, process: Process, put_id: int, *, writing: bool = False) -> None:
@@ -336,14 +339,13 @@ class PageTable:
             CapacityError: the budget, or the disk, has no room for it.
             TierUnavailable: there is no such tier.
         """
-        if tier == "ssd" and self.disk is None:
+        if tier == "ssd" and not self.disk.exists:
             raise TierUnavailable("this node has no SSD tier: give it ssd.directories")
         pin = self.pins.add(space, key, expires_ns, tier, measured)
         try:
             for node in pin.nodes if tier == "ssd" else ():
                 for shard in node.digests:
-                    assert self.disk is not None
-                    self.disk.ensure_written(node, shard)
+                    self.tiers.ensure_written(node, shard)
         except CapacityError:
             self.unpin(pin.number)
             raise
@@ -364,7 +366,7 @@ class PageTable:
         for node in nodes:
             if is_live(node):
                 self.residents.add_candidate(node)
-        if nodes and self.disk is not None:
+        if nodes:
             self.disk.unpinned()
 
     # ---- ends -------------------------------------------------------------------------------
