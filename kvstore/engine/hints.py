@@ -1,16 +1,17 @@
 """What a router knows about the KV of a request: hints of the KV Hint Protocol, version 0.1. Pure.
 
-vLLM carries them as ``Request.kv_hints``; as its HTTP server has no field for them yet, a router
-may send the same envelope in ``kv_transfer_params`` under ``kv_hints``. Of its actions one is
-taken, ``kv.fetch`` 1.0: pages of the prompt are at another node. A hint is no order: the engine
+An engine carries them with a request as ``kv_hints``. Where its HTTP server has no field for them,
+a router may send the same envelope in ``kv_transfer_params`` under ``kv_hints``. Of its actions one
+is taken, ``kv.fetch`` 1.0: pages of the prompt are at another node. A hint is no order: the engine
 still computes what it would load more slowly, and verifies what it loads.
 """
 
-from collections.abc import Mapping
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
+from kvstore.engine.counts import AdapterCounts
+from kvstore.engine.requests import Request
 from kvstore.page import KEY_BYTES, PrefixKeys
 
 PROTOCOL_MAJOR: Final = "0"
@@ -68,57 +69,36 @@ class FetchHint(NamedTuple):
         return min(len(self.hashes), len(keys))
 
 
-class Hints(NamedTuple):
-    """The hints of a request.
-
-    Attributes:
-        fetch: the last one; ``node`` is empty if there is none.
-        ignored: actions that are not known, of another version, or wrong.
-    """
-
-    fetch: FetchHint = FetchHint()
-    ignored: int = 0
-
-
-def fetch_envelope(message_id: str, node: str, keys: PrefixKeys) -> dict[str, Any]:
-    """The envelope that names ``node`` as the holder of the pages ``keys``, for a router to send.
-
-    Returns:
-        JSON-compatible values; what :func:`read_hints` reads.
-    """
-    packed = keys.packed
-    starts = range(0, len(packed), KEY_BYTES)
-    hashes = [int.from_bytes(packed[at : at + _HASH_BYTES], "little") for at in starts]
-    payload = FetchPayload(ENDPOINT_SCHEME + node, hashes[:HASHES_MAX])
-    action = {
-        "action_id": "1", "action_type": "kv.fetch", "action_version": "1.0",
-        "payload": msgspec.to_builtins(payload),
-    }  # fmt: skip
-    return {"protocol_version": "0.1", "message_id": message_id, "actions": [action]}
-
-
-def read_hints(carried: object, parameters: Mapping[str, Any] | None) -> Hints:
-    """Read the hints of a request; nothing of them can fail it.
+def read_hints(request: Request, counts: AdapterCounts) -> FetchHint:
+    """The hint of a request, the last one if there are several; nothing of them can fail it.
 
     Args:
-        carried: what the engine carries as ``kv_hints``: an envelope, or None.
-        parameters: its ``kv_transfer_params``; read if the engine carries none.
+        request: has an envelope, as ``kv_hints`` or in its ``kv_transfer_params``.
+        counts: of the adapter; told how many requests have a hint, and how many are ignored.
     """
-    found = carried if carried is not None else (parameters or {}).get("kv_hints")
+    found = getattr(request, "kv_hints", None)
     if found is None:
-        return Hints()
+        found = (request.kv_transfer_params or {}).get("kv_hints")
+    hint, ignored = _read(found) if found is not None else (FetchHint(), 0)
+    counts.add("fetch_hints", bool(hint.node))
+    counts.add("hints_ignored", ignored)
+    return hint
+
+
+def _read(found: object) -> tuple[FetchHint, int]:
+    """The hint of an envelope, and how many actions are unknown, of another version, or wrong."""
     try:
         envelope = msgspec.convert(found, _Envelope, from_attributes=True)
     except (msgspec.ValidationError, RecursionError):
-        return Hints(ignored=1)
+        return FetchHint(), 1
     if envelope.protocol_version.partition(".")[0] != PROTOCOL_MAJOR:
-        return Hints(ignored=max(1, len(envelope.actions)))
-    fetch, ignored = FetchHint(), max(0, len(envelope.actions) - ACTIONS_MAX)
+        return FetchHint(), max(1, len(envelope.actions))
+    hint, ignored = FetchHint(), max(0, len(envelope.actions) - ACTIONS_MAX)
     for action in envelope.actions[:ACTIONS_MAX]:
-        hint = _fetch_hint(action)
-        ignored += hint is None
-        fetch = hint or fetch
-    return Hints(fetch, ignored)
+        one = _fetch_hint(action)
+        ignored += one is None
+        hint = one or hint
+    return hint, ignored
 
 
 def _fetch_hint(action: _Action) -> FetchHint | None:

@@ -252,10 +252,9 @@ class SchedulerSide:
         if space is None:
             return MISS
         began = self._clock()
-        holder, held = promise.kvstore_node, promise.promised_pages(self._page_tokens)
-        if hint.node and not held:
-            holder, held = hint.node, hint.pages(keys)
-        hit = space.lookup(keys, holder=holder, held=held)
+        held = promise.promised_pages(self._page_tokens)
+        held, node = (held, promise.kvstore_node) if held else (hint.pages(keys), hint.node)
+        hit = space.lookup(keys, holder=node, held=held)
         self.counts.add("lookups")
         self.counts.add("lookup_seconds", self._clock() - began)
         return hit
@@ -491,15 +490,9 @@ class SchedulerSide:
             if names.foreign:
                 blocks = self._page_tokens // self._setup.hash_tokens
                 chain = ForeignChain(self._setup.engine, blocks, seed)
-            state = _State(request, names, chain, self._hint(request))
-            self._states[request.request_id] = state
+            hint = read_hints(request, self.counts)
+            state = self._states[request.request_id] = _State(request, names, chain, hint)
         return state
-
-    def _hint(self, request: Request) -> FetchHint:
-        hints = read_hints(getattr(request, "kv_hints", None), request.kv_transfer_params)
-        self.counts.add("hints_ignored", hints.ignored)
-        self.counts.add("fetch_hints", bool(hints.fetch.node))
-        return hints.fetch
 
     def _keys(self, state: _State) -> PrefixKeys:
         if isinstance(state.chain, ForeignChain):

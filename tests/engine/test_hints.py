@@ -9,11 +9,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.client.results import Hit
-from kvstore.engine.hints import HASHES_MAX, FetchHint, Hints, fetch_envelope, read_hints
+from kvstore.engine.counts import AdapterCounts
+from kvstore.engine.hints import HASHES_MAX, FetchHint, read_hints
 from kvstore.page import page_keys
 from tests.engine.engine import PLAIN, Request, World
 
 TOKENS = list(range(2, 302))
+
+
+def fetch_envelope(message_id: str, node: str, keys: Any) -> dict[str, Any]:
+    """What a router sends."""
+    packed = keys.packed
+    hashes = [int.from_bytes(packed[at : at + 8], "little") for at in range(0, len(packed), 32)]
+    payload = {
+        "source_control_endpoint": f"kvstore://{node}", "block_hashes": hashes, "mode": "copy"
+    }  # fmt: skip
+    action = {
+        "action_id": "1", "action_type": "kv.fetch", "action_version": "1.0", "payload": payload
+    }  # fmt: skip
+    return {"protocol_version": "0.1", "message_id": message_id, "actions": [action]}
+
+
+def read(carried: object, parameters: dict[str, Any] | None = None) -> tuple[FetchHint, int]:
+    """The hint of a request that carries this, and how many were ignored."""
+    request, counts = Request("r", list(TOKENS), parameters), AdapterCounts()
+    if carried is not None:
+        request.kv_hints = carried  # type: ignore[attr-defined]
+    hint, taken = read_hints(request, counts), counts.take()
+    assert taken.get("fetch_hints", 0) == bool(hint.node)
+    return hint, int(taken.get("hints_ignored", 0))
 
 
 def keys_of(world: World, name: str = "probe") -> Any:
@@ -54,7 +78,7 @@ def test_a_hint_for_another_prompt_names_nothing():
 def test_a_hint_ends_where_the_prompts_part():
     keys = page_keys(TOKENS, 64)
     beside = page_keys([*TOKENS[:128], *range(900, 1100)], 64)
-    hint = read_hints(fetch_envelope("m", "peer", beside), None).fetch
+    hint = read(fetch_envelope("m", "peer", beside))[0]
 
     assert hint.pages(keys) == 2
     assert hint.pages(keys[:1]) == 1
@@ -79,8 +103,8 @@ def test_an_engine_may_carry_the_envelope_as_an_object():
     action = SimpleNamespace(**plain["actions"][0])
     envelope = SimpleNamespace(protocol_version="0.1", message_id="m", actions=[action])
 
-    assert read_hints(envelope, {"kv_hints": "not read"}) == read_hints(None, {"kv_hints": plain})
-    assert read_hints(envelope, None).fetch.pages(keys) == len(keys)
+    assert read(envelope, {"kv_hints": "not read"}) == read(None, {"kv_hints": plain})
+    assert read(envelope)[0].pages(keys) == len(keys)
 
 
 def test_the_hint_of_a_request_is_counted_once():
@@ -120,20 +144,20 @@ def test_the_hint_of_a_request_is_counted_once():
     ],
 )  # fmt: skip
 def test_what_is_unknown_or_wrong_is_ignored_and_counted(envelope):
-    assert read_hints(None, {"kv_hints": envelope}) == Hints(FetchHint(), 1)
+    assert read(None, {"kv_hints": envelope}) == (FetchHint(), 1)
 
 
 def test_an_action_that_is_unknown_does_not_hide_one_that_is_known():
     envelope = changed()
     envelope["actions"].insert(0, {"action_type": "kv.pin", "action_version": "1.0"})
 
-    found = read_hints(None, {"kv_hints": envelope})
+    hint, ignored = read(None, {"kv_hints": envelope})
 
-    assert (found.fetch.node, found.ignored) == ("peer", 1)
+    assert (hint.node, ignored) == ("peer", 1)
 
 
 def test_a_request_without_hints_has_none():
-    assert read_hints(None, None) == read_hints(None, {"do_remote_decode": True}) == Hints()
+    assert read(None) == read(None, {"do_remote_decode": True}) == (FetchHint(), 0)
 
 
 VALUES = st.recursive(
@@ -148,6 +172,6 @@ def test_no_hint_fails_a_request(value, field):
     keys = page_keys(TOKENS, 64)
 
     for envelope in (value, changed(**{field: value})):
-        found = read_hints(None, {"kv_hints": envelope})
-        assert 0 <= found.fetch.pages(keys) <= len(keys)
-        assert found.ignored <= max(1, len(value) if isinstance(value, list) else 1)
+        hint, ignored = read(None, {"kv_hints": envelope})
+        assert 0 <= hint.pages(keys) <= len(keys)
+        assert ignored <= max(1, len(value) if isinstance(value, list) else 1)
