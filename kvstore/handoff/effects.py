@@ -42,14 +42,12 @@ class PushJob(NamedTuple):
         assert (self.room, self.place) == (other.room, other.place)
         assert not self.aux
         assert not other.aux
-        assert self.place == other.place
         return self._replace(
             ranges=self.ranges + other.ranges,
             sources=self.sources + other.sources,
             targets=[*self.targets, *other.targets],
             blocks=np.concatenate((self.blocks, other.blocks)),
             generations=np.concatenate((self.generations, other.generations)),
-            targets=[*self.targets, *other.targets],
         )
 
 
