@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvstore.client.results import MISS, Hit
-from kvstore.engine.chain import Chain, ForeignChain
+from kvstore.engine.chain import Chain, ForeignChain, chain_of
 from kvstore.engine.counts import AdapterCounts
 from kvstore.engine.hints import FetchHint, read_hints
-from kvstore.engine.identity import chain_seed, window_pages
+from kvstore.engine.identity import window_pages
 from kvstore.engine.messages import Blocks, Load, Report, Step, Store
 from kvstore.engine.opening import Opening
 from kvstore.engine.options import LoadOrder, Options
@@ -485,11 +485,7 @@ class SchedulerSide:
     def _state(self, request: Request, names: PromptScope) -> _State:
         state = self._states.get(request.request_id)
         if state is None or state.request is not request:
-            seed = chain_seed([*self._epoch, *names.parts])
-            chain: Chain | ForeignChain = Chain(self._page_tokens, seed)
-            if names.foreign:
-                blocks = self._page_tokens // self._setup.hash_tokens
-                chain = ForeignChain(self._setup.engine, blocks, seed)
+            chain = chain_of(self._setup, names, self._epoch)
             hint = read_hints(request, self.counts)
             state = self._states[request.request_id] = _State(request, names, chain, hint)
         return state
