@@ -5,8 +5,8 @@ the index knows of a prompt was looked up before.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -93,6 +93,8 @@ class View:
         assigned: number of assignments so far.
         retry_after_s: ``Retry-After`` for a rejected client.
         costs: what costs depend on; None if the policy does not use any.
+        kept: what was found out of ids, models, adapters, protocols, offers and roles, by model;
+            and ``rows``, of ids. Views that have these in common share both.
     """
 
     ids: Sequence[str]
@@ -109,6 +111,14 @@ class View:
     assigned: int = 0
     retry_after_s: int = 1
     costs: CostColumns | None = None
+    kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    rows: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+
+    def row_of(self, engine_id: str) -> int | None:
+        """The row of an engine; None if it is not there."""
+        if len(self.rows) != len(self.ids):
+            self.rows.update((name, row) for row, name in enumerate(self.ids))
+        return self.rows.get(engine_id)
 
 
 class PrefixColumns(NamedTuple):

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,8 @@ class _Fixed(NamedTuple):
     ids: list[str]
     offers: list[str]
     max_running: Numbers
+    kept: dict[str, Any]
+    rows: dict[str, int]
 
 
 class Occupancy:
@@ -112,6 +114,8 @@ class Occupancy:
                 in_flight=_numbers(self.in_flight, fixed.ids),
                 promised=_numbers(self.promised, fixed.ids),
                 max_running=fixed.max_running,
+                kept=fixed.kept,
+                rows=fixed.rows,
                 last_assigned=_numbers(self._last_assigned, fixed.ids),
                 assigned=self._assigned,
                 retry_after_s=retry_after_s,
@@ -140,6 +144,8 @@ class Occupancy:
                 [info.id for info in infos],
                 [info.offers for info in infos],
                 np.array([info.max_running for info in infos], dtype=np.int64),
+                {},
+                {},
             )
             self._view = None
         return known
