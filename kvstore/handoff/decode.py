@@ -20,7 +20,7 @@ from kvstore.errors import (
 )
 from kvstore.handoff.aux_data import AUX_BYTES_MAX, AuxData, decode_aux
 from kvstore.handoff.effects import Effect, EndLink, Landing, SendTo
-from kvstore.handoff.greeting import SILENCE_S, Greeter, Purpose, SealedStream
+from kvstore.handoff.greeting import Greeter, Purpose, SealedStream
 from kvstore.handoff.links import SEND_S, LinkThreads, PushLink, Ticker
 from kvstore.handoff.memory import AuxSlots, HandoffPool, digests_of, landing_places
 from kvstore.handoff.messages import RangesHead, encode_message, read_from_prefill
@@ -71,7 +71,9 @@ class DecodeManager:
         self._secret = secret
         self._greeter = Greeter(secret, space, pool.shape, name=name)
         self._aux = AuxSlots(aux_slots, AUX_BYTES_MAX)
-        self._core = Receivers(pool.shape, aux_slots, AUX_BYTES_MAX, patience or Patience())
+        patience = patience or Patience()
+        self._silence_s = patience.silence_s
+        self._core = Receivers(pool.shape, aux_slots, AUX_BYTES_MAX, patience)
         self._lock = threading.Lock()
         self._links: dict[str, PushLink] = {}  # peer → the link that is up or being made
         self._threads = LinkThreads()
@@ -137,7 +139,7 @@ class DecodeManager:
             links = list(self._links.values())
         for link in links:
             self._drop(link, FailureCode.CLOSED, "the manager was closed")
-        self._threads.join(2 * _CONNECT_S + SILENCE_S)
+        self._threads.join(2 * _CONNECT_S + self._silence_s)
         self._ticker.close()
 
     # ---- what receivers call ----------------------------------------------------------------
@@ -180,24 +182,23 @@ class DecodeManager:
         streams: list[DataStream] = []
         try:
             self._connect(link, client, streams)
+            writer = self._threads.start(lambda: self._write(link), "kvstore-handoff-writer")
         except KVStoreError as error:
             with self._lock:
                 self._give_up(link, error)
             for stream in streams:
                 stream.close()
             return
-        with self._lock:
-            self._carry_out(self._core.linked(link.peer, link.number, time.monotonic_ns()))
-            writer = threading.Thread(
-                target=self._write, args=(link,), name="kvstore-handoff-writer", daemon=True
-            )
         try:
-            writer.start()
+            with self._lock:
+                if link.is_closed:  # nobody would tell the core of its end
+                    self._give_up(link, PeerUnreachable("the manager was closed"))
+                else:
+                    self._carry_out(self._core.linked(link.peer, link.number, time.monotonic_ns()))
             self._read(link, link.stream("pushes"))
         finally:
             self._drop(link, FailureCode.PEER_CLOSED, "its reader has ended")
-            if writer.ident is not None:  # it was started
-                writer.join()
+            writer.join()
             for stream in streams:
                 stream.close()
             with self._lock:
@@ -274,12 +275,13 @@ class DecodeManager:
     def _read(self, link: PushLink, sealed: SealedStream) -> None:
         while not link.is_closed:
             try:
-                message = read_from_prefill(sealed.receive(SILENCE_S))
+                message = read_from_prefill(sealed.receive(self._silence_s))
                 if isinstance(message, RangesHead):
                     self._take(link, sealed, message)
                     continue
             except TransferTimeout:
-                self._fault(link, FailureCode.PEER_SILENT, f"nothing came for {SILENCE_S} s")
+                why = f"nothing came for {self._silence_s} s"
+                self._fault(link, FailureCode.PEER_SILENT, why)
                 return
             except KVStoreError as error:
                 protocol = error.code == "protocol"
@@ -299,13 +301,13 @@ class DecodeManager:
         if landing is None:
             scratch = memoryview(bytearray(min(size, _SCRATCH_BYTES)))
             for at in range(0, size, _SCRATCH_BYTES):
-                sealed.receive_into([scratch[: size - at]], SILENCE_S)
+                sealed.receive_into([scratch[: size - at]], self._silence_s)
             return
         code: FailureCode | None = FailureCode.PEER_CLOSED
         why = "the connection broke within a range"
         try:
             places = landing_places(self._pool, self._aux, landing)
-            sealed.receive_into([memory_at(*place) for place in places], SILENCE_S)
+            sealed.receive_into([memory_at(*place) for place in places], self._silence_s)
             right = digests_of(landing.room, landing.ranges, places) == landing.digests
             code, why = None if right else FailureCode.DIGEST, "bytes do not match their digest"
         finally:
