@@ -89,6 +89,7 @@ class SecondsChooser:
         self._prices = Prices(view.costs, policy.fetches)
         self._choices: dict[Key, _Choices] = {}
         self._in_vain: Counter[Key] = Counter()
+        self._alone: dict[tuple[int, ...], PairRows] = {}
         self._roomless: set[Key] = set()  # no first engine has a place; places only get fewer
 
     def choose(
@@ -165,5 +166,8 @@ class SecondsChooser:
 
     def least_s(self, waiting: Waiting, row: int, firsts: list[int]) -> float:
         """Seconds of a prompt at that of some engines that needs the fewest, queues left out."""
-        terms = self._prices.pairs(self._prompt(waiting, row), pair_rows([(firsts, [])])).terms
+        key = tuple(firsts)
+        if key not in self._alone:
+            self._alone[key] = pair_rows([(firsts, [])])
+        terms = self._prices.pairs(self._prompt(waiting, row), self._alone[key]).terms
         return float((terms.fetch_s + terms.prefill_s).min())

@@ -22,6 +22,7 @@ class ServingEngines(NamedTuple):
         at: the same as an array.
         ids: their names.
         roles: their roles.
+        firsts: rows of those that can compute prompts.
         decodes: whether each only decodes.
         of_protocol: whether each speaks this protocol, by protocol.
         of_offer: whether each offers it over its own; only protocols that somebody offers.
@@ -31,6 +32,7 @@ class ServingEngines(NamedTuple):
     at: npt.NDArray[np.intp]
     ids: tuple[str, ...]
     roles: tuple[Role, ...]
+    firsts: list[int]
     decodes: Flags
     of_protocol: dict[str, Flags]
     of_offer: dict[str, Flags]
@@ -78,6 +80,7 @@ def serving(view: View, model: str) -> ServingEngines:
             np.array(rows, dtype=np.intp),
             tuple(view.ids[row] for row in rows),
             tuple(view.roles[row] for row in rows),
+            [row for row in rows if view.roles[row] is not Role.DECODE],
             np.array([view.roles[row] is Role.DECODE for row in rows], dtype=np.bool_),
             _flags([view.protocols[row] for row in rows]),
             _flags([view.offers[row] for row in rows]),

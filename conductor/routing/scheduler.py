@@ -189,10 +189,7 @@ class _Call:
 
     def least_s(self, row: int) -> float:
         """Seconds of a prompt at the engine that needs the fewest."""
-        firsts = [
-            one for one in serving(self._view, self._waiting.models[row]).rows
-            if self._view.roles[one] is not Role.DECODE
-        ]  # fmt: skip
+        firsts = serving(self._view, self._waiting.models[row]).firsts
         if self._chooser is None or not firsts:
             return 0.0
         return self._chooser.least_s(self._waiting, row, firsts)
@@ -204,18 +201,11 @@ class _Call:
 
     def free(self, model: str, excluded: frozenset[str]) -> int:
         """Free places at the first engines of a model, whatever their health."""
-        view = self._view
+        ids = self._view.ids
+        firsts = [one for one in serving(self._view, model).firsts if ids[one] not in excluded]
         if self._chooser is not None and self._policy.binds is Binding.LATE:
-            return _LOOKED_UP * sum(
-                self._chooser.is_free(one)
-                for one in serving(self._view, model).rows
-                if view.roles[one] is not Role.DECODE and view.ids[one] not in excluded
-            )
-        return sum(
-            max(0, self._max_running[one] - self._in_flight[one])
-            for one in serving(self._view, model).rows
-            if view.roles[one] is not Role.DECODE and view.ids[one] not in excluded
-        )
+            return _LOOKED_UP * sum(self._chooser.is_free(one) for one in firsts)
+        return sum(max(0, self._max_running[one] - self._in_flight[one]) for one in firsts)
 
     def has_room(self, row: int) -> bool:
         """Whether an engine has a free place."""
