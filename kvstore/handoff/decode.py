@@ -19,11 +19,17 @@ from kvstore.errors import (
     TransferTimeout,
 )
 from kvstore.handoff.aux_data import AUX_BYTES_MAX, AuxData, decode_aux
-from kvstore.handoff.effects import Effect, EndLink, Landing, SendTo
+from kvstore.handoff.effects import Effect, EndEngine, EndLink, Landing, SendTo
 from kvstore.handoff.greeting import Greeter, Purpose, SealedStream
 from kvstore.handoff.links import SEND_S, LinkThreads, PushLink, Ticker
-from kvstore.handoff.memory import AuxSlots, HandoffPool, digests_of, landing_places
-from kvstore.handoff.messages import RangesHead, encode_message, read_from_prefill
+from kvstore.handoff.memory import AuxSlots, HandoffPool, digests_of, landing_places, landing_views
+from kvstore.handoff.messages import (
+    LandingPlace,
+    RangesHead,
+    RangesWritten,
+    encode_message,
+    read_from_prefill,
+)
 from kvstore.handoff.receiving import Receivers
 from kvstore.handoff.registry import RegistryClient
 from kvstore.handoff.states import (
@@ -36,8 +42,8 @@ from kvstore.handoff.states import (
     State,
     agreed,
 )
+from kvstore.handoff.writing import LandingEngine
 from kvstore.process.faults import Faults
-from kvstore.tier.vectored import memory_at
 from kvstore.transport.streams import DataStream, connect, host_and_port
 
 PEERS_MAX: Final = 64
@@ -61,11 +67,13 @@ class DecodeManager:
         name: of the engine, for logs of the other side.
         aux_slots: handoffs at a time; each has 128 KiB for its aux data.
         patience: deadlines.
+        engine: another transport, by which prefill engines that have it too write KV to the pool;
+            the manager closes it. None = all comes over TCP.
     """
 
     def __init__(
         self, pool: HandoffPool, space: bytes, secret: bytes, *, name: str = "decode",
-        aux_slots: int = 64, patience: Patience | None = None,
+        aux_slots: int = 64, patience: Patience | None = None, engine: LandingEngine | None = None,
     ) -> None:  # fmt: skip
         self._pool = pool
         self._secret = secret
@@ -79,7 +87,10 @@ class DecodeManager:
         self._threads = LinkThreads()
         self._over = threading.Event()
         self.faults = Faults(_LOG, "handoff, decode")
+        self._engine = engine
         self._ticker = Ticker(self._tick, "kvstore-handoff-ticker")
+        if engine is not None:
+            engine.begin(self._engine_up, self._engine_ended)
 
     # ---- the engine -------------------------------------------------------------------------
 
@@ -140,6 +151,8 @@ class DecodeManager:
         for link in links:
             self._drop(link, FailureCode.CLOSED, "the manager was closed")
         self._threads.join(2 * _CONNECT_S + self._silence_s)
+        if self._engine is not None:
+            self._engine.close()
         self._ticker.close()
 
     # ---- what receivers call ----------------------------------------------------------------
@@ -173,6 +186,16 @@ class DecodeManager:
             elif isinstance(effect, EndLink) and effect.link in by_number:
                 self.faults.count("links_closed_for_limbo")
                 by_number[effect.link].close()
+            elif isinstance(effect, EndEngine) and self._engine is not None:
+                self.faults.count("engines_ended_for_limbo")
+                self._engine.end(effect.number)
+
+    def _engine_up(self, number: int, place: LandingPlace) -> None:
+        with self._lock:
+            self._core.engine_up(number, place)
+
+    def _engine_ended(self, number: int) -> None:
+        self.act(lambda core, now: core.engine_ended(number, now))
 
     def _tick(self) -> None:
         self.act(lambda core, now: core.tick(now))
@@ -181,7 +204,7 @@ class DecodeManager:
         """Make a link, and read what prefill sends until it ends."""
         streams: list[DataStream] = []
         try:
-            self._connect(link, client, streams)
+            transports = self._connect(link, client, streams)
             writer = self._threads.start(lambda: self._write(link), "kvstore-handoff-writer")
         except KVStoreError as error:
             with self._lock:
@@ -194,7 +217,11 @@ class DecodeManager:
                 if link.is_closed:  # nobody would tell the core of its end
                     self._give_up(link, PeerUnreachable("the manager was closed"))
                 else:
-                    self._carry_out(self._core.linked(link.peer, link.number, time.monotonic_ns()))
+                    writes = self._engine is not None and self._engine.transport in transports
+                    now_ns = time.monotonic_ns()
+                    self._carry_out(
+                        self._core.linked(link.peer, link.number, now_ns, writes=writes)
+                    )
             self._read(link, link.stream("pushes"))
         finally:
             self._drop(link, FailureCode.PEER_CLOSED, "its reader has ended")
@@ -212,8 +239,13 @@ class DecodeManager:
         self._carry_out(self._core.unreachable(link.peer, code, str(error), now_ns))
         link.close()
 
-    def _connect(self, link: PushLink, client: RegistryClient, streams: list[DataStream]) -> None:
+    def _connect(
+        self, link: PushLink, client: RegistryClient, streams: list[DataStream]
+    ) -> list[str]:
         """Ask the registry and make both connections, a few times if need be.
+
+        Returns:
+            The transports of prefill.
 
         Raises:
             KVStoreError: that did not succeed.
@@ -240,8 +272,9 @@ class DecodeManager:
                 streams.clear()
             else:
                 if all(link.add(purpose, sealed) for purpose, sealed in made.items()):
-                    return
+                    return ranks[0].transports
                 raise PeerUnreachable("the manager was closed")
+        raise AssertionError("the last try returns or raises")
 
     def _greet(
         self, address: str, purpose: Purpose, number: bytes, boot: bytes, streams: list[DataStream]
@@ -276,7 +309,7 @@ class DecodeManager:
         while not link.is_closed:
             try:
                 message = read_from_prefill(sealed.receive(self._silence_s))
-                if isinstance(message, RangesHead):
+                if isinstance(message, RangesHead | RangesWritten):
                     self._take(link, sealed, message)
                     continue
             except TransferTimeout:
@@ -292,12 +325,15 @@ class DecodeManager:
                 now_ns = time.monotonic_ns()
                 self._carry_out(self._core.received(link.number, message, now_ns))
 
-    def _take(self, link: PushLink, sealed: SealedStream, head: RangesHead) -> None:
-        """Receive ranges into the pool, and check them."""
+    def _take(self, link: PushLink, sealed: SealedStream, head: RangesHead | RangesWritten) -> None:
+        """Receive ranges into the pool, unless they were written there, and check them."""
+        follows = isinstance(head, RangesHead)
         with self._lock:
             now_ns = time.monotonic_ns()
             landing, size, effects = self._core.arriving(link.number, head, now_ns)
             self._carry_out(effects)
+        if landing is None and not follows:
+            return
         if landing is None:
             scratch = memoryview(bytearray(min(size, _SCRATCH_BYTES)))
             for at in range(0, size, _SCRATCH_BYTES):
@@ -306,8 +342,9 @@ class DecodeManager:
         code: FailureCode | None = FailureCode.PEER_CLOSED
         why = "the connection broke within a range"
         try:
+            if follows:
+                sealed.receive_into(landing_views(self._pool, self._aux, landing), self._silence_s)
             places = landing_places(self._pool, self._aux, landing)
-            sealed.receive_into([memory_at(*place) for place in places], self._silence_s)
             right = digests_of(landing.room, landing.ranges, places) == landing.digests
             code, why = None if right else FailureCode.DIGEST, "bytes do not match their digest"
         finally:
