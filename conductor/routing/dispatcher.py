@@ -448,7 +448,7 @@ class Dispatcher:
         """The engines, in columns."""
         priced = self._scheduler.policy.fetches is not None
         loads = self.loads if priced else None
-        return self._places.view(list(self._registry), loads, self.retry_after_s, now)
+        return self._places.view(self._registry, loads, self.retry_after_s, now)
 
     def check(self) -> None:
         """Assert the invariants."""

@@ -353,11 +353,14 @@ class _Lookup:
         if not self._there:
             return np.zeros(count, dtype=np.int64)
         bounds = np.unique(np.concatenate([ends for ends, _, _ in self._there]))
-        covered = np.zeros((count, len(bounds)), dtype=np.bool_)
+        covered = np.zeros((count, len(bounds) + 1), dtype=np.bool_)
         for ends, ranks, there in self._there:
-            at = np.searchsorted(ends, bounds)
-            inside = at < len(ends)
-            covered[np.ix_(ranks, np.flatnonzero(inside))] |= there[:, at[inside]]
-        first_missing = np.where(covered.all(axis=1), len(bounds), covered.argmin(axis=1))
+            # Up to its last block; what is beyond, and the last column, stays missing.
+            at = np.searchsorted(ends, bounds[: np.searchsorted(bounds, ends[-1], "right")])
+            if len(ranks) == count:  # these are all, in order
+                covered[:, : len(at)] |= there.take(at, axis=1)
+            else:
+                covered[ranks, : len(at)] |= there.take(at, axis=1)
+        first_missing = covered.argmin(axis=1)
         tokens: Numbers = np.concatenate(([0], bounds))[first_missing]
         return tokens
