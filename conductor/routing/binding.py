@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from conductor.routing.columns import Column, Offers, View, Waiting
+from conductor.routing.columns import NO_KEYS, Column, Offers, View, Waiting
 from conductor.routing.engines import Role
 from conductor.routing.policy import Binding, Policy
 from conductor.routing.pricing import PairRows, Pairs, PricedEngines, Prices, Prompt, pair_rows
@@ -126,6 +126,8 @@ class SecondsChooser:
         costs = self._policy.costs(waiting, row, _NO_OFFERS._replace(terms=priced.terms))
         first = self._least((*costs, choices.full), choices.rows.firsts)
         at = choices.firsts[first]
+        if bound >= 0:  # it has been counted as waiting
+            self._prices.think(bound, -waiting.least_s[row], NO_KEYS)
         seconds = float(priced.terms.fetch_s[at] + priced.terms.prefill_s[at])
         if first not in choices.free:
             self._prices.think(first, seconds, prompt.keys)
@@ -142,7 +144,8 @@ class SecondsChooser:
 
     def _prompt(self, waiting: Waiting, row: int) -> Prompt:
         found = waiting.prefixes(row, self._view.ids)
-        return Prompt(waiting.tokens[row] or 0, found.usable, found.peer, waiting.keys[row])
+        tokens, output = waiting.tokens[row] or 0, waiting.outputs[row]
+        return Prompt(tokens, found.usable, found.peer, waiting.keys[row], output)
 
     def _possible(self, pairs: Pairs, is_free: Callable[[int], bool]) -> _Choices:
         rows = pair_rows(pairs)
@@ -158,6 +161,12 @@ class SecondsChooser:
         """Row of the engine for which a request waits; negative = none."""
         found = self._view.row_of(waiting.bound[row]) if waiting.bound[row] else None
         return -1 if found is None else found
+
+    def keep(self, waiting: Waiting) -> None:
+        """Count those who wait for an engine already: they are before all who come later."""
+        if self._policy.binds is Binding.ARRIVAL:
+            rows = [self._view.row_of(bound) if bound else None for bound in waiting.bound]
+            self._prices.think_all(rows, waiting.least_s)
 
     def is_free(self, row: int) -> bool:
         """Whether an engine can be given a prompt."""

@@ -92,7 +92,9 @@ class View:
         last_assigned: number of the last assignment; int64, 0 = none yet.
         assigned: number of assignments so far.
         retry_after_s: ``Retry-After`` for a rejected client.
-        costs: what costs depend on; None if the policy does not use any.
+        costs: what costs depend on; None if nobody uses any.
+        over: tenants that got more than their fair share, and how far, from 1 on: they wait behind
+            others.
         kept: what was found out of ids, models, adapters, protocols, offers and roles, by model;
             and ``rows``, of ids. Views that have these in common share both.
     """
@@ -111,6 +113,7 @@ class View:
     assigned: int = 0
     retry_after_s: int = 1
     costs: CostColumns | None = None
+    over: Mapping[str, int] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     rows: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
 
@@ -218,6 +221,7 @@ class Waiting:
         kinds: equal for those of one model that have failed at the same engines, and wait for the
             same one.
         of_kind: how many there are of each kind.
+        outputs: tokens that each answer is expected to have.
         found: what :meth:`prefixes` has said of each; None = nothing yet.
     """
 
@@ -235,6 +239,7 @@ class Waiting:
     matches: list[Matches]
     least_s: list[float]
     bound: list[str]
+    outputs: Sequence[float]
     found: list[PrefixColumns | None]
     kinds: Sequence[int]
     of_kind: Mapping[int, int]

@@ -20,8 +20,6 @@ Rows = npt.NDArray[np.intp]
 """Rows of engines in the view."""
 Pairs = list[tuple[list[int], list[int]]]
 """Rows of engines that can be first, and of those that can decode after them (none = they do)."""
-OUTPUT_TOKENS: Final = 100
-"""So many steps count as much as the handoff when an engine is chosen to decode."""
 _PROMPTS_COMPARED: Final = 8
 """Prompts of this call that later ones are compared with."""
 
@@ -34,12 +32,14 @@ class Prompt(NamedTuple):
         usable: how much of it each engine has; float64 [engines].
         peer: how much more its node could fetch; likewise.
         keys: a chain value for each of its leading pages.
+        output: tokens that its answer is expected to have.
     """
 
     tokens: int
     usable: Column
     peer: Column
     keys: Words
+    output: float
 
 
 class PairRows(NamedTuple):
@@ -219,8 +219,8 @@ class Prices:
         return seconds
 
     def _decoding(self, rows: Rows, comes_s: Column, prompt: Prompt) -> tuple[Column, Column]:
-        full = (self._costs.kv_room[rows] < prompt.tokens).astype(np.float64)
-        return full, comes_s + OUTPUT_TOKENS * self._of(rows).step_s
+        full = (self._costs.kv_room[rows] < prompt.tokens + prompt.output).astype(np.float64)
+        return full, comes_s + prompt.output * self._of(rows).step_s
 
     def give(self, row: int, seconds: float, keys: Words) -> None:
         """An engine gets a prompt in this call."""
@@ -232,6 +232,12 @@ class Prices:
         self._thought_s[row] += seconds
         if len(keys):
             self._given.append((row, keys))
+
+    def think_all(self, rows: Sequence[int | None], seconds: Sequence[float]) -> None:
+        """Engines are thought to get prompts of so many seconds later; row None = none is."""
+        there = [at for at, row in enumerate(rows) if row is not None]
+        whose = np.array([rows[at] for at in there], dtype=np.intp)
+        np.add.at(self._thought_s, whose, np.array([seconds[at] for at in there]))
 
     def send(self, row: int, tokens: int) -> None:
         """A decode engine gets the KV of a prompt."""

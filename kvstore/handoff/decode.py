@@ -141,6 +141,7 @@ class DecodeManager:
             return {
                 **self._core.counts, **self.faults.counts, "links": len(self._links),
                 "threads": len(self._threads), "limbo_blocks": self._core.limbo_blocks(),
+                "aux_slots": self._core.used_slots,
             }  # fmt: skip
 
     def close(self) -> None:
@@ -151,9 +152,9 @@ class DecodeManager:
         for link in links:
             self._drop(link, FailureCode.CLOSED, "the manager was closed")
         self._threads.join(2 * _CONNECT_S + self._silence_s)
+        self._ticker.close()
         if self._engine is not None:
             self._engine.close()
-        self._ticker.close()
 
     # ---- what receivers call ----------------------------------------------------------------
 
@@ -219,9 +220,8 @@ class DecodeManager:
                 else:
                     writes = self._engine is not None and self._engine.transport in transports
                     now_ns = time.monotonic_ns()
-                    self._carry_out(
-                        self._core.linked(link.peer, link.number, now_ns, writes=writes)
-                    )
+                    linked = self._core.linked(link.peer, link.number, now_ns, writes=writes)
+                    self._carry_out(linked)
             self._read(link, link.stream("pushes"))
         finally:
             self._drop(link, FailureCode.PEER_CLOSED, "its reader has ended")
@@ -242,7 +242,7 @@ class DecodeManager:
     def _connect(
         self, link: PushLink, client: RegistryClient, streams: list[DataStream]
     ) -> list[str]:
-        """Ask the registry and make both connections, a few times if need be.
+        """Ask the registry and make both connections, a few times if that fails soon.
 
         Returns:
             The transports of prefill.
@@ -250,6 +250,7 @@ class DecodeManager:
         Raises:
             KVStoreError: that did not succeed.
         """
+        begun = time.monotonic()
         for attempt in range(TRIES_MAX):
             try:
                 ranks = client.ranks()
@@ -264,7 +265,8 @@ class DecodeManager:
                 raise ProtocolError(f"the registration cannot be read: {error}") from error
             except KVStoreError as error:
                 refused = isinstance(error, InvalidArgument | ProtocolError)
-                last = refused or attempt + 1 == TRIES_MAX
+                silent = time.monotonic() - begun >= self._silence_s
+                last = refused or silent or attempt + 1 == TRIES_MAX
                 if last or self._over.wait(_PAUSE_S):
                     raise
                 for stream in streams:

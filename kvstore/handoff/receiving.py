@@ -194,6 +194,11 @@ class Receivers:
         assert one.progress.state == State.SUCCESS
         return one.slot, one.aux_bytes
 
+    @property
+    def used_slots(self) -> int:
+        """How many aux slots handoffs have."""
+        return sum(one.slot >= 0 for one in self._rooms.values())
+
     def limbo_blocks(self, peer: str | None = None) -> int:
         """Blocks in LIMBO, because of one peer or of all."""
         return sum(
