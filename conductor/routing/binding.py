@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from conductor.routing.columns import Column, Offers, View, Waiting
+from conductor.routing.columns import NO_KEYS, Column, Offers, View, Waiting
 from conductor.routing.engines import Role
 from conductor.routing.policy import Binding, Policy
 from conductor.routing.pricing import PricedEngines, Prices, Prompt
@@ -142,7 +142,8 @@ class SecondsChooser:
 
     def _prompt(self, waiting: Waiting, row: int) -> Prompt:
         found = waiting.prefixes(row, self._view.ids)
-        return Prompt(waiting.tokens[row] or 0, found.usable, found.peer, waiting.keys[row])
+        tokens, output = waiting.tokens[row] or 0, waiting.outputs[row]
+        return Prompt(tokens, found.usable, found.peer, waiting.keys[row], output)
 
     def _full(self, rows: Iterable[int]) -> Column:
         """1 for engines without room."""
@@ -155,6 +156,13 @@ class SecondsChooser:
     def bound(self, waiting: Waiting, row: int) -> int:
         """Row of the engine for which a request waits; negative = none."""
         return self._rows.get(waiting.bound[row], -1) if waiting.bound else -1
+
+    def keep(self, waiting: Waiting) -> None:
+        """Count those who wait for an engine already: they are before all who come later."""
+        if self._policy.binds is Binding.ARRIVAL:
+            for bound, seconds in zip(waiting.bound, waiting.least_s, strict=True):
+                if bound in self._rows:
+                    self._prices.think(self._rows[bound], seconds, NO_KEYS)
 
     def is_free(self, row: int) -> bool:
         """Whether an engine can be given a prompt."""

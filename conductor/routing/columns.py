@@ -5,7 +5,7 @@ the index knows of a prompt was looked up before.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -92,7 +92,9 @@ class View:
         last_assigned: number of the last assignment; int64, 0 = none yet.
         assigned: number of assignments so far.
         retry_after_s: ``Retry-After`` for a rejected client.
-        costs: what costs depend on; None if the policy does not use any.
+        costs: what costs depend on; None if nobody uses any.
+        over: tenants that got more than their fair share, and how far, from 1 on: they wait behind
+            others.
     """
 
     ids: Sequence[str]
@@ -109,6 +111,7 @@ class View:
     assigned: int = 0
     retry_after_s: int = 1
     costs: CostColumns | None = None
+    over: Mapping[str, int] = field(default_factory=dict)
 
 
 class PrefixColumns(NamedTuple):
@@ -169,6 +172,7 @@ class Waiting:
         kinds: equal for those of one model that have failed at the same engines, and wait for the
             same one.
         of_kind: how many there are of each kind.
+        outputs: tokens that each answer is expected to have.
         found: what :meth:`prefixes` has said of each; None = nothing yet.
     """
 
@@ -186,6 +190,7 @@ class Waiting:
     matches: list[Matches]
     least_s: list[float]
     bound: list[str]
+    outputs: Sequence[float]
     found: list[PrefixColumns | None]
     kinds: Sequence[int]
     of_kind: Mapping[int, int]

@@ -313,6 +313,26 @@ class EngineLoads:
             load.context -= decoding.tokens
             del load.decoding[number]
 
+    def prefill_seconds(self, info: EngineInfo, new_tokens: int, prefix_tokens: int) -> float:
+        """Seconds that an engine needs for the end of a prompt."""
+        return sum(self._of(info).prefill_line().terms(new_tokens, prefix_tokens))
+
+    def step_s(self, info: EngineInfo) -> float:
+        """Seconds of a decode step of an engine, with one more request than it will have."""
+        return self._of(info).step_s()
+
+    def kv_tokens_max(self, engine_id: str) -> float:
+        """Tokens whose KV fits beside the weights of an engine; infinite = unknown."""
+        load = self._loads.get(engine_id)
+        return (load.costs.prior.kv_tokens_max if load is not None else 0) or inf
+
+    def step_seconds(self, engine_id: str, batch: float, tokens: float) -> float:
+        """Seconds of a decode step of a batch with so many tokens in all; 0 = unknown."""
+        load = self._loads.get(engine_id)
+        if load is None:
+            return 0.0
+        return load.costs.step_seconds(ceil(batch / load.ranks), tokens / load.ranks)
+
     def free_at(self, ahead_s: float, after: float) -> float:
         """When an engine is the next to have computed its prompts, less ``ahead_s``, or its first.
 

@@ -18,8 +18,6 @@ from kvstore.index.layout import Words
 
 Rows = npt.NDArray[np.intp]
 """Rows of engines in the view."""
-OUTPUT_TOKENS: Final = 100
-"""So many steps count as much as the handoff when an engine is chosen to decode."""
 _PROMPTS_COMPARED: Final = 8
 """Prompts of this call that later ones are compared with."""
 
@@ -32,12 +30,14 @@ class Prompt(NamedTuple):
         usable: how much of it each engine has; float64 [engines].
         peer: how much more its node could fetch; likewise.
         keys: a chain value for each of its leading pages.
+        output: tokens that its answer is expected to have.
     """
 
     tokens: int
     usable: Column
     peer: Column
     keys: Words
+    output: float
 
 
 class PricedEngines:
@@ -172,8 +172,8 @@ class Prices:
         return seconds
 
     def _decoding(self, rows: Rows, comes_s: Column, prompt: Prompt) -> tuple[Column, Column]:
-        full = (self._costs.kv_room[rows] < prompt.tokens).astype(np.float64)
-        return full, comes_s + OUTPUT_TOKENS * self._costs.step_s[rows]
+        full = (self._costs.kv_room[rows] < prompt.tokens + prompt.output).astype(np.float64)
+        return full, comes_s + prompt.output * self._costs.step_s[rows]
 
     def give(self, row: int, seconds: float, keys: Words) -> None:
         """An engine gets a prompt in this call."""

@@ -35,6 +35,7 @@ from conductor.routing.engines import Health, Role
 from conductor.routing.groups import serving, why_nobody
 from conductor.routing.policy import Binding, Policy
 from conductor.routing.pricing import PricedEngines
+from conductor.routing.shares import in_turn
 
 _FULL: Final = "every engine that could serve it is full"
 _DECODE_FULL: Final = "every engine that could decode it is full"
@@ -114,7 +115,7 @@ class Scheduler:
         new, free, shut = self.policy.new_rows(waiting), dict[Key, int](), set[int]()
         long = call.first_long(now)
         due: list[int] = []
-        for row in self.policy.order(waiting, now):
+        for row in self.order(view, waiting, now):
             if row in new:
                 due.append(row)
                 continue
@@ -142,10 +143,18 @@ class Scheduler:
             now: time on the clock of the deadlines.
 
         Returns:
-            Decisions in the policy's order; none for who goes on waiting as before. Together with
+            Decisions in their order; none for who goes on waiting as before. Together with
             requests that hold places they never exceed an engine's ``max_running``.
         """
         return list(_Call(self, view, waiting).decisions(now))
+
+    def order(self, view: View, waiting: Waiting, now: float) -> Sequence[int]:
+        """Rows of requests in the order in which they are considered.
+
+        It is the policy's, but urgent priorities come first, and of each those whose tenants are
+        within their fair shares.
+        """
+        return in_turn(self.policy.order(waiting, now), waiting, view.over)
 
     def receive(
         self, view: View, waiting: Waiting, handoffs: Sequence[Handoff], now: float
@@ -163,7 +172,7 @@ class Scheduler:
             of the cheapest that has.
         """
         call = _Call(self, view, waiting)
-        rows = self.policy.order(waiting, now)
+        rows = self.order(view, waiting, now)
         return {row: call.receive(row, handoffs[row], now) for row in rows}
 
     def least_s(self, view: View, waiting: Waiting, rows: Sequence[int]) -> list[float]:
@@ -194,6 +203,7 @@ class _Call:
         self._chooser: SecondsChooser | None = None
         if self._policy.fetches is not None and view.costs is not None:
             self._chooser = SecondsChooser(self._policy, view, self.has_room, self._least)
+            self._chooser.keep(waiting)
         # Free places only get fewer during a call: later requests for the same engines are held.
         self._full: set[Key] = set()
         self._stuck: set[int] = set()  # kinds of requests whose engine is full
@@ -206,7 +216,7 @@ class _Call:
         """Decide on all; those who go on waiting are left out."""
         waiting, long = self._waiting, self.first_long(now)
         done: set[int] = set()
-        for row in self._policy.order(waiting, now):
+        for row in self._scheduler.order(self._view, waiting, now):
             kind = waiting.kinds[row]
             if kind in done and not (long and waiting.waits_long(row, now)):
                 continue
@@ -236,17 +246,13 @@ class _Call:
     def free(self, model: str, excluded: frozenset[str]) -> int:
         """Free places at the first engines of a model, whatever their health."""
         view = self._view
-        if self._chooser is not None and self._policy.binds is Binding.LATE:
-            return _LOOKED_UP * sum(
-                self._chooser.is_free(one)
-                for one in serving(self._view, model)
-                if view.roles[one] is not Role.DECODE and view.ids[one] not in excluded
-            )
-        return sum(
-            max(0, self._max_running[one] - self._in_flight[one])
-            for one in serving(self._view, model)
+        rows = [
+            one for one in serving(view, model)
             if view.roles[one] is not Role.DECODE and view.ids[one] not in excluded
-        )
+        ]  # fmt: skip
+        if self._chooser is not None and self._policy.binds is Binding.LATE:
+            return _LOOKED_UP * sum(map(self._chooser.is_free, rows))
+        return sum(max(0, self._max_running[one] - self._in_flight[one]) for one in rows)
 
     def has_room(self, row: int) -> bool:
         """Whether an engine has a free place."""
@@ -388,8 +394,7 @@ class _Call:
         return bool(self._promised[row] < self._max_running[row])
 
     def _load(self, row: int) -> int:
-        count: int = self._in_flight[row] + self._promised[row]
-        return count
+        return int(self._in_flight[row] + self._promised[row])
 
     def _key(self, row: int) -> Key:
         return self._waiting.models[row], self._waiting.excluded[row]

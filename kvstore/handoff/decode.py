@@ -160,9 +160,9 @@ class DecodeManager:
         for link in links:
             self._drop(link, FailureCode.CLOSED, "the manager was closed")
         self._threads.join(2 * _CONNECT_S + self._silence_s)
+        self._ticker.close()
         if self._engine is not None:
             self._engine.close()
-        self._ticker.close()
 
     # ---- what receivers call ----------------------------------------------------------------
 
@@ -228,9 +228,8 @@ class DecodeManager:
                 else:
                     writes = self._engine is not None and self._engine.transport in transports
                     now_ns = time.monotonic_ns()
-                    self._carry_out(
-                        self._core.linked(link.peer, link.number, now_ns, writes=writes)
-                    )
+                    linked = self._core.linked(link.peer, link.number, now_ns, writes=writes)
+                    self._carry_out(linked)
             self._read(link, link.stream("pushes"))
         finally:
             self._drop(link, FailureCode.PEER_CLOSED, "its reader has ended")
