@@ -10,16 +10,18 @@ from collections.abc import Sequence
 from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.ghosts import Ghosts
-from kvstore.state.choice.pins import Pin, Pins
+from kvstore.state.choice.quotas import Pin, Pins
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.deadlines import Deadlines
-from kvstore.state.table.grants import follows, known_pages, new_pages
 from kvstore.state.table.residents import Residents
 from kvstore.state.table.room import Room
 from kvstore.state.table.runs import (
     Leased,
     begin_pages,
+    follows,
+    known_pages,
     leading_in_memory,
+    new_pages,
     nodes_of,
     shard_of,
     stored_actions,
@@ -79,7 +81,7 @@ class PageTable:
     def open_space(
         self, session: Session, identity: SpaceIdentity, shards: Sequence[ShardSpec]
     ) -> tuple[PrefixTree, list[int]]:
-        """See :meth:`~kvstore.state.tree.spaces.Spaces.open`; idle spaces give up their places."""
+        """See :class:`~kvstore.state.tree.sessions.Spaces`; idle spaces give up their places."""
         self.counts["closed_spaces"] += self.spaces.close_idle(self.residents.needs_space)
         return self.spaces.open(session, identity, shards)
 
@@ -135,8 +137,7 @@ class PageTable:
         if not last.memory & (1 << shard) - 1:  # ranks of one request count once
             self.eviction.used(last, self.moment.tick)
         self.disk.used(last, shard)
-        if self.disk.effects:
-            apply_effects(self.residents)
+        apply_effects(self.residents)
 
     def release(self, process: Process, lease_id: int, *, read: bool = True) -> None:
         """The reader is done; unknown leases are ignored (the answer to them may be late).
@@ -282,8 +283,7 @@ class PageTable:
             self.eviction.stored(node, keys, put.space.shards[put.shard].slot_bytes, tick)
             self.residents.add_candidate(node)
         self.disk.stored(stored, put.shard)
-        if self.disk.effects:
-            apply_effects(self.residents)
+        apply_effects(self.residents)
         return statuses
 
     def abort_put(self, process: Process, put_id: int, *, writing: bool = False) -> None:
@@ -332,7 +332,7 @@ class PageTable:
     ) -> Pin:  # fmt: skip
         """Pin a prefix in a tier; on disk, what is not there yet is written now.
 
-        ``measured`` is what :meth:`kvstore.state.choice.pins.Pins.measure` gave a moment ago.
+        ``measured`` is what :meth:`kvstore.state.choice.quotas.Pins.measure` gave a moment ago.
 
         Raises:
             NotFound: no page is stored under the key.
