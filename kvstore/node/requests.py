@@ -334,14 +334,9 @@ class Requests:
         shard, deadline_ns = request.shard, now_ns + lease_ms * _NS_PER_MS
         space = self.space(process, request.space, [shard])
         leased = self._pages.acquire(
-            process,
-            request.lease,
-            space,
-            shard,
-            request.keys,
-            deadline_ns,
+            process, request.lease, space, shard, request.keys, deadline_ns,
             used=not request.copies,
-        )
+        )  # fmt: skip
         return wire.Acquired(
             request.id,
             wire.pack_addresses(self._pages.slots.addresses(leased.lease.slots)),

@@ -7,7 +7,7 @@ thousands of them.
 """
 
 from collections import Counter, deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -205,22 +205,27 @@ class PatientRequests:
     def __init__(self, requests: Requests, copies: CopyRequests) -> None:
         self._requests = requests
         self._copies = copies
+        #: Process, request, now, and whether it may wait → its answer.
+        self._first: dict[type, Callable[[Process, Any, int, bool], Outcome]] = {
+            wire.Lookup: lambda process, request, _now, _waits: requests.lookup(process, request),
+            wire.Acquire: lambda process, request, now_ns, waits: requests.acquire(
+                process, request, now_ns, waits=waits
+            ),
+            wire.BeginPut: lambda process, asked, _now, _waits: requests.begin_put(process, asked),
+            wire.Persist: lambda process, request, _now, waits: requests.persist(
+                process, request, waits=waits
+            ),
+            wire.Bring: lambda process, request, _now, waits: copies.bring(
+                process, request, waits=waits
+            ),
+            wire.Replicate: lambda process, request, _now, waits: copies.replicate(
+                process, request, waits=waits
+            ),
+        }
 
     def ask(self, process: Process, request: Any, now_ns: int, *, waits: bool) -> Outcome:
         """The answer of now, and what to wait for to get a better one."""
-        match request:
-            case wire.Lookup():
-                return self._requests.lookup(process, request)
-            case wire.Acquire():
-                return self._requests.acquire(process, request, now_ns, waits=waits)
-            case wire.BeginPut():
-                return self._requests.begin_put(process, request)
-            case wire.Bring():
-                return self._copies.bring(process, request, waits=waits)
-            case wire.Replicate():
-                return self._copies.replicate(process, request, waits=waits)
-            case _:
-                return self._requests.persist(process, request, waits=waits)
+        return self._first[type(request)](process, request, now_ns, waits)
 
     def ask_again(
         self, process: Process, request: Any, now_ns: int, awaited: Hashable, *, waits: bool

@@ -137,7 +137,8 @@ class PageTable:
         if not last.memory & (1 << shard) - 1:  # ranks of one request count once
             self.eviction.used(last, self.moment.tick)
         self.disk.used(last, shard)
-        apply_effects(self.residents)
+        if self.disk.effects:
+            apply_effects(self.residents)
 
     def release(self, process: Process, lease_id: int, *, read: bool = True) -> None:
         """The reader is done; unknown leases are ignored (the answer to them may be late).
@@ -214,10 +215,8 @@ class PageTable:
             if known is not None:
                 statuses += [known[0]] * known[1]
                 continue
-            granted, refusal = self._grant(
-                process, put, keys[at:] if at else keys, keys[at - 1] if at else parent,
-                tokens[at * each :],
-            )  # fmt: skip
+            following, before = (keys[at:], keys[at - 1]) if at else (keys, parent)
+            granted, refusal = self._grant(process, put, following, before, tokens[at * each :])
             statuses += [PageStatus.GRANTED] * granted
             if refusal is not None:
                 statuses += [refusal] * (len(keys) - len(statuses))
@@ -283,7 +282,8 @@ class PageTable:
             self.eviction.stored(node, keys, put.space.shards[put.shard].slot_bytes, tick)
             self.residents.add_candidate(node)
         self.disk.stored(stored, put.shard)
-        apply_effects(self.residents)
+        if self.disk.effects:
+            apply_effects(self.residents)
         return statuses
 
     def abort_put(self, process: Process, put_id: int, *, writing: bool = False) -> None:
