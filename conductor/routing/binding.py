@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from conductor.routing.columns import Column, Offers, View, Waiting
+from conductor.routing.columns import NO_KEYS, Column, Offers, View, Waiting
 from conductor.routing.engines import Role
 from conductor.routing.policy import Binding, Policy
 from conductor.routing.pricing import PricedEngines, Prices, Prompt
@@ -84,10 +84,11 @@ class SecondsChooser:
         self._has_room = has_room
         self._least = least
         self._late = policy.binds is Binding.LATE
-        self._prices = Prices(view.costs, view.ids, policy.fetches)
+        self._prices = Prices(view.costs, policy.fetches)
         self._rows = {name: row for row, name in enumerate(view.ids)}
         self._choices: dict[Key, _Choices] = {}
         self._in_vain: Counter[Key] = Counter()
+        self._roomless: set[Key] = set()  # no first engine has a place; places only get fewer
 
     def choose(
         self, waiting: Waiting, row: int, pairs: Callable[[], Pairs], now: float
@@ -109,8 +110,10 @@ class SecondsChooser:
         bound = self.bound(waiting, row)
         if bound in choices.firsts:
             takers = {bound} if self._has_room(bound) else set[int]()
-            if not takers and waiting.waits_long(row, now):
+            if not takers and key not in self._roomless and waiting.waits_long(row, now):
                 takers = set(filter(self._has_room, choices.firsts))
+                if not takers:
+                    self._roomless.add(key)
             if not takers:
                 return ChosenEngines(waits_for=bound)
             only = [([one for one in some if one in takers], then) for some, then in choices.pairs]
@@ -118,11 +121,13 @@ class SecondsChooser:
         in_vain = self._late and (not choices.free or self._in_vain[key] >= _IN_VAIN_MAX)
         if not choices.firsts or in_vain:
             return ChosenEngines(full=True)
-        prompt = _prompt(waiting, row)
+        prompt = self._prompt(waiting, row)
         priced = self._prices.pairs(prompt, choices.pairs)
         costs = self._policy.costs(waiting, row, _NO_OFFERS._replace(terms=priced.terms))
         first = self._least((*costs, self._full(choices.firsts)), list(choices.firsts))
         at = choices.firsts[first]
+        if bound >= 0:  # it has been counted as waiting
+            self._prices.think(bound, -waiting.least_s[row], NO_KEYS)
         seconds = float(priced.terms.fetch_s[at] + priced.terms.prefill_s[at])
         if first not in choices.free:
             self._prices.think(first, seconds, prompt.keys)
@@ -137,17 +142,29 @@ class SecondsChooser:
         self._choices.clear()
         return ChosenEngines(first, second, priced)
 
+    def _prompt(self, waiting: Waiting, row: int) -> Prompt:
+        found = waiting.prefixes(row, self._view.ids)
+        tokens, output = waiting.tokens[row] or 0, waiting.outputs[row]
+        return Prompt(tokens, found.usable, found.peer, waiting.keys[row], output)
+
     def _full(self, rows: Iterable[int]) -> Column:
         """1 for engines without room."""
         return np.array([not self._has_room(row) for row in rows], dtype=np.float64)
 
     def receiver(self, waiting: Waiting, row: int, seconds: Sequence[int]) -> int:
         """Row of the best of some engines to decode a request whose KV was computed elsewhere."""
-        return self._least(self._prices.receiving(seconds, _prompt(waiting, row)), seconds)
+        return self._least(self._prices.receiving(seconds, self._prompt(waiting, row)), seconds)
 
     def bound(self, waiting: Waiting, row: int) -> int:
         """Row of the engine for which a request waits; negative = none."""
         return self._rows.get(waiting.bound[row], -1) if waiting.bound else -1
+
+    def keep(self, waiting: Waiting) -> None:
+        """Count those who wait for an engine already: they are before all who come later."""
+        if self._policy.binds is Binding.ARRIVAL:
+            for bound, seconds in zip(waiting.bound, waiting.least_s, strict=True):
+                if bound in self._rows:
+                    self._prices.think(self._rows[bound], seconds, NO_KEYS)
 
     def is_free(self, row: int) -> bool:
         """Whether an engine can be given a prompt."""
@@ -156,14 +173,10 @@ class SecondsChooser:
 
     def least_s(self, waiting: Waiting, row: int, firsts: list[int]) -> float:
         """Seconds of a prompt at that of some engines that needs the fewest, queues left out."""
-        terms = self._prices.pairs(_prompt(waiting, row), [(firsts, [])]).terms
+        terms = self._prices.pairs(self._prompt(waiting, row), [(firsts, [])]).terms
         return float((terms.fetch_s + terms.prefill_s).min())
 
 
 def _positions(pairs: Pairs) -> dict[int, int]:
     """The position of each first engine among all."""
     return {one: at for at, one in enumerate(one for some, _ in pairs for one in some)}
-
-
-def _prompt(waiting: Waiting, row: int) -> Prompt:
-    return Prompt(waiting.tokens[row] or 0, waiting.matches[row], waiting.keys[row])

@@ -19,11 +19,17 @@ from kvstore.errors import (
     TransferTimeout,
 )
 from kvstore.handoff.aux_data import AUX_BYTES_MAX, AuxData, decode_aux
-from kvstore.handoff.effects import Effect, EndLink, Landing, SendTo
-from kvstore.handoff.greeting import SILENCE_S, Greeter, Purpose, SealedStream
+from kvstore.handoff.effects import Effect, EndEngine, EndLink, Landing, SendTo
+from kvstore.handoff.greeting import Greeter, Purpose, SealedStream
 from kvstore.handoff.links import SEND_S, LinkThreads, PushLink, Ticker
-from kvstore.handoff.memory import AuxSlots, HandoffPool, digests_of, landing_places
-from kvstore.handoff.messages import RangesHead, encode_message, read_from_prefill
+from kvstore.handoff.memory import AuxSlots, HandoffPool, digests_of, landing_places, landing_views
+from kvstore.handoff.messages import (
+    LandingPlace,
+    RangesHead,
+    RangesWritten,
+    encode_message,
+    read_from_prefill,
+)
 from kvstore.handoff.receiving import Receivers
 from kvstore.handoff.registry import RegistryClient
 from kvstore.handoff.states import (
@@ -36,8 +42,8 @@ from kvstore.handoff.states import (
     State,
     agreed,
 )
+from kvstore.handoff.writing import LandingEngine
 from kvstore.process.faults import Faults
-from kvstore.tier.vectored import memory_at
 from kvstore.transport.streams import DataStream, connect, host_and_port
 
 PEERS_MAX: Final = 64
@@ -61,23 +67,30 @@ class DecodeManager:
         name: of the engine, for logs of the other side.
         aux_slots: handoffs at a time; each has 128 KiB for its aux data.
         patience: deadlines.
+        engine: another transport, by which prefill engines that have it too write KV to the pool;
+            the manager closes it. None = all comes over TCP.
     """
 
     def __init__(
         self, pool: HandoffPool, space: bytes, secret: bytes, *, name: str = "decode",
-        aux_slots: int = 64, patience: Patience | None = None,
+        aux_slots: int = 64, patience: Patience | None = None, engine: LandingEngine | None = None,
     ) -> None:  # fmt: skip
         self._pool = pool
         self._secret = secret
         self._greeter = Greeter(secret, space, pool.shape, name=name)
         self._aux = AuxSlots(aux_slots, AUX_BYTES_MAX)
-        self._core = Receivers(pool.shape, aux_slots, AUX_BYTES_MAX, patience or Patience())
+        patience = patience or Patience()
+        self._silence_s = patience.silence_s
+        self._core = Receivers(pool.shape, aux_slots, AUX_BYTES_MAX, patience)
         self._lock = threading.Lock()
         self._links: dict[str, PushLink] = {}  # peer → the link that is up or being made
         self._threads = LinkThreads()
         self._over = threading.Event()
         self.faults = Faults(_LOG, "handoff, decode")
+        self._engine = engine
         self._ticker = Ticker(self._tick, "kvstore-handoff-ticker")
+        if engine is not None:
+            engine.begin(self._engine_up, self._engine_ended)
 
     # ---- the engine -------------------------------------------------------------------------
 
@@ -128,6 +141,7 @@ class DecodeManager:
             return {
                 **self._core.counts, **self.faults.counts, "links": len(self._links),
                 "threads": len(self._threads), "limbo_blocks": self._core.limbo_blocks(),
+                "aux_slots": self._core.used_slots,
             }  # fmt: skip
 
     def close(self) -> None:
@@ -137,8 +151,10 @@ class DecodeManager:
             links = list(self._links.values())
         for link in links:
             self._drop(link, FailureCode.CLOSED, "the manager was closed")
-        self._threads.join(2 * _CONNECT_S + SILENCE_S)
+        self._threads.join(2 * _CONNECT_S + self._silence_s)
         self._ticker.close()
+        if self._engine is not None:
+            self._engine.close()
 
     # ---- what receivers call ----------------------------------------------------------------
 
@@ -171,6 +187,16 @@ class DecodeManager:
             elif isinstance(effect, EndLink) and effect.link in by_number:
                 self.faults.count("links_closed_for_limbo")
                 by_number[effect.link].close()
+            elif isinstance(effect, EndEngine) and self._engine is not None:
+                self.faults.count("engines_ended_for_limbo")
+                self._engine.end(effect.number)
+
+    def _engine_up(self, number: int, place: LandingPlace) -> None:
+        with self._lock:
+            self._core.engine_up(number, place)
+
+    def _engine_ended(self, number: int) -> None:
+        self.act(lambda core, now: core.engine_ended(number, now))
 
     def _tick(self) -> None:
         self.act(lambda core, now: core.tick(now))
@@ -179,25 +205,27 @@ class DecodeManager:
         """Make a link, and read what prefill sends until it ends."""
         streams: list[DataStream] = []
         try:
-            self._connect(link, client, streams)
+            transports = self._connect(link, client, streams)
+            writer = self._threads.start(lambda: self._write(link), "kvstore-handoff-writer")
         except KVStoreError as error:
             with self._lock:
                 self._give_up(link, error)
             for stream in streams:
                 stream.close()
             return
-        with self._lock:
-            self._carry_out(self._core.linked(link.peer, link.number, time.monotonic_ns()))
-            writer = threading.Thread(
-                target=self._write, args=(link,), name="kvstore-handoff-writer", daemon=True
-            )
         try:
-            writer.start()
+            with self._lock:
+                if link.is_closed:  # nobody would tell the core of its end
+                    self._give_up(link, PeerUnreachable("the manager was closed"))
+                else:
+                    writes = self._engine is not None and self._engine.transport in transports
+                    now_ns = time.monotonic_ns()
+                    linked = self._core.linked(link.peer, link.number, now_ns, writes=writes)
+                    self._carry_out(linked)
             self._read(link, link.stream("pushes"))
         finally:
             self._drop(link, FailureCode.PEER_CLOSED, "its reader has ended")
-            if writer.ident is not None:  # it was started
-                writer.join()
+            writer.join()
             for stream in streams:
                 stream.close()
             with self._lock:
@@ -211,12 +239,18 @@ class DecodeManager:
         self._carry_out(self._core.unreachable(link.peer, code, str(error), now_ns))
         link.close()
 
-    def _connect(self, link: PushLink, client: RegistryClient, streams: list[DataStream]) -> None:
-        """Ask the registry and make both connections, a few times if need be.
+    def _connect(
+        self, link: PushLink, client: RegistryClient, streams: list[DataStream]
+    ) -> list[str]:
+        """Ask the registry and make both connections, a few times if that fails soon.
+
+        Returns:
+            The transports of prefill.
 
         Raises:
             KVStoreError: that did not succeed.
         """
+        begun = time.monotonic()
         for attempt in range(TRIES_MAX):
             try:
                 ranks = client.ranks()
@@ -231,7 +265,8 @@ class DecodeManager:
                 raise ProtocolError(f"the registration cannot be read: {error}") from error
             except KVStoreError as error:
                 refused = isinstance(error, InvalidArgument | ProtocolError)
-                last = refused or attempt + 1 == TRIES_MAX
+                silent = time.monotonic() - begun >= self._silence_s
+                last = refused or silent or attempt + 1 == TRIES_MAX
                 if last or self._over.wait(_PAUSE_S):
                     raise
                 for stream in streams:
@@ -239,8 +274,9 @@ class DecodeManager:
                 streams.clear()
             else:
                 if all(link.add(purpose, sealed) for purpose, sealed in made.items()):
-                    return
+                    return ranks[0].transports
                 raise PeerUnreachable("the manager was closed")
+        raise AssertionError("the last try returns or raises")
 
     def _greet(
         self, address: str, purpose: Purpose, number: bytes, boot: bytes, streams: list[DataStream]
@@ -274,12 +310,13 @@ class DecodeManager:
     def _read(self, link: PushLink, sealed: SealedStream) -> None:
         while not link.is_closed:
             try:
-                message = read_from_prefill(sealed.receive(SILENCE_S))
-                if isinstance(message, RangesHead):
+                message = read_from_prefill(sealed.receive(self._silence_s))
+                if isinstance(message, RangesHead | RangesWritten):
                     self._take(link, sealed, message)
                     continue
             except TransferTimeout:
-                self._fault(link, FailureCode.PEER_SILENT, f"nothing came for {SILENCE_S} s")
+                why = f"nothing came for {self._silence_s} s"
+                self._fault(link, FailureCode.PEER_SILENT, why)
                 return
             except KVStoreError as error:
                 protocol = error.code == "protocol"
@@ -290,22 +327,26 @@ class DecodeManager:
                 now_ns = time.monotonic_ns()
                 self._carry_out(self._core.received(link.number, message, now_ns))
 
-    def _take(self, link: PushLink, sealed: SealedStream, head: RangesHead) -> None:
-        """Receive ranges into the pool, and check them."""
+    def _take(self, link: PushLink, sealed: SealedStream, head: RangesHead | RangesWritten) -> None:
+        """Receive ranges into the pool, unless they were written there, and check them."""
+        follows = isinstance(head, RangesHead)
         with self._lock:
             now_ns = time.monotonic_ns()
             landing, size, effects = self._core.arriving(link.number, head, now_ns)
             self._carry_out(effects)
+        if landing is None and not follows:
+            return
         if landing is None:
             scratch = memoryview(bytearray(min(size, _SCRATCH_BYTES)))
             for at in range(0, size, _SCRATCH_BYTES):
-                sealed.receive_into([scratch[: size - at]], SILENCE_S)
+                sealed.receive_into([scratch[: size - at]], self._silence_s)
             return
         code: FailureCode | None = FailureCode.PEER_CLOSED
         why = "the connection broke within a range"
         try:
+            if follows:
+                sealed.receive_into(landing_views(self._pool, self._aux, landing), self._silence_s)
             places = landing_places(self._pool, self._aux, landing)
-            sealed.receive_into([memory_at(*place) for place in places], SILENCE_S)
             right = digests_of(landing.room, landing.ranges, places) == landing.digests
             code, why = None if right else FailureCode.DIGEST, "bytes do not match their digest"
         finally:

@@ -1,11 +1,12 @@
 """What the cores of both sides want done. Pure values."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.handoff.messages import FromDecode, FromPrefill
+from kvstore.handoff.messages import FromDecode, FromPrefill, LandingPlace
 from kvstore.handoff.places import PushRange
 
 
@@ -21,6 +22,8 @@ class PushJob(NamedTuple):
         blocks: all blocks that are read.
         generations: of these blocks when their KV was written; empty = the pool has none.
         aux: the bytes of the aux data, if that is what is sent.
+        targets: first block of each range in decode's pool.
+        place: where another transport may write them; None = over the link.
     """
 
     number: int
@@ -31,6 +34,21 @@ class PushJob(NamedTuple):
     blocks: npt.NDArray[np.int64]
     generations: npt.NDArray[np.uint64]
     aux: bytes = b""
+    targets: Sequence[int] = ()
+    place: LandingPlace | None = None
+
+    def joined(self, other: "PushJob") -> "PushJob":
+        """This job with the ranges of another of the same room behind its own."""
+        assert (self.room, self.place) == (other.room, other.place)
+        assert not self.aux
+        assert not other.aux
+        return self._replace(
+            ranges=self.ranges + other.ranges,
+            sources=self.sources + other.sources,
+            targets=[*self.targets, *other.targets],
+            blocks=np.concatenate((self.blocks, other.blocks)),
+            generations=np.concatenate((self.generations, other.generations)),
+        )
 
 
 class SendTo(NamedTuple):
@@ -52,6 +70,12 @@ class EndLink(NamedTuple):
     link: bytes
 
 
+class EndEngine(NamedTuple):
+    """End decode's engine with this number: bytes that nobody can stop may arrive through it."""
+
+    number: int
+
+
 class Landing(NamedTuple):
     """Ranges whose bytes may be written now; its end is told to :meth:`Receivers.landed`.
 
@@ -68,4 +92,4 @@ class Landing(NamedTuple):
     digests: bytes
 
 
-Effect = SendTo | Submit | EndLink
+Effect = SendTo | Submit | EndLink | EndEngine

@@ -1,6 +1,7 @@
 """Memory of a handoff: an engine's pool by ranges, and decode's slots for aux data."""
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -8,10 +9,13 @@ import numpy.typing as npt
 from kvstore import mover
 from kvstore.errors import InvalidArgument
 from kvstore.handoff.effects import Landing, PushJob
-from kvstore.handoff.places import AUX_PLANE, PushRange, range_seed
+from kvstore.handoff.messages import LandingPlace
+from kvstore.handoff.places import AUX_PLANE, PushRange, range_seeds
 from kvstore.handoff.shape import PoolShape
+from kvstore.handoff.writing import BlockWrite
 from kvstore.mover.kvpool import KVPool
 from kvstore.page import DIGEST_BYTES
+from kvstore.tier.vectored import memory_at
 
 Places = list[tuple[int, int]]
 """Address and bytes of each range."""
@@ -52,6 +56,8 @@ class HandoffPool:
         if generations is not None and generations.shape != (pool.block_count,):
             raise InvalidArgument("generations", f"{generations.shape}, not ({pool.block_count},)")
         self._planes = pool.planes
+        size = pool.block_count * pool.block_bytes
+        self._memory = [memory_at(plane, size) for plane in pool.planes]
         self._block_bytes = pool.block_bytes
         self._generations = generations
 
@@ -74,12 +80,41 @@ class HandoffPool:
             return True
         return bool((self._generations[job.blocks] == job.generations).all())
 
+    def write_of(self, job: PushJob, place: LandingPlace) -> BlockWrite:
+        """A job as blocks to write, where decode has announced them."""
+        assert len(job.targets) == len(job.ranges)
+        size = np.uint64(self._block_bytes)
+        there = np.frombuffer(place.planes, dtype="<u8").astype(np.uint64)
+        here = np.array(self._planes, dtype=np.uint64)
+        planes = np.repeat([one.plane for one in job.ranges], [one.size for one in job.ranges])
+        offsets = np.concatenate([np.arange(one.size) for one in job.ranges])
+
+        def addresses(
+            bases: npt.NDArray[np.uint64], firsts: Sequence[int]
+        ) -> npt.NDArray[np.uint64]:
+            blocks = np.repeat(firsts, [one.size for one in job.ranges]) + offsets
+            found: npt.NDArray[np.uint64] = bases[planes] + blocks.astype(np.uint64) * size
+            return found
+
+        return BlockWrite(
+            job.number, place.endpoint, addresses(here, job.sources),
+            addresses(there, job.targets), self._block_bytes,
+        )  # fmt: skip
+
     def places(self, ranges: Sequence[PushRange], firsts: Sequence[int]) -> Places:
         """Where ranges are in this pool, given the first block of each."""
         size = self._block_bytes
         return [
             (self._planes[one.plane] + first * size, one.size * size)
             for one, first in zip(ranges, firsts, strict=True)
+        ]
+
+    def views(self, ranges: Sequence[PushRange], firsts: Sequence[int]) -> list[memoryview]:
+        """The memory of ranges in this pool, given the first block of each."""
+        size = self._block_bytes
+        return [
+            self._memory[plane][first * size : (first + count) * size]
+            for (plane, _, count), first in zip(ranges, firsts, strict=True)
         ]
 
 
@@ -109,19 +144,31 @@ class AuxSlots:
 
 def landing_places(pool: HandoffPool, aux: AuxSlots, landing: Landing) -> Places:
     """Where the bytes of a landing belong, in order."""
+    if all(one.plane != AUX_PLANE for one in landing.ranges):
+        return pool.places(landing.ranges, landing.targets)
     return [
         aux.place(target, one.size) if one.plane == AUX_PLANE else pool.places([one], [target])[0]
         for one, target in zip(landing.ranges, landing.targets, strict=True)
     ]
 
 
+def landing_views(pool: HandoffPool, aux: AuxSlots, landing: Landing) -> list[memoryview]:
+    """The memory where the bytes of a landing belong, in order."""
+    if all(one.plane != AUX_PLANE for one in landing.ranges):
+        return pool.views(landing.ranges, landing.targets)
+    return [memory_at(*place) for place in landing_places(pool, aux, landing)]
+
+
 def digests_of(room: int, ranges: Sequence[PushRange], places: Places) -> bytes:
     """16 bytes for each range, of the bytes that are at its place now."""
+    seeds = range_seeds(room, ranges)
+    numbers = np.fromiter(chain.from_iterable(places), np.uint64, 2 * len(places))
+    addresses, lengths = numbers.reshape(-1, 2).T
+    different = set(lengths.tolist())
+    if len(different) == 1:
+        return mover.digest(addresses, different.pop(), seeds).tobytes()
     found = np.zeros((len(ranges), DIGEST_BYTES), dtype=np.uint8)
-    seeds = np.array([range_seed(room, one) for one in ranges], dtype=np.uint64)
-    addresses = np.array([address for address, _ in places], dtype=np.uint64)
-    lengths = np.array([length for _, length in places], dtype=np.int64)
-    for length in set(lengths.tolist()):  # one call for all ranges of one length
+    for length in different:  # one call for all ranges of one length
         these = np.flatnonzero(lengths == length)
         found[these] = mover.digest(addresses[these], length, seeds[these])
     return found.tobytes()

@@ -19,11 +19,12 @@ import numpy as np
 from kvstore.errors import InvalidArgument, KVStoreError, PeerUnreachable, TransferTimeout, reason
 from kvstore.handoff.aux_data import AuxData, encode_aux
 from kvstore.handoff.effects import Effect, PushJob, SendTo, Submit
-from kvstore.handoff.greeting import GREETING_S, PROTOCOL, SILENCE_S, Greeter, SealedStream
-from kvstore.handoff.links import SEND_S, LinkThreads, PushLink, Ticker
+from kvstore.handoff.greeting import GREETING_S, PROTOCOL, Greeter, SealedStream
+from kvstore.handoff.links import SEND_S, LinkThreads, PushLink, Ticker, fit_send_buffer
 from kvstore.handoff.memory import HandoffPool, Places, digests_of
-from kvstore.handoff.messages import RangesHead, encode_message, read_from_decode
+from kvstore.handoff.messages import RangesHead, RangesWritten, encode_message, read_from_decode
 from kvstore.handoff.places import pack_numbers
+from kvstore.handoff.push_writes import PushWrites
 from kvstore.handoff.registry import LEASE_S, RankRecord, RegistryClient
 from kvstore.handoff.sending import Senders
 from kvstore.handoff.states import (
@@ -38,8 +39,8 @@ from kvstore.handoff.states import (
     State,
     agreed,
 )
+from kvstore.handoff.writing import BlockWriter
 from kvstore.process.faults import Faults
-from kvstore.tier.vectored import memory_at
 from kvstore.transport.streams import stream_of
 
 LINKS_MAX: Final = 64
@@ -61,6 +62,8 @@ class PrefillManager:
         host: address to listen at, and to be reached at.
         port: 0 = any free one.
         patience: deadlines.
+        writer: another transport, for decode engines that have it too; the manager closes it.
+            None = all goes over TCP.
 
     Attributes:
         address: ``host:port`` of the manager.
@@ -72,11 +75,15 @@ class PrefillManager:
     def __init__(
         self, pool: HandoffPool, space: bytes, secret: bytes, *, registry: str = "",
         host: str = "127.0.0.1", port: int = 0, patience: Patience | None = None,
+        writer: BlockWriter | None = None,
     ) -> None:  # fmt: skip
         self._pool = pool
         self._boot = os.urandom(16)
         self._greeter = Greeter(secret, space, pool.shape, boot=self._boot)
-        self._core = Senders(pool.shape, patience or Patience())
+        patience = patience or Patience()
+        self._silence_s = patience.silence_s
+        self._core = Senders(pool.shape, patience)
+        self._writes = PushWrites(writer, pool, self._written)
         self._lock = threading.Lock()
         self._links: dict[bytes, PushLink] = {}
         self._threads = LinkThreads()
@@ -163,7 +170,8 @@ class PrefillManager:
                 connection.shutdown(socket.SHUT_RDWR)
         for link in links:
             self._drop(link, FailureCode.CLOSED, "the manager was closed")
-        self._threads.join(GREETING_S + SILENCE_S)
+        self._threads.join(GREETING_S + self._silence_s)
+        self._writes.close()
         self._ticker.close()
         for one in self.describe():  # those that decode had not spoken of
             self.abort(one.room)
@@ -217,7 +225,7 @@ class PrefillManager:
         layers = (0, shape.plane_count // shape.planes_per_layer)
         record = RankRecord(
             0, self.address, self._boot.hex(), self._registered, layers, (0, 1), shape,
-            self._greeter.space.hex(), ["tcp"], PROTOCOL, lease_s,
+            self._greeter.space.hex(), self._writes.transports, PROTOCOL, lease_s,
         )  # fmt: skip
         try:
             self._client.register(record)
@@ -259,6 +267,7 @@ class PrefillManager:
     def _greet(self, connection: socket.socket, peer: str) -> None:
         """Greet a connection, then be the thread that uses it."""
         try:
+            fit_send_buffer(connection)
             stream = stream_of(connection, None)
         except KVStoreError:
             with self._lock:
@@ -312,9 +321,10 @@ class PrefillManager:
         """Read decode's messages until the link ends."""
         while not link.is_closed:
             try:
-                message = read_from_decode(sealed.receive(SILENCE_S))
+                message = read_from_decode(sealed.receive(self._silence_s))
             except TransferTimeout:
-                self._fault(link, FailureCode.PEER_SILENT, f"nothing came for {SILENCE_S} s")
+                why = f"nothing came for {self._silence_s} s"
+                self._fault(link, FailureCode.PEER_SILENT, why)
                 return
             except KVStoreError as error:
                 protocol = error.code == "protocol"
@@ -333,6 +343,8 @@ class PrefillManager:
             try:
                 if isinstance(item, bytes):
                     sealed.send(item, [], SEND_S)
+                elif self._writes.submit(item):
+                    item = b""  # its end is told by the other transport
                 else:
                     failure = self._send(item, sealed)
             except KVStoreError as error:
@@ -347,16 +359,28 @@ class PrefillManager:
         places: Places
         held = np.frombuffer(job.aux, dtype=np.uint8)
         if job.aux:
-            places = [(int(held.ctypes.data), len(held))]
+            places, views = [(int(held.ctypes.data), len(held))], [memoryview(job.aux)]
         else:
             places = self._pool.places(job.ranges, job.sources)
+            views = self._pool.views(job.ranges, job.sources)
         digests = digests_of(job.room, job.ranges, places)
         if not self._pool.is_unchanged(job):  # after the digest: what was digested was right
             return _failure(FailureCode.BLOCKS_REUSED, "a block was given away before it was sent")
-        packed = pack_numbers([number for one in job.ranges for number in one])
-        head = encode_message(RangesHead(job.room, packed, digests))
-        sealed.send(head, [memory_at(*place) for place in places], SEND_S)
+        head = encode_message(RangesHead(job.room, pack_numbers(job.ranges), digests))
+        sealed.send(head, views, SEND_S)
         return None
+
+    def _written(self, job: PushJob, message: RangesWritten, why: str) -> None:
+        """The other transport has ended a job."""
+        failure = _failure(FailureCode.WRITE, why) if why else None
+        if failure is not None:
+            self.faults.note("write", why)
+        with self._lock:
+            if failure is None:  # before anything that follows from the job's end
+                self._carry_out([SendTo(job.link, message)])
+            now_ns, doubtful = time.monotonic_ns(), failure is not None
+            effects = self._core.completed(job.number, failure, now_ns, doubtful=doubtful)
+            self._carry_out(effects)
 
     def _completed(self, job: PushJob, failure: HandoffFailure | None) -> None:
         self.act(lambda core, now: core.completed(job.number, failure, now))

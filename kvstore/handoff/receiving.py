@@ -2,7 +2,8 @@
 
 The blocks of an announcement belong to the transfer until :meth:`Receivers.holds_blocks` is False.
 After a failure they are in LIMBO until prefill has answered that nothing arrives any more, or the
-link has been closed and whoever reads it has ended.
+link has been closed and whoever reads it has ended. Those that another transport may write wait for
+the end of decode's engine besides, if a write may not have ended (``landing_engines``).
 """
 
 from collections import Counter
@@ -12,7 +13,8 @@ from typing import Final
 import numpy as np
 
 from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
-from kvstore.handoff.effects import Effect, EndLink, Landing, SendTo
+from kvstore.handoff.effects import Effect, EndEngine, EndLink, Landing, SendTo
+from kvstore.handoff.landing_engines import LandingEngines
 from kvstore.handoff.messages import (
     RANGES_BYTES_MAX,
     RANGES_MAX,
@@ -24,14 +26,15 @@ from kvstore.handoff.messages import (
     Failed,
     FromPrefill,
     HandoffPing,
+    LandingPlace,
     RangesHead,
+    RangesWritten,
     RenewRoom,
 )
 from kvstore.handoff.places import (
     AUX_PLANE,
     BLOCKS_MAX,
     Coverage,
-    PushRange,
     pack_numbers,
     unpack_ranges,
 )
@@ -87,6 +90,8 @@ class Receivers:
         self._seen = SeenRooms()
         self._owned: dict[int, int] = {}  # block → room
         self._links: dict[str, bytes] = {}  # peer → its link that is up
+        self._writers: set[bytes] = set()  # links whose prefill can write to our engine
+        self._engines = LandingEngines(shape.block_count)
         self.counts: Counter[str] = Counter()
 
     # ---- the engine -------------------------------------------------------------------------
@@ -181,7 +186,7 @@ class Receivers:
     def holds_blocks(self, room: int) -> bool:
         """Whether bytes may still arrive in the blocks that were announced."""
         one = self._rooms.get(room)
-        return one is not None and self._is_holding(one)
+        return one is not None and one.is_holding
 
     def aux_place(self, room: int) -> tuple[int, int]:
         """Slot and number of bytes of the aux data of a handoff that succeeded."""
@@ -189,19 +194,33 @@ class Receivers:
         assert one.progress.state == State.SUCCESS
         return one.slot, one.aux_bytes
 
+    @property
+    def used_slots(self) -> int:
+        """How many aux slots handoffs have."""
+        return sum(one.slot >= 0 for one in self._rooms.values())
+
     def limbo_blocks(self, peer: str | None = None) -> int:
         """Blocks in LIMBO, because of one peer or of all."""
         return sum(
             len(one.blocks or ())
             for one in self._rooms.values()
-            if peer in (None, one.peer) and one.progress.ended and self._is_holding(one)
+            if peer in (None, one.peer) and one.progress.ended and one.is_holding
         )
 
     # ---- links ------------------------------------------------------------------------------
 
-    def linked(self, peer: str, link: bytes, now_ns: int) -> list[Effect]:
-        """A link to a peer is up; it is used for all handoffs that have none yet."""
+    def linked(self, peer: str, link: bytes, now_ns: int, *, writes: bool = False) -> list[Effect]:
+        """A link to a peer is up; it is used for all handoffs that have none yet.
+
+        Args:
+            peer: that it goes to.
+            link: its number.
+            now_ns: the time.
+            writes: the peer has the transport of our engine.
+        """
         self._links[peer] = link
+        if writes:
+            self._writers.add(link)
         effects: list[Effect] = []
         for one in list(self._rooms.values()):
             if one.peer == peer and not one.link:
@@ -222,6 +241,7 @@ class Receivers:
     def closed(self, link: bytes, code: FailureCode, why: str, now_ns: int) -> list[Effect]:
         """A link is gone; until :meth:`settled` bytes may still arrive from it."""
         self._links = {peer: one for peer, one in self._links.items() if one != link}
+        self._writers.discard(link)
         for one in list(self._rooms.values()):
             if one.link == link:
                 self._fail(one, code, Layer.TRANSPORT, why, now_ns)
@@ -234,7 +254,25 @@ class Receivers:
             if one.link == link:
                 assert one.progress.ended
                 assert not one.landing, "its reader had told the end of all that it began"
-                self._free(one)
+                one.drained = True
+                self._engines.doubt(one.room)
+                self._settle(one)
+
+    # ---- the engine that other transports write to ------------------------------------------
+
+    def engine_up(self, number: int, place: LandingPlace) -> None:
+        """An engine is up, the one before it has ended; see :meth:`LandingEngines.up`."""
+        self._engines.up(number, place)
+
+    def engine_ended(self, number: int, now_ns: int) -> list[Effect]:
+        """An engine has ended: nothing arrives through it any more."""
+        effects: list[Effect] = []
+        for room in self._engines.ended(number):
+            one = self._rooms[room]
+            why = "decode's engine has ended, and with it what was written to it"
+            effects += self._fail(one, FailureCode.ENGINE_ENDED, Layer.TRANSPORT, why, now_ns)
+            self._settle(one)
+        return effects
 
     # ---- the other side ---------------------------------------------------------------------
 
@@ -247,8 +285,8 @@ class Receivers:
             self.counts["late_messages" if message.room in self._seen else "foreign_messages"] += 1
             return []
         match message:
-            case Drained():
-                return self._drained(one, now_ns)
+            case Drained(doubtful=doubtful):
+                return self._drained(one, now_ns, doubtful=doubtful)
             case Failed(failure=failure) if not one.progress.ended:
                 return self._end(one, failure, now_ns)
             case RenewRoom() if not one.progress.ended:
@@ -258,9 +296,9 @@ class Receivers:
         return []
 
     def arriving(
-        self, link: bytes, head: RangesHead, now_ns: int
+        self, link: bytes, head: RangesHead | RangesWritten, now_ns: int
     ) -> tuple[Landing | None, int, list[Effect]]:
-        """The head of some ranges has come; their bytes follow.
+        """The head of some ranges has come; their bytes follow, or were written before.
 
         Returns:
             Where the bytes belong, None = nowhere; and how many bytes they are.
@@ -277,17 +315,15 @@ class Receivers:
         if one is None or one.link != link or one.progress.ended:
             self.counts["late_ranges"] += len(ranges)
             return None, size, []
-        if one.coverage is None or one.blocks is None or not self._claims(one, ranges):
+        has_aux = any(place.plane == AUX_PLANE for place in ranges)
+        foreign = isinstance(head, RangesWritten) and (has_aux or not self._engines.holds(one.room))
+        if foreign or not one.claim(ranges, self._aux_bytes):
             why = "a range is not one of the request's, or has come before"
             return None, size, self._fail(one, FailureCode.PROTOCOL, Layer.PROTOCOL, why, now_ns)
         one.progress.advance(State.TRANSFERRING, now_ns)
         one.progress.heard(now_ns)
         one.landing += 1
-        targets = [
-            place.first if place.plane == AUX_PLANE else one.blocks[place.first - one.first]
-            for place in ranges
-        ]
-        return Landing(head.room, ranges, targets, head.digests), size, []
+        return Landing(head.room, ranges, one.targets(ranges), head.digests), size, []
 
     def landed(
         self, landing: Landing, code: FailureCode | None, why: str, now_ns: int
@@ -303,23 +339,22 @@ class Receivers:
         one = self._rooms[landing.room]
         one.landing -= 1
         if one.progress.ended:
-            if one.drained and not one.landing:
-                self._free(one)
+            self._settle(one)
             return []
         if code is not None:
             layer = Layer.TRANSPORT
             return self._fail(one, code, layer, why, now_ns)
         one.progress.heard(now_ns)
-        for place in landing.ranges:
-            if place.plane == AUX_PLANE:
-                one.aux_bytes = place.size
-            else:
-                one.left -= place.size
-            one.progress.moved_bytes += self._shape.range_bytes(place)
+        aux = [place.size for place in landing.ranges if place.plane == AUX_PLANE]
+        if aux:
+            one.aux_bytes = aux[0]
+        one.left -= sum(place.size for place in landing.ranges) - sum(aux)
+        one.progress.moved_bytes += sum(map(self._shape.range_bytes, landing.ranges))
         if one.left or one.aux_bytes < 0:
             return []
         assert not one.landing, "everything has arrived, so nothing is arriving"
         one.progress.advance(State.SUCCESS, now_ns)
+        self._engines.leave(one.room)
         self._give_back(one)
         self.counts["succeeded"] += 1
         return [SendTo(one.link, Done(one.room))]
@@ -331,9 +366,10 @@ class Receivers:
             why = one.progress.expired(now_ns)
             if why:
                 effects += self._fail(one, FailureCode.DEADLINE, Layer.PROTOCOL, why, now_ns)
-            elif one.progress.ended and self._is_holding(one) and now_ns >= one.next_abort_ns:
+            elif one.progress.ended and one.is_holding and now_ns >= one.next_abort_ns:
                 effects += self._ask_again(one, now_ns)
-        return effects
+        engine = self._engines.due(now_ns)
+        return [*effects, EndEngine(engine)] if engine else effects
 
     def describe(self, now_ns: int) -> list[HandoffStatus]:
         """Where each handoff is; prefill's one rank is missing as long as there is no link."""
@@ -346,18 +382,16 @@ class Receivers:
         """Assert what always holds."""
         owned: Counter[int] = Counter()
         for room, one in self._rooms.items():
-            if self._is_holding(one):
+            if one.is_holding:
                 assert one.blocks is not None
                 assert all(self._owned[block] == room for block in one.blocks)
                 owned.update(one.blocks)
-            assert one.landing == 0 or self._is_holding(one)
+            assert one.landing == 0 or one.is_holding
+            assert one.is_holding or not self._engines.holds(room)
         assert len(owned) == len(self._owned)
         assert all(number == 1 for number in owned.values()), "a block has two owners"
 
     # ---- inside -----------------------------------------------------------------------------
-
-    def _is_holding(self, one: ReceivingRoom) -> bool:
-        return one.blocks is not None and one.progress.state != State.SUCCESS
 
     def _say(self, one: ReceivingRoom, now_ns: int) -> list[Effect]:
         """Tell prefill of a handoff what it does not know yet, if there is a link."""
@@ -370,26 +404,14 @@ class Receivers:
         if one.blocks is None:
             return [SendTo(one.link, RenewRoom(one.room))]
         one.progress.advance(State.WAITING_FOR_INPUT, now_ns)
+        place = (
+            self._engines.enter(one.room, len(one.blocks)) if one.link in self._writers else None
+        )
         packed = pack_numbers(one.blocks)
-        return [
-            SendTo(one.link, Announce(one.room, one.token_count, one.first_token, packed, one.slot))
-        ]
+        said = Announce(one.room, one.token_count, one.first_token, packed, one.slot, place)
+        return [SendTo(one.link, said)]
 
-    def _claims(self, one: ReceivingRoom, ranges: Sequence[PushRange]) -> bool:
-        """Note that ranges arrive; False if one may not."""
-        assert one.coverage is not None
-        aux = [place for place in ranges if place.plane == AUX_PLANE]
-        if aux:
-            ((_, slot, size),) = aux if len(aux) == 1 else ((0, -1, 0),)
-            if slot != one.slot or not size <= self._aux_bytes or one.aux_claimed:
-                return False
-        blocks = [place for place in ranges if place.plane != AUX_PLANE]
-        if not one.coverage.claim(blocks):
-            return False
-        one.aux_claimed = one.aux_claimed or bool(aux)
-        return True
-
-    def _drained(self, one: ReceivingRoom, now_ns: int) -> list[Effect]:
+    def _drained(self, one: ReceivingRoom, now_ns: int, *, doubtful: bool) -> list[Effect]:
         if one.progress.state == State.SUCCESS:
             self.counts["late_messages"] += 1
             return []
@@ -398,14 +420,17 @@ class Receivers:
             code, layer = FailureCode.PROTOCOL, Layer.PROTOCOL
             self._end(one, HandoffFailure(code, HandoffSide.DECODE, self._rank, layer, why), now_ns)
         one.drained = True
-        if not one.landing:
-            self._free(one)
+        if doubtful:
+            self._engines.doubt(one.room)
+        else:
+            self._engines.leave(one.room)
+        self._settle(one)
         return []
 
     def _ask_again(self, one: ReceivingRoom, now_ns: int) -> list[Effect]:
         """Repeat an abort; then close the link: at last also if that costs other handoffs."""
         one.next_abort_ns = now_ns + _AGAIN_NS
-        if one.link not in self._links.values():
+        if one.drained or one.link not in self._links.values():
             return []  # it is settled when its reader has ended
         if one.aborts < ABORTS_MAX:
             return self._tell_abort(one)
@@ -439,6 +464,11 @@ class Receivers:
             self._free(one)
         return []
 
+    def _settle(self, one: ReceivingRoom) -> None:
+        """Free the blocks of an ended handoff, once nothing can arrive in them on any way."""
+        if one.drained and not one.landing and not self._engines.holds(one.room):
+            self._free(one)
+
     def _free(self, one: ReceivingRoom) -> None:
         """Nothing arrives for a handoff any more: its blocks are the engine's again."""
         assert one.progress.ended
@@ -461,6 +491,6 @@ class Receivers:
     def _forget(self, one: ReceivingRoom) -> None:
         """Take an ended handoff out of the table when nobody asks about it, and prefill is told."""
         told = one.link or not one.peer
-        if one.closed and told and one.progress.ended and not self._is_holding(one):
+        if one.closed and told and one.progress.ended and not one.is_holding:
             self._give_slot(one)
             self._rooms.pop(one.room, None)

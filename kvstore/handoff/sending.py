@@ -36,7 +36,7 @@ from kvstore.handoff.places import (
     joined,
 )
 from kvstore.handoff.rooms import SeenRooms, check_room
-from kvstore.handoff.shape import PoolShape, announced_blocks
+from kvstore.handoff.shape import PoolShape, announced_blocks, check_place
 from kvstore.handoff.states import (
     FailureCode,
     HandoffFailure,
@@ -55,6 +55,8 @@ UNOPENED_MAX = 512
 """Of these, how many may be known from decode only."""
 JOBS_MAX: Final = 4
 """Jobs of a link that are submitted at a time: what an abort has to wait for."""
+JOINED_BYTES_MAX: Final = 256 * 1024
+"""Layers and chunks that wait for the link are joined to jobs of so many bytes."""
 _SAID_NS: Final = 1_000_000_000
 """Renewals are sent no more often."""
 _NONE: Final = np.zeros(0, dtype=np.uint64)
@@ -82,6 +84,7 @@ class Senders:
         self._waiting: dict[bytes, deque[PushJob]] = {}
         self._jobs: dict[int, PushJob] = {}
         self._busy: Counter[bytes] = Counter()
+        self._doubted = False  # a write has once ended badly
         self.counts: Counter[str] = Counter()
 
     # ---- the engine -------------------------------------------------------------------------
@@ -145,8 +148,9 @@ class Senders:
             raise InvalidArgument("blocks", f"not {len(positions)} blocks of the pool")
         each = self._shape.planes_per_layer
         planes = range(layers.start * each, layers.stop * each)
-        places = [PushRange(plane, positions.start, len(positions)) for plane in planes]
-        if min(layers.start, positions.start) < 0 or not one.coverage.claim(places):
+        if min(layers.start, positions.start) < 0 or not one.coverage.claim_planes(
+            planes, positions
+        ):
             raise InvalidArgument("positions", f"{layers} of {positions} is outside, or was sent")
         part = SentPart(planes, positions, numbers, generations)
         if one.there is None:
@@ -229,17 +233,22 @@ class Senders:
                 effects = self._done(one, now_ns)
         return effects
 
-    def completed(self, number: int, failure: HandoffFailure | None, now_ns: int) -> list[Effect]:
-        """A job has ended: none of its bytes is read, or arrives, after this.
+    def completed(
+        self, number: int, failure: HandoffFailure | None, now_ns: int, *, doubtful: bool = False
+    ) -> list[Effect]:
+        """A job has ended: none of its bytes is read after this, or arrives unless in doubt.
 
         Args:
             number: of the job.
             failure: why not all of its bytes were sent; None = they were.
             now_ns: the time.
+            doubtful: it has failed, and its bytes may still arrive.
         """
         job = self._jobs.pop(number)
         one = self._rooms[job.room]
         one.submitted -= 1
+        one.doubtful = one.doubtful or doubtful
+        self._doubted = self._doubted or doubtful
         self._busy[job.link] -= 1
         if not self._busy[job.link]:
             del self._busy[job.link]
@@ -314,10 +323,10 @@ class Senders:
         if isinstance(message, Done):
             return []
         if isinstance(message, Abort):
-            return [SendTo(link, Drained(room))]
+            return [SendTo(link, Drained(room, self._doubted))]
         why = "the room was used before" if room in self._seen else "too many handoffs are waiting"
         failure = self._failure(FailureCode.REFUSED, Layer.PROTOCOL, why)
-        return [SendTo(link, Failed(room, failure)), SendTo(link, Drained(room))]
+        return [SendTo(link, Failed(room, failure)), SendTo(link, Drained(room, self._doubted))]
 
     def _answer_ended(self, one: SendingRoom, message: FromDecode) -> list[Effect]:
         """A handoff has ended; decode may not know: it has just come, or a message is lost."""
@@ -332,12 +341,15 @@ class Senders:
             return []
         try:
             blocks = announced_blocks(self._shape, message, one.token_count)
+            if message.place is not None:
+                check_place(self._shape, message.place, blocks)
         except ProtocolError as error:
             return self._fail(one, FailureCode.REFUSED, Layer.PROTOCOL, str(error), now_ns)
         one.token_count = message.token_count
         one.there = blocks
         one.first = message.first_token // self._shape.block_tokens
         one.slot = message.aux_slot
+        one.place = message.place
         one.progress.advance(State.WAITING_FOR_INPUT, now_ns)
         for part in one.parts:
             self._split(one, part)
@@ -360,18 +372,32 @@ class Senders:
         blocks_max = max(RANGES_BYTES_MAX // self._shape.block_bytes, 1)
         runs = joined(positions, here.tolist(), there, blocks_max)
         for ranges in batches(part.planes, runs, blocks_max, RANGES_MAX):
-            sources = [int(here[one.first - positions.start]) for one in ranges]
-            self._queue(one, ranges, sources, here, generations)
+            sources = [int(here[run.first - positions.start]) for run in ranges]
+            targets = [one.there[run.first - one.first] for run in ranges]
+            self._queue(one, ranges, sources, here, generations, targets=targets)
 
     def _queue(
         self, one: SendingRoom, ranges: list[PushRange], sources: list[int],
         blocks: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64], aux: bytes = b"",
+        targets: Sequence[int] = (),
     ) -> None:  # fmt: skip
         job = PushJob(
-            next(self._numbers), one.link, one.room, ranges, sources, blocks, generations, aux
-        )
-        self._waiting.setdefault(one.link, deque()).append(job)
+            next(self._numbers), one.link, one.room, ranges, sources, blocks, generations, aux,
+            targets, one.place if targets else None,
+        )  # fmt: skip
+        waiting = self._waiting.setdefault(one.link, deque())
+        last = waiting[-1] if waiting else None
+        if last and last.room == one.room and not (last.aux or aux) and self._is_small(last, job):
+            waiting[-1] = last.joined(job)
+            return
+        waiting.append(job)
         one.waiting += 1
+
+    def _is_small(self, *jobs: PushJob) -> bool:
+        """Whether jobs may be one."""
+        ranges = [place for job in jobs for place in job.ranges]
+        size = sum(map(self._shape.range_bytes, ranges))
+        return size <= JOINED_BYTES_MAX and len(ranges) <= RANGES_MAX
 
     def _queue_aux(self, one: SendingRoom) -> None:
         assert one.aux is not None
@@ -433,7 +459,7 @@ class Senders:
         if not ready or (one.drained and not again):
             return []
         one.drained = True
-        return [SendTo(one.link, Drained(one.room))]
+        return [SendTo(one.link, Drained(one.room, one.doubtful))]
 
     def _forget(self, one: SendingRoom, now_ns: int | None = None) -> None:
         """Take an ended handoff out of the table when nobody asks about it any more."""

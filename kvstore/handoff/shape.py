@@ -1,12 +1,14 @@
 """The shape of a pool, as both cores know it: numbers of planes, blocks and tokens. Pure."""
 
+import re
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import InvalidArgument, ProtocolError
-from kvstore.handoff.messages import Announce
+from kvstore.handoff.messages import TEXT_MAX, Announce, LandingPlace
 from kvstore.handoff.places import (
     AUX_PLANE,
     BLOCKS_MAX,
@@ -14,6 +16,9 @@ from kvstore.handoff.places import (
     PushRange,
     unpack_numbers,
 )
+
+_ENDPOINT: Final = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:.]+\]):(\d{1,5})", re.ASCII)
+_ADDRESS_MAX: Final = 1 << 56
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +88,28 @@ def announced_blocks(shape: PoolShape, message: Announce, token_count: int) -> l
     if len(blocks) != wanted or len(set(blocks)) != len(blocks):
         raise ProtocolError(f"{len(blocks)} blocks, {wanted} different ones are needed")
     return blocks
+
+
+def check_place(shape: PoolShape, place: LandingPlace, blocks: list[int]) -> None:
+    """Check where decode wants to be written to.
+
+    Mooncake's library ends its process when it does not like an endpoint.
+
+    Args:
+        shape: of the pools of both sides.
+        place: of an announcement.
+        blocks: of the same announcement.
+
+    Raises:
+        ProtocolError: a field is wrong.
+    """
+    found = _ENDPOINT.fullmatch(place.endpoint)
+    if len(place.endpoint) > TEXT_MAX or found is None or not 0 < int(found[1]) < 1 << 16:
+        raise ProtocolError(f"{place.endpoint[:TEXT_MAX]!r} is no endpoint")
+    if len(place.transport) > TEXT_MAX:
+        raise ProtocolError("the name of a transport is too long")
+    planes = np.frombuffer(place.planes[: len(place.planes) // 8 * 8], dtype="<u8")
+    if len(place.planes) != 8 * shape.plane_count or not planes.all():
+        raise ProtocolError(f"{len(place.planes)} bytes of addresses for {shape.plane_count}")
+    if int(planes.max()) + (max(blocks, default=0) + 1) * shape.block_bytes > _ADDRESS_MAX:
+        raise ProtocolError("an address is outside the memory of a process")
