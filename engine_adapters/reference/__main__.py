@@ -14,12 +14,13 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import get_args
 
 import torch
 
 from engine_adapters.reference.config import MODELS
 from engine_adapters.reference.engine import Engine
-from engine_adapters.reference.handoff_options import HandoffOptions
+from engine_adapters.reference.handoff_options import HandoffOptions, PushAfter
 from engine_adapters.reference.kv_events import EngineEvents
 from engine_adapters.reference.parts import EngineOptions
 from engine_adapters.reference.scheduler import Limits
@@ -86,6 +87,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="mooncake: pushes go over it to and from engines that have it too")  # fmt: skip
     add("--mooncake-protocol", choices=("rdma", "tcp"), default="rdma",
         help="of --handoff-transport mooncake; tcp is for tests")  # fmt: skip
+    add("--push-after", choices=get_args(PushAfter), default="layer",
+        help="what a prefill engine computes before it pushes; not layer: to compare")  # fmt: skip
     add("--events", metavar="ENDPOINT", help="endpoint for KV events of the local prefix cache")
     add("--events-replay", metavar="ENDPOINT", help="endpoint for replays of these events")
     return parser.parse_args(argv)
@@ -239,6 +242,7 @@ def _handoff_options(args: argparse.Namespace) -> HandoffOptions | None:
         transport=args.handoff_transport,
         mooncake_protocol=args.mooncake_protocol,
         patience=Patience(silence_s=args.handoff_silence),
+        push_after=args.push_after,
     )
 
 

@@ -11,6 +11,7 @@ from kvstore.handoff.memory import HandoffPool
 from kvstore.handoff.mooncake import MooncakeLanding, MooncakeWriter
 from kvstore.handoff.states import HandoffProgress, Patience
 
+PushAfter = Literal["layer", "chunk", "prompt"]
 Transport = Literal["tcp", "mooncake"]
 Protocol = Literal["rdma", "tcp"]
 TCP: Final = "tcp"
@@ -28,6 +29,8 @@ class HandoffOptions:
         patience: deadlines.
         transport: ``mooncake``: K/V go over it to and from engines that have it too.
         mooncake_protocol: of Mooncake: ``rdma``, or ``tcp`` for tests.
+        push_after: what prefill computes before it pushes: each layer, each chunk of the prompt, or
+            the whole prompt. Others than ``layer`` are for comparisons.
     """
 
     secret: bytes
@@ -35,6 +38,7 @@ class HandoffOptions:
     registry_port: int = 0
     port: int = 0
     patience: Patience = field(default_factory=Patience)
+    push_after: PushAfter = "layer"
     transport: Transport = TCP
     mooncake_protocol: Protocol = "rdma"
 
