@@ -104,6 +104,9 @@ class DecodePushes:
             engine=engine,
         )
         parts.metrics.limbo_blocks.set_function(lambda: self._manager.stats()["limbo_blocks"])
+        parts.metrics.ended_push_engines.set_function(
+            lambda: self._manager.stats().get("engines_ended_for_limbo", 0)
+        )
         parts.metrics.aux_slots.set_function(lambda: self._manager.stats()["aux_slots"])
 
     # Any thread

@@ -102,6 +102,7 @@ class PrefillPushes:
             if writer is not None:
                 writer.close()
             raise
+        parts.metrics.written_push_jobs.set_function(lambda: self._manager.stats()["written_jobs"])
 
     # Any thread
 

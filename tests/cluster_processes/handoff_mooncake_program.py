@@ -5,7 +5,10 @@
 
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -248,6 +251,107 @@ def engine_of_prefill_is_killed() -> None:
     scene.close()
 
 
+@contextmanager
+def side(*words: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """A process with one side, and the words that it says when it is ready."""
+    command = [sys.executable, "-m", "tests.cluster_processes.handoff_mooncake_program", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process, process.stdout.readline().split()
+        finally:
+            process.kill()
+
+
+def prefill_is_ended_in_the_middle_of_writes(number: signal.Signals) -> None:
+    scene = Scene()
+    scene.push(1, [0], [0])
+    first = scene.engine_pid()
+    with side("prefill") as (process, (url, writing)):
+        stop(first)
+        receiver = scene.decode.receiver(2, url, 64 * BLOCK_TOKENS)
+        receiver.announce(0, OLD)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        stop(int(writing))
+        process.send_signal(number)
+        os.kill(first, signal.SIGCONT)
+        until(lambda: receiver.state == State.FAILED)
+        assert receiver.failure is not None
+        silent = FailureCode.PEER_SILENT, FailureCode.PEER_CLOSED
+        assert receiver.failure.code == silent[number is signal.SIGKILL]
+        until(lambda: not receiver.holds_blocks)
+        assert not Path(f"/proc/{first}").exists()
+        scene.there.planes[:, OLD] = 0xAB
+        os.kill(int(writing), signal.SIGCONT)
+        until(lambda: scene.landing._place is not None)
+        scene.push(3, NEW, NEW)
+        assert (scene.there.planes[:, OLD] == 0xAB).all(), "bytes came after the engine's end"
+    scene.close()
+
+
+def prefill_is_killed_in_the_middle_of_writes() -> None:
+    prefill_is_ended_in_the_middle_of_writes(signal.SIGKILL)
+
+
+def prefill_is_stopped_in_the_middle_of_writes() -> None:
+    prefill_is_ended_in_the_middle_of_writes(signal.SIGSTOP)
+
+
+def decode_is_killed_in_the_middle_of_writes() -> None:
+    scene = Scene()
+    scene.push(1, [0], [0])
+    with side("decode", scene.registry.url) as (process, (engine,)):
+        sender = scene.prefill.sender(2, 64 * BLOCK_TOKENS)
+        until(lambda: sender.state == State.WAITING_FOR_INPUT)
+        stop(int(engine))
+        scene.here.write(2, range(LAYERS), range(64), OLD)
+        sender.send(range(LAYERS), range(64), OLD)
+        until(lambda: bool(scene.writer._moving))
+        process.kill()
+        until(lambda: sender.state == State.FAILED)
+        assert sender.holds_blocks, "they are being read"
+        os.kill(int(engine), signal.SIGCONT)
+        until(lambda: not sender.holds_blocks)
+        until(lambda: not Path(f"/proc/{engine}/maps").exists())
+    scene.push(3, NEW, NEW)
+    scene.close()
+
+
+def run_prefill() -> None:
+    """A prefill engine that pushes the whole of room 2; it says where, and when it writes."""
+    shared, registry = SharedMemory(SIZE), HandoffRegistry("127.0.0.1", 0, SECRET)
+    memory, writer = Memory(shared=shared), MooncakeWriter(shared, protocol="tcp")
+    manager = PrefillManager(
+        memory.pool, SPACE, SECRET, registry=registry.url, patience=PATIENCE, writer=writer
+    )
+    push_all(manager.sender(2, 64 * BLOCK_TOKENS), memory, OLD)
+    process = writer._mooncake._reader.process
+    assert process is not None
+    say(f"{registry.url} {process._process.pid}")
+    until(lambda: bool(writer._moving))
+    say("writing")
+    signal.pause()
+
+
+def run_decode(url: str) -> None:
+    """A decode engine that waits for room 2; it says which process is its engine."""
+    shared = SharedMemory(SIZE)
+    memory = Memory(shared=shared)
+    landing = MooncakeLanding(shared, memory.starts, protocol="tcp")
+    decode = DecodeManager(memory.pool, SPACE, SECRET, patience=PATIENCE, engine=landing)
+    decode.receiver(2, url, 64 * BLOCK_TOKENS).announce(0, OLD)
+    process = landing._engine.process
+    assert process is not None
+    say(str(process._process.pid))
+    signal.pause()
+
+
+def say(words: str) -> None:
+    sys.stdout.write(words + "\n")
+    sys.stdout.flush()
+
+
 def both_sides_close_in_the_middle() -> None:
     scene = Scene()
     scene.push(1, [0], [0])
@@ -313,6 +417,9 @@ CHECKS = (
     a_write_that_is_late_fails_its_handoff_and_its_blocks_come_back,
     the_others_of_an_engine_in_doubt_end_first_and_new_ones_go_over_the_link,
     engine_of_prefill_is_killed,
+    prefill_is_killed_in_the_middle_of_writes,
+    prefill_is_stopped_in_the_middle_of_writes,
+    decode_is_killed_in_the_middle_of_writes,
     engine_of_decode_is_killed,
     both_sides_close_in_the_middle,
     a_flipped_byte_is_found,
@@ -320,9 +427,14 @@ CHECKS = (
     rdma_without_a_device_is_refused,
 )
 
-WITH_THE_WHEEL = (CHECKS[0], *CHECKS[2:6], CHECKS[-1])
+WITH_THE_WHEEL = (CHECKS[0], CHECKS[2], *CHECKS[5:9], CHECKS[-1])
 """The others do not depend on how Mooncake behaves: a stand-in is enough."""
 
 if __name__ == "__main__":
-    {check.__name__: check for check in CHECKS}[sys.argv[1]]()
-    sys.stdout.write("kept\n")
+    if sys.argv[1] == "prefill":
+        run_prefill()
+    elif sys.argv[1] == "decode":
+        run_decode(sys.argv[2])
+    else:
+        {check.__name__: check for check in CHECKS}[sys.argv[1]]()
+        say("kept")
