@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from kvstore.errors import (
@@ -21,11 +22,14 @@ from kvstore.errors import (
 from kvstore.handoff.aux_data import AUX_BYTES_MAX, AuxData, decode_aux
 from kvstore.handoff.effects import Effect, EndLink, Landing, SendTo
 from kvstore.handoff.greeting import SILENCE_S, Greeter, Purpose, SealedStream
-from kvstore.handoff.links import SEND_S, LinkThreads, PushLink, Ticker
+from kvstore.handoff.links import SEND_S, LinkThreads, PeerLinks, PushLink, Ticker
 from kvstore.handoff.memory import AuxSlots, HandoffPool, digests_of, landing_places
 from kvstore.handoff.messages import RangesHead, encode_message, read_from_prefill
+from kvstore.handoff.peers import PeerRank, peer_ranks
+from kvstore.handoff.ranks import INSTANCE_BYTES, RankGroup
 from kvstore.handoff.receiving import Receivers
 from kvstore.handoff.registry import RegistryClient
+from kvstore.handoff.staging import Staging
 from kvstore.handoff.states import (
     FailureCode,
     HandoffFailure,
@@ -36,12 +40,15 @@ from kvstore.handoff.states import (
     State,
     agreed,
 )
+from kvstore.handoff.tables import LinkSource
 from kvstore.process.faults import Faults
 from kvstore.tier.vectored import memory_at
 from kvstore.transport.streams import DataStream, connect, host_and_port
 
 PEERS_MAX: Final = 64
 """Prefill instances at a time."""
+LINKS_MAX: Final = 256
+"""Ranks of prefill instances at a time."""
 TRIES_MAX: Final = 3
 """To ask the registry and connect; then the handoffs that wait for it fail."""
 _PAUSE_S: Final = 0.2
@@ -61,19 +68,27 @@ class DecodeManager:
         name: of the engine, for logs of the other side.
         aux_slots: handoffs at a time; each has 128 KiB for its aux data.
         patience: deadlines.
+        group: all ranks of this engine, and which of them this is; None = there are no others.
+
+    Raises:
+        InvalidArgument: the group does not fit to the pool.
     """
 
     def __init__(
         self, pool: HandoffPool, space: bytes, secret: bytes, *, name: str = "decode",
-        aux_slots: int = 64, patience: Patience | None = None,
+        aux_slots: int = 64, patience: Patience | None = None, group: RankGroup | None = None,
     ) -> None:  # fmt: skip
         self._pool = pool
         self._secret = secret
-        self._greeter = Greeter(secret, space, pool.shape, name=name)
+        self._group = group or RankGroup.alone(pool.shape.part, os.urandom(INSTANCE_BYTES))
+        self._group.check(pool.shape.part)
+        self._greeter = Greeter(secret, space, pool.shape, self._group, name=name)
         self._aux = AuxSlots(aux_slots, AUX_BYTES_MAX)
-        self._core = Receivers(pool.shape, aux_slots, AUX_BYTES_MAX, patience or Patience())
+        self._core = Receivers(
+            pool.shape, aux_slots, AUX_BYTES_MAX, patience or Patience(), self._group.rank
+        )
         self._lock = threading.Lock()
-        self._links: dict[str, PushLink] = {}  # peer → the link that is up or being made
+        self._links: dict[str, PeerLinks] = {}  # peer → the links that are up or being made
         self._threads = LinkThreads()
         self._over = threading.Event()
         self.faults = Faults(_LOG, "handoff, decode")
@@ -101,11 +116,11 @@ class DecodeManager:
             progress, effects = self._core.open(room, registry, token_count, time.monotonic_ns())
             self._carry_out(effects)
             if registry not in self._links and not self._over.is_set():
-                link = self._links[registry] = PushLink(os.urandom(16), registry)
+                peer = self._links[registry] = PeerLinks(registry)
                 try:
-                    self._threads.start(lambda: self._serve(link, client), "kvstore-handoff-reader")
+                    self._threads.start(lambda: self._serve(peer, client), "kvstore-handoff-reader")
                 except PeerUnreachable as error:
-                    self._give_up(link, error)
+                    self._give_up(peer, error)
         return Receiver(self, room, progress)
 
     def poll(self, receivers: "Sequence[Receiver]", reduce: Reduce | None = None) -> list[State]:
@@ -126,7 +141,8 @@ class DecodeManager:
         """Counts since the start, and what there is now."""
         with self._lock:
             return {
-                **self._core.counts, **self.faults.counts, "links": len(self._links),
+                **self._core.counts, **self.faults.counts,
+                "links": sum(len(peer.links) for peer in self._links.values()),
                 "threads": len(self._threads), "limbo_blocks": self._core.limbo_blocks(),
             }  # fmt: skip
 
@@ -134,9 +150,9 @@ class DecodeManager:
         """Fail all handoffs, close all connections, wait for all threads: nothing arrives after."""
         self._over.set()
         with self._lock:
-            links = list(self._links.values())
-        for link in links:
-            self._drop(link, FailureCode.CLOSED, "the manager was closed")
+            peers = list(self._links.values())
+        for peer in peers:
+            self._drop(peer, FailureCode.CLOSED, "the manager was closed")
         self._threads.join(2 * _CONNECT_S + SILENCE_S)
         self._ticker.close()
 
@@ -162,7 +178,8 @@ class DecodeManager:
 
     def _carry_out(self, effects: Sequence[Effect]) -> None:
         """Carry out effects, under the lock."""
-        by_number = {link.number: link for link in self._links.values()} if effects else {}
+        peers = self._links.values() if effects else ()
+        by_number = {link.number: link for peer in peers for link in peer.links}
         for effect in effects:
             if isinstance(effect, SendTo):
                 link = by_number.get(effect.link)
@@ -175,58 +192,68 @@ class DecodeManager:
     def _tick(self) -> None:
         self.act(lambda core, now: core.tick(now))
 
-    def _serve(self, link: PushLink, client: RegistryClient) -> None:
-        """Make a link, and read what prefill sends until it ends."""
+    def _serve(self, peer: PeerLinks, client: RegistryClient) -> None:
+        """Make the links to a peer, and read what prefill sends on the first until it ends."""
         streams: list[DataStream] = []
         try:
-            self._connect(link, client, streams)
+            sources = self._connect(peer, client, streams)
         except KVStoreError as error:
             with self._lock:
-                self._give_up(link, error)
+                self._give_up(peer, error)
             for stream in streams:
                 stream.close()
             return
         with self._lock:
-            self._carry_out(self._core.linked(link.peer, link.number, time.monotonic_ns()))
-            writer = threading.Thread(
-                target=self._write, args=(link,), name="kvstore-handoff-writer", daemon=True
-            )
+            self._carry_out(self._core.linked(peer.peer, sources, time.monotonic_ns()))
+        for link in peer.links[1:]:
+            try:
+                self._threads.start(partial(self._use, peer, link), "kvstore-handoff-reader")
+            except PeerUnreachable as error:
+                self._drop(peer, FailureCode.PEER_CLOSED, str(error))
+                self._settle(link)
+        self._use(peer, peer.links[0])
+
+    def _use(self, peer: PeerLinks, link: PushLink) -> None:
+        """Read what one rank of prefill sends until its link ends, and write to it."""
+        writer = threading.Thread(
+            target=self._write, args=(peer, link), name="kvstore-handoff-writer", daemon=True
+        )
         try:
             writer.start()
-            self._read(link, link.stream("pushes"))
+            self._read(peer, link)
         finally:
-            self._drop(link, FailureCode.PEER_CLOSED, "its reader has ended")
+            self._drop(peer, FailureCode.PEER_CLOSED, "its reader has ended")
             if writer.ident is not None:  # it was started
                 writer.join()
-            for stream in streams:
-                stream.close()
-            with self._lock:
-                self._core.settled(link.number)
+            self._settle(link)
 
-    def _give_up(self, link: PushLink, error: KVStoreError) -> None:
+    def _settle(self, link: PushLink) -> None:
+        """Nothing arrives over a link any more."""
+        for purpose in _PURPOSES:
+            link.stream(purpose).close()
+        with self._lock:
+            self._core.settled(link.number)
+
+    def _give_up(self, peer: PeerLinks, error: KVStoreError) -> None:
         """No link can be made: fail what waits for it, under the lock."""
-        self.faults.note("unreachable", f"{link.peer}: {error}")
-        self._links.pop(link.peer, None)
+        self.faults.note("unreachable", f"{peer.peer}: {error}")
+        self._links.pop(peer.peer, None)
         code, now_ns = FailureCode.UNREACHABLE, time.monotonic_ns()
-        self._carry_out(self._core.unreachable(link.peer, code, str(error), now_ns))
-        link.close()
+        self._carry_out(self._core.unreachable(peer.peer, code, str(error), now_ns))
+        peer.close()
 
-    def _connect(self, link: PushLink, client: RegistryClient, streams: list[DataStream]) -> None:
-        """Ask the registry and make both connections, a few times if need be.
+    def _connect(
+        self, peer: PeerLinks, client: RegistryClient, streams: list[DataStream]
+    ) -> dict[bytes, LinkSource]:
+        """Ask the registry and make all connections, a few times if need be.
 
         Raises:
             KVStoreError: that did not succeed.
         """
         for attempt in range(TRIES_MAX):
             try:
-                ranks = client.ranks()
-                if len(ranks) != 1:
-                    raise PeerUnreachable(f"{len(ranks)} ranks of prefill are registered, not 1")
-                boot = bytes.fromhex(ranks[0].boot)
-                made = {
-                    purpose: self._greet(ranks[0].address, purpose, link.number, boot, streams)
-                    for purpose in _PURPOSES
-                }
+                ranks = peer_ranks(client.ranks(), self._group, self._pool.shape)
+                made = [(rank, self._link(peer, rank, streams)) for rank in ranks]
             except ValueError as error:
                 raise ProtocolError(f"the registration cannot be read: {error}") from error
             except KVStoreError as error:
@@ -238,30 +265,55 @@ class DecodeManager:
                     stream.close()
                 streams.clear()
             else:
-                if all(link.add(purpose, sealed) for purpose, sealed in made.items()):
-                    return
+                return self._add(peer, made)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _add(
+        self, peer: PeerLinks, made: list[tuple[PeerRank, PushLink]]
+    ) -> dict[bytes, LinkSource]:
+        """Count connected links as those of a peer.
+
+        Raises:
+            PeerUnreachable: there are too many, or the manager was closed.
+        """
+        with self._lock:
+            there = sum(len(one.links) for one in self._links.values())
+            if there + len(made) > LINKS_MAX:
+                raise PeerUnreachable(f"{there} links are in use, {len(made)} more are too many")
+            if not all(peer.add(link) for _, link in made):
                 raise PeerUnreachable("the manager was closed")
+        return {link.number: rank.source for rank, link in made}
+
+    def _link(self, peer: PeerLinks, rank: PeerRank, streams: list[DataStream]) -> PushLink:
+        """Both connections to one rank."""
+        link = PushLink(os.urandom(16), peer.peer)
+        for purpose in _PURPOSES:
+            if not link.add(purpose, self._greet(rank, purpose, link.number, streams)):
+                raise PeerUnreachable("the link was closed")
+        return link
 
     def _greet(
-        self, address: str, purpose: Purpose, number: bytes, boot: bytes, streams: list[DataStream]
+        self, rank: PeerRank, purpose: Purpose, number: bytes, streams: list[DataStream]
     ) -> SealedStream:
         """One connection of a link."""
         until_ns = time.monotonic_ns() + int(_CONNECT_S * 1e9)
-        stream = connect(*host_and_port(address), None, until_ns)
+        stream = connect(*host_and_port(rank.record.address), None, until_ns)
         streams.append(stream)
-        return self._greeter.greet(stream, purpose, number, boot)
+        boot = bytes.fromhex(rank.record.boot)
+        return self._greeter.greet(stream, purpose, number, boot, rank.share)
 
-    def _drop(self, link: PushLink, code: FailureCode, why: str) -> None:
-        """Close a link, and fail what lives on it."""
-        link.close()
+    def _drop(self, peer: PeerLinks, code: FailureCode, why: str) -> None:
+        """Close the links to a peer, and fail what lives on them."""
+        peer.close()
         with self._lock:
-            if self._links.get(link.peer) is not link:
+            if self._links.get(peer.peer) is not peer:
                 return
-            del self._links[link.peer]
-            why = f"{link.peer}: {why}"
-            self._carry_out(self._core.closed(link.number, code, why, time.monotonic_ns()))
+            del self._links[peer.peer]
+            why = f"{peer.peer}: {why}"
+            for link in peer.links:
+                self._carry_out(self._core.closed(link.number, code, why, time.monotonic_ns()))
 
-    def _write(self, link: PushLink) -> None:
+    def _write(self, peer: PeerLinks, link: PushLink) -> None:
         """Write messages until the link ends."""
         sealed = link.stream("messages")
         while (item := link.outbox.next()) is not None:
@@ -269,28 +321,31 @@ class DecodeManager:
             try:
                 sealed.send(item, [], SEND_S)
             except KVStoreError as error:
-                self._fault(link, FailureCode.PEER_CLOSED, str(error))
+                self._fault(peer, FailureCode.PEER_CLOSED, str(error))
 
-    def _read(self, link: PushLink, sealed: SealedStream) -> None:
+    def _read(self, peer: PeerLinks, link: PushLink) -> None:
+        sealed, staging = link.stream("pushes"), Staging()
         while not link.is_closed:
             try:
                 message = read_from_prefill(sealed.receive(SILENCE_S))
                 if isinstance(message, RangesHead):
-                    self._take(link, sealed, message)
+                    self._take(link, sealed, message, staging)
                     continue
             except TransferTimeout:
-                self._fault(link, FailureCode.PEER_SILENT, f"nothing came for {SILENCE_S} s")
+                self._fault(peer, FailureCode.PEER_SILENT, f"nothing came for {SILENCE_S} s")
                 return
             except KVStoreError as error:
                 protocol = error.code == "protocol"
                 code = FailureCode.PROTOCOL if protocol else FailureCode.PEER_CLOSED
-                self._fault(link, code, str(error))
+                self._fault(peer, code, str(error))
                 return
             with self._lock:
                 now_ns = time.monotonic_ns()
                 self._carry_out(self._core.received(link.number, message, now_ns))
 
-    def _take(self, link: PushLink, sealed: SealedStream, head: RangesHead) -> None:
+    def _take(
+        self, link: PushLink, sealed: SealedStream, head: RangesHead, staging: Staging
+    ) -> None:
         """Receive ranges into the pool, and check them."""
         with self._lock:
             now_ns = time.monotonic_ns()
@@ -304,9 +359,16 @@ class DecodeManager:
         code: FailureCode | None = FailureCode.PEER_CLOSED
         why = "the connection broke within a range"
         try:
-            places = landing_places(self._pool, self._aux, landing)
+            if landing.is_staged:
+                places = staging.places([landing.share.range_bytes(one) for one in landing.ranges])
+            else:
+                places = landing_places(self._pool, self._aux, landing)
             sealed.receive_into([memory_at(*place) for place in places], SILENCE_S)
-            right = digests_of(landing.room, landing.ranges, places) == landing.digests
+            if landing.is_staged:
+                right = staging.scatter(self._pool, landing, places)
+            else:
+                seed = landing.share.seed_of(landing.room)
+                right = digests_of(seed, landing.ranges, places) == landing.digests
             code, why = None if right else FailureCode.DIGEST, "bytes do not match their digest"
         finally:
             self._landed(landing, code, why)
@@ -316,10 +378,10 @@ class DecodeManager:
             self.faults.note("digest", f"room {landing.room}: {why}")
         self.act(lambda core, now: core.landed(landing, code, why, now))
 
-    def _fault(self, link: PushLink, code: FailureCode, why: str) -> None:
-        if not link.is_closed:
-            self.faults.note(code, f"{link.peer}: {why}")
-        self._drop(link, code, why)
+    def _fault(self, peer: PeerLinks, code: FailureCode, why: str) -> None:
+        if not peer.is_closed:
+            self.faults.note(code, f"{peer.peer}: {why}")
+        self._drop(peer, code, why)
 
 
 class Receiver:

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from kvstore.handoff.messages import FromDecode, FromPrefill
 from kvstore.handoff.places import PushRange
+from kvstore.handoff.shape import LinkShare
 
 
 class PushJob(NamedTuple):
@@ -20,6 +21,8 @@ class PushJob(NamedTuple):
         sources: first block of each in prefill's pool.
         blocks: all blocks that are read.
         generations: of these blocks when their KV was written; empty = the pool has none.
+        share: what the link moves.
+        first: position of the first of the blocks.
         aux: the bytes of the aux data, if that is what is sent.
     """
 
@@ -30,7 +33,14 @@ class PushJob(NamedTuple):
     sources: list[int]
     blocks: npt.NDArray[np.int64]
     generations: npt.NDArray[np.uint64]
+    share: LinkShare
+    first: int = 0
     aux: bytes = b""
+
+    @property
+    def rows(self) -> list[npt.NDArray[np.int64]]:
+        """The blocks of each range."""
+        return [self.blocks[one.first - self.first :][: one.size] for one in self.ranges]
 
 
 class SendTo(NamedTuple):
@@ -56,16 +66,27 @@ class Landing(NamedTuple):
     """Ranges whose bytes may be written now; its end is told to :meth:`Receivers.landed`.
 
     Attributes:
+        link: where from.
         room: of the request.
         ranges: what arrives, in order.
         targets: first block of each in decode's pool; for the aux data its slot.
         digests: 16 bytes of each.
+        share: what the link moves.
+        rows: blocks of each range, if the share is staged.
     """
 
+    link: bytes
     room: int
     ranges: list[PushRange]
     targets: list[int]
     digests: bytes
+    share: LinkShare
+    rows: list[npt.NDArray[np.int64]]
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the bytes must be scattered."""
+        return bool(self.rows)
 
 
 Effect = SendTo | Submit | EndLink

@@ -9,8 +9,10 @@ from kvstore import mover
 from kvstore.errors import InvalidArgument
 from kvstore.handoff.effects import Landing, PushJob
 from kvstore.handoff.places import AUX_PLANE, PushRange, range_seed
+from kvstore.handoff.ranks import Span
 from kvstore.handoff.shape import PoolShape
-from kvstore.mover.kvpool import KVPool
+from kvstore.mover import Pieces
+from kvstore.mover.kvpool import HeadRows, KVPool
 from kvstore.page import DIGEST_BYTES
 
 Places = list[tuple[int, int]]
@@ -27,6 +29,10 @@ class HandoffPool:
         generations: one number for each block, shape (block_count,); the engine adds 1 to it
             before it gives the block to another request. None = it has none: then a block that is
             given away too early is found only if its bytes change while they are sent.
+        first_layer: layer of the model that the first planes have, if there are several ranks.
+        heads: KV heads that the pool has: the first, and the one after the last. A block then has
+            one row a token, and in a row head after head. (0, 1) also for latents, and for an
+            engine of one rank to which only such engines push.
 
     Attributes:
         shape: its numbers.
@@ -36,7 +42,13 @@ class HandoffPool:
     """
 
     def __init__(
-        self, pool: KVPool, block_tokens: int, generations: npt.NDArray[np.uint64] | None = None
+        self,
+        pool: KVPool,
+        block_tokens: int,
+        generations: npt.NDArray[np.uint64] | None = None,
+        *,
+        first_layer: int = 0,
+        heads: Span = (0, 1),
     ) -> None:
         if pool.device != "cpu":
             raise InvalidArgument("device", f"handoffs need host memory, not {pool.device}")
@@ -48,9 +60,12 @@ class HandoffPool:
             pool.block_bytes,
             block_tokens,
             pool.block_count,
+            first_layer,
+            heads,
         )
         if generations is not None and generations.shape != (pool.block_count,):
             raise InvalidArgument("generations", f"{generations.shape}, not ({pool.block_count},)")
+        self._pool = pool
         self._planes = pool.planes
         self._block_bytes = pool.block_bytes
         self._generations = generations
@@ -78,9 +93,26 @@ class HandoffPool:
         """Where ranges are in this pool, given the first block of each."""
         size = self._block_bytes
         return [
-            (self._planes[one.plane] + first * size, one.size * size)
+            (self._planes[one.plane - self.shape.first_plane] + first * size, one.size * size)
             for one, first in zip(ranges, firsts, strict=True)
         ]
+
+    def head_pieces(
+        self, planes: Sequence[int], rows: Sequence[npt.NDArray[np.int64]], heads: Span
+    ) -> Pieces:
+        """The pieces of some heads of ranges of one length.
+
+        Args:
+            planes: of each range, among the planes of all ranks.
+            rows: blocks of each range.
+            heads: first head, and the one after the last; of those of this pool.
+        """
+        shape = self.shape
+        first, stop = (head - shape.heads[0] for head in heads)
+        wanted = HeadRows(shape.block_tokens, shape.head_count, first, stop)
+        return self._pool.head_pieces(
+            np.array(planes) - shape.first_plane, np.stack(list(rows)), wanted
+        )
 
 
 class AuxSlots:
@@ -115,10 +147,21 @@ def landing_places(pool: HandoffPool, aux: AuxSlots, landing: Landing) -> Places
     ]
 
 
-def digests_of(room: int, ranges: Sequence[PushRange], places: Places) -> bytes:
-    """16 bytes for each range, of the bytes that are at its place now."""
+def seeds_of(seed: int, ranges: Sequence[PushRange]) -> npt.NDArray[np.uint64]:
+    """The seed of the digest of each range."""
+    return np.array([range_seed(seed, one) for one in ranges], dtype=np.uint64)
+
+
+def digests_of(seed: int, ranges: Sequence[PushRange], places: Places) -> bytes:
+    """16 bytes for each range, of the bytes that are at its place now.
+
+    Args:
+        seed: :meth:`kvstore.handoff.shape.LinkShare.seed_of` the room.
+        ranges: at least one.
+        places: where each is.
+    """
     found = np.zeros((len(ranges), DIGEST_BYTES), dtype=np.uint8)
-    seeds = np.array([range_seed(room, one) for one in ranges], dtype=np.uint64)
+    seeds = seeds_of(seed, ranges)
     addresses = np.array([address for address, _ in places], dtype=np.uint64)
     lengths = np.array([length for _, length in places], dtype=np.int64)
     for length in set(lengths.tolist()):  # one call for all ranges of one length

@@ -26,7 +26,7 @@ class PushRange(NamedTuple):
     """Neighbouring blocks of one plane.
 
     Attributes:
-        plane: number of the plane in the pool, or :data:`AUX_PLANE`.
+        plane: number among the planes of all ranks, or :data:`AUX_PLANE`.
         first: position of the first block.
         size: number of blocks, or bytes of the aux data.
     """
@@ -36,10 +36,15 @@ class PushRange(NamedTuple):
     size: int
 
 
-def range_seed(room: int, place: PushRange) -> int:
-    """The seed of the digest of a range: other bytes, or the same elsewhere, do not match it."""
+def range_seed(seed: int, place: PushRange) -> int:
+    """The seed of the digest of a range: other bytes, or the same elsewhere, do not match it.
+
+    Args:
+        seed: of the room and the heads; 64 bits.
+        place: the range.
+    """
     return xxhash.xxh3_64_intdigest(
-        room.to_bytes(8, "little") + b"".join(part.to_bytes(4, "little") for part in place)
+        seed.to_bytes(8, "little") + b"".join(part.to_bytes(4, "little") for part in place)
     )
 
 
@@ -124,13 +129,19 @@ class Coverage:
         stop: position after the last.
         blocks: block of each position, shape (stop - first,). Then a range whose blocks are no
             neighbours is refused: its bytes would run into a block of another request.
+        first_plane: number of the first plane.
     """
 
     def __init__(
-        self, planes: int, first: int, stop: int, blocks: npt.NDArray[np.int64] | None = None
+        self,
+        planes: int,
+        first: int,
+        stop: int,
+        blocks: npt.NDArray[np.int64] | None = None,
+        first_plane: int = 0,
     ) -> None:
-        assert planes > 0
         assert 0 <= first <= stop
+        self._first_plane = first_plane
         self._first = first
         self._stop = stop
         self._there = np.zeros((planes, stop - first), dtype=np.bool_)
@@ -142,10 +153,11 @@ class Coverage:
     def claim(self, places: Sequence[PushRange]) -> bool:
         """Note ranges; returns False, and notes none, if one is outside or may not come (again)."""
         noted: list[npt.NDArray[np.bool_]] = []
-        for plane, first, size in places:
+        for number, first, size in places:
+            plane = number - self._first_plane
             inside = size > 0 and self._first <= first and first + size <= self._stop
             runs = self._runs[first - self._first :][:size] if inside else [0, 1]
-            known = runs[0] == runs[-1] and plane < len(self._there)
+            known = runs[0] == runs[-1] and 0 <= plane < len(self._there)
             part = self._there[plane, first - self._first :][:size] if known else None
             if part is None or part.any():
                 for before in noted:

@@ -1,12 +1,15 @@
 """Decode's side of all handoffs of one rank: events in, effects out. Pure.
 
+A room has a **leg** for each rank of prefill that sends something to this rank. It has succeeded
+when everything of all legs has arrived, and it has failed when one leg has.
+
 The blocks of an announcement belong to the transfer until :meth:`Receivers.holds_blocks` is False.
-After a failure they are in LIMBO until prefill has answered that nothing arrives any more, or the
-link has been closed and whoever reads it has ended.
+After a failure they are in LIMBO until each rank of prefill has answered that nothing arrives any
+more, or its link has been closed and whoever reads it has ended.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -18,7 +21,6 @@ from kvstore.handoff.messages import (
     RANGES_MAX,
     TEXT_MAX,
     Abort,
-    Announce,
     Done,
     Drained,
     Failed,
@@ -30,11 +32,9 @@ from kvstore.handoff.messages import (
 from kvstore.handoff.places import (
     AUX_PLANE,
     BLOCKS_MAX,
-    Coverage,
-    PushRange,
-    pack_numbers,
     unpack_ranges,
 )
+from kvstore.handoff.ranks import data_rank_of
 from kvstore.handoff.rooms import SeenRooms, check_room
 from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.states import (
@@ -47,7 +47,7 @@ from kvstore.handoff.states import (
     Patience,
     State,
 )
-from kvstore.handoff.tables import ReceivingRoom
+from kvstore.handoff.tables import LinkSource, ReceivingLeg, ReceivingRoom
 
 ROOMS_MAX = 1_024
 """Handoffs in the table."""
@@ -86,7 +86,8 @@ class Receivers:
         self._rooms: dict[int, ReceivingRoom] = {}
         self._seen = SeenRooms()
         self._owned: dict[int, int] = {}  # block → room
-        self._links: dict[str, bytes] = {}  # peer → its link that is up
+        self._links: dict[str, dict[bytes, LinkSource]] = {}  # peer → its links that are up
+        self._sources: dict[bytes, LinkSource] = {}  # of each link until it is settled
         self.counts: Counter[str] = Counter()
 
     # ---- the engine -------------------------------------------------------------------------
@@ -114,7 +115,7 @@ class Receivers:
         progress = HandoffProgress(self._patience, now_ns)
         one = self._rooms[room] = ReceivingRoom(room, peer, token_count, slot, progress)
         self._seen.add(room)
-        one.link = self._links.get(peer, b"")
+        self._give_legs(one)
         return progress, self._say(one, now_ns)
 
     def announce(
@@ -148,8 +149,8 @@ class Receivers:
         if not self._shape.has(numbers) or not different.isdisjoint(self._owned):
             raise InvalidArgument("blocks", "one is not in the pool, or of another handoff")
         one.first_token, one.first, one.blocks = first_token, first, numbers.tolist()
-        one.coverage = Coverage(self._shape.plane_count, first, stop, numbers)
-        one.left = one.coverage.missing
+        for leg in one.legs.values():
+            one.expect(leg)
         for block in one.blocks:
             self._owned[block] = room
         one.progress.heard(now_ns)
@@ -159,10 +160,10 @@ class Receivers:
         """The request waits for memory; prefill is told, at most once a second."""
         one = self._rooms[room]
         one.progress.heard(now_ns)
-        if one.progress.ended or not one.link or now_ns - one.said_ns < _AGAIN_NS:
+        if one.progress.ended or not one.legs or now_ns - one.said_ns < _AGAIN_NS:
             return []
         one.said_ns = now_ns
-        return [SendTo(one.link, RenewRoom(room))]
+        return [SendTo(link, RenewRoom(room)) for link in one.legs]
 
     def abort(self, room: int, now_ns: int) -> list[Effect]:
         """The engine gives the request up."""
@@ -199,13 +200,25 @@ class Receivers:
 
     # ---- links ------------------------------------------------------------------------------
 
-    def linked(self, peer: str, link: bytes, now_ns: int) -> list[Effect]:
-        """A link to a peer is up; it is used for all handoffs that have none yet."""
-        self._links[peer] = link
+    def linked(
+        self, peer: str, links: bytes | Mapping[bytes, LinkSource], now_ns: int
+    ) -> list[Effect]:
+        """All links to a peer are up; they are used for all handoffs that have none yet.
+
+        Args:
+            peer: a prefill instance.
+            links: to each of its ranks that sends something to this one, or is to be told that it
+                does not; or the only link to a peer of one rank.
+            now_ns: the time.
+        """
+        if isinstance(links, bytes):
+            links = {links: LinkSource(0, self._shape.whole)}
+        self._links[peer] = dict(links)
+        self._sources.update(links)
         effects: list[Effect] = []
         for one in list(self._rooms.values()):
-            if one.peer == peer and not one.link:
-                one.link = link
+            if one.peer == peer and not one.legs:
+                self._give_legs(one)
                 effects += self._say(one, now_ns)
         return effects
 
@@ -213,7 +226,7 @@ class Receivers:
         """No link to a peer can be made."""
         effects: list[Effect] = []
         for one in list(self._rooms.values()):
-            if one.peer == peer and not one.link:
+            if one.peer == peer and not one.legs:
                 effects += self._fail(one, code, Layer.TRANSPORT, why, now_ns)
                 one.peer = ""  # nobody is there to be told
                 self._forget(one)
@@ -221,20 +234,23 @@ class Receivers:
 
     def closed(self, link: bytes, code: FailureCode, why: str, now_ns: int) -> list[Effect]:
         """A link is gone; until :meth:`settled` bytes may still arrive from it."""
-        self._links = {peer: one for peer, one in self._links.items() if one != link}
+        self._links = {peer: links for peer, links in self._links.items() if link not in links}
+        effects: list[Effect] = []
         for one in list(self._rooms.values()):
-            if one.link == link:
-                self._fail(one, code, Layer.TRANSPORT, why, now_ns)
-        return []
+            if link in one.legs:
+                effects += self._fail(one, code, Layer.TRANSPORT, why, now_ns, but=link)
+        return effects
 
     def settled(self, link: bytes) -> None:
         """Whoever read a link that is gone has ended: nothing arrives from it any more."""
-        assert link not in self._links.values()
+        assert not any(link in links for links in self._links.values())
+        self._sources.pop(link, None)
         for one in list(self._rooms.values()):
-            if one.link == link:
+            if link in one.legs:
                 assert one.progress.ended
-                assert not one.landing, "its reader had told the end of all that it began"
-                self._free(one)
+                assert not one.legs[link].landing, "its reader had told the end of all it began"
+                one.legs[link].drained = True
+                self._free_drained(one)
 
     # ---- the other side ---------------------------------------------------------------------
 
@@ -243,14 +259,15 @@ class Receivers:
         if isinstance(message, HandoffPing):
             return []
         one = self._rooms.get(message.room)
-        if one is None or one.link != link:
+        if one is None or link not in one.legs:
             self.counts["late_messages" if message.room in self._seen else "foreign_messages"] += 1
             return []
         match message:
             case Drained():
-                return self._drained(one, now_ns)
+                return self._drained(one, link, now_ns)
             case Failed(failure=failure) if not one.progress.ended:
-                return self._end(one, failure, now_ns)
+                self._end(one, failure, now_ns)
+                return self._tell_abort(one, but=link)
             case RenewRoom() if not one.progress.ended:
                 one.progress.heard(now_ns)
                 return []
@@ -269,25 +286,25 @@ class Receivers:
             ProtocolError: the head makes no sense, so what follows it cannot be read.
         """
         ranges = unpack_ranges(head.ranges, head.digests)
-        size = sum(map(self._shape.range_bytes, ranges))
+        source = self._sources.get(link)
+        share = source.share if source is not None else self._shape.whole
+        size = sum(map(share.range_bytes, ranges))
         most = max(RANGES_BYTES_MAX, self._shape.block_bytes, self._aux_bytes)
         if size > most or len(ranges) > RANGES_MAX:
             raise ProtocolError(f"{len(ranges)} ranges of {size} bytes in one head")
         one = self._rooms.get(head.room)
-        if one is None or one.link != link or one.progress.ended:
+        leg = one.legs.get(link) if one is not None else None
+        if one is None or leg is None or one.progress.ended:
             self.counts["late_ranges"] += len(ranges)
             return None, size, []
-        if one.coverage is None or one.blocks is None or not self._claims(one, ranges):
+        if one.blocks is None or not one.claim(leg, ranges, self._aux_bytes):
             why = "a range is not one of the request's, or has come before"
             return None, size, self._fail(one, FailureCode.PROTOCOL, Layer.PROTOCOL, why, now_ns)
         one.progress.advance(State.TRANSFERRING, now_ns)
         one.progress.heard(now_ns)
-        one.landing += 1
-        targets = [
-            place.first if place.plane == AUX_PLANE else one.blocks[place.first - one.first]
-            for place in ranges
-        ]
-        return Landing(head.room, ranges, targets, head.digests), size, []
+        leg.landing += 1
+        targets, rows = one.targets(leg, ranges)
+        return Landing(link, head.room, ranges, targets, head.digests, share, rows), size, []
 
     def landed(
         self, landing: Landing, code: FailureCode | None, why: str, now_ns: int
@@ -301,10 +318,10 @@ class Receivers:
             now_ns: the time.
         """
         one = self._rooms[landing.room]
-        one.landing -= 1
+        leg = one.legs[landing.link]
+        leg.landing -= 1
         if one.progress.ended:
-            if one.drained and not one.landing:
-                self._free(one)
+            self._free_drained(one)
             return []
         if code is not None:
             layer = Layer.TRANSPORT
@@ -314,15 +331,15 @@ class Receivers:
             if place.plane == AUX_PLANE:
                 one.aux_bytes = place.size
             else:
-                one.left -= place.size
-            one.progress.moved_bytes += self._shape.range_bytes(place)
+                leg.left -= place.size
+            one.progress.moved_bytes += landing.share.range_bytes(place)
         if one.left or one.aux_bytes < 0:
             return []
         assert not one.landing, "everything has arrived, so nothing is arriving"
         one.progress.advance(State.SUCCESS, now_ns)
         self._give_back(one)
         self.counts["succeeded"] += 1
-        return [SendTo(one.link, Done(one.room))]
+        return [SendTo(link, Done(one.room)) for link in one.legs]
 
     def tick(self, now_ns: int) -> list[Effect]:
         """Time has passed: end what is late, ask again for what was not answered."""
@@ -336,9 +353,9 @@ class Receivers:
         return effects
 
     def describe(self, now_ns: int) -> list[HandoffStatus]:
-        """Where each handoff is; prefill's one rank is missing as long as there is no link."""
+        """Where each handoff is; rank 0 of prefill is missing as long as there is no link."""
         return [
-            one.progress.status(room, [] if one.link else [0], now_ns)
+            one.progress.status(room, [] if one.legs else [0], now_ns)
             for room, one in self._rooms.items()
         ]
 
@@ -351,6 +368,7 @@ class Receivers:
                 assert all(self._owned[block] == room for block in one.blocks)
                 owned.update(one.blocks)
             assert one.landing == 0 or self._is_holding(one)
+            assert all(leg.left >= 0 and leg.landing >= 0 for leg in one.legs.values())
         assert len(owned) == len(self._owned)
         assert all(number == 1 for number in owned.values()), "a block has two owners"
 
@@ -359,85 +377,90 @@ class Receivers:
     def _is_holding(self, one: ReceivingRoom) -> bool:
         return one.blocks is not None and one.progress.state != State.SUCCESS
 
+    def _give_legs(self, one: ReceivingRoom) -> None:
+        """A leg for each link to the data-parallel rank that takes the room."""
+        for link, source in self._links.get(one.peer, {}).items():
+            if data_rank_of(one.room, source.data_ranks) == source.data_rank:
+                leg = one.legs[link] = ReceivingLeg(source)
+                if one.blocks is not None:
+                    one.expect(leg)
+
     def _say(self, one: ReceivingRoom, now_ns: int) -> list[Effect]:
         """Tell prefill of a handoff what it does not know yet, if there is a link."""
-        if not one.link:
+        if not one.legs:
             return []
         if one.progress.ended:  # before there was a link
             self._forget(one)
             return self._tell_abort(one)
         one.said_ns = now_ns
-        if one.blocks is None:
-            return [SendTo(one.link, RenewRoom(one.room))]
-        one.progress.advance(State.WAITING_FOR_INPUT, now_ns)
-        packed = pack_numbers(one.blocks)
-        return [
-            SendTo(one.link, Announce(one.room, one.token_count, one.first_token, packed, one.slot))
-        ]
+        if one.blocks is not None:
+            one.progress.advance(State.WAITING_FOR_INPUT, now_ns)
+        return [SendTo(link, one.said_to(leg)) for link, leg in one.legs.items()]
 
-    def _claims(self, one: ReceivingRoom, ranges: Sequence[PushRange]) -> bool:
-        """Note that ranges arrive; False if one may not."""
-        assert one.coverage is not None
-        aux = [place for place in ranges if place.plane == AUX_PLANE]
-        if aux:
-            ((_, slot, size),) = aux if len(aux) == 1 else ((0, -1, 0),)
-            if slot != one.slot or not size <= self._aux_bytes or one.aux_claimed:
-                return False
-        blocks = [place for place in ranges if place.plane != AUX_PLANE]
-        if not one.coverage.claim(blocks):
-            return False
-        one.aux_claimed = one.aux_claimed or bool(aux)
-        return True
-
-    def _drained(self, one: ReceivingRoom, now_ns: int) -> list[Effect]:
+    def _drained(self, one: ReceivingRoom, link: bytes, now_ns: int) -> list[Effect]:
         if one.progress.state == State.SUCCESS:
             self.counts["late_messages"] += 1
             return []
+        effects: list[Effect] = []
         if not one.progress.ended:  # nothing arrives any more, so it cannot succeed
             why = "prefill has ended it and does not say why"
             code, layer = FailureCode.PROTOCOL, Layer.PROTOCOL
-            self._end(one, HandoffFailure(code, HandoffSide.DECODE, self._rank, layer, why), now_ns)
-        one.drained = True
-        if not one.landing:
-            self._free(one)
-        return []
+            effects = self._fail(one, code, layer, why, now_ns, but=link)
+        one.legs[link].drained = True
+        self._free_drained(one)
+        return effects
 
     def _ask_again(self, one: ReceivingRoom, now_ns: int) -> list[Effect]:
         """Repeat an abort; then close the link: at last also if that costs other handoffs."""
         one.next_abort_ns = now_ns + _AGAIN_NS
-        if one.link not in self._links.values():
-            return []  # it is settled when its reader has ended
         if one.aborts < ABORTS_MAX:
             return self._tell_abort(one)
-        on_link = [other for other in self._rooms.values() if other.link == one.link]
         is_late = now_ns - one.progress.since_ns >= LIMBO_S_MAX * 1_000_000_000
-        if is_late or all(other.progress.ended for other in on_link):
-            return [EndLink(one.link)]
-        return []
-
-    def _fail(
-        self, one: ReceivingRoom, code: FailureCode, layer: Layer, why: str, now_ns: int
-    ) -> list[Effect]:
-        """End a handoff as failed, and tell prefill."""
-        failure = HandoffFailure(code, HandoffSide.DECODE, self._rank, layer, why[:TEXT_MAX])
-        effects = self._end(one, failure, now_ns)
-        if one.link and one.progress.failure is failure:
-            effects += self._tell_abort(one)
+        effects: list[Effect] = []
+        for link in self._undrained(one):
+            on_link = [other for other in self._rooms.values() if link in other.legs]
+            if is_late or all(other.progress.ended for other in on_link):
+                effects.append(EndLink(link))
         return effects
 
-    def _tell_abort(self, one: ReceivingRoom) -> list[Effect]:
+    def _undrained(self, one: ReceivingRoom) -> list[bytes]:
+        """The links that are up and from which something may arrive."""
+        up = self._links.get(one.peer, {})  # another is settled when its reader has ended
+        return [link for link, leg in one.legs.items() if not leg.drained and link in up]
+
+    def _fail(
+        self, one: ReceivingRoom, code: FailureCode, layer: Layer, why: str, now_ns: int,
+        but: bytes = b"",
+    ) -> list[Effect]:  # fmt: skip
+        """End a handoff as failed, and tell prefill; not over the link ``but``."""
+        failure = HandoffFailure(code, HandoffSide.DECODE, self._rank, layer, why[:TEXT_MAX])
+        effects = self._end(one, failure, now_ns)
+        if one.progress.failure is failure:
+            effects += self._tell_abort(one, but)
+        return effects
+
+    def _tell_abort(self, one: ReceivingRoom, but: bytes = b"") -> list[Effect]:
         assert one.progress.failure is not None
-        one.aborts += 1
-        return [SendTo(one.link, Abort(one.room, one.progress.failure))]
+        message = Abort(one.room, one.progress.failure)
+        told = self._undrained(one)
+        if not one.aborts:  # whom nothing else tells
+            told += [link for link, leg in one.legs.items() if leg.source.share.is_idle]
+        effects: list[Effect] = [SendTo(link, message) for link in told if link != but]
+        one.aborts += bool(effects)
+        return effects
 
     def _end(self, one: ReceivingRoom, failure: HandoffFailure, now_ns: int) -> list[Effect]:
         if not one.progress.fail(failure, now_ns):
             return []
         self.counts[f"failed_{failure.counted}"] += 1
         one.next_abort_ns = now_ns + _AGAIN_NS
-        if one.blocks is None or not one.link:  # nothing can arrive
+        if one.blocks is None or not one.legs:  # nothing can arrive
             self._free(one)
         return []
+
+    def _free_drained(self, one: ReceivingRoom) -> None:
+        if one.drained and not one.landing:
+            self._free(one)
 
     def _free(self, one: ReceivingRoom) -> None:
         """Nothing arrives for a handoff any more: its blocks are the engine's again."""
@@ -460,7 +483,7 @@ class Receivers:
 
     def _forget(self, one: ReceivingRoom) -> None:
         """Take an ended handoff out of the table when nobody asks about it, and prefill is told."""
-        told = one.link or not one.peer
+        told = one.legs or not one.peer
         if one.closed and told and one.progress.ended and not self._is_holding(one):
             self._give_slot(one)
             self._rooms.pop(one.room, None)

@@ -1,12 +1,48 @@
 """What each side remembers of one room. Pure."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.handoff.places import Coverage
+from kvstore.handoff.messages import Announce, RenewRoom
+from kvstore.handoff.places import AUX_PLANE, Coverage, PushRange, pack_numbers
+from kvstore.handoff.shape import LinkShare
 from kvstore.handoff.states import HandoffProgress
+
+
+class LinkTarget(NamedTuple):
+    """Whom a link of prefill leads to.
+
+    Attributes:
+        instance: of the decode engine.
+        rank: its rank at the end of the link.
+        share: what it gets over the link.
+        receivers: all its ranks that get something from this rank of prefill, or are told that
+            they do not.
+    """
+
+    instance: bytes
+    rank: int
+    share: LinkShare
+    receivers: frozenset[int]
+
+
+class LinkSource(NamedTuple):
+    """Whom a link of decode leads to.
+
+    Attributes:
+        rank: of prefill.
+        share: what comes over the link.
+        data_rank: data-parallel rank of prefill that it belongs to.
+        data_ranks: how many there are.
+    """
+
+    rank: int
+    share: LinkShare
+    data_rank: int = 0
+    data_ranks: int = 1
 
 
 class SentPart(NamedTuple):
@@ -18,36 +54,81 @@ class SentPart(NamedTuple):
     generations: npt.NDArray[np.uint64]
 
 
+class SendingLeg:
+    """One room at prefill, towards one rank of decode."""
+
+    __slots__ = (
+        "done", "drained", "first", "gone", "left", "link", "slot", "submitted", "target", "there",
+        "waiting",
+    )  # fmt: skip
+
+    def __init__(self, link: bytes, target: LinkTarget) -> None:
+        self.link = link
+        self.target = target
+        self.there: list[int] | None = None  # its blocks, from position first on
+        self.first = self.slot = 0
+        self.left = 0  # planes of blocks that it needs and that were not pushed
+        self.submitted = self.waiting = 0  # jobs
+        self.done = self.drained = self.gone = False
+
+
 class SendingRoom:
     """One room at prefill; only :class:`~kvstore.handoff.sending.Senders` changes it."""
 
     __slots__ = (
-        "aux", "closed", "coverage", "drained", "first", "link", "opened", "parts", "progress",
-        "room", "said_ns", "slot", "submitted", "there", "token_count", "waiting",
+        "aux", "closed", "coverage", "legs", "opened", "parts", "progress", "room", "said_ns",
+        "token_count",
     )  # fmt: skip
 
     def __init__(self, room: int, progress: HandoffProgress) -> None:
         self.room = room
         self.progress = progress
-        self.link = b""  # of the decode engine that has spoken of the room
-        self.opened = self.closed = self.drained = False
+        self.legs: dict[bytes, SendingLeg] = {}  # link → leg, of ranks that have spoken of the room
+        self.opened = self.closed = False
         self.token_count = -1
         self.coverage: Coverage | None = None
-        self.parts: list[SentPart] = []  # not yet split: nothing is announced
+        self.parts: list[SentPart] = []  # not yet split: not all receivers have announced
         self.aux: bytes | None = None
-        self.there: list[int] | None = None  # the other side's blocks, from position first on
-        self.first = self.slot = 0
-        self.submitted = self.waiting = 0  # jobs
         self.said_ns = 0
+
+    @property
+    def submitted(self) -> int:
+        """Jobs that were submitted and have not ended."""
+        return sum(leg.submitted for leg in self.legs.values())
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have said nothing; only rank 0 is known before any has spoken."""
+        wanted = next((leg.target.receivers for leg in self.legs.values()), frozenset((0,)))
+        return sorted(wanted - {leg.target.rank for leg in self.legs.values()})
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether all ranks have announced that this one waits for."""
+        legs = list(self.legs.values())
+        told = sum(leg.there is not None for leg in legs)
+        return bool(legs) and told == len(legs[0].target.receivers)
+
+
+class ReceivingLeg:
+    """One room at decode, from one rank of prefill."""
+
+    __slots__ = ("coverage", "drained", "landing", "left", "source")
+
+    def __init__(self, source: LinkSource) -> None:
+        self.source = source
+        self.coverage: Coverage | None = None
+        self.left = 0  # planes of blocks that have not arrived
+        self.landing = 0  # heads whose bytes are being written
+        self.drained = source.share.is_idle
 
 
 class ReceivingRoom:
     """One room at decode; only :class:`~kvstore.handoff.receiving.Receivers` changes it."""
 
     __slots__ = (
-        "aborts", "aux_bytes", "aux_claimed", "blocks", "closed", "coverage", "drained", "first",
-        "first_token", "landing", "left", "link", "next_abort_ns", "peer", "progress", "room",
-        "said_ns", "slot", "token_count",
+        "aborts", "aux_bytes", "aux_claimed", "blocks", "closed", "first", "first_token", "legs",
+        "next_abort_ns", "peer", "progress", "room", "said_ns", "slot", "token_count",
     )  # fmt: skip
 
     def __init__(
@@ -55,15 +136,74 @@ class ReceivingRoom:
     ) -> None:
         self.room = room
         self.peer = peer
-        self.link = b""  # once there is one; it never changes
+        self.legs: dict[bytes, ReceivingLeg] = {}  # link → leg, once there are links
         self.token_count = token_count
         self.slot = slot  # of the aux data; -1 = given back
         self.progress = now
         self.first_token = self.first = 0
         self.blocks: list[int] | None = None  # from position first on; None = not announced
-        self.coverage: Coverage | None = None
-        self.left = 0  # planes of blocks that have not arrived
-        self.aux_claimed = self.closed = self.drained = False
+        self.aux_claimed = self.closed = False
         self.aux_bytes = -1  # how many have arrived
-        self.landing = 0  # heads whose bytes are being written
         self.said_ns = self.next_abort_ns = self.aborts = 0
+
+    def expect(self, leg: ReceivingLeg) -> None:
+        """The blocks are known: note what is to come over a leg."""
+        assert self.blocks is not None
+        share, stop = leg.source.share, self.first + len(self.blocks)
+        numbers = None if share.is_staged else np.array(self.blocks, dtype=np.int64)
+        leg.coverage = Coverage(len(share.planes), self.first, stop, numbers, share.planes.start)
+        leg.left = leg.coverage.missing
+
+    def said_to(self, leg: ReceivingLeg) -> RenewRoom | Announce:
+        """What a rank of prefill must know now; nothing is needed from one that sends no KV."""
+        if self.blocks is None:
+            return RenewRoom(self.room)
+        if not leg.source.share.planes:
+            return Announce(self.room, self.token_count, self.token_count, b"", self.slot)
+        packed = pack_numbers(self.blocks)
+        return Announce(self.room, self.token_count, self.first_token, packed, self.slot)
+
+    def claim(self, leg: ReceivingLeg, ranges: Sequence[PushRange], aux_bytes: int) -> bool:
+        """Note that ranges arrive; False, and nothing is noted, if one may not."""
+        assert leg.coverage is not None
+        share = leg.source.share
+        aux = [place for place in ranges if place.plane == AUX_PLANE]
+        blocks = [place for place in ranges if place.plane != AUX_PLANE]
+        if aux:
+            if not share.has_aux or (blocks and share.is_staged) or len(aux) > 1:
+                return False
+            if aux[0].first != self.slot or aux[0].size > aux_bytes or self.aux_claimed:
+                return False
+        if not leg.coverage.claim(blocks):
+            return False
+        self.aux_claimed = self.aux_claimed or bool(aux)
+        return True
+
+    def targets(
+        self, leg: ReceivingLeg, ranges: Sequence[PushRange]
+    ) -> tuple[list[int], list[npt.NDArray[np.int64]]]:
+        """First block, or slot, of each range that was claimed; and if staged, all its blocks."""
+        assert self.blocks is not None
+        targets = [
+            place.first if place.plane == AUX_PLANE else self.blocks[place.first - self.first]
+            for place in ranges
+        ]
+        if not leg.source.share.is_staged or ranges[0].plane == AUX_PLANE:
+            return targets, []
+        numbers = np.array(self.blocks, dtype=np.int64)
+        return targets, [numbers[at.first - self.first :][: at.size] for at in ranges]
+
+    @property
+    def landing(self) -> int:
+        """Heads whose bytes are being written."""
+        return sum(leg.landing for leg in self.legs.values())
+
+    @property
+    def left(self) -> int:
+        """Planes of blocks that have not arrived."""
+        return sum(leg.left for leg in self.legs.values())
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing more arrives from any rank."""
+        return all(leg.drained for leg in self.legs.values())

@@ -1,0 +1,72 @@
+"""Ranges of which only some heads are moved: gathered before they are sent, scattered after."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import mover
+from kvstore.handoff.effects import Landing, PushJob
+from kvstore.handoff.memory import HandoffPool, Places, seeds_of
+from kvstore.page import DIGEST_BYTES
+
+
+class Staging:
+    """Memory of one thread, as large as the largest list of ranges that was moved so far."""
+
+    def __init__(self) -> None:
+        self._memory = np.zeros(0, dtype=np.uint8)
+
+    def gather(self, pool: HandoffPool, job: PushJob) -> tuple[Places, bytes]:
+        """Copy the heads of a job from prefill's pool.
+
+        Returns:
+            Where each range is, until the next call; and 16 bytes of digest of each.
+        """
+        lengths = [job.share.range_bytes(place) for place in job.ranges]
+        places, rows = self.places(lengths), job.rows
+        digests = np.zeros((len(lengths), DIGEST_BYTES), dtype=np.uint8)
+        seeds = seeds_of(job.share.seed_of(job.room), job.ranges)
+        for these in _by_length(lengths):
+            pieces = pool.head_pieces(
+                [job.ranges[at].plane for at in these], [rows[at] for at in these], job.share.heads
+            )
+            addresses = np.array([places[at][0] for at in these], dtype=np.uint64)
+            digests[these] = mover.gather(addresses, lengths[these[0]], pieces, seeds[these])
+        return places, digests.tobytes()
+
+    def scatter(self, pool: HandoffPool, landing: Landing, places: Places) -> bool:
+        """Copy heads that have arrived at :meth:`places` into decode's pool.
+
+        Returns:
+            Whether all match their digests; if not, there is garbage in the blocks.
+        """
+        lengths = [length for _, length in places]
+        digests = np.frombuffer(landing.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+        seeds = seeds_of(landing.share.seed_of(landing.room), landing.ranges)
+        right = True
+        for these in _by_length(lengths):
+            pieces = pool.head_pieces(
+                [landing.ranges[at].plane for at in these],
+                [landing.rows[at] for at in these],
+                landing.share.heads,
+            )
+            addresses = np.array([places[at][0] for at in these], dtype=np.uint64)
+            ok = mover.scatter(addresses, lengths[these[0]], digests[these], seeds[these], pieces)
+            right = right and bool(ok.all())
+        return right
+
+    def places(self, lengths: Sequence[int]) -> Places:
+        """Memory for ranges of so many bytes; valid until the next call."""
+        total = sum(lengths)
+        if total > len(self._memory):
+            self._memory = np.empty(total, dtype=np.uint8)
+        ends = np.cumsum(lengths, dtype=np.int64).tolist()
+        base = int(self._memory.ctypes.data)
+        return [(base + end - size, size) for end, size in zip(ends, lengths, strict=True)]
+
+
+def _by_length(lengths: Sequence[int]) -> list[npt.NDArray[np.intp]]:
+    """Indices of equal lengths: the mover takes pages of one length."""
+    numbers = np.array(lengths, dtype=np.int64)
+    return [np.flatnonzero(numbers == length) for length in np.unique(numbers)]
