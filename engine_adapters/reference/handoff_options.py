@@ -1,14 +1,18 @@
 """What an engine needs to push or to be pushed to, and what it says about a push."""
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine_adapters.reference.metrics import Metrics
 from engine_adapters.reference.pool import PagedPool
 from engine_adapters.reference.prefix_tree import BlockAllocator
+from engine_adapters.reference.rank_pushes import JointProgress
 from kvstore.engine.transfer import HandoffReport
 from kvstore.handoff.memory import HandoffPool
-from kvstore.handoff.states import HandoffProgress, Patience
+from kvstore.handoff.ranks import INSTANCE_BYTES, RankGroup
+from kvstore.handoff.states import Patience
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +23,8 @@ class HandoffOptions:
         secret: shared by all engines that push to each other, at least 16 bytes.
         host: IP address to listen at, and to be reached at; only prefill listens.
         registry_port: of the registry; 0 = any free one.
-        port: of messages and KV; 0 = any free one.
+        port: of messages and KV of the first rank; the others have those after it; 0 = any free
+            ones.
         patience: deadlines.
     """
 
@@ -39,14 +44,22 @@ class PushParts(NamedTuple):
     allocator: BlockAllocator
     metrics: Metrics
 
-    def handoff_pool(self) -> HandoffPool:
-        """The pool with the generations of its blocks."""
+    def handoff_pool(self, rank: int) -> HandoffPool:
+        """The pool of a rank with the generations of its blocks."""
         return HandoffPool(
-            self.pool.for_transfers(), self.pool.block_tokens, self.allocator.generations
+            self.pool.for_transfers(rank),
+            self.pool.block_tokens,
+            self.allocator.generations,
+            heads=self.pool.heads(rank),
         )
 
+    def groups(self, pools: Sequence[HandoffPool]) -> list[RankGroup]:
+        """For each rank, what it must know of the others."""
+        parts, instance = tuple(pool.shape.part for pool in pools), os.urandom(INSTANCE_BYTES)
+        return [RankGroup(rank, parts, instance) for rank in range(len(parts))]
 
-def report_of(progress: HandoffProgress, wrong: str = "") -> HandoffReport:
+
+def report_of(progress: JointProgress, wrong: str = "") -> HandoffReport:
     """What an answer says about a push that has ended.
 
     Args:
@@ -63,7 +76,7 @@ def report_of(progress: HandoffProgress, wrong: str = "") -> HandoffReport:
     )
 
 
-def count_push(metrics: Metrics, progress: HandoffProgress, wrong: str = "") -> None:
+def count_push(metrics: Metrics, progress: JointProgress, wrong: str = "") -> None:
     """Count a push that has ended; the arguments are those of :func:`report_of`.
 
     A code that is unknown counts as ``other``.
@@ -77,7 +90,7 @@ def count_push(metrics: Metrics, progress: HandoffProgress, wrong: str = "") -> 
         metrics.handoff_seconds.labels(name.lower()).inc(seconds)
 
 
-def _outcome(progress: HandoffProgress, wrong: str) -> tuple[str, str]:
+def _outcome(progress: JointProgress, wrong: str) -> tuple[str, str]:
     """State and code; the code is empty after a success."""
     assert progress.ended
     if progress.failure is not None:

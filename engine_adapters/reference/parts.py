@@ -15,6 +15,7 @@ from engine_adapters.reference.pushing import PrefillPushes
 from engine_adapters.reference.scheduler import Limits, Scheduler
 from engine_adapters.reference.store import StoreAdapter
 from kvstore.client.store import KVStore
+from kvstore.errors import InvalidArgument
 from kvstore.page import CanonicalLayout, ShardSpec, SpaceIdentity
 
 Mode = Literal["mono", "prefill", "decode"]
@@ -29,6 +30,7 @@ class EngineOptions:
         page_tokens: a multiple of ``block_tokens``.
         prefix_cache: keep the pages of ended requests for later ones.
         kv_hashes: hash each prompt's K/V (a few milliseconds per 1,000 tokens of the demo model).
+        ranks: pools that share the K/V heads; only 1 with a store.
     """
 
     model: str = "tiny"
@@ -38,6 +40,7 @@ class EngineOptions:
     page_tokens: int = 64
     prefix_cache: bool = True
     kv_hashes: bool = True
+    ranks: int = 1
     limits: Limits = field(default_factory=Limits)
 
 
@@ -84,9 +87,15 @@ def build(
     """Make the parts of an engine; see :class:`Engine` for the arguments.
 
     Raises:
-        InvalidArgument: the engine cannot listen where ``handoff`` says.
+        InvalidArgument: the engine cannot listen where ``handoff`` says, or the model has no such
+            ranks, or none with a store.
     """
     config = MODELS[options.model]
+    if options.ranks < 1 or config.kv_heads % options.ranks:
+        what = f"{options.ranks} does not divide the {config.kv_heads} K/V heads of {config.name}"
+        raise InvalidArgument("ranks", what)
+    if store is not None and options.ranks > 1:
+        raise InvalidArgument("ranks", f"{options.ranks}: with a store only 1")
     identity = SpaceIdentity(
         model=f"reference-{config.name}",
         revision=config.revision,
@@ -94,7 +103,7 @@ def build(
         page_tokens=options.page_tokens,
     )
     metrics = Metrics()
-    pool = PagedPool(config, options.blocks, options.block_tokens)
+    pool = PagedPool(config, options.blocks, options.block_tokens, options.ranks)
     allocator = BlockAllocator(options.blocks)
     page_blocks = options.page_tokens // options.block_tokens
     tree = PrefixTree(allocator, page_blocks) if options.prefix_cache else None

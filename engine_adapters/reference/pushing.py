@@ -15,10 +15,11 @@ from engine_adapters.reference.handoff_options import (
     report_of,
 )
 from engine_adapters.reference.push_queues import PrefillQueues
+from engine_adapters.reference.rank_pushes import RankSenders, joint_status
 from engine_adapters.reference.request import Request, State
 from kvstore.errors import KVStoreError
 from kvstore.handoff.aux_data import AuxData, prompt_digest
-from kvstore.handoff.prefill import PrefillManager, Sender
+from kvstore.handoff.prefill import PrefillManager
 from kvstore.handoff.registry import HandoffRegistry
 from kvstore.handoff.states import HandoffStatus
 from kvstore.handoff.states import State as PushState
@@ -34,7 +35,7 @@ class _Outgoing:
     """
 
     request: Request
-    sender: Sender
+    sender: RankSenders
     blocks: list[int] = field(default_factory=list)
     is_stopped: bool = False
 
@@ -42,7 +43,7 @@ class _Outgoing:
 class _Piece(NamedTuple):
     """Blocks that a step completes."""
 
-    sender: Sender
+    sender: RankSenders
     positions: range
     blocks: list[int]
 
@@ -77,23 +78,32 @@ class PrefillPushes:
         self._allocator = parts.allocator
         self._metrics = parts.metrics
         self._queues = queues
-        self._begun: dict[Request, Sender] = {}  # not read from the inbox yet
+        self._begun: dict[Request, RankSenders] = {}  # not read from the inbox yet
         self._pushes: dict[Request, _Outgoing] = {}
         self._registry = HandoffRegistry(options.host, options.registry_port, options.secret)
         self.registry = self._registry.url
+        pools = [parts.handoff_pool(rank) for rank in range(parts.pool.ranks)]
+        managers: list[PrefillManager] = []
         try:
-            self._manager = PrefillManager(
-                parts.handoff_pool(),
-                parts.space,
-                options.secret,
-                registry=self.registry,
-                host=options.host,
-                port=options.port,
-                patience=options.patience,
-            )
+            for rank, group in enumerate(parts.groups(pools)):
+                managers.append(
+                    PrefillManager(
+                        pools[rank],
+                        parts.space,
+                        options.secret,
+                        registry=self.registry,
+                        host=options.host,
+                        port=options.port and options.port + rank,
+                        patience=options.patience,
+                        group=group,
+                    )
+                )
         except KVStoreError:
+            for manager in managers:
+                manager.close()
             self._registry.close()
             raise
+        self._managers = managers
 
     # Any thread
 
@@ -105,7 +115,7 @@ class PrefillPushes:
             CapacityError: too many pushes are under way.
         """
         assert request.push is not None
-        self._begun[request] = self._manager.sender(request.push.room, request.prompt_tokens)
+        self._begun[request] = RankSenders(self._managers, request.push.room, request.prompt_tokens)
 
     def withdraw(self, request: Request) -> None:
         """The request was not submitted after all."""
@@ -115,7 +125,7 @@ class PrefillPushes:
 
     def describe(self) -> list[HandoffStatus]:
         """Where each push is."""
-        return self._manager.describe()
+        return joint_status([manager.describe() for manager in self._managers])
 
     # Step thread
 
@@ -215,7 +225,8 @@ class PrefillPushes:
 
     def close(self) -> None:
         """End all pushes; afterwards nothing reads the pool."""
-        self._manager.close()
+        for manager in self._managers:
+            manager.close()
         self._registry.close()
         for push in list(self._pushes.values()):
             self._let_go(push)
