@@ -5,14 +5,15 @@ after each layer. ``push/block16/...``: the KV of such a prompt (33 MB, blocks o
 pool to pool, digests on, both managers in this process, beside two bare TCP sockets in this process
 that move the same bytes. ``send/p50`` is what one layer of 512 tokens costs the step thread,
 ``poll/64`` a poll of 64 handoffs. ``abort/others``: nine of ten pushes while one is aborted, beside
-the same nine when none is.
+the same nine when none is. ``reshard/...``: the KV of such a prompt between engines of unequal
+ranks, beside the same from one rank to one.
 """
 
 import argparse
 import re
 import sys
 
-from bench import handoff_pools, handoff_ttft
+from bench import handoff_pools, handoff_reshard, handoff_ttft
 from bench.measure import Progress, Report
 
 
@@ -31,6 +32,8 @@ def run(options: argparse.Namespace) -> int:
         "send/p50": handoff_pools.sends,
         "poll/64": handoff_pools.polls,
         "abort/others": handoff_pools.aborts,
+        "reshard/2to1": handoff_reshard.reshards,
+        "reshard/1to2": handoff_reshard.reshards,
         "ttft": handoff_ttft.results,
     }
     cases = {name: measure for name, measure in every.items() if options.cases.search(name)}

@@ -327,6 +327,7 @@ class Receivers:
             layer = Layer.TRANSPORT
             return self._fail(one, code, layer, why, now_ns)
         one.progress.heard(now_ns)
+        self.counts["ranges"] += len(landing.ranges)
         for place in landing.ranges:
             if place.plane == AUX_PLANE:
                 one.aux_bytes = place.size
