@@ -8,7 +8,7 @@ are here within 20 ms of the engine's write, through the Conductor and through t
 turns; ``cpu`` is CPU time for a token, beside that of the relay. ``…/long``: the same
 while two prompts of 131,072 tokens come each second.
 
-``schedule/1000``: 64 prefill and 64 decode engines are full, 1,000 requests with prefixes of
+``schedule/1000/POLICY``: 64 prefill and 64 decode engines are full, 1,000 requests with prefixes of
 different length everywhere wait, and one engine comes free.
 """
 
@@ -29,16 +29,17 @@ from bench.conductor_front import (
 )
 from bench.conductor_schedule import scheduled
 from bench.measure import Progress, Report, Result, percentile
+from conductor.routing.policy import POLICIES
 
+_SCHEDULE: Final = "schedule/1000"
 ASKED: Final = {
-    "schedule/1000/p99": 10.0,
+    **{f"{_SCHEDULE}/{policy}/p99": 10.0 for policy in POLICIES},
     "front/added-ttft/p50": 3.0,
     "front/added-ttft/p99": 10.0,
     "front/streams": 0.99,
     "front/streams/cpu": 1.5,
     "front/streams/long": 0.98,
 }
-_SCHEDULE: Final = "schedule/1000/p99"
 _RELAY: Final = "bare relay"
 
 
@@ -72,9 +73,10 @@ def run(options: argparse.Namespace) -> int:
         return 2
     groups = {name.rpartition("/p")[0] or name.removesuffix("/cpu") for name in wanted}
     with Report(json=options.json) as report, Progress("conductor", len(groups)) as progress:
-        if "schedule/1000" in groups:
-            progress.step("schedule/1000")
-            report.add(_schedule())
+        for policy in POLICIES:
+            if f"{_SCHEDULE}/{policy}" in groups:
+                progress.step(f"{_SCHEDULE}/{policy}")
+                report.add(_schedule(policy))
         if any(name.startswith("front/") for name in groups):
             try:
                 with servers() as at:
@@ -87,10 +89,10 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _schedule() -> ConductorResult:
-    times = scheduled()
+def _schedule(policy: str) -> ConductorResult:
+    name, times = f"{_SCHEDULE}/{policy}/p99", scheduled(policy)
     wall, cpu = percentile(times.wall, 99), percentile(times.cpu, 99)
-    return ConductorResult(_SCHEDULE, wall, "ms", asked=ASKED[_SCHEDULE], cpu_ms=cpu)
+    return ConductorResult(name, wall, "ms", asked=ASKED[name], cpu_ms=cpu)
 
 
 def _front(

@@ -12,13 +12,15 @@ from conductor.routing.dispatcher import Dispatcher, DispatchLimits, Request
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.policy import POLICIES
 from conductor.routing.scheduler import Scheduler
+from kvstore.index.layout import Words
 
 ENGINES: Final = 64
 """Of each role."""
 PLACES: Final = 8
 WAITING: Final = 1_000
 ROUNDS: Final = 300
-_POLICY: Final = "longest-prefix"
+_DOCUMENTS: Final = 64
+"""Prefixes that prompts have in common."""
 _TOKENS: Final = 20_000
 _PAGE_TOKENS: Final = 64
 _WAIT_S: Final = 1e9
@@ -31,8 +33,8 @@ class Times(NamedTuple):
     cpu: list[float]
 
 
-def scheduled(rounds: int = ROUNDS) -> Times:
-    """Times from the end of a request to what is decided then.
+def scheduled(policy: str, rounds: int = ROUNDS) -> Times:
+    """Times from the end of a request to what is decided then by a policy.
 
     A round is what the queue does: a place is released, the prefixes of who could get it are
     learned (they are at hand: looking them up is another case), and the dispatcher decides. The
@@ -43,16 +45,17 @@ def scheduled(rounds: int = ROUNDS) -> Times:
     for role in (Role.PREFILL, Role.DECODE):
         for at in range(ENGINES):
             registry.register(_engine(f"{role}-{at}", role), 0.0)
-    scheduler = Scheduler(POLICIES[_POLICY])
+    scheduler = Scheduler(POLICIES[policy])
     limits = DispatchLimits(WAITING + 1, _WAIT_S, 3)
     dispatcher = Dispatcher(registry, scheduler, limits)
     names = [engine.info.id for engine in registry]
-    matches = [_matches(names, random) for _ in range(64)]
+    matches = [_matches(names, random) for _ in range(_DOCUMENTS)]
+    keys = random.integers(1, 1 << 63, (_DOCUMENTS, _TOKENS // _PAGE_TOKENS), dtype=np.uint64)
     running: list[tuple[int, str]] = []
     number = 0
     while len(dispatcher) < WAITING:
         number += 1
-        dispatcher.arrive(_request(number))
+        dispatcher.arrive(_request(number, keys))
         _decide(dispatcher, matches, running)
     times = Times([], [])
     for _ in range(rounds):
@@ -64,7 +67,7 @@ def scheduled(rounds: int = ROUNDS) -> Times:
         times.cpu.append(1e3 * (time.thread_time() - cpu_began))
         times.wall.append(1e3 * (time.perf_counter() - began))
         number += 1
-        dispatcher.arrive(_request(number))
+        dispatcher.arrive(_request(number, keys))
         _decide(dispatcher, matches, running)
     return times
 
@@ -89,8 +92,14 @@ def _matches(names: list[str], random: np.random.Generator) -> dict[str, Prefix]
     }
 
 
-def _request(number: int) -> Request:
-    return Request(number=number, model="m", arrived=0.0, tokens=_TOKENS)
+def _request(number: int, documents: Words) -> Request:
+    """A prompt that has a part of a document with others in common."""
+    keys = documents[number % len(documents)].copy()
+    keys[len(keys) * (number % 7) // 7 :] += np.uint64(number)
+    session = f"s{number % 100}"
+    return Request(
+        number=number, model="m", arrived=0.0, tokens=_TOKENS, keys=keys, session=session
+    )
 
 
 def _engine(name: str, role: Role) -> EngineInfo:

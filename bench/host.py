@@ -4,30 +4,24 @@ A second process runs the node; digests are on. ``put/8MiB/x16`` is one call wit
 waited for; ``get`` copies into buffers, ``view`` verifies pages where they are and gives them back.
 In ``busy`` cases another thread of this process runs Python all the time (but not while the bound
 is measured). ``roundtrip/p50`` is a ping; ``lookup/N`` asks for N keys that are all there;
-``bystander/CASE`` is what another engine notices meanwhile, see :mod:`bench.host_bystander`.
+``bystander/CASE`` is what another engine notices meanwhile, see :mod:`bench.host_bystander`;
+``peer/…`` is the same put or get beside another store's, see :mod:`bench.host_mooncake`.
 """
 
 import argparse
 import re
 import sys
-from itertools import count
 from statistics import median
-from time import perf_counter
 from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from bench import host_bystander, measure, ping_pong, server
+from bench import host_bystander, host_mooncake, measure, ping_pong, server
 from bench.busy import BusyThread
-from bench.host_pages import MIB, SHAPES, Shape, open_space, random_keys
+from bench.host_pages import MIB, SHAPES, PageCalls, Shape, open_space, random_keys
 from bench.measure import Measured, Memcpy, Progress, Report
 from kvstore import wire
 from kvstore.client.store import KVStore
-from kvstore.page import PrefixKeys
-
-Buffers = list[npt.NDArray[np.uint8]]
-"""One array of ``page_bytes`` for each page of a call."""
 
 POOL_MIB: Final = 1024
 POOL_MIB_MIN: Final = 64
@@ -49,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="at least so long a case")
     parser.add_argument("--cases", type=re.compile, default=re.compile(""), metavar="REGEX",
                         help="only cases in whose names it is found")  # fmt: skip
+    parser.add_argument("--peers", choices=("none", "mooncake"), default="none",
+                        help="also move pages beside this store's client")  # fmt: skip
     parser.add_argument("--pool-mib", type=int, default=POOL_MIB, help="memory of the node")
 
 
@@ -58,7 +54,9 @@ def run(options: argparse.Namespace) -> int:
     asks = {"roundtrip/p50": 0} | {f"lookup/{count}": count for count in LOOKUP_COUNTS}
     asks = {name: count for name, count in asks.items() if options.cases.search(name)}
     beside = [*filter(options.cases.search, host_bystander.names())]
-    total = sum(map(len, moves.values())) + len(asks) + len(beside)
+    peers = host_mooncake.names() if options.peers == "mooncake" else []
+    peers = [*filter(options.cases.search, peers)]
+    total = sum(map(len, moves.values())) + len(asks) + len(beside) + len(peers)
     if not total:
         sys.stderr.write(f"no case is called so: {options.cases.pattern}\n")
         return 2
@@ -80,6 +78,10 @@ def run(options: argparse.Namespace) -> int:
         for name in beside:
             progress.step(name)
             report.add(host_bystander.measured(name, options.seconds))
+        for name in peers:
+            progress.step(name)
+            for result in host_mooncake.results(name, options.seconds, pool_bytes):
+                report.add(result)
     return 0
 
 
@@ -97,82 +99,10 @@ class Bench(NamedTuple):
 # Moving pages
 
 
-class Calls:
-    """Calls that move pages of one shape; each goes on where the last one ended.
-
-    Args:
-        store: of the node.
-        shape: what a call moves.
-        memory_bytes: of each side in this process; a whole number of calls.
-        cold: take buffers to copy into that have never been touched.
-
-    Attributes:
-        prompts: keys of what ``get`` and ``view`` read, one run a call.
-    """
-
-    def __init__(
-        self, store: KVStore, shape: Shape, memory_bytes: int, *, cold: bool = False
-    ) -> None:
-        self.shape = shape
-        self.prompts: list[PrefixKeys] = []
-        self._space = open_space(store, shape)
-        self._random = np.random.default_rng()
-        self._sources = _cut(measure.prefaulted(memory_bytes), shape)
-        target = np.empty(memory_bytes, np.uint8) if cold else measure.prefaulted(memory_bytes)
-        self._targets = _cut(target, shape)
-        self._turn = count()
-
-    def fill(self) -> None:
-        """Store what ``get`` and ``view`` read, and look at all of it once."""
-        self.prompts = [self._fresh_keys() for _ in self._sources]
-        for keys, pages in zip(self.prompts, self._sources, strict=True):
-            assert self._space.put(keys, pages).stored == self.shape.pages
-        for _ in self.prompts:
-            self.view()
-
-    def put(self) -> float:
-        """Store pages under new keys; seconds."""
-        keys = self._fresh_keys()
-        pages = self._sources[next(self._turn) % len(self._sources)]
-        start = perf_counter()
-        result = self._space.put(keys, pages)
-        seconds = perf_counter() - start
-        assert result.stored == self.shape.pages, f"{result}: not all {self.shape.pages} pages"
-        return seconds
-
-    def get(self) -> float:
-        """Copy stored pages into buffers; seconds."""
-        turn = next(self._turn) % len(self.prompts)
-        keys, buffers = self.prompts[turn], self._targets[turn]
-        start = perf_counter()
-        pages = self._space.get(keys, out=buffers)
-        seconds = perf_counter() - start
-        assert pages == self.shape.pages, f"{pages} pages, not {self.shape.pages}"
-        return seconds
-
-    def view(self) -> float:
-        """Look at stored pages, verified, and give them back; seconds."""
-        keys = self.prompts[next(self._turn) % len(self.prompts)]
-        start = perf_counter()
-        with self._space.get(keys) as views:
-            pages = len(views)
-        seconds = perf_counter() - start
-        assert pages == self.shape.pages, f"{pages} pages, not {self.shape.pages}"
-        return seconds
-
-    def _fresh_keys(self) -> PrefixKeys:
-        return random_keys(self._space, self.shape.pages, self._random)
-
-
-def _cut(memory: npt.NDArray[np.uint8], shape: Shape) -> list[Buffers]:
-    pages = list(memory.reshape(-1, shape.page_bytes))
-    return [pages[at : at + shape.pages] for at in range(0, len(pages), shape.pages)]
-
-
 def _move(bench: Bench, shape: Shape, names: list[str]) -> None:
     """Measure the cases ``names`` of one shape."""
     fitting = bench.pool_bytes // 2 // shape.call_bytes * shape.call_bytes
-    calls = Calls(bench.store, shape, min(measure.working_set_bytes(shape.call_bytes), fitting))
+    calls = PageCalls(bench.store, shape, min(measure.working_set_bytes(shape.call_bytes), fitting))
     memcpy = Memcpy(shape.page_bytes, shape.pages)
     for _ in range(bench.pool_bytes // shape.call_bytes):
         calls.put()  # from here on the pool is full, all of it touched, and each put evicts
@@ -195,12 +125,12 @@ def _cold(shape: Shape) -> str:
     seconds: dict[str, float] = {}
     with server.running(pool_bytes, prefault=False) as address:
         with server.connected(address) as store:
-            writer = Calls(store, shape, shape.call_bytes)
+            writer = PageCalls(store, shape, shape.call_bytes)
             seconds["put"] = writer.put()
             writer.fill()
         for verb in ("get", "view"):
             with server.connected(address) as store:  # maps the memory anew
-                reader = Calls(store, shape, shape.call_bytes, cold=True)
+                reader = PageCalls(store, shape, shape.call_bytes, cold=True)
                 reader.prompts = writer.prompts
                 seconds[verb] = getattr(reader, verb)()
     figures = ", ".join(f"{verb} {shape.call_bytes / it / 1e9:.2f}" for verb, it in seconds.items())

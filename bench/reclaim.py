@@ -110,7 +110,6 @@ class Cache:
 
     def log_stats(self) -> LogStats:
         """Of the disk."""
-        assert self.table.disk is not None
         return self.table.disk.log.stats()
 
     def unreachable(self) -> int:
@@ -125,7 +124,7 @@ class Cache:
 
     def _serve(self, keys: list[PrefixKey]) -> None:
         run = self.table.residents.ready_run(self.space, 0, b"".join(keys))
-        if self.table.disk is not None:
+        if self.table.disk.exists:
             run = run[: next((i for i, node in enumerate(run) if not node.disk), len(run))]
         self.hits += len(run)
         self.table.moment.tick += 1
@@ -143,7 +142,7 @@ class Cache:
 
     def _end_jobs(self) -> None:
         disk = self.table.disk
-        while disk is not None and (disk.jobs or disk.busy):
+        while disk.jobs or disk.busy:
             disk.advance(0)  # the pages of a segment leave in turns
             jobs = list(disk.jobs)
             disk.jobs.clear()

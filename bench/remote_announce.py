@@ -20,8 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from bench import measure, server
-from bench.host import Calls
-from bench.host_pages import SHAPES, random_keys
+from bench.host_pages import SHAPES, PageCalls, random_keys
 from bench.measure import Report, Result
 from bench.store_programs import NoProgramError
 from bench.store_servers import ForgetfulRedisServer
@@ -184,13 +183,13 @@ def _puts(redis: ForgetfulRedisServer, seconds: float) -> Result:
         both = []
         for at in (redis, None):
             store = undo.enter_context(node(at))
-            calls = Calls(store, shape, measure.working_set_bytes(shape.call_bytes) // 4)
+            calls = PageCalls(store, shape, measure.working_set_bytes(shape.call_bytes) // 4)
             for _ in range(POOL_BYTES // shape.call_bytes):
                 calls.put()
             both.append((store, calls))
         (announcing, case), (alone, bound) = both
 
-        def beside(store: KVStore, calls: Calls) -> float:
+        def beside(store: KVStore, calls: PageCalls) -> float:
             with _other_client(store):
                 return sum(calls.put() for _ in range(8)) / 8
 

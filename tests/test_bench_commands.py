@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench import host, host_bystander, host_pages, index, remote
+from bench import host, host_bystander, host_mooncake, host_pages, index, remote
 from bench.index_feed import messages
 from bench.index_fleet import Fleet
 
@@ -83,6 +83,23 @@ def test_host_measures_what_a_bystander_notices_and_leaves_no_process(monkeypatc
     assert result["case"] == "bystander/clear"
     assert_keeps_the_contract(result)
     assert not children(mark)
+
+
+def test_host_stands_beside_mooncake_with_every_shape():
+    shapes = [shape.name for shape in host_pages.SHAPES]
+    assert host_mooncake.names() == [
+        f"peer/{verb}/{shape}" for shape in shapes for verb in ("put", "get")
+    ]
+
+
+def test_peers_are_measured_only_if_asked_for():
+    run = subprocess.run(
+        [sys.executable, "-m", "bench", "host", "--cases", "^peer/"],
+        capture_output=True, text=True, timeout=50, cwd=ROOT, check=False,
+    )  # fmt: skip
+
+    assert run.returncode == 2
+    assert "no case is called so: ^peer/" in run.stderr
 
 
 def test_bystanders_stand_beside_all_that_a_node_does_for_others():

@@ -84,10 +84,11 @@ class SecondsChooser:
         self._has_room = has_room
         self._least = least
         self._late = policy.binds is Binding.LATE
-        self._prices = Prices(view.costs, view.ids, policy.fetches)
+        self._prices = Prices(view.costs, policy.fetches)
         self._rows = {name: row for row, name in enumerate(view.ids)}
         self._choices: dict[Key, _Choices] = {}
         self._in_vain: Counter[Key] = Counter()
+        self._roomless: set[Key] = set()  # no first engine has a place; places only get fewer
 
     def choose(
         self, waiting: Waiting, row: int, pairs: Callable[[], Pairs], now: float
@@ -109,8 +110,10 @@ class SecondsChooser:
         bound = self.bound(waiting, row)
         if bound in choices.firsts:
             takers = {bound} if self._has_room(bound) else set[int]()
-            if not takers and waiting.waits_long(row, now):
+            if not takers and key not in self._roomless and waiting.waits_long(row, now):
                 takers = set(filter(self._has_room, choices.firsts))
+                if not takers:
+                    self._roomless.add(key)
             if not takers:
                 return ChosenEngines(waits_for=bound)
             only = [([one for one in some if one in takers], then) for some, then in choices.pairs]
@@ -118,7 +121,7 @@ class SecondsChooser:
         in_vain = self._late and (not choices.free or self._in_vain[key] >= _IN_VAIN_MAX)
         if not choices.firsts or in_vain:
             return ChosenEngines(full=True)
-        prompt = _prompt(waiting, row)
+        prompt = self._prompt(waiting, row)
         priced = self._prices.pairs(prompt, choices.pairs)
         costs = self._policy.costs(waiting, row, _NO_OFFERS._replace(terms=priced.terms))
         first = self._least((*costs, self._full(choices.firsts)), list(choices.firsts))
@@ -137,13 +140,17 @@ class SecondsChooser:
         self._choices.clear()
         return ChosenEngines(first, second, priced)
 
+    def _prompt(self, waiting: Waiting, row: int) -> Prompt:
+        found = waiting.prefixes(row, self._view.ids)
+        return Prompt(waiting.tokens[row] or 0, found.usable, found.peer, waiting.keys[row])
+
     def _full(self, rows: Iterable[int]) -> Column:
         """1 for engines without room."""
         return np.array([not self._has_room(row) for row in rows], dtype=np.float64)
 
     def receiver(self, waiting: Waiting, row: int, seconds: Sequence[int]) -> int:
         """Row of the best of some engines to decode a request whose KV was computed elsewhere."""
-        return self._least(self._prices.receiving(seconds, _prompt(waiting, row)), seconds)
+        return self._least(self._prices.receiving(seconds, self._prompt(waiting, row)), seconds)
 
     def bound(self, waiting: Waiting, row: int) -> int:
         """Row of the engine for which a request waits; negative = none."""
@@ -156,14 +163,10 @@ class SecondsChooser:
 
     def least_s(self, waiting: Waiting, row: int, firsts: list[int]) -> float:
         """Seconds of a prompt at that of some engines that needs the fewest, queues left out."""
-        terms = self._prices.pairs(_prompt(waiting, row), [(firsts, [])]).terms
+        terms = self._prices.pairs(self._prompt(waiting, row), [(firsts, [])]).terms
         return float((terms.fetch_s + terms.prefill_s).min())
 
 
 def _positions(pairs: Pairs) -> dict[int, int]:
     """The position of each first engine among all."""
     return {one: at for at, one in enumerate(one for some, _ in pairs for one in some)}
-
-
-def _prompt(waiting: Waiting, row: int) -> Prompt:
-    return Prompt(waiting.tokens[row] or 0, waiting.matches[row], waiting.keys[row])

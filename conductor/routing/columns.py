@@ -5,7 +5,7 @@ the index knows of a prompt was looked up before.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -111,6 +111,40 @@ class View:
     costs: CostColumns | None = None
 
 
+class PrefixColumns(NamedTuple):
+    """How much of one prompt each engine of a view has, in columns of tokens.
+
+    Attributes:
+        ids: of the engines.
+        matches: of which these columns are made.
+        numbers: int64 [4, engines]: local, node, usable and peer tokens.
+        usable: of these, the usable ones, float64.
+        peer: likewise.
+    """
+
+    ids: Sequence[str]
+    matches: Matches
+    numbers: Numbers
+    usable: Column
+    peer: Column
+
+    @property
+    def local(self) -> Numbers:
+        """Tokens in each engine's own cache; int64."""
+        local: Numbers = self.numbers[0]
+        return local
+
+
+def prefix_columns(matches: Matches, ids: Sequence[str]) -> PrefixColumns:
+    """The prefixes of one prompt at these engines."""
+    numbers = np.zeros((4, len(ids)), dtype=np.int64)
+    if matches:
+        found = [matches.get(one, NO_PREFIX) for one in ids]
+        numbers[:] = np.array([(one.local, one.node, one.usable, one.peer) for one in found]).T
+    usable, peer = numbers[2:].astype(np.float64)
+    return PrefixColumns(ids, matches, numbers, usable, peer)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
     """Waiting requests, in columns, in order of arrival.
@@ -120,6 +154,7 @@ class Waiting:
         models: requested models, or LoRA adapters.
         arrived: times of arrival, seconds.
         deadlines: times from which on they are rejected instead of held.
+        halves: times at which half of the time until then has passed.
         excluded: ids of the engines at which each has already failed.
         tokens: tokens of their prompts; None = unknown.
         keys: a chain value for each leading page of their prompts, uint64; empty = unknown. Those
@@ -129,15 +164,19 @@ class Waiting:
         sessions: conversations that they belong to; empty = unknown.
         matches: how much of each prompt each engine has, as it was looked up last.
         least_s: seconds of each prompt at the engine that needs the fewest, queues left out, as of
-            then; 0 = unknown. Empty if the policy does not use costs.
-        bound: the engine for which each waits if it has been chosen already; else empty. Empty if
-            no policy chooses so.
+            then; 0 = unknown.
+        bound: the engine for which each waits if it has been chosen already; else empty.
+        kinds: equal for those of one model that have failed at the same engines, and wait for the
+            same one.
+        of_kind: how many there are of each kind.
+        found: what :meth:`prefixes` has said of each; None = nothing yet.
     """
 
     numbers: Sequence[int]
     models: Sequence[str]
     arrived: Sequence[float]
     deadlines: Sequence[float]
+    halves: Sequence[float]
     excluded: Sequence[frozenset[str]]
     tokens: Sequence[int | None]
     keys: Sequence[Words]
@@ -145,15 +184,25 @@ class Waiting:
     tenants: Sequence[str]
     sessions: Sequence[str]
     matches: list[Matches]
-    least_s: list[float] = field(default_factory=list)
-    bound: Sequence[str] = ()
+    least_s: list[float]
+    bound: list[str]
+    found: list[PrefixColumns | None]
+    kinds: Sequence[int]
+    of_kind: Mapping[int, int]
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def waits_long(self, row: int, now: float) -> bool:
         """Whether half of the time until the deadline of a request has passed."""
-        return now >= (self.arrived[row] + self.deadlines[row]) / 2
+        return now >= self.halves[row]
+
+    def prefixes(self, row: int, ids: Sequence[str]) -> PrefixColumns:
+        """The prefixes of one prompt at these engines; kept until it is looked up again."""
+        known = self.found[row]
+        if known is None or known.ids is not ids or known.matches is not self.matches[row]:
+            known = self.found[row] = prefix_columns(self.matches[row], ids)
+        return known
 
 
 class Terms(NamedTuple):

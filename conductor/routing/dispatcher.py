@@ -21,14 +21,10 @@ considered, and never at that engine.
 Pure: the caller passes the time. The asyncio queue is one caller, a simulator is another.
 """
 
-import bisect
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
-
-import numpy as np
 
 from conductor.costs.book import CostBook
 from conductor.routing.binding import AHEAD_S
@@ -36,6 +32,8 @@ from conductor.routing.choices import Assign, Continue, Effect, Hold, Reject
 from conductor.routing.columns import NO_KEYS, Matches, View, Waiting
 from conductor.routing.engines import EngineRegistry
 from conductor.routing.load import EngineLoads
+from conductor.routing.occupancy import Occupancy
+from conductor.routing.pending import WaitingRow, WaitingRows
 from conductor.routing.policy import Binding
 from conductor.routing.scheduler import Handoff, Scheduler
 from kvstore.index.layout import Words
@@ -141,14 +139,10 @@ class Dispatcher:
         self._stepped_at = -math.inf
         self._known: dict[int, _Known] = {}
         self._waiting: dict[int, _Known] = {}  # without an assignment
-        self._rows: Waiting | None = None  # these, as columns; None = they have changed
+        self._rows = WaitingRows()  # these, as columns
         self._arrived: dict[int, _Known] = {}  # whose KV waits for a decode engine
         self._refused: list[Reject] = []  # until the next step
-        self._in_flight: Counter[str] = Counter()
-        self._detached: Counter[str] = Counter()  # of these, places that belong to no request
-        self._promised: Counter[str] = Counter()
-        self._last_assigned: dict[str, int] = {}
-        self._assigned = 0
+        self._places = Occupancy()
         self._released_at: float | None = None
         self._pace_s = 1.0
         self._closed = False
@@ -159,7 +153,7 @@ class Dispatcher:
 
     def in_flight(self, engine_id: str) -> int:
         """Requests that have a place at an engine."""
-        return self._in_flight[engine_id]
+        return self._places.in_flight[engine_id]
 
     @property
     def requests_max(self) -> int:
@@ -175,12 +169,15 @@ class Dispatcher:
     @property
     def wake_at(self) -> float | None:
         """When :meth:`step` must be called at the latest; None = not before the next event."""
-        waiting = (*self._waiting.values(), *self._arrived.values())
-        halves = [(one.request.arrived + one.deadline) / 2 for one in waiting if one.bound]
-        times = [one.deadline for one in waiting] + [at for at in halves if at > self._stepped_at]
+        rows = self._rows.columns
+        arrived = [_row(one) for one in self._arrived.values()]
+        times = [min(rows.deadlines, default=math.inf), *(one.deadline for one in arrived)]
+        halves = [*zip(rows.halves, rows.bound, strict=True)]
+        halves += [(one.half, one.bound) for one in arrived]
+        times += [half for half, bound in halves if bound and half > self._stepped_at]
         if self._waiting and self._scheduler.policy.binds is Binding.LATE:
             return min(self.loads.free_at(AHEAD_S, self._stepped_at), *times)
-        return min(times, default=None)
+        return min(times) if self._waiting or arrived else None
 
     def arrive(self, request: Request) -> None:
         """A request arrives; it is rejected if too many wait, or after :meth:`close`."""
@@ -251,16 +248,16 @@ class Dispatcher:
         """Let a place of a request last until :meth:`give_back`, also when the request ends."""
         known = self._known[number]
         known.held.remove(engine_id)
-        self._detached[engine_id] += 1
+        self._places.detach(engine_id)
 
     def give_back(self, number: int, engine_id: str, now: float) -> None:
         """An engine has ended its part of a request whose place there was detached."""
-        _take(self._detached, engine_id)
+        self._places.undetach(engine_id)
         self._free(number, engine_id, now)
 
     def _free(self, number: int, engine_id: str, now: float) -> None:
         self.loads.left(number, engine_id, now)
-        _take(self._in_flight, engine_id)
+        self._places.free(engine_id)
         if self._released_at is not None:
             self._pace_s += _PACE_WEIGHT * (now - self._released_at - self._pace_s)
         self._released_at = now
@@ -290,7 +287,7 @@ class Dispatcher:
 
     def forget(self, engine_id: str) -> None:
         """An engine was removed; requests there keep their places until they are released."""
-        self._last_assigned.pop(engine_id, None)
+        self._places.forget(engine_id)
         self.loads.forget(engine_id)
 
     def close(self) -> None:
@@ -306,7 +303,7 @@ class Dispatcher:
         """
         if not self._waiting or not self._scheduler.policy.needs_prefixes:
             return []
-        waiting = self._waiting_rows()
+        waiting = self._rows.columns
         rows = self._scheduler.due(self.view(now), waiting, now)
         return [(waiting.numbers[row], waiting.models[row]) for row in rows]
 
@@ -314,9 +311,7 @@ class Dispatcher:
         """How much of the prompt of a waiting request each engine has."""
         known = self._waiting[number]
         known.matches = matches
-        rows = self._waiting_rows()
-        at = bisect.bisect_left(rows.numbers, number)
-        rows.matches[at] = matches
+        self._rows.columns.matches[self._rows.at(number)] = matches
         self._learned.add(number)
 
     def step(self, now: float) -> list[Effect]:
@@ -333,7 +328,7 @@ class Dispatcher:
                     self._give(decision, now)
                 elif isinstance(decision, Hold) and decision.engine:
                     self._waiting[decision.request].bound = decision.engine
-                    self._rows = None
+                    self._rows.bind(decision.request, decision.engine)
                 elif isinstance(decision, Reject):
                     self._remove(self._known[decision.request])
                 if not isinstance(decision, Hold):
@@ -342,12 +337,13 @@ class Dispatcher:
 
     def _priced(self, view: View) -> Waiting:
         """Those without an assignment, with the seconds that their prompts need now."""
-        waiting = self._waiting_rows()
+        waiting = self._rows.columns
         if view.costs is not None:
-            for number in sorted(self._learned & self._waiting.keys()):
-                at = bisect.bisect_left(waiting.numbers, number)
-                least_s = self._scheduler.least_s(view, waiting, at)
-                self._waiting[number].least_s = waiting.least_s[at] = least_s
+            numbers = sorted(self._learned & self._waiting.keys())
+            rows = [self._rows.at(number) for number in numbers]
+            seconds = self._scheduler.least_s(view, waiting, rows)
+            for number, row, least_s in zip(numbers, rows, seconds, strict=True):
+                self._waiting[number].least_s = waiting.least_s[row] = least_s
         self._learned.clear()
         return waiting
 
@@ -356,7 +352,7 @@ class Dispatcher:
         effects: list[Effect] = []
         if not self._arrived:
             return effects
-        waiting = self._columns(self._arrived)
+        waiting = WaitingRows(map(_row, self._arrived.values())).columns
         handoffs = [_handoff(self._arrived[number]) for number in waiting.numbers]
         choices = self._scheduler.receive(self.view(now), waiting, handoffs, now)
         for row, choice in choices.items():
@@ -373,14 +369,13 @@ class Dispatcher:
         assert known.assign is not None
         assert known.promised is not None
         if decode != known.promised:
-            self._assigned += 1
-            self._last_assigned[decode] = self._assigned
-        _take(self._promised, known.promised)
+            self._places.chosen([decode])
+        self._places.unpromise(known.promised)
         self.loads.left(known.request.number, known.promised, now)
         self._decodes(known, decode, now)
         known.promised, known.arrived = None, False
         known.held.append(decode)
-        self._in_flight[decode] += 1
+        self._places.take(decode)
         del self._arrived[known.request.number]
         if decode in known.assign.ranks:
             rank = known.assign.ranks[decode]
@@ -391,20 +386,20 @@ class Dispatcher:
     def _give(self, assign: Assign, now: float) -> None:
         """Take the places of an assignment."""
         known = self._waiting.pop(assign.request)
-        self._rows = None
+        self._rows.drop(assign.request)
         assert not known.held
         known.assign = assign
         self._load(known, assign, now)
         known.tries += 1
-        self._assigned += 1
-        for engine_id in dict.fromkeys((assign.prefill, assign.decode)):
-            self._last_assigned[engine_id] = self._assigned
+        engine_ids = list(dict.fromkeys((assign.prefill, assign.decode)))
+        self._places.chosen(engine_ids)
+        for engine_id in engine_ids:
             if engine_id == assign.prefill or assign.at_once:
                 known.held.append(engine_id)
-                self._in_flight[engine_id] += 1
+                self._places.take(engine_id)
             else:
                 known.promised = engine_id
-                self._promised[engine_id] += 1
+                self._places.promise(engine_id)
 
     def _load(self, known: _Known, assign: Assign, now: float) -> None:
         """Count what an assignment brings its engines."""
@@ -424,14 +419,14 @@ class Dispatcher:
             self.released(known.request.number, engine_id, now)
         if known.promised is not None:
             self.loads.left(known.request.number, known.promised, now)
-            _take(self._promised, known.promised)
+            self._places.unpromise(known.promised)
             known.promised, known.arrived = None, False
         self._arrived.pop(known.request.number, None)
 
     def _refuse(self, known: _Known, reject: Reject) -> None:
         if known.promised is not None:
             self.loads.left(known.request.number, known.promised, self._stepped_at)
-            _take(self._promised, known.promised)
+            self._places.unpromise(known.promised)
         self._remove(known)
         self._refused.append(reject)
 
@@ -439,7 +434,7 @@ class Dispatcher:
         number = known.request.number
         del self._known[number]
         if self._waiting.pop(number, None) is not None:
-            self._rows = None
+            self._rows.drop(number)
         self._arrived.pop(number, None)
 
     def _closing(self, number: int) -> Reject:
@@ -447,54 +442,13 @@ class Dispatcher:
 
     def _wait(self, known: _Known) -> None:
         self._waiting[known.request.number] = known
-        self._rows = None
-
-    def _waiting_rows(self) -> Waiting:
-        """Those without an assignment, as columns; made again only after a change."""
-        if self._rows is None:
-            self._rows = self._columns(self._waiting)
-        return self._rows
-
-    def _columns(self, known: dict[int, _Known]) -> Waiting:
-        rows: Sequence[_Known] = [known[number] for number in sorted(known)]
-        return Waiting(
-            numbers=[one.request.number for one in rows],
-            models=[one.request.model for one in rows],
-            arrived=[one.request.arrived for one in rows],
-            deadlines=[one.deadline for one in rows],
-            excluded=[one.excluded for one in rows],
-            tokens=[one.request.tokens for one in rows],
-            keys=[one.request.keys for one in rows],
-            priorities=[one.request.priority for one in rows],
-            tenants=[one.request.tenant for one in rows],
-            sessions=[one.request.session for one in rows],
-            matches=[one.matches for one in rows],
-            least_s=[one.least_s for one in rows],
-            bound=[one.bound for one in rows],
-        )
+        self._rows.add(_row(known))
 
     def view(self, now: float) -> View:
         """The engines, in columns."""
-        engines = list(self._registry)
-        infos = [engine.info for engine in engines]
-        return View(
-            ids=[info.id for info in infos],
-            models=[info.model for info in infos],
-            adapters=[info.adapters for info in infos],
-            protocols=[info.protocol for info in infos],
-            offers=[info.offers for info in infos],
-            roles=[info.role for info in infos],
-            health=[engine.health.state for engine in engines],
-            in_flight=np.array([self._in_flight[info.id] for info in infos], dtype=np.int64),
-            promised=np.array([self._promised[info.id] for info in infos], dtype=np.int64),
-            max_running=np.array([info.max_running for info in infos], dtype=np.int64),
-            last_assigned=np.array(
-                [self._last_assigned.get(info.id, 0) for info in infos], dtype=np.int64
-            ),
-            assigned=self._assigned,
-            retry_after_s=self.retry_after_s,
-            costs=self.loads.columns(infos, now) if self._scheduler.policy.fetches else None,
-        )
+        priced = self._scheduler.policy.fetches is not None
+        loads = self.loads if priced else None
+        return self._places.view(list(self._registry), loads, self.retry_after_s, now)
 
     def check(self) -> None:
         """Assert the invariants."""
@@ -506,22 +460,33 @@ class Dispatcher:
             assert known.assign is not None or not known.held
             held.update(known.held)
             promised.update([known.promised] if known.promised is not None else [])
-        assert held + self._detached == self._in_flight
-        assert promised == self._promised
+        self._places.check(held, promised)
         assert self._waiting.keys() | self._arrived.keys() <= self._known.keys()
         self.loads.check()
-        assert self._rows in (None, self._columns(self._waiting))
+        self._rows.check([_row(known) for known in self._waiting.values()])
+
+
+def _row(known: _Known) -> WaitingRow:
+    request = known.request
+    return WaitingRow(
+        number=request.number,
+        model=request.model,
+        arrived=request.arrived,
+        deadline=known.deadline,
+        half=(request.arrived + known.deadline) / 2,
+        excluded=known.excluded,
+        tokens=request.tokens,
+        keys=request.keys,
+        priority=request.priority,
+        tenant=request.tenant,
+        session=request.session,
+        matches=known.matches,
+        least_s=known.least_s,
+        bound=known.bound,
+    )
 
 
 def _handoff(known: _Known) -> Handoff:
     assert known.assign is not None
     assert known.promised is not None
     return Handoff(known.assign.protocol, known.promised)
-
-
-def _take(counts: Counter[str], engine_id: str) -> None:
-    """Count one less; a count of zero is dropped."""
-    counts[engine_id] -= 1
-    assert counts[engine_id] >= 0, engine_id
-    if not counts[engine_id]:
-        del counts[engine_id]

@@ -156,10 +156,15 @@ class _Load:
 
 
 class EngineLoads:
-    """All engines that have had a request, or were asked for."""
+    """All engines that have had a request, or were asked for.
+
+    Attributes:
+        changes: counts what may change :meth:`columns`, but for the time.
+    """
 
     def __init__(self, book: CostBook) -> None:
         """Start without requests; ``book`` has the costs of engines, and learns."""
+        self.changes = 0
         self._book = book
         self._loads: dict[str, _Load] = {}
 
@@ -211,6 +216,7 @@ class EngineLoads:
             seconds: how long it is thought to fetch, and to compute.
             now: time.
         """
+        self.changes += 1
         load = self._of(info)
         load.pass_late(now)
         if not load.computing:
@@ -220,12 +226,14 @@ class EngineLoads:
 
     def untold(self, number: int, engine_id: str) -> None:
         """We shall not hear when a prompt is computed: it counts as computed when it should be."""
+        self.changes += 1
         load = self._loads.get(engine_id)
         if load is not None and number in load.computing:
             load.computing[number].told = False
 
     def comes(self, number: int, info: EngineInfo, tokens: int) -> None:
         """The KV of a prompt will go to an engine."""
+        self.changes += 1
         load = self._of(info)
         load.coming[number] = tokens
         load.step_cost_s = -1.0
@@ -239,6 +247,7 @@ class EngineLoads:
             now: time.
             hit_tokens: how many it did not compute; None = as many as was thought.
         """
+        self.changes += 1
         load = self._loads.get(engine_id)
         if load is None:
             return
@@ -257,6 +266,7 @@ class EngineLoads:
 
     def decodes(self, number: int, info: EngineInfo, tokens: int, now: float) -> None:
         """A request begins to decode; its KV has arrived if it comes from elsewhere."""
+        self.changes += 1
         load = self._of(info)
         load.pass_time(now)
         load.coming.pop(number, None)
@@ -268,6 +278,7 @@ class EngineLoads:
 
     def decoded(self, number: int, engine_id: str, output_tokens: int, now: float) -> None:
         """A request has got all its tokens; learn how long a step took meanwhile."""
+        self.changes += 1
         load = self._loads.get(engine_id)
         if load is None or number not in load.decoding:
             return
@@ -284,6 +295,7 @@ class EngineLoads:
 
     def left(self, number: int, engine_id: str, now: float) -> None:
         """An engine has nothing more to do for a request; an unknown one does nothing."""
+        self.changes += 1
         load = self._loads.get(engine_id)
         if load is None:
             return
@@ -331,6 +343,7 @@ class EngineLoads:
 
     def forget(self, engine_id: str) -> None:
         """An engine was removed."""
+        self.changes += 1
         self._loads.pop(engine_id, None)
 
     def check(self) -> None:

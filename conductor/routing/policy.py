@@ -85,11 +85,13 @@ class Policy(NamedTuple):
     fetches: Fetches | None = None
     binds: Binding = Binding.ROOM
 
-    def is_new(self, waiting: Waiting, row: int) -> bool:
-        """Whether a request must be looked up even if there are no free places."""
-        if self.binds is Binding.ARRIVAL:
-            return not waiting.bound[row]
-        return self.binds is Binding.LATE and not waiting.least_s[row]
+    def new_rows(self, waiting: Waiting) -> set[int]:
+        """Rows of requests that must be looked up even if there are no free places."""
+        if self.binds is Binding.ARRIVAL and "" in waiting.bound:
+            return {row for row, bound in enumerate(waiting.bound) if not bound}
+        if self.binds is Binding.LATE and 0.0 in waiting.least_s:
+            return {row for row, least_s in enumerate(waiting.least_s) if not least_s}
+        return set()
 
 
 def _random(waiting: Waiting, row: int, engines: Offers) -> Sequence[Column]:

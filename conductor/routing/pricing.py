@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from conductor.routing.columns import NO_PREFIX, Column, CostColumns, Matches, Terms
+from conductor.routing.columns import Column, CostColumns, Terms
 from conductor.routing.policy import Fetches
 from kvstore.index.layout import Words
 
@@ -29,12 +29,14 @@ class Prompt(NamedTuple):
 
     Attributes:
         tokens: their number; 0 = unknown.
-        matches: how much of it each engine has.
+        usable: how much of it each engine has; float64 [engines].
+        peer: how much more its node could fetch; likewise.
         keys: a chain value for each of its leading pages.
     """
 
     tokens: int
-    matches: Matches
+    usable: Column
+    peer: Column
     keys: Words
 
 
@@ -73,18 +75,16 @@ class Prices:
         backlog_s: seconds until the prompts that each engine has are computed; float64 [engines].
     """
 
-    def __init__(self, costs: CostColumns, ids: Sequence[str], fetches: Fetches) -> None:
+    def __init__(self, costs: CostColumns, fetches: Fetches) -> None:
         """Begin with what the engines have.
 
         Args:
             costs: of all engines.
-            ids: of all engines.
             fetches: decides for each engine whether it fetches or computes.
         """
         self._costs = replace(
             costs, kv_room=costs.kv_room.copy(), coming_bytes=costs.coming_bytes.copy()
         )
-        self._ids = ids
         self._fetches = fetches
         self._thought_s = costs.backlog_s.copy()
         self._given: deque[tuple[int, Words]] = deque(maxlen=_PROMPTS_COMPARED)
@@ -135,9 +135,7 @@ class Prices:
         self, prompt: Prompt, rows: Rows, handoff_s: Column, tbt_s: Column
     ) -> PricedEngines:
         tokens = prompt.tokens
-        found = [prompt.matches.get(self._ids[row], NO_PREFIX) for row in rows.tolist()]
-        usable = np.array([one.usable for one in found], dtype=np.float64)
-        peer = np.array([one.peer for one in found], dtype=np.float64)
+        usable, peer = prompt.usable[rows], prompt.peer[rows]
         if len(prompt.keys) and self._given:
             self._expect(usable, rows, prompt)
         last = max(0, tokens - 1)
@@ -160,8 +158,7 @@ class Prices:
 
     def _comes_s(self, rows: Rows, prompt: Prompt) -> Column:
         """Seconds until the KV of a prompt has come to each of these engines, by their links."""
-        found = [prompt.matches.get(self._ids[row], NO_PREFIX).usable for row in rows.tolist()]
-        missing = np.maximum(prompt.tokens - np.array(found, dtype=np.float64), 0.0)
+        missing = np.maximum(prompt.tokens - prompt.usable[rows], 0.0)
         costs = self._costs
         size = missing * costs.token_bytes[rows] + costs.coming_bytes[rows]
         seconds: Column = size / costs.network_bytes_per_s[rows]

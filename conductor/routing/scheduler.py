@@ -1,8 +1,8 @@
 """Gives waiting requests places at engines: one pure function, called on each event.
 
-:meth:`Scheduler.schedule` returns exactly one :class:`Assign`, :class:`Hold` or :class:`Reject` for
-each waiting request. It considers them in the order of its policy, and gives each the cheapest
-engine that has room.
+:meth:`Scheduler.schedule` considers the waiting requests in the order of its policy, and gives each
+the cheapest engine that has room: an :class:`Assign`. There may be a :class:`Reject`, or a
+:class:`Hold` for a request that waits for another engine from now on; all others go on waiting.
 
 A **first** engine prefills: a prefill engine (which needs a second one to decode), or a mixed
 engine, which serves alone. A **second** engine is a decode engine, or a mixed one if no decode
@@ -14,18 +14,20 @@ their own: that is decided for each pair. In all others the second gets what the
 if it cannot use that, it computes the prompt itself.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from conductor.routing.binding import Pairs, SecondsChooser
+from conductor.routing.binding import Key, Pairs, SecondsChooser
 from conductor.routing.choices import VERDICTS, Assign, Candidates, Decision, Hold, Plan, Reject
 from conductor.routing.columns import (
     NO_PREFIX,
     Column,
     Matches,
     Offers,
+    PrefixColumns,
     View,
     Waiting,
 )
@@ -109,24 +111,30 @@ class Scheduler:
         if not self.policy.needs_prefixes:
             return []
         call = _Call(self, view, waiting)
-        free: dict[tuple[str, frozenset[str]], int] = {}
+        new, free, shut = self.policy.new_rows(waiting), dict[Key, int](), set[int]()
+        long = call.first_long(now)
         due: list[int] = []
         for row in self.policy.order(waiting, now):
-            if self.policy.is_new(waiting, row):
+            if row in new:
                 due.append(row)
                 continue
-            if call.waits_for_full(row) and not waiting.waits_long(row, now):
+            kind, is_long = waiting.kinds[row], long and waiting.waits_long(row, now)
+            if kind in shut and not is_long:
                 continue
             key = (waiting.models[row], waiting.excluded[row])
             if key not in free:
                 free[key] = call.free(*key)
-            if free[key] > 0:
-                free[key] -= 1
-                due.append(row)
+            if free[key] <= 0 or (call.waits_for_full(row) and not is_long):
+                shut.add(kind)
+                if len(shut) == len(waiting.of_kind) and not long and new <= set(due):
+                    break
+                continue
+            free[key] -= 1
+            due.append(row)
         return due
 
     def schedule(self, view: View, waiting: Waiting, now: float) -> list[Decision]:
-        """Decide on every waiting request.
+        """Decide on the waiting requests.
 
         Args:
             view: the engines; not changed.
@@ -134,11 +142,10 @@ class Scheduler:
             now: time on the clock of the deadlines.
 
         Returns:
-            One decision for each request, in the policy's order. Together with requests that hold
-            places they never exceed an engine's ``max_running``.
+            Decisions in the policy's order; none for who goes on waiting as before. Together with
+            requests that hold places they never exceed an engine's ``max_running``.
         """
-        call = _Call(self, view, waiting)
-        return [call.decide(row, now) for row in self.policy.order(waiting, now)]
+        return list(_Call(self, view, waiting).decisions(now))
 
     def receive(
         self, view: View, waiting: Waiting, handoffs: Sequence[Handoff], now: float
@@ -159,9 +166,10 @@ class Scheduler:
         rows = self.policy.order(waiting, now)
         return {row: call.receive(row, handoffs[row], now) for row in rows}
 
-    def least_s(self, view: View, waiting: Waiting, row: int) -> float:
-        """Seconds of a prompt at the engine that needs the fewest, queues left out; 0 = unknown."""
-        return _Call(self, view, waiting).least_s(row)
+    def least_s(self, view: View, waiting: Waiting, rows: Sequence[int]) -> list[float]:
+        """Seconds of prompts at the engine that needs the fewest, queues left out; 0 = unknown."""
+        call = _Call(self, view, waiting)
+        return [call.least_s(row) for row in rows]
 
     def kind(self, protocol: str) -> str:
         """The protocol if it asks both engines of a pair at once; empty for all others."""
@@ -182,13 +190,33 @@ class _Call:
         self._last_assigned = view.last_assigned.tolist()
         self._assigned = view.assigned
         self._rows = {name: row for row, name in enumerate(view.ids)}
-        self._groups: dict[tuple[str, frozenset[str]], _Group] = {}
+        self._groups: dict[Key, _Group] = {}
         self._chooser: SecondsChooser | None = None
         if self._policy.fetches is not None and view.costs is not None:
             self._chooser = SecondsChooser(self._policy, view, self.has_room, self._least)
         # Free places only get fewer during a call: later requests for the same engines are held.
-        self._full: set[tuple[str, frozenset[str]]] = set()
-        self._stuck: set[tuple[tuple[str, frozenset[str]], str]] = set()
+        self._full: set[Key] = set()
+        self._stuck: set[int] = set()  # kinds of requests whose engine is full
+
+    def first_long(self, now: float) -> bool:
+        """Whether somebody waits long."""
+        return now >= min(self._waiting.halves, default=math.inf)
+
+    def decisions(self, now: float) -> Iterator[Decision]:
+        """Decide on all; those who go on waiting are left out."""
+        waiting, long = self._waiting, self.first_long(now)
+        done: set[int] = set()
+        for row in self._policy.order(waiting, now):
+            kind = waiting.kinds[row]
+            if kind in done and not (long and waiting.waits_long(row, now)):
+                continue
+            decision = self.decide(row, now)
+            if not isinstance(decision, Hold) or decision.engine not in ("", waiting.bound[row]):
+                yield decision
+            elif kind in self._stuck or self._key(row) in self._full:
+                done.add(kind)
+                if len(done) == len(waiting.of_kind) and not long:
+                    return
 
     def least_s(self, row: int) -> float:
         """Seconds of a prompt at the engine that needs the fewest."""
@@ -226,12 +254,10 @@ class _Call:
 
     def decide(self, row: int, now: float) -> Decision:
         """Decide on one request."""
-        waiting = self._waiting
-        key = (waiting.models[row], waiting.excluded[row])
+        waiting, key = self._waiting, self._key(row)
         if key in self._full:
             return self.hold(row, now, _FULL)
-        stuck = waiting.bound and (key, waiting.bound[row]) in self._stuck
-        if stuck and not waiting.waits_long(row, now):
+        if waiting.kinds[row] in self._stuck and not waiting.waits_long(row, now):
             return self.hold(row, now, _FULL, waiting.bound[row])
         group = self._group(row)
         if group.why_none:
@@ -262,13 +288,11 @@ class _Call:
         """Decide on one request; its engine may be one that has no room yet."""
         chosen = chooser.choose(self._waiting, row, lambda: self._possible(group), now)
         if chosen.full:
-            self._full.add((self._waiting.models[row], self._waiting.excluded[row]))
+            self._full.add(self._key(row))
         if chosen.first < 0:
             waits_for = self._view.ids[chosen.waits_for] if chosen.waits_for >= 0 else ""
             if waits_for and waits_for == self._waiting.bound[row]:
-                self._stuck.add(
-                    ((self._waiting.models[row], self._waiting.excluded[row]), waits_for)
-                )
+                self._stuck.add(self._waiting.kinds[row])
             return self.hold(row, now, _FULL, waits_for)
         return self._assign(row, chosen.first, chosen.second, group, chosen.priced)
 
@@ -320,7 +344,7 @@ class _Call:
         if len(engines) == 1:
             return engines[0]
         ids = [self._view.ids[one] for one in engines]
-        matches = self._matches(row)
+        found = self._found(row)
         in_flight = np.array([self._load(one) for one in engines], dtype=np.float64)
         places = np.array([self._max_running[one] for one in engines], dtype=np.float64)
         offers = Offers(
@@ -328,8 +352,8 @@ class _Call:
             in_flight=in_flight,
             load=in_flight / places,
             last_assigned=np.array([self._last_assigned[one] for one in engines], dtype=np.float64),
-            local=np.array([matches.get(one, NO_PREFIX).local for one in ids], dtype=np.float64),
-            usable=np.array([matches.get(one, NO_PREFIX).usable for one in ids], dtype=np.float64),
+            local=found.local[engines].astype(np.float64),
+            usable=found.usable[engines],
         )
         return self._least(self._policy.costs(self._waiting, row, offers), engines)
 
@@ -367,8 +391,14 @@ class _Call:
         count: int = self._in_flight[row] + self._promised[row]
         return count
 
+    def _key(self, row: int) -> Key:
+        return self._waiting.models[row], self._waiting.excluded[row]
+
     def _matches(self, row: int) -> Matches:
         return self._waiting.matches[row] if self._policy.needs_prefixes else {}
+
+    def _found(self, row: int) -> PrefixColumns:
+        return self._waiting.prefixes(row, self._view.ids)
 
     def _group(self, row: int) -> _Group:
         key = model, excluded = self._waiting.models[row], self._waiting.excluded[row]
@@ -439,7 +469,7 @@ class _Call:
         self, row: int, first: int, second: int, group: _Group, priced: PricedEngines | None
     ) -> Candidates:
         """The numbers of all engines that serve the model."""
-        view, matches, rows = self._view, self._matches(row), group.serving
+        view, rows = self._view, group.serving
         ids = tuple([view.ids[one] for one in rows])
         excluded = self._waiting.excluded[row]
         verdicts = [self._verdict(one, first, excluded) for one in rows]
@@ -450,9 +480,8 @@ class _Call:
         numbers = np.zeros((6, len(rows)), dtype=np.int32)
         numbers[0] = [self._in_flight[one] + self._promised[one] for one in rows]
         numbers[1] = [self._max_running[one] for one in rows]
-        if matches:
-            found = [matches.get(one, NO_PREFIX) for one in ids]
-            numbers[2:] = np.array([(one.local, one.node, one.usable, one.peer) for one in found]).T
+        if self._policy.needs_prefixes:
+            numbers[2:] = self._found(row).numbers[:, rows]
         return Candidates(
             ids,
             tuple([view.roles[one] for one in rows]),

@@ -30,6 +30,7 @@ from kvstore.config.sizes import size_of
 from kvstore.engine.label import EngineSources, engine_label
 from kvstore.errors import ConfigError, InvalidArgument, KVStoreError
 from kvstore.handoff.greeting import read_secret
+from kvstore.handoff.states import Patience
 
 _PROGRAM = "python -m engine_adapters.reference"
 
@@ -82,6 +83,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="port for pushes, of a prefill engine; 0 = any free one")  # fmt: skip
     add("--handoff-registry-port", type=_number(0, 65_535), default=0, metavar="PORT",
         help="port of the registry of a prefill engine; 0 = any free one")  # fmt: skip
+    add("--handoff-silence", type=_seconds, default=Patience().silence_s, metavar="SECONDS",
+        help="an engine from which nothing comes for so long is given up; 1 or more")  # fmt: skip
     add("--events", metavar="ENDPOINT", help="endpoint for KV events of the local prefix cache")
     add("--events-replay", metavar="ENDPOINT", help="endpoint for replays of these events")
     return parser.parse_args(argv)
@@ -100,6 +103,15 @@ def _number(least: int, most: int | None = None) -> Callable[[str], int]:
         return number
 
     return read
+
+
+def _seconds(text: str) -> float:
+    try:
+        return Patience(silence_s=float(text)).silence_s
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text!r} is not a number of seconds") from error
+    except InvalidArgument as error:
+        raise ArgumentTypeError(str(error)) from error
 
 
 def _name(text: str) -> str:
@@ -224,6 +236,7 @@ def _handoff_options(args: argparse.Namespace) -> HandoffOptions | None:
         host=args.handoff_host or args.host,
         registry_port=args.handoff_registry_port,
         port=args.handoff_port,
+        patience=Patience(silence_s=args.handoff_silence),
     )
 
 

@@ -1,14 +1,15 @@
 """An engine: requests go in from any thread, one thread makes the steps.
 
-Threads: the step thread owns everything, except: ``submit`` and ``abort`` put into the bounded
-inbox, and ``submit`` begins the push of a request; ``kv_hashes`` and ``handoffs`` read under locks;
-and each request's ``emit`` passes output to the submitter.
+Threads: the step thread owns everything, except: ``submit`` puts into the bounded inbox and begins
+the push of a request; ``abort`` puts into a list of its own; ``kv_hashes`` and ``handoffs`` read
+under locks; and each request's ``emit`` passes output to the submitter.
 """
 
 import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, Literal
 
@@ -69,7 +70,8 @@ class Engine:
         self.identity = parts.identity
         self._steps = Steps(parts)
         self.on_change: Callable[[list[TreeChange]], None] | None = None
-        self._inbox: queue.Queue[tuple[Literal["submit", "abort", "wake"], Request | None]]
+        self._inbox: queue.Queue[tuple[Literal["submit", "wake"], Request | None]]
+        self._aborted: deque[Request] = deque()  # each submitted request at most once
         self._inbox = queue.Queue(2 * (options.limits.waiting_max + options.limits.running_max))
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-step", daemon=True)
@@ -133,11 +135,9 @@ class Engine:
             raise EngineClosedError("the engine is shutting down")
 
     def abort(self, request: Request) -> None:
-        """Cancel a request; safe for one that has ended."""
-        try:
-            self._inbox.put(("abort", request), timeout=1.0)
-        except queue.Full:
-            _log.warning("request %s could not be aborted: the inbox is full", request.id)
+        """Cancel a submitted request, once; never waits, and is safe for one that has ended."""
+        self._aborted.append(request)
+        self._wake()
 
     def kv_hashes(self, request_id: str) -> KVHashes | None:
         """K/V hashes of one of the last requests; None if unknown."""
@@ -151,15 +151,18 @@ class Engine:
         """
         deadline = time.monotonic() + timeout_s
         self._closing.set()
-        try:
-            self._inbox.put_nowait(("wake", None))
-        except queue.Full:
-            _log.debug("the inbox is full: the step thread is awake")
+        self._wake()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         if self._thread.is_alive():
             return False
         return self.parts.close(max(0.1, deadline - time.monotonic()))
+
+    def _wake(self) -> None:
+        try:
+            self._inbox.put_nowait(("wake", None))
+        except queue.Full:
+            _log.debug("the inbox is full: the step thread is awake")
 
     # Step thread
 
@@ -174,22 +177,23 @@ class Engine:
             self._end_all()
 
     def _receive(self) -> None:
-        """Read the inbox; wait for it only if there is nothing to do."""
-        timeout_s = _IDLE_WAIT_S
-        if self._steps.has_jobs:
-            timeout_s = _JOB_POLL_S
-        computing = self._steps.is_computing
+        """Read the inbox; wait for it only if there is nothing to do. Then abort."""
+        known = len(self._aborted)  # each was submitted before: it is read from the inbox first
+        self._read_inbox(may_wait=not known and not self._steps.is_computing)
+        for _ in range(known):
+            self._steps.abort(self._aborted.popleft())
+
+    def _read_inbox(self, *, may_wait: bool) -> None:
+        timeout_s = _JOB_POLL_S if self._steps.has_jobs else _IDLE_WAIT_S
         try:
-            event = self._inbox.get_nowait() if computing else self._inbox.get(timeout=timeout_s)
+            event = self._inbox.get(timeout=timeout_s) if may_wait else self._inbox.get_nowait()
             while True:
-                self._handle(*event)
+                kind, request = event
+                if kind == "submit" and request is not None:
+                    self._steps.begin(request)
                 event = self._inbox.get_nowait()
         except queue.Empty:
             return
-
-    def _handle(self, kind: str, request: Request | None) -> None:
-        if request is not None:
-            (self._steps.abort if kind == "abort" else self._steps.begin)(request)
 
     def _end_all(self) -> None:
         while not self._inbox.empty():

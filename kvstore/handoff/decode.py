@@ -21,7 +21,7 @@ from kvstore.errors import (
 )
 from kvstore.handoff.aux_data import AUX_BYTES_MAX, AuxData, decode_aux
 from kvstore.handoff.effects import Effect, EndLink, Landing, SendTo
-from kvstore.handoff.greeting import SILENCE_S, Greeter, Purpose, SealedStream
+from kvstore.handoff.greeting import Greeter, Purpose, SealedStream
 from kvstore.handoff.links import SEND_S, LinkThreads, PeerLinks, PushLink, Ticker
 from kvstore.handoff.memory import AuxSlots, HandoffPool, digests_of, landing_places
 from kvstore.handoff.messages import RangesHead, encode_message, read_from_prefill
@@ -84,9 +84,9 @@ class DecodeManager:
         self._group.check(pool.shape.part)
         self._greeter = Greeter(secret, space, pool.shape, self._group, name=name)
         self._aux = AuxSlots(aux_slots, AUX_BYTES_MAX)
-        self._core = Receivers(
-            pool.shape, aux_slots, AUX_BYTES_MAX, patience or Patience(), self._group.rank
-        )
+        patience, rank = patience or Patience(), self._group.rank
+        self._silence_s = patience.silence_s
+        self._core = Receivers(pool.shape, aux_slots, AUX_BYTES_MAX, patience, rank)
         self._lock = threading.Lock()
         self._links: dict[str, PeerLinks] = {}  # peer → the links that are up or being made
         self._threads = LinkThreads()
@@ -153,7 +153,7 @@ class DecodeManager:
             peers = list(self._links.values())
         for peer in peers:
             self._drop(peer, FailureCode.CLOSED, "the manager was closed")
-        self._threads.join(2 * _CONNECT_S + SILENCE_S)
+        self._threads.join(2 * _CONNECT_S + self._silence_s)
         self._ticker.close()
 
     # ---- what receivers call ----------------------------------------------------------------
@@ -204,26 +204,34 @@ class DecodeManager:
                 stream.close()
             return
         with self._lock:
-            self._carry_out(self._core.linked(peer.peer, sources, time.monotonic_ns()))
+            over = peer.is_closed  # nobody would tell the core of its end
+            if over:
+                self._give_up(peer, PeerUnreachable("the manager was closed"))
+            else:
+                self._carry_out(self._core.linked(peer.peer, sources, time.monotonic_ns()))
+        if over:
+            for stream in streams:
+                stream.close()
+            return
         for link in peer.links[1:]:
             try:
                 self._threads.start(partial(self._use, peer, link), "kvstore-handoff-reader")
             except PeerUnreachable as error:
-                self._drop(peer, FailureCode.PEER_CLOSED, str(error))
+                self._fault(peer, FailureCode.UNREACHABLE, str(error))
                 self._settle(link)
         self._use(peer, peer.links[0])
 
     def _use(self, peer: PeerLinks, link: PushLink) -> None:
         """Read what one rank of prefill sends until its link ends, and write to it."""
-        writer = threading.Thread(
-            target=self._write, args=(peer, link), name="kvstore-handoff-writer", daemon=True
-        )
+        writer: threading.Thread | None = None
         try:
-            writer.start()
+            writer = self._threads.start(partial(self._write, peer, link), "kvstore-handoff-writer")
             self._read(peer, link)
+        except PeerUnreachable as error:
+            self._fault(peer, FailureCode.UNREACHABLE, str(error))
         finally:
             self._drop(peer, FailureCode.PEER_CLOSED, "its reader has ended")
-            if writer.ident is not None:  # it was started
+            if writer is not None:
                 writer.join()
             self._settle(link)
 
@@ -327,12 +335,13 @@ class DecodeManager:
         sealed, staging = link.stream("pushes"), Staging()
         while not link.is_closed:
             try:
-                message = read_from_prefill(sealed.receive(SILENCE_S))
+                message = read_from_prefill(sealed.receive(self._silence_s))
                 if isinstance(message, RangesHead):
                     self._take(link, sealed, message, staging)
                     continue
             except TransferTimeout:
-                self._fault(peer, FailureCode.PEER_SILENT, f"nothing came for {SILENCE_S} s")
+                why = f"nothing came for {self._silence_s} s"
+                self._fault(peer, FailureCode.PEER_SILENT, why)
                 return
             except KVStoreError as error:
                 protocol = error.code == "protocol"
@@ -354,7 +363,7 @@ class DecodeManager:
         if landing is None:
             scratch = memoryview(bytearray(min(size, _SCRATCH_BYTES)))
             for at in range(0, size, _SCRATCH_BYTES):
-                sealed.receive_into([scratch[: size - at]], SILENCE_S)
+                sealed.receive_into([scratch[: size - at]], self._silence_s)
             return
         code: FailureCode | None = FailureCode.PEER_CLOSED
         why = "the connection broke within a range"
@@ -363,7 +372,7 @@ class DecodeManager:
                 places = staging.places([landing.share.range_bytes(one) for one in landing.ranges])
             else:
                 places = landing_places(self._pool, self._aux, landing)
-            sealed.receive_into([memory_at(*place) for place in places], SILENCE_S)
+            sealed.receive_into([memory_at(*place) for place in places], self._silence_s)
             if landing.is_staged:
                 right = staging.scatter(self._pool, landing, places)
             else:

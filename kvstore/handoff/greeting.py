@@ -32,8 +32,6 @@ NONCE_BYTES: Final = 16
 SECRET_BYTES_MIN: Final = 16
 GREETING_S: Final = 2.0
 """A greeting that takes longer is broken off."""
-SILENCE_S: Final = 2.0
-"""A connection on which nothing comes for so long is closed; the other side pings more often."""
 _GREETING_BYTES_MAX: Final = 64 * 1024
 """RANKS_MAX ranks of decode have at most 22 bytes each."""
 _MAC_BYTES: Final = 16

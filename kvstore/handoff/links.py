@@ -4,6 +4,7 @@ A link is two connections, so that each is used in one direction by one thread: 
 messages on one, prefill its messages and ranges on the other. They live and die together.
 """
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -14,12 +15,13 @@ from kvstore.handoff.effects import PushJob
 from kvstore.handoff.greeting import SealedStream
 from kvstore.handoff.messages import HandoffPing, encode_message
 
-PING_S: Final = 0.5
-"""A ping is sent when nothing else was for so long."""
+PING_S: Final = 0.4
+"""A ping is sent when nothing else was for so long: twice within the shortest silence allowed."""
 SEND_S: Final = 15.0
 """A frame that is not written after so long closes its link."""
 MESSAGES_MAX: Final = 4_096
 """Messages that wait to be written; a peer that reads no more than that has its link closed."""
+_LOG: Final = logging.getLogger(__name__)
 _PING: Final = encode_message(HandoffPing())
 
 
@@ -186,7 +188,10 @@ class Ticker:
 
     def _run(self) -> None:
         while not self._over.wait(self._every_s):
-            self._call()
+            try:
+                self._call()
+            except Exception:  # no deadline would be kept any more
+                _LOG.exception("%s goes on after a fault of ours", self._thread.name)
 
 
 class LinkThreads:
@@ -200,8 +205,11 @@ class LinkThreads:
         """How many run."""
         return len(self._running)
 
-    def start(self, run: Callable[[], None], name: str) -> None:
+    def start(self, run: Callable[[], None], name: str) -> threading.Thread:
         """Run something in a thread of its own.
+
+        Returns:
+            The thread.
 
         Raises:
             PeerUnreachable: the system has no thread left; nothing runs.
@@ -223,6 +231,7 @@ class LinkThreads:
             with self._lock:
                 self._running.discard(thread)
             raise PeerUnreachable(f"no thread for a connection: {error}") from error
+        return thread
 
     def join(self, each_s: float) -> None:
         """Wait for all that run, so many seconds for each at most."""

@@ -19,7 +19,7 @@ import numpy as np
 from kvstore.errors import InvalidArgument, KVStoreError, PeerUnreachable, TransferTimeout, reason
 from kvstore.handoff.aux_data import AuxData, encode_aux
 from kvstore.handoff.effects import Effect, PushJob, SendTo, Submit
-from kvstore.handoff.greeting import GREETING_S, PROTOCOL, SILENCE_S, Greeter, SealedStream
+from kvstore.handoff.greeting import GREETING_S, PROTOCOL, Greeter, SealedStream
 from kvstore.handoff.links import SEND_S, LinkThreads, PushLink, Ticker
 from kvstore.handoff.memory import HandoffPool, Places, digests_of
 from kvstore.handoff.messages import RangesHead, encode_message, read_from_decode
@@ -82,7 +82,9 @@ class PrefillManager:
         self._group.check(pool.shape.part)
         self._boot = os.urandom(16)
         self._greeter = Greeter(secret, space, pool.shape, self._group, boot=self._boot)
-        self._core = Senders(pool.shape, patience or Patience(), self._group.rank)
+        patience = patience or Patience()
+        self._silence_s = patience.silence_s
+        self._core = Senders(pool.shape, patience, self._group.rank)
         self._lock = threading.Lock()
         self._links: dict[bytes, PushLink] = {}
         self._threads = LinkThreads()
@@ -169,7 +171,7 @@ class PrefillManager:
                 connection.shutdown(socket.SHUT_RDWR)
         for link in links:
             self._drop(link, FailureCode.CLOSED, "the manager was closed")
-        self._threads.join(GREETING_S + SILENCE_S)
+        self._threads.join(GREETING_S + self._silence_s)
         self._ticker.close()
         for one in self.describe():  # those that decode had not spoken of
             self.abort(one.room)
@@ -321,9 +323,10 @@ class PrefillManager:
         """Read decode's messages until the link ends."""
         while not link.is_closed:
             try:
-                message = read_from_decode(sealed.receive(SILENCE_S))
+                message = read_from_decode(sealed.receive(self._silence_s))
             except TransferTimeout:
-                self._fault(link, FailureCode.PEER_SILENT, f"nothing came for {SILENCE_S} s")
+                why = f"nothing came for {self._silence_s} s"
+                self._fault(link, FailureCode.PEER_SILENT, why)
                 return
             except KVStoreError as error:
                 protocol = error.code == "protocol"

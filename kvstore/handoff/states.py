@@ -1,11 +1,16 @@
 """The states of a handoff at one rank, their deadlines, and why one failed. Pure."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Final, NamedTuple
 
 import msgspec
+
+from kvstore.errors import InvalidArgument
+
+SILENCE_S_MIN: Final = 1.0
 
 
 class State(IntEnum):
@@ -117,12 +122,24 @@ class Patience:
         waiting_s: WAITING_FOR_INPUT; prefill renews it while the request is in its queue.
         transferring_s: TRANSFERRING.
         total_s: the whole handoff, whoever says what.
+        silence_s: a connection on which nothing comes for so long is closed, with all handoffs that
+            use it; at least 1 s, because the other side may write only each half second. More for
+            engines that stand for seconds, less to notice a stopped one sooner.
+
+    Raises:
+        InvalidArgument: ``silence_s`` is too short.
     """
 
     bootstrapping_s: float = 30.0
     waiting_s: float = 60.0
     transferring_s: float = 15.0
     total_s: float = 300.0
+    silence_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        """Check the silence."""
+        if not SILENCE_S_MIN <= self.silence_s < math.inf:
+            raise InvalidArgument("silence_s", f"{self.silence_s} is less than {SILENCE_S_MIN}")
 
     def silence_ns(self, state: State) -> int:
         """Nanoseconds of silence that a state allows."""

@@ -217,7 +217,7 @@ class Demotion:
 
 
 def _disk_of(table: PageTable) -> DiskPages:
-    if table.disk is None:
+    if not table.disk.exists:
         raise TierUnavailable("this node has no SSD tier: set ssd.directories")
     return table.disk
 

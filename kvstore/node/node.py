@@ -180,7 +180,6 @@ class Node:
 
         ``tokens``: tokens in the record, if the job read one.
         """
-        assert self.pages.disk is not None
         self.pages.moment.now_ns = now_ns
         self._room_may_be |= self.pages.disk.completed(job, error, tokens)
         self._after(now_ns)
@@ -214,8 +213,7 @@ class Node:
         """Apply all deadlines up to ``now_ns``: leases, pages with a TTL, waiting requests."""
         self.pages.moment.now_ns = now_ns
         self._overdue = self.pages.expire(now_ns)
-        if self.pages.disk is not None:
-            self.pages.disk.advance(now_ns)
+        self.pages.disk.advance(now_ns)
         if self.remote is not None:
             self.remote.advance()
         for process in self.retirement.advance(now_ns):
@@ -421,7 +419,7 @@ class Node:
         if fetched:
             ended += fetched
             fetched.clear()
-        if disk is not None and disk.acknowledged:
+        if disk.acknowledged:
             ended += disk.acknowledged
             disk.acknowledged.clear()
         if self.remote is not None:
@@ -437,12 +435,11 @@ class Node:
 
     def next_deadline_ns(self) -> int:
         """When :meth:`advance` must be called next; 0 = no deadline."""
-        disk = self.pages.disk
         deadlines = (
             self.waiting.next_deadline_ns(),
             self.pages.next_deadline_ns(),
             self.retirement.next_deadline_ns(),
-            disk.next_deadline_ns() if disk is not None else 0,
+            self.pages.disk.next_deadline_ns(),
             self.remote.next_deadline_ns() if self.remote is not None else 0,
         )
         return min((at for at in deadlines if at), default=0)

@@ -99,10 +99,8 @@ class Requests:
             raise InvalidArgument("holder", "is no name of a node with a number of pages")
         table = self._pages
         pages, pending = table.lookup(space, request.shards, request.keys)
-        on_disk = 0
+        on_disk = table.residents.on_disk(space, request.shards, request.keys, pages)
         awaited = None
-        if table.disk is not None:
-            on_disk = table.residents.on_disk(space, request.shards, request.keys, pages)
         if pending:
             key = awaited_key(space, request.shards, request.keys, pages + pending)
             awaited = (space.number, key)
@@ -138,7 +136,7 @@ class Requests:
         disk, remote = self._pages.disk, self.remote
         if remote is not None and process.peer.remote:
             remote = None
-        if disk is None and remote is None:
+        if not space.disk_bytes and remote is None:
             return self._lease(process, request, now_ns, 0), None
         shard = request.shard
         ready, missing = ready_pages(space, shard, request.keys)
@@ -165,7 +163,7 @@ class Requests:
             if fetch.waits:
                 return wire.Acquired(request.id, b"", b""), fetch
             self._pages.end_fetch(process, fetch)
-            coming = self._pages.draining.now is not None or (disk is not None and disk.busy)
+            coming = self._pages.draining.now is not None or disk.busy
             if coming and (missing or full):
                 return wire.Acquired(request.id, b"", b"", ready), ROOM
         return self._lease(process, request, now_ns, ready), None
@@ -238,9 +236,8 @@ class Requests:
             process, request.put, space, request.shard, request.keys[: asked * KEY_BYTES],
             PrefixKey(request.parent), request.tokens[: asked * token_bytes],
         )  # fmt: skip
-        disk, last = self._pages.disk, statuses[-1]
-        coming = self._pages.draining.now is not None or (disk is not None and disk.busy)
-        busy = last is PageStatus.NO_ROOM and coming
+        draining, last = self._pages.draining, statuses[-1]
+        busy = last is PageStatus.NO_ROOM and (draining.now is not None or self._pages.disk.busy)
         if asked < count:
             ended = last in (PageStatus.NO_ROOM, PageStatus.NO_PARENT)
             statuses += [last if ended else PageStatus.NO_ROOM] * (count - asked)
@@ -269,7 +266,7 @@ class Requests:
         if count > PERSIST_PAGES_MAX:
             raise InvalidArgument("keys", f"{count} keys, at most {PERSIST_PAGES_MAX}")
         disk = self._pages.disk
-        if disk is None or disk.rules.sync is SyncPolicy.NONE:
+        if disk.rules.sync is SyncPolicy.NONE:
             raise DurabilityUnavailable(
                 "this node never syncs pages: set ssd.directories and a sync policy other than"
                 " none, or put without durable"

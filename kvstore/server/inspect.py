@@ -86,7 +86,7 @@ class Inspection:
         slots, disk = self._table.slots, self._table.disk
         if why := self._status.unready():
             raise Refusal(503, "tier_unavailable", why)
-        ssd = "off" if disk is None else "degraded" if disk.troubled else "ready"
+        ssd = "off" if not disk.exists else "degraded" if disk.troubled else "ready"
         withheld = slots.withheld * slots.extent_bytes
         unwatched = sum(not one.peer.watched for one in self._node.processes.values())
         nodes, registered = self._status.nodes(), self._status.registered()
@@ -168,8 +168,10 @@ class Inspection:
             node = node.parent
         told = [(one.key.hex(), one.depth, one) for one in reversed(chain)]
         found = {one: one.tokens for one in chain}
-        if (disk := self._table.disk) is not None:
-            run = disk.read_tokens((at, of) for at in chain if not found[at] for of in at.disk)
+        if any(one.on_disk for one in chain):
+            run = self._table.disk.read_tokens(
+                (at, of) for at in chain if not found[at] for of in at.disk
+            )
             until_s = monotonic() + _READ_S
             try:
                 while not run.finished:
@@ -311,7 +313,7 @@ class Inspection:
     def _quotas(self) -> dict[str, Quotas]:
         """The limits of spaces in each tier."""
         quotas, disk = {"host": self._table.quotas}, self._table.disk
-        return quotas if disk is None else {**quotas, "ssd": disk.limits.quotas}
+        return quotas if not disk.exists else {**quotas, "ssd": disk.limits.quotas}
 
     def _space_row(self, space: PrefixTree) -> answers.SpaceRow:
         of, quotas = space.identity, self._quotas()

@@ -128,7 +128,7 @@ class OperatorRequests:
         """Read pages again and compare them with their digests."""
         yield from ()
         self._refuse_without(asked.tier)
-        every = ["host", "ssd"] if self._table.disk is not None else ["host"]
+        every = ["host", "ssd"] if self._table.disk.exists else ["host"]
         tiers = [asked.tier] if asked.tier is not None else every
         deadline_ns = monotonic_ns() + int(asked.deadline_s * 1e9)
         subject: dict[str, answers.Value] = {
@@ -163,7 +163,6 @@ class OperatorRequests:
         self._jobs.refuse_if_full()
         quota, reserved = asked.quota_bytes, asked.reserved_bytes
         if asked.tier == "ssd":
-            assert table.disk is not None
             table.disk.limit(space, quota, reserved)
         else:
             table.quotas.set(space, quota, reserved, table.slots.capacity_bytes)
@@ -214,7 +213,6 @@ class OperatorRequests:
     def _write(self, nodes: list[PrefixNode]) -> Work[None]:
         """Queue pages that are not on disk for writing, heads first."""
         disk = self._table.disk
-        assert disk is not None
         for count, node in enumerate(nodes, start=1):
             for shard in list(node.digests) if is_live(node) else ():
                 disk.ensure_written(node, shard)
@@ -223,7 +221,7 @@ class OperatorRequests:
 
     def _refuse_without(self, tier: str | None) -> None:
         """Refuse a tier that this node does not have."""
-        if tier == "ssd" and self._table.disk is None:
+        if tier == "ssd" and not self._table.disk.exists:
             message = "this node has no SSD tier: set ssd.directories"
             raise Refusal(409, "tier_unavailable", message, "tier")
 
@@ -242,7 +240,7 @@ class OperatorRequests:
                 for node in some:
                     table.residents.add_candidate(node)
                 yield None  # also if cancelled: leaves that are not queued would never be evicted
-        if tier == "ssd" and table.disk is not None:
+        if tier == "ssd":
             table.disk.limits.all_offered(space)
         evicted = 0
         job.result["evicted_bytes"] = evicted
@@ -271,7 +269,6 @@ class OperatorRequests:
         disk = table.disk
         job.pages -= _evicted(table)
         if tier == "ssd":
-            assert disk is not None
             before = space.disk_bytes
             kept = disk.limits.shrink(space, _SHRINK_PAGES)
             job.pages += _evicted(table)
@@ -279,12 +276,12 @@ class OperatorRequests:
         before = space.host_bytes
         kept = table.room.shrink(space, _SHRINK_PAGES)
         job.pages += _evicted(table)
-        return before - space.host_bytes, kept, disk is not None and disk.busy
+        return before - space.host_bytes, kept, disk.busy
 
     def _moved(
         self, kind: str, asked: operations.MovePages | operations.PrefetchPages, to: str, by: Caller
     ) -> Work[JobRow]:
-        if self._table.disk is None:
+        if not self._table.disk.exists:
             message = "this node has only one tier"
             raise Refusal(409, "tier_unavailable", message)
         space = space_of(self._table.spaces, asked.space)

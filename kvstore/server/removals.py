@@ -23,7 +23,7 @@ def drop(table: PageTable, job: OperatorJob, tops: list[PrefixNode], cause: str)
     """
     dropped = kept = 0
     job.result.update(dropped=0, kept=0)
-    lost_keys = table.disk.graves.lost_keys if table.disk is not None else 0
+    lost_keys = table.disk.graves.lost_keys
     for top in tops:
         removal = Removal(top, cause)
         more = True
@@ -43,7 +43,7 @@ def drop(table: PageTable, job: OperatorJob, tops: list[PrefixNode], cause: str)
 def _wait(table: PageTable, job: OperatorJob, lost_keys: int) -> Work[str]:
     """Why a restart may find the dropped pages again; empty if it cannot."""
     disk = table.disk
-    if disk is None:
+    if not disk.exists:
         return ""  # memory does not survive a restart
     durable = disk.graves.await_written(lost_keys)
     deadline_ns = monotonic_ns() + int(SYNC_S * 1e9)

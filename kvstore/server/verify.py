@@ -126,7 +126,6 @@ class Verifier:
         """Pass some pages on disk to the state code, and wait."""
         if not pages:
             return
-        assert self._table.disk is not None
         run = self._table.disk.check(pages)
         done = scan.job.done
         try:

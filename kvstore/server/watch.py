@@ -132,8 +132,6 @@ class Watch:
 
     def _ssd(self, now_ns: int) -> None:
         disk = self._table.disk
-        if disk is None:
-            return
         written = self._table.counts["demoted_pages"]
         if disk.troubled:
             if self._failed is None:

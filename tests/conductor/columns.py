@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from conductor.costs.book import CostBook
-from conductor.routing.choices import Decision
+from conductor.routing.choices import Decision, Hold
 from conductor.routing.columns import NO_KEYS, Matches, View, Waiting
 from conductor.routing.engines import EngineInfo, Health, Role
 from conductor.routing.load import EngineLoads
+from conductor.routing.pending import WaitingRow, WaitingRows
 from conductor.routing.policy import POLICIES
 from conductor.routing.scheduler import Scheduler
 from kvstore.index.layout import Words
@@ -96,21 +97,25 @@ def view_of(rows: Sequence[EngineRow], *, assigned: int = 0, retry_after_s: int 
 
 def waiting(rows: Sequence[RequestRow], matches: Matches | None = None) -> Waiting:
     """``matches``: of those that have none of their own."""
-    return Waiting(
-        numbers=[row.number for row in rows],
-        models=[row.model for row in rows],
-        arrived=[row.arrived for row in rows],
-        deadlines=[row.deadline for row in rows],
-        excluded=[row.excluded for row in rows],
-        tokens=[row.tokens for row in rows],
-        keys=[row.keys for row in rows],
-        priorities=[row.priority for row in rows],
-        tenants=[row.tenant for row in rows],
-        sessions=[row.session for row in rows],
-        matches=[row.matches or matches or {} for row in rows],
-        least_s=[row.least_s for row in rows],
-        bound=[row.bound for row in rows],
-    )
+    return WaitingRows(
+        WaitingRow(
+            number=row.number,
+            model=row.model,
+            arrived=row.arrived,
+            deadline=row.deadline,
+            half=(row.arrived + row.deadline) / 2,
+            excluded=row.excluded,
+            tokens=row.tokens,
+            keys=row.keys,
+            priority=row.priority,
+            tenant=row.tenant,
+            session=row.session,
+            matches=row.matches or matches or {},
+            least_s=row.least_s,
+            bound=row.bound,
+        )
+        for row in rows
+    ).columns
 
 
 def schedule(
@@ -123,4 +128,13 @@ def schedule(
 ) -> list[Decision]:
     """What a policy decides at :data:`NOW`."""
     view = view_of(engines, assigned=9, retry_after_s=retry_after_s)
-    return Scheduler(POLICIES[policy], AT_ONCE).schedule(view, waiting(requests, matches), NOW)
+    return decided(Scheduler(POLICIES[policy], AT_ONCE), view, waiting(requests, matches))
+
+
+def decided(scheduler: Scheduler, view: View, asked: Waiting, now: float = NOW) -> list[Decision]:
+    """A decision on each request, in the policy's order: who goes on waiting is held."""
+    decisions = {one.request: one for one in scheduler.schedule(view, asked, now)}
+    order = [asked.numbers[row] for row in scheduler.policy.order(asked, now)]
+    bound = dict(zip(asked.numbers, asked.bound, strict=True))
+    assert list(decisions) == [number for number in order if number in decisions]
+    return [decisions.get(number, Hold(number, bound[number])) for number in order]

@@ -417,9 +417,9 @@ def configured(**sections: Any) -> ConductorConfig:
 
 @asynccontextmanager
 async def serving(
-    *engines: FakeEngine, store: RecordStore | None = None, **sections: Any
+    *engines: FakeEngine, store: RecordStore | None = None, within_s: float = 60.0, **sections: Any
 ) -> AsyncIterator[Client]:
-    """A Conductor that knows these engines; everything ends with the context."""
+    """A Conductor that knows these engines; everything ends with the context, in time."""
     async with AsyncExitStack() as stack:
         for engine in engines:
             await engine.start()
@@ -427,7 +427,7 @@ async def serving(
         config = configured(**sections)
         conductor = Conductor(config, index=LocalIndex(index_settings(config)), store=store)
         stop, url = asyncio.Event(), asyncio.get_running_loop().create_future()
-        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(within_s), asyncio.TaskGroup() as tasks:
             tasks.create_task(conductor.serve(stop, url.set_result))
             try:
                 async with aiohttp.ClientSession() as session:

@@ -16,6 +16,7 @@ from tests.conductor.columns import (
     NOW,
     EngineRow,
     RequestRow,
+    decided,
     engine,
     request,
     schedule,
@@ -120,7 +121,7 @@ def test_prefixes_are_due_of_all_requests_that_get_a_place(case: Case) -> None:
     scheduler = Scheduler(POLICIES["longest-prefix"], AT_ONCE)
     view, asked = view_of(rows), waiting(requests)
     due = {asked.numbers[row] for row in scheduler.due(view, asked, NOW)}
-    decisions = scheduler.schedule(view, asked, NOW)
+    decisions = decided(scheduler, view, asked)
     assert {d.request for d in decisions if isinstance(d, Assign)} <= due
     free = sum(max(0, e.max_running - e.in_flight) for e in rows)
     groups = {(w.model, w.excluded) for w in requests}
@@ -134,7 +135,7 @@ def test_a_policy_orders_requests_too() -> None:
     )  # fmt: skip
     asked = waiting([request(1, priority=3), request(2), request(3, priority=-1)])
     view = view_of([engine("e", max_running=2)])
-    decisions = Scheduler(urgent_first).schedule(view, asked, NOW)
+    decisions = decided(Scheduler(urgent_first), view, asked)
     assert [(type(d), d.request) for d in decisions] == [(Assign, 3), (Assign, 2), (Hold, 1)]
 
 

@@ -249,6 +249,7 @@ async def test_no_request_and_no_answer_is_an_error_of_ours(seconds: float, soak
         return head + b"Content-Length: %d" % len(body) + END + body
 
     async with strange(answer) as engine, serving(
+        within_s=60.0 + seconds,
         deadline={"first_byte_s": 0.05, "idle_s": 0.05, "request_s": 0.2, "tokenize_s": 0.05},
         health={"probe_s": 0.02, "probe_timeout_s": 0.05, "backoff_s_max": 0.05},
     ) as client:  # fmt: skip

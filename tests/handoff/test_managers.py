@@ -8,7 +8,7 @@ import pytest
 from kvstore.errors import CapacityError, InvalidArgument
 from kvstore.handoff import prefill
 from kvstore.handoff.aux_data import AuxData
-from kvstore.handoff.states import FailureCode, State
+from kvstore.handoff.states import FailureCode, Patience, State
 from tests.handoff.pair import BLOCK_TOKENS, BLOCKS, LAYERS, managers, push_all
 
 
@@ -207,7 +207,9 @@ def test_a_thread_of_prefill_that_ends_by_a_fault_of_ours_gives_the_blocks_back(
         wait_until(lambda: not sender.holds_blocks and not receiver.holds_blocks)
 
 
-@pytest.mark.parametrize("name", ["kvstore-handoff-reader", "kvstore-handoff-link"])
+@pytest.mark.parametrize(
+    "name", ["kvstore-handoff-reader", "kvstore-handoff-link", "kvstore-handoff-writer"]
+)
 def test_a_thread_that_cannot_start_fails_a_handoff_and_not_the_next(name, wait_until, monkeypatch):
     start = threading.Thread.start
 
@@ -226,3 +228,40 @@ def test_a_thread_that_cannot_start_fails_a_handoff_and_not_the_next(name, wait_
         receiver.announce(0, [0, 1, 2, 3])
         push_all(sender, pair.here, [0, 1, 2, 3])
         wait_until(lambda: receiver.state == State.SUCCESS)
+
+
+def test_a_link_that_is_made_while_its_manager_closes_is_not_used(wait_until, monkeypatch):
+    with managers() as pair:
+        connect = pair.decode._connect
+
+        def slow(link, client, streams):
+            connect(link, client, streams)
+            pair.decode._drop(link, FailureCode.CLOSED, "for a test: it closes just now")
+
+        monkeypatch.setattr(pair.decode, "_connect", slow)
+        receiver = pair.decode.receiver(1, pair.registry.url, 64)
+        wait_until(lambda: receiver.state == State.FAILED)
+        assert receiver.failure.code == FailureCode.UNREACHABLE
+        wait_until(lambda: pair.decode.stats()["threads"] == pair.decode.stats()["links"] == 0)
+
+
+def test_deadlines_are_kept_after_a_fault_of_ours_in_the_ticker(wait_until, monkeypatch, caplog):
+    with managers(Patience(0.5, 0.5, 0.5, 20)) as pair:
+        tick, faults = pair.prefill._core.tick, iter([RuntimeError("a fault of ours")])
+
+        def faulty(now):
+            for fault in faults:
+                raise fault
+            return tick(now)
+
+        monkeypatch.setattr(pair.prefill._core, "tick", faulty)
+        sender = pair.prefill.sender(1, 64)
+        wait_until(lambda: sender.state == State.FAILED)
+        assert "goes on after a fault of ours" in caplog.text
+
+
+def test_a_shorter_silence_than_pings_allow_is_refused():
+    with pytest.raises(InvalidArgument, match="silence_s"):
+        Patience(silence_s=0.9)
+    with pytest.raises(InvalidArgument, match="silence_s"):
+        Patience(silence_s=float("nan"))

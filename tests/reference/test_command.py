@@ -48,6 +48,14 @@ def test_the_size_of_the_slab_may_have_a_unit() -> None:
         (["--events", "foo"], "--events: 'foo' is neither ipc:///path"),
         (["--host", "192.0.2.1"], "--host: "),
         (["--handoff", "push"], "--handoff-secret-file: --handoff push needs it"),
+        (
+            ["--handoff-silence", "0.9"],
+            "error: argument --handoff-silence: silence_s: 0.9 is less than 1",
+        ),
+        (
+            ["--handoff-silence", "two"],
+            "error: argument --handoff-silence: 'two' is not a number of seconds",
+        ),
         (["--handoff", "push", "--handoff-secret-file", "/nowhere"], "--handoff-secret-file: /no"),
         (["--port", "{taken}"], "--port: error while attempting to bind"),
     ],

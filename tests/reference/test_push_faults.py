@@ -9,10 +9,12 @@ import pytest
 from msgspec.structs import asdict
 
 from engine_adapters.reference import pushing
+from engine_adapters.reference.engine import EngineBusyError
 from engine_adapters.reference.handoff_options import count_push
 from engine_adapters.reference.metrics import Metrics
 from engine_adapters.reference.request import State
 from engine_adapters.reference.sampler import Sampling
+from engine_adapters.reference.scheduler import Limits
 from kvstore.errors import InvalidArgument
 from kvstore.handoff import decode as decode_side
 from kvstore.handoff import prefill as prefill_side
@@ -306,3 +308,31 @@ def test_codes_that_a_peer_makes_up_are_counted_as_one() -> None:
         count_push(metrics, progress)
     assert metrics.handoffs.labels("failed", "other")._value.get() == 50
     assert b"made up" not in metrics.text()
+
+
+def test_an_abort_does_not_wait_for_a_step_thread_that_reads_nothing(
+    make_engine: MakeEngine, ask: Ask, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
+) -> None:
+    engine = make_engine(limits=Limits(waiting_max=2, running_max=1))
+    stands, goes_on = threading.Event(), threading.Event()
+    real = engine._steps.step
+
+    def standing() -> None:
+        stands.set()
+        assert goes_on.wait(20.0)
+        real()
+
+    monkeypatch.setattr(engine._steps, "step", standing)
+    asked = [ask(engine, TEXT[:20], 8, id="first")]
+    assert stands.wait(10.0)
+    asked += [ask(engine, TEXT[:20], 8) for _ in range(engine._inbox.maxsize)]
+    with pytest.raises(EngineBusyError):
+        ask(engine, TEXT[:20], 8)
+    aborted = threading.Thread(target=lambda: [engine.abort(one.request) for one in asked])
+    aborted.start()
+    aborted.join(5.0)
+    assert not aborted.is_alive(), "the step thread stands, and yet it waits for it"
+    goes_on.set()
+
+    wait_until(lambda: all(one.request.state is State.FINISHED for one in asked))
+    assert len(ask(engine, TEXT[:20], 8).wait().tokens) == 8

@@ -166,7 +166,7 @@ class Removal:
             self._stack = [(self._top, iter(_some_children(self._top)))]
             return True
         top = self._top
-        if top is top.space.root and not top.below and table.disk is not None:
+        if top is top.space.root and not top.below:
             table.disk.graves.bury_all(top.space)
         return False
 

@@ -37,6 +37,7 @@ from kvstore.state.disk.jobs import (
     DiskWrite,
     Durable,
     PageMemory,
+    SyncPolicy,
     Verdict,
     WritePolicy,
 )
@@ -48,7 +49,7 @@ from kvstore.state.disk.segments import SegmentReclaimer
 from kvstore.state.disk.syncs import Syncs
 from kvstore.state.disk.writes import Writes
 from kvstore.state.tree.node import PrefixNode
-from kvstore.state.tree.places import Place
+from kvstore.state.tree.places import BLOCK_BYTES, Place
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 BACKLOG_TURN: Final = 64
@@ -71,12 +72,14 @@ class DiskPages:
         loads: pages on their way from disk.
         writes: pages on their way to disk.
         unfinished: more can be written now; :meth:`go_on` does.
+        exists: there is a disk; without one nothing is ever written, see :func:`no_disk`.
     """
 
     def __init__(
         self, memory: PageMemory, log: SegmentLog, admission: Admission, rules: DiskRules
     ) -> None:
         self.log = log
+        self.exists = log.record_bytes_max > 0
         self.admission = admission
         self.rules = rules
         self._queue = DiskQueue(memory.story)
@@ -265,10 +268,6 @@ class DiskPages:
         """
         self.limits.limit(space, quota_bytes, reserved_bytes, self.log.reservable_bytes)
         self._reclaimer.reconsider()
-
-    def add_candidate(self, node: PrefixNode) -> None:
-        """A node may have become a leaf that may go, or lost a pin."""
-        self.limits.add_candidate(node)
 
     def needs_space(self, space: PrefixTree) -> bool:
         """Whether something on disk stands under the number of an empty space."""
@@ -459,6 +458,12 @@ class DiskPages:
                 self.limits.forget(at, shard)
             elif at.on_disk >> shard & 1:
                 self._memory.drop(at, shard, cause)
+
+
+def no_disk(memory: PageMemory) -> DiskPages:
+    """The disk side of a node without an SSD tier: its log has no room, and takes no record."""
+    rules = DiskRules(WritePolicy.BACK, SyncPolicy.NONE, 0, 0)
+    return DiskPages(memory, SegmentLog(0, BLOCK_BYTES), Admission("all", 0, 0), rules)
 
 
 def _names(pages: Iterable[tuple[PrefixNode, int]]) -> deque[tuple[PrefixTree, int, PrefixKey]]:

@@ -64,7 +64,7 @@ def adopt(
     Returns:
         how many pages can be reached.
     """
-    assert table.disk is not None
+    assert table.disk.exists
     used = set[int]().union(*(segment.pairs for segment in segments))
     homes = [_home(table, *pair) if at in used else None for at, pair in enumerate(pairs)]
     spaces = list({id(home[0]): home[0] for home in homes if home is not None}.values())

@@ -65,7 +65,6 @@ class Announcement:
     def _is_reading(self, table: PageTable, pages: list[tuple[PrefixNode, int]]) -> bool:
         """Whether the tokens of some pages are still to come; begins to read them."""
         if self._reading is None:
-            assert table.disk is not None
             unknown = [page for page in pages if not page[0].tokens]
             self._reading = table.disk.read_tokens(unknown), table.now_ns + READ_NS
         run, until_ns = self._reading

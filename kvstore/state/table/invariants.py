@@ -41,10 +41,9 @@ def checks(table: PageTable) -> Iterator[int]:
     table.pins.check()
     for space in list(table.spaces):
         yield from _space(table, space)
-    if table.disk is not None:
-        table.disk.graves.check()
-        for _ in table.disk.log.checks():
-            yield 0
+    table.disk.graves.check()
+    for _ in table.disk.log.checks():
+        yield 0
 
 
 def check(table: PageTable) -> None:
@@ -61,13 +60,12 @@ def _space(table: PageTable, space: PrefixTree) -> Iterator[int]:
     def page(node: PrefixNode) -> None:
         nonlocal record_bytes
         _check_memory(table, node)
-        if disk is not None:
-            _check_disk(disk, node)
-            each = sum([space.shards[shard].record_bytes for shard in node.place_columns])
-            record_bytes += node.count * each
+        _check_disk(disk, node)
+        each = sum([space.shards[shard].record_bytes for shard in node.place_columns])
+        record_bytes += node.count * each
 
     yield from space.checks(page)
-    if disk is not None and space.changes == changes and len(disk.writes) <= TOGETHER_MAX:
+    if space.changes == changes and len(disk.writes) <= TOGETHER_MAX:
         assert space.disk_bytes == record_bytes + disk.limits.writing_bytes(space)
 
 

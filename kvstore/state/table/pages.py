@@ -61,8 +61,8 @@ class PageTable:
         self._deadlines = Deadlines()
 
     @property
-    def disk(self) -> DiskPages | None:
-        """The disk side; None without an SSD tier."""
+    def disk(self) -> DiskPages:
+        """The disk side; without an SSD tier one that takes no page."""
         return self.residents.disk
 
     @property
@@ -133,8 +133,7 @@ class PageTable:
         self.residents.use(last := nodes[-1])
         if not last.memory & (1 << shard) - 1:  # ranks of one request count once
             self.eviction.used(last, self.moment.tick)
-        if self.disk is not None:
-            self.disk.used(last, shard)
+        self.disk.used(last, shard)
 
     def release(self, process: Process, lease_id: int, *, read: bool = True) -> None:
         """The reader is done; unknown leases are ignored (the answer to them may be late).
@@ -279,8 +278,7 @@ class PageTable:
         for node, keys in zip(stored, keys_of, strict=True):
             self.eviction.stored(node, keys, put.space.shards[put.shard].slot_bytes, tick)
             self.residents.add_candidate(node)
-        if stored and self.disk is not None:
-            self.disk.stored(stored, put.shard)
+        self.disk.stored(stored, put.shard)
         return statuses
 
     def abort_put(self, process: Process, put_id: int, *, writing: bool = False) -> None:
@@ -336,13 +334,12 @@ class PageTable:
             CapacityError: the budget, or the disk, has no room for it.
             TierUnavailable: there is no such tier.
         """
-        if tier == "ssd" and self.disk is None:
+        if tier == "ssd" and not self.disk.exists:
             raise TierUnavailable("this node has no SSD tier: give it ssd.directories")
         pin = self.pins.add(space, key, expires_ns, tier, measured)
         try:
             for node in pin.nodes if tier == "ssd" else ():
                 for shard in node.digests:
-                    assert self.disk is not None
                     self.disk.ensure_written(node, shard)
         except CapacityError:
             self.unpin(pin.number)
@@ -364,7 +361,7 @@ class PageTable:
         for node in nodes:
             if is_live(node):
                 self.residents.add_candidate(node)
-        if nodes and self.disk is not None:
+        if nodes:
             self.disk.unpinned()
 
     # ---- ends -------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.choice.eviction import Eviction
 from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.disk.graves import BURIED
-from kvstore.state.disk.pages import DiskPages
+from kvstore.state.disk.pages import DiskPages, no_disk
 from kvstore.state.metering import Meter
 from kvstore.state.table.draining import Draining
 from kvstore.state.table.orphans import Orphans, subtree, tails_first
@@ -49,8 +49,6 @@ class Residents:
 
     def __init__(self, slots: SlotTable, policy: str = "lru") -> None:
         self.slots = slots
-        #: Set when there is an SSD tier.
-        self.disk: DiskPages | None = None
         self.spaces = Spaces(slots.extent_bytes)
         self.actions: list[Action] = []
         self.counts: Counter[str] = Counter()
@@ -65,13 +63,15 @@ class Residents:
         self.orphans: deque[Orphans] = deque()
         self.owners = Owners(slots)
         self.draining = Draining(slots, self.owners, self.quotas)
+        #: Another one is set here when there is an SSD tier.
+        self.disk: DiskPages = no_disk(self)
 
     @property
     def unfinished(self) -> bool:
         """Whether there is work for the turns that come: :meth:`sweep`, :meth:`drain`, writes."""
         if self.orphans or self.draining.now is not None:
             return True
-        return self.disk is not None and (self.disk.unfinished or self.disk.loads.unfinished)
+        return self.disk.unfinished or self.disk.loads.unfinished
 
     def ready_run(self, space: PrefixTree, shard: int, packed: bytes) -> list[PrefixNode]:
         """The leading run of READY pages of one shard, in whatever tier, as single pages."""
@@ -85,9 +85,7 @@ class Residents:
 
     def on_disk(self, space: PrefixTree, shards: list[int], packed: bytes, pages: int) -> int:
         """How many of the first ``pages`` pages, a hit, are to be loaded for some shard."""
-        if self.disk is None:
-            return 0
-        return missing_pages(space, shards, packed, pages)
+        return missing_pages(space, shards, packed, pages) if space.disk_bytes else 0
 
     def owner(self, slot: Slot) -> PrefixNode | None:
         """The node of the page in a slot; None for a slot of no page in the trees."""
@@ -130,8 +128,7 @@ class Residents:
         """The node may be evictable now."""
         if not node.children_in_memory:  # else it is not, and many are asked of at once
             self.eviction.add_candidate(node)
-        if self.disk is not None:
-            self.disk.add_candidate(node)
+        self.disk.limits.add_candidate(node)
 
     # ---- leaving ----------------------------------------------------------------------------
 
@@ -189,10 +186,9 @@ class Residents:
         """Take the READY pages of a node out of every tier."""
         tiers = node.tiers(shard)
         slots = self._forget(node, shard) if "host" in tiers else []
-        if self.disk is not None:
-            self.disk.limits.forget(node, shard)
-            if cause in BURIED:
-                self.disk.graves.bury(node, shard)
+        self.disk.limits.forget(node, shard)
+        if cause in BURIED:
+            self.disk.graves.bury(node, shard)
         keys = node.key_list()[::-1]
         self.actions.append(Removed(node.space, shard, keys, cause, tiers))
         self.counts[f"removed_{cause}"] += len(keys)
@@ -215,8 +211,7 @@ class Residents:
         """After pages went: prune bare nodes, and offer what became a leaf."""
         if is_live(node):
             node = node.space.prune(node)
-            if self.disk is not None:
-                self.disk.add_candidate(node)
+            self.disk.limits.add_candidate(node)
             while not node.in_memory and node.above is not None:
                 node = node.above
             self.add_candidate(node)
@@ -299,7 +294,7 @@ class Residents:
         """Whether something stands under the number of an empty space."""
         if self.quotas.is_limited(space) or space.host_bytes or space.disk_bytes:
             return True
-        return self.disk is not None and self.disk.needs_space(space)
+        return self.disk.needs_space(space)
 
     def use_last(self, node: PrefixNode, packed: bytes, pages: int) -> None:
         """The prefix that ends with the last of so many keys was used; ``node`` has that page."""

@@ -13,7 +13,7 @@ from kvstore.state.disk.jobs import Verdict
 from kvstore.state.disk.loads import LOADS_TURN, DiskLoads
 from kvstore.state.table.draining import LOOKS
 from kvstore.state.table.residents import Residents
-from kvstore.state.table.runs import leading_in_memory, leading_ready
+from kvstore.state.table.runs import leading_ready
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch
@@ -126,8 +126,6 @@ class Room:
         only behind the pages that go.
         """
         disk, writes_left = self._held.disk, SPILL_WRITES
-        if disk is None:
-            return False
         for run in reversed(_runs_before(head)):
             if slot_bytes not in classes(run) or not self._held.eviction.releasable(run):
                 continue
@@ -149,9 +147,7 @@ class Room:
 
     def _verdict(self, node: PrefixNode, pages: int = 1) -> Verdict:
         """Whether a victim may go now; one that has to wait is offered again when it may."""
-        verdict = Verdict.EVICT
-        if self._held.disk is not None:
-            verdict = self._held.disk.before_eviction(node, pages)
+        verdict = self._held.disk.before_eviction(node, pages)
         if verdict is Verdict.FULL:
             self._held.add_candidate(node)
         return verdict
@@ -204,12 +200,7 @@ class Room:
 
     def fetch(self, fetch: Fetch, space: PrefixTree, shard: int, packed: bytes) -> None:
         """Keep a run of READY pages in memory for a fetch, and load what is on disk only."""
-        if self._held.disk is not None:
-            self.load(fetch, leading_ready(space, packed, shard), shard)
-            return
-        for node in leading_in_memory(space, packed, shard):
-            self._held.fetches.keep(fetch, node.slots_of(shard))
-        self._held.fetches.tell(fetch)
+        self.load(fetch, leading_ready(space, packed, shard), shard)
 
     def load(self, fetch: Fetch, nodes: Sequence[PrefixNode], shard: int) -> None:
         """Load what is on disk only of a run of READY pages, and keep all of it in memory.
@@ -217,7 +208,6 @@ class Room:
         Of many loads some begin now, and the others in the turns that come.
         """
         disk = self._held.disk
-        assert disk is not None
         disk.loads.add(fetch, nodes, shard)
         self._begin_loads(disk.loads, fetch, LOADS_TURN)
         if fetch.wanted:
@@ -226,7 +216,7 @@ class Room:
     def load_more(self) -> None:
         """Begin more of the loads that somebody waits for, as many as one turn does."""
         disk, left = self._held.disk, LOADS_TURN
-        while disk is not None and disk.loads.beginning and left > 0:
+        while disk.loads.beginning and left > 0:
             fetch = disk.loads.beginning[0]
             left -= self._begin_loads(disk.loads, fetch, left)
             if not fetch.wanted:
