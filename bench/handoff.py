@@ -2,18 +2,18 @@
 
 ``ttft/...``: demo model, new prompts of 2,000 tokens, by one engine, through the store, and pushed
 after each layer. ``push/block16/...``: the KV of such a prompt (33 MB, blocks of 16 tokens) from
-pool to pool, digests on, both managers in this process, beside two bare TCP sockets in this process
+the pool of this process to that of another, digests on, beside two bare TCP sockets in this process
 that move the same bytes. ``send/p50`` is what one layer of 512 tokens costs the step thread,
 ``poll/64`` a poll of 64 handoffs. ``abort/others``: nine of ten pushes while one is aborted, beside
-the same nine when none is. ``reshard/...``: the KV of such a prompt between engines of unequal
-ranks, beside the same from one rank to one.
+the same nine when none is; both managers in this process. ``reshard/...``: the KV of such a prompt
+between engines of unequal ranks in this process, beside the same from one rank to one.
 """
 
 import argparse
 import re
 import sys
 
-from bench import handoff_pools, handoff_reshard, handoff_ttft
+from bench import handoff_pools, handoff_processes, handoff_reshard, handoff_ttft
 from bench.measure import Progress, Report
 
 
@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure what is asked for; 2 when that is nothing."""
     every = {
-        "push/block16/contiguous": handoff_pools.pushes,
-        "push/block16/permuted": handoff_pools.pushes,
+        "push/block16/contiguous": handoff_processes.pushes,
+        "push/block16/permuted": handoff_processes.pushes,
         "send/p50": handoff_pools.sends,
         "poll/64": handoff_pools.polls,
         "abort/others": handoff_pools.aborts,

@@ -1,6 +1,5 @@
 """Pushes between two pools of this process, without an engine: the library of handoffs alone."""
 
-import random
 import secrets
 import socket
 import threading
@@ -13,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.measure import Result, interleave, percentile, prefaulted
-from bench.measure import throughput as in_gbps
 from kvstore.handoff.aux_data import AuxData
 from kvstore.handoff.decode import DecodeManager, Receiver
 from kvstore.handoff.memory import HandoffPool
@@ -37,18 +35,25 @@ TURNS_MIN: Final = 5
 _PAUSE_S: Final = 0.0002
 _SEND_US: Final = 100.0
 _POLL_US: Final = 50.0
-_CALL_BYTES: Final = 2 * LAYERS * PROMPT_BLOCKS * BLOCK_BYTES
+PROMPT_BYTES: Final = 2 * LAYERS * PROMPT_BLOCKS * BLOCK_BYTES
+
+
+def new_pool() -> tuple[HandoffPool, npt.NDArray[np.uint8]]:
+    """A pool of the demo model's shape; keep the array as long as the pool is used."""
+    memory = prefaulted(2 * LAYERS * POOL_BLOCKS * BLOCK_BYTES)
+    step = POOL_BLOCKS * BLOCK_BYTES
+    planes = tuple(int(memory.ctypes.data) + step * plane for plane in range(2 * LAYERS))
+    pool = KVPool(planes, BLOCK_BYTES, BLOCK_BYTES, POOL_BLOCKS)
+    return HandoffPool(pool, BLOCK_TOKENS, np.zeros(POOL_BLOCKS, dtype=np.uint64)), memory
 
 
 class PushedPools:
     """A prefill and a decode manager, each with a pool of the demo model's shape."""
 
     def __init__(self) -> None:
-        self._memory = [prefaulted(2 * LAYERS * POOL_BLOCKS * BLOCK_BYTES) for _ in range(2)]
-        self._generations = np.zeros(POOL_BLOCKS, dtype=np.uint64)
         secret, space = secrets.token_bytes(32), b"demo"
         self.registry = HandoffRegistry("127.0.0.1", 0, secret)
-        here, there = (self._pool(memory) for memory in self._memory)
+        (here, _), (there, _) = self._pools = [new_pool() for _ in range(2)]
         self.prefill = PrefillManager(here, space, secret, registry=self.registry.url)
         self.decode = DecodeManager(there, space, secret, name="bench")
         self._rooms = RoomNumbers(secrets.randbits(31))
@@ -64,12 +69,6 @@ class PushedPools:
         self.prefill.close()
         self.decode.close()
         self.registry.close()
-
-    def _pool(self, memory: npt.NDArray[np.uint8]) -> HandoffPool:
-        step = POOL_BLOCKS * BLOCK_BYTES
-        planes = tuple(int(memory.ctypes.data) + step * plane for plane in range(2 * LAYERS))
-        pool = KVPool(planes, BLOCK_BYTES, BLOCK_BYTES, POOL_BLOCKS)
-        return HandoffPool(pool, BLOCK_TOKENS, self._generations)
 
 
 @contextmanager
@@ -100,34 +99,6 @@ def wait_ended(receivers: list[Receiver]) -> None:
     while not all(one.progress.ended and not one.holds_blocks for one in receivers):
         assert time.monotonic() < deadline, "a push did not end"
         time.sleep(_PAUSE_S)
-
-
-def pushes(name: str, seconds: float) -> Iterator[Result]:
-    """``push/block16/...``: a prompt's KV from pool to pool."""
-    shuffled = random.Random(1)
-
-    def order() -> list[int]:
-        if name.endswith("contiguous"):
-            return list(range(PROMPT_BLOCKS))
-        return shuffled.sample(range(POOL_BLOCKS), PROMPT_BLOCKS)
-
-    with _pools() as pools, _bare_sockets() as bare:
-
-        def push() -> float:
-            sender, receiver = pools.begin(PROMPT_BLOCKS)
-            receiver.announce(0, order())
-            blocks = order()
-            start = time.perf_counter()
-            send_all(sender, blocks)
-            wait_ended([receiver])
-            spent = time.perf_counter() - start
-            assert receiver.state is State.SUCCESS, receiver.failure
-            sender.close()
-            receiver.close()
-            return spent
-
-        measured = interleave(push, bare, pairs=TURNS_MIN, min_seconds=seconds)
-    yield in_gbps(name, _CALL_BYTES, measured, "two bare TCP sockets, same bytes")
 
 
 def sends(name: str, seconds: float) -> Iterator[Result]:
@@ -196,7 +167,8 @@ def _at_most(name: str, value: float, most: float) -> Result:
 
 
 @contextmanager
-def _bare_sockets() -> Iterator["_BareSockets"]:
+def bare_sockets() -> Iterator["_BareSockets"]:
+    """What moves a prompt's bytes through two plain sockets; closed at the end of the block."""
     made = _BareSockets()
     try:
         yield made
@@ -211,7 +183,7 @@ class _BareSockets:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self._here = socket.create_connection(listener.getsockname())
             self._there, _ = listener.accept()
-        self._from, self._to = (prefaulted(_CALL_BYTES).data for _ in range(2))
+        self._from, self._to = (prefaulted(PROMPT_BYTES).data for _ in range(2))
 
     def __call__(self) -> float:
         """Send from one thread, receive in this one."""
@@ -219,7 +191,7 @@ class _BareSockets:
         sender = threading.Thread(target=self._here.sendall, args=(self._from,))
         sender.start()
         received = 0
-        while received < _CALL_BYTES:
+        while received < PROMPT_BYTES:
             count = self._there.recv_into(self._to[received:])
             assert count, "the connection broke"
             received += count

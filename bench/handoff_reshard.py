@@ -21,6 +21,7 @@ from bench.handoff_pools import (
     LAYERS,
     POOL_BLOCKS,
     PROMPT_BLOCKS,
+    PROMPT_BYTES,
     TOKENS,
     TURNS_MIN,
     send_all,
@@ -31,14 +32,13 @@ from bench.measure import throughput as in_gbps
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.memory import HandoffPool
 from kvstore.handoff.prefill import PrefillManager
-from kvstore.handoff.ranks import INSTANCE_BYTES, RankGroup
+from kvstore.handoff.ranks import INSTANCE_BYTES, RankGroup, RankPart
 from kvstore.handoff.registry import HandoffRegistry
 from kvstore.handoff.rooms import RoomNumbers
 from kvstore.handoff.states import State
 from kvstore.mover.kvpool import KVPool
 
 HEADS: Final = 4
-_CALL_BYTES: Final = 2 * LAYERS * PROMPT_BLOCKS * BLOCK_BYTES
 
 
 class RankedPools:
@@ -57,13 +57,9 @@ class RankedPools:
         self.registry = HandoffRegistry("127.0.0.1", 0, secret)
         here, there = self._pools(prefill), self._pools(decode)
         self.prefill = [
-            PrefillManager(pool, space, secret, registry=self.registry.url, group=group)
-            for pool, group in zip(here, _groups(here), strict=True)
+            PrefillManager(pool, space, secret, registry=self.registry.url) for pool in here
         ]
-        self.decode = [
-            DecodeManager(pool, space, secret, name="bench", group=group)
-            for pool, group in zip(there, _groups(there), strict=True)
-        ]
+        self.decode = [DecodeManager(pool, space, secret, name="bench") for pool in there]
 
     def __call__(self) -> float:
         """Push the KV of a prompt; seconds."""
@@ -99,22 +95,19 @@ class RankedPools:
 
     def _pools(self, ranks: int) -> list[HandoffPool]:
         found, heads = [], HEADS // ranks
-        size = BLOCK_BYTES // ranks
+        size, instance = BLOCK_BYTES // ranks, secrets.token_bytes(INSTANCE_BYTES)
+        parts = tuple(
+            RankPart((0, LAYERS), (rank * heads, (rank + 1) * heads)) for rank in range(ranks)
+        )
         for rank in range(ranks):
             memory = prefaulted(2 * LAYERS * POOL_BLOCKS * size)
             self._memory.append(memory)
             step = POOL_BLOCKS * size
             planes = tuple(int(memory.ctypes.data) + step * plane for plane in range(2 * LAYERS))
             pool = KVPool(planes, size, size, POOL_BLOCKS)
-            span = (rank * heads, (rank + 1) * heads)
-            found.append(HandoffPool(pool, BLOCK_TOKENS, self._generations, heads=span))
+            group = RankGroup(rank, parts, instance)
+            found.append(HandoffPool(pool, BLOCK_TOKENS, self._generations, group))
         return found
-
-
-def _groups(pools: list[HandoffPool]) -> list[RankGroup]:
-    parts = tuple(pool.shape.part for pool in pools)
-    instance = secrets.token_bytes(INSTANCE_BYTES)
-    return [RankGroup(rank, parts, instance) for rank in range(len(parts))]
 
 
 @contextmanager
@@ -135,5 +128,5 @@ def reshards(name: str, seconds: float) -> Iterator[Result]:
         case(), bound()
         ranges, most = case.ranges - before[0], 2 * (bound.ranges - before[1])
         measured = interleave(case, bound, pairs=TURNS_MIN, min_seconds=seconds)
-    yield in_gbps(name, _CALL_BYTES, measured, "1to1, same bytes")
+    yield in_gbps(name, PROMPT_BYTES, measured, "1to1, same bytes")
     yield Result(f"{name}/ranges", ranges, "ranges", "twice 1to1", most, most / ranges)

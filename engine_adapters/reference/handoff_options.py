@@ -1,7 +1,6 @@
 """What an engine needs to push or to be pushed to, and what it says about a push."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ from engine_adapters.reference.prefix_tree import BlockAllocator
 from engine_adapters.reference.rank_pushes import JointProgress
 from kvstore.engine.transfer import HandoffReport
 from kvstore.handoff.memory import HandoffPool
-from kvstore.handoff.ranks import INSTANCE_BYTES, RankGroup
+from kvstore.handoff.ranks import INSTANCE_BYTES, RankGroup, RankPart
 from kvstore.handoff.states import Patience
 
 
@@ -44,19 +43,18 @@ class PushParts(NamedTuple):
     allocator: BlockAllocator
     metrics: Metrics
 
-    def handoff_pool(self, rank: int) -> HandoffPool:
-        """The pool of a rank with the generations of its blocks."""
-        return HandoffPool(
-            self.pool.for_transfers(rank),
-            self.pool.block_tokens,
-            self.allocator.generations,
-            heads=self.pool.heads(rank),
-        )
-
-    def groups(self, pools: Sequence[HandoffPool]) -> list[RankGroup]:
-        """For each rank, what it must know of the others."""
-        parts, instance = tuple(pool.shape.part for pool in pools), os.urandom(INSTANCE_BYTES)
-        return [RankGroup(rank, parts, instance) for rank in range(len(parts))]
+    def handoff_pools(self) -> list[HandoffPool]:
+        """The pool of each rank with the generations of its blocks."""
+        layers, ranks = (0, len(self.pool.keys)), range(self.pool.ranks)
+        parts = tuple(RankPart(layers, self.pool.heads(rank)) for rank in ranks)
+        instance, tokens = os.urandom(INSTANCE_BYTES), self.pool.block_tokens
+        return [
+            HandoffPool(
+                self.pool.for_transfers(rank), tokens, self.allocator.generations,
+                RankGroup(rank, parts, instance),
+            )
+            for rank in ranks
+        ]  # fmt: skip
 
 
 def report_of(progress: JointProgress, wrong: str = "") -> HandoffReport:

@@ -95,17 +95,15 @@ class DecodePushes:
         self._queues = queues
         self._begun: dict[Request, RankReceivers | None] = {}  # not read from the inbox yet
         self._pushes: dict[Request, _Incoming] = {}
-        pools = [parts.handoff_pool(rank) for rank in range(parts.pool.ranks)]
         self._managers = [
             DecodeManager(
-                pools[group.rank],
+                pool,
                 parts.space,
                 options.secret,
                 name=parts.name,
                 patience=options.patience,
-                group=group,
             )
-            for group in parts.groups(pools)
+            for pool in parts.handoff_pools()
         ]
         parts.metrics.limbo_blocks.set_function(
             lambda: max(manager.stats()["limbo_blocks"] for manager in self._managers)

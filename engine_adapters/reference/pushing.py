@@ -82,20 +82,18 @@ class PrefillPushes:
         self._pushes: dict[Request, _Outgoing] = {}
         self._registry = HandoffRegistry(options.host, options.registry_port, options.secret)
         self.registry = self._registry.url
-        pools = [parts.handoff_pool(rank) for rank in range(parts.pool.ranks)]
         managers: list[PrefillManager] = []
         try:
-            for rank, group in enumerate(parts.groups(pools)):
+            for rank, pool in enumerate(parts.handoff_pools()):
                 managers.append(
                     PrefillManager(
-                        pools[rank],
+                        pool,
                         parts.space,
                         options.secret,
                         registry=self.registry,
                         host=options.host,
                         port=options.port and options.port + rank,
                         patience=options.patience,
-                        group=group,
                     )
                 )
         except KVStoreError:

@@ -20,13 +20,25 @@ from kvstore.errors import (
     TransferTimeout,
 )
 from kvstore.handoff.aux_data import AUX_BYTES_MAX, AuxData, decode_aux
-from kvstore.handoff.effects import Effect, EndLink, Landing, SendTo
+from kvstore.handoff.effects import Effect, EndEngine, EndLink, Landing, SendTo
 from kvstore.handoff.greeting import Greeter, Purpose, SealedStream
 from kvstore.handoff.links import SEND_S, LinkThreads, PeerLinks, PushLink, Ticker
-from kvstore.handoff.memory import AuxSlots, HandoffPool, digests_of, landing_places
-from kvstore.handoff.messages import RangesHead, encode_message, read_from_prefill
+from kvstore.handoff.memory import (
+    AuxSlots,
+    HandoffPool,
+    Places,
+    digests_of,
+    landing_places,
+    landing_views,
+)
+from kvstore.handoff.messages import (
+    LandingPlace,
+    RangesHead,
+    RangesWritten,
+    encode_message,
+    read_from_prefill,
+)
 from kvstore.handoff.peers import PeerRank, peer_ranks
-from kvstore.handoff.ranks import INSTANCE_BYTES, RankGroup
 from kvstore.handoff.receiving import Receivers
 from kvstore.handoff.registry import RegistryClient
 from kvstore.handoff.staging import Staging
@@ -41,6 +53,7 @@ from kvstore.handoff.states import (
     agreed,
 )
 from kvstore.handoff.tables import LinkSource
+from kvstore.handoff.writing import LandingEngine
 from kvstore.process.faults import Faults
 from kvstore.tier.vectored import memory_at
 from kvstore.transport.streams import DataStream, connect, host_and_port
@@ -68,20 +81,18 @@ class DecodeManager:
         name: of the engine, for logs of the other side.
         aux_slots: handoffs at a time; each has 128 KiB for its aux data.
         patience: deadlines.
-        group: all ranks of this engine, and which of them this is; None = there are no others.
-
-    Raises:
-        InvalidArgument: the group does not fit to the pool.
+        engine: another transport, by which prefill engines that have it too write KV to the pool;
+            the manager closes it. None = all comes over TCP.
     """
 
     def __init__(
         self, pool: HandoffPool, space: bytes, secret: bytes, *, name: str = "decode",
-        aux_slots: int = 64, patience: Patience | None = None, group: RankGroup | None = None,
+        aux_slots: int = 64, patience: Patience | None = None,
+        engine: LandingEngine | None = None,
     ) -> None:  # fmt: skip
         self._pool = pool
         self._secret = secret
-        self._group = group or RankGroup.alone(pool.shape.part, os.urandom(INSTANCE_BYTES))
-        self._group.check(pool.shape.part)
+        self._group = pool.group
         self._greeter = Greeter(secret, space, pool.shape, self._group, name=name)
         self._aux = AuxSlots(aux_slots, AUX_BYTES_MAX)
         patience, rank = patience or Patience(), self._group.rank
@@ -92,7 +103,10 @@ class DecodeManager:
         self._threads = LinkThreads()
         self._over = threading.Event()
         self.faults = Faults(_LOG, "handoff, decode")
+        self._engine = engine
         self._ticker = Ticker(self._tick, "kvstore-handoff-ticker")
+        if engine is not None:
+            engine.begin(self._engine_up, self._engine_ended)
 
     # ---- the engine -------------------------------------------------------------------------
 
@@ -154,6 +168,8 @@ class DecodeManager:
         for peer in peers:
             self._drop(peer, FailureCode.CLOSED, "the manager was closed")
         self._threads.join(2 * _CONNECT_S + self._silence_s)
+        if self._engine is not None:
+            self._engine.close()
         self._ticker.close()
 
     # ---- what receivers call ----------------------------------------------------------------
@@ -188,6 +204,16 @@ class DecodeManager:
             elif isinstance(effect, EndLink) and effect.link in by_number:
                 self.faults.count("links_closed_for_limbo")
                 by_number[effect.link].close()
+            elif isinstance(effect, EndEngine) and self._engine is not None:
+                self.faults.count("engines_ended_for_limbo")
+                self._engine.end(effect.number)
+
+    def _engine_up(self, number: int, place: LandingPlace) -> None:
+        with self._lock:
+            self._core.engine_up(number, place)
+
+    def _engine_ended(self, number: int) -> None:
+        self.act(lambda core, now: core.engine_ended(number, now))
 
     def _tick(self) -> None:
         self.act(lambda core, now: core.tick(now))
@@ -290,7 +316,13 @@ class DecodeManager:
                 raise PeerUnreachable(f"{there} links are in use, {len(made)} more are too many")
             if not all(peer.add(link) for _, link in made):
                 raise PeerUnreachable("the manager was closed")
-        return {link.number: rank.source for rank, link in made}
+        return {link.number: self._source(rank) for rank, link in made}
+
+    def _source(self, rank: PeerRank) -> LinkSource:
+        """A rank of prefill as the core knows it: with the other transport, if it has it too."""
+        shared = self._engine is not None and self._engine.transport in rank.record.transports
+        writes = shared and rank.source.share.is_all_of(self._pool.shape)
+        return rank.source._replace(writes=writes)
 
     def _link(self, peer: PeerLinks, rank: PeerRank, streams: list[DataStream]) -> PushLink:
         """Both connections to one rank."""
@@ -336,7 +368,7 @@ class DecodeManager:
         while not link.is_closed:
             try:
                 message = read_from_prefill(sealed.receive(self._silence_s))
-                if isinstance(message, RangesHead):
+                if isinstance(message, RangesHead | RangesWritten):
                     self._take(link, sealed, message, staging)
                     continue
             except TransferTimeout:
@@ -353,13 +385,17 @@ class DecodeManager:
                 self._carry_out(self._core.received(link.number, message, now_ns))
 
     def _take(
-        self, link: PushLink, sealed: SealedStream, head: RangesHead, staging: Staging
-    ) -> None:
-        """Receive ranges into the pool, and check them."""
+        self, link: PushLink, sealed: SealedStream, head: RangesHead | RangesWritten,
+        staging: Staging,
+    ) -> None:  # fmt: skip
+        """Receive ranges into the pool, unless they were written there, and check them."""
+        follows = isinstance(head, RangesHead)
         with self._lock:
             now_ns = time.monotonic_ns()
             landing, size, effects = self._core.arriving(link.number, head, now_ns)
             self._carry_out(effects)
+        if landing is None and not follows:
+            return
         if landing is None:
             scratch = memoryview(bytearray(min(size, _SCRATCH_BYTES)))
             for at in range(0, size, _SCRATCH_BYTES):
@@ -368,19 +404,24 @@ class DecodeManager:
         code: FailureCode | None = FailureCode.PEER_CLOSED
         why = "the connection broke within a range"
         try:
+            places: Places = []
             if landing.is_staged:
                 places = staging.places([landing.share.range_bytes(one) for one in landing.ranges])
-            else:
-                places = landing_places(self._pool, self._aux, landing)
-            sealed.receive_into([memory_at(*place) for place in places], self._silence_s)
-            if landing.is_staged:
-                right = staging.scatter(self._pool, landing, places)
-            else:
-                seed = landing.share.seed_of(landing.room)
-                right = digests_of(seed, landing.ranges, places) == landing.digests
+                sealed.receive_into([memory_at(*place) for place in places], self._silence_s)
+            elif follows:
+                sealed.receive_into(landing_views(self._pool, self._aux, landing), self._silence_s)
+            right = self._verify(landing, places, staging)
             code, why = None if right else FailureCode.DIGEST, "bytes do not match their digest"
         finally:
             self._landed(landing, code, why)
+
+    def _verify(self, landing: Landing, staged: Places, staging: Staging) -> bool:
+        """Whether what has arrived is right; what is staged is scattered."""
+        if landing.is_staged:
+            return staging.scatter(self._pool, landing, staged)
+        places = landing_places(self._pool, self._aux, landing)
+        seed = landing.share.seed_of(landing.room)
+        return digests_of(seed, landing.ranges, places) == landing.digests
 
     def _landed(self, landing: Landing, code: FailureCode | None, why: str) -> None:
         if code is FailureCode.DIGEST:

@@ -1,11 +1,12 @@
 """What the cores of both sides want done. Pure values."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.handoff.messages import FromDecode, FromPrefill
+from kvstore.handoff.messages import FromDecode, FromPrefill, LandingPlace
 from kvstore.handoff.places import PushRange
 from kvstore.handoff.shape import LinkShare
 
@@ -24,6 +25,8 @@ class PushJob(NamedTuple):
         share: what the link moves.
         first: position of the first of the blocks.
         aux: the bytes of the aux data, if that is what is sent.
+        targets: first block of each range in decode's pool.
+        place: where another transport may write them; None = over the link.
     """
 
     number: int
@@ -36,6 +39,8 @@ class PushJob(NamedTuple):
     share: LinkShare
     first: int = 0
     aux: bytes = b""
+    targets: Sequence[int] = ()
+    place: LandingPlace | None = None
 
     @property
     def rows(self) -> list[npt.NDArray[np.int64]]:
@@ -60,6 +65,12 @@ class EndLink(NamedTuple):
     """Close a link: nothing lives on it, and its end settles what is held for it."""
 
     link: bytes
+
+
+class EndEngine(NamedTuple):
+    """End decode's engine with this number: bytes that nobody can stop may arrive through it."""
+
+    number: int
 
 
 class Landing(NamedTuple):
@@ -89,4 +100,4 @@ class Landing(NamedTuple):
         return bool(self.rows)
 
 
-Effect = SendTo | Submit | EndLink
+Effect = SendTo | Submit | EndLink | EndEngine

@@ -302,7 +302,9 @@ class Greeter(NamedTuple):
         for field, differs in unlike.items():
             if differs:
                 raise InvalidArgument(field, f"{field} of decode is not that of prefill")
-        group.check(shape.part)
+        group.check(shape.plane_count // shape.planes_per_layer)
+        if group.part != shape.part:
+            raise InvalidArgument("ranks", "the pool of decode is not that of its rank")
         plan = plan_ranks(self.group.parts, group.parts)
         shares = {share.decode: share for share in plan.of_prefill(self.group.rank)}
         share = shares.get(group.rank)

@@ -47,8 +47,9 @@ class JobQueues:
         runs = _joined(positions, here.tolist(), there, blocks_max, share)
         for ranges in batches(planes, runs, blocks_max, RANGES_MAX):
             sources = [int(here[one.first - positions.start]) for one in ranges]
+            targets = [leg.there[one.first - leg.first] for one in ranges]
             read = (positions.start, here, generations)
-            self._put(room, leg, ranges, sources, read)
+            self._put(room, leg, ranges, sources, read, targets=targets)
 
     def add_aux(self, room: int, leg: SendingLeg, aux: bytes) -> None:
         """Queue the aux data."""
@@ -94,11 +95,12 @@ class JobQueues:
     def _put(
         self, room: int, leg: SendingLeg, ranges: list[PushRange], sources: list[int],
         read: tuple[int, npt.NDArray[np.int64], npt.NDArray[np.uint64]], aux: bytes = b"",
+        targets: Sequence[int] = (),
     ) -> None:  # fmt: skip
         first, blocks, generations = read
         job = PushJob(
             next(self._numbers), leg.link, room, ranges, sources, blocks, generations,
-            leg.target.share, first, aux,
+            leg.target.share, first, aux, targets, leg.place if targets else None,
         )  # fmt: skip
         self._waiting.setdefault(leg.link, deque()).append(job)
         leg.waiting += 1

@@ -4,7 +4,9 @@ A link is two connections, so that each is used in one direction by one thread: 
 messages on one, prefill its messages and ranges on the other. They live and die together.
 """
 
+import contextlib
 import logging
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -22,7 +24,20 @@ SEND_S: Final = 15.0
 MESSAGES_MAX: Final = 4_096
 """Messages that wait to be written; a peer that reads no more than that has its link closed."""
 _LOG: Final = logging.getLogger(__name__)
+_NEAR_BYTES: Final = 160 * 1024
+"""Linux doubles it. Pushes are as fast from 112 to 192 KiB, and take half as much more with 256."""
 _PING: Final = encode_message(HandoffPing())
+
+
+def fit_send_buffer(connection: socket.socket) -> None:
+    """Let few bytes wait in a connection to this machine, so that they stay in the cache.
+
+    What waits in the socket is written by one core and read by another. With the buffers that Linux
+    grows for a distant peer, megabytes, both go to memory. A distant peer keeps them.
+    """
+    with contextlib.suppress(OSError):  # it is broken already: whoever uses it finds out
+        if connection.getsockname()[0] == connection.getpeername()[0]:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _NEAR_BYTES)
 
 
 class Outbox:

@@ -1,6 +1,8 @@
 """Memory of a handoff: an engine's pool by ranges, and decode's slots for aux data."""
 
+import os
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -8,12 +10,15 @@ import numpy.typing as npt
 from kvstore import mover
 from kvstore.errors import InvalidArgument
 from kvstore.handoff.effects import Landing, PushJob
-from kvstore.handoff.places import AUX_PLANE, PushRange, range_seed
-from kvstore.handoff.ranks import Span
+from kvstore.handoff.messages import LandingPlace
+from kvstore.handoff.places import AUX_PLANE, PushRange, range_seeds
+from kvstore.handoff.ranks import INSTANCE_BYTES, RankGroup, RankPart, Span
 from kvstore.handoff.shape import PoolShape
+from kvstore.handoff.writing import BlockWrite
 from kvstore.mover import Pieces
 from kvstore.mover.kvpool import HeadRows, KVPool
 from kvstore.page import DIGEST_BYTES
+from kvstore.tier.vectored import memory_at
 
 Places = list[tuple[int, int]]
 """Address and bytes of each range."""
@@ -29,16 +34,17 @@ class HandoffPool:
         generations: one number for each block, shape (block_count,); the engine adds 1 to it
             before it gives the block to another request. None = it has none: then a block that is
             given away too early is found only if its bytes change while they are sent.
-        first_layer: layer of the model that the first planes have, if there are several ranks.
-        heads: KV heads that the pool has: the first, and the one after the last. A block then has
-            one row a token, and in a row head after head. (0, 1) also for latents, and for an
-            engine of one rank to which only such engines push.
+        group: all ranks of the engine, which of them has this pool, and so which layers and heads
+            it has. A block has one row a token, and in a row head after head. None = there is one
+            rank, and so there is at the engines that it exchanges KV with.
 
     Attributes:
         shape: its numbers.
+        group: as given.
 
     Raises:
-        InvalidArgument: the pool is on a device, has gaps between blocks, or a number is wrong.
+        InvalidArgument: the pool is on a device, has gaps between blocks, or a number is wrong; or
+            the group does not fit to it.
     """
 
     def __init__(
@@ -46,27 +52,33 @@ class HandoffPool:
         pool: KVPool,
         block_tokens: int,
         generations: npt.NDArray[np.uint64] | None = None,
-        *,
-        first_layer: int = 0,
-        heads: Span = (0, 1),
+        group: RankGroup | None = None,
     ) -> None:
         if pool.device != "cpu":
             raise InvalidArgument("device", f"handoffs need host memory, not {pool.device}")
         if pool.block_stride_bytes != pool.block_bytes:
             raise InvalidArgument("block_stride_bytes", "handoffs need blocks without gaps")
+        if group is None:
+            whole = RankPart((0, pool.layer_count), (0, 1))
+            group = RankGroup.alone(whole, os.urandom(INSTANCE_BYTES))
+        group.check(pool.layer_count)
+        self.group = group
+        part = group.part
         self.shape = PoolShape(
             len(pool.planes),
             pool.planes_per_layer,
             pool.block_bytes,
             block_tokens,
             pool.block_count,
-            first_layer,
-            heads,
+            part.layers[0],
+            part.heads,
         )
         if generations is not None and generations.shape != (pool.block_count,):
             raise InvalidArgument("generations", f"{generations.shape}, not ({pool.block_count},)")
         self._pool = pool
         self._planes = pool.planes
+        size = pool.block_count * pool.block_bytes
+        self._memory = [memory_at(plane, size) for plane in pool.planes]
         self._block_bytes = pool.block_bytes
         self._generations = generations
 
@@ -89,12 +101,41 @@ class HandoffPool:
             return True
         return bool((self._generations[job.blocks] == job.generations).all())
 
+    def write_of(self, job: PushJob, place: LandingPlace) -> BlockWrite:
+        """A job as blocks to write, where decode has announced them."""
+        size = np.uint64(self._block_bytes)
+        there = np.frombuffer(place.planes, dtype="<u8").astype(np.uint64)
+        here = np.array(self._planes, dtype=np.uint64)
+        planes = np.repeat([one.plane for one in job.ranges], [one.size for one in job.ranges])
+        planes -= self.shape.first_plane
+        offsets = np.concatenate([np.arange(one.size) for one in job.ranges])
+
+        def addresses(
+            bases: npt.NDArray[np.uint64], firsts: Sequence[int]
+        ) -> npt.NDArray[np.uint64]:
+            blocks = np.repeat(firsts, [one.size for one in job.ranges]) + offsets
+            found: npt.NDArray[np.uint64] = bases[planes] + blocks.astype(np.uint64) * size
+            return found
+
+        return BlockWrite(
+            job.number, place.endpoint, addresses(here, job.sources),
+            addresses(there, job.targets), self._block_bytes,
+        )  # fmt: skip
+
     def places(self, ranges: Sequence[PushRange], firsts: Sequence[int]) -> Places:
         """Where ranges are in this pool, given the first block of each."""
-        size = self._block_bytes
+        size, first_plane = self._block_bytes, self.shape.first_plane
         return [
-            (self._planes[one.plane - self.shape.first_plane] + first * size, one.size * size)
+            (self._planes[one.plane - first_plane] + first * size, one.size * size)
             for one, first in zip(ranges, firsts, strict=True)
+        ]
+
+    def views(self, ranges: Sequence[PushRange], firsts: Sequence[int]) -> list[memoryview]:
+        """The memory of ranges in this pool, given the first block of each."""
+        size, first_plane = self._block_bytes, self.shape.first_plane
+        return [
+            self._memory[plane - first_plane][first * size : (first + count) * size]
+            for (plane, _, count), first in zip(ranges, firsts, strict=True)
         ]
 
     def head_pieces(
@@ -141,15 +182,19 @@ class AuxSlots:
 
 def landing_places(pool: HandoffPool, aux: AuxSlots, landing: Landing) -> Places:
     """Where the bytes of a landing belong, in order."""
+    if all(one.plane != AUX_PLANE for one in landing.ranges):
+        return pool.places(landing.ranges, landing.targets)
     return [
         aux.place(target, one.size) if one.plane == AUX_PLANE else pool.places([one], [target])[0]
         for one, target in zip(landing.ranges, landing.targets, strict=True)
     ]
 
 
-def seeds_of(seed: int, ranges: Sequence[PushRange]) -> npt.NDArray[np.uint64]:
-    """The seed of the digest of each range."""
-    return np.array([range_seed(seed, one) for one in ranges], dtype=np.uint64)
+def landing_views(pool: HandoffPool, aux: AuxSlots, landing: Landing) -> list[memoryview]:
+    """The memory where the bytes of a landing belong, in order."""
+    if all(one.plane != AUX_PLANE for one in landing.ranges):
+        return pool.views(landing.ranges, landing.targets)
+    return [memory_at(*place) for place in landing_places(pool, aux, landing)]
 
 
 def digests_of(seed: int, ranges: Sequence[PushRange], places: Places) -> bytes:
@@ -161,9 +206,9 @@ def digests_of(seed: int, ranges: Sequence[PushRange], places: Places) -> bytes:
         places: where each is.
     """
     found = np.zeros((len(ranges), DIGEST_BYTES), dtype=np.uint8)
-    seeds = seeds_of(seed, ranges)
-    addresses = np.array([address for address, _ in places], dtype=np.uint64)
-    lengths = np.array([length for _, length in places], dtype=np.int64)
+    seeds = range_seeds(seed, ranges)
+    numbers = np.fromiter(chain.from_iterable(places), np.uint64, 2 * len(places))
+    addresses, lengths = numbers.reshape(-1, 2).T
     for length in set(lengths.tolist()):  # one call for all ranges of one length
         these = np.flatnonzero(lengths == length)
         found[these] = mover.digest(addresses[these], length, seeds[these])

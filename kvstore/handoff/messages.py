@@ -31,6 +31,20 @@ class RenewRoom(msgspec.Struct, frozen=True, array_like=True, tag=2):
     room: int
 
 
+class LandingPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where a transport other than TCP writes: decode's pool, as an engine has registered it.
+
+    Attributes:
+        transport: its name.
+        endpoint: ``host:port`` of the engine.
+        planes: where block 0 of each plane is in the engine's process, 8 bytes each.
+    """
+
+    transport: str
+    endpoint: str
+    planes: bytes
+
+
 class Announce(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Decode: where the KV of a request belongs.
 
@@ -40,6 +54,7 @@ class Announce(msgspec.Struct, frozen=True, array_like=True, tag=3):
         first_token: KV of tokens before it is not needed.
         blocks: block of each position from that of ``first_token`` on, 4 bytes each.
         aux_slot: slot of the aux data.
+        place: where another transport may write the KV; None = all comes over this link.
     """
 
     room: int
@@ -47,6 +62,7 @@ class Announce(msgspec.Struct, frozen=True, array_like=True, tag=3):
     first_token: int
     blocks: bytes
     aux_slot: int
+    place: LandingPlace | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -70,9 +86,15 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class Drained(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Prefill: nothing arrives any more for this room."""
+    """Prefill: nothing is submitted any more for this room, and all that was has ended.
+
+    Attributes:
+        room: of the request.
+        doubtful: a write to memory of decode has not ended well, so its bytes may still arrive.
+    """
 
     room: int
+    doubtful: bool = False
 
 
 class RangesHead(msgspec.Struct, frozen=True, array_like=True, tag=8):
@@ -89,8 +111,16 @@ class RangesHead(msgspec.Struct, frozen=True, array_like=True, tag=8):
     digests: bytes
 
 
+class RangesWritten(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """Prefill: another transport has written these ranges; fields as of :class:`RangesHead`."""
+
+    room: int
+    ranges: bytes
+    digests: bytes
+
+
 FromDecode = HandoffPing | RenewRoom | Announce | Abort | Done
-FromPrefill = HandoffPing | RenewRoom | Failed | Drained | RangesHead
+FromPrefill = HandoffPing | RenewRoom | Failed | Drained | RangesHead | RangesWritten
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _from_decode: Final = msgspec.msgpack.Decoder(FromDecode)

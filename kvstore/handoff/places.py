@@ -5,6 +5,7 @@ range is ``count`` positions of one plane that are neighbours in the pools of bo
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -20,6 +21,12 @@ PLANES_MAX: Final = 4_096
 BLOCKS_MAX: Final = 1 << 20
 """Blocks of one request."""
 _NUMBERS: Final = np.dtype("<u4")
+_HALF: Final = np.uint64(32)
+_MIX: Final = (
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+)
+_MIX_END: Final = np.uint64(31)
 
 
 class PushRange(NamedTuple):
@@ -36,16 +43,30 @@ class PushRange(NamedTuple):
     size: int
 
 
-def range_seed(seed: int, place: PushRange) -> int:
-    """The seed of the digest of a range: other bytes, or the same elsewhere, do not match it.
+def range_seeds(seed: int, ranges: Sequence[PushRange]) -> npt.NDArray[np.uint64]:
+    """The seeds of the digests of ranges: other bytes, or the same elsewhere, do not match them.
+
+    With M, the last step of SplitMix64 (https://prng.di.unimi.it/splitmix64.c), the seed of a range
+    is M(M(h ^ (plane << 32 | first)) ^ size), where h is the xxh3_64 of the seed, 8 bytes
+    little-endian. All numbers have 64 bits.
 
     Args:
-        seed: of the room and the heads; 64 bits.
-        place: the range.
+        seed: :meth:`kvstore.handoff.shape.LinkShare.seed_of` the room.
+        ranges: any number.
+
+    Returns:
+        Shape (len(ranges),).
     """
-    return xxhash.xxh3_64_intdigest(
-        seed.to_bytes(8, "little") + b"".join(part.to_bytes(4, "little") for part in place)
-    )
+    numbers = np.fromiter(chain.from_iterable(ranges), np.uint64, 3 * len(ranges)).reshape(-1, 3)
+    of_room = np.uint64(xxhash.xxh3_64_intdigest(seed.to_bytes(8, "little")))
+    return _mixed(_mixed(of_room ^ (numbers[:, 0] << _HALF | numbers[:, 1])) ^ numbers[:, 2])
+
+
+def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The last step of SplitMix64: each bit of a word changes half of the bits of the result."""
+    for shift, factor in _MIX:
+        words = (words ^ (words >> shift)) * factor
+    return words ^ (words >> _MIX_END)
 
 
 def joined(
@@ -117,7 +138,7 @@ def unpack_ranges(packed: bytes, digests: bytes) -> list[PushRange]:
     count, rest = divmod(len(numbers), 3)
     if rest or not count or len(digests) != count * DIGEST_BYTES:
         raise ProtocolError(f"{len(packed)} bytes of ranges with {len(digests)} of digests")
-    return [PushRange(*numbers[at : at + 3]) for at in range(0, len(numbers), 3)]
+    return [PushRange(*place) for place in zip(*[iter(numbers)] * 3, strict=True)]
 
 
 class Coverage:
@@ -147,23 +168,42 @@ class Coverage:
         self._there = np.zeros((planes, stop - first), dtype=np.bool_)
         numbers = np.arange(stop - first) if blocks is None else blocks
         # of each position: which run of neighbours its block is in
-        self._runs = np.cumsum(np.diff(numbers, prepend=numbers[:1]) != 1).tolist()
+        self._runs = np.cumsum(np.diff(numbers, prepend=numbers[:1]) != 1)
         self.missing = self._there.size
 
     def claim(self, places: Sequence[PushRange]) -> bool:
         """Note ranges; returns False, and notes none, if one is outside or may not come (again)."""
-        noted: list[npt.NDArray[np.bool_]] = []
-        for number, first, size in places:
-            plane = number - self._first_plane
-            inside = size > 0 and self._first <= first and first + size <= self._stop
-            runs = self._runs[first - self._first :][:size] if inside else [0, 1]
-            known = runs[0] == runs[-1] and 0 <= plane < len(self._there)
-            part = self._there[plane, first - self._first :][:size] if known else None
-            if part is None or part.any():
-                for before in noted:
-                    before[:] = False
-                return False
-            part[:] = True
-            noted.append(part)
-        self.missing -= sum(map(len, noted))
+        if not places:
+            return True
+        numbers = np.fromiter(chain.from_iterable(places), np.int64, 3 * len(places))
+        planes, firsts, sizes = numbers.reshape(-1, 3).T
+        planes, at = planes - self._first_plane, firsts - self._first
+        inside = (sizes > 0) & (at >= 0) & (firsts + sizes <= self._stop)
+        if not (inside & (planes >= 0) & (planes < len(self._there))).all():
+            return False
+        if (self._runs[at] != self._runs[at + sizes - 1]).any():
+            return False
+        starts = planes * self._there.shape[1] + at
+        stops = starts + sizes
+        order = np.argsort(starts)
+        if (starts[order[1:]] < stops[order[:-1]]).any():
+            return False  # one comes twice in this list
+        ends = np.cumsum(sizes)
+        slots = np.arange(ends[-1]) + np.repeat(stops - ends, sizes)
+        there = self._there.reshape(-1)
+        if there[slots].any():
+            return False
+        there[slots] = True
+        self.missing -= len(slots)
+        return True
+
+    def claim_planes(self, planes: range, positions: range) -> bool:
+        """Note all of some planes and positions; returns False and notes none, as :meth:`claim`."""
+        assert self._first == self._first_plane == 0
+        assert min(planes.start, positions.start) >= 0
+        part = self._there[planes.start : planes.stop, positions.start : positions.stop]
+        if part.shape != (len(planes), len(positions)) or part.any():
+            return False
+        part[:] = True
+        self.missing -= part.size
         return True

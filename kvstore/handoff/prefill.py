@@ -20,11 +20,11 @@ from kvstore.errors import InvalidArgument, KVStoreError, PeerUnreachable, Trans
 from kvstore.handoff.aux_data import AuxData, encode_aux
 from kvstore.handoff.effects import Effect, PushJob, SendTo, Submit
 from kvstore.handoff.greeting import GREETING_S, PROTOCOL, Greeter, SealedStream
-from kvstore.handoff.links import SEND_S, LinkThreads, PushLink, Ticker
+from kvstore.handoff.links import SEND_S, LinkThreads, PushLink, Ticker, fit_send_buffer
 from kvstore.handoff.memory import HandoffPool, Places, digests_of
-from kvstore.handoff.messages import RangesHead, encode_message, read_from_decode
+from kvstore.handoff.messages import RangesHead, RangesWritten, encode_message, read_from_decode
 from kvstore.handoff.places import pack_numbers
-from kvstore.handoff.ranks import INSTANCE_BYTES, RankGroup
+from kvstore.handoff.push_writes import PushWrites
 from kvstore.handoff.registry import LEASE_S, RankRecord, RegistryClient
 from kvstore.handoff.sending import Senders
 from kvstore.handoff.staging import Staging
@@ -40,6 +40,7 @@ from kvstore.handoff.states import (
     State,
     agreed,
 )
+from kvstore.handoff.writing import BlockWriter
 from kvstore.process.faults import Faults
 from kvstore.tier.vectored import memory_at
 from kvstore.transport.streams import stream_of
@@ -63,28 +64,29 @@ class PrefillManager:
         host: address to listen at, and to be reached at.
         port: 0 = any free one.
         patience: deadlines.
-        group: all ranks of this engine, and which of them this is; None = there are no others.
+        writer: another transport, for decode engines that have it too; the manager closes it.
+            None = all goes over TCP.
 
     Attributes:
         address: ``host:port`` of the manager.
 
     Raises:
-        InvalidArgument: it cannot listen there, or the group does not fit to the pool.
+        InvalidArgument: it cannot listen there.
     """
 
     def __init__(
         self, pool: HandoffPool, space: bytes, secret: bytes, *, registry: str = "",
         host: str = "127.0.0.1", port: int = 0, patience: Patience | None = None,
-        group: RankGroup | None = None,
+        writer: BlockWriter | None = None,
     ) -> None:  # fmt: skip
         self._pool = pool
-        self._group = group or RankGroup.alone(pool.shape.part, os.urandom(INSTANCE_BYTES))
-        self._group.check(pool.shape.part)
+        self._group = pool.group
         self._boot = os.urandom(16)
         self._greeter = Greeter(secret, space, pool.shape, self._group, boot=self._boot)
         patience = patience or Patience()
         self._silence_s = patience.silence_s
         self._core = Senders(pool.shape, patience, self._group.rank)
+        self._writes = PushWrites(writer, pool, self._written)
         self._lock = threading.Lock()
         self._links: dict[bytes, PushLink] = {}
         self._threads = LinkThreads()
@@ -172,6 +174,7 @@ class PrefillManager:
         for link in links:
             self._drop(link, FailureCode.CLOSED, "the manager was closed")
         self._threads.join(GREETING_S + self._silence_s)
+        self._writes.close()
         self._ticker.close()
         for one in self.describe():  # those that decode had not spoken of
             self.abort(one.room)
@@ -224,7 +227,7 @@ class PrefillManager:
         group, part = self._group, self._pool.shape.part
         record = RankRecord(
             group.rank, self.address, self._boot.hex(), self._registered, part.layers, part.heads,
-            self._pool.shape, self._greeter.space.hex(), ["tcp"], PROTOCOL, lease_s,
+            self._pool.shape, self._greeter.space.hex(), self._writes.transports, PROTOCOL, lease_s,
             len(group.parts), group.data_rank, group.data_ranks,
         )  # fmt: skip
         try:
@@ -267,6 +270,7 @@ class PrefillManager:
     def _greet(self, connection: socket.socket, peer: str) -> None:
         """Greet a connection, then be the thread that uses it."""
         try:
+            fit_send_buffer(connection)
             stream = stream_of(connection, None)
         except KVStoreError:
             with self._lock:
@@ -347,6 +351,8 @@ class PrefillManager:
             try:
                 if isinstance(item, bytes):
                     sealed.send(item, [], SEND_S)
+                elif self._writes.submit(item):
+                    item = b""  # its end is told by the other transport
                 else:
                     failure = self._send(item, sealed, staging)
             except KVStoreError as error:
@@ -369,10 +375,25 @@ class PrefillManager:
         if not self._pool.is_unchanged(job):  # after the digest: what was digested was right
             why = "a block was given away before it was sent"
             return self._failure(FailureCode.BLOCKS_REUSED, why)
-        packed = pack_numbers([number for one in job.ranges for number in one])
-        head = encode_message(RangesHead(job.room, packed, digests))
-        sealed.send(head, [memory_at(*place) for place in places], SEND_S)
+        head = encode_message(RangesHead(job.room, pack_numbers(job.ranges), digests))
+        if job.share.is_staged or job.aux:
+            views = [memory_at(*place) for place in places]
+        else:
+            views = self._pool.views(job.ranges, job.sources)
+        sealed.send(head, views, SEND_S)
         return None
+
+    def _written(self, job: PushJob, message: RangesWritten, why: str) -> None:
+        """The other transport has ended a job."""
+        failure = self._failure(FailureCode.WRITE, why) if why else None
+        if failure is not None:
+            self.faults.note("write", why)
+        with self._lock:
+            if failure is None:  # before anything that follows from the job's end
+                self._carry_out([SendTo(job.link, message)])
+            now_ns, doubtful = time.monotonic_ns(), failure is not None
+            effects = self._core.completed(job.number, failure, now_ns, doubtful=doubtful)
+            self._carry_out(effects)
 
     def _completed(self, job: PushJob, failure: HandoffFailure | None) -> None:
         self.act(lambda core, now: core.completed(job.number, failure, now))

@@ -207,8 +207,13 @@ class RankGroup(msgspec.Struct, frozen=True):
         """An engine of one rank."""
         return cls(0, (part,), instance)
 
-    def check(self, part: RankPart) -> None:
-        """Refuse a group that cannot be, or whose rank does not hold ``part``.
+    @property
+    def part(self) -> RankPart:
+        """What this rank holds."""
+        return self.parts[self.rank]
+
+    def check(self, layers: int) -> None:
+        """Refuse a group that cannot be, or whose rank does not hold so many layers.
 
         Raises:
             InvalidArgument: with the field that is wrong.
@@ -216,8 +221,8 @@ class RankGroup(msgspec.Struct, frozen=True):
         check_parts(self.parts)
         if not 0 <= self.rank < len(self.parts):
             raise InvalidArgument("rank", f"{self.rank} of {len(self.parts)}")
-        if self.parts[self.rank] != part:
-            raise InvalidArgument("ranks", f"{self.parts[self.rank]} is not that of the pool")
+        if self.part.layers[1] - self.part.layers[0] != layers:
+            raise InvalidArgument("layers", f"rank {self.rank} has other layers than its pool")
         if len(self.instance) != INSTANCE_BYTES:
             raise InvalidArgument("instance", f"{len(self.instance)} bytes, not 16")
         if not 0 <= self.data_rank < self.data_ranks <= RANKS_MAX:

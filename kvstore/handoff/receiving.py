@@ -5,7 +5,9 @@ when everything of all legs has arrived, and it has failed when one leg has.
 
 The blocks of an announcement belong to the transfer until :meth:`Receivers.holds_blocks` is False.
 After a failure they are in LIMBO until each rank of prefill has answered that nothing arrives any
-more, or its link has been closed and whoever reads it has ended.
+more, or its link has been closed and whoever reads it has ended. Those that another transport may
+write wait for the end of decode's engine besides, if a write may not have ended
+(``landing_engines``).
 """
 
 from collections import Counter
@@ -15,7 +17,8 @@ from typing import Final
 import numpy as np
 
 from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
-from kvstore.handoff.effects import Effect, EndLink, Landing, SendTo
+from kvstore.handoff.effects import Effect, EndEngine, EndLink, Landing, SendTo
+from kvstore.handoff.landing_engines import LandingEngines
 from kvstore.handoff.messages import (
     RANGES_BYTES_MAX,
     RANGES_MAX,
@@ -26,7 +29,9 @@ from kvstore.handoff.messages import (
     Failed,
     FromPrefill,
     HandoffPing,
+    LandingPlace,
     RangesHead,
+    RangesWritten,
     RenewRoom,
 )
 from kvstore.handoff.places import (
@@ -88,6 +93,7 @@ class Receivers:
         self._owned: dict[int, int] = {}  # block → room
         self._links: dict[str, dict[bytes, LinkSource]] = {}  # peer → its links that are up
         self._sources: dict[bytes, LinkSource] = {}  # of each link until it is settled
+        self._engines = LandingEngines(shape.block_count)
         self.counts: Counter[str] = Counter()
 
     # ---- the engine -------------------------------------------------------------------------
@@ -182,7 +188,7 @@ class Receivers:
     def holds_blocks(self, room: int) -> bool:
         """Whether bytes may still arrive in the blocks that were announced."""
         one = self._rooms.get(room)
-        return one is not None and self._is_holding(one)
+        return one is not None and one.is_holding
 
     def aux_place(self, room: int) -> tuple[int, int]:
         """Slot and number of bytes of the aux data of a handoff that succeeded."""
@@ -195,14 +201,15 @@ class Receivers:
         return sum(
             len(one.blocks or ())
             for one in self._rooms.values()
-            if peer in (None, one.peer) and one.progress.ended and self._is_holding(one)
+            if peer in (None, one.peer) and one.progress.ended and one.is_holding
         )
 
     # ---- links ------------------------------------------------------------------------------
 
     def linked(
-        self, peer: str, links: bytes | Mapping[bytes, LinkSource], now_ns: int
-    ) -> list[Effect]:
+        self, peer: str, links: bytes | Mapping[bytes, LinkSource], now_ns: int, *,
+        writes: bool = False,
+    ) -> list[Effect]:  # fmt: skip
         """All links to a peer are up; they are used for all handoffs that have none yet.
 
         Args:
@@ -210,9 +217,10 @@ class Receivers:
             links: to each of its ranks that sends something to this one, or is to be told that it
                 does not; or the only link to a peer of one rank.
             now_ns: the time.
+            writes: that peer has the transport of our engine.
         """
         if isinstance(links, bytes):
-            links = {links: LinkSource(0, self._shape.whole)}
+            links = {links: LinkSource(0, self._shape.whole, writes=writes)}
         self._links[peer] = dict(links)
         self._sources.update(links)
         effects: list[Effect] = []
@@ -250,7 +258,25 @@ class Receivers:
                 assert one.progress.ended
                 assert not one.legs[link].landing, "its reader had told the end of all it began"
                 one.legs[link].drained = True
-                self._free_drained(one)
+                if one.legs[link].source.writes:
+                    self._engines.doubt(one.room)
+                self._settle(one)
+
+    # ---- the engine that other transports write to ------------------------------------------
+
+    def engine_up(self, number: int, place: LandingPlace) -> None:
+        """An engine is up, the one before it has ended; see :meth:`LandingEngines.up`."""
+        self._engines.up(number, place)
+
+    def engine_ended(self, number: int, now_ns: int) -> list[Effect]:
+        """An engine has ended: nothing arrives through it any more."""
+        effects: list[Effect] = []
+        for room in self._engines.ended(number):
+            one = self._rooms[room]
+            why = "decode's engine has ended, and with it what was written to it"
+            effects += self._fail(one, FailureCode.ENGINE_ENDED, Layer.TRANSPORT, why, now_ns)
+            self._settle(one)
+        return effects
 
     # ---- the other side ---------------------------------------------------------------------
 
@@ -263,8 +289,8 @@ class Receivers:
             self.counts["late_messages" if message.room in self._seen else "foreign_messages"] += 1
             return []
         match message:
-            case Drained():
-                return self._drained(one, link, now_ns)
+            case Drained(doubtful=doubtful):
+                return self._drained(one, link, now_ns, doubtful=doubtful)
             case Failed(failure=failure) if not one.progress.ended:
                 self._end(one, failure, now_ns)
                 return self._tell_abort(one, but=link)
@@ -275,9 +301,9 @@ class Receivers:
         return []
 
     def arriving(
-        self, link: bytes, head: RangesHead, now_ns: int
+        self, link: bytes, head: RangesHead | RangesWritten, now_ns: int
     ) -> tuple[Landing | None, int, list[Effect]]:
-        """The head of some ranges has come; their bytes follow.
+        """The head of some ranges has come; their bytes follow, or were written before.
 
         Returns:
             Where the bytes belong, None = nowhere; and how many bytes they are.
@@ -297,7 +323,10 @@ class Receivers:
         if one is None or leg is None or one.progress.ended:
             self.counts["late_ranges"] += len(ranges)
             return None, size, []
-        if one.blocks is None or not one.claim(leg, ranges, self._aux_bytes):
+        has_aux = any(place.plane == AUX_PLANE for place in ranges)
+        writable = leg.source.writes and self._engines.holds(one.room)
+        foreign = isinstance(head, RangesWritten) and (has_aux or not writable)
+        if foreign or not one.claim(leg, ranges, self._aux_bytes):
             why = "a range is not one of the request's, or has come before"
             return None, size, self._fail(one, FailureCode.PROTOCOL, Layer.PROTOCOL, why, now_ns)
         one.progress.advance(State.TRANSFERRING, now_ns)
@@ -321,23 +350,23 @@ class Receivers:
         leg = one.legs[landing.link]
         leg.landing -= 1
         if one.progress.ended:
-            self._free_drained(one)
+            self._settle(one)
             return []
         if code is not None:
             layer = Layer.TRANSPORT
             return self._fail(one, code, layer, why, now_ns)
         one.progress.heard(now_ns)
         self.counts["ranges"] += len(landing.ranges)
-        for place in landing.ranges:
-            if place.plane == AUX_PLANE:
-                one.aux_bytes = place.size
-            else:
-                leg.left -= place.size
-            one.progress.moved_bytes += landing.share.range_bytes(place)
+        aux = [place.size for place in landing.ranges if place.plane == AUX_PLANE]
+        if aux:
+            one.aux_bytes = aux[0]
+        leg.left -= sum(place.size for place in landing.ranges) - sum(aux)
+        one.progress.moved_bytes += sum(map(landing.share.range_bytes, landing.ranges))
         if one.left or one.aux_bytes < 0:
             return []
         assert not one.landing, "everything has arrived, so nothing is arriving"
         one.progress.advance(State.SUCCESS, now_ns)
+        self._engines.leave(one.room)
         self._give_back(one)
         self.counts["succeeded"] += 1
         return [SendTo(link, Done(one.room)) for link in one.legs]
@@ -349,9 +378,10 @@ class Receivers:
             why = one.progress.expired(now_ns)
             if why:
                 effects += self._fail(one, FailureCode.DEADLINE, Layer.PROTOCOL, why, now_ns)
-            elif one.progress.ended and self._is_holding(one) and now_ns >= one.next_abort_ns:
+            elif one.progress.ended and one.is_holding and now_ns >= one.next_abort_ns:
                 effects += self._ask_again(one, now_ns)
-        return effects
+        engine = self._engines.due(now_ns)
+        return [*effects, EndEngine(engine)] if engine else effects
 
     def describe(self, now_ns: int) -> list[HandoffStatus]:
         """Where each handoff is; rank 0 of prefill is missing as long as there is no link."""
@@ -364,19 +394,17 @@ class Receivers:
         """Assert what always holds."""
         owned: Counter[int] = Counter()
         for room, one in self._rooms.items():
-            if self._is_holding(one):
+            if one.is_holding:
                 assert one.blocks is not None
                 assert all(self._owned[block] == room for block in one.blocks)
                 owned.update(one.blocks)
-            assert one.landing == 0 or self._is_holding(one)
+            assert one.landing == 0 or one.is_holding
+            assert one.is_holding or not self._engines.holds(room)
             assert all(leg.left >= 0 and leg.landing >= 0 for leg in one.legs.values())
         assert len(owned) == len(self._owned)
         assert all(number == 1 for number in owned.values()), "a block has two owners"
 
     # ---- inside -----------------------------------------------------------------------------
-
-    def _is_holding(self, one: ReceivingRoom) -> bool:
-        return one.blocks is not None and one.progress.state != State.SUCCESS
 
     def _give_legs(self, one: ReceivingRoom) -> None:
         """A leg for each link to the data-parallel rank that takes the room."""
@@ -394,11 +422,19 @@ class Receivers:
             self._forget(one)
             return self._tell_abort(one)
         one.said_ns = now_ns
+        place: LandingPlace | None = None
         if one.blocks is not None:
             one.progress.advance(State.WAITING_FOR_INPUT, now_ns)
-        return [SendTo(link, one.said_to(leg)) for link, leg in one.legs.items()]
+            if any(leg.source.writes for leg in one.legs.values()):
+                place = self._engines.enter(one.room, len(one.blocks))
+        return [
+            SendTo(link, one.said_to(leg, place if leg.source.writes else None))
+            for link, leg in one.legs.items()
+        ]
 
-    def _drained(self, one: ReceivingRoom, link: bytes, now_ns: int) -> list[Effect]:
+    def _drained(
+        self, one: ReceivingRoom, link: bytes, now_ns: int, *, doubtful: bool
+    ) -> list[Effect]:
         if one.progress.state == State.SUCCESS:
             self.counts["late_messages"] += 1
             return []
@@ -408,7 +444,11 @@ class Receivers:
             code, layer = FailureCode.PROTOCOL, Layer.PROTOCOL
             effects = self._fail(one, code, layer, why, now_ns, but=link)
         one.legs[link].drained = True
-        self._free_drained(one)
+        if doubtful:
+            self._engines.doubt(one.room)
+        elif one.legs[link].source.writes:
+            self._engines.leave(one.room)
+        self._settle(one)
         return effects
 
     def _ask_again(self, one: ReceivingRoom, now_ns: int) -> list[Effect]:
@@ -459,8 +499,9 @@ class Receivers:
             self._free(one)
         return []
 
-    def _free_drained(self, one: ReceivingRoom) -> None:
-        if one.drained and not one.landing:
+    def _settle(self, one: ReceivingRoom) -> None:
+        """Free the blocks of an ended handoff, once nothing can arrive in them on any way."""
+        if one.drained and not one.landing and not self._engines.holds(one.room):
             self._free(one)
 
     def _free(self, one: ReceivingRoom) -> None:
@@ -485,6 +526,6 @@ class Receivers:
     def _forget(self, one: ReceivingRoom) -> None:
         """Take an ended handoff out of the table when nobody asks about it, and prefill is told."""
         told = one.legs or not one.peer
-        if one.closed and told and one.progress.ended and not self._is_holding(one):
+        if one.closed and told and one.progress.ended and not one.is_holding:
             self._give_slot(one)
             self._rooms.pop(one.room, None)

@@ -28,9 +28,9 @@ from kvstore.handoff.messages import (
     HandoffPing,
     RenewRoom,
 )
-from kvstore.handoff.places import BLOCKS_MAX, Coverage, PushRange
+from kvstore.handoff.places import BLOCKS_MAX, Coverage
 from kvstore.handoff.rooms import SeenRooms, check_room
-from kvstore.handoff.shape import PoolShape, announced_blocks
+from kvstore.handoff.shape import PoolShape, announced_blocks, check_place
 from kvstore.handoff.states import (
     FailureCode,
     HandoffFailure,
@@ -73,6 +73,7 @@ class Senders:
         ] = {}  # of each link that leads to one of several ranks
         self._seen = SeenRooms()
         self._jobs = JobQueues()
+        self._doubted = False  # a write has once ended badly
         self.counts: Counter[str] = Counter()
 
     # ---- the engine -------------------------------------------------------------------------
@@ -136,8 +137,9 @@ class Senders:
             raise InvalidArgument("blocks", f"not {len(positions)} blocks of the pool")
         each = self._shape.planes_per_layer
         planes = range(layers.start * each, layers.stop * each)
-        places = [PushRange(plane, positions.start, len(positions)) for plane in planes]
-        if min(layers.start, positions.start) < 0 or not one.coverage.claim(places):
+        if min(layers.start, positions.start) < 0 or not one.coverage.claim_planes(
+            planes, positions
+        ):
             raise InvalidArgument("positions", f"{layers} of {positions} is outside, or was sent")
         first = self._shape.first_plane
         planes = range(planes.start + first, planes.stop + first)
@@ -227,17 +229,23 @@ class Senders:
                 effects = self._done(one, leg, now_ns)
         return effects
 
-    def completed(self, number: int, failure: HandoffFailure | None, now_ns: int) -> list[Effect]:
-        """A job has ended: none of its bytes is read, or arrives, after this.
+    def completed(
+        self, number: int, failure: HandoffFailure | None, now_ns: int, *, doubtful: bool = False
+    ) -> list[Effect]:
+        """A job has ended: none of its bytes is read after this, or arrives unless in doubt.
 
         Args:
             number: of the job.
             failure: why not all of its bytes were sent; None = they were.
             now_ns: the time.
+            doubtful: it has failed, and its bytes may still arrive.
         """
         job = self._jobs.end(number)
         one = self._rooms[job.room]
-        one.legs[job.link].submitted -= 1
+        leg = one.legs[job.link]
+        leg.submitted -= 1
+        leg.doubtful = leg.doubtful or doubtful
+        self._doubted = self._doubted or doubtful
         effects: list[Effect] = []
         if failure is None:
             one.progress.heard(now_ns)
@@ -316,10 +324,10 @@ class Senders:
         if isinstance(message, Done):
             return []
         if isinstance(message, Abort):
-            return [SendTo(link, Drained(room))]
+            return [SendTo(link, Drained(room, self._doubted))]
         why = "the room was used before" if room in self._seen else "too many handoffs are waiting"
         failure = self._failure(FailureCode.REFUSED, Layer.PROTOCOL, why)
-        return [SendTo(link, Failed(room, failure)), SendTo(link, Drained(room))]
+        return [SendTo(link, Failed(room, failure)), SendTo(link, Drained(room, self._doubted))]
 
     def _answer_ended(self, one: SendingRoom, leg: SendingLeg, message: FromDecode) -> list[Effect]:
         """A handoff has ended; decode may not know: it has just come, or a message is lost."""
@@ -338,12 +346,15 @@ class Senders:
             return []
         try:
             blocks = announced_blocks(self._shape, message, one.token_count)
+            if message.place is not None:
+                check_place(self._shape, message.place, blocks)
         except ProtocolError as error:
             return self._fail(one, FailureCode.REFUSED, Layer.PROTOCOL, str(error), now_ns)
         one.token_count = message.token_count
         leg.there = blocks
         leg.first = message.first_token // self._shape.block_tokens
         leg.slot = message.aux_slot
+        leg.place = message.place if leg.target.share.is_all_of(self._shape) else None
         leg.left = len(blocks) * len(leg.target.share.planes)
         leg.done = leg.target.share.is_idle
         if not one.is_announced:
@@ -427,7 +438,7 @@ class Senders:
         for link, leg in one.legs.items():
             if not (leg.submitted or leg.drained or leg.gone):
                 leg.drained = True
-                effects.append(SendTo(link, Drained(one.room)))
+                effects.append(SendTo(link, Drained(one.room, leg.doubtful)))
         return effects
 
     def _forget(self, one: SendingRoom, now_ns: int | None = None) -> None:

@@ -1,14 +1,15 @@
 """The shape of a pool, as both cores know it: numbers of planes, blocks and tokens. Pure."""
 
+import re
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from kvstore.errors import InvalidArgument, ProtocolError
-from kvstore.handoff.messages import Announce
+from kvstore.handoff.messages import TEXT_MAX, Announce, LandingPlace
 from kvstore.handoff.places import (
     AUX_PLANE,
     BLOCKS_MAX,
@@ -17,6 +18,9 @@ from kvstore.handoff.places import (
     unpack_numbers,
 )
 from kvstore.handoff.ranks import RankPart, Share, Span
+
+_ENDPOINT: Final = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:.]+\]):(\d{1,5})", re.ASCII)
+_ADDRESS_MAX: Final = 1 << 56
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,10 @@ class LinkShare(NamedTuple):
         """Whether nothing comes over this link."""
         return not self.planes and not self.has_aux
 
+    def is_all_of(self, shape: PoolShape) -> bool:
+        """Whether the link moves all KV of a pool, straight from pool to pool."""
+        return not self.is_staged and self.planes == shape.whole.planes
+
     def range_bytes(self, place: PushRange) -> int:
         """Bytes of a range of blocks, or of aux data."""
         return place.size * (1 if place.plane == AUX_PLANE else self.block_bytes)
@@ -165,3 +173,28 @@ def announced_blocks(shape: PoolShape, message: Announce, token_count: int) -> l
     if len(blocks) != wanted or len(set(blocks)) != len(blocks):
         raise ProtocolError(f"{len(blocks)} blocks, {wanted} different ones are needed")
     return blocks
+
+
+def check_place(shape: PoolShape, place: LandingPlace, blocks: list[int]) -> None:
+    """Check where decode wants to be written to.
+
+    Mooncake's library ends its process when it does not like an endpoint.
+
+    Args:
+        shape: of the pools of both sides.
+        place: of an announcement.
+        blocks: of the same announcement.
+
+    Raises:
+        ProtocolError: a field is wrong.
+    """
+    found = _ENDPOINT.fullmatch(place.endpoint)
+    if len(place.endpoint) > TEXT_MAX or found is None or not 0 < int(found[1]) < 1 << 16:
+        raise ProtocolError(f"{place.endpoint[:TEXT_MAX]!r} is no endpoint")
+    if len(place.transport) > TEXT_MAX:
+        raise ProtocolError("the name of a transport is too long")
+    planes = np.frombuffer(place.planes[: len(place.planes) // 8 * 8], dtype="<u8")
+    if len(place.planes) != 8 * shape.plane_count or not planes.all():
+        raise ProtocolError(f"{len(place.planes)} bytes of addresses for {shape.plane_count}")
+    if int(planes.max()) + (max(blocks, default=0) + 1) * shape.block_bytes > _ADDRESS_MAX:
+        raise ProtocolError("an address is outside the memory of a process")

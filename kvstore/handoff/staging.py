@@ -7,7 +7,8 @@ import numpy.typing as npt
 
 from kvstore import mover
 from kvstore.handoff.effects import Landing, PushJob
-from kvstore.handoff.memory import HandoffPool, Places, seeds_of
+from kvstore.handoff.memory import HandoffPool, Places
+from kvstore.handoff.places import range_seeds
 from kvstore.page import DIGEST_BYTES
 
 
@@ -26,7 +27,7 @@ class Staging:
         lengths = [job.share.range_bytes(place) for place in job.ranges]
         places, rows = self.places(lengths), job.rows
         digests = np.zeros((len(lengths), DIGEST_BYTES), dtype=np.uint8)
-        seeds = seeds_of(job.share.seed_of(job.room), job.ranges)
+        seeds = range_seeds(job.share.seed_of(job.room), job.ranges)
         for these in _by_length(lengths):
             pieces = pool.head_pieces(
                 [job.ranges[at].plane for at in these], [rows[at] for at in these], job.share.heads
@@ -43,7 +44,7 @@ class Staging:
         """
         lengths = [length for _, length in places]
         digests = np.frombuffer(landing.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
-        seeds = seeds_of(landing.share.seed_of(landing.room), landing.ranges)
+        seeds = range_seeds(landing.share.seed_of(landing.room), landing.ranges)
         right = True
         for these in _by_length(lengths):
             pieces = pool.head_pieces(

@@ -73,6 +73,8 @@ class FailureCode(StrEnum):
     """The other side said nothing for as long as the state allows, or the whole took too long."""
     DIGEST = "digest"
     """Bytes that arrived do not match their digest."""
+    ENGINE_ENDED = "engine_ended"
+    """Decode's transfer engine has ended while KV were written to it."""
     PEER_CLOSED = "peer_closed"
     """A connection to the other side was closed or broke."""
     PEER_SILENT = "peer_silent"
@@ -83,6 +85,8 @@ class FailureCode(StrEnum):
     """The other side does not take this request: its fields do not fit."""
     WRONG_PROMPT = "wrong_prompt"
     """Everything has arrived, but it is the KV of another prompt, or it is not said of which."""
+    WRITE = "write"
+    """A write over a transport other than TCP has failed, or was late."""
     UNREACHABLE = "unreachable"
     """The registry or the other side's port cannot be reached, or does not know the secret."""
 

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.handoff.messages import Announce, RenewRoom
+from kvstore.handoff.messages import Announce, LandingPlace, RenewRoom
 from kvstore.handoff.places import AUX_PLANE, Coverage, PushRange, pack_numbers
 from kvstore.handoff.shape import LinkShare
-from kvstore.handoff.states import HandoffProgress
+from kvstore.handoff.states import HandoffProgress, State
 
 
 class LinkTarget(NamedTuple):
@@ -37,12 +37,14 @@ class LinkSource(NamedTuple):
         share: what comes over the link.
         data_rank: data-parallel rank of prefill that it belongs to.
         data_ranks: how many there are.
+        writes: it can write all of our pool's planes over the transport of our engine.
     """
 
     rank: int
     share: LinkShare
     data_rank: int = 0
     data_ranks: int = 1
+    writes: bool = False
 
 
 class SentPart(NamedTuple):
@@ -58,8 +60,8 @@ class SendingLeg:
     """One room at prefill, towards one rank of decode."""
 
     __slots__ = (
-        "done", "drained", "first", "gone", "left", "link", "slot", "submitted", "target", "there",
-        "waiting",
+        "done", "doubtful", "drained", "first", "gone", "left", "link", "place", "slot",
+        "submitted", "target", "there", "waiting",
     )  # fmt: skip
 
     def __init__(self, link: bytes, target: LinkTarget) -> None:
@@ -70,6 +72,8 @@ class SendingLeg:
         self.left = 0  # planes of blocks that it needs and that were not pushed
         self.submitted = self.waiting = 0  # jobs
         self.done = self.drained = self.gone = False
+        self.doubtful = False  # bytes of a write may arrive that no longer runs
+        self.place: LandingPlace | None = None  # where another transport may write
 
 
 class SendingRoom:
@@ -154,18 +158,24 @@ class ReceivingRoom:
         leg.coverage = Coverage(len(share.planes), self.first, stop, numbers, share.planes.start)
         leg.left = leg.coverage.missing
 
-    def said_to(self, leg: ReceivingLeg) -> RenewRoom | Announce:
+    @property
+    def is_holding(self) -> bool:
+        """Whether bytes may arrive in the blocks that were announced."""
+        return self.blocks is not None and self.progress.state != State.SUCCESS
+
+    def said_to(self, leg: ReceivingLeg, place: LandingPlace | None) -> RenewRoom | Announce:
         """What a rank of prefill must know now; nothing is needed from one that sends no KV."""
         if self.blocks is None:
             return RenewRoom(self.room)
         if not leg.source.share.planes:
             return Announce(self.room, self.token_count, self.token_count, b"", self.slot)
         packed = pack_numbers(self.blocks)
-        return Announce(self.room, self.token_count, self.first_token, packed, self.slot)
+        return Announce(self.room, self.token_count, self.first_token, packed, self.slot, place)
 
     def claim(self, leg: ReceivingLeg, ranges: Sequence[PushRange], aux_bytes: int) -> bool:
         """Note that ranges arrive; False, and nothing is noted, if one may not."""
-        assert leg.coverage is not None
+        if leg.coverage is None:
+            return False
         share = leg.source.share
         aux = [place for place in ranges if place.plane == AUX_PLANE]
         blocks = [place for place in ranges if place.plane != AUX_PLANE]

@@ -1,7 +1,6 @@
 """Engines of several ranks in this process, with pools of heads, and what belongs in them."""
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -30,8 +29,8 @@ def whole_of(room: int, blocks: int, layers: int = LAYERS, heads: int = HEADS) -
 class RankMemory:
     """The pool of one rank."""
 
-    def __init__(self, part: RankPart) -> None:
-        self.part = part
+    def __init__(self, group: RankGroup) -> None:
+        self.part = part = group.part
         layers, heads = (stop - first for first, stop in (part.layers, part.heads))
         shape = (2 * layers, BLOCKS, BLOCK_TOKENS, heads, HEAD_BYTES)
         self.planes = np.zeros(shape, dtype=np.uint8)
@@ -40,9 +39,8 @@ class RankMemory:
         base = int(self.planes.ctypes.data)
         planes = tuple(base + plane * BLOCKS * size for plane in range(2 * layers))
         self.pool = HandoffPool(
-            KVPool(planes, size, size, BLOCKS), BLOCK_TOKENS, self.generations,
-            first_layer=part.layers[0], heads=part.heads,
-        )  # fmt: skip
+            KVPool(planes, size, size, BLOCKS), BLOCK_TOKENS, self.generations, group
+        )
 
     def of(self, whole: np.ndarray) -> np.ndarray:
         """What belongs to this rank."""
@@ -97,22 +95,20 @@ def ranked(
     prefill: Sequence[RankPart], decode: Sequence[RankPart], patience: Patience = PATIENCE
 ) -> Iterator[Ranked]:
     registry = HandoffRegistry("127.0.0.1", 0, SECRET)
-    made = Ranked(registry, [RankMemory(part) for part in prefill],
-                  [RankMemory(part) for part in decode], [], [])  # fmt: skip
-    instance = os.urandom(16)
+    here, there = (
+        [RankMemory(RankGroup(rank, tuple(parts), instance)) for rank in range(len(parts))]
+        for parts, instance in ((prefill, bytes(16)), (decode, bytes([1] * 16)))
+    )
+    made = Ranked(registry, here, there, [], [])
     try:
-        for rank, memory in enumerate(made.here):
-            group = RankGroup(rank, tuple(prefill), instance)
+        for memory in here:
             made.prefill.append(
-                PrefillManager(memory.pool, SPACE, SECRET, registry=registry.url,
-                               patience=patience, group=group)
-            )  # fmt: skip
-        for rank, memory in enumerate(made.there):
-            group = RankGroup(rank, tuple(decode), instance)
+                PrefillManager(memory.pool, SPACE, SECRET, registry=registry.url, patience=patience)
+            )
+        for memory in there:
             made.decode.append(
-                DecodeManager(memory.pool, SPACE, SECRET, name=f"d{rank}", patience=patience,
-                              group=group)
-            )  # fmt: skip
+                DecodeManager(memory.pool, SPACE, SECRET, name="d", patience=patience)
+            )
         yield made
     finally:
         made.close()

@@ -110,14 +110,14 @@ def test_what_cannot_fit_is_refused_by_field(prefill, decode, field):
     ("group", "field"),
     [
         (RankGroup(2, (RankPart((0, 1), (0, 1)),), bytes(16)), "rank"),
-        (RankGroup(0, (RankPart((0, 2), (0, 1)),), bytes(16)), "ranks"),
+        (RankGroup(0, (RankPart((0, 2), (0, 1)),), bytes(16)), "layers"),
         (RankGroup(0, (RankPart((0, 1), (0, 1)),), b"short"), "instance"),
         (RankGroup(0, (RankPart((0, 1), (0, 1)),), bytes(16), 2, 2), "data_rank"),
     ],
 )
 def test_a_group_that_cannot_be_is_refused_by_field(group, field):
     with pytest.raises(InvalidArgument) as caught:
-        group.check(RankPart((0, 1), (0, 1)))
+        group.check(1)
     assert caught.value.field == field
 
 

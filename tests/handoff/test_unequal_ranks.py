@@ -7,15 +7,13 @@ import pytest
 
 from kvstore import mover
 from kvstore.errors import InvalidArgument
-from kvstore.handoff.decode import DecodeManager
-from kvstore.handoff.prefill import PrefillManager
+from kvstore.handoff.memory import HandoffPool
 from kvstore.handoff.ranks import RankGroup, RankPart
 from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.staging import Staging
 from kvstore.handoff.states import FailureCode, State
 from kvstore.mover.kvpool import HeadRows, KVPool
 from kvstore.tier.vectored import memory_at
-from tests.handoff.pair import SECRET, SPACE
 from tests.handoff.ranked import BLOCK_TOKENS, BLOCKS, HEADS, LAYERS, ranked, whole_of
 from tests.handoff.test_ranks import grid
 
@@ -213,11 +211,13 @@ def test_ranks_that_cannot_fit_are_refused_by_field(prefill, decode, said, wait_
 
 
 def test_a_group_that_does_not_fit_to_the_pool_is_refused():
-    with ranked(split(), split()) as engines:
-        group = RankGroup(0, (RankPart((0, LAYERS), (0, 2)),), bytes(16))
-        for make in (PrefillManager, DecodeManager):
-            with pytest.raises(InvalidArgument, match="ranks"):
-                make(engines.here[0].pool, SPACE, SECRET, group=group)
+    memory = np.zeros((2, 4, 16 * 30), dtype=np.uint8)
+    planes = tuple(plane.ctypes.data for plane in memory)
+    pool = KVPool(planes, 16 * 30, 16 * 30, 4)
+    for part, field in [(RankPart((0, 2), (0, 1)), "layers"), (RankPart((0, 1), (0, 4)), "heads")]:
+        with pytest.raises(InvalidArgument) as caught:
+            HandoffPool(pool, 16, None, RankGroup(0, (part,), bytes(16)))
+        assert caught.value.field == field
 
 
 def test_pieces_of_heads_are_checked_and_in_order():

@@ -20,6 +20,7 @@ from kvstore.handoff import decode as decode_side
 from kvstore.handoff import prefill as prefill_side
 from kvstore.handoff.places import AUX_PLANE
 from kvstore.handoff.states import HandoffFailure, HandoffProgress, HandoffSide, Layer
+from kvstore.tier.vectored import memory_at
 from tests.conftest import WaitUntil
 from tests.reference.conftest import Ask, MakeEngine
 from tests.reference.fake_store import FakeNode, FakeStore
@@ -225,10 +226,10 @@ def test_a_byte_flipped_on_the_way_changes_kv_only_when_verification_is_off(
         """As if the bytes had come so: they are in the pool already when they are digested."""
         if verified:
             for place in places:  # every float is a NaN, in the unused rows too
-                decode_side.memory_at(*place)[:] = b"\xff" * place[1]
+                memory_at(*place)[:] = b"\xff" * place[1]
             return real(room, ranges, places)
         if ranges[0].plane != AUX_PLANE:
-            memory = decode_side.memory_at(places[0][0] + 35, 1)
+            memory = memory_at(places[0][0] + 35, 1)
             memory[0] = memory[0] ^ 0xFF
         return honest[-1]
 

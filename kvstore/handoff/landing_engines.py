@@ -1,0 +1,91 @@
+"""Decode's memory under a transport whose writes decode does not see: which engine, and its end.
+
+Over such a transport (Mooncake, RDMA) bytes of a write that failed may arrive at any time: nothing
+that prefill does ends that. Only the end of decode's own engine does. It costs what is written to
+it then, so it is ended once for all blocks in doubt, when nothing else is written to it, or when
+they have waited too long or are too many. From the first doubt on, new handoffs are announced
+without the engine, so that the wait ends; their KV come over TCP. Pure.
+"""
+
+from typing import Final
+
+from kvstore.handoff.messages import LandingPlace
+
+DOUBT_SHARE: Final = 10
+"""The engine is ended when more than one block in so many is in doubt."""
+DOUBT_S_MAX: Final = 15
+"""And when one has been in doubt for so long."""
+
+
+class LandingEngines:
+    """The engines of one rank of decode, one after another.
+
+    Args:
+        block_count: blocks of the pool.
+    """
+
+    def __init__(self, block_count: int) -> None:
+        self._block_count = block_count
+        self._number = 0  # of the engine that is up; 0 = none
+        self._place: LandingPlace | None = None
+        self._rooms: dict[int, int] = {}  # room → blocks that may be written to
+        self._doubtful: set[int] = set()
+        self._since_ns: int | None = None  # there is a doubt
+        self._ending = False
+
+    def up(self, number: int, place: LandingPlace) -> None:
+        """An engine is up; the one before it has ended.
+
+        Args:
+            number: of the engine, from 1.
+            place: what prefill is told.
+        """
+        assert number > self._number
+        assert not self._rooms
+        self._number, self._place, self._ending = number, place, False
+
+    def enter(self, room: int, blocks: int) -> LandingPlace | None:
+        """A handoff is announced; returns where it may be written, None = over TCP only."""
+        assert room not in self._rooms
+        if self._place is None or self._doubtful or not blocks:
+            return None
+        self._rooms[room] = blocks
+        return self._place
+
+    def holds(self, room: int) -> bool:
+        """Whether writes may arrive in the blocks of a handoff."""
+        return room in self._rooms
+
+    def leave(self, room: int) -> None:
+        """All writes of a handoff have ended well, or none was begun; a doubt stays."""
+        if room not in self._doubtful:
+            self._rooms.pop(room, None)
+
+    def doubt(self, room: int) -> None:
+        """Nobody can say whether all writes of an ended handoff have ended."""
+        if room in self._rooms:
+            self._doubtful.add(room)
+
+    def due(self, now_ns: int) -> int:
+        """The engine that has to be ended now, told once; 0 = none."""
+        if not self._doubtful or self._ending:
+            return 0
+        if self._since_ns is None:
+            self._since_ns = now_ns
+        blocks = sum(self._rooms[room] for room in self._doubtful)
+        alone = len(self._doubtful) == len(self._rooms)
+        late = now_ns - self._since_ns >= DOUBT_S_MAX * 1_000_000_000
+        if not alone and not late and blocks * DOUBT_SHARE <= self._block_count:
+            return 0
+        self._ending = True
+        return self._number
+
+    def ended(self, number: int) -> list[int]:
+        """An engine has ended for certain, asked to or not; returns the handoffs it held."""
+        if number != self._number:
+            return []
+        rooms = list(self._rooms)
+        self._place = self._since_ns = None
+        self._rooms.clear()
+        self._doubtful.clear()
+        return rooms
