@@ -23,14 +23,7 @@ from kvstore.handoff.aux_data import AUX_BYTES_MAX, AuxData, decode_aux
 from kvstore.handoff.effects import Effect, EndEngine, EndLink, Landing, SendTo
 from kvstore.handoff.greeting import Greeter, Purpose, SealedStream
 from kvstore.handoff.links import SEND_S, LinkThreads, PeerLinks, PushLink, Ticker
-from kvstore.handoff.memory import (
-    AuxSlots,
-    HandoffPool,
-    Places,
-    digests_of,
-    landing_places,
-    landing_views,
-)
+from kvstore.handoff.memory import AuxSlots, HandoffPool
 from kvstore.handoff.messages import (
     LandingPlace,
     RangesHead,
@@ -55,7 +48,6 @@ from kvstore.handoff.states import (
 from kvstore.handoff.tables import LinkSource
 from kvstore.handoff.writing import LandingEngine
 from kvstore.process.faults import Faults
-from kvstore.tier.vectored import memory_at
 from kvstore.transport.streams import DataStream, connect, host_and_port
 
 PEERS_MAX: Final = 64
@@ -404,24 +396,13 @@ class DecodeManager:
         code: FailureCode | None = FailureCode.PEER_CLOSED
         why = "the connection broke within a range"
         try:
-            places: Places = []
-            if landing.is_staged:
-                places = staging.places([landing.share.range_bytes(one) for one in landing.ranges])
-                sealed.receive_into([memory_at(*place) for place in places], self._silence_s)
-            elif follows:
-                sealed.receive_into(landing_views(self._pool, self._aux, landing), self._silence_s)
-            right = self._verify(landing, places, staging)
+            if follows:
+                views = staging.views(self._pool, self._aux, landing)
+                sealed.receive_into(views, self._silence_s)
+            right = staging.verify(self._pool, self._aux, landing)
             code, why = None if right else FailureCode.DIGEST, "bytes do not match their digest"
         finally:
             self._landed(landing, code, why)
-
-    def _verify(self, landing: Landing, staged: Places, staging: Staging) -> bool:
-        """Whether what has arrived is right; what is staged is scattered."""
-        if landing.is_staged:
-            return staging.scatter(self._pool, landing, staged)
-        places = landing_places(self._pool, self._aux, landing)
-        seed = landing.share.seed_of(landing.room)
-        return digests_of(seed, landing.ranges, places) == landing.digests
 
     def _landed(self, landing: Landing, code: FailureCode | None, why: str) -> None:
         if code is FailureCode.DIGEST:

@@ -14,8 +14,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-import numpy as np
-
 from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
 from kvstore.handoff.effects import Effect, EndEngine, EndLink, Landing, SendTo
 from kvstore.handoff.landing_engines import LandingEngines
@@ -35,11 +33,9 @@ from kvstore.handoff.messages import (
     RenewRoom,
 )
 from kvstore.handoff.places import (
-    AUX_PLANE,
     BLOCKS_MAX,
     unpack_ranges,
 )
-from kvstore.handoff.ranks import data_rank_of
 from kvstore.handoff.rooms import SeenRooms, check_room
 from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.states import (
@@ -52,7 +48,7 @@ from kvstore.handoff.states import (
     Patience,
     State,
 )
-from kvstore.handoff.tables import LinkSource, ReceivingLeg, ReceivingRoom
+from kvstore.handoff.tables import LinkSource, LinkSources, ReceivingRoom
 
 ROOMS_MAX = 1_024
 """Handoffs in the table."""
@@ -91,8 +87,7 @@ class Receivers:
         self._rooms: dict[int, ReceivingRoom] = {}
         self._seen = SeenRooms()
         self._owned: dict[int, int] = {}  # block → room
-        self._links: dict[str, dict[bytes, LinkSource]] = {}  # peer → its links that are up
-        self._sources: dict[bytes, LinkSource] = {}  # of each link until it is settled
+        self._sources = LinkSources()
         self._engines = LandingEngines(shape.block_count)
         self.counts: Counter[str] = Counter()
 
@@ -121,7 +116,7 @@ class Receivers:
         progress = HandoffProgress(self._patience, now_ns)
         one = self._rooms[room] = ReceivingRoom(room, peer, token_count, slot, progress)
         self._seen.add(room)
-        self._give_legs(one)
+        self._sources.give_legs(one)
         return progress, self._say(one, now_ns)
 
     def announce(
@@ -143,18 +138,10 @@ class Receivers:
             return []
         if one.blocks is not None:
             raise InvalidArgument("room", f"{room} was announced before")
-        if not 0 <= first_token <= one.token_count:
-            raise InvalidArgument("first_token", f"{first_token} of {one.token_count}")
-        stop = self._shape.blocks_of(one.token_count)
-        first = stop if first_token == one.token_count else first_token // self._shape.block_tokens
-        numbers = np.asarray(blocks, dtype=np.int64).reshape(-1)
-        different = set(numbers.tolist())
-        if len(numbers) != stop - first or len(different) != len(numbers):
-            what = f"{len(numbers)} blocks, {stop - first} different ones are needed"
-            raise InvalidArgument("blocks", what)
-        if not self._shape.has(numbers) or not different.isdisjoint(self._owned):
-            raise InvalidArgument("blocks", "one is not in the pool, or of another handoff")
-        one.first_token, one.first, one.blocks = first_token, first, numbers.tolist()
+        first, numbers = self._shape.wanted(one.token_count, first_token, blocks)
+        if not self._owned.keys().isdisjoint(numbers):
+            raise InvalidArgument("blocks", "one is of another handoff")
+        one.first_token, one.first, one.blocks = first_token, first, numbers
         for leg in one.legs.values():
             one.expect(leg)
         for block in one.blocks:
@@ -198,11 +185,8 @@ class Receivers:
 
     def limbo_blocks(self, peer: str | None = None) -> int:
         """Blocks in LIMBO, because of one peer or of all."""
-        return sum(
-            len(one.blocks or ())
-            for one in self._rooms.values()
-            if peer in (None, one.peer) and one.progress.ended and one.is_holding
-        )
+        rooms = [one for one in self._rooms.values() if peer in (None, one.peer)]
+        return sum(one.limbo_blocks for one in rooms)
 
     # ---- links ------------------------------------------------------------------------------
 
@@ -221,12 +205,11 @@ class Receivers:
         """
         if isinstance(links, bytes):
             links = {links: LinkSource(0, self._shape.whole, writes=writes)}
-        self._links[peer] = dict(links)
-        self._sources.update(links)
+        self._sources.up(peer, links)
         effects: list[Effect] = []
         for one in list(self._rooms.values()):
             if one.peer == peer and not one.legs:
-                self._give_legs(one)
+                self._sources.give_legs(one)
                 effects += self._say(one, now_ns)
         return effects
 
@@ -242,7 +225,7 @@ class Receivers:
 
     def closed(self, link: bytes, code: FailureCode, why: str, now_ns: int) -> list[Effect]:
         """A link is gone; until :meth:`settled` bytes may still arrive from it."""
-        self._links = {peer: links for peer, links in self._links.items() if link not in links}
+        self._sources.closed(link)
         effects: list[Effect] = []
         for one in list(self._rooms.values()):
             if link in one.legs:
@@ -251,8 +234,7 @@ class Receivers:
 
     def settled(self, link: bytes) -> None:
         """Whoever read a link that is gone has ended: nothing arrives from it any more."""
-        assert not any(link in links for links in self._links.values())
-        self._sources.pop(link, None)
+        self._sources.settled(link)
         for one in list(self._rooms.values()):
             if link in one.legs:
                 assert one.progress.ended
@@ -312,8 +294,7 @@ class Receivers:
             ProtocolError: the head makes no sense, so what follows it cannot be read.
         """
         ranges = unpack_ranges(head.ranges, head.digests)
-        source = self._sources.get(link)
-        share = source.share if source is not None else self._shape.whole
+        share = self._sources.share_of(link) or self._shape.whole
         size = sum(map(share.range_bytes, ranges))
         most = max(RANGES_BYTES_MAX, self._shape.block_bytes, self._aux_bytes)
         if size > most or len(ranges) > RANGES_MAX:
@@ -323,10 +304,9 @@ class Receivers:
         if one is None or leg is None or one.progress.ended:
             self.counts["late_ranges"] += len(ranges)
             return None, size, []
-        has_aux = any(place.plane == AUX_PLANE for place in ranges)
-        writable = leg.source.writes and self._engines.holds(one.room)
-        foreign = isinstance(head, RangesWritten) and (has_aux or not writable)
-        if foreign or not one.claim(leg, ranges, self._aux_bytes):
+        written = isinstance(head, RangesWritten)
+        foreign = written and not (leg.source.writes and self._engines.holds(one.room))
+        if foreign or not one.claim(leg, ranges, 0 if written else self._aux_bytes):
             why = "a range is not one of the request's, or has come before"
             return None, size, self._fail(one, FailureCode.PROTOCOL, Layer.PROTOCOL, why, now_ns)
         one.progress.advance(State.TRANSFERRING, now_ns)
@@ -357,11 +337,7 @@ class Receivers:
             return self._fail(one, code, layer, why, now_ns)
         one.progress.heard(now_ns)
         self.counts["ranges"] += len(landing.ranges)
-        aux = [place.size for place in landing.ranges if place.plane == AUX_PLANE]
-        if aux:
-            one.aux_bytes = aux[0]
-        leg.left -= sum(place.size for place in landing.ranges) - sum(aux)
-        one.progress.moved_bytes += sum(map(landing.share.range_bytes, landing.ranges))
+        one.arrived(leg, landing.ranges)
         if one.left or one.aux_bytes < 0:
             return []
         assert not one.landing, "everything has arrived, so nothing is arriving"
@@ -405,14 +381,6 @@ class Receivers:
         assert all(number == 1 for number in owned.values()), "a block has two owners"
 
     # ---- inside -----------------------------------------------------------------------------
-
-    def _give_legs(self, one: ReceivingRoom) -> None:
-        """A leg for each link to the data-parallel rank that takes the room."""
-        for link, source in self._links.get(one.peer, {}).items():
-            if data_rank_of(one.room, source.data_ranks) == source.data_rank:
-                leg = one.legs[link] = ReceivingLeg(source)
-                if one.blocks is not None:
-                    one.expect(leg)
 
     def _say(self, one: ReceivingRoom, now_ns: int) -> list[Effect]:
         """Tell prefill of a handoff what it does not know yet, if there is a link."""
@@ -458,16 +426,11 @@ class Receivers:
             return self._tell_abort(one)
         is_late = now_ns - one.progress.since_ns >= LIMBO_S_MAX * 1_000_000_000
         effects: list[Effect] = []
-        for link in self._undrained(one):
+        for link in self._sources.undrained(one):
             on_link = [other for other in self._rooms.values() if link in other.legs]
             if is_late or all(other.progress.ended for other in on_link):
                 effects.append(EndLink(link))
         return effects
-
-    def _undrained(self, one: ReceivingRoom) -> list[bytes]:
-        """The links that are up and from which something may arrive."""
-        up = self._links.get(one.peer, {})  # another is settled when its reader has ended
-        return [link for link, leg in one.legs.items() if not leg.drained and link in up]
 
     def _fail(
         self, one: ReceivingRoom, code: FailureCode, layer: Layer, why: str, now_ns: int,
@@ -483,10 +446,8 @@ class Receivers:
     def _tell_abort(self, one: ReceivingRoom, but: bytes = b"") -> list[Effect]:
         assert one.progress.failure is not None
         message = Abort(one.room, one.progress.failure)
-        told = self._undrained(one)
-        if not one.aborts:  # whom nothing else tells
-            told += [link for link, leg in one.legs.items() if leg.source.share.is_idle]
-        effects: list[Effect] = [SendTo(link, message) for link in told if link != but]
+        told = [link for link in self._sources.to_abort(one) if link != but]
+        effects: list[Effect] = [SendTo(link, message) for link in told]
         one.aborts += bool(effects)
         return effects
 

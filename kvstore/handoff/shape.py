@@ -1,6 +1,7 @@
 """The shape of a pool, as both cores know it: numbers of planes, blocks and tokens. Pure."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -107,6 +108,27 @@ class PoolShape:
     def blocks_of(self, token_count: int) -> int:
         """Blocks that so many tokens need."""
         return min(-(-token_count // self.block_tokens), BLOCKS_MAX)
+
+    def wanted(
+        self, token_count: int, first_token: int, blocks: Sequence[int]
+    ) -> tuple[int, list[int]]:
+        """First position, and the blocks, of what decode wants of a request.
+
+        Raises:
+            InvalidArgument: they are not as many different ones of the pool as it takes.
+        """
+        if not 0 <= first_token <= token_count:
+            raise InvalidArgument("first_token", f"{first_token} of {token_count}")
+        stop = self.blocks_of(token_count)
+        first = stop if first_token == token_count else first_token // self.block_tokens
+        found = np.asarray(blocks, dtype=np.int64).reshape(-1)
+        numbers = found.tolist()
+        if len(numbers) != stop - first or len(set(numbers)) != len(numbers):
+            what = f"{len(numbers)} blocks, {stop - first} different ones are needed"
+            raise InvalidArgument("blocks", what)
+        if not self.has(found):
+            raise InvalidArgument("blocks", "one is not in the pool")
+        return first, numbers
 
     def has(self, blocks: npt.NDArray[np.int64]) -> bool:
         """Whether all blocks are in the pool."""

@@ -1,4 +1,7 @@
-"""Ranges of which only some heads are moved: gathered before they are sent, scattered after."""
+"""Ranges of which only some heads are moved: gathered before they are sent, scattered after.
+
+On decode's side all ranges come through here; those with all heads go straight to the pool.
+"""
 
 from collections.abc import Sequence
 
@@ -7,9 +10,17 @@ import numpy.typing as npt
 
 from kvstore import mover
 from kvstore.handoff.effects import Landing, PushJob
-from kvstore.handoff.memory import HandoffPool, Places
+from kvstore.handoff.memory import (
+    AuxSlots,
+    HandoffPool,
+    Places,
+    digests_of,
+    landing_places,
+    landing_views,
+)
 from kvstore.handoff.places import range_seeds
 from kvstore.page import DIGEST_BYTES
+from kvstore.tier.vectored import memory_at
 
 
 class Staging:
@@ -36,15 +47,28 @@ class Staging:
             digests[these] = mover.gather(addresses, lengths[these[0]], pieces, seeds[these])
         return places, digests.tobytes()
 
-    def scatter(self, pool: HandoffPool, landing: Landing, places: Places) -> bool:
-        """Copy heads that have arrived at :meth:`places` into decode's pool.
+    def views(self, pool: HandoffPool, aux: AuxSlots, landing: Landing) -> list[memoryview]:
+        """Where the bytes of a landing are received: in decode's pool, or here if it is staged."""
+        if not landing.is_staged:
+            return landing_views(pool, aux, landing)
+        lengths = [landing.share.range_bytes(place) for place in landing.ranges]
+        return [memory_at(*place) for place in self.places(lengths)]
+
+    def verify(self, pool: HandoffPool, aux: AuxSlots, landing: Landing) -> bool:
+        """Copy what is here into decode's pool.
 
         Returns:
-            Whether all match their digests; if not, there is garbage in the blocks.
+            Whether all that has arrived matches its digests; if not, there may be garbage in the
+            blocks.
         """
-        lengths = [length for _, length in places]
+        seed = landing.share.seed_of(landing.room)
+        if not landing.is_staged:
+            places = landing_places(pool, aux, landing)
+            return digests_of(seed, landing.ranges, places) == landing.digests
+        lengths = [landing.share.range_bytes(place) for place in landing.ranges]
+        places = self.places(lengths)
         digests = np.frombuffer(landing.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
-        seeds = range_seeds(landing.share.seed_of(landing.room), landing.ranges)
+        seeds = range_seeds(seed, landing.ranges)
         right = True
         for these in _by_length(lengths):
             pieces = pool.head_pieces(
@@ -58,7 +82,7 @@ class Staging:
         return right
 
     def places(self, lengths: Sequence[int]) -> Places:
-        """Memory for ranges of so many bytes; valid until the next call."""
+        """Memory for ranges of so many bytes, the same until there are more in all."""
         total = sum(lengths)
         if total > len(self._memory):
             self._memory = np.empty(total, dtype=np.uint8)

@@ -1,6 +1,6 @@
 """What each side remembers of one room. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from kvstore.handoff.messages import Announce, LandingPlace, RenewRoom
 from kvstore.handoff.places import AUX_PLANE, Coverage, PushRange, pack_numbers
+from kvstore.handoff.ranks import data_rank_of
 from kvstore.handoff.shape import LinkShare
 from kvstore.handoff.states import HandoffProgress, State
 
@@ -163,6 +164,11 @@ class ReceivingRoom:
         """Whether bytes may arrive in the blocks that were announced."""
         return self.blocks is not None and self.progress.state != State.SUCCESS
 
+    @property
+    def limbo_blocks(self) -> int:
+        """Blocks that it holds although it has ended."""
+        return len(self.blocks or ()) if self.progress.ended and self.is_holding else 0
+
     def said_to(self, leg: ReceivingLeg, place: LandingPlace | None) -> RenewRoom | Announce:
         """What a rank of prefill must know now; nothing is needed from one that sends no KV."""
         if self.blocks is None:
@@ -173,14 +179,20 @@ class ReceivingRoom:
         return Announce(self.room, self.token_count, self.first_token, packed, self.slot, place)
 
     def claim(self, leg: ReceivingLeg, ranges: Sequence[PushRange], aux_bytes: int) -> bool:
-        """Note that ranges arrive; False, and nothing is noted, if one may not."""
+        """Note that ranges arrive; False, and nothing is noted, if one may not.
+
+        Args:
+            leg: over which they come.
+            ranges: at least one.
+            aux_bytes: so many bytes the aux data may have; 0 = they may not come.
+        """
         if leg.coverage is None:
             return False
         share = leg.source.share
         aux = [place for place in ranges if place.plane == AUX_PLANE]
         blocks = [place for place in ranges if place.plane != AUX_PLANE]
         if aux:
-            if not share.has_aux or (blocks and share.is_staged) or len(aux) > 1:
+            if not share.has_aux or not aux_bytes or (blocks and share.is_staged) or len(aux) > 1:
                 return False
             if aux[0].first != self.slot or aux[0].size > aux_bytes or self.aux_claimed:
                 return False
@@ -203,6 +215,14 @@ class ReceivingRoom:
         numbers = np.array(self.blocks, dtype=np.int64)
         return targets, [numbers[at.first - self.first :][: at.size] for at in ranges]
 
+    def arrived(self, leg: ReceivingLeg, ranges: Sequence[PushRange]) -> None:
+        """Note that ranges have come, and are right."""
+        aux = [place.size for place in ranges if place.plane == AUX_PLANE]
+        if aux:
+            self.aux_bytes = aux[0]
+        leg.left -= sum(place.size for place in ranges) - sum(aux)
+        self.progress.moved_bytes += sum(map(leg.source.share.range_bytes, ranges))
+
     @property
     def landing(self) -> int:
         """Heads whose bytes are being written."""
@@ -217,3 +237,50 @@ class ReceivingRoom:
     def drained(self) -> bool:
         """Whether nothing more arrives from any rank."""
         return all(leg.drained for leg in self.legs.values())
+
+
+class LinkSources:
+    """The links of a rank of decode: what comes over each, and which are up."""
+
+    def __init__(self) -> None:
+        self._up: dict[str, dict[bytes, LinkSource]] = {}  # peer → its links that are up
+        self._all: dict[bytes, LinkSource] = {}  # also those that are closed, and not settled
+
+    def up(self, peer: str, links: Mapping[bytes, LinkSource]) -> None:
+        """All links to a peer are up."""
+        self._up[peer] = dict(links)
+        self._all.update(links)
+
+    def closed(self, link: bytes) -> None:
+        """A link is closed: all links of its peer are, or will be."""
+        self._up = {peer: links for peer, links in self._up.items() if link not in links}
+
+    def settled(self, link: bytes) -> None:
+        """Nothing arrives over a link that was closed."""
+        assert not any(link in links for links in self._up.values())
+        self._all.pop(link, None)
+
+    def share_of(self, link: bytes) -> LinkShare | None:
+        """What comes over a link; None = it is not known."""
+        source = self._all.get(link)
+        return source.share if source is not None else None
+
+    def give_legs(self, one: ReceivingRoom) -> None:
+        """A leg for each link to the data-parallel rank that takes the room."""
+        for link, source in self._up.get(one.peer, {}).items():
+            if data_rank_of(one.room, source.data_ranks) == source.data_rank:
+                leg = one.legs[link] = ReceivingLeg(source)
+                if one.blocks is not None:
+                    one.expect(leg)
+
+    def undrained(self, one: ReceivingRoom) -> list[bytes]:
+        """The links that are up and from which something may arrive for a room."""
+        up = self._up.get(one.peer, {})  # another is settled when its reader has ended
+        return [link for link, leg in one.legs.items() if not leg.drained and link in up]
+
+    def to_abort(self, one: ReceivingRoom) -> list[bytes]:
+        """The links over which to tell that a room has failed; idle ranks are told once."""
+        told = self.undrained(one)
+        if not one.aborts:
+            told += [link for link, leg in one.legs.items() if leg.source.share.is_idle]
+        return told
