@@ -229,4 +229,4 @@ def test_rows_of_other_requests_are_not_pushed_with_the_last_block(
     assert report(here.wait()) == ("success", None)
     pool = pair.decode.parts.pool
     for plane in (*pool.keys, *pool.values):
-        assert int(plane.flatten(2).any(dim=2).sum()) == 5
+        assert int(plane.flatten(3).any(dim=3).sum()) == 5
