@@ -9,7 +9,7 @@ requests are thought to be spread evenly.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -246,15 +246,16 @@ class EngineLoads:
             self._infos, self._at = infos, {info.id: at for at, info in enumerate(infos)}
             self._rows = np.zeros((len(_Row._fields), len(infos)))
             self._stale = set(self._at)
-        late = np.flatnonzero(now >= self._rows[0]).tolist()
+        rows: Any = _Row._make(self._rows)  # of columns, not of numbers
+        late = np.flatnonzero(now >= rows.late_at).tolist()
         for at in {self._at[one] for one in self._stale if one in self._at}.union(late):
             load = self._of(infos[at])
             load.pass_late(now)
             self._rows[:, at] = load.row()
         self._stale.clear()
-        _, since, head_s, rest_s, *fixed = self._rows.copy()
-        left_s = np.maximum(head_s - np.maximum(now - since, 0.0), _OVERDUE_S)
-        backlog_s = np.where(head_s >= 0, rest_s + left_s, 0.0)
+        left_s = np.maximum(rows.head_s - np.maximum(now - rows.head_since, 0.0), _OVERDUE_S)
+        backlog_s = np.where(rows.head_s >= 0, rows.rest_s + left_s, 0.0)
+        fixed = self._rows[4:].copy()
         return CostColumns(backlog_s=backlog_s, **dict(zip(_Row._fields[4:], fixed, strict=True)))
 
     def assigned(
