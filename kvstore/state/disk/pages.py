@@ -140,11 +140,10 @@ class DiskPages:
 
     def stored(self, nodes: Iterable[PrefixNode], shard: int) -> None:
         """Pages became READY in memory."""
-        through, wanted = self.rules.write is WritePolicy.THROUGH, False
-        for node in nodes:
-            if through or node.disk_pins:
-                wanted = True
-                self._backlog.add(node, shard)
+        through = self.rules.write is WritePolicy.THROUGH
+        wanted = [node for node in nodes if through or node.disk_pins]
+        for node in wanted:
+            self._backlog.add(node, shard)
         if wanted:
             self._pump()
 
