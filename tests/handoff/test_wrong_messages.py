@@ -22,7 +22,9 @@ from kvstore.handoff.messages import (
     FromDecode,
     FromPrefill,
     HandoffPing,
+    LandingPlace,
     RangesHead,
+    RangesWritten,
     RenewRoom,
     encode_message,
     read_from_decode,
@@ -46,10 +48,11 @@ def right(room: int) -> list[msgspec.Struct]:
     """One right message of each kind about a room of three blocks."""
     ranges = [PushRange(0, 0, 1), PushRange(1, 1, 2)]
     packed = pack_numbers([number for one in ranges for number in one])
+    place = LandingPlace("rdma", "h:1", bytes(32))
     return [
-        HandoffPing(), RenewRoom(room), Announce(room, 48, 0, pack_numbers([7, 8, 9]), 2),
+        HandoffPing(), RenewRoom(room), Announce(room, 48, 0, pack_numbers([7, 8, 9]), 2, place),
         Abort(room, FAILURE), Done(room), Failed(room, FAILURE), Drained(room),
-        RangesHead(room, packed, bytes(32)),
+        RangesHead(room, packed, bytes(32)), RangesWritten(room, packed, bytes(32)),
     ]  # fmt: skip
 
 
@@ -146,7 +149,7 @@ class Cores:
                 self.prefill_says(read_from_prefill(body))
 
     def prefill_says(self, told: FromPrefill) -> None:
-        if not isinstance(told, RangesHead):
+        if not isinstance(told, RangesHead | RangesWritten):
             self.take(self.receivers.received(b"L", told, self.now))
             return
         landing, size, effects = self.receivers.arriving(b"L", told, self.now)
@@ -277,7 +280,7 @@ def test_prefill_refuses_every_wrong_message_over_a_link_and_says_whose_it_was(w
             for message in (Abort(1, FAILURE), Done(1), right(1)[2], RenewRoom(1)):
                 say(strange, encode_message(message))
             wait_until(lambda: pair.prefill.stats().get("foreign_messages") == 4)
-            assert "strange at 127.0.0.1: a message about room 1" in caplog.text
+            assert "strange at 127.0.0.1: Abort about room 1 was refused" in caplog.text
             assert sender.state == receiver.state == State.WAITING_FOR_INPUT
             push_all(sender, pair.here, [4, 5, 6, 7])
             wait_until(lambda: receiver.state == State.SUCCESS)
@@ -315,11 +318,10 @@ def test_decode_refuses_every_wrong_message_over_a_link_and_says_whose_it_was(wa
         assert f"{url}: not a message of prefill" in caplog.text
         caplog.clear()
         lost = link(98)
-        for message in (Failed(1, FAILURE), Drained(1), RenewRoom(1), right(1)[7]):
+        for message in (Failed(1, FAILURE), Drained(1), RenewRoom(1), right(1)[8]):
             say(strange.prefill, encode_message(message))
-        say(strange.prefill, bytes(0))
-        wait_until(lambda: pair.decode.stats().get("foreign_messages") == 3)
-        assert f"{url}: a message about room 1" in caplog.text
+        wait_until(lambda: pair.decode.stats().get("foreign_messages") == 4)
+        assert f"{url}: Failed about room 1 was refused" in caplog.text
         assert sender.state == receiver.state == State.WAITING_FOR_INPUT
         push_all(sender, pair.here, [4, 5, 6, 7])
         wait_until(lambda: receiver.state == State.SUCCESS)

@@ -7,7 +7,8 @@ A new field, or a new message, needs no new line here: :func:`of_another_type` g
 
 from collections.abc import Iterator
 from random import Random
-from typing import Any, Final
+from types import NoneType
+from typing import Any, Final, get_args
 
 import msgspec
 
@@ -31,10 +32,12 @@ def of_another_type(message: msgspec.Struct) -> Iterator[tuple[str, Any]]:
     for path in sorted(_paths(whole), key=str):
         value = _at(whole, path)
         for wrong in (None, "x", -7, b"x", [], {}, [[]], 1.5, True):
-            if _kind(wrong) != _kind(value):
+            optional = wrong is None and path in _optional(message)
+            if _kind(wrong) != _kind(value) and not optional:
                 yield f"{path} is {wrong!r}", _changed(whole, path, wrong)
-    shorter = whole[:-1] if isinstance(whole, list) else dict(list(whole.items())[1:])
-    yield "a field is missing", shorter
+    needed = sum(field.required for field in msgspec.structs.fields(message))
+    shorter = whole[:needed] if isinstance(whole, list) else dict(list(whole.items())[1:])
+    yield "the last field that must be there is missing", shorter
     yield "no message", 7
     yield "nothing", None
 
@@ -58,6 +61,15 @@ def at_an_edge(message: msgspec.Struct, chance: Random) -> Any:
     elif isinstance(value, float):
         value = chance.choice((-1.0, 0.0, 1e308))
     return _changed(whole, path, value)
+
+
+def _optional(message: msgspec.Struct) -> list[tuple[Any, ...]]:
+    """The places of fields that may be None, where messages are lists that begin with a tag."""
+    return [
+        (at,)
+        for at, field in enumerate(msgspec.structs.fields(message), 1)
+        if NoneType in get_args(field.type)
+    ]
 
 
 def _kind(value: Any) -> type:
