@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from conductor.advice.capacity import Capacity, EngineKind, Needs, Targets, capacity
+from conductor.advice.capacity import EngineKind, FleetRates, Needs, Targets, capacity
 from conductor.routing.engines import Role
 from conductor.routing.recent import LoadShape
 
@@ -136,7 +136,7 @@ def _count(kinds: Sequence[EngineKind]) -> int:
     return sum(one.count for one in kinds)
 
 
-def _limit(kinds: Sequence[EngineKind], now: Capacity) -> Role:
+def _limit(kinds: Sequence[EngineKind], now: FleetRates) -> Role:
     if all(one.role is Role.MIXED for one in kinds):
         return Role.MIXED
     return Role.PREFILL if now.prefill <= now.decode else Role.DECODE

@@ -64,7 +64,7 @@ class Targets(NamedTuple):
     tbt_s: float
 
 
-class Capacity(NamedTuple):
+class FleetRates(NamedTuple):
     """Requests a second that are served in time.
 
     Attributes:
@@ -143,14 +143,14 @@ class _Queue(NamedTuple):
         return float(np.where(slack_s >= 0, 1.0 - late, 0.0).mean())
 
 
-def capacity(kinds: Sequence[EngineKind], needs: Needs, targets: Targets) -> Capacity:
+def capacity(kinds: Sequence[EngineKind], needs: Needs, targets: Targets) -> FleetRates:
     """What a fleet serves in time; mixed engines add to both."""
-    pairs = Capacity(
+    pairs = FleetRates(
         _prefill(_of(kinds, Role.PREFILL), needs, targets),
         _decode(_of(kinds, Role.DECODE), needs, targets),
     )
     mixed = sum(one.count * _mixed(one, needs, targets) for one in _of(kinds, Role.MIXED))
-    return Capacity(pairs.prefill + mixed, pairs.decode + mixed)
+    return FleetRates(pairs.prefill + mixed, pairs.decode + mixed)
 
 
 def _of(kinds: Sequence[EngineKind], role: Role) -> list[EngineKind]:

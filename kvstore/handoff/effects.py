@@ -37,6 +37,19 @@ class PushJob(NamedTuple):
     targets: Sequence[int] = ()
     place: LandingPlace | None = None
 
+    def joined(self, other: "PushJob") -> "PushJob":
+        """This job with the ranges of another of the same room behind its own."""
+        assert (self.room, self.place) == (other.room, other.place)
+        assert not self.aux
+        assert not other.aux
+        return self._replace(
+            ranges=self.ranges + other.ranges,
+            sources=self.sources + other.sources,
+            targets=[*self.targets, *other.targets],
+            blocks=np.concatenate((self.blocks, other.blocks)),
+            generations=np.concatenate((self.generations, other.generations)),
+        )
+
 
 class SendTo(NamedTuple):
     """Send a message on a link."""

@@ -82,6 +82,7 @@ class HandoffPool:
 
     def write_of(self, job: PushJob, place: LandingPlace) -> BlockWrite:
         """A job as blocks to write, where decode has announced them."""
+        assert len(job.targets) == len(job.ranges)
         size = np.uint64(self._block_bytes)
         there = np.frombuffer(place.planes, dtype="<u8").astype(np.uint64)
         here = np.array(self._planes, dtype=np.uint64)
@@ -160,11 +161,14 @@ def landing_views(pool: HandoffPool, aux: AuxSlots, landing: Landing) -> list[me
 
 def digests_of(room: int, ranges: Sequence[PushRange], places: Places) -> bytes:
     """16 bytes for each range, of the bytes that are at its place now."""
-    found = np.zeros((len(ranges), DIGEST_BYTES), dtype=np.uint8)
     seeds = range_seeds(room, ranges)
     numbers = np.fromiter(chain.from_iterable(places), np.uint64, 2 * len(places))
     addresses, lengths = numbers.reshape(-1, 2).T
-    for length in set(lengths.tolist()):  # one call for all ranges of one length
+    different = set(lengths.tolist())
+    if len(different) == 1:
+        return mover.digest(addresses, different.pop(), seeds).tobytes()
+    found = np.zeros((len(ranges), DIGEST_BYTES), dtype=np.uint8)
+    for length in different:  # one call for all ranges of one length
         these = np.flatnonzero(lengths == length)
         found[these] = mover.digest(addresses[these], length, seeds[these])
     return found.tobytes()
