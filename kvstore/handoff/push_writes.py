@@ -51,7 +51,9 @@ class PushWrites:
         if not writer.takes(write):
             self.counts["jobs_not_taken"] += 1
             return False
-        digests = digests_of(job.room, job.ranges, self._pool.places(job.ranges, job.sources))
+        digests = digests_of(
+            job.share.seed_of(job.room), job.ranges, self._pool.places(job.ranges, job.sources)
+        )
         if not self._pool.is_unchanged(job):
             return False  # this is found on the link too, and told
         packed = pack_numbers([number for one in job.ranges for number in one])
