@@ -13,6 +13,7 @@ import pytest
 from kvstore.errors import ConfigError
 from kvstore.handoff import mooncake
 from kvstore.handoff.mooncake import MooncakeLanding, MooncakeWriter
+from kvstore.handoff.places import unpack_ranges
 from kvstore.handoff.prefill import PrefillManager
 from kvstore.handoff.registry import HandoffRegistry
 from kvstore.handoff.shared_memory import SharedMemory
@@ -257,11 +258,12 @@ def a_flipped_byte_is_found() -> None:
     scene = Scene()
     scene.push(1, [0], [0])
     sender, receiver = scene.begin(2, OLD[:4])
-    landed = scene.decode._core.arriving
+    arriving = scene.decode._core.arriving
 
-    def flipped(*arguments):  # type: ignore[no-untyped-def]
-        scene.there.planes[0, OLD[2], 100] ^= 1
-        return landed(*arguments)
+    def flipped(link, head, now_ns):  # type: ignore[no-untyped-def]
+        if any(place.plane == 0 for place in unpack_ranges(head.ranges, head.digests)):
+            scene.there.planes[0, OLD[2], 100] ^= 1
+        return arriving(link, head, now_ns)
 
     scene.decode._core.arriving = flipped  # type: ignore[method-assign]
     push_all(sender, scene.here, OLD[:4])
