@@ -102,8 +102,32 @@ class JobQueues:
             next(self._numbers), leg.link, room, ranges, sources, blocks, generations,
             leg.target.share, first, aux, targets, leg.place if targets else None,
         )  # fmt: skip
-        self._waiting.setdefault(leg.link, deque()).append(job)
+        waiting = self._waiting.setdefault(leg.link, deque())
+        both = _together(waiting[-1], job) if waiting else None
+        if both is not None:  # the link is busy: fewer and longer jobs take less time
+            waiting[-1] = both
+            return
+        waiting.append(job)
         leg.waiting += 1
+
+
+def _together(one: PushJob, other: PushJob) -> PushJob | None:
+    """Two jobs as one, if they are of other layers of the same blocks; None = they stay two."""
+    if one.room != other.room or one.aux or other.aux or one.first != other.first:
+        return None
+    if len(one.ranges) + len(other.ranges) > RANGES_MAX or one.place != other.place:
+        return None
+    size = sum(map(one.share.range_bytes, one.ranges + other.ranges))
+    same = np.array_equal(one.blocks, other.blocks)
+    if size > RANGES_BYTES_MAX or not same:
+        return None
+    if not np.array_equal(one.generations, other.generations):
+        return None
+    return one._replace(
+        ranges=one.ranges + other.ranges,
+        sources=one.sources + other.sources,
+        targets=[*one.targets, *other.targets],
+    )
 
 
 def _common(one: range, other: range) -> range:
