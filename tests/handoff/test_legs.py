@@ -179,6 +179,13 @@ class World:
     def check(self) -> None:
         for core in (*self.prefill, *self.decode):
             core.check()
+        for rank, progress in enumerate(self.senders):
+            if progress.state is State.SUCCESS:
+                shares = [one for one in self.plan.of_prefill(rank) if not one.is_idle]
+                assert all(self.receivers[one.decode].state is State.SUCCESS for one in shares)
+        for link in self.links.values():
+            if any(isinstance(one, PushJob) for one in link.to_decode):
+                assert self.decode[link.decode].holds_blocks(ROOM), "bytes are under way"
         for rank, progress in enumerate(self.receivers):
             shape = self.decode_shapes[rank]
             wanted = [
