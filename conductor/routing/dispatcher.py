@@ -494,7 +494,7 @@ class Dispatcher:
         """The engines, in columns."""
         priced = self._scheduler.policy.fetches is not None or self.admission.judges
         loads = self.loads if priced else None
-        view = self._places.view(list(self._registry), loads, self.retry_after_s, now)
+        view = self._places.view(self._registry, loads, self.retry_after_s, now)
         over = self.admission.levels()
         return replace(view, over=over) if over else view
 

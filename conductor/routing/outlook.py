@@ -18,7 +18,7 @@ from conductor.routing.engines import Health, Role
 from conductor.routing.groups import serving
 from conductor.routing.load import EngineLoads
 from conductor.routing.policy import Policy, never_fetches
-from conductor.routing.pricing import Prices, Prompt
+from conductor.routing.pricing import PairRows, Prices, Prompt, pair_rows
 
 
 @dataclass(slots=True)
@@ -97,14 +97,12 @@ class _Engines(NamedTuple):
     """Rows that serve a model.
 
     Attributes:
-        pairs: those that compute prompts, and those that decode after them (none = they do).
-        firsts: the former.
-        speeds: of these, 1 = the fastest; float64.
+        rows: those that compute prompts, and those that decode after them (none = they do).
+        speeds: of the former, 1 = the fastest; float64.
         pool: who decodes.
     """
 
-    pairs: list[tuple[list[int], list[int]]]
-    firsts: list[int]
+    rows: PairRows
     speeds: Column
     pool: DecodePool
 
@@ -132,14 +130,14 @@ class Outlook:
         found = waiting.prefixes(row, self._view.ids)
         tokens, output = waiting.tokens[row] or 0, waiting.outputs[row]
         prompt = Prompt(tokens, found.usable, found.peer, waiting.keys[row], output)
-        terms = self._prices.pairs(prompt, engines.pairs).terms
+        terms = self._prices.pairs(prompt, engines.rows).terms
         own_s = terms.fetch_s + terms.prefill_s
-        backlog_s = self._costs.backlog_s[np.array(engines.firsts, dtype=np.intp)]
+        backlog_s = self._costs.backlog_s[engines.rows.rows]
         speed = float(engines.speeds.sum())
         common_s = 0.0
         if ahead.seconds:
             common_s = (float((backlog_s * engines.speeds).sum()) + ahead.seconds) / speed
-        bound_s = [ahead.bound_s.get(self._view.ids[one], 0.0) for one in engines.firsts]
+        bound_s = [ahead.bound_s.get(self._view.ids[one], 0.0) for one in engines.rows.firsts]
         queue_s = np.maximum(backlog_s + np.array(bound_s), common_s)
         computed_s = queue_s + own_s + terms.handoff_s
         best = int(computed_s.argmin())
@@ -147,18 +145,17 @@ class Outlook:
 
     def _serving(self, model: str) -> _Engines | None:
         view = self._view
-        rows = [one for one in serving(view, model) if view.health[one] is not Health.DEAD]
+        rows = [one for one in serving(view, model).rows if view.health[one] is not Health.DEAD]
         by_role = {role: [one for one in rows if view.roles[one] is role] for role in Role}
         prefill, mixed = by_role[Role.PREFILL], by_role[Role.MIXED]
         decode = by_role[Role.DECODE] or mixed
-        pairs = [(mixed, list[int]()), (prefill if decode else [], decode)]
-        firsts = [one for some, _ in pairs for one in some]
-        if not firsts:
+        pairs = pair_rows([(mixed, []), (prefill if decode else [], decode)])
+        if not pairs.firsts:
             return None
-        token_s = self._costs.token_s[np.array(firsts, dtype=np.intp)]
+        token_s = self._costs.token_s[pairs.rows]
         decoders = [*by_role[Role.DECODE], *mixed]
         pool = DecodePool(view.models[rows[0]], view, decoders, self._loads)
-        return _Engines(pairs, firsts, token_s.min() / token_s, pool)
+        return _Engines(pairs, token_s.min() / token_s, pool)
 
 
 class Entry(NamedTuple):

@@ -181,7 +181,7 @@ class Node:
         ``tokens``: tokens in the record, if the job read one.
         """
         self.pages.moment.now_ns = now_ns
-        self._room_may_be |= self.pages.disk.completed(job, error, tokens)
+        self._room_may_be |= self.pages.tiers.completed(job, error, tokens)
         self._after(now_ns)
 
     def located(self, number: int, holdings: Sequence[Holding], now_ns: int) -> None:
@@ -213,7 +213,7 @@ class Node:
         """Apply all deadlines up to ``now_ns``: leases, pages with a TTL, waiting requests."""
         self.pages.moment.now_ns = now_ns
         self._overdue = self.pages.expire(now_ns)
-        self.pages.disk.advance(now_ns)
+        self.pages.tiers.advance(now_ns)
         if self.remote is not None:
             self.remote.advance()
         for process in self.retirement.advance(now_ns):

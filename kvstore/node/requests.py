@@ -281,7 +281,7 @@ class Requests:
             )
         try:
             not_yet = wire.Failure(request.id, TransferTimeout.code, "the pages are not synced yet")
-            return not_yet, disk.make_durable(run, request.shard)
+            return not_yet, self._pages.tiers.make_durable(run, request.shard)
         except CapacityError as error:
             if not disk.busy:
                 raise

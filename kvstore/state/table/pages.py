@@ -24,6 +24,7 @@ from kvstore.state.table.runs import (
     shard_of,
     stored_actions,
 )
+from kvstore.state.table.tiers import Tiers, apply_effects
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.columns import pack_slots
 from kvstore.state.tree.match import longest_match
@@ -52,7 +53,7 @@ class PageTable:
             InvalidArgument: no policy has that name.
         """
         self.residents = held = Residents(slots, policy)
-        self.room = Room(held)
+        self.room, self.tiers = Room(held), Tiers(held)
         self.slots, self.spaces, self.fetches = slots, held.spaces, held.fetches
         self.moment, self.meter, self.counts = held.moment, held.meter, held.counts
         self.actions, self.story = held.actions, held.story
@@ -134,6 +135,8 @@ class PageTable:
         if not last.memory & (1 << shard) - 1:  # ranks of one request count once
             self.eviction.used(last, self.moment.tick)
         self.disk.used(last, shard)
+        if self.disk.effects:
+            apply_effects(self.residents)
 
     def release(self, process: Process, lease_id: int, *, read: bool = True) -> None:
         """The reader is done; unknown leases are ignored (the answer to them may be late).
@@ -182,7 +185,7 @@ class PageTable:
         """Whoever waited has what it wanted, or has given up."""
         process.fetches.remove(fetch)
         process.charge(-fetch.size_bytes)
-        self.fetches.end(fetch)
+        self.residents.let_go(self.fetches.end(fetch))
 
     # ---- writing ----------------------------------------------------------------------------
 
@@ -279,6 +282,8 @@ class PageTable:
             self.eviction.stored(node, keys, put.space.shards[put.shard].slot_bytes, tick)
             self.residents.add_candidate(node)
         self.disk.stored(stored, put.shard)
+        if self.disk.effects:
+            apply_effects(self.residents)
         return statuses
 
     def abort_put(self, process: Process, put_id: int, *, writing: bool = False) -> None:
@@ -340,7 +345,7 @@ class PageTable:
         try:
             for node in pin.nodes if tier == "ssd" else ():
                 for shard in node.digests:
-                    self.disk.ensure_written(node, shard)
+                    self.tiers.ensure_written(node, shard)
         except CapacityError:
             self.unpin(pin.number)
             raise

@@ -6,46 +6,31 @@ waits asks again, and gets what is there.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
-from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.sessions import Fetch
 from kvstore.state.tree.slots import Slot, SlotTable
 from kvstore.state.tree.story import Moment
-
-
-class PinnedMemory(Protocol):
-    """What this needs of the page table."""
-
-    slots: SlotTable
-    moment: Moment
-
-    def owner(self, slot: Slot) -> PrefixNode | None:
-        """The node of the page in a slot; None for a slot of no page in the trees."""
-        ...
-
-    def add_candidate(self, node: PrefixNode) -> None:
-        """The node may be evictable now."""
-        ...
 
 
 class Fetches:
     """All fetches of one node.
 
     Args:
-        memory: where the pages come to.
+        slots: where the pages come to.
+        moment: the time of the message that is being carried out.
 
     Attributes:
         ended: fetches whose last load has ended, to be resumed.
     """
 
-    def __init__(self, memory: PinnedMemory) -> None:
-        self._memory = memory
+    def __init__(self, slots: SlotTable, moment: Moment) -> None:
+        self._slots = slots
+        self._moment = moment
         self.ended: list[Fetch] = []
 
     def keep(self, fetch: Fetch, slots: Sequence[Slot]) -> None:
         """Pages in memory stay there until the fetch ends; of a node it is all, or none."""
-        self._memory.slots.pin(slots, self._memory.moment.tick)
+        self._slots.pin(slots, self._moment.tick)
         fetch.pinned += slots
 
     def came(self, waiters: Iterable[Fetch]) -> None:
@@ -61,19 +46,9 @@ class Fetches:
         if not fetch.waits:
             self.ended.append(fetch)
 
-    def end(self, fetch: Fetch) -> None:
-        """Whoever waited has what it wanted, or has given up."""
+    def end(self, fetch: Fetch) -> list[Slot]:
+        """Whoever waited has what it wanted, or has given up; returns the slots that it pinned."""
         assert not fetch.ended
         fetch.ended = True
-        self.unpin(fetch.pinned)
-
-    def unpin(self, slots: list[Slot]) -> None:
-        """Let go of pages in memory; empties the list."""
-        self._memory.slots.unpin(slots)
-        last: PrefixNode | None = None
-        for slot in slots:
-            node = self._memory.owner(slot)  # its page may have left the index meanwhile
-            if node is not None and node is not last:
-                self._memory.add_candidate(node)
-            last = node
-        slots.clear()
+        pinned, fetch.pinned = fetch.pinned, []
+        return pinned
