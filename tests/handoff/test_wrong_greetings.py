@@ -9,16 +9,19 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
+from kvstore.errors import ProtocolError
 from kvstore.handoff.greeting import (
     PROTOCOL,
     Challenge,
     Greeted,
     GreetingRefused,
     LinkGreeting,
+    SealedStream,
     proof_of,
 )
 from kvstore.handoff.registry import HandoffRegistry, RegistryClient
 from kvstore.handoff.states import FailureCode, State
+from kvstore.transport.streams import stream_of
 from tests.handoff.pair import SECRET, SPACE, Pair, managers, push_all
 from tests.handoff.wrong_fields import of_another_type
 
@@ -160,3 +163,26 @@ def test_every_wrong_field_of_prefills_greeting_is_refused_by_decode(at, wait_un
         assert pair.decode.stats()["unreachable"] == len(cases)
         assert "handoff, decode: unreachable: http://127.0.0.1:" in caplog.text
         assert not pair.there.planes.any()
+
+
+@pytest.mark.parametrize("spoil", ["changed", "again", "too long"])
+def test_a_frame_that_others_wrote_or_that_comes_again_is_refused(spoil):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near, far = socket.create_connection(listener.getsockname()), listener.accept()[0]
+    writer, reader = (SealedStream(stream_of(one, None), b"key") for one in (near, far))
+    body = b"a message"
+    frame = framed(body) + writer._mac(body)
+    sent = {
+        "changed": frame[:-1] + bytes([frame[-1] ^ 1]),
+        "again": frame + frame,
+        "too long": b"\xff\xff\xff\x7f",
+    }[spoil]
+    try:
+        near.sendall(sent)
+        if spoil == "again":
+            assert reader.receive(5.0) == body
+        with pytest.raises(ProtocolError):
+            reader.receive(5.0)
+    finally:
+        writer.close()
+        reader.close()
