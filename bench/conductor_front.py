@@ -22,6 +22,8 @@ import uvloop
 
 from bench.cluster import LISTENING, Service, register, script
 from bench.conductor_engine import MODEL
+from bench.index_feed import Lines, feed
+from bench.index_fleet import Fleet
 from bench.index_ours import core_seconds
 from bench.measure import percentile
 
@@ -31,6 +33,10 @@ STREAMS: Final = 256
 STREAM_TOKENS_PER_S: Final = 50.0
 LATE_S: Final = 0.020
 LONG_TOKENS: Final = 131_072
+BLOCKS_PER_S: Final = 100_000
+BLOCKS: Final = 128
+"""In each message."""
+_WRITERS: Final = 8
 _VOCABULARY: Final = 150_000
 _ANSWER_S: Final = 30.0
 _STAMP: Final = re.compile(rb'"t":(\d+)')
@@ -67,6 +73,24 @@ def servers() -> Iterator[Servers]:
         conductor, pid = start("conductor", script("kvstore-conductor"), "--port", "0")
         register(conductor, "engines", {"id": "e", "role": "mixed", "url": engine})
         yield Servers(engine, relay, conductor, relay_pid, pid)
+
+
+@contextmanager
+def ingest(at: Servers, seconds: float) -> Iterator[Lines]:
+    """Eight nodes that the Conductor follows, and that can write for so long.
+
+    ``steady`` begins, with :data:`BLOCKS_PER_S` over :data:`BLOCKS` messages a second; ``stop``
+    ends, and says how many messages a second there were.
+    """
+    fleet = Fleet(0, _WRITERS, int(BLOCKS_PER_S * seconds), shared=False)
+    with feed(None) as publisher:
+        endpoints = publisher.ask("open", fleet=fleet)
+        for worker, (events, replay) in zip(fleet.workers(), endpoints, strict=True):
+            node = {"id": worker.name.replace("/", "-"), "events": events, "events_replay": replay}
+            register(at.conductor, "nodes", node)
+        publisher.ask("wait_subscribed", workers=_WRITERS)
+        publisher.ask("make", fleet=fleet, blocks=BLOCKS)
+        yield publisher
 
 
 class _Asked(asyncio.Protocol):
