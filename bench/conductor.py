@@ -11,7 +11,7 @@ difference to asking directly of the percentiles until the first event, and the 
 for a request. ``front/streams``: the share of the tokens of 256 streams of 50 tokens a second that
 are here within 20 ms of the engine's write, through the Conductor and through the relay in
 turns; ``cpu`` is CPU time for a token, beside that of the relay. ``…/long``: the same
-while two prompts of 131,072 tokens come each second, and nodes write 100,000 blocks a second.
+while two prompts of 131,072 tokens come each second, and engines write 100,000 blocks a second.
 
 ``schedule/1000/POLICY``: 64 prefill and 64 decode engines are full, 1,000 requests with prefixes of
 different length everywhere wait, and one engine comes free.
@@ -29,7 +29,6 @@ import msgspec
 from bench.conductor_decision import decided
 from bench.conductor_front import (
     BLOCKS,
-    BLOCKS_PER_S,
     FrontError,
     Servers,
     added_ttft,
@@ -162,8 +161,7 @@ def _front(
         each_s = max(1.0, options.seconds / rounds)
         with ExitStack() as undo:
             if per_s:
-                writing = undo.enter_context(ingest(at, 2 * rounds * (each_s + 1.0)))
-                writing.ask("steady", rate=BLOCKS_PER_S / BLOCKS)
+                writing = undo.enter_context(ingest(at))
             relayed = streams(at, options.streams, each_s, rounds, prompts_per_s=per_s)
             if per_s:
                 written = writing.ask("stop") * BLOCKS

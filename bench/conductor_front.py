@@ -76,20 +76,24 @@ def servers() -> Iterator[Servers]:
 
 
 @contextmanager
-def ingest(at: Servers, seconds: float) -> Iterator[Lines]:
-    """Eight nodes that the Conductor follows, and that can write for so long.
+def ingest(at: Servers) -> Iterator[Lines]:
+    """Write to the Conductor's index: it follows eight more engines, all the same server.
 
-    ``steady`` begins, with :data:`BLOCKS_PER_S` over :data:`BLOCKS` messages a second; ``stop``
-    ends, and says how many messages a second there were.
+    The same 200,000 blocks are written again and again. Ask for ``stop`` to hear how many messages
+    a second there were, of :data:`BLOCKS` blocks each.
     """
-    fleet = Fleet(0, _WRITERS, int(BLOCKS_PER_S * seconds), shared=False)
+    fleet = Fleet(_WRITERS, 0, 2 * BLOCKS_PER_S, shared=False)
     with feed(None) as publisher:
         endpoints = publisher.ask("open", fleet=fleet)
         for worker, (events, replay) in zip(fleet.workers(), endpoints, strict=True):
-            node = {"id": worker.name.replace("/", "-"), "events": events, "events_replay": replay}
-            register(at.conductor, "nodes", node)
+            engine = {
+                "id": worker.name.replace("/", "-"), "role": "mixed", "url": at.engine,
+                "events": events, "events_replay": replay,
+            }  # fmt: skip
+            register(at.conductor, "engines", engine)
         publisher.ask("wait_subscribed", workers=_WRITERS)
         publisher.ask("make", fleet=fleet, blocks=BLOCKS)
+        publisher.ask("steady", rate=BLOCKS_PER_S / BLOCKS, again=True)
         yield publisher
 
 
