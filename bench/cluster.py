@@ -141,6 +141,7 @@ class Options:
             through the store.
         kv_hashes: whether engines hash each request's K and V.
         handoff: how prefill hands K/V over: through the ``store``, or by ``push``.
+        push_after: what the prefill engines compute before they push, each its own, in turns.
     """
 
     model: str = "demo"
@@ -156,6 +157,7 @@ class Options:
     prefix_cache: bool = False
     kv_hashes: bool = True
     handoff: str = "store"
+    push_after: tuple[str, ...] = ("layer",)
 
 
 class NodeAt(NamedTuple):
@@ -286,13 +288,15 @@ class Cluster:
             arguments += ["--store", node.store_url, "--node", node.name]
             arguments += ["--conductor", self.conductor_url]
             if options.handoff == "push":
-                arguments += ["--handoff", "push", "--handoff-secret-file", str(self._secret())]
+                arguments += ["--handoff", "push", "--handoff-secret-file", str(self.secret())]
+                after = options.push_after[(int(name[1:]) - 1) % len(options.push_after)]
+                arguments += ["--push-after", after]
         if mode != "mono" and options.prefix_cache:
             events = f"ipc://{self.directory}/{name}"
             arguments += ["--events", f"{events}.events", "--events-replay", f"{events}.replay"]
         return self._launch(name, arguments, LISTENING)
 
-    def _secret(self) -> Path:
+    def secret(self) -> Path:
         """The file with the secret of the engines, made when it is first needed."""
         path = self.directory / "handoff-secret"
         if not path.exists():

@@ -34,14 +34,16 @@ class Completion:
 
 
 async def complete(
-    session: aiohttp.ClientSession, url: str, prompt: list[int], **parameters: Any
-) -> Completion:
+    session: aiohttp.ClientSession, url: str, prompt: list[int],
+    tokens_at: list[float] | None = None, **parameters: Any,
+) -> Completion:  # fmt: skip
     """Send one streamed ``/v1/completions``.
 
     Args:
         session: shared by all requests.
         url: of the Conductor or of an engine.
         prompt: token ids.
+        tokens_at: gets the time of each token, so that it can be read before the end.
         parameters: further fields of the body (``max_tokens``, ``temperature``, ``seed`` …).
 
     Raises:
@@ -66,6 +68,8 @@ async def complete(
                 if tokens and not result.tokens:
                     result.ttft_s = time.perf_counter() - start
                 result.tokens += tokens
+                if tokens_at is not None:
+                    tokens_at += [time.perf_counter()] * len(tokens)
                 result.text += choice.get("text") or ""
             result.timings = chunk.get("timings") or result.timings
     result.total_s = time.perf_counter() - start

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 from rich.console import Console
@@ -109,7 +110,7 @@ async def _ask(
     cluster: VllmCluster, session: aiohttp.ClientSession, turn: Turn, prompt: list[int],
     max_tokens: int,
 ) -> Row:  # fmt: skip
-    parameters = {"max_tokens": max_tokens, "temperature": 0.0, "model": MODEL}
+    parameters: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0.0, "model": MODEL}
     alone = await complete(session, cluster.urls["alone"], prompt, **parameters)
     series = [(name, what) for name in ("P", "D") for what in (HITS, _BYTES, _SECONDS)]
     before = {key: cluster.metric(*key) for key in series}

@@ -1,19 +1,31 @@
 """How fast is KV pushed from prefill to decode, and what does it add to the first token?
 
 ``ttft/...``: demo model, new prompts of 2,000 tokens, by one engine, through the store, and pushed
-after each layer. ``push/block16/...``: the KV of such a prompt (33 MB, blocks of 16 tokens) from
-the pool of this process to that of another, digests on, beside two bare TCP sockets in this process
-that move the same bytes. ``send/p50`` is what one layer of 512 tokens costs the step thread,
-``poll/64`` a poll of 64 handoffs. ``abort/others``: nine of ten pushes while one is aborted, beside
-the same nine when none is; both managers in this process. ``reshard/...``: the KV of such a prompt
-between engines of unequal ranks in this process, beside the same from one rank to one.
+after each layer. ``slow/...``: the same over a link on which the KV take 0.6 of the time of
+computing them, pushed at the end, after each chunk and after each layer; ``slow/added`` is what
+layers add to one engine's time, as a share of what the others add. ``tbt/...``: the 99th percentile
+of the gaps of four running streams while such prompts arrive.
+
+``push/block16/...``: the KV of such a prompt (33 MB, blocks of 16 tokens) from the pool of this
+process to that of another, digests on, beside two bare TCP sockets in this process that move the
+same bytes. ``send/p50`` is what one layer of 512 tokens costs the step thread, ``poll/64`` a poll
+of 64 handoffs. ``abort/others``: nine of ten pushes while one is aborted, beside the same nine when
+none is; both managers in this process. ``reshard/...``: the KV of such a prompt between engines of
+unequal ranks in this process, beside the same from one rank to one.
 """
 
 import argparse
 import re
 import sys
 
-from bench import handoff_pools, handoff_processes, handoff_reshard, handoff_ttft
+from bench import (
+    handoff_pools,
+    handoff_processes,
+    handoff_reshard,
+    handoff_slow,
+    handoff_tbt,
+    handoff_ttft,
+)
 from bench.measure import Progress, Report
 
 
@@ -35,6 +47,8 @@ def run(options: argparse.Namespace) -> int:
         "reshard/2to1": handoff_reshard.reshards,
         "reshard/1to2": handoff_reshard.reshards,
         "ttft": handoff_ttft.results,
+        "slow": handoff_slow.results,
+        "tbt": handoff_tbt.results,
     }
     cases = {name: measure for name, measure in every.items() if options.cases.search(name)}
     if not cases:

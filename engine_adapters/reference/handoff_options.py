@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from engine_adapters.reference.metrics import Metrics
 from engine_adapters.reference.pool import PagedPool
@@ -10,8 +10,14 @@ from engine_adapters.reference.prefix_tree import BlockAllocator
 from engine_adapters.reference.rank_pushes import JointProgress
 from kvstore.engine.transfer import HandoffReport
 from kvstore.handoff.memory import HandoffPool
+from kvstore.handoff.mooncake import MooncakeLanding, MooncakeWriter
 from kvstore.handoff.ranks import INSTANCE_BYTES, RankGroup, RankPart
 from kvstore.handoff.states import Patience
+
+PushAfter = Literal["layer", "chunk", "prompt"]
+Transport = Literal["tcp", "mooncake"]
+Protocol = Literal["rdma", "tcp"]
+TCP: Final = "tcp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +31,10 @@ class HandoffOptions:
         port: of messages and KV of the first rank; the others have those after it; 0 = any free
             ones.
         patience: deadlines.
+        transport: ``mooncake``: K/V go over it to and from engines that have it too.
+        mooncake_protocol: of Mooncake: ``rdma``, or ``tcp`` for tests.
+        push_after: what prefill computes before it pushes: each layer, each chunk of the prompt, or
+            the whole prompt. Others than ``layer`` are for comparisons.
     """
 
     secret: bytes
@@ -32,6 +42,27 @@ class HandoffOptions:
     registry_port: int = 0
     port: int = 0
     patience: Patience = field(default_factory=Patience)
+    push_after: PushAfter = "layer"
+    transport: Transport = TCP
+    mooncake_protocol: Protocol = "rdma"
+
+    def writer(self, pool: PagedPool) -> MooncakeWriter | None:
+        """Prefill's end of the transport beside TCP, for this pool; None = there is none.
+
+        Raises:
+            ConfigError: it cannot be used here.
+        """
+        if self.transport == TCP or pool.shared is None:
+            return None
+        return MooncakeWriter(pool.shared, host=self.host, protocol=self.mooncake_protocol)
+
+    def landing(self, pool: PagedPool) -> MooncakeLanding | None:
+        """Decode's end, as :meth:`writer`."""
+        if self.transport == TCP or pool.shared is None:
+            return None
+        return MooncakeLanding(
+            pool.shared, pool.planes(), host=self.host, protocol=self.mooncake_protocol
+        )
 
 
 class PushParts(NamedTuple):

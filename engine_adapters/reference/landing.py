@@ -90,6 +90,7 @@ class DecodePushes:
     def __init__(self, options: HandoffOptions, parts: PushParts, queues: DecodeQueues) -> None:
         """Begin with no connection: each prefill engine is connected to when it is named."""
         self._pool = parts.pool
+        engine = options.landing(parts.pool)
         self._allocator = parts.allocator
         self._metrics = parts.metrics
         self._queues = queues
@@ -102,11 +103,15 @@ class DecodePushes:
                 options.secret,
                 name=parts.name,
                 patience=options.patience,
+                engine=engine,
             )
             for pool in parts.handoff_pools()
         ]
         parts.metrics.limbo_blocks.set_function(
             lambda: max(manager.stats()["limbo_blocks"] for manager in self._managers)
+        )
+        parts.metrics.aux_slots.set_function(
+            lambda: max(manager.stats()["aux_slots"] for manager in self._managers)
         )
 
     # Any thread

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine_adapters.reference.config import MODELS, ModelConfig
-from engine_adapters.reference.handoff_options import HandoffOptions, PushParts
+from engine_adapters.reference.handoff_options import TCP, HandoffOptions, PushParts
 from engine_adapters.reference.landing import DecodePushes
 from engine_adapters.reference.metrics import Metrics
 from engine_adapters.reference.model import Model
@@ -77,6 +77,8 @@ class EngineParts:
         if self.pushes is not None:
             self.pushes.close()
             self.pushes = None
+        if self.pool.shared is not None:
+            self.pool.shared.close()
         store, self.store = self.store, None
         return store is None or store.close(timeout_s)
 
@@ -96,6 +98,8 @@ def build(
         raise InvalidArgument("ranks", what)
     if store is not None and options.ranks > 1:
         raise InvalidArgument("ranks", f"{options.ranks}: with a store only 1")
+    if handoff is not None and handoff.transport != TCP and options.ranks > 1:
+        raise InvalidArgument("ranks", f"{options.ranks}: over {handoff.transport} only 1")
     identity = SpaceIdentity(
         model=f"reference-{config.name}",
         revision=config.revision,
@@ -103,7 +107,8 @@ def build(
         page_tokens=options.page_tokens,
     )
     metrics = Metrics()
-    pool = PagedPool(config, options.blocks, options.block_tokens, options.ranks)
+    shared = handoff is not None and handoff.transport != TCP and options.mode != "mono"
+    pool = PagedPool(config, options.blocks, options.block_tokens, options.ranks, shared=shared)
     allocator = BlockAllocator(options.blocks)
     page_blocks = options.page_tokens // options.block_tokens
     tree = PrefixTree(allocator, page_blocks) if options.prefix_cache else None

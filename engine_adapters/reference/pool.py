@@ -14,6 +14,7 @@ An engine of several ranks has one pool a rank, with some of the K/V heads of ev
 has the same number in all of them.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,7 +22,10 @@ import torch
 import xxhash
 
 from engine_adapters.reference.config import ModelConfig
+from kvstore.handoff.shared_memory import SharedMemory
 from kvstore.mover.kvpool import KVPool
+
+_ELEMENT_BYTES = 4
 
 
 class LayerHash(NamedTuple):
@@ -40,13 +44,25 @@ class PagedPool:
         values: like ``keys``.
         block_tokens: tokens per block.
         ranks: divides the number of K/V heads.
+        shared: the memory of all of them, if a transport's own process has to map it.
     """
 
-    def __init__(self, config: ModelConfig, blocks: int, block_tokens: int, ranks: int = 1) -> None:
+    def __init__(
+        self, config: ModelConfig, blocks: int, block_tokens: int, ranks: int = 1, *,
+        shared: bool = False,
+    ) -> None:  # fmt: skip
         shape = (ranks, blocks, block_tokens, config.kv_heads // ranks, config.head_dim)
         # Zeros, not garbage: a masked row still enters a product as 0 * value, and 0 * NaN is NaN.
-        self.keys = [torch.zeros(shape) for _ in range(config.layers)]
-        self.values = [torch.zeros(shape) for _ in range(config.layers)]
+        self.shared: SharedMemory | None = None
+        if shared:
+            self.shared = SharedMemory(2 * config.layers * math.prod(shape) * _ELEMENT_BYTES)
+            whole = torch.frombuffer(self.shared.buffer, dtype=torch.float32)
+            layers = whole.view(config.layers, 2, *shape)
+            self.keys: list[torch.Tensor] = [layer[0] for layer in layers]
+            self.values: list[torch.Tensor] = [layer[1] for layer in layers]
+        else:
+            self.keys = [torch.zeros(shape) for _ in range(config.layers)]
+            self.values = [torch.zeros(shape) for _ in range(config.layers)]
         self.block_tokens = block_tokens
         self.block_count = blocks
         self.ranks = ranks

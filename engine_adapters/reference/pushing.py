@@ -31,19 +31,21 @@ class _Outgoing:
 
     Attributes:
         blocks: those of the positions that were sent, or are being; it holds references to them.
+        unsent: pieces that are computed, and are sent when the whole prompt is.
         is_stopped: it failed before everything was computed.
     """
 
     request: Request
     sender: RankSenders
     blocks: list[int] = field(default_factory=list)
+    unsent: "list[_Piece]" = field(default_factory=list)
     is_stopped: bool = False
 
 
 class _Piece(NamedTuple):
     """Blocks that a step completes."""
 
-    sender: RankSenders
+    push: _Outgoing
     positions: range
     blocks: list[int]
 
@@ -75,11 +77,14 @@ class PrefillPushes:
             InvalidArgument: it cannot listen there.
         """
         self._pool = parts.pool
+        self._layers = range(len(parts.pool.keys))
+        self._push_after = options.push_after
         self._allocator = parts.allocator
         self._metrics = parts.metrics
         self._queues = queues
         self._begun: dict[Request, RankSenders] = {}  # not read from the inbox yet
         self._pushes: dict[Request, _Outgoing] = {}
+        writer = options.writer(parts.pool)
         self._registry = HandoffRegistry(options.host, options.registry_port, options.secret)
         self.registry = self._registry.url
         managers: list[PrefillManager] = []
@@ -94,12 +99,15 @@ class PrefillPushes:
                         host=options.host,
                         port=options.port and options.port + rank,
                         patience=options.patience,
+                        writer=writer,
                     )
                 )
         except KVStoreError:
             for manager in managers:
                 manager.close()
             self._registry.close()
+            if writer is not None:
+                writer.close()
             raise
         self._managers = managers
 
@@ -183,8 +191,7 @@ class PrefillPushes:
         """Push what the prefix tree and the store had of an admitted request."""
         push = self._pushes.get(request)
         if push is not None:
-            for piece in self._take(push, request.computed // self._pool.block_tokens):
-                piece.sender.send(range(len(self._pool.keys)), piece.positions, piece.blocks)
+            _send(self._take(push, request.computed // self._pool.block_tokens), self._layers)
 
     def layer_hook(self, work: Iterable[tuple[Request, int]]) -> Callable[[int], None] | None:
         """What to call after each layer of a step; None if the step completes no block of a push.
@@ -193,12 +200,14 @@ class PrefillPushes:
             work: requests of the step, each with the number of tokens that are computed.
         """
         pieces = [piece for one, count in work for piece in self._piece(one, count)]
-        return (lambda layer: _send(pieces, layer)) if pieces else None
+        return (lambda layer: self._layer_computed(pieces, layer)) if pieces else None
 
     def computed(self, request: Request, *, is_final: bool) -> None:
         """All of a request is computed and its first token is sampled: send what comes with it."""
         push = self._pushes[request]
         assert len(push.blocks) == -(-request.prompt_tokens // self._pool.block_tokens)
+        _send(push.unsent, self._layers)
+        push.unsent.clear()
         timings, sampling = request.timings, request.sampling
         push.sender.finish(
             AuxData(
@@ -255,7 +264,18 @@ class PrefillPushes:
         blocks = push.request.blocks[positions.start : stop]
         self._allocator.retain(blocks)
         push.blocks += blocks
-        return [_Piece(push.sender, positions, blocks)]
+        return [_Piece(push, positions, blocks)]
+
+    def _layer_computed(self, pieces: Sequence[_Piece], layer: int) -> None:
+        """Send what is to be sent after a layer of a step."""
+        if self._push_after == "layer":
+            _send(pieces, range(layer, layer + 1))
+        elif layer + 1 == len(self._layers):
+            if self._push_after == "chunk":
+                _send(pieces, self._layers)
+            else:
+                for piece in pieces:
+                    piece.push.unsent.append(piece)
 
     def _let_go(self, push: _Outgoing) -> None:
         del self._pushes[push.request]
@@ -265,6 +285,6 @@ class PrefillPushes:
         push.request.report = report_of(push.sender.progress)
 
 
-def _send(pieces: Sequence[_Piece], layer: int) -> None:
+def _send(pieces: Sequence[_Piece], layers: range) -> None:
     for piece in pieces:
-        piece.sender.send(range(layer, layer + 1), piece.positions, piece.blocks)
+        piece.push.sender.send(layers, piece.positions, piece.blocks)

@@ -22,9 +22,18 @@ from kvstore.errors import (
 from kvstore.handoff.aux_data import AUX_BYTES_MAX, AuxData, decode_aux
 from kvstore.handoff.effects import Effect, EndEngine, EndLink, Landing, SendTo
 from kvstore.handoff.greeting import Greeter, Purpose, SealedStream
-from kvstore.handoff.links import SEND_S, LinkThreads, PeerLinks, PushLink, Ticker
+from kvstore.handoff.links import (
+    SEND_S,
+    LinkThreads,
+    PeerLinks,
+    PushLink,
+    Ticker,
+    refusals,
+    refused_words,
+)
 from kvstore.handoff.memory import AuxSlots, HandoffPool
 from kvstore.handoff.messages import (
+    FromPrefill,
     LandingPlace,
     RangesHead,
     RangesWritten,
@@ -150,6 +159,7 @@ class DecodeManager:
                 **self._core.counts, **self.faults.counts,
                 "links": sum(len(peer.links) for peer in self._links.values()),
                 "threads": len(self._threads), "limbo_blocks": self._core.limbo_blocks(),
+                "aux_slots": self._aux.count - len(self._core.free_slots),
             }  # fmt: skip
 
     def close(self) -> None:
@@ -160,9 +170,9 @@ class DecodeManager:
         for peer in peers:
             self._drop(peer, FailureCode.CLOSED, "the manager was closed")
         self._threads.join(2 * _CONNECT_S + self._silence_s)
+        self._ticker.close()
         if self._engine is not None:
             self._engine.close()
-        self._ticker.close()
 
     # ---- what receivers call ----------------------------------------------------------------
 
@@ -271,11 +281,12 @@ class DecodeManager:
     def _connect(
         self, peer: PeerLinks, client: RegistryClient, streams: list[DataStream]
     ) -> dict[bytes, LinkSource]:
-        """Ask the registry and make all connections, a few times if need be.
+        """Ask the registry and make all connections, a few times if that fails soon.
 
         Raises:
             KVStoreError: that did not succeed.
         """
+        begun = time.monotonic()
         for attempt in range(TRIES_MAX):
             try:
                 ranks = peer_ranks(client.ranks(), self._group, self._pool.shape)
@@ -284,7 +295,8 @@ class DecodeManager:
                 raise ProtocolError(f"the registration cannot be read: {error}") from error
             except KVStoreError as error:
                 refused = isinstance(error, InvalidArgument | ProtocolError)
-                last = refused or attempt + 1 == TRIES_MAX
+                silent = time.monotonic() - begun >= self._silence_s
+                last = refused or silent or attempt + 1 == TRIES_MAX
                 if last or self._over.wait(_PAUSE_S):
                     raise
                 for stream in streams:
@@ -373,8 +385,9 @@ class DecodeManager:
                 self._fault(peer, code, str(error))
                 return
             with self._lock:
-                now_ns = time.monotonic_ns()
+                refused, now_ns = refusals(self._core.counts), time.monotonic_ns()
                 self._carry_out(self._core.received(link.number, message, now_ns))
+                self._note_refused(link, message, refused)
 
     def _take(
         self, link: PushLink, sealed: SealedStream, head: RangesHead | RangesWritten,
@@ -383,9 +396,10 @@ class DecodeManager:
         """Receive ranges into the pool, unless they were written there, and check them."""
         follows = isinstance(head, RangesHead)
         with self._lock:
-            now_ns = time.monotonic_ns()
+            refused, now_ns = refusals(self._core.counts), time.monotonic_ns()
             landing, size, effects = self._core.arriving(link.number, head, now_ns)
             self._carry_out(effects)
+            self._note_refused(link, head, refused)
         if landing is None and not follows:
             return
         if landing is None:
@@ -401,8 +415,15 @@ class DecodeManager:
                 sealed.receive_into(views, self._silence_s)
             right = staging.verify(self._pool, self._aux, landing)
             code, why = None if right else FailureCode.DIGEST, "bytes do not match their digest"
+        except TransferTimeout:
+            code, why = FailureCode.PEER_SILENT, "nothing came within a range"
+            raise
         finally:
             self._landed(landing, code, why)
+
+    def _note_refused(self, link: PushLink, message: FromPrefill, before: int) -> None:
+        if refusals(self._core.counts) > before:
+            self.faults.note("refused", f"{link.peer}: {refused_words(message)}")
 
     def _landed(self, landing: Landing, code: FailureCode | None, why: str) -> None:
         if code is FailureCode.DIGEST:

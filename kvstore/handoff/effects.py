@@ -23,7 +23,7 @@ class PushJob(NamedTuple):
         blocks: all blocks that are read.
         generations: of these blocks when their KV was written; empty = the pool has none.
         share: what the link moves.
-        first: position of the first of the blocks.
+        rows: blocks of each range, if the share is staged.
         aux: the bytes of the aux data, if that is what is sent.
         targets: first block of each range in decode's pool.
         place: where another transport may write them; None = over the link.
@@ -37,15 +37,24 @@ class PushJob(NamedTuple):
     blocks: npt.NDArray[np.int64]
     generations: npt.NDArray[np.uint64]
     share: LinkShare
-    first: int = 0
+    rows: list[npt.NDArray[np.int64]]
     aux: bytes = b""
     targets: Sequence[int] = ()
     place: LandingPlace | None = None
 
-    @property
-    def rows(self) -> list[npt.NDArray[np.int64]]:
-        """The blocks of each range."""
-        return [self.blocks[one.first - self.first :][: one.size] for one in self.ranges]
+    def joined(self, other: "PushJob") -> "PushJob":
+        """This job with the ranges of another of the same room behind its own."""
+        assert (self.room, self.place) == (other.room, other.place)
+        assert not self.aux
+        assert not other.aux
+        return self._replace(
+            ranges=self.ranges + other.ranges,
+            sources=self.sources + other.sources,
+            rows=self.rows + other.rows,
+            targets=[*self.targets, *other.targets],
+            blocks=np.concatenate((self.blocks, other.blocks)),
+            generations=np.concatenate((self.generations, other.generations)),
+        )
 
 
 class SendTo(NamedTuple):

@@ -6,7 +6,6 @@ from itertools import count
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore.handoff.effects import PushJob
 from kvstore.handoff.messages import RANGES_BYTES_MAX, RANGES_MAX
@@ -16,6 +15,11 @@ from kvstore.handoff.tables import SendingLeg, SentPart
 
 JOBS_MAX: Final = 4
 """Jobs of a link that are submitted at a time: what an abort has to wait for."""
+JOINED_BYTES_MAX: Final = 256 * 1024
+"""Layers and chunks that wait for the link are joined to jobs of so many bytes.
+
+What is gathered and scattered to RANGES_BYTES_MAX: there a job costs more besides its bytes.
+"""
 _NO_BLOCKS: Final = np.zeros(0, dtype=np.int64)
 _NO_GENERATIONS: Final = np.zeros(0, dtype=np.uint64)
 
@@ -48,13 +52,21 @@ class JobQueues:
         for ranges in batches(planes, runs, blocks_max, RANGES_MAX):
             sources = [int(here[one.first - positions.start]) for one in ranges]
             targets = [leg.there[one.first - leg.first] for one in ranges]
-            read = (positions.start, here, generations)
-            self._put(room, leg, ranges, sources, read, targets=targets)
+            rows = [here[one.first - positions.start :][: one.size] for one in ranges]
+            job = PushJob(
+                next(self._numbers), leg.link, room, ranges, sources, here, generations, share,
+                rows if share.is_staged else [], b"", targets, leg.place,
+            )  # fmt: skip
+            self._put(leg, job)
 
     def add_aux(self, room: int, leg: SendingLeg, aux: bytes) -> None:
         """Queue the aux data."""
         place = PushRange(AUX_PLANE, leg.slot, len(aux))
-        self._put(room, leg, [place], [0], (0, _NO_BLOCKS, _NO_GENERATIONS), aux)
+        share = leg.target.share
+        none = (_NO_BLOCKS, _NO_GENERATIONS)
+        self._put(
+            leg, PushJob(next(self._numbers), leg.link, room, [place], [0], *none, share, [], aux)
+        )
 
     def submit(self, link: bytes) -> Iterator[PushJob]:
         """Take jobs of a link that may be submitted now."""
@@ -92,42 +104,21 @@ class JobQueues:
         assert leg.waiting == sum(job.room == room for job in waiting)
         assert len(submitted) == self._busy[leg.link] <= JOBS_MAX
 
-    def _put(
-        self, room: int, leg: SendingLeg, ranges: list[PushRange], sources: list[int],
-        read: tuple[int, npt.NDArray[np.int64], npt.NDArray[np.uint64]], aux: bytes = b"",
-        targets: Sequence[int] = (),
-    ) -> None:  # fmt: skip
-        first, blocks, generations = read
-        job = PushJob(
-            next(self._numbers), leg.link, room, ranges, sources, blocks, generations,
-            leg.target.share, first, aux, targets, leg.place if targets else None,
-        )  # fmt: skip
+    def _put(self, leg: SendingLeg, job: PushJob) -> None:
         waiting = self._waiting.setdefault(leg.link, deque())
-        both = _together(waiting[-1], job) if waiting else None
-        if both is not None:  # the link is busy: fewer and longer jobs take less time
-            waiting[-1] = both
+        last = waiting[-1] if waiting else None
+        if last and last.room == job.room and not (last.aux or job.aux) and _is_small(last, job):
+            waiting[-1] = last.joined(job)
             return
         waiting.append(job)
         leg.waiting += 1
 
 
-def _together(one: PushJob, other: PushJob) -> PushJob | None:
-    """Two jobs as one, if they are of other layers of the same blocks; None = they stay two."""
-    if one.room != other.room or one.aux or other.aux or one.first != other.first:
-        return None
-    if len(one.ranges) + len(other.ranges) > RANGES_MAX or one.place != other.place:
-        return None
-    size = sum(map(one.share.range_bytes, one.ranges + other.ranges))
-    same = np.array_equal(one.blocks, other.blocks)
-    if size > RANGES_BYTES_MAX or not same:
-        return None
-    if not np.array_equal(one.generations, other.generations):
-        return None
-    return one._replace(
-        ranges=one.ranges + other.ranges,
-        sources=one.sources + other.sources,
-        targets=[*one.targets, *other.targets],
-    )
+def _is_small(*jobs: PushJob) -> bool:
+    """Whether jobs may be one."""
+    sizes = [job.share.range_bytes(place) for job in jobs for place in job.ranges]
+    most = RANGES_BYTES_MAX if jobs[0].share.is_staged else JOINED_BYTES_MAX
+    return sum(sizes) <= most and len(sizes) <= RANGES_MAX
 
 
 def _common(one: range, other: range) -> range:

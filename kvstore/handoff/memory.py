@@ -103,6 +103,7 @@ class HandoffPool:
 
     def write_of(self, job: PushJob, place: LandingPlace) -> BlockWrite:
         """A job as blocks to write, where decode has announced them."""
+        assert len(job.targets) == len(job.ranges)
         size = np.uint64(self._block_bytes)
         there = np.frombuffer(place.planes, dtype="<u8").astype(np.uint64)
         here = np.array(self._planes, dtype=np.uint64)
@@ -205,11 +206,14 @@ def digests_of(seed: int, ranges: Sequence[PushRange], places: Places) -> bytes:
         ranges: at least one.
         places: where each is.
     """
-    found = np.zeros((len(ranges), DIGEST_BYTES), dtype=np.uint8)
     seeds = range_seeds(seed, ranges)
     numbers = np.fromiter(chain.from_iterable(places), np.uint64, 2 * len(places))
     addresses, lengths = numbers.reshape(-1, 2).T
-    for length in set(lengths.tolist()):  # one call for all ranges of one length
+    different = set(lengths.tolist())
+    if len(different) == 1:
+        return mover.digest(addresses, different.pop(), seeds).tobytes()
+    found = np.zeros((len(ranges), DIGEST_BYTES), dtype=np.uint8)
+    for length in different:  # one call for all ranges of one length
         these = np.flatnonzero(lengths == length)
         found[these] = mover.digest(addresses[these], length, seeds[these])
     return found.tobytes()

@@ -40,6 +40,7 @@ SHAPE = PoolShape(4, 2, 64, 16, 40)
 FAILURE = HandoffFailure(FailureCode.ABORTED, HandoffSide.DECODE, 0, Layer.PROTOCOL, "for a test")
 NONE = []
 EMPTY = np.zeros(0, dtype=np.uint64)
+GENERATIONS = np.full(1, 5, dtype=np.uint64)
 
 
 def announce(room: int, blocks: list[int], tokens: int | None = None) -> Announce:
@@ -154,6 +155,35 @@ def test_prefill_submits_few_jobs_at_a_time_and_drained_waits_for_them():
         assert core.completed(job.number, None, 0) == NONE
     assert core.completed(submitted[-1].number, None, 0) == [SendTo(b"L", Drained(1))]
     assert not core.holds_blocks(1)
+    core.check()
+
+
+@pytest.mark.parametrize(("block_bytes", "ranges"), [(64, [4]), (200 * 1024, [2, 2])])
+def test_layers_that_wait_for_the_link_are_joined_until_they_are_large(
+    block_bytes: int, ranges: list[int]
+) -> None:
+    core = Senders(PoolShape(4, 2, block_bytes, 16, 40), Patience())
+    core.open(1, 48, 0)
+    core.received(b"L", announce(1, [7, 9, 11]), 0)
+    submitted = []
+    for layer in (0, 1):
+        for position in range(3):
+            positions = range(position, position + 1)
+            effects = core.push(1, range(layer, layer + 1), positions, [position], GENERATIONS, 0)
+            submitted += [one.job for one in effects]
+    effects = core.finish(1, b"aux", 0)
+    for job in submitted:
+        effects += core.completed(job.number, None, 0)
+    *joined_jobs, aux = [one.job for one in effects]
+
+    assert [len(job.ranges) for job in submitted] == [2] * JOBS_MAX
+    assert [len(job.ranges) for job in joined_jobs] == ranges
+    places = [place for job in joined_jobs for place in job.ranges]
+    assert places == [PushRange(plane, at, 1) for at in (1, 2) for plane in (2, 3)]
+    assert [at for job in joined_jobs for at in job.sources] == [1, 1, 2, 2]
+    assert [at for job in joined_jobs for at in job.blocks] == [1, 2]
+    assert [at for job in joined_jobs for at in job.generations] == [5, 5]
+    assert aux.aux == b"aux"
     core.check()
 
 

@@ -1,15 +1,18 @@
 """Goal: what is pushed from prefill to decode gives the tokens of one engine, byte for byte."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from engine_adapters.reference.handoff_options import PushAfter
 from engine_adapters.reference.prefix_tree import TreeChange
 from engine_adapters.reference.request import State
 from engine_adapters.reference.sampler import Sampling
 from engine_adapters.reference.scheduler import Limits
 from engine_adapters.reference.tokenizer import TextStream
 from kvstore.handoff.decode import DecodeManager
+from kvstore.handoff.prefill import Sender
 from tests.conftest import WaitUntil
 from tests.reference.conftest import Ask, MakeEngine
 from tests.reference.fake_store import FakeNode, FakeStore
@@ -51,6 +54,36 @@ def test_prompts_of_many_chunks_that_share_prefixes_are_pushed_whole(
         assert there.wait().tokens == expected.tokens
         assert report(here.wait()) == report(there) == ("success", None)
         assert kept_hashes(pair, f"r{at}") == [mono.kv_hashes(f"r{at}")] * 2
+
+
+@pytest.mark.parametrize(("after", "sends"), [("layer", 16), ("chunk", 8), ("prompt", 8)])
+def test_kv_pushed_after_chunks_or_the_whole_prompt_are_those_of_one_engine(
+    make_engine: MakeEngine,
+    ask: Ask,
+    monkeypatch: pytest.MonkeyPatch,
+    after: PushAfter,
+    sends: int,
+) -> None:
+    mono = make_engine()
+    expected = ask(mono, TEXT[:256], 8).wait()
+    options = {"handoff": replace(OPTIONS, push_after=after), "limits": Limits(token_budget=32)}
+    pair = pair_of(make_engine, ask, prefill=options)
+    steps, made = pair.prefill.metrics.step_seconds._sum, []
+    real = Sender.send
+
+    def send(sender: Sender, layers: range, *others: Any) -> None:
+        made.append((steps.get(), layers))
+        real(sender, layers, *others)
+
+    monkeypatch.setattr(Sender, "send", send)
+    here, there = pair.ask(TEXT[:256], 8)
+
+    assert there.wait().tokens == expected.tokens
+    assert report(here.wait()) == report(there) == ("success", None)
+    assert kept_hashes(pair) == [mono.kv_hashes("request")] * 2
+    assert len(made) == sends
+    assert {len(layers) for _, layers in made} == {1 if after == "layer" else 2}
+    assert len({before for before, _ in made}) == (1 if after == "prompt" else 8)
 
 
 def test_blocks_in_limbo_are_shown(
