@@ -1,13 +1,17 @@
 """What the cores of both sides want done. Pure values."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.handoff.messages import FromDecode, FromPrefill, LandingPlace
+from kvstore.handoff.messages import RANGES_MAX, FromDecode, FromPrefill, LandingPlace
 from kvstore.handoff.places import PushRange
+from kvstore.handoff.shape import PoolShape
+
+JOINED_BYTES_MAX: Final = 256 * 1024
+"""Layers and chunks that wait for the link are joined to jobs of so many bytes."""
 
 
 class PushJob(NamedTuple):
@@ -37,11 +41,16 @@ class PushJob(NamedTuple):
     targets: Sequence[int] = ()
     place: LandingPlace | None = None
 
+    def takes(self, other: "PushJob", shape: PoolShape) -> bool:
+        """Whether another job may be joined to this one: both are small, of one room, no aux."""
+        if self.room != other.room or self.aux or other.aux:
+            return False
+        ranges = self.ranges + other.ranges
+        size = sum(map(shape.range_bytes, ranges))
+        return size <= JOINED_BYTES_MAX and len(ranges) <= RANGES_MAX
+
     def joined(self, other: "PushJob") -> "PushJob":
-        """This job with the ranges of another of the same room behind its own."""
-        assert self.room == other.room
-        assert not self.aux
-        assert not other.aux
+        """This job with the ranges of another that it takes behind its own."""
         assert self.place == other.place
         return self._replace(
             ranges=self.ranges + other.ranges,

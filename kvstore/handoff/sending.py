@@ -55,8 +55,6 @@ UNOPENED_MAX = 512
 """Of these, how many may be known from decode only."""
 JOBS_MAX: Final = 4
 """Jobs of a link that are submitted at a time: what an abort has to wait for."""
-JOINED_BYTES_MAX: Final = 256 * 1024
-"""Layers and chunks that wait for the link are joined to jobs of so many bytes."""
 _SAID_NS: Final = 1_000_000_000
 """Renewals are sent no more often."""
 _NONE: Final = np.zeros(0, dtype=np.uint64)
@@ -386,18 +384,11 @@ class Senders:
             targets, one.place if targets else None,
         )  # fmt: skip
         waiting = self._waiting.setdefault(one.link, deque())
-        last = waiting[-1] if waiting else None
-        if last and last.room == one.room and not (last.aux or aux) and self._is_small(last, job):
-            waiting[-1] = last.joined(job)
+        if waiting and waiting[-1].takes(job, self._shape):
+            waiting[-1] = waiting[-1].joined(job)
             return
         waiting.append(job)
         one.waiting += 1
-
-    def _is_small(self, *jobs: PushJob) -> bool:
-        """Whether jobs may be one."""
-        ranges = [place for job in jobs for place in job.ranges]
-        size = sum(map(self._shape.range_bytes, ranges))
-        return size <= JOINED_BYTES_MAX and len(ranges) <= RANGES_MAX
 
     def _queue_aux(self, one: SendingRoom) -> None:
         assert one.aux is not None
