@@ -167,7 +167,7 @@ class Cache:
         """Ask for and store every request."""
         for request in requests:
             self.table.moment.now_ns = request.timestamp * 1_000_000
-            self.disk.advance(self.table.now_ns)
+            self.table.tiers.advance(self.table.now_ns)
             self._serve([block_key(block) for block in request.hash_ids])
         check(self.table)
         log, wear = self.disk.log.stats(), self.disk.admission.wear()
@@ -230,8 +230,8 @@ class Cache:
 
     def _end_jobs(self) -> None:
         while self.disk.jobs or self.disk.busy:
-            self.disk.advance(self.table.now_ns)  # the pages of a segment leave in turns
+            self.table.tiers.advance(self.table.now_ns)  # the pages of a segment leave in turns
             jobs = list(self.disk.jobs)
             self.disk.jobs.clear()
             for job in jobs:
-                self.disk.completed(job.job, None)
+                self.table.tiers.completed(job.job, None)

@@ -1,5 +1,10 @@
 """How long does the Conductor take to decide, and what does its front add to tokens?
 
+``decision/128k``: 64 prefill and 64 decode engines and 64 nodes have prefixes of different length
+of a prompt of 131,072 tokens, in an index of 10 million pages of 64 tokens to which 100,000 blocks
+a second are written. From the prompt's keys, or with ``tokens`` from its tokens as an array, to the
+pair with all terms and the entry in the log.
+
 ``front/added-ttft``: 100 requests a second with prompts of 2,000 tokens are asked of a stand-in
 engine directly, through a bare relay with aiohttp and through the Conductor, in turns; the
 difference to asking directly of the percentiles until the first event, and the Conductor's CPU time
@@ -20,6 +25,7 @@ from typing import Final
 
 import msgspec
 
+from bench.conductor_decision import decided
 from bench.conductor_front import (
     FrontError,
     Servers,
@@ -28,11 +34,15 @@ from bench.conductor_front import (
     streams,
 )
 from bench.conductor_schedule import scheduled
+from bench.index_feed import FeedError
 from bench.measure import Progress, Report, Result, percentile
 from conductor.routing.policy import POLICIES
 
 _SCHEDULE: Final = "schedule/1000"
 ASKED: Final = {
+    "decision/128k/p50": 0.6,
+    "decision/128k/p99": 1.0,
+    "decision/128k/tokens/p50": 3.5,
     **{f"{_SCHEDULE}/{policy}/p99": 10.0 for policy in POLICIES},
     "front/added-ttft/p50": 3.0,
     "front/added-ttft/p99": 10.0,
@@ -60,7 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this group."""
     parser.add_argument("--cases", type=re.compile, default=re.compile(""), metavar="REGEX",
                         help="only cases in whose names it is found")  # fmt: skip
-    parser.add_argument("--seconds", type=float, default=10.0, help="for each case of front")
+    parser.add_argument("--seconds", type=float, default=10.0,
+                        help="for each case of decision and front")  # fmt: skip
+    parser.add_argument("--pages", type=int, default=10_000_000,
+                        help="of the index, for decision")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=5, help="alternately with the bound")
     parser.add_argument("--streams", type=int, default=256, help="at a time")
 
@@ -77,6 +90,15 @@ def run(options: argparse.Namespace) -> int:
             if f"{_SCHEDULE}/{policy}" in groups:
                 progress.step(f"{_SCHEDULE}/{policy}")
                 report.add(_schedule(policy))
+        if any(name.startswith("decision/") for name in groups):
+            progress.step("decision/128k")
+            try:
+                for result in _decision(options, progress):
+                    if result.case in wanted:
+                        report.add(result)
+            except FeedError as error:
+                progress.note(str(error))
+                return 1
         if any(name.startswith("front/") for name in groups):
             try:
                 with servers() as at:
@@ -87,6 +109,28 @@ def run(options: argparse.Namespace) -> int:
                 progress.note(str(error))
                 return 1
     return 0
+
+
+def _decision(options: argparse.Namespace, progress: Progress) -> list[ConductorResult]:
+    found = decided(options.pages, options.seconds, progress.note)
+    progress.note(
+        f"decision/128k: {found.blocks_per_s:,.0f} blocks/s were written meanwhile; {found.held} of"
+        f" {len(found.known) + len(found.of_tokens)} decisions chose no pair"
+    )
+    results = []
+    for name in (one for one in ASKED if one.startswith("decision/")):
+        percent = 99 if name.endswith("p99") else 50
+        of_tokens = "tokens" in name
+        wall, cpu = (
+            (found.of_tokens, found.of_tokens_cpu) if of_tokens else (found.known, found.known_cpu)
+        )
+        results.append(
+            ConductorResult(
+                name, percentile(wall, percent), "ms", asked=ASKED[name],
+                cpu_ms=percentile(cpu, percent),
+            )
+        )  # fmt: skip
+    return results
 
 
 def _schedule(policy: str) -> ConductorResult:

@@ -1,5 +1,6 @@
 """The dispatcher alone: many requests wait, all engines are full, and one place comes free."""
 
+import heapq
 import time
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
@@ -24,6 +25,11 @@ _DOCUMENTS: Final = 64
 _TOKENS: Final = 20_000
 _PAGE_TOKENS: Final = 64
 _WAIT_S: Final = 1e9
+_SECONDS: Final = 1.0
+"""A prompt takes so long if the policy does not say."""
+
+Running = tuple[float, int, str]
+"""When a request ends, its number, and its engine."""
 
 
 class Times(NamedTuple):
@@ -51,37 +57,44 @@ def scheduled(policy: str, rounds: int = ROUNDS) -> Times:
     names = [engine.info.id for engine in registry]
     matches = [_matches(names, random) for _ in range(_DOCUMENTS)]
     keys = random.integers(1, 1 << 63, (_DOCUMENTS, _TOKENS // _PAGE_TOKENS), dtype=np.uint64)
-    running: list[tuple[int, str]] = []
-    number = 0
+    running: list[Running] = []
+    number, now = 0, 0.0
     while len(dispatcher) < WAITING:
         number += 1
-        dispatcher.arrive(_request(number, keys))
-        _decide(dispatcher, matches, running)
+        dispatcher.arrive(_request(number, keys, now))
+        _decide(dispatcher, matches, running, now)
     times = Times([], [])
     for _ in range(rounds):
-        ended, engine = running.pop(int(random.integers(len(running))))
+        now, ended, engine = heapq.heappop(running)
         began, cpu_began = time.perf_counter(), time.thread_time()
-        dispatcher.released(ended, engine, 0.0)
-        dispatcher.left(ended, 0.0)
-        _decide(dispatcher, matches, running)
+        dispatcher.released(ended, engine, now)
+        dispatcher.left(ended, now)
+        _decide(dispatcher, matches, running, now)
         times.cpu.append(1e3 * (time.thread_time() - cpu_began))
         times.wall.append(1e3 * (time.perf_counter() - began))
         number += 1
-        dispatcher.arrive(_request(number, keys))
-        _decide(dispatcher, matches, running)
+        dispatcher.arrive(_request(number, keys, now))
+        _decide(dispatcher, matches, running, now)
     return times
 
 
 def _decide(
-    dispatcher: Dispatcher, matches: Sequence[Mapping[str, Prefix]], running: list[tuple[int, str]]
+    dispatcher: Dispatcher,
+    matches: Sequence[Mapping[str, Prefix]],
+    running: list[Running],
+    now: float,
 ) -> None:
-    for number, _ in dispatcher.due(0.0):
+    for number, _ in dispatcher.due(now):
         dispatcher.learn(number, matches[number % len(matches)])
-    for effect in dispatcher.step(0.0):
+    for effect in dispatcher.step(now):
         if isinstance(effect, Assign):
-            running.append((effect.request, effect.prefill))
+            seconds = effect.fetch_s + effect.prefill_s or _SECONDS
+            busy_until = [end for end, _, engine in running if engine == effect.prefill]
+            end = max([now, *busy_until]) + seconds
+            heapq.heappush(running, (end, effect.request, effect.prefill))
         else:
             assert not isinstance(effect, Continue), "no KV arrives"
+    _ = dispatcher.wake_at  # the queue asks for it each time
 
 
 def _matches(names: list[str], random: np.random.Generator) -> dict[str, Prefix]:
@@ -92,13 +105,13 @@ def _matches(names: list[str], random: np.random.Generator) -> dict[str, Prefix]
     }
 
 
-def _request(number: int, documents: Words) -> Request:
+def _request(number: int, documents: Words, now: float) -> Request:
     """A prompt that has a part of a document with others in common."""
     keys = documents[number % len(documents)].copy()
     keys[len(keys) * (number % 7) // 7 :] += np.uint64(number)
     session = f"s{number % 100}"
     return Request(
-        number=number, model="m", arrived=0.0, tokens=_TOKENS, keys=keys, session=session
+        number=number, model="m", arrived=now, tokens=_TOKENS, keys=keys, session=session
     )
 
 

@@ -36,7 +36,8 @@ SHARD: Final = "5d" * 8
 BOOT: Final = "b0" * 16
 TOPIC: Final = b"kv-events"
 END_OF_REPLAY: Final = (2**64 - 1).to_bytes(8, "big")
-MODEL: Final = "bench"
+MODEL: Final = "model:bench"
+"""The domain of engines' own blocks, as the Conductor names it."""
 _TICK_MS: Final = 2
 _SUBSCRIBED_S: Final = 60.0
 _ANSWER_S: Final = 600.0

@@ -89,10 +89,12 @@ class Fleet(NamedTuple):
         count = self.engines + self.nodes
         pages = max(self.pages // count, 1)
         prefill = self.engines // 2
-        names = [f"prefill-{at}" for at in range(prefill)]
-        names += [f"decode-{at}" for at in range(self.engines - prefill)]
+        names = [f"engine/prefill-{at}" for at in range(prefill)]
+        names += [f"engine/decode-{at}" for at in range(self.engines - prefill)]
         engines = [Worker(at, name, "tokens", pages) for at, name in enumerate(names)]
-        nodes = [Worker(self.engines + at, f"node-{at}", "keys", pages) for at in range(self.nodes)]
+        nodes = [
+            Worker(self.engines + at, f"node/node-{at}", "keys", pages) for at in range(self.nodes)
+        ]
         return engines + nodes
 
     def prompts(self, worker: Worker) -> Iterator[Prompt]:

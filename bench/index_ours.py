@@ -15,6 +15,7 @@ import numpy as np
 from bench.index_feed import MODEL, SPACE, FeedError, keys
 from bench.index_fleet import PAGE_TOKENS, Fleet, Prompt, Worker, tokens
 from kvstore.index.control import IndexSettings, Source, SourceBounds
+from kvstore.index.face import PrefixIndex
 from kvstore.index.process import IndexProcess
 from kvstore.index.runs import PartNeed, PrefixNeeds
 from kvstore.index.scope import ChainValues, key_chains, scope_seed, token_chains
@@ -88,6 +89,11 @@ class OurIndex:
         self._running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._running
+
+    @property
+    def index(self) -> PrefixIndex:
+        """As the Conductor has it."""
+        return self._index
 
     @property
     def pid(self) -> int:

@@ -129,7 +129,7 @@ class TakesAll:
 
     def flush(self) -> None:
         """See :class:`~kvstore.node.desk.DiskSide`."""
-        self.pages.go_on()
+        self._node.pages.tiers.go_on()
         while self.pages.jobs:
             jobs = list(self.pages.jobs)
             self.pages.jobs.clear()

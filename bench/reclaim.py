@@ -143,8 +143,8 @@ class Cache:
     def _end_jobs(self) -> None:
         disk = self.table.disk
         while disk.jobs or disk.busy:
-            disk.advance(0)  # the pages of a segment leave in turns
+            self.table.tiers.advance(0)  # the pages of a segment leave in turns
             jobs = list(disk.jobs)
             disk.jobs.clear()
             for job in jobs:
-                disk.completed(job.job, None)
+                self.table.tiers.completed(job.job, None)

@@ -23,6 +23,8 @@ class Simulated(Result, frozen=True, kw_only=True):
     hit: float
     effective: float
     rejected: float
+    lost: float
+    wasted: float
     goodput: float
 
 

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from conductor.costs.book import machine_of
 from conductor.protocols import own_protocols
+from conductor.routing.admission import AdmissionMode
 from conductor.routing.engines import HandoffOffer, Role
 from conductor.routing.policy import POLICIES
 from kvstore.config import Loaded, Positive, load
@@ -44,6 +45,7 @@ Model = Annotated[
 Token = Annotated[str, Meta(pattern=r"^[!-~]{1,255}$(?!\n)")]
 Running = Annotated[int, Meta(ge=1, le=100_000)]
 Count = Annotated[int, Meta(ge=1)]
+_CLASSES_MAX: Final = 64
 
 
 class HttpConfig(Section, frozen=True):
@@ -118,6 +120,37 @@ class PolicyConfig(Section, frozen=True):
         if self.name not in POLICIES:
             known = ", ".join(sorted(POLICIES))
             raise ValueError(f"name: {self.name!r} is not one of {known}")
+
+
+class AdmissionConfig(Section, frozen=True):
+    """Which requests are refused because they would be served too late, and who comes first.
+
+    Attributes:
+        mode: ``none`` = nobody is refused; ``load`` = by the present load; ``prediction`` = if the
+            first token is expected too late, or the engines that decode are expected to be full
+            when the prompt is computed. Refused requests get 429 and ``Retry-After``.
+        fair_shares: whether requests of tenants (the field ``user``) that got more than their share
+            wait behind those of others.
+    """
+
+    mode: AdmissionMode = AdmissionMode.NONE
+    fair_shares: bool = True
+
+
+class ServiceClassEntry(Section, frozen=True):
+    """A class of requests; the first one is that of requests that name none.
+
+    Attributes:
+        name: what the header ``X-Service-Class`` or the field ``service_tier`` says.
+        ttft_s: maximum seconds to the first token.
+        tbt_s: maximum seconds between two tokens.
+        priority: lower is more urgent: such requests are considered first.
+    """
+
+    name: Name
+    ttft_s: Positive = 30.0
+    tbt_s: Positive = 0.1
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
 
 
 class QueueConfig(Section, frozen=True):
@@ -414,6 +447,7 @@ class ConductorConfig(Section, frozen=True):
 
     http: HttpConfig = HttpConfig()
     policy: PolicyConfig = PolicyConfig()
+    admission: AdmissionConfig = AdmissionConfig()
     queue: QueueConfig = QueueConfig()
     deadline: DeadlineConfig = DeadlineConfig()
     handoff: HandoffConfig = HandoffConfig()
@@ -425,11 +459,18 @@ class ConductorConfig(Section, frozen=True):
     cluster: FollowedCluster = FollowedCluster()
     etcd: StoreConfig = StoreConfig()
     redis: StoreConfig = StoreConfig()
+    classes: tuple[ServiceClassEntry, ...] = ()
     engines: tuple[EngineEntry, ...] = ()
     nodes: tuple[NodeEntry, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse a store that is used but is nowhere."""
+        """Refuse a store that is used but is nowhere, and two classes of one name."""
+        names = [one.name for one in self.classes]
+        if len(names) > _CLASSES_MAX:
+            raise ValueError(f"classes: {_CLASSES_MAX} at most are possible")
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"classes: {name} is there twice")
         for section in ("etcd", "redis"):
             store: StoreConfig = getattr(self, section)
             if why := store.refusal(section):

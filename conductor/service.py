@@ -29,6 +29,7 @@ from conductor.front.tracing import TraceFile
 from conductor.front.upstream import Upstream
 from conductor.front.waiting import RequestQueue
 from conductor.protocols import PROTOCOLS
+from conductor.routing.admission import AdmissionRules, ServiceClass
 from conductor.routing.decisions import DecisionLog
 from conductor.routing.dispatcher import Dispatcher, DispatchLimits
 from conductor.routing.engines import EngineRegistry
@@ -101,7 +102,9 @@ class Conductor:
         limits = DispatchLimits(config.queue.waiting_max, config.queue.wait_s, config.queue.tries)
         book = CostBook()
         self._kept_costs = KeptCosts(config.costs.file, book)
-        dispatcher = Dispatcher(self.registry, Scheduler(policy, at_once), limits, book)
+        rules = admission_rules(config)
+        scheduler = Scheduler(policy, at_once)
+        dispatcher = Dispatcher(self.registry, scheduler, limits, book, rules)
         self.queue = RequestQueue(dispatcher, prefixes.find, clock)
         self.membership = Membership(
             config, self.registry, self._upstream, self.index, self._pump, clock, store
@@ -126,7 +129,8 @@ class Conductor:
             clock,
             self.trace,
         )
-        self.proxy = Proxy(parts, config.policy.name, config.queue, config.deadline)
+        names = [one.name for one in rules.classes]
+        self.proxy = Proxy(parts, config.policy.name, config.queue, config.deadline, names)
         self._front = Front(self.faults, _connections_max())
         self._app = web.Application(
             client_max_size=config.http.body_bytes_max,
@@ -165,6 +169,7 @@ class Conductor:
                 for engine in self.registry
             },
             **self.queue.dispatcher.loads.gauges(),
+            **self.queue.dispatcher.admission.gauges(),
             "costs_file_faults": {(): float(self._kept_costs.faults)},
             **index_gauges(self.index),
         }
@@ -272,6 +277,15 @@ def _trace(config: ConductorConfig) -> TraceFile | None:
         return None
     path = Path(decisions.trace_file)
     return TraceFile(path, decisions.trace_bytes_max, decisions.trace_files_max)
+
+
+def admission_rules(config: ConductorConfig) -> AdmissionRules:
+    """Who is admitted, and who comes first."""
+    classes = tuple(
+        ServiceClass(one.name, one.ttft_s, one.tbt_s, one.priority) for one in config.classes
+    )
+    admission = config.admission
+    return AdmissionRules(admission.mode, classes or (ServiceClass(),), fair=admission.fair_shares)
 
 
 def index_settings(config: ConductorConfig) -> IndexSettings:

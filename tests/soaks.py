@@ -15,6 +15,7 @@ SOAKS: Final[Mapping[str, str]] = {
     "cluster": "two nodes with etcd and Redis under load, one restarted each minute",
     "crash": "kills, floods and power cuts: what was acknowledged is there afterwards",
     "events": "whatever is sent to those who read events, and to the Conductor over HTTP",
+    "handoff": "engines that stop, leave or lie in each state of a push, and what they may send",
     "http": "operations in any order, and whatever is sent to a node over HTTP",
     "link": "who runs next in a client that is cut off, closed and cut off again",
     "log": "whatever may lie in the directories of the SSD log",

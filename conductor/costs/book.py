@@ -133,9 +133,9 @@ class CostBook:
         known = self._engines.get(engine_id)
         if known is None or known.machine != machine:
             known = self._engines[engine_id] = EngineCosts(machine, self._efficiency)
-            self._engines.move_to_end(engine_id)
-            if len(self._engines) > _ENGINES_MAX:
-                self._engines.popitem(last=False)
+        self._engines.move_to_end(engine_id)
+        if len(self._engines) > _ENGINES_MAX:
+            self._engines.popitem(last=False)
         return known
 
     def dump(self) -> bytes:

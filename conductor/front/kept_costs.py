@@ -60,7 +60,10 @@ class KeptCosts:
         while self._path is not None:
             await asyncio.sleep(PERIOD_S)
             data = self._book.dump()
-            await asyncio.to_thread(self._write, self._path, data)
+            try:
+                await asyncio.to_thread(self._write, self._path, data)
+            except RuntimeError as error:  # no thread can be started
+                self._fault(f"costs.file={self._path} cannot be written now: {error}")
 
     def write(self) -> None:
         """Write now."""

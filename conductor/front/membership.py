@@ -222,7 +222,7 @@ class Membership:
                 info.events or info.events_bind or "unknown",
                 ", ".join(info.adapters)[:_SHOWN] or "none",
             )  # fmt: skip
-            engine.info = info
+            self._registry.update(info)
             self._follow(info)
 
     def _follow(self, info: EngineInfo) -> None:

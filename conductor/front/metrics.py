@@ -72,6 +72,20 @@ _GAUGES: Final = {
         "Measured seconds of each term of the costs as a multiple of the first estimate.",
         ("engine", "what", "term"),
     ),
+    "output_tokens_error": (
+        "Tokens by which the lengths of the newest 256 answers differed from what was expected when"
+        " they came.",
+        ("quantile",),
+    ),
+    "output_tokens_bias": (
+        "Tokens that were expected of the newest 256 answers as a multiple of those they had.", (),
+    ),
+    "admission_load": (
+        "What the newest request found: prompts before it as part of its time to the first token,"
+        " and how full the engines that decode were, or would be when it is computed.",
+        ("model", "side"),
+    ),
+    "tenants_over_share": ("Tenants that got more than their fair share lately.", ()),
     "costs_file_faults": ("Times that the file of costs could not be read or written.", ()),
     "index_up": ("1 while the prefix index can be read, else 0.", ()),
     "index_entries": ("Pages in the prefix index; a page of several workers counts once.", ()),
@@ -103,6 +117,11 @@ _GAUGES: Final = {
     ),
 }  # fmt: skip
 _COUNTS: Final = {
+    "admission": (
+        "Requests that were judged: admitted, or refused because prompts would be computed too"
+        " late (prefill), engines that decode be full (decode), or they waited too long (late).",
+        ("class", "outcome"),
+    ),
     "faults": ("Connections and requests that were refused or failed, by cause.", ("cause",)),
     "index_restarts": ("Times that the index process was started again.", ()),
     "index_faults": (

@@ -43,7 +43,7 @@ class _Fields(msgspec.Struct, frozen=True):
     n: Annotated[int, msgspec.Meta(ge=1, le=1)] | None = None
     request_id: str | None = None
     cache_salt: str | None = None
-    priority: object = None
+    service_tier: object = None
     user: object = None
     prompt_cache_key: object = None
     kv_transfer_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -61,7 +61,8 @@ class Completion:
         stream: whether the answer is a stream.
         request_id: id in the body, or None.
         salt: the prompt's cache salt; empty for none.
-        priority: lower is more urgent, as in vLLM; 0 if the request has none.
+        max_tokens: maximum tokens of the answer; None if the request has no limit.
+        service: its class; the field ``service_tier``, as long as nobody else tells.
         tenant: the field ``user``; empty if the request has none.
         session: the field ``prompt_cache_key``; empty if the request has none.
         usage_added: whether the client of a stream did not ask for usage itself.
@@ -73,7 +74,8 @@ class Completion:
     stream: bool
     request_id: str | None
     salt: str = ""
-    priority: int = 0
+    max_tokens: int | None = None
+    service: str = ""
     tenant: str = ""
     session: str = ""
     usage_added: bool = False
@@ -147,7 +149,8 @@ def parse_completion(raw: bytes) -> Completion:
         known.stream,
         known.request_id,
         salt=known.cache_salt or "",
-        priority=known.priority if isinstance(known.priority, int) else 0,
+        max_tokens=known.max_tokens,
+        service=name_of(known.service_tier),
         tenant=name_of(known.user),
         session=name_of(known.prompt_cache_key),
         usage_added=options is not None,

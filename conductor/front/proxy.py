@@ -9,6 +9,8 @@ import asyncio
 import itertools
 import re
 import uuid
+from collections.abc import Collection
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Final
 
@@ -30,6 +32,7 @@ from conductor.front.upstream import EngineError, EngineRefusedError
 from conductor.front.waiting import Lease, RejectedError
 from conductor.routing.dispatcher import Request
 
+_SERVICE_CLASS: Final = "X-Service-Class"
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -37,7 +40,12 @@ class Proxy:
     """Serves ``POST /v1/completions``."""
 
     def __init__(
-        self, parts: Parts, policy: str, queue: QueueConfig, deadline: DeadlineConfig
+        self,
+        parts: Parts,
+        policy: str,
+        queue: QueueConfig,
+        deadline: DeadlineConfig,
+        classes: Collection[str] = (),
     ) -> None:
         """Connect the parts.
 
@@ -46,11 +54,13 @@ class Proxy:
             policy: name of the policy, for decisions.
             queue: limits of waits and tries.
             deadline: deadlines for engines.
+            classes: names of the classes of requests.
         """
         self._parts = parts
         self._policy = policy
         self._queue = queue
         self._deadline = deadline
+        self._classes = classes
         self._sender = Sender(parts, deadline)
         self._numbers = itertools.count(1)
         self.active = 0
@@ -88,6 +98,7 @@ class Proxy:
         raw = await read_body(http)
         try:
             body = parse_completion(raw)
+            body = replace(body, service=self._service(http, body))
         except BadRequestError:
             self._parts.metrics.refused(400, "invalid")
             raise
@@ -135,6 +146,20 @@ class Proxy:
                 self._parts.trace.ended(run.number, self._traced(run))
             self._notice_idle()
 
+    def _service(self, http: web.Request, body: Completion) -> str:
+        """The class that a request names; empty = none.
+
+        Raises:
+            BadRequestError: the header names one that does not exist.
+        """
+        named = http.headers.get(_SERVICE_CLASS)
+        if named is None:
+            return body.service if body.service in self._classes else ""
+        if named not in self._classes:
+            known = ", ".join(self._classes)
+            raise BadRequestError(_SERVICE_CLASS, f"{name_of(named)!r} is not one of {known}")
+        return named
+
     async def _answer(self, run: Run) -> web.StreamResponse:
         """Try engines until one answers."""
         with self._parts.queue.enter(await self._request(run)) as lease:
@@ -142,6 +167,7 @@ class Proxy:
                 return await self._try(run, lease)
             except RejectedError as error:
                 why = str(error)
+                run.decision.judgement = error.judgement or run.decision.judgement
                 for attempt in run.decision.attempts[-1:]:
                     attempt.outcome = attempt.outcome or why
                 if run.last_error is not None and str(run.last_error) not in why:
@@ -167,8 +193,9 @@ class Proxy:
             arrived=run.arrived,
             tokens=len(tokens) if tokens is not None else None,
             keys=run.keys,
-            priority=body.priority,
             tenant=body.tenant,
+            service=body.service,
+            output_max=body.max_tokens,
             session=name_of(run.http.headers.get("X-Session-Id")) or body.session or body.tenant,
         )
 
@@ -202,6 +229,7 @@ class Proxy:
                 assign = await lease.assigned()
             finally:
                 run.waited(parts.clock() - started)
+            decision.judgement = parts.dispatcher.admission.judgement(run.number)
             attempt = decision.attempted(assign, parts.clock() - run.arrived)
             parts.metrics.assigned(self._policy, str(assign.plan))
             try:

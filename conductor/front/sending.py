@@ -362,9 +362,8 @@ class Sender:
         answer = read_answer(raw)
         attempt.served = answer.measured() if answer else None
         attempt.received = self._report(half, answer, attempt, _DECODE)
-        attempt.outcome = "ok"
         run.first_byte(parts.clock())
-        run.decision.status, run.decision.outcome = 200, "ok"
+        self._ended(run, attempt)
         if half.reports:
             raw = without_transfer(raw)
         return web.Response(body=raw, content_type=content_type, headers=run.headers)
@@ -400,13 +399,17 @@ class Sender:
         end = read_stream_end(tail)
         attempt.served = end.measured() if end else None
         attempt.received = self._report(half, end, attempt, _DECODE)
+        self._ended(run, attempt)
+        await self.end(run.response)
+        return run.response
+
+    def _ended(self, run: Run, attempt: Attempt) -> None:
+        """An answer is complete; learn from its length, if the engine tells it."""
         attempt.outcome = "ok"
         run.decision.status, run.decision.outcome = 200, "ok"
         if attempt.served is not None and attempt.served.completion_tokens is not None:
-            output_tokens = attempt.served.completion_tokens
+            parts, output_tokens = self._parts, attempt.served.completion_tokens
             parts.dispatcher.ended(run.number, output_tokens, parts.clock())
-        await self.end(run.response)
-        return run.response
 
     @asynccontextmanager
     async def _limited(self, engine: str) -> AsyncIterator[IdleDeadline]:

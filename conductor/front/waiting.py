@@ -25,6 +25,7 @@ class RejectedError(Exception):
         self.status = reject.status
         self.code = reject.code
         self.retry_after_s = reject.retry_after_s
+        self.judgement = reject.judgement
 
 
 _Answer = asyncio.Future[Assign | Continue]

@@ -1,15 +1,15 @@
 """Chooses engines by seconds: one that has room now, or one that is worth waiting for. Pure."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from conductor.routing.columns import Column, Offers, View, Waiting
+from conductor.routing.columns import NO_KEYS, Column, Offers, View, Waiting
 from conductor.routing.engines import Role
 from conductor.routing.policy import Binding, Policy
-from conductor.routing.pricing import PricedEngines, Prices, Prompt
+from conductor.routing.pricing import PairRows, Pairs, PricedEngines, Prices, Prompt, pair_rows
 
 AHEAD_S: Final = 0.02
 """A late binding policy gives an engine its next prompt so long before it has computed the last."""
@@ -23,8 +23,6 @@ _NO_OFFERS: Final = Offers([], _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
 
 Key = tuple[str, frozenset[str]]
 """Model, and engines that have failed: the same engines can serve requests with equal ones."""
-Pairs = list[tuple[list[int], list[int]]]
-"""Rows of engines that can be first, and of those that can decode after them (none = they do)."""
 
 
 class ChosenEngines(NamedTuple):
@@ -51,12 +49,16 @@ class _Choices(NamedTuple):
     Attributes:
         pairs: first ones, and those that can decode after them.
         firsts: the position of each first one among all.
+        rows: the same, as arrays.
         free: first ones that can be given a prompt.
+        full: 1 for first ones that have no room.
     """
 
     pairs: Pairs
+    rows: PairRows
     firsts: dict[int, int]
     free: set[int]
+    full: Column
 
 
 class SecondsChooser:
@@ -85,9 +87,9 @@ class SecondsChooser:
         self._least = least
         self._late = policy.binds is Binding.LATE
         self._prices = Prices(view.costs, policy.fetches)
-        self._rows = {name: row for row, name in enumerate(view.ids)}
         self._choices: dict[Key, _Choices] = {}
         self._in_vain: Counter[Key] = Counter()
+        self._alone: dict[tuple[int, ...], PairRows] = {}
         self._roomless: set[Key] = set()  # no first engine has a place; places only get fewer
 
     def choose(
@@ -103,9 +105,7 @@ class SecondsChooser:
         """
         key = (waiting.models[row], waiting.excluded[row])
         if key not in self._choices:
-            rows = pairs()
-            firsts = _positions(rows)
-            self._choices[key] = _Choices(rows, firsts, set(filter(self.is_free, firsts)))
+            self._choices[key] = self._possible(pairs(), self.is_free)
         choices = self._choices[key]
         bound = self.bound(waiting, row)
         if bound in choices.firsts:
@@ -117,15 +117,17 @@ class SecondsChooser:
             if not takers:
                 return ChosenEngines(waits_for=bound)
             only = [([one for one in some if one in takers], then) for some, then in choices.pairs]
-            choices = _Choices(only, _positions(only), takers)
+            choices = self._possible(only, takers.__contains__)
         in_vain = self._late and (not choices.free or self._in_vain[key] >= _IN_VAIN_MAX)
         if not choices.firsts or in_vain:
             return ChosenEngines(full=True)
         prompt = self._prompt(waiting, row)
-        priced = self._prices.pairs(prompt, choices.pairs)
+        priced = self._prices.pairs(prompt, choices.rows)
         costs = self._policy.costs(waiting, row, _NO_OFFERS._replace(terms=priced.terms))
-        first = self._least((*costs, self._full(choices.firsts)), list(choices.firsts))
+        first = self._least((*costs, choices.full), choices.rows.firsts)
         at = choices.firsts[first]
+        if bound >= 0:  # it has been counted as waiting
+            self._prices.think(bound, -waiting.least_s[row], NO_KEYS)
         seconds = float(priced.terms.fetch_s[at] + priced.terms.prefill_s[at])
         if first not in choices.free:
             self._prices.think(first, seconds, prompt.keys)
@@ -142,11 +144,14 @@ class SecondsChooser:
 
     def _prompt(self, waiting: Waiting, row: int) -> Prompt:
         found = waiting.prefixes(row, self._view.ids)
-        return Prompt(waiting.tokens[row] or 0, found.usable, found.peer, waiting.keys[row])
+        tokens, output = waiting.tokens[row] or 0, waiting.outputs[row]
+        return Prompt(tokens, found.usable, found.peer, waiting.keys[row], output)
 
-    def _full(self, rows: Iterable[int]) -> Column:
-        """1 for engines without room."""
-        return np.array([not self._has_room(row) for row in rows], dtype=np.float64)
+    def _possible(self, pairs: Pairs, is_free: Callable[[int], bool]) -> _Choices:
+        rows = pair_rows(pairs)
+        firsts = {one: at for at, one in enumerate(rows.firsts)}
+        full = np.array([not self._has_room(row) for row in rows.firsts], dtype=np.float64)
+        return _Choices(pairs, rows, firsts, set(filter(is_free, firsts)), full)
 
     def receiver(self, waiting: Waiting, row: int, seconds: Sequence[int]) -> int:
         """Row of the best of some engines to decode a request whose KV was computed elsewhere."""
@@ -154,7 +159,14 @@ class SecondsChooser:
 
     def bound(self, waiting: Waiting, row: int) -> int:
         """Row of the engine for which a request waits; negative = none."""
-        return self._rows.get(waiting.bound[row], -1) if waiting.bound else -1
+        found = self._view.row_of(waiting.bound[row]) if waiting.bound[row] else None
+        return -1 if found is None else found
+
+    def keep(self, waiting: Waiting) -> None:
+        """Count those who wait for an engine already: they are before all who come later."""
+        if self._policy.binds is Binding.ARRIVAL:
+            rows = [self._view.row_of(bound) if bound else None for bound in waiting.bound]
+            self._prices.think_all(rows, waiting.least_s)
 
     def is_free(self, row: int) -> bool:
         """Whether an engine can be given a prompt."""
@@ -163,10 +175,8 @@ class SecondsChooser:
 
     def least_s(self, waiting: Waiting, row: int, firsts: list[int]) -> float:
         """Seconds of a prompt at that of some engines that needs the fewest, queues left out."""
-        terms = self._prices.pairs(self._prompt(waiting, row), [(firsts, [])]).terms
+        key = tuple(firsts)
+        if key not in self._alone:
+            self._alone[key] = pair_rows([(firsts, [])])
+        terms = self._prices.pairs(self._prompt(waiting, row), self._alone[key]).terms
         return float((terms.fetch_s + terms.prefill_s).min())
-
-
-def _positions(pairs: Pairs) -> dict[int, int]:
-    """The position of each first engine among all."""
-    return {one: at for at, one in enumerate(one for some, _ in pairs for one in some)}

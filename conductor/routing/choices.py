@@ -191,6 +191,30 @@ class Hold:
     engine: str = ""
 
 
+class Judgement(msgspec.Struct, frozen=True):
+    """What was foreseen of a request when it arrived.
+
+    Attributes:
+        service_class: its class.
+        admission: how it was judged: ``none``, ``load`` or ``prediction``.
+        output_tokens: that its answer is expected to have.
+        ttft_s: seconds until its first token; None = not judged, or not by prediction.
+        prefill_load: seconds of the prompts that wait, as part of its TTFT; None = not judged.
+        decode_load: of the engines that decode, 1 = full: now, or by prediction when its prompt
+            is computed; None = not judged.
+        refused: by which of these: ``prefill``, ``decode``, or ``late``: it waited too long; empty
+            = it is not.
+    """
+
+    service_class: str
+    admission: str
+    output_tokens: float
+    ttft_s: float | None = None
+    prefill_load: float | None = None
+    decode_load: float | None = None
+    refused: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Reject:
     """Refuse a request.
@@ -201,6 +225,7 @@ class Reject:
         retry_after_s: when the client may try again.
         code: the error's code.
         status: HTTP status.
+        judgement: what was foreseen, if it is refused for that.
     """
 
     request: int
@@ -208,6 +233,7 @@ class Reject:
     retry_after_s: int
     code: str = "no_engine"
     status: int = 503
+    judgement: Judgement | None = None
 
 
 Decision = Assign | Hold | Reject

@@ -4,9 +4,9 @@ Row ``i`` of each column is the same engine, or the same request. Nothing here c
 the index knows of a prompt was looked up before.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -92,7 +92,11 @@ class View:
         last_assigned: number of the last assignment; int64, 0 = none yet.
         assigned: number of assignments so far.
         retry_after_s: ``Retry-After`` for a rejected client.
-        costs: what costs depend on; None if the policy does not use any.
+        costs: what costs depend on; None if nobody uses any.
+        over: tenants that got more than their fair share, and how far, from 1 on: they wait behind
+            others.
+        kept: what was found out of ids, models, adapters, protocols, offers and roles, by model;
+            and ``rows``, of ids. Views that have these in common share both.
     """
 
     ids: Sequence[str]
@@ -109,6 +113,47 @@ class View:
     assigned: int = 0
     retry_after_s: int = 1
     costs: CostColumns | None = None
+    over: Mapping[str, int] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    rows: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+
+    def row_of(self, engine_id: str) -> int | None:
+        """The row of an engine; None if it is not there."""
+        if len(self.rows) != len(self.ids):
+            self.rows.update((name, row) for row, name in enumerate(self.ids))
+        return self.rows.get(engine_id)
+
+
+class FoundPrefixes(Mapping[str, Prefix]):
+    """How much of a prompt each engine has, as columns; read by few as values.
+
+    Attributes:
+        ids: of the engines; not to be changed.
+        numbers: int64 [4, engines]: local, node, usable and peer tokens.
+    """
+
+    __slots__ = ("_ranks", "ids", "numbers")
+
+    def __init__(self, ids: Sequence[str], numbers: Numbers, ranks: Sequence[int | None]) -> None:
+        """Keep the columns; ``ranks``: see :class:`Prefix`."""
+        self.ids = ids
+        self.numbers = numbers
+        self._ranks = ranks
+
+    def __getitem__(self, engine_id: str) -> Prefix:
+        """The prefix at an engine."""
+        try:
+            at = self.ids.index(engine_id)
+        except ValueError:
+            raise KeyError(engine_id) from None
+        local, node, usable, peer = self.numbers[:, at].tolist()
+        return Prefix(local, node, usable, self._ranks[at], peer)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.ids)
+
+    def __len__(self) -> int:
+        return len(self.ids)
 
 
 class PrefixColumns(NamedTuple):
@@ -138,7 +183,14 @@ class PrefixColumns(NamedTuple):
 def prefix_columns(matches: Matches, ids: Sequence[str]) -> PrefixColumns:
     """The prefixes of one prompt at these engines."""
     numbers = np.zeros((4, len(ids)), dtype=np.int64)
-    if matches:
+    if isinstance(matches, FoundPrefixes):
+        if matches.ids == ids:
+            numbers = matches.numbers
+        else:
+            rows = {name: row for row, name in enumerate(matches.ids)}
+            there = [row for row, name in enumerate(ids) if name in rows]
+            numbers[:, there] = matches.numbers[:, [rows[ids[row]] for row in there]]
+    elif matches:
         found = [matches.get(one, NO_PREFIX) for one in ids]
         numbers[:] = np.array([(one.local, one.node, one.usable, one.peer) for one in found]).T
     usable, peer = numbers[2:].astype(np.float64)
@@ -169,6 +221,7 @@ class Waiting:
         kinds: equal for those of one model that have failed at the same engines, and wait for the
             same one.
         of_kind: how many there are of each kind.
+        outputs: tokens that each answer is expected to have.
         found: what :meth:`prefixes` has said of each; None = nothing yet.
     """
 
@@ -186,6 +239,7 @@ class Waiting:
     matches: list[Matches]
     least_s: list[float]
     bound: list[str]
+    outputs: Sequence[float]
     found: list[PrefixColumns | None]
     kinds: Sequence[int]
     of_kind: Mapping[int, int]

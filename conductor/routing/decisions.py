@@ -10,7 +10,7 @@ from itertools import islice
 
 import msgspec
 
-from conductor.routing.choices import Assign, Candidates
+from conductor.routing.choices import Assign, Candidates, Judgement
 from conductor.routing.packing import PackedCandidates, SharedValues
 
 
@@ -118,6 +118,7 @@ class Decision(msgspec.Struct, kw_only=True):
         prompt_tokens: number of prompt tokens; None if the prompt was not tokenised.
         tokenize_s: seconds for tokenising.
         queue_s: seconds waiting for places at engines, all attempts together.
+        judgement: what was foreseen when it arrived; None if it was not so far.
         attempts: attempts in order; empty if it was refused at once.
         status: HTTP status for the client; None while it runs.
         outcome: empty while it runs; ``ok``, ``rejected``, ``failed``, ``broken`` (an error after
@@ -136,6 +137,7 @@ class Decision(msgspec.Struct, kw_only=True):
     prompt_tokens: int | None = None
     tokenize_s: float = 0.0
     queue_s: float = 0.0
+    judgement: Judgement | None = None
     attempts: list[Attempt] = []
     status: int | None = None
     outcome: str = ""

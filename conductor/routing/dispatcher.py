@@ -23,10 +23,12 @@ Pure: the caller passes the time. The asyncio queue is one caller, a simulator i
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from conductor.costs.book import CostBook
+from conductor.routing.admission import EVERYBODY, Admission, AdmissionRules
 from conductor.routing.binding import AHEAD_S
 from conductor.routing.choices import Assign, Continue, Effect, Hold, Reject
 from conductor.routing.columns import NO_KEYS, Matches, View, Waiting
@@ -53,9 +55,10 @@ class Request:
         arrived: time of arrival, seconds.
         tokens: tokens of the prompt; None = unknown.
         keys: a chain value for each leading page of the prompt; empty = unknown.
-        priority: lower is more urgent.
         tenant: on whose behalf; empty = unknown.
         session: conversation that it belongs to; empty = unknown.
+        service: name of its class; empty = the first one.
+        output_max: maximum tokens of its answer; None = no limit is known.
     """
 
     number: int
@@ -63,9 +66,10 @@ class Request:
     arrived: float
     tokens: int | None = None
     keys: Words = field(default_factory=lambda: NO_KEYS)
-    priority: int = 0
     tenant: str = ""
     session: str = ""
+    service: str = ""
+    output_max: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,7 @@ class Dispatcher:
 
     Attributes:
         loads: what the engines have to do for them, and how fast they are.
+        admission: which of them are refused because they would be served too late.
     """
 
     def __init__(
@@ -122,6 +127,7 @@ class Dispatcher:
         scheduler: Scheduler,
         limits: DispatchLimits,
         book: CostBook | None = None,
+        rules: AdmissionRules = EVERYBODY,
     ) -> None:
         """Start empty.
 
@@ -130,11 +136,13 @@ class Dispatcher:
             scheduler: makes the decisions.
             limits: bounds.
             book: the engines' costs; None = nothing is known of them.
+            rules: who is admitted, and who comes first.
         """
         self._registry = registry
         self._scheduler = scheduler
         self._limits = limits
         self.loads = EngineLoads(book or CostBook())
+        self.admission = Admission(rules, self.loads, scheduler.policy)
         self._learned: set[int] = set()  # since the last step, without an assignment
         self._stepped_at = -math.inf
         self._known: dict[int, _Known] = {}
@@ -170,7 +178,7 @@ class Dispatcher:
     def wake_at(self) -> float | None:
         """When :meth:`step` must be called at the latest; None = not before the next event."""
         rows = self._rows.columns
-        arrived = [_row(one) for one in self._arrived.values()]
+        arrived = [self._row(one) for one in self._arrived.values()]
         times = [min(rows.deadlines, default=math.inf), *(one.deadline for one in arrived)]
         halves = [*zip(rows.halves, rows.bound, strict=True)]
         halves += [(one.half, one.bound) for one in arrived]
@@ -191,6 +199,10 @@ class Dispatcher:
         else:
             known = _Known(request, request.arrived + self._limits.wait_s)
             self._known[request.number] = known
+            self.admission.arrived(
+                request.number, tenant=request.tenant, session=request.session,
+                limit=request.output_max, service=request.service,
+            )  # fmt: skip
             self._wait(known)
 
     def began(self, number: int, now: float, hit_tokens: int | None = None) -> None:
@@ -212,12 +224,15 @@ class Dispatcher:
         """A request has got all its tokens; it is to be released or to leave next."""
         for engine_id in self._known[number].held:
             self.loads.decoded(number, engine_id, output_tokens, now)
+        self.admission.ended(number, output_tokens, now)
 
     def _decodes(self, known: _Known, engine_id: str, now: float) -> None:
         engine = self._registry.get(engine_id)
         if engine is not None:
             tokens = known.request.tokens or 0
             self.loads.decodes(known.request.number, engine.info, tokens, now)
+            step_s = self.loads.step_s(engine.info)
+            self.admission.decodes(known.request.number, tokens, step_s, now)
 
     def prefilled(self, number: int, now: float, hit_tokens: int | None = None) -> None:
         """The prefill engine of a pair has done its part; the KV goes to the decode engine.
@@ -305,7 +320,9 @@ class Dispatcher:
             return []
         waiting = self._rows.columns
         rows = self._scheduler.due(self.view(now), waiting, now)
-        return [(waiting.numbers[row], waiting.models[row]) for row in rows]
+        found = {waiting.numbers[row]: waiting.models[row] for row in rows}
+        found |= {one: self._known[one].request.model for one in sorted(self.admission.fresh)}
+        return list(found.items())
 
     def learn(self, number: int, matches: Matches) -> None:
         """How much of the prompt of a waiting request each engine has."""
@@ -322,7 +339,8 @@ class Dispatcher:
         effects += self._receive(now)
         if self._waiting:
             view = self.view(now)
-            waiting = self._priced(view)
+            waiting, refused = self._admitted(view, self._priced(view), now)
+            effects += refused
             for decision in self._scheduler.schedule(view, waiting, now):
                 if isinstance(decision, Assign):
                     self._give(decision, now)
@@ -334,6 +352,18 @@ class Dispatcher:
                 if not isinstance(decision, Hold):
                     effects.append(decision)
         return effects
+
+    def _admitted(
+        self, view: View, waiting: Waiting, now: float
+    ) -> tuple[Waiting, Sequence[Reject]]:
+        """Those without an assignment who are not refused, and those who are."""
+        if not self.admission.judges:
+            return waiting, ()
+        rows = self._scheduler.order(view, waiting, now)
+        refused = self.admission.refusals(view, waiting, rows, now)
+        for reject in refused:
+            self._remove(self._known[reject.request])
+        return self._rows.columns, refused
 
     def _priced(self, view: View) -> Waiting:
         """Those without an assignment, with the seconds that their prompts need now."""
@@ -352,7 +382,7 @@ class Dispatcher:
         effects: list[Effect] = []
         if not self._arrived:
             return effects
-        waiting = WaitingRows(map(_row, self._arrived.values())).columns
+        waiting = WaitingRows(map(self._row, self._arrived.values())).columns
         handoffs = [_handoff(self._arrived[number]) for number in waiting.numbers]
         choices = self._scheduler.receive(self.view(now), waiting, handoffs, now)
         for row, choice in choices.items():
@@ -406,15 +436,22 @@ class Dispatcher:
         first, second = self._registry.get(assign.prefill), self._registry.get(assign.decode)
         tokens = known.request.tokens or 0
         prefix = max(0, min(assign.usable_tokens + assign.fetch_tokens, tokens - 1))
-        seconds = (assign.fetch_s, assign.prefill_s)
         if first is not None:
             of = (tokens - prefix, prefix)
+            prefill_s = assign.prefill_s
+            if self.admission.judges and not prefill_s:
+                prefill_s = self.loads.prefill_seconds(first.info, *of)
+            seconds = (assign.fetch_s, prefill_s)
             self.loads.assigned(assign.request, first.info, of, seconds, now)
-        if second is not None and second is not first:
-            self.loads.comes(assign.request, second.info, tokens)
+        if second is not None:
+            if second is not first:
+                self.loads.comes(assign.request, second.info, tokens)
+            step_s = self.loads.step_s(second.info)
+            self.admission.assigned(assign, second.info.model, tokens, step_s, now)
 
     def _give_back(self, known: _Known, now: float) -> None:
         """Give all places of a request back."""
+        self.admission.stopped(known.request.number)
         for engine_id in tuple(known.held):
             self.released(known.request.number, engine_id, now)
         if known.promised is not None:
@@ -433,6 +470,7 @@ class Dispatcher:
     def _remove(self, known: _Known) -> None:
         number = known.request.number
         del self._known[number]
+        self.admission.left(number)
         if self._waiting.pop(number, None) is not None:
             self._rows.drop(number)
         self._arrived.pop(number, None)
@@ -442,13 +480,23 @@ class Dispatcher:
 
     def _wait(self, known: _Known) -> None:
         self._waiting[known.request.number] = known
-        self._rows.add(_row(known))
+        self._rows.add(self._row(known))
+
+    def _row(self, known: _Known) -> WaitingRow:
+        one, admission = known.request, self.admission
+        return WaitingRow(
+            one.number, one.model, one.arrived, known.deadline, (one.arrived + known.deadline) / 2,
+            known.excluded, one.tokens, one.keys, admission.priority(one.number), one.tenant,
+            one.session, known.matches, known.least_s, known.bound, admission.output(one.number),
+        )  # fmt: skip
 
     def view(self, now: float) -> View:
         """The engines, in columns."""
-        priced = self._scheduler.policy.fetches is not None
+        priced = self._scheduler.policy.fetches is not None or self.admission.judges
         loads = self.loads if priced else None
-        return self._places.view(list(self._registry), loads, self.retry_after_s, now)
+        view = self._places.view(self._registry, loads, self.retry_after_s, now)
+        over = self.admission.levels()
+        return replace(view, over=over) if over else view
 
     def check(self) -> None:
         """Assert the invariants."""
@@ -463,27 +511,8 @@ class Dispatcher:
         self._places.check(held, promised)
         assert self._waiting.keys() | self._arrived.keys() <= self._known.keys()
         self.loads.check()
-        self._rows.check([_row(known) for known in self._waiting.values()])
-
-
-def _row(known: _Known) -> WaitingRow:
-    request = known.request
-    return WaitingRow(
-        number=request.number,
-        model=request.model,
-        arrived=request.arrived,
-        deadline=known.deadline,
-        half=(request.arrived + known.deadline) / 2,
-        excluded=known.excluded,
-        tokens=request.tokens,
-        keys=request.keys,
-        priority=request.priority,
-        tenant=request.tenant,
-        session=request.session,
-        matches=known.matches,
-        least_s=known.least_s,
-        bound=known.bound,
-    )
+        self.admission.check(self._known)
+        self._rows.check([self._row(known) for known in self._waiting.values()])
 
 
 def _handoff(known: _Known) -> Handoff:

@@ -201,12 +201,14 @@ class EngineRegistry:
         dead_after: failures in a row after which an engine is dead.
         backoff_s_max: maximum pause between probes.
         engines_max: maximum number of engines.
+        changes: counts what changes engines, but for their health.
     """
 
     probe_s: float = 1.0
     dead_after: int = 3
     backoff_s_max: float = 10.0
     engines_max: int = 1024
+    changes: int = 0
     _engines: dict[str, Engine] = field(default_factory=dict)
 
     def register(self, info: EngineInfo, now: float) -> EngineInfo | None:
@@ -215,6 +217,7 @@ class EngineRegistry:
         Returns:
             The previous properties; None if it is new.
         """
+        self.changes += 1
         known = self._engines.get(info.id)
         if known is not None:
             before = known.info
@@ -225,6 +228,11 @@ class EngineRegistry:
         self._engines[info.id] = Engine(info, health)
         return None
 
+    def update(self, info: EngineInfo) -> None:
+        """More is known of a registered engine; its health stays."""
+        self.changes += 1
+        self._engines[info.id].info = info
+
     @property
     def full(self) -> bool:
         """Whether no further engine can be added."""
@@ -232,6 +240,7 @@ class EngineRegistry:
 
     def remove(self, engine_id: str) -> EngineInfo | None:
         """Remove an engine; returns None if it is unknown."""
+        self.changes += 1
         engine = self._engines.pop(engine_id, None)
         return engine.info if engine else None
 

@@ -9,13 +9,13 @@ requests are thought to be spread evenly.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from conductor.costs.book import CostBook, EngineCosts, machine_of
 from conductor.costs.prior import PrefillLine
-from conductor.routing.columns import Column, CostColumns
+from conductor.routing.columns import CostColumns
 from conductor.routing.engines import EngineInfo
 
 _OVERDUE_S: Final = 0.01
@@ -70,6 +70,31 @@ class _Computing:
         return self.seconds + (max(_LATE_S, self.seconds) if self.told else 0.0)
 
 
+class _Row(NamedTuple):
+    """What the costs of an engine are computed of, whenever it is; see :class:`CostColumns`.
+
+    Attributes:
+        late_at: when its first prompt counts as computed, whatever we have heard.
+        head_since: since when this is computed.
+        head_s: seconds that it takes; negative = there is none.
+        rest_s: seconds of the other prompts.
+    """
+
+    late_at: float
+    head_since: float
+    head_s: float
+    rest_s: float
+    constant_s: float
+    floor_s: float
+    token_s: float
+    pair_s: float
+    step_s: float
+    kv_room: float
+    token_bytes: float
+    network_bytes_per_s: float
+    coming_bytes: float
+
+
 @dataclass(slots=True)
 class _Load:
     """One engine.
@@ -106,13 +131,25 @@ class _Load:
     factors: object = None
     line: PrefillLine | None = None
 
-    def backlog_s(self, now: float) -> float:
-        """Seconds until the prompts that it has are computed."""
-        self.pass_late(now)
-        if not self.computing:
-            return 0.0
-        head = next(iter(self.computing.values())).seconds
-        return self.total_s() - head + max(_OVERDUE_S, head - max(0.0, now - self.head_since))
+    def row(self) -> _Row:
+        """What is the same until something changes, or :meth:`pass_late` would change it."""
+        head, coming = next(iter(self.computing.values()), None), sum(self.coming.values())
+        token_bytes, line = self.costs.prior.kv_bytes(1), self.prefill_line()
+        return _Row(
+            late_at=self.head_since + head.counts_s if head is not None else inf,
+            head_since=self.head_since,
+            head_s=head.seconds if head is not None else -1.0,
+            rest_s=self.total_s() - head.seconds if head is not None else 0.0,
+            constant_s=line.constant_s,
+            floor_s=line.floor_s,
+            token_s=line.token_s,
+            pair_s=line.pair_s,
+            step_s=self.step_s(),
+            kv_room=(self.costs.prior.kv_tokens_max or inf) - self.context - coming,
+            token_bytes=token_bytes,
+            network_bytes_per_s=self.costs.prior.network.bytes_per_s,
+            coming_bytes=coming * token_bytes,
+        )
 
     def pass_late(self, now: float) -> None:
         """Count prompts as computed, when they should have been, if that was long ago."""
@@ -167,6 +204,14 @@ class EngineLoads:
         self.changes = 0
         self._book = book
         self._loads: dict[str, _Load] = {}
+        self._infos: Sequence[EngineInfo] | None = None  # of the rows
+        self._at: dict[str, int] = {}  # the row of each
+        self._rows = np.zeros((0, 0))
+        self._stale: set[str] = set()  # engines whose rows are to be made again
+
+    def _changed(self, engine_id: str) -> None:
+        self.changes += 1
+        self._stale.add(engine_id)
 
     def _of(self, info: EngineInfo) -> _Load:
         load = self._loads.get(info.id)
@@ -174,30 +219,28 @@ class EngineLoads:
         if load is None or load.costs.machine != machine:
             costs = self._book.of(info.id, machine)
             load = self._loads.setdefault(info.id, _Load(costs))
-            load.costs = costs
-        load.ranks = max(1, len(info.ranks))
+            load.costs, load.step_cost_s = costs, -1.0
+        ranks = max(1, len(info.ranks))
+        if ranks != load.ranks:
+            load.ranks, load.step_cost_s = ranks, -1.0
         return load
 
     def columns(self, infos: Sequence[EngineInfo], now: float) -> CostColumns:
         """What the costs of these engines depend on."""
-        loads = [self._of(info) for info in infos]
-        lines = np.array([one.prefill_line() for one in loads], dtype=np.float64).reshape(-1, 4).T
-        bytes_of = _column([one.costs.prior.kv_bytes(1) for one in loads])
-        coming = _column([sum(one.coming.values()) for one in loads])
-        room = [one.costs.prior.kv_tokens_max or np.inf for one in loads]
-        taken = _column([one.context for one in loads]) + coming
-        return CostColumns(
-            backlog_s=_column([one.backlog_s(now) for one in loads]),
-            constant_s=lines[0],
-            floor_s=lines[1],
-            token_s=lines[2],
-            pair_s=lines[3],
-            step_s=_column([one.step_s() for one in loads]),
-            kv_room=_column(room) - taken,
-            token_bytes=bytes_of,
-            network_bytes_per_s=_column([one.costs.prior.network.bytes_per_s for one in loads]),
-            coming_bytes=coming * bytes_of,
-        )
+        if self._infos is not infos:
+            self._infos, self._at = infos, {info.id: at for at, info in enumerate(infos)}
+            self._rows = np.zeros((len(_Row._fields), len(infos)))
+            self._stale = set(self._at)
+        late = np.flatnonzero(now >= self._rows[0]).tolist()
+        for at in {self._at[one] for one in self._stale if one in self._at}.union(late):
+            load = self._of(infos[at])
+            load.pass_late(now)
+            self._rows[:, at] = load.row()
+        self._stale.clear()
+        _, since, head_s, rest_s, *fixed = self._rows.copy()
+        left_s = np.maximum(head_s - np.maximum(now - since, 0.0), _OVERDUE_S)
+        backlog_s = np.where(head_s >= 0, rest_s + left_s, 0.0)
+        return CostColumns(backlog_s=backlog_s, **dict(zip(_Row._fields[4:], fixed, strict=True)))
 
     def assigned(
         self,
@@ -216,7 +259,7 @@ class EngineLoads:
             seconds: how long it is thought to fetch, and to compute.
             now: time.
         """
-        self.changes += 1
+        self._changed(info.id)
         load = self._of(info)
         load.pass_late(now)
         if not load.computing:
@@ -226,14 +269,14 @@ class EngineLoads:
 
     def untold(self, number: int, engine_id: str) -> None:
         """We shall not hear when a prompt is computed: it counts as computed when it should be."""
-        self.changes += 1
+        self._changed(engine_id)
         load = self._loads.get(engine_id)
         if load is not None and number in load.computing:
             load.computing[number].told = False
 
     def comes(self, number: int, info: EngineInfo, tokens: int) -> None:
         """The KV of a prompt will go to an engine."""
-        self.changes += 1
+        self._changed(info.id)
         load = self._of(info)
         load.coming[number] = tokens
         load.step_cost_s = -1.0
@@ -247,7 +290,7 @@ class EngineLoads:
             now: time.
             hit_tokens: how many it did not compute; None = as many as was thought.
         """
-        self.changes += 1
+        self._changed(engine_id)
         load = self._loads.get(engine_id)
         if load is None:
             return
@@ -266,7 +309,7 @@ class EngineLoads:
 
     def decodes(self, number: int, info: EngineInfo, tokens: int, now: float) -> None:
         """A request begins to decode; its KV has arrived if it comes from elsewhere."""
-        self.changes += 1
+        self._changed(info.id)
         load = self._of(info)
         load.pass_time(now)
         load.coming.pop(number, None)
@@ -278,7 +321,7 @@ class EngineLoads:
 
     def decoded(self, number: int, engine_id: str, output_tokens: int, now: float) -> None:
         """A request has got all its tokens; learn how long a step took meanwhile."""
-        self.changes += 1
+        self._changed(engine_id)
         load = self._loads.get(engine_id)
         if load is None or number not in load.decoding:
             return
@@ -295,7 +338,7 @@ class EngineLoads:
 
     def left(self, number: int, engine_id: str, now: float) -> None:
         """An engine has nothing more to do for a request; an unknown one does nothing."""
-        self.changes += 1
+        self._changed(engine_id)
         load = self._loads.get(engine_id)
         if load is None:
             return
@@ -312,6 +355,26 @@ class EngineLoads:
             load.pass_time(now)
             load.context -= decoding.tokens
             del load.decoding[number]
+
+    def prefill_seconds(self, info: EngineInfo, new_tokens: int, prefix_tokens: int) -> float:
+        """Seconds that an engine needs for the end of a prompt."""
+        return sum(self._of(info).prefill_line().terms(new_tokens, prefix_tokens))
+
+    def step_s(self, info: EngineInfo) -> float:
+        """Seconds of a decode step of an engine, with one more request than it will have."""
+        return self._of(info).step_s()
+
+    def kv_tokens_max(self, engine_id: str) -> float:
+        """Tokens whose KV fits beside the weights of an engine; infinite = unknown."""
+        load = self._loads.get(engine_id)
+        return (load.costs.prior.kv_tokens_max if load is not None else 0) or inf
+
+    def step_seconds(self, engine_id: str, batch: float, tokens: float) -> float:
+        """Seconds of a decode step of a batch with so many tokens in all; 0 = unknown."""
+        load = self._loads.get(engine_id)
+        if load is None:
+            return 0.0
+        return load.costs.step_seconds(ceil(batch / load.ranks), tokens / load.ranks)
 
     def free_at(self, ahead_s: float, after: float) -> float:
         """When an engine is the next to have computed its prompts, less ``ahead_s``, or its first.
@@ -343,7 +406,7 @@ class EngineLoads:
 
     def forget(self, engine_id: str) -> None:
         """An engine was removed."""
-        self.changes += 1
+        self._changed(engine_id)
         self._loads.pop(engine_id, None)
 
     def check(self) -> None:
@@ -352,7 +415,3 @@ class EngineLoads:
             assert load.context == sum(one.tokens for one in load.decoding.values())
             assert not load.decoding.keys() & load.coming.keys()
             assert not load.late.keys() & load.computing.keys()
-
-
-def _column(values: Sequence[float]) -> Column:
-    return np.array(values, dtype=np.float64)

@@ -1,13 +1,13 @@
 """Which places at engines are taken or promised, and all engines as columns. Pure."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from conductor.routing.columns import View
-from conductor.routing.engines import Engine, EngineInfo
+from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.load import EngineLoads
 from kvstore.index.layout import Numbers
 
@@ -15,11 +15,17 @@ from kvstore.index.layout import Numbers
 class _Fixed(NamedTuple):
     """What registrations say: the same until an engine registers, again or anew, or is removed."""
 
+    changes: int
     infos: list[EngineInfo]
-    identities: list[int]
     ids: list[str]
+    models: list[str]
+    adapters: list[Collection[str]]
+    protocols: list[str]
     offers: list[str]
+    roles: list[Role]
     max_running: Numbers
+    kept: dict[str, Any]
+    rows: dict[str, int]
 
 
 class Occupancy:
@@ -82,18 +88,18 @@ class Occupancy:
         self._changes += 1
 
     def view(
-        self, engines: Sequence[Engine], loads: EngineLoads | None, retry_after_s: int, now: float
+        self, registry: EngineRegistry, loads: EngineLoads | None, retry_after_s: int, now: float
     ) -> View:
         """All engines in columns; the same object until something changes.
 
         Args:
-            engines: all that are registered.
+            registry: the engines; always the same.
             loads: their costs; None = the policy uses none.
             retry_after_s: for rejected clients.
             now: time.
         """
-        fixed = self._registered(engines)
-        health = [engine.health.state for engine in engines]
+        fixed = self._registered(registry)
+        health = [engine.health.state for engine in registry]
         state: tuple[float, ...] = (
             self._changes,
             loads.changes if loads is not None else 0,
@@ -103,15 +109,17 @@ class Occupancy:
         if self._view is None or self._view[0] != state or self._view[1].health != health:
             view = View(
                 ids=fixed.ids,
-                models=[info.model for info in fixed.infos],
-                adapters=[info.adapters for info in fixed.infos],
-                protocols=[info.protocol for info in fixed.infos],
+                models=fixed.models,
+                adapters=fixed.adapters,
+                protocols=fixed.protocols,
                 offers=fixed.offers,
-                roles=[info.role for info in fixed.infos],
+                roles=fixed.roles,
                 health=health,
                 in_flight=_numbers(self.in_flight, fixed.ids),
                 promised=_numbers(self.promised, fixed.ids),
                 max_running=fixed.max_running,
+                kept=fixed.kept,
+                rows=fixed.rows,
                 last_assigned=_numbers(self._last_assigned, fixed.ids),
                 assigned=self._assigned,
                 retry_after_s=retry_after_s,
@@ -130,16 +138,22 @@ class Occupancy:
         assert held + self.detached == self.in_flight
         assert promised == self.promised
 
-    def _registered(self, engines: Sequence[Engine]) -> _Fixed:
+    def _registered(self, registry: EngineRegistry) -> _Fixed:
         known = self._fixed
-        if known is None or [id(one.info) for one in engines] != known.identities:
-            infos = [engine.info for engine in engines]
+        if known is None or known.changes != registry.changes:
+            infos = [engine.info for engine in registry]
             known = self._fixed = _Fixed(
+                registry.changes,
                 infos,
-                [id(info) for info in infos],
-                [info.id for info in infos],
-                [info.offers for info in infos],
-                np.array([info.max_running for info in infos], dtype=np.int64),
+                ids=[info.id for info in infos],
+                models=[info.model for info in infos],
+                adapters=[info.adapters for info in infos],
+                protocols=[info.protocol for info in infos],
+                offers=[info.offers for info in infos],
+                roles=[info.role for info in infos],
+                max_running=np.array([info.max_running for info in infos], dtype=np.int64),
+                kept={},
+                rows={},
             )
             self._view = None
         return known

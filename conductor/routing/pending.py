@@ -29,6 +29,7 @@ class WaitingRow(NamedTuple):
     matches: Matches
     least_s: float
     bound: str
+    output: float
     found: None = None
 
 

@@ -103,6 +103,7 @@ class PrefixPlan:
     ) -> None:
         workers = {one.worker: one for one in report.workers}
         self.infos = [engine.info for engine in engines]
+        self.ids = [info.id for info in self.infos]
         self.directory = directory
         self.report = report
         self.ranks: list[_Rank] = []

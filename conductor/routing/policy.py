@@ -137,7 +137,8 @@ def _first_tokens(_: Waiting, __: int, engines: Offers) -> Sequence[Column]:
     return (terms.ttft_s + WORK * terms.prefill_s + FIRST_TOKENS * terms.tbt_s,)
 
 
-def _never(usable: Column, _: Column, __: Column, ___: Column) -> npt.NDArray[np.bool_]:
+def never_fetches(usable: Column, _: Column, __: Column, ___: Column) -> npt.NDArray[np.bool_]:
+    """No engine fetches."""
     return np.zeros(len(usable), dtype=np.bool_)
 
 
@@ -188,7 +189,7 @@ POLICIES: Final[dict[str, Policy]] = {
         _ttft,
         "earliest first token, nothing fetched",
         needs_prefixes=True,
-        fetches=_never,
+        fetches=never_fetches,
         binds=Binding.ARRIVAL,
     ),
     "cache-global": Policy(

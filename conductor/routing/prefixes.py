@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from conductor.routing.columns import NO_KEYS, Prefix
+from conductor.routing.columns import NO_KEYS, FoundPrefixes, Matches
 from conductor.routing.engines import Engine, EngineRegistry
 from conductor.routing.naming import (
     Chains,
@@ -166,7 +166,7 @@ class PrefixView:
         worker = present.worker(engine_worker(info.id))
         return own_scope(info, lora_of(info, model), worker).block_tokens
 
-    def find(self, number: int, model: str) -> Mapping[str, Prefix]:
+    def find(self, number: int, model: str) -> Matches:
         """A request's prefix at each engine of the model; empty if nothing is known of it."""
         prompt = self._prompts.get(number)
         table, report = self._index.present()
@@ -288,7 +288,7 @@ class _Lookup:
         #: (ends in tokens, rows of ranks, whether each has each stretch)
         self._there: list[tuple[Numbers, Numbers, Flags]] = []
 
-    def prefixes(self) -> dict[str, Prefix]:
+    def prefixes(self) -> FoundPrefixes:
         """The best rank of each engine; no rank if all have the same."""
         plan = self._plan
         for part in plan.own:
@@ -301,34 +301,38 @@ class _Lookup:
             self._add_peers(peers)
         usable = np.maximum(self._covered(), np.maximum(self._own, self._node))
         peer = np.maximum(self._peer - usable, 0)
-        result: dict[str, Prefix] = {}
-        for engine, ranks in groupby(enumerate(plan.ranks), key=lambda one: one[1].engine):
+        numbers = np.stack([self._own, self._node, usable, peer])
+        numbered: list[int | None] = [rank.number for rank in plan.ranks]
+        if len(plan.ranks) == len(plan.ids):
+            return FoundPrefixes(plan.ids, numbers, numbered)
+        chosen = []
+        for _, ranks in groupby(enumerate(plan.ranks), key=lambda one: one[1].engine):
             rows = [row for row, _ in ranks]
             best = max(rows, key=usable.__getitem__)
-            differs = len(rows) == 1 or usable[rows].min() < usable[best]
-            result[plan.infos[engine].id] = Prefix(
-                int(self._own[best]), int(self._node[best]), int(usable[best]),
-                plan.ranks[best].number if differs else None, int(peer[best]),
-            )  # fmt: skip
-        return result
+            if len(rows) > 1 and usable[rows].min() == usable[best]:
+                numbered[best] = None
+            chosen.append(best)
+        return FoundPrefixes(plan.ids, numbers[:, chosen], [numbered[row] for row in chosen])
 
     def _add(self, part: RankPart, longest: Numbers | None) -> None:
         """Look one scope up; ``longest`` gets the tokens of the longest prefix of each rank."""
+        part.needs.prepare(self._plan.directory)
+        if not part.needs.known:
+            return
         found = self._find(part.scope)
         if found is None:
             return
-        part.needs.prepare(self._plan.directory)
         size = part.scope.block_tokens
+        blocks, there = part.needs.prefixes_and_runs(found)
         if longest is not None:
-            tokens = part.needs.prefixes(found) * size
-            longest[part.ranks] = np.maximum(longest[part.ranks], tokens)
-        self._there.append((found.ends * size, part.ranks, part.needs.present(found)))
+            longest[part.ranks] = np.maximum(longest[part.ranks], blocks * size)
+        self._there.append((found.ends * size, part.ranks, there))
 
     def _add_peers(self, peers: RankPeers) -> None:
         """Of each rank, the longest prefix that one of its peers has by itself."""
-        found = self._find(peers.scope)
+        peers.needs.prepare(self._plan.directory)
+        found = self._find(peers.scope) if peers.needs.known else None
         if found is not None:
-            peers.needs.prepare(self._plan.directory)
             tokens = peers.needs.prefixes(found) * peers.scope.block_tokens
             longest = np.where(peers.whose, tokens, 0).max(axis=1)
             self._peer = np.maximum(self._peer, longest)
@@ -349,11 +353,14 @@ class _Lookup:
         if not self._there:
             return np.zeros(count, dtype=np.int64)
         bounds = np.unique(np.concatenate([ends for ends, _, _ in self._there]))
-        covered = np.zeros((count, len(bounds)), dtype=np.bool_)
+        covered = np.zeros((count, len(bounds) + 1), dtype=np.bool_)
         for ends, ranks, there in self._there:
-            at = np.searchsorted(ends, bounds)
-            inside = at < len(ends)
-            covered[np.ix_(ranks, np.flatnonzero(inside))] |= there[:, at[inside]]
-        first_missing = np.where(covered.all(axis=1), len(bounds), covered.argmin(axis=1))
+            # Up to its last block; what is beyond, and the last column, stays missing.
+            at = np.searchsorted(ends, bounds[: np.searchsorted(bounds, ends[-1], "right")])
+            if len(ranks) == count:  # these are all, in order
+                covered[:, : len(at)] |= there.take(at, axis=1)
+            else:
+                covered[ranks, : len(at)] |= there.take(at, axis=1)
+        first_missing = covered.argmin(axis=1)
         tokens: Numbers = np.concatenate(([0], bounds))[first_missing]
         return tokens

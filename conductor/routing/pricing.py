@@ -18,8 +18,8 @@ from kvstore.index.layout import Words
 
 Rows = npt.NDArray[np.intp]
 """Rows of engines in the view."""
-OUTPUT_TOKENS: Final = 100
-"""So many steps count as much as the handoff when an engine is chosen to decode."""
+Pairs = list[tuple[list[int], list[int]]]
+"""Rows of engines that can be first, and of those that can decode after them (none = they do)."""
 _PROMPTS_COMPARED: Final = 8
 """Prompts of this call that later ones are compared with."""
 
@@ -32,12 +32,51 @@ class Prompt(NamedTuple):
         usable: how much of it each engine has; float64 [engines].
         peer: how much more its node could fetch; likewise.
         keys: a chain value for each of its leading pages.
+        output: tokens that its answer is expected to have.
     """
 
     tokens: int
     usable: Column
     peer: Column
     keys: Words
+    output: float
+
+
+class PairRows(NamedTuple):
+    """The same as arrays.
+
+    Attributes:
+        firsts: all that can be first, those of each pair together.
+        rows: these.
+        parts: of each pair: which of the firsts, and those that can decode after them, if any.
+    """
+
+    firsts: list[int]
+    rows: Rows
+    parts: list[tuple[slice, Rows]]
+
+
+def pair_rows(pairs: Pairs) -> PairRows:
+    """Pairs as arrays."""
+    firsts, parts = list[int](), []
+    for some, seconds in pairs:
+        mine = slice(len(firsts), len(firsts) + len(some))
+        firsts += some
+        if some and seconds:
+            parts.append((mine, np.array(seconds, dtype=np.intp)))
+    return PairRows(firsts, np.array(firsts, dtype=np.intp), parts)
+
+
+class _Fixed(NamedTuple):
+    """What does not change during a call, of some engines; see :class:`CostColumns`."""
+
+    constant_s: Column
+    floor_s: Column
+    token_s: Column
+    pair_s: Column
+    token_bytes: Column
+    network_bytes_per_s: Column
+    step_s: Column
 
 
 class PricedEngines:
@@ -86,35 +125,39 @@ class Prices:
             costs, kv_room=costs.kv_room.copy(), coming_bytes=costs.coming_bytes.copy()
         )
         self._fetches = fetches
+        self._fixed: dict[bytes, _Fixed] = {}
         self._thought_s = costs.backlog_s.copy()
         self._given: deque[tuple[int, Words]] = deque(maxlen=_PROMPTS_COMPARED)
         self.backlog_s = costs.backlog_s.copy()
 
-    def pairs(
-        self, prompt: Prompt, choices: Sequence[tuple[Sequence[int], Sequence[int]]]
-    ) -> PricedEngines:
+    def pairs(self, prompt: Prompt, choices: PairRows) -> PricedEngines:
         """What engines would take for a prompt, each with the best that decodes after it.
 
         Args:
             prompt: the prompt.
-            choices: rows of engines that could compute it, and of those that could decode after
-                them; none of these = they decode themselves.
+            choices: engines that could compute it, and those that could decode after them.
         """
-        firsts = [one for some, _ in choices for one in some]
-        rows = np.array(firsts, dtype=np.intp)
-        handoff_s, tbt_s = np.zeros(len(firsts)), self._costs.step_s[rows]
-        start = 0
-        for some, seconds in choices:
-            mine = slice(start, start + len(some))
-            start += len(some)
-            if some and seconds:
-                decode = np.array(seconds, dtype=np.intp)
-                comes_s = self._comes_s(decode, prompt)
-                best = int(np.lexsort(self._decoding(decode, comes_s, prompt)[::-1])[0])
-                sends_s = self._sends_s(rows[mine], prompt)
-                handoff_s[mine] = np.maximum(comes_s[best], sends_s)
-                tbt_s[mine] = self._costs.step_s[decode[best]]
+        rows = choices.rows
+        handoff_s, tbt_s = np.zeros(len(rows)), self._of(rows).step_s.copy()
+        for mine, decode in choices.parts:
+            comes_s = self._comes_s(decode, prompt)
+            full, seconds = self._decoding(decode, comes_s, prompt)
+            best = int(seconds.argmin())
+            if full.any():
+                best = int(np.lexsort((seconds, full))[0])
+            handoff_s[mine] = np.maximum(comes_s[best], self._sends_s(rows[mine], prompt))
+            tbt_s[mine] = self._of(decode).step_s[best]
         return self._computing(prompt, rows, handoff_s, tbt_s)
+
+    def _of(self, rows: Rows) -> _Fixed:
+        key = rows.tobytes()
+        known = self._fixed.get(key)
+        if known is None:
+            costs = self._costs
+            known = self._fixed[key] = _Fixed(
+                *(getattr(costs, name)[rows] for name in _Fixed._fields)
+            )
+        return known
 
     def decoding(self, first: int, seconds: Sequence[int], prompt: Prompt) -> tuple[Column, Column]:
         """What it costs to decode at each of some engines what ``first`` computes.
@@ -140,15 +183,20 @@ class Prices:
             self._expect(usable, rows, prompt)
         last = max(0, tokens - 1)
         np.minimum(usable, last, out=usable)
+        queue_s, computed_s = self._thought_s[rows], self._prefill_s(rows, tokens, usable)
         reached = np.minimum(usable + peer, last)
-        costs = self._costs
-        computed_s = self._prefill_s(rows, tokens, usable)
-        size = (reached - usable) * costs.token_bytes[rows] + costs.coming_bytes[rows]
-        fetch_s = np.where(reached > usable, size / costs.network_bytes_per_s[rows], 0.0)
+        longer = reached > usable
+        if not longer.any():
+            nothing = np.zeros(len(rows))
+            terms = Terms(queue_s, nothing, computed_s, handoff_s, tbt_s)
+            return PricedEngines(rows, terms, nothing)
+        fixed = self._of(rows)
+        size = (reached - usable) * fixed.token_bytes + self._costs.coming_bytes[rows]
+        fetch_s = np.where(longer, size / fixed.network_bytes_per_s, 0.0)
         rest_s = self._prefill_s(rows, tokens, reached)
-        fetched = (reached > usable) & self._fetches(usable, reached, fetch_s + rest_s, computed_s)
+        fetched = longer & self._fetches(usable, reached, fetch_s + rest_s, computed_s)
         terms = Terms(
-            queue_s=self._thought_s[rows],
+            queue_s=queue_s,
             fetch_s=np.where(fetched, fetch_s, 0.0),
             prefill_s=np.where(fetched, rest_s, computed_s),
             handoff_s=handoff_s,
@@ -159,21 +207,20 @@ class Prices:
     def _comes_s(self, rows: Rows, prompt: Prompt) -> Column:
         """Seconds until the KV of a prompt has come to each of these engines, by their links."""
         missing = np.maximum(prompt.tokens - prompt.usable[rows], 0.0)
-        costs = self._costs
-        size = missing * costs.token_bytes[rows] + costs.coming_bytes[rows]
-        seconds: Column = size / costs.network_bytes_per_s[rows]
+        fixed = self._of(rows)
+        size = missing * fixed.token_bytes + self._costs.coming_bytes[rows]
+        seconds: Column = size / fixed.network_bytes_per_s
         return seconds
 
     def _sends_s(self, rows: Rows, prompt: Prompt) -> Column:
         """Seconds in which each of these engines could send the KV of a prompt."""
-        costs = self._costs
-        size = prompt.tokens * costs.token_bytes[rows]
-        seconds: Column = size / costs.network_bytes_per_s[rows]
+        fixed = self._of(rows)
+        seconds: Column = prompt.tokens * fixed.token_bytes / fixed.network_bytes_per_s
         return seconds
 
     def _decoding(self, rows: Rows, comes_s: Column, prompt: Prompt) -> tuple[Column, Column]:
-        full = (self._costs.kv_room[rows] < prompt.tokens).astype(np.float64)
-        return full, comes_s + OUTPUT_TOKENS * self._costs.step_s[rows]
+        full = (self._costs.kv_room[rows] < prompt.tokens + prompt.output).astype(np.float64)
+        return full, comes_s + prompt.output * self._of(rows).step_s
 
     def give(self, row: int, seconds: float, keys: Words) -> None:
         """An engine gets a prompt in this call."""
@@ -186,6 +233,12 @@ class Prices:
         if len(keys):
             self._given.append((row, keys))
 
+    def think_all(self, rows: Sequence[int | None], seconds: Sequence[float]) -> None:
+        """Engines are thought to get prompts of so many seconds later; row None = none is."""
+        there = [at for at, row in enumerate(rows) if row is not None]
+        whose = np.array([rows[at] for at in there], dtype=np.intp)
+        np.add.at(self._thought_s, whose, np.array([seconds[at] for at in there]))
+
     def send(self, row: int, tokens: int) -> None:
         """A decode engine gets the KV of a prompt."""
         self._costs.coming_bytes[row] += tokens * self._costs.token_bytes[row]
@@ -193,17 +246,19 @@ class Prices:
 
     def _prefill_s(self, rows: Rows, tokens: int, prefix: Column) -> Column:
         """Seconds to compute the end of a prompt, as ``CostPrior.prefill_seconds``."""
-        costs = self._costs
+        fixed = self._of(rows)
         new = np.maximum(tokens - prefix, 0.0)
         pairs = new * (prefix + (new + 1.0) / 2.0)
-        weights_s = np.maximum(costs.floor_s[rows], costs.token_s[rows] * new)
-        seconds: Column = costs.constant_s[rows] + weights_s + costs.pair_s[rows] * pairs
+        weights_s = np.maximum(fixed.floor_s, fixed.token_s * new)
+        seconds: Column = fixed.constant_s + weights_s + fixed.pair_s * pairs
         return seconds
 
     def _expect(self, usable: Column, rows: Rows, prompt: Prompt) -> None:
         """Count what engines will have of a prompt when those of this call are computed."""
         keys = prompt.keys
         for row, given in self._given:
+            if given[0] != keys[0]:  # no later ones are equal then
+                continue
             size = min(len(given), len(keys))
             common = int(np.count_nonzero(given[:size] == keys[:size]))
             if common:

@@ -15,13 +15,13 @@ if it cannot use that, it computes the prompt itself.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from conductor.routing.binding import Key, Pairs, SecondsChooser
-from conductor.routing.choices import VERDICTS, Assign, Candidates, Decision, Hold, Plan, Reject
+from conductor.routing.binding import Key, SecondsChooser
+from conductor.routing.choices import Assign, Decision, Hold, Plan, Reject
 from conductor.routing.columns import (
     NO_PREFIX,
     Column,
@@ -32,15 +32,16 @@ from conductor.routing.columns import (
     Waiting,
 )
 from conductor.routing.engines import Health, Role
-from conductor.routing.groups import serving, why_nobody
+from conductor.routing.explaining import Places, explained
+from conductor.routing.groups import EngineGroup, grouped, serving
 from conductor.routing.policy import Binding, Policy
-from conductor.routing.pricing import PricedEngines
+from conductor.routing.pricing import Pairs, PricedEngines
+from conductor.routing.shares import in_turn
 
 _FULL: Final = "every engine that could serve it is full"
 _DECODE_FULL: Final = "every engine that could decode it is full"
 
 
-_PASSED, _FULL_ONE, _FAILED, _SUSPECT, _DEAD, _PREFILLS, _DECODES, _ALONE = range(len(VERDICTS))
 _LOOKED_UP: Final = 2
 """Requests that are looked up again for each engine that comes free."""
 _IN_TURN: Final = ""
@@ -57,36 +58,6 @@ class Handoff(NamedTuple):
 
     protocol: str
     wanted: str
-
-
-class _Pairs(NamedTuple):
-    """Rows of engines that can serve in pairs.
-
-    Attributes:
-        prefill: those that prefill.
-        decode: those that decode.
-        offering: one of the former for each protocol that they offer over their own.
-    """
-
-    prefill: list[int]
-    decode: list[int]
-    offering: dict[str, int]
-
-
-class _Group(NamedTuple):
-    """The engines for requests of one model that have failed at the same engines, as rows.
-
-    Attributes:
-        serving: all that serve the model.
-        alone: those that can serve alone.
-        pairs: for each protocol by which both are asked at once, and for all others.
-        why_none: why no engine can serve; empty if some can.
-    """
-
-    serving: list[int]
-    alone: list[int]
-    pairs: dict[str, _Pairs]
-    why_none: str
 
 
 class Scheduler:
@@ -114,7 +85,7 @@ class Scheduler:
         new, free, shut = self.policy.new_rows(waiting), dict[Key, int](), set[int]()
         long = call.first_long(now)
         due: list[int] = []
-        for row in self.policy.order(waiting, now):
+        for row in self.order(view, waiting, now):
             if row in new:
                 due.append(row)
                 continue
@@ -142,10 +113,18 @@ class Scheduler:
             now: time on the clock of the deadlines.
 
         Returns:
-            Decisions in the policy's order; none for who goes on waiting as before. Together with
+            Decisions in their order; none for who goes on waiting as before. Together with
             requests that hold places they never exceed an engine's ``max_running``.
         """
         return list(_Call(self, view, waiting).decisions(now))
+
+    def order(self, view: View, waiting: Waiting, now: float) -> Sequence[int]:
+        """Rows of requests in the order in which they are considered.
+
+        It is the policy's, but urgent priorities come first, and of each those whose tenants are
+        within their fair shares.
+        """
+        return in_turn(self.policy.order(waiting, now), waiting, view.over)
 
     def receive(
         self, view: View, waiting: Waiting, handoffs: Sequence[Handoff], now: float
@@ -163,7 +142,7 @@ class Scheduler:
             of the cheapest that has.
         """
         call = _Call(self, view, waiting)
-        rows = self.policy.order(waiting, now)
+        rows = self.order(view, waiting, now)
         return {row: call.receive(row, handoffs[row], now) for row in rows}
 
     def least_s(self, view: View, waiting: Waiting, rows: Sequence[int]) -> list[float]:
@@ -189,11 +168,11 @@ class _Call:
         self._max_running = view.max_running.tolist()
         self._last_assigned = view.last_assigned.tolist()
         self._assigned = view.assigned
-        self._rows = {name: row for row, name in enumerate(view.ids)}
-        self._groups: dict[Key, _Group] = {}
+        self._groups: dict[Key, EngineGroup] = {}
         self._chooser: SecondsChooser | None = None
         if self._policy.fetches is not None and view.costs is not None:
             self._chooser = SecondsChooser(self._policy, view, self.has_room, self._least)
+            self._chooser.keep(waiting)
         # Free places only get fewer during a call: later requests for the same engines are held.
         self._full: set[Key] = set()
         self._stuck: set[int] = set()  # kinds of requests whose engine is full
@@ -206,7 +185,7 @@ class _Call:
         """Decide on all; those who go on waiting are left out."""
         waiting, long = self._waiting, self.first_long(now)
         done: set[int] = set()
-        for row in self._policy.order(waiting, now):
+        for row in self._scheduler.order(self._view, waiting, now):
             kind = waiting.kinds[row]
             if kind in done and not (long and waiting.waits_long(row, now)):
                 continue
@@ -220,10 +199,7 @@ class _Call:
 
     def least_s(self, row: int) -> float:
         """Seconds of a prompt at the engine that needs the fewest."""
-        firsts = [
-            one for one in serving(self._view, self._waiting.models[row])
-            if self._view.roles[one] is not Role.DECODE
-        ]  # fmt: skip
+        firsts = serving(self._view, self._waiting.models[row]).firsts
         if self._chooser is None or not firsts:
             return 0.0
         return self._chooser.least_s(self._waiting, row, firsts)
@@ -235,18 +211,11 @@ class _Call:
 
     def free(self, model: str, excluded: frozenset[str]) -> int:
         """Free places at the first engines of a model, whatever their health."""
-        view = self._view
+        ids = self._view.ids
+        firsts = [one for one in serving(self._view, model).firsts if ids[one] not in excluded]
         if self._chooser is not None and self._policy.binds is Binding.LATE:
-            return _LOOKED_UP * sum(
-                self._chooser.is_free(one)
-                for one in serving(self._view, model)
-                if view.roles[one] is not Role.DECODE and view.ids[one] not in excluded
-            )
-        return sum(
-            max(0, self._max_running[one] - self._in_flight[one])
-            for one in serving(self._view, model)
-            if view.roles[one] is not Role.DECODE and view.ids[one] not in excluded
-        )
+            return _LOOKED_UP * sum(map(self._chooser.is_free, firsts))
+        return sum(max(0, self._max_running[one] - self._in_flight[one]) for one in firsts)
 
     def has_room(self, row: int) -> bool:
         """Whether an engine has a free place."""
@@ -283,7 +252,7 @@ class _Call:
         return self._assign(row, first, second, group)
 
     def _decide_by_seconds(
-        self, row: int, group: _Group, chooser: SecondsChooser, now: float
+        self, row: int, group: EngineGroup, chooser: SecondsChooser, now: float
     ) -> Decision:
         """Decide on one request; its engine may be one that has no room yet."""
         chosen = chooser.choose(self._waiting, row, lambda: self._possible(group), now)
@@ -296,7 +265,7 @@ class _Call:
             return self.hold(row, now, _FULL, waits_for)
         return self._assign(row, chosen.first, chosen.second, group, chosen.priced)
 
-    def _possible(self, group: _Group) -> Pairs:
+    def _possible(self, group: EngineGroup) -> Pairs:
         """First engines, whether they have room or not, and those that can decode after them."""
         found: Pairs = [(group.alone, [])]
         for pairs in group.pairs.values():
@@ -318,7 +287,7 @@ class _Call:
     def receive(self, row: int, handoff: Handoff, now: float) -> str | Hold | Reject:
         """Choose who decodes a request whose KV has arrived, and take the place there."""
         view = self._view
-        wanted = self._rows.get(handoff.wanted)
+        wanted = view.row_of(handoff.wanted)
         lives = wanted is not None and view.health[wanted] is not Health.DEAD
         if wanted is not None and lives and self.has_room(wanted):
             return self._receive(wanted, wanted)
@@ -388,8 +357,7 @@ class _Call:
         return bool(self._promised[row] < self._max_running[row])
 
     def _load(self, row: int) -> int:
-        count: int = self._in_flight[row] + self._promised[row]
-        return count
+        return int(self._in_flight[row] + self._promised[row])
 
     def _key(self, row: int) -> Key:
         return self._waiting.models[row], self._waiting.excluded[row]
@@ -400,43 +368,32 @@ class _Call:
     def _found(self, row: int) -> PrefixColumns:
         return self._waiting.prefixes(row, self._view.ids)
 
-    def _group(self, row: int) -> _Group:
-        key = model, excluded = self._waiting.models[row], self._waiting.excluded[row]
+    def _group(self, row: int) -> EngineGroup:
+        key = self._key(row)
         group = self._groups.get(key)
         if group is None:
-            group = self._groups[key] = self._grouped(serving(self._view, model), excluded)
+            group = self._groups[key] = grouped(self._view, *key, self._scheduler.kind)
         return group
 
-    def _grouped(self, serving: list[int], excluded: frozenset[str]) -> _Group:
-        """Suspect engines are used only if the healthy ones cannot serve the request."""
-        view = self._view
-        fit = [row for row in serving if view.ids[row] not in excluded]
-        for bad in ({Health.SUSPECT, Health.DEAD}, {Health.DEAD}):
-            well = [row for row in fit if view.health[row] not in bad]
-            alone = [row for row in well if view.roles[row] is Role.MIXED]
-            kinds = {row: self._scheduler.kind(view.protocols[row]) for row in well}
-            pairs = {
-                kind: self._pairs([row for row in well if kinds[row] == kind])
-                for kind in dict.fromkeys(kinds.values())
-            }
-            pairs = {kind: one for kind, one in pairs.items() if one.decode}
-            if alone or any(one.prefill for one in pairs.values()):
-                return _Group(serving, alone, pairs, "")
-        return _Group(serving, [], pairs, why_nobody(view, fit, len(excluded)))
-
-    def _pairs(self, rows: Sequence[int]) -> _Pairs:
-        by_role: Mapping[Role, list[int]] = {role: [] for role in Role}
-        for row in rows:
-            by_role[self._view.roles[row]].append(row)
-        decode = by_role[Role.DECODE] or by_role[Role.MIXED]
-        prefill = by_role[Role.PREFILL]
-        return _Pairs(prefill, decode, {self._view.offers[one]: one for one in prefill})
-
     def _assign(
-        self, row: int, first: int, second: int, group: _Group, priced: PricedEngines | None = None
+        self,
+        row: int,
+        first: int,
+        second: int,
+        group: EngineGroup,
+        priced: PricedEngines | None = None,
     ) -> Assign:
         view, matches = self._view, self._matches(row)
-        candidates = self._candidates(row, first, second, group, priced)
+        candidates = explained(
+            view,
+            group.serving,
+            (first, second),
+            Places(self._in_flight, self._promised, self._max_running),
+            lambda way: self._scheduler.kind(way) != _IN_TURN,
+            self._waiting.excluded[row],
+            self._found(row) if self._policy.needs_prefixes else None,
+            priced,
+        )
         protocol = self.way(first, second) if first != second else view.protocols[first]
         at_once = first == second or self._scheduler.kind(protocol) != _IN_TURN
         self._assigned += 1
@@ -464,41 +421,3 @@ class _Call:
             prefill_s=prefill_s,
             ttft_s=ttft_s,
         )
-
-    def _candidates(
-        self, row: int, first: int, second: int, group: _Group, priced: PricedEngines | None
-    ) -> Candidates:
-        """The numbers of all engines that serve the model."""
-        view, rows = self._view, group.serving
-        ids = tuple([view.ids[one] for one in rows])
-        excluded = self._waiting.excluded[row]
-        verdicts = [self._verdict(one, first, excluded) for one in rows]
-        if first == second:
-            verdicts[rows.index(first)] = _ALONE
-        else:
-            verdicts[rows.index(first)], verdicts[rows.index(second)] = _PREFILLS, _DECODES
-        numbers = np.zeros((6, len(rows)), dtype=np.int32)
-        numbers[0] = [self._in_flight[one] + self._promised[one] for one in rows]
-        numbers[1] = [self._max_running[one] for one in rows]
-        if self._policy.needs_prefixes:
-            numbers[2:] = self._found(row).numbers[:, rows]
-        return Candidates(
-            ids,
-            tuple([view.roles[one] for one in rows]),
-            tuple([view.health[one] for one in rows]),
-            numbers,
-            np.array(verdicts, dtype=np.uint8),
-            priced.shown(rows) if priced is not None else None,
-        )
-
-    def _verdict(self, one: int, first: int, excluded: frozenset[str]) -> int:
-        """What becomes of an engine that was not chosen, ``first`` being chosen."""
-        view = self._view
-        health = view.health[one]
-        if excluded and view.ids[one] in excluded:
-            return _FAILED
-        if health is not Health.ALIVE:
-            return _SUSPECT if health is Health.SUSPECT else _DEAD
-        if view.roles[one] is not Role.DECODE:
-            return _PASSED if self.has_room(one) else _FULL_ONE
-        return _PASSED if self._takes(one, self.way(one, first)) else _FULL_ONE

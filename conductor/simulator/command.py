@@ -4,6 +4,7 @@ The same options are those of ``python -m bench simulate``.
 """
 
 import argparse
+import itertools
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ import msgspec
 
 from conductor.config import QueueConfig
 from conductor.costs.shapes import SHAPES
+from conductor.routing.admission import AdmissionMode, AdmissionRules, ServiceClass
 from conductor.routing.engines import Role
 from conductor.routing.policy import POLICIES
 from conductor.simulator.fleet import Running, SimulatedEngine, engines_of
@@ -28,7 +30,8 @@ from conductor.simulator.workloads import WORKLOADS, made_up
 from kvstore.errors import InvalidArgument, reason
 
 _FAILURE: Final = re.compile(r"([A-Za-z0-9._-]+)@(\d+(?:\.\d+)?)(?::(\d+(?:\.\d+)?))?")
-SHOWN: Final = ("p50", "p90", "p99", "tbt_p99", "hit", "effective", "rejected", "goodput")
+SHOWN: Final = ("p50", "p90", "p99", "tbt_p99", "hit", "effective", "rejected", "lost", "wasted",
+         "goodput")  # fmt: skip
 _SAMPLE_S: Final = 10.0
 _RANGES: Final = (
     ("handoff_part", 0.001, 1), ("waiting_max", 0, 1e9), ("wait_s", 0, float("inf")),
@@ -62,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the made-up load")
     parser.add_argument("--requests", type=int, help="the first so many; default: all, or 2000")
     parser.add_argument("--policy", default=",".join(POLICIES), help="names; default: all")
+    parser.add_argument("--admission", default="none", help="none,load,prediction; default: none")
+    parser.add_argument("--fair", action="store_true", help="fair shares of tenants")
     parser.add_argument("--prefill", default="0", help="such as 8xh800, 4xh800:4,2xa800@1.3")
     parser.add_argument("--decode", default="0", help="likewise")
     parser.add_argument("--mixed", default="0", help="likewise")
@@ -113,6 +118,7 @@ class Cases:
         for name in self.policies:
             if name not in POLICIES:
                 raise InvalidArgument("policy", f"{name!r} is not one of {', '.join(POLICIES)}")
+        self.admissions = _admissions(options.admission)
         self.speeds = _numbers("speed", options.speed)
         self._objectives = Objectives(options.slo_ttft, options.slo_tbt)
         self._trace = _trace(options)
@@ -126,19 +132,21 @@ class Cases:
         for name, least, most in _RANGES:
             if not least <= getattr(options, name) <= most:
                 raise InvalidArgument(name, f"{least:g} to {most:g} is possible")
-        self.total = len(self.policies) * (1 if options.goodput else len(self.speeds))
+        runs = 1 if options.goodput else len(self.speeds)
+        self.total = len(self.policies) * len(self.admissions) * runs
 
     def run(self) -> Iterator[Outcome]:
         """Simulate one after another."""
-        for policy in self.policies:
+        for policy, mode in itertools.product(self.policies, self.admissions):
             if self._options.goodput:
-                yield self._goodput(policy)
+                yield self._goodput(policy, mode)
             else:
                 for speed in self.speeds:
-                    yield self._simulated(policy, speed)
+                    yield self._simulated(policy, mode, speed)
 
-    def _simulate(self, policy: str, speed: float) -> Simulation:
+    def _simulate(self, policy: str, mode: AdmissionMode, speed: float) -> Simulation:
         options = self._options
+        service = ServiceClass(ttft_s=options.slo_ttft, tbt_s=options.slo_tbt)
         scenario = Scenario(
             policy=policy,
             speed=speed,
@@ -152,28 +160,30 @@ class Cases:
             failures=self._failures,
             sample_s=_SAMPLE_S if options.series else 0.0,
             journal=options.journal is not None,
+            rules=AdmissionRules(mode, (service,), fair=options.fair),
         )
         simulation = Simulation(self._trace, self._engines, scenario)
         simulation.run()
         return simulation
 
-    def _simulated(self, policy: str, speed: float) -> Outcome:
-        simulation = self._simulate(policy, speed)
+    def _simulated(self, policy: str, mode: AdmissionMode, speed: float) -> Outcome:
+        simulation = self._simulate(policy, mode, speed)
         summary = summary_of(simulation, self._objectives)
-        self._write(simulation, f"{policy}-{speed:g}")
+        case = _case(policy, mode)
+        self._write(simulation, f"{case}-{speed:g}".replace("/", "-"))
         why = rejections(simulation.records)
         longest, foretold = summary.long_effective, summary.predicted_hit
         note = f"{summary.seconds:.0f} simulated seconds, {simulation.events} events"
         note += f"; of the longest tenth {longest:.1%} effective; hits foretold {foretold:.1%}"
         if why:
             note += "; not served: " + ", ".join(f"{name} {n}" for name, n in why.items())
-        return Outcome(f"simulate/{policy}/{speed:g}", summary.ttft, summary, note)
+        return Outcome(f"simulate/{case}/{speed:g}", summary.ttft, summary, note)
 
-    def _goodput(self, policy: str) -> Outcome:
+    def _goodput(self, policy: str, mode: AdmissionMode) -> Outcome:
         found: dict[float, Summary] = {}
 
         def effective(speed: float) -> float:
-            simulation = self._simulate(policy, speed)
+            simulation = self._simulate(policy, mode, speed)
             found[speed] = summary_of(simulation, self._objectives)
             return found[speed].effective
 
@@ -182,7 +192,7 @@ class Cases:
         arriving = max(one.at_s for one in self._trace) or 1.0
         rate = len(self._trace) / arriving * best.speed / len(self._engines)
         note = f"speed {best.speed:.3g}, {best.effective:.1%} effective, {len(found)} simulations"
-        return Outcome(f"goodput/{policy}", rate, summary, note)
+        return Outcome(f"goodput/{_case(policy, mode)}", rate, summary, note)
 
     def _write(self, simulation: Simulation, name: str) -> None:
         options = self._options
@@ -200,6 +210,18 @@ class Cases:
             options.journal.mkdir(parents=True, exist_ok=True)
             path = options.journal / f"{name}.jsonl"
             write_journal(path, simulation.head, simulation.journal)
+
+
+def _case(policy: str, mode: AdmissionMode) -> str:
+    return policy if mode is AdmissionMode.NONE else f"{policy}/{mode}"
+
+
+def _admissions(text: str) -> list[AdmissionMode]:
+    known = list(AdmissionMode)
+    found = [mode for one in text.split(",") for mode in known if mode == one]
+    if len(found) != text.count(",") + 1:
+        raise InvalidArgument("admission", f"{text!r}: {', '.join(known)} are possible")
+    return found
 
 
 def _numbers(name: str, text: str) -> list[float]:

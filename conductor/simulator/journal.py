@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from conductor.routing.admission import EVERYBODY, AdmissionRules
 from conductor.routing.choices import Assign, Continue, Effect
 from conductor.routing.columns import Matches, Prefix
 from conductor.routing.dispatcher import Dispatcher, DispatchLimits, Request
@@ -31,14 +32,15 @@ class ArriveInput(msgspec.Struct, frozen=True, tag="arrive"):
     keys: list[int]
     session: str
     tenant: str
-    priority: int
+    service: str = ""
+    output_max: int | None = None
 
     @classmethod
     def of(cls, one: Request) -> "ArriveInput":
         """Of the request as the dispatcher got it."""
         return cls(
             one.arrived, one.number, one.model, one.tokens, one.keys.tolist(), one.session,
-            one.tenant, one.priority,
+            one.tenant, one.service, one.output_max,
         )  # fmt: skip
 
     def request(self) -> Request:
@@ -46,7 +48,7 @@ class ArriveInput(msgspec.Struct, frozen=True, tag="arrive"):
         return Request(
             number=self.number, model=self.model, arrived=self.at, tokens=self.tokens,
             keys=np.array(self.keys, dtype=np.uint64), session=self.session, tenant=self.tenant,
-            priority=self.priority,
+            service=self.service, output_max=self.output_max,
         )  # fmt: skip
 
 
@@ -141,6 +143,7 @@ class JournalHead(msgspec.Struct, frozen=True, tag="head"):
     waiting_max: int
     wait_s: float | None
     tries: int
+    rules: AdmissionRules = EVERYBODY
 
     def dispatcher(self) -> tuple[Dispatcher, EngineRegistry]:
         """A new one like it, and its engines."""
@@ -149,7 +152,8 @@ class JournalHead(msgspec.Struct, frozen=True, tag="head"):
             registry.register(info, 0.0)
         wait_s = math.inf if self.wait_s is None else self.wait_s
         limits = DispatchLimits(self.waiting_max, wait_s, self.tries)
-        return Dispatcher(registry, Scheduler(POLICIES[self.policy]), limits), registry
+        scheduler = Scheduler(POLICIES[self.policy])
+        return Dispatcher(registry, scheduler, limits, rules=self.rules), registry
 
 
 class Difference(NamedTuple):

@@ -39,6 +39,8 @@ class Summary(msgspec.Struct, frozen=True):
         hit: tokens of the served prompts that were not computed, as part of all.
         effective: requests served within both objectives, as part of all.
         rejected: requests refused, broken or too long, as part of all.
+        lost: requests that were not effective, refused or served too late, as part of all.
+        wasted: of these, those for which an engine computed something, as part of all.
         goodput: effective requests a second and engine, from the first arrival to the last.
         long_effective: effective ones of the longest tenth of the prompts, as part of these.
         predicted_hit: tokens of the served prompts that the dispatcher expected not to be
@@ -55,6 +57,8 @@ class Summary(msgspec.Struct, frozen=True):
     hit: float
     effective: float
     rejected: float
+    lost: float
+    wasted: float
     goodput: float
     long_effective: float
     predicted_hit: float
@@ -81,6 +85,10 @@ def summary_of(simulation: Simulation, objectives: Objectives) -> Summary:
         hit=sum(one.hit_tokens for one in served) / tokens,
         effective=_part(len(met), len(records)),
         rejected=_part(len(records) - len(served), len(records)),
+        lost=_part(len(records) - len(met), len(records)),
+        wasted=_part(
+            sum(one.tries > 0 and not objectives.met(one) for one in records), len(records)
+        ),
         goodput=len(met) / arriving / len(simulation.head.engines),
         long_effective=_part(sum(map(objectives.met, longest)), len(longest)),
         predicted_hit=sum(one.predicted_hit for one in served) / tokens,

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from conductor.routing.admission import EVERYBODY, AdmissionRules
 from conductor.simulator.trace import TracedRequest
 
 NEVER: Final = math.inf
@@ -45,6 +46,7 @@ class Scenario:
         failures: engines that die.
         sample_s: seconds between two samples of load; 0 = none.
         journal: whether inputs and decisions of the dispatcher are kept.
+        rules: who is admitted, and who comes first.
     """
 
     policy: str = "longest-prefix"
@@ -61,6 +63,7 @@ class Scenario:
     failures: Sequence[Failure] = ()
     sample_s: float = 0.0
     journal: bool = False
+    rules: AdmissionRules = EVERYBODY
 
 
 @dataclass(slots=True)

@@ -57,7 +57,7 @@ class Simulation:
         self._engines = {one.info.id: one for one in engines}
         self.head = JournalHead(
             scenario.policy, [one.info for one in engines], scenario.waiting_max,
-            scenario.wait_s if scenario.wait_s < NEVER else None, scenario.tries,
+            scenario.wait_s if scenario.wait_s < NEVER else None, scenario.tries, scenario.rules,
         )  # fmt: skip
         dispatcher, registry = self.head.dispatcher()
         if not registry.can_serve():
@@ -165,7 +165,7 @@ class Simulation:
             Request(
                 number=one.number, model=self.head.engines[0].model, arrived=record.arrived,
                 tokens=one.tokens, keys=np.array(one.blocks, dtype=np.uint64), tenant=one.tenant,
-                session=one.session,
+                session=one.session, service=one.service, output_max=one.output_max,
             )
         )  # fmt: skip
 

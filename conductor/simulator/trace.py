@@ -21,7 +21,7 @@ _SHARED: Final = 0.01
 
 
 class TraceEntry(msgspec.Struct, frozen=True):
-    """One line of a trace; ``session`` and ``tenant`` are ours, and may be missing."""
+    """One line of a trace; all from ``session`` on are ours, and may be missing."""
 
     timestamp: Annotated[float, Meta(ge=0)]
     input_length: Annotated[int, Meta(ge=1, le=1 << 24)]
@@ -29,6 +29,8 @@ class TraceEntry(msgspec.Struct, frozen=True):
     hash_ids: list[int] = []
     session: str = ""
     tenant: str = ""
+    service: str = ""
+    max_tokens: Annotated[int, Meta(ge=1, le=1 << 24)] | None = None
 
 
 class TracedRequest(msgspec.Struct, frozen=True):
@@ -43,6 +45,8 @@ class TracedRequest(msgspec.Struct, frozen=True):
             because engines do not keep such blocks.
         session: conversation that it belongs to.
         tenant: on whose behalf; empty = unknown.
+        service: name of its class; empty = the first one.
+        output_max: maximum tokens of the answer; None = no limit is known.
     """
 
     number: int
@@ -52,6 +56,8 @@ class TracedRequest(msgspec.Struct, frozen=True):
     blocks: tuple[int, ...]
     session: str
     tenant: str = ""
+    service: str = ""
+    output_max: int | None = None
 
 
 def read_trace(path: Path, requests: int | None = None) -> list[TracedRequest]:
@@ -95,6 +101,8 @@ def from_entries(entries: Iterable[TraceEntry]) -> list[TracedRequest]:
             blocks=tuple(one.hash_ids[: one.input_length // BLOCK_TOKENS]),
             session=one.session or _session(one.hash_ids, counts, most),
             tenant=one.tenant,
+            service=one.service,
+            output_max=one.max_tokens,
         )
         for number, one in enumerate(ordered, start=1)
     ]

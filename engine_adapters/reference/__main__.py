@@ -81,10 +81,14 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="port for pushes, of a prefill engine; 0 = any free one")  # fmt: skip
     add("--handoff-registry-port", type=_number(0, 65_535), default=0, metavar="PORT",
         help="port of the registry of a prefill engine; 0 = any free one")  # fmt: skip
-    add("--push-after", choices=get_args(PushAfter), default="layer",
-        help="what a prefill engine computes before it pushes; not layer: to compare")  # fmt: skip
     add("--handoff-silence", type=_seconds, default=Patience().silence_s, metavar="SECONDS",
         help="an engine from which nothing comes for so long is given up; 1 or more")  # fmt: skip
+    add("--handoff-transport", choices=("tcp", "mooncake"), default="tcp",
+        help="mooncake: pushes go over it to and from engines that have it too")  # fmt: skip
+    add("--mooncake-protocol", choices=("rdma", "tcp"), default="rdma",
+        help="of --handoff-transport mooncake; tcp is for tests")  # fmt: skip
+    add("--push-after", choices=get_args(PushAfter), default="layer",
+        help="what a prefill engine computes before it pushes; not layer: to compare")  # fmt: skip
     add("--events", metavar="ENDPOINT", help="endpoint for KV events of the local prefix cache")
     add("--events-replay", metavar="ENDPOINT", help="endpoint for replays of these events")
     return parser.parse_args(argv)
@@ -184,7 +188,7 @@ async def run(args: argparse.Namespace) -> int:
     if args.store:
         with _given_by("--store"):
             store = _connect(args.store, args.id, args.device_slab, options.block_tokens)
-    with _given_by("--handoff-host, --handoff-port or --handoff-registry-port"):
+    with _given_by("--handoff-host, --handoff-port, --handoff-registry-port or -transport"):
         engine = Engine(options, store, handoff)
     events: EngineEvents | None = None
     if args.events:
@@ -235,8 +239,10 @@ def _handoff_options(args: argparse.Namespace) -> HandoffOptions | None:
         host=args.handoff_host or args.host,
         registry_port=args.handoff_registry_port,
         port=args.handoff_port,
-        push_after=args.push_after,
+        transport=args.handoff_transport,
+        mooncake_protocol=args.mooncake_protocol,
         patience=Patience(silence_s=args.handoff_silence),
+        push_after=args.push_after,
     )
 
 

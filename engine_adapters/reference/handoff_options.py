@@ -1,16 +1,20 @@
 """What an engine needs to push or to be pushed to, and what it says about a push."""
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from engine_adapters.reference.metrics import Metrics
 from engine_adapters.reference.pool import PagedPool
 from engine_adapters.reference.prefix_tree import BlockAllocator
 from kvstore.engine.transfer import HandoffReport
 from kvstore.handoff.memory import HandoffPool
+from kvstore.handoff.mooncake import MooncakeLanding, MooncakeWriter
 from kvstore.handoff.states import HandoffProgress, Patience
 
 PushAfter = Literal["layer", "chunk", "prompt"]
+Transport = Literal["tcp", "mooncake"]
+Protocol = Literal["rdma", "tcp"]
+TCP: Final = "tcp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +27,8 @@ class HandoffOptions:
         registry_port: of the registry; 0 = any free one.
         port: of messages and KV; 0 = any free one.
         patience: deadlines.
+        transport: ``mooncake``: K/V go over it to and from engines that have it too.
+        mooncake_protocol: of Mooncake: ``rdma``, or ``tcp`` for tests.
         push_after: what prefill computes before it pushes: each layer, each chunk of the prompt, or
             the whole prompt. Others than ``layer`` are for comparisons.
     """
@@ -33,6 +39,26 @@ class HandoffOptions:
     port: int = 0
     patience: Patience = field(default_factory=Patience)
     push_after: PushAfter = "layer"
+    transport: Transport = TCP
+    mooncake_protocol: Protocol = "rdma"
+
+    def writer(self, pool: PagedPool) -> MooncakeWriter | None:
+        """Prefill's end of the transport beside TCP, for this pool; None = there is none.
+
+        Raises:
+            ConfigError: it cannot be used here.
+        """
+        if self.transport == TCP or pool.shared is None:
+            return None
+        return MooncakeWriter(pool.shared, host=self.host, protocol=self.mooncake_protocol)
+
+    def landing(self, pool: PagedPool) -> MooncakeLanding | None:
+        """Decode's end, as :meth:`writer`."""
+        if self.transport == TCP or pool.shared is None:
+            return None
+        return MooncakeLanding(
+            pool.shared, pool.planes(), host=self.host, protocol=self.mooncake_protocol
+        )
 
 
 class PushParts(NamedTuple):

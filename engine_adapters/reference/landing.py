@@ -89,6 +89,7 @@ class DecodePushes:
     def __init__(self, options: HandoffOptions, parts: PushParts, queues: DecodeQueues) -> None:
         """Begin with no connection: each prefill engine is connected to when it is named."""
         self._pool = parts.pool
+        engine = options.landing(parts.pool)
         self._allocator = parts.allocator
         self._metrics = parts.metrics
         self._queues = queues
@@ -100,8 +101,10 @@ class DecodePushes:
             options.secret,
             name=parts.name,
             patience=options.patience,
+            engine=engine,
         )
         parts.metrics.limbo_blocks.set_function(lambda: self._manager.stats()["limbo_blocks"])
+        parts.metrics.aux_slots.set_function(lambda: self._manager.stats()["aux_slots"])
 
     # Any thread
 

@@ -46,6 +46,9 @@ class Metrics:
             "Blocks of failed pushes in which bytes may still arrive.",
             registry=registry,
         )
+        self.aux_slots = Gauge(
+            "reference_engine_aux_slots", "Slots for aux data of pushes in use.", registry=registry
+        )
 
     def text(self) -> bytes:
         """All metrics in the Prometheus text format."""

@@ -74,6 +74,8 @@ class EngineParts:
         if self.pushes is not None:
             self.pushes.close()
             self.pushes = None
+        if self.pool.shared is not None:
+            self.pool.shared.close()
         store, self.store = self.store, None
         return store is None or store.close(timeout_s)
 
@@ -94,7 +96,8 @@ def build(
         page_tokens=options.page_tokens,
     )
     metrics = Metrics()
-    pool = PagedPool(config, options.blocks, options.block_tokens)
+    shared = handoff is not None and handoff.transport == "mooncake" and options.mode != "mono"
+    pool = PagedPool(config, options.blocks, options.block_tokens, shared=shared)
     allocator = BlockAllocator(options.blocks)
     page_blocks = options.page_tokens // options.block_tokens
     tree = PrefixTree(allocator, page_blocks) if options.prefix_cache else None

@@ -11,6 +11,7 @@ The allocator allocates blocks for all layers together. ``page_tokens / block_to
 blocks of a table are a page, the unit of the prefix tree and of the store.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,7 +19,10 @@ import torch
 import xxhash
 
 from engine_adapters.reference.config import ModelConfig
+from kvstore.handoff.shared_memory import SharedMemory
 from kvstore.mover.kvpool import KVPool
+
+_ELEMENT_BYTES = 4
 
 
 class LayerHash(NamedTuple):
@@ -35,13 +39,24 @@ class PagedPool:
         keys: one tensor per layer, shape (blocks, block_tokens, kv_heads, head_dim), float32.
         values: like ``keys``.
         block_tokens: tokens per block.
+        shared: the memory of all of them, if a transport's own process has to map it.
     """
 
-    def __init__(self, config: ModelConfig, blocks: int, block_tokens: int) -> None:
+    def __init__(
+        self, config: ModelConfig, blocks: int, block_tokens: int, *, shared: bool = False
+    ) -> None:
         shape = (blocks, block_tokens, config.kv_heads, config.head_dim)
         # Zeros, not garbage: a masked row still enters a product as 0 * value, and 0 * NaN is NaN.
-        self.keys = [torch.zeros(shape) for _ in range(config.layers)]
-        self.values = [torch.zeros(shape) for _ in range(config.layers)]
+        self.shared: SharedMemory | None = None
+        if shared:
+            self.shared = SharedMemory(2 * config.layers * math.prod(shape) * _ELEMENT_BYTES)
+            whole = torch.frombuffer(self.shared.buffer, dtype=torch.float32)
+            layers = whole.view(config.layers, 2, *shape)
+            self.keys: list[torch.Tensor] = [layer[0] for layer in layers]
+            self.values: list[torch.Tensor] = [layer[1] for layer in layers]
+        else:
+            self.keys = [torch.zeros(shape) for _ in range(config.layers)]
+            self.values = [torch.zeros(shape) for _ in range(config.layers)]
         self.block_tokens = block_tokens
         self.block_count = blocks
 

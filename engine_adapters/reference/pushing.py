@@ -83,6 +83,7 @@ class PrefillPushes:
         self._queues = queues
         self._begun: dict[Request, Sender] = {}  # not read from the inbox yet
         self._pushes: dict[Request, _Outgoing] = {}
+        writer = options.writer(parts.pool)
         self._registry = HandoffRegistry(options.host, options.registry_port, options.secret)
         self.registry = self._registry.url
         try:
@@ -94,9 +95,12 @@ class PrefillPushes:
                 host=options.host,
                 port=options.port,
                 patience=options.patience,
+                writer=writer,
             )
         except KVStoreError:
             self._registry.close()
+            if writer is not None:
+                writer.close()
             raise
 
     # Any thread

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvstore.engine.identity import chain_seed
+from kvstore.engine.requests import PromptScope, Setup
 from kvstore.page import KEY_BYTES, PrefixKeys, extend_keys
 
 
@@ -58,3 +60,19 @@ class ForeignChain:
             assert len(packed) == full * KEY_BYTES
             self.keys = PrefixKeys(bytes(packed))
         return self.keys
+
+
+def chain_of(
+    setup: Setup, names: PromptScope, epoch: Sequence[tuple[str, str]]
+) -> Chain | ForeignChain:
+    """The chain of a request that has no keys yet.
+
+    Args:
+        setup: of its engine.
+        names: what identifies the KV of its prompt besides the tokens.
+        epoch: (kind, value) pairs of the engine's weights, if they have changed.
+    """
+    seed = chain_seed([*epoch, *names.parts])
+    if not names.foreign:
+        return Chain(setup.page_tokens, seed)
+    return ForeignChain(setup.engine, setup.page_tokens // setup.hash_tokens, seed)

@@ -10,6 +10,8 @@ SERIES: Final = {
     "hit_tokens": "Tokens found beyond the engine's own prefix cache.",
     "disk_hit_tokens": "Of these, tokens that only the node's disk had.",
     "remote_hit_tokens": "Of these, tokens that only other nodes had.",
+    "fetch_hints": "Requests whose router named a node that has pages of them.",
+    "hints_ignored": "Hints that are unknown, of another version, or wrong.",
     "slower_tokens": "Tokens found but not loaded, because computing them is faster.",
     "waits": "Requests that waited for pages that others were writing, or were asked for.",
     "loads": "Loads that ended.",

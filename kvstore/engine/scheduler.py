@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvstore.client.results import MISS, Hit
-from kvstore.engine.chain import Chain, ForeignChain
+from kvstore.engine.chain import Chain, ForeignChain, chain_of
 from kvstore.engine.counts import AdapterCounts
-from kvstore.engine.identity import chain_seed, window_pages
+from kvstore.engine.hints import FetchHint, read_hints
+from kvstore.engine.identity import window_pages
 from kvstore.engine.messages import Blocks, Load, Report, Step, Store
 from kvstore.engine.opening import Opening
 from kvstore.engine.options import LoadOrder, Options
@@ -49,11 +50,13 @@ class _State:
         wait: its wait for pages that are being written.
         loads_over: no more pages are loaded for it.
         slower: at the first lookup, loading was estimated slower than computing.
+        hint: what a router said about its pages.
     """
 
     request: Request
     names: PromptScope
     chain: Chain | ForeignChain
+    hint: FetchHint
     stored: int = 0
     hit: int = 0
     remote: int = 0
@@ -176,7 +179,7 @@ class SchedulerSide:
         if state.loads_over or len(keys) * self._page_tokens <= computed:
             return 0, False
         promise = self._promise(request)
-        hit = self._lookup(keys, promise)
+        hit = self._lookup(keys, promise, state.hint)
         there = hit.pages + hit.remote
         wanted = min(len(keys), max(there + hit.pending, promise.promised_pages(self._page_tokens)))
         missing = missing_tokens(there, wanted, computed, self._page_tokens)
@@ -244,13 +247,14 @@ class SchedulerSide:
         longest = self._options.load_timeout_ms / 1000
         return self.pace.wait_s(tokens, shortest, longest)
 
-    def _lookup(self, keys: PrefixKeys, promise: Transfer) -> Hit:
+    def _lookup(self, keys: PrefixKeys, promise: Transfer, hint: FetchHint) -> Hit:
         space = self._opening.get()
         if space is None:
             return MISS
         began = self._clock()
         held = promise.promised_pages(self._page_tokens)
-        hit = space.lookup(keys, holder=promise.kvstore_node, held=held)
+        held, node = (held, promise.kvstore_node) if held else (hint.pages(keys), hint.node)
+        hit = space.lookup(keys, holder=node, held=held)
         self.counts.add("lookups")
         self.counts.add("lookup_seconds", self._clock() - began)
         return hit
@@ -481,12 +485,9 @@ class SchedulerSide:
     def _state(self, request: Request, names: PromptScope) -> _State:
         state = self._states.get(request.request_id)
         if state is None or state.request is not request:
-            seed = chain_seed([*self._epoch, *names.parts])
-            chain: Chain | ForeignChain = Chain(self._page_tokens, seed)
-            if names.foreign:
-                blocks = self._page_tokens // self._setup.hash_tokens
-                chain = ForeignChain(self._setup.engine, blocks, seed)
-            state = self._states[request.request_id] = _State(request, names, chain)
+            chain = chain_of(self._setup, names, self._epoch)
+            hint = read_hints(request, self.counts)
+            state = self._states[request.request_id] = _State(request, names, chain, hint)
         return state
 
     def _keys(self, state: _State) -> PrefixKeys:

@@ -21,9 +21,17 @@ from kvstore.errors import (
 from kvstore.handoff.aux_data import AUX_BYTES_MAX, AuxData, decode_aux
 from kvstore.handoff.effects import Effect, EndEngine, EndLink, Landing, SendTo
 from kvstore.handoff.greeting import Greeter, Purpose, SealedStream
-from kvstore.handoff.links import SEND_S, LinkThreads, PushLink, Ticker
+from kvstore.handoff.links import (
+    SEND_S,
+    LinkThreads,
+    PushLink,
+    Ticker,
+    refusals,
+    refused_words,
+)
 from kvstore.handoff.memory import AuxSlots, HandoffPool, digests_of, landing_places, landing_views
 from kvstore.handoff.messages import (
+    FromPrefill,
     LandingPlace,
     RangesHead,
     RangesWritten,
@@ -141,6 +149,7 @@ class DecodeManager:
             return {
                 **self._core.counts, **self.faults.counts, "links": len(self._links),
                 "threads": len(self._threads), "limbo_blocks": self._core.limbo_blocks(),
+                "aux_slots": self._aux.count - len(self._core.free_slots),
             }  # fmt: skip
 
     def close(self) -> None:
@@ -151,9 +160,9 @@ class DecodeManager:
         for link in links:
             self._drop(link, FailureCode.CLOSED, "the manager was closed")
         self._threads.join(2 * _CONNECT_S + self._silence_s)
+        self._ticker.close()
         if self._engine is not None:
             self._engine.close()
-        self._ticker.close()
 
     # ---- what receivers call ----------------------------------------------------------------
 
@@ -219,9 +228,8 @@ class DecodeManager:
                 else:
                     writes = self._engine is not None and self._engine.transport in transports
                     now_ns = time.monotonic_ns()
-                    self._carry_out(
-                        self._core.linked(link.peer, link.number, now_ns, writes=writes)
-                    )
+                    linked = self._core.linked(link.peer, link.number, now_ns, writes=writes)
+                    self._carry_out(linked)
             self._read(link, link.stream("pushes"))
         finally:
             self._drop(link, FailureCode.PEER_CLOSED, "its reader has ended")
@@ -242,7 +250,7 @@ class DecodeManager:
     def _connect(
         self, link: PushLink, client: RegistryClient, streams: list[DataStream]
     ) -> list[str]:
-        """Ask the registry and make both connections, a few times if need be.
+        """Ask the registry and make both connections, a few times if that fails soon.
 
         Returns:
             The transports of prefill.
@@ -250,6 +258,7 @@ class DecodeManager:
         Raises:
             KVStoreError: that did not succeed.
         """
+        begun = time.monotonic()
         for attempt in range(TRIES_MAX):
             try:
                 ranks = client.ranks()
@@ -264,7 +273,8 @@ class DecodeManager:
                 raise ProtocolError(f"the registration cannot be read: {error}") from error
             except KVStoreError as error:
                 refused = isinstance(error, InvalidArgument | ProtocolError)
-                last = refused or attempt + 1 == TRIES_MAX
+                silent = time.monotonic() - begun >= self._silence_s
+                last = refused or silent or attempt + 1 == TRIES_MAX
                 if last or self._over.wait(_PAUSE_S):
                     raise
                 for stream in streams:
@@ -322,16 +332,18 @@ class DecodeManager:
                 self._fault(link, code, str(error))
                 return
             with self._lock:
-                now_ns = time.monotonic_ns()
+                refused, now_ns = refusals(self._core.counts), time.monotonic_ns()
                 self._carry_out(self._core.received(link.number, message, now_ns))
+                self._note_refused(link, message, refused)
 
     def _take(self, link: PushLink, sealed: SealedStream, head: RangesHead | RangesWritten) -> None:
         """Receive ranges into the pool, unless they were written there, and check them."""
         follows = isinstance(head, RangesHead)
         with self._lock:
-            now_ns = time.monotonic_ns()
+            refused, now_ns = refusals(self._core.counts), time.monotonic_ns()
             landing, size, effects = self._core.arriving(link.number, head, now_ns)
             self._carry_out(effects)
+            self._note_refused(link, head, refused)
         if landing is None and not follows:
             return
         if landing is None:
@@ -347,8 +359,15 @@ class DecodeManager:
             places = landing_places(self._pool, self._aux, landing)
             right = digests_of(landing.room, landing.ranges, places) == landing.digests
             code, why = None if right else FailureCode.DIGEST, "bytes do not match their digest"
+        except TransferTimeout:
+            code, why = FailureCode.PEER_SILENT, "nothing came within a range"
+            raise
         finally:
             self._landed(landing, code, why)
+
+    def _note_refused(self, link: PushLink, message: FromPrefill, before: int) -> None:
+        if refusals(self._core.counts) > before:
+            self.faults.note("refused", f"{link.peer}: {refused_words(message)}")
 
     def _landed(self, landing: Landing, code: FailureCode | None, why: str) -> None:
         if code is FailureCode.DIGEST:

@@ -55,9 +55,9 @@ class PushJob(NamedTuple):
         return self._replace(
             ranges=self.ranges + other.ranges,
             sources=self.sources + other.sources,
+            targets=[*self.targets, *other.targets],
             blocks=np.concatenate((self.blocks, other.blocks)),
             generations=np.concatenate((self.generations, other.generations)),
-            targets=[*self.targets, *other.targets],
         )
 
 

@@ -8,14 +8,14 @@ import contextlib
 import logging
 import socket
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Final
 
 from kvstore.errors import PeerUnreachable
 from kvstore.handoff.effects import PushJob
 from kvstore.handoff.greeting import SealedStream
-from kvstore.handoff.messages import HandoffPing, encode_message
+from kvstore.handoff.messages import FromDecode, FromPrefill, HandoffPing, encode_message
 
 PING_S: Final = 0.4
 """A ping is sent when nothing else was for so long: twice within the shortest silence allowed."""
@@ -23,6 +23,7 @@ SEND_S: Final = 15.0
 """A frame that is not written after so long closes its link."""
 MESSAGES_MAX: Final = 4_096
 """Messages that wait to be written; a peer that reads no more than that has its link closed."""
+_REFUSALS: Final = ("foreign_messages", "repeated_messages", "failed_protocol", "failed_refused")
 _LOG: Final = logging.getLogger(__name__)
 _NEAR_BYTES: Final = 160 * 1024
 """Linux doubles it. Pushes are as fast from 112 to 192 KiB, and take half as much more with 256."""
@@ -38,6 +39,17 @@ def fit_send_buffer(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):  # it is broken already: whoever uses it finds out
         if connection.getsockname()[0] == connection.getpeername()[0]:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _NEAR_BYTES)
+
+
+def refusals(counts: Counter[str]) -> int:
+    """How many messages a core has refused that were wrong, and not only late."""
+    return sum(counts[name] for name in _REFUSALS)
+
+
+def refused_words(message: FromDecode | FromPrefill) -> str:
+    """What to log of a message that a core has refused."""
+    assert not isinstance(message, HandoffPing)
+    return f"{type(message).__name__} about room {message.room} was refused"
 
 
 class Outbox:

@@ -82,6 +82,7 @@ class HandoffPool:
 
     def write_of(self, job: PushJob, place: LandingPlace) -> BlockWrite:
         """A job as blocks to write, where decode has announced them."""
+        assert len(job.targets) == len(job.ranges)
         size = np.uint64(self._block_bytes)
         there = np.frombuffer(place.planes, dtype="<u8").astype(np.uint64)
         here = np.array(self._planes, dtype=np.uint64)

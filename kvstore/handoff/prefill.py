@@ -20,7 +20,15 @@ from kvstore.errors import InvalidArgument, KVStoreError, PeerUnreachable, Trans
 from kvstore.handoff.aux_data import AuxData, encode_aux
 from kvstore.handoff.effects import Effect, PushJob, SendTo, Submit
 from kvstore.handoff.greeting import GREETING_S, PROTOCOL, Greeter, SealedStream
-from kvstore.handoff.links import SEND_S, LinkThreads, PushLink, Ticker, fit_send_buffer
+from kvstore.handoff.links import (
+    SEND_S,
+    LinkThreads,
+    PushLink,
+    Ticker,
+    fit_send_buffer,
+    refusals,
+    refused_words,
+)
 from kvstore.handoff.memory import HandoffPool, Places, digests_of
 from kvstore.handoff.messages import RangesHead, RangesWritten, encode_message, read_from_decode
 from kvstore.handoff.places import pack_numbers
@@ -333,8 +341,10 @@ class PrefillManager:
                 return
             with self._lock:
                 if not link.is_closed:
-                    now_ns = time.monotonic_ns()
+                    refused, now_ns = refusals(self._core.counts), time.monotonic_ns()
                     self._carry_out(self._core.received(link.number, message, now_ns))
+                    if refusals(self._core.counts) > refused:
+                        self.faults.note("refused", f"{link.peer}: {refused_words(message)}")
 
     def _write(self, link: PushLink, sealed: SealedStream) -> None:
         """Write messages and ranges until the link ends."""

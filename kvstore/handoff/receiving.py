@@ -76,6 +76,7 @@ class Receivers:
 
     Attributes:
         counts: events that are not an error of ours, by name.
+        free_slots: numbers of the aux slots that no handoff has.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Receivers:
         self._patience = patience
         self._rank = rank
         self._aux_bytes = aux_bytes
-        self._free_slots = list(range(aux_slots))
+        self.free_slots = list(range(aux_slots))
         self._rooms: dict[int, ReceivingRoom] = {}
         self._seen = SeenRooms()
         self._owned: dict[int, int] = {}  # block → room
@@ -110,12 +111,12 @@ class Receivers:
             raise InvalidArgument("token_count", f"{token_count} is not a number of tokens")
         if room in self._rooms or room in self._seen:  # which forgets the oldest boots
             raise InvalidArgument("room", f"{room} was used before")
-        if len(self._rooms) >= ROOMS_MAX or not self._free_slots:
+        if len(self._rooms) >= ROOMS_MAX or not self.free_slots:
             raise CapacityError(f"{len(self._rooms)} handoffs are under way", "aux_slots")
         limbo = self.limbo_blocks(peer)
         if limbo * LIMBO_SHARE > self._shape.block_count:
             raise CapacityError(f"{limbo} blocks wait until {peer} has drained them", "limbo")
-        slot = self._free_slots.pop()
+        slot = self.free_slots.pop()
         progress = HandoffProgress(self._patience, now_ns)
         one = self._rooms[room] = ReceivingRoom(room, peer, token_count, slot, progress)
         self._seen.add(room)
@@ -277,7 +278,8 @@ class Receivers:
             return []
         one = self._rooms.get(message.room)
         if one is None or one.link != link:
-            self.counts["late_messages" if message.room in self._seen else "foreign_messages"] += 1
+            late = one is None and message.room in self._seen
+            self.counts["late_messages" if late else "foreign_messages"] += 1
             return []
         match message:
             case Drained(doubtful=doubtful):
@@ -308,6 +310,7 @@ class Receivers:
             raise ProtocolError(f"{len(ranges)} ranges of {size} bytes in one head")
         one = self._rooms.get(head.room)
         if one is None or one.link != link or one.progress.ended:
+            self.counts["foreign_messages"] += one is not None and one.link != link
             self.counts["late_ranges"] += len(ranges)
             return None, size, []
         has_aux = any(place.plane == AUX_PLANE for place in ranges)
@@ -480,7 +483,7 @@ class Receivers:
 
     def _give_slot(self, one: ReceivingRoom) -> None:
         if one.slot >= 0:
-            self._free_slots.append(one.slot)
+            self.free_slots.append(one.slot)
             one.slot = -1
 
     def _forget(self, one: ReceivingRoom) -> None:

@@ -105,21 +105,37 @@ class PrefixNeeds:
             runs = self._leading_runs(found.rows)
             usable = np.minimum.reduceat(runs[self._order], self._starts)
         else:
-            usable = self._windowed(self._windows, found.rows, ends)
+            present = self._present(found.rows)[:, :-1] != 0
+            usable = self._windowed(self._windows, present, ends)
         result[self._owners] = ends[usable]
         return result
 
-    def present(self, found: HolderRuns) -> Flags:
-        """Whether each candidate has every part in each run, whatever their windows.
+    @property
+    def known(self) -> bool:
+        """Whether the prepared directory has any of the holders; without, all prefixes are 0."""
+        return bool(len(self._bytes))
+
+    def prefixes_and_runs(self, found: HolderRuns) -> tuple[Numbers, Flags]:
+        """The same as :meth:`prefixes`, and which runs each candidate has.
 
         Returns:
-            bool [candidates, runs]; all False for another version of the directory.
+            int64 [candidates], and whether each candidate has every part in each run, whatever
+            their windows: bool [candidates, runs]. Zeros for another version of the directory.
         """
+        prefixes = np.zeros(len(self._needs), dtype=np.int64)
         result = np.zeros((len(self._needs), len(found.ends)), dtype=np.bool_)
-        if found.version == self._version and len(self._owners) and len(found.ends):
-            parts = self._present(found.rows)[:, :-1] != 0
-            result[self._owners] = np.logical_and.reduceat(parts[self._order], self._starts, axis=0)
-        return result
+        if found.version != self._version or not len(self._owners) or not len(found.ends):
+            return prefixes, result
+        parts = self._present(found.rows)[:, :-1] != 0
+        every = np.logical_and.reduceat(parts[self._order], self._starts, axis=0)
+        result[self._owners] = every
+        ends = np.concatenate(([0], found.ends))
+        if self._windows is None:
+            runs = np.where(every.all(axis=1), every.shape[1], every.argmin(axis=1))
+        else:
+            runs = self._windowed(self._windows, parts, ends)
+        prefixes[self._owners] = ends[runs]
+        return prefixes, result
 
     def _present(self, rows: Words) -> Bytes:
         """Whether each part is there in each run: uint8 [parts, runs + 1], 0 if not; last all 0."""
@@ -147,9 +163,8 @@ class PrefixNeeds:
             result = np.where(result == start, start + leading, result)
         return result
 
-    def _windowed(self, windows: Numbers, rows: Words, ends: Numbers) -> Numbers:
+    def _windowed(self, windows: Numbers, present: Flags, ends: Numbers) -> Numbers:
         """The last run of each candidate up to whose end every part has what it needs."""
-        present = self._present(rows)[:, :-1] != 0
         # Where the blocks begin that are there without a gap up to the end of each run.
         since = np.maximum.accumulate(np.where(present, 0, ends[1:]), axis=1)
         enough = (windows[:, None] > 0) & (ends[1:] - since >= windows[:, None])

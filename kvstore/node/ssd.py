@@ -138,7 +138,7 @@ class DiskTier:
 
     def flush(self) -> None:
         """Submit pending jobs to the tier, as many as it accepts."""
-        self.pages.go_on()
+        self._node.pages.tiers.go_on()
         if not self.pages.jobs:
             return
         held = [job for job in self.pages.jobs if self._waits(job)]

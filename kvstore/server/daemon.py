@@ -237,7 +237,7 @@ class Daemon:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + WRITE_OUT_S
         disk = self.disk.pages
-        disk.write_out(self._table.spaces)
+        self._table.tiers.write_out(self._table.spaces)
         while not disk.settled and loop.time() < deadline:
             self.desk.flush()
             await asyncio.sleep(TICK_S)

@@ -21,8 +21,8 @@ from kvstore.server.removals import drop
 from kvstore.server.status import NodeStatus
 from kvstore.server.turns import Turns, Work
 from kvstore.server.verify import Verifier
-from kvstore.state.choice.pins import expiry
 from kvstore.state.choice.policy import POLICIES
+from kvstore.state.choice.quotas import expiry
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree
@@ -212,10 +212,9 @@ class OperatorRequests:
 
     def _write(self, nodes: list[PrefixNode]) -> Work[None]:
         """Queue pages that are not on disk for writing, heads first."""
-        disk = self._table.disk
         for count, node in enumerate(nodes, start=1):
             for shard in list(node.digests) if is_live(node) else ():
-                disk.ensure_written(node, shard)
+                self._table.tiers.ensure_written(node, shard)
             if count % _STEP_WRITES == 0:
                 yield None
 
@@ -270,7 +269,7 @@ class OperatorRequests:
         job.pages -= _evicted(table)
         if tier == "ssd":
             before = space.disk_bytes
-            kept = disk.limits.shrink(space, _SHRINK_PAGES)
+            kept = table.tiers.shrink(space, _SHRINK_PAGES)
             job.pages += _evicted(table)
             return before - space.disk_bytes, kept, False
         before = space.host_bytes

@@ -67,7 +67,7 @@ class SimulatedTier:
 
     def flush(self) -> None:
         """See :class:`~kvstore.node.desk.DiskSide`."""
-        self.pages.go_on()
+        self._node.pages.tiers.go_on()
         jobs = list(self.pages.jobs)
         self.pages.jobs.clear()
         for job in jobs:
@@ -109,7 +109,7 @@ class SimulatedTier:
         for node in space.nodes.values():
             table.residents.add_candidate(node)
         self.pages.limits.all_offered(space)
-        self.pages.limits.shrink(space, 1 << 20)
+        table.tiers.shrink(space, 1 << 20)
         keys = [at.key for at in space.nodes.values() if at.ready and not at.memory_only]
         with suppress(CapacityError):
             if keys:

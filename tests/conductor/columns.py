@@ -55,6 +55,7 @@ class RequestRow:
     keys: Words = field(default_factory=lambda: NO_KEYS)
     least_s: float = 0.0
     bound: str = ""
+    output: float = 100.0
 
 
 def engine(name: str, role: str = "mixed", **fields: object) -> EngineRow:
@@ -113,6 +114,7 @@ def waiting(rows: Sequence[RequestRow], matches: Matches | None = None) -> Waiti
             matches=row.matches or matches or {},
             least_s=row.least_s,
             bound=row.bound,
+            output=row.output,
         )
         for row in rows
     ).columns

@@ -238,14 +238,14 @@ def test_one_free_place_to_decode_is_given_to_the_oldest_of_those_who_wait_for_i
 
 
 def test_the_policy_orders_those_whose_kv_waits_too() -> None:
-    urgent_first = POLICIES["least-loaded"]._replace(
-        order=lambda waiting, _: sorted(range(len(waiting)), key=waiting.priorities.__getitem__)
+    last_first = POLICIES["least-loaded"]._replace(
+        order=lambda waiting, _: range(len(waiting) - 1, -1, -1)
     )
     dispatcher = dispatcher_over(
-        info("p", "prefill", 4), info("d", "decode", 2), policy=urgent_first
+        info("p", "prefill", 4), info("d", "decode", 2), policy=last_first
     )  # fmt: skip
     for number in range(1, 5):
-        dispatcher.arrive(Request(number=number, model="m", arrived=0.0, priority=-number))
+        dispatcher.arrive(Request(number=number, model="m", arrived=0.0))
         dispatcher.step(0.0)
         dispatcher.prefilled(number, 1.0)
         dispatcher.step(1.0)

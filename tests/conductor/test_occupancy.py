@@ -25,6 +25,7 @@ CHANGES: dict[str, Change] = {
     "an engine fails": lambda _, registry, __: next(iter(registry)).health.failed(0.0),
     "an engine registers": lambda _, registry, __: registry.register(info("f", "mixed"), 0.0),
     "it registers again": lambda _, registry, __: registry.register(engine(5), 0.0),
+    "more is known of it": lambda _, registry, __: registry.update(engine(6)),
     "an engine goes": lambda _, registry, __: registry.remove("e"),
     "a prompt is given": lambda _, __, loads: loads.assigned(2, engine(), (9, 0), (0.0, 9.0), 0.0),
     "a prompt is computed": lambda _, __, loads: loads.computed(1, "e", 0.0, None),
@@ -43,7 +44,7 @@ def test_a_view_is_made_again_after_a_change_only(what: str) -> None:
     loads.assigned(1, engine(), (1000, 0), (0.0, 5.0), 0.0)
 
     def view() -> object:
-        return places.view(list(registry), loads, 1, 0.0)
+        return places.view(registry, loads, 1, 0.0)
 
     before = view()
     assert view() is before
@@ -59,5 +60,5 @@ def test_a_view_is_of_one_time() -> None:
     registry, loads, places = EngineRegistry(), EngineLoads(CostBook()), Occupancy()
     registry.register(engine(), 0.0)
     loads.assigned(1, engine(), (1000, 0), (0.0, 5.0), 0.0)
-    costs = [places.view(list(registry), loads, 1, now).costs for now in (0.0, 2.0)]
+    costs = [places.view(registry, loads, 1, now).costs for now in (0.0, 2.0)]
     assert [float(one.backlog_s[0]) for one in costs if one is not None] == [5.0, 3.0]

@@ -3,17 +3,20 @@
 import heapq
 import itertools
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.costs.book import EngineCosts, Machine
+from conductor.costs.book import CostBook, EngineCosts, Machine
 from conductor.costs.prior import transfer_seconds
 from conductor.routing.choices import Assign, Hold
 from conductor.routing.columns import Matches, Prefix
 from conductor.routing.dispatcher import Dispatcher, DispatchLimits, Request
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
+from conductor.routing.joining import RankEvents
+from conductor.routing.load import EngineLoads
 from conductor.routing.policy import AGING, KVCACHE_BALANCING_THRESHOLD, POLICIES, WORK
 from conductor.routing.scheduler import Scheduler
 from tests.conductor.columns import NOW, EngineRow, engine, request, schedule
@@ -374,3 +377,20 @@ def test_a_load_with_failures_and_engines_that_go_leaves_nothing_behind(
     assert not costs.coming_bytes.any(), "or KV on its way"
     places = {spec.id: spec.max_running for spec in LOADS[load]}
     assert all(most <= places[name] for name, most in seeded.most.items())
+
+
+def test_steps_are_estimated_anew_when_an_engine_registers_with_other_hardware_or_ranks() -> None:
+    loads = EngineLoads(CostBook())
+    small = info("e", "mixed")
+    large = msgspec.structs.replace(small, hardware="8xh200")
+    ranks = tuple(RankEvents(rank, None, None, None) for rank in range(4))
+
+    def step_s(one: EngineInfo) -> float:
+        return float(loads.columns([one], 0.0).step_s[0])
+
+    for number in range(1, 60):
+        loads.decodes(number, small, 20_000, 0.0)
+    before = step_s(small)
+    assert step_s(large) < before
+    assert step_s(small) == before
+    assert step_s(msgspec.structs.replace(small, ranks=ranks)) < before

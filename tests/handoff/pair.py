@@ -17,6 +17,7 @@ from kvstore.handoff.decode import DecodeManager, Receiver
 from kvstore.handoff.memory import HandoffPool
 from kvstore.handoff.prefill import PrefillManager, Sender
 from kvstore.handoff.registry import HandoffRegistry
+from kvstore.handoff.shared_memory import SharedMemory
 from kvstore.handoff.states import Patience
 from kvstore.mover.kvpool import KVPool
 
@@ -32,12 +33,15 @@ PATIENCE = Patience(bootstrapping_s=10, waiting_s=10, transferring_s=5, total_s=
 class Memory:
     """A pool of blocks, and what belongs in them."""
 
-    def __init__(self, blocks: int = BLOCKS) -> None:
-        self.planes = np.zeros((2 * LAYERS, blocks, BLOCK_BYTES), dtype=np.uint8)
+    def __init__(self, blocks: int = BLOCKS, shared: SharedMemory | None = None) -> None:
+        shape = (2 * LAYERS, blocks, BLOCK_BYTES)
+        self.planes = np.zeros(shape, dtype=np.uint8)
+        if shared is not None:
+            self.planes = np.frombuffer(shared.buffer, dtype=np.uint8).reshape(shape)
         self.generations = np.zeros(blocks, dtype=np.uint64)
         base, step = self.planes.ctypes.data, blocks * BLOCK_BYTES
-        planes = tuple(int(base) + plane * step for plane in range(2 * LAYERS))
-        pool = KVPool(planes, BLOCK_BYTES, BLOCK_BYTES, blocks)
+        self.starts = tuple(int(base) + plane * step for plane in range(2 * LAYERS))
+        pool = KVPool(self.starts, BLOCK_BYTES, BLOCK_BYTES, blocks)
         self.pool = HandoffPool(pool, BLOCK_TOKENS, self.generations)
 
     def write(self, room: int, layers: range, positions: range, blocks: list[int]) -> None:

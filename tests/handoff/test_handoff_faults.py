@@ -8,12 +8,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from urllib.parse import urlsplit
 
 import pytest
 
-from kvstore.errors import ConfigError, PeerUnreachable, ProtocolError
-from kvstore.handoff import registry as registries
+from kvstore.errors import ConfigError
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.greeting import PROTOCOL, read_secret
 from kvstore.handoff.prefill import PrefillManager
@@ -344,27 +342,6 @@ def test_a_side_that_only_pings_is_given_up_at_the_deadline_of_the_state(wait_un
         wait_until(lambda: not (sender.holds_blocks or receiver.holds_blocks))
 
 
-def test_a_registration_cannot_be_sent_again_and_its_lease_ends():
-    registry = HandoffRegistry("127.0.0.1", 0, SECRET)
-    try:
-        client = RegistryClient(registry.url, SECRET)
-        shape = Memory().pool.shape
-        fields = ("127.0.0.1:9", "ab", 1, (0, 4), (0, 1), shape, "", ["tcp"], PROTOCOL)
-        record = RankRecord(0, *fields, 60.0)
-        client.register(record)
-        assert client.ranks() == [record]
-        with pytest.raises(ProtocolError, match="409"):
-            client.register(record)
-        with pytest.raises(ProtocolError, match="401"):
-            RegistryClient(registry.url, b"x" * 32).ranks()
-        client.register(RankRecord(0, "127.0.0.1:9", "ab", 2, *fields[3:], 0.0))
-        assert client.ranks() == []
-    finally:
-        registry.close()
-    with pytest.raises(PeerUnreachable):
-        client.ranks()
-
-
 def test_a_secret_that_others_may_read_or_that_is_short_is_refused(tmp_path, secret_file):
     assert read_secret(secret_file) == SECRET
     secret_file.chmod(0o644)
@@ -377,25 +354,3 @@ def test_a_secret_that_others_may_read_or_that_is_short_is_refused(tmp_path, sec
         read_secret(short)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_secret(tmp_path / "none")
-
-
-def test_a_request_that_comes_byte_by_byte_is_cut_off_by_the_registry(wait_until, monkeypatch):
-    monkeypatch.setattr(registries, "_REQUEST_S", 0.3)
-    registry = HandoffRegistry("127.0.0.1", 0, SECRET)
-    place = urlsplit(registry.url)
-    try:
-        with socket.create_connection((place.hostname, place.port), 10) as slow:
-            slow.setblocking(False)
-
-            def is_cut() -> bool:
-                try:
-                    slow.send(b"x")  # a line that never ends
-                    return slow.recv(1) == b""
-                except BlockingIOError:
-                    return False
-                except ConnectionError:
-                    return True
-
-            wait_until(is_cut)
-    finally:
-        registry.close()

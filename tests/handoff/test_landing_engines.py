@@ -6,6 +6,8 @@ engine that they go through has ended.
 
 from dataclasses import dataclass
 
+import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -25,13 +27,14 @@ from kvstore.handoff.messages import (
 )
 from kvstore.handoff.places import AUX_PLANE, PushRange, pack_numbers
 from kvstore.handoff.receiving import LIMBO_SHARE, Receivers
+from kvstore.handoff.sending import Senders
 from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.states import FailureCode, HandoffFailure, HandoffSide, Layer, Patience, State
 
 SECOND = 1_000_000_000
 BLOCKS = 60
 SHAPE = PoolShape(1, 1, 64, 1, BLOCKS)
-PLACE = LandingPlace("mooncake", "10.0.0.1:15000", bytes(range(8)))
+PLACE = LandingPlace("mooncake", "10.0.0.1:15000", b"\0\0\1\0\0\0\0\0")
 FAILURE = HandoffFailure(FailureCode.WRITE, HandoffSide.PREFILL, 0, Layer.TRANSPORT, "for a test")
 
 
@@ -76,6 +79,80 @@ def test_the_engine_is_ended_for_doubts_that_are_old_or_many():
     engines.doubt(1)
     assert engines.due(7) == 0
     assert engines.due(7 + DOUBT_S_MAX * SECOND) == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        LandingPlace("mooncake", "10.0.0.1", bytes(range(1, 9))),
+        LandingPlace("mooncake", "etcd://10.0.0.1:2379", bytes(range(1, 9))),
+        LandingPlace("mooncake", "10.0.0.1:0", bytes(range(1, 9))),
+        LandingPlace("mooncake", "10.0.0.1:65536", bytes(range(1, 9))),
+        LandingPlace("mooncake", "h" * 300 + ":1", bytes(range(1, 9))),
+        LandingPlace("m" * 300, "10.0.0.1:15000", bytes(range(1, 9))),
+        LandingPlace("mooncake", "10.0.0.1:15000", bytes(range(1, 8))),
+        LandingPlace("mooncake", "10.0.0.1:15000", bytes(range(1, 17))),
+        LandingPlace("mooncake", "10.0.0.1:15000", bytes(8)),
+        LandingPlace("mooncake", "10.0.0.1:15000", b"\xff" * 8),
+    ],
+)
+def test_prefill_refuses_a_place_that_cannot_be_one(wrong):
+    core = Senders(SHAPE, Patience())
+    progress, _ = core.open(1, 2, 0)
+    core.received(b"L", Announce(1, 2, 0, pack_numbers([4, 5]), 0, wrong), 0)
+
+    assert progress.failure.code == FailureCode.REFUSED
+
+
+def test_a_place_on_the_network_is_taken():
+    for endpoint in ("10.0.0.1:15000", "[fe80::1]:15000", "node-7.rack:1"):
+        place = LandingPlace("mooncake", endpoint, PLACE.planes)
+        core = Senders(SHAPE, Patience())
+        core.open(1, 2, 0)
+        core.received(b"L", Announce(1, 2, 0, pack_numbers([4, 5]), 0, place), 0)
+        (submit,) = core.push(1, range(1), range(2), [7, 8], np.zeros(0, dtype=np.uint64), 0)
+
+        assert submit.job.place == place
+        assert submit.job.targets == [4]
+
+
+def test_prefill_says_that_a_write_has_not_ended_well_also_after_the_room_is_forgotten():
+    core = Senders(SHAPE, Patience())
+    core.open(1, 2, 0)
+    core.received(b"L", Announce(1, 2, 0, pack_numbers([4, 5]), 0, PLACE), 0)
+    (submit,) = core.push(1, range(1), range(2), [7, 8], np.zeros(0, dtype=np.uint64), 0)
+    assert core.received(b"L", Abort(1, FAILURE), 0) == []
+    said = core.completed(submit.job.number, FAILURE, 0, doubtful=True)
+
+    assert said == [SendTo(b"L", Drained(1, doubtful=True))]
+    assert core.received(b"L", Abort(1, FAILURE), 0) == said
+    core.close(1, 0)
+    assert core.received(b"L", Abort(1, FAILURE), 0) == said
+
+
+@pytest.mark.parametrize("wrong", [PushRange(AUX_PLANE, 0, 8), PushRange(0, 2, 1)])
+def test_what_another_transport_cannot_have_written_ends_the_handoff(wrong):
+    core = Receivers(SHAPE, 8, 64, Patience())
+    core.engine_up(1, PLACE)
+    core.linked("p", b"L", 0, writes=True)
+    progress, _ = core.open(1, "p", 2, 0)
+    core.announce(1, 0, [4, 5], 0)
+    head = RangesWritten(1, pack_numbers(wrong), bytes(16))
+
+    assert core.arriving(b"L", head, 0)[0] is None
+    assert progress.failure.code == FailureCode.PROTOCOL
+
+
+def test_ranges_that_were_written_without_a_place_end_the_handoff():
+    core = Receivers(SHAPE, 8, 64, Patience())
+    core.engine_up(1, PLACE)
+    core.linked("p", b"L", 0, writes=False)
+    progress, _ = core.open(1, "p", 2, 0)
+    core.announce(1, 0, [4, 5], 0)
+    head = RangesWritten(1, pack_numbers(PushRange(0, 0, 2)), bytes(16))
+
+    assert core.arriving(b"L", head, 0)[0] is None
+    assert progress.failure.code == FailureCode.PROTOCOL
 
 
 @dataclass

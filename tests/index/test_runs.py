@@ -56,18 +56,30 @@ def usable(blocks: list[set[int]], parts: list[tuple[list[int], int | None]]) ->
 def test_prefixes_are_those_counted_block_by_block(runs, candidates) -> None:
     blocks = [holders for length, holders in runs for _ in range(length)]
 
-    prefixes = prepared(candidates).prefixes(runs_of(runs))
-
-    assert prefixes.tolist() == [usable(blocks, parts) for parts in candidates]
+    needs, found = prepared(candidates), runs_of(runs)
+    counted = [usable(blocks, parts) for parts in candidates]
+    assert needs.prefixes(found).tolist() == counted
+    prefixes, there = needs.prefixes_and_runs(found)
+    assert prefixes.tolist() == counted
+    assert there.tolist() == [
+        [bool(parts) and all(held & set(one) - {11} for one, _ in parts) for _, held in runs]
+        for parts in candidates
+    ]
 
 
 @given(sets_of_runs, st.lists(st.lists(st.tuples(part.map(lambda p: p[0]), st.none()), max_size=3)))
 def test_prefixes_without_windows_are_those_counted_block_by_block(runs, candidates) -> None:
     blocks = [holders for length, holders in runs for _ in range(length)]
 
-    prefixes = prepared(candidates).prefixes(runs_of(runs))
-
-    assert prefixes.tolist() == [usable(blocks, parts) for parts in candidates]
+    needs, found = prepared(candidates), runs_of(runs)
+    counted = [usable(blocks, parts) for parts in candidates]
+    assert needs.prefixes(found).tolist() == counted
+    prefixes, there = needs.prefixes_and_runs(found)
+    assert prefixes.tolist() == counted
+    assert there.tolist() == [
+        [bool(parts) and all(held & set(one) - {11} for one, _ in parts) for _, held in runs]
+        for parts in candidates
+    ]
 
 
 def test_many_runs_are_looked_at_in_several_steps() -> None:
@@ -78,7 +90,10 @@ def test_many_runs_are_looked_at_in_several_steps() -> None:
 
 
 def test_runs_of_another_directory_have_no_prefix() -> None:
-    assert prepared([[([0], None)]]).prefixes(runs_of([(5, {0})], version=5)).tolist() == [0]
+    needs, found = prepared([[([0], None)]]), runs_of([(5, {0})], version=5)
+    assert needs.prefixes(found).tolist() == [0]
+    prefixes, there = needs.prefixes_and_runs(found)
+    assert (prefixes.tolist(), there.tolist()) == ([0], [[False]])
 
 
 def test_a_group_with_a_window_counts_again_after_a_gap() -> None:

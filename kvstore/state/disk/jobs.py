@@ -9,11 +9,10 @@ from kvstore.errors import KVStoreError
 from kvstore.page import KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.metering import Meter
 from kvstore.state.tree.actions import TierRemoved, TierStored
-from kvstore.state.tree.fetches import Fetches
 from kvstore.state.tree.node import PrefixNode
-from kvstore.state.tree.places import Place, Tier
+from kvstore.state.tree.places import Place
 from kvstore.state.tree.prefix_tree import PrefixTree
-from kvstore.state.tree.sessions import Fetch
+from kvstore.state.tree.sessions import Fetch, Fetches
 from kvstore.state.tree.slots import Slot, SlotTable
 from kvstore.state.tree.story import Moment, Story
 
@@ -319,7 +318,7 @@ class PageLoad:
 
 
 class PageMemory(Protocol):
-    """What this needs of the page table: the pages in memory and the index."""
+    """What this knows of the page table: values that it reads and counts in, no decision."""
 
     slots: SlotTable
     fetches: Fetches
@@ -328,24 +327,36 @@ class PageMemory(Protocol):
     moment: Moment
     story: Story
 
-    def add_candidate(self, node: PrefixNode) -> None:
-        """The node may be evictable now."""
-        ...
 
-    def emit(
-        self, kind: type[TierStored | TierRemoved], node: PrefixNode, shard: int, tier: Tier
-    ) -> None:
-        """The pages of a node came to a tier, or left it and stay in the other."""
-        ...
+class Lost(NamedTuple):
+    """Effect: pages leave the disk for good; those that are in no memory leave the index.
 
-    def owner(self, slot: Slot) -> PrefixNode | None:
-        """The node of the page in a slot; None for a slot of no page in the trees."""
-        ...
+    So does what they lead to.
 
-    def promoted(self, node: PrefixNode, shard: int, slots: list[Slot], tokens: bytes) -> None:
-        """The pages were loaded to ``slots``, which are WRITING; their records had ``tokens``."""
-        ...
+    Attributes:
+        keys: of pages that follow each other, 32 bytes each.
+    """
 
-    def drop(self, node: PrefixNode, shard: int, cause: str) -> None:
-        """Take the pages of a node out of the index, in every tier, with all they lead to."""
-        ...
+    space: PrefixTree
+    shard: int
+    keys: bytes
+    cause: str
+
+
+class Spoilt(NamedTuple):
+    """Effect: the bytes of a page are not what was stored; it leaves every tier."""
+
+    space: PrefixTree
+    shard: int
+    key: PrefixKey
+
+
+class LetGo(NamedTuple):
+    """Effect: the disk needs the pages in these slots no more: each loses a pin."""
+
+    slots: list[Slot]
+
+
+DiskEffect = PageLoad | TierStored | TierRemoved | Lost | Spoilt | LetGo
+"""What has become of pages; :mod:`kvstore.state.table.tiers` applies it. The pages of a
+:class:`PageLoad` have arrived, or cannot be read."""

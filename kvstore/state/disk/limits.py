@@ -8,16 +8,17 @@ dead at once, and its room comes back when its segment is reclaimed.
 A reclaim carries over what is pinned, and what its space would miss in its reservation.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection
 from itertools import count
 from typing import Final
 
 from kvstore.state.choice.quotas import SHRINK_MAX, Quotas
-from kvstore.state.disk.jobs import PageMemory
+from kvstore.state.disk.jobs import Lost, PageMemory
 from kvstore.state.disk.log import Segment, SegmentLog
 from kvstore.state.disk.plans import parts_of
+from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.disk.underway import WritesUnderWay
-from kvstore.state.tree.actions import TierRemoved
 from kvstore.state.tree.columns import last_slot
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.nodeheap import Entry, NodeHeap
@@ -67,19 +68,25 @@ class DiskLimits:
     Args:
         memory: the memory side.
         log: which record lies where.
+        queue: gets what leaves for a quota.
 
     Attributes:
         writing: the pages that are being written; :class:`~kvstore.state.disk.writes.Writes` keeps
             them.
     """
 
-    def __init__(self, memory: PageMemory, log: SegmentLog) -> None:
+    def __init__(self, memory: PageMemory, log: SegmentLog, queue: DiskQueue) -> None:
         self.writing = WritesUnderWay()
         self.quotas = Quotas(lambda space: space.disk_bytes)
         self._memory = memory
         self._log = log
         #: Space number → leaves, for spaces with a quota.
         self._leaves: dict[int, _Leaves] = {}
+        self._queue = queue
+        #: Leaves that were chosen to leave the disk, until the page table has applied that; and
+        #: what they take there, by number of their space.
+        self._going: set[PrefixNode] = set()
+        self._going_bytes: Counter[int] = Counter()
 
     def limit(
         self, space: PrefixTree, quota_bytes: int, reserved_bytes: int, reservable_bytes: int
@@ -105,8 +112,6 @@ class DiskLimits:
         if node.on_disk >> shard & 1:
             self._log.remove(node, shard)
             node.forget_disk(shard)
-            if node.memory >> shard & 1:
-                self._memory.emit(TierRemoved, node, shard, "ssd")
         if node.above is not None:
             self.add_candidate(node.above)  # also when they were only being written
 
@@ -121,7 +126,7 @@ class DiskLimits:
     def make_room(self, node: PrefixNode, shard: int) -> bool:
         """Whether a page may be written; leaves of its space go for it if need be."""
         space, size = node.space, node.space.shards[shard].record_bytes
-        if not self.quotas.exceeded(space, size):
+        if not self._exceeded(space, size):
             return True
         if size > self.quotas.get(space).quota_bytes:
             return False
@@ -136,10 +141,10 @@ class DiskLimits:
         more_bytes: int = 0,
         spared: Collection[PrefixNode] = (),
     ) -> bool:
-        """Take leaves of a space out until so much more fits its quota; True when it does."""
+        """Choose leaves of a space to go until so much more fits its quota; True when it does."""
         leaves = self._leaves.get(space.number)
         for _ in range(pages_max if leaves is not None else 0):
-            if not self.quotas.exceeded(space, more_bytes):
+            if not self._exceeded(space, more_bytes):
                 return True
             assert leaves is not None
             chosen = leaves.pop(lambda node: node not in spared and self._may_go(node))
@@ -147,27 +152,38 @@ class DiskLimits:
                 self.add_candidate(node)
             if chosen is None:
                 return False
-            self._take_out(chosen)
-        return not self.quotas.exceeded(space, more_bytes)
+            self._choose(chosen)
+        return not self._exceeded(space, more_bytes)
+
+    def applied(self) -> None:
+        """What was chosen has left."""
+        self._going.clear()
+        self._going_bytes.clear()
 
     def writing_bytes(self, space: PrefixTree) -> int:
         """What is being written of a space."""
         return self.writing.bytes_of(space)
 
-    def _take_out(self, node: PrefixNode) -> None:
-        """Take a leaf off the disk; what is not in memory leaves the index."""
+    def _exceeded(self, space: PrefixTree, more_bytes: int) -> bool:
+        return self.quotas.exceeded(space, more_bytes - self._going_bytes[space.number])
+
+    def _choose(self, node: PrefixNode) -> None:
+        """Let the last page of a leaf leave the disk; the page before it may be a leaf then."""
         node.explode()
-        for shard in list(node.place_columns):
+        space = node.space
+        for shard in node.place_columns:
             self._memory.counts["disk_quota_pages"] += 1
-            if node.memory >> shard & 1:
-                self.forget(node, shard)
-            else:
-                self._memory.drop(node, shard, "quota")
+            self._going_bytes[space.number] += space.shards[shard].record_bytes
+            self._queue.effects.append(Lost(space, shard, node.keys, "quota"))
+        self._going.add(node)
+        if node.above is not None:
+            self.add_candidate(node.above)
 
     def _may_go(self, node: PrefixNode) -> bool:
         slots = self._memory.slots
         return (
             node.on_disk > 0
+            and node not in self._going
             and self._is_leaf(node)
             and is_live(node)
             and node.present == node.ready
@@ -177,9 +193,10 @@ class DiskLimits:
 
     def _is_leaf(self, node: PrefixNode) -> bool:
         if node.on_disk & ~node.memory:
-            return not node.below
+            return all(one in self._going and not one.memory for one in node.below.values())
         return not any(
-            child.on_disk or any(self.writing.of(child, at) for at in child.slot_columns)
+            (child.on_disk and child not in self._going)
+            or any(self.writing.of(child, at) for at in child.slot_columns)
             for child in node.below.values()
         )
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from kvstore.errors import KVStoreError, PageCorrupt
+from kvstore.errors import KVStoreError
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.state.disk.jobs import DiskRead, PageLoad, PageMemory, PageName
 from kvstore.state.disk.log import SegmentLog
@@ -59,11 +59,6 @@ class DiskLoads:
                 missing.append(node.keys)
         if missing:
             fetch.wanted.append((nodes[0].space, shard, b"".join(missing)))
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether loads are to be begun in the turns that come."""
-        return bool(self.beginning)
 
     def next(self, fetch: Fetch, most: int) -> tuple[int, PrefixNode | None, int]:
         """Look at the next pages that a fetch wants: are they to be loaded, to slots of their own?
@@ -169,58 +164,10 @@ class DiskLoads:
         if error is not None:
             load.errors[number] = error
         if not load.left:
-            self._settle(load)
-
-    def _settle(self, load: PageLoad) -> None:
-        """Its pages are in memory now, those that were read and are still wanted there."""
-        space, shard, packed, count = load.space, load.shard, load.keys, len(load.slots)
-        for at in range(0, len(packed), KEY_BYTES):
-            del self._by_page[space.number, shard, PrefixKey(packed[at : at + KEY_BYTES])]
-        waiters = [fetch for fetch in load.waiters if not fetch.ended]
-        at, came = 0, False
-        while at < count:
-            node = self._wanted(load, at)
-            if node is None:
-                self._memory.slots.abort(load.slots[at : at + 1])
-                at += 1
-                continue
-            end = at + node.count
-            slots, error = load.slots[at:end], load.errors.get(at)
-            if error is not None:
-                self._memory.slots.abort(slots)
-                cause = "corrupt" if isinstance(error, PageCorrupt) else "unreadable"
-                self._memory.drop(node, shard, cause)
-            else:
-                came = True
-                told = load.tokens[at:end]
-                tokens = b"".join(told) if all(told) else b""
-                self._memory.promoted(node, shard, slots, tokens)
-                for fetch in waiters:
-                    self._memory.fetches.keep(fetch, slots)
-                self._memory.add_candidate(node)
-            at = end
-        if came:
-            self._memory.meter.disk_load.observe(self._memory.moment.now_ns - load.since_ns)
-        self._memory.fetches.came(waiters)
-
-    def _wanted(self, load: PageLoad, at: int) -> PrefixNode | None:
-        """A node of pages of a load from number ``at`` on that ended alike and are on disk still.
-
-        None when that page left meanwhile, or has another place in memory, or other bytes.
-        """
-        space, shard = load.space, load.shard
-        key = PrefixKey(load.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])
-        node = space.index.get(key)
-        if node is None or not node.on_disk & ~node.memory & 1 << shard:
-            return None
-        offset = node.position(key)
-        pages = min(node.matching(offset, load.keys, at * KEY_BYTES), load.alike(at))
-        mine = node.digest_columns[shard][offset * DIGEST_BYTES : (offset + pages) * DIGEST_BYTES]
-        if not load.digests.startswith(mine, at * DIGEST_BYTES):
-            pages = 1
-            if not load.digests.startswith(mine[:DIGEST_BYTES], at * DIGEST_BYTES):
-                return None
-        return space.exact(node, offset, pages)
+            for at in range(0, len(load.keys), KEY_BYTES):
+                key = PrefixKey(load.keys[at : at + KEY_BYTES])
+                del self._by_page[load.space.number, load.shard, key]
+            self._queue.effects.append(load)
 
     def _want(self, fetch: Fetch, space: PrefixTree, shard: int, packed: bytes) -> None:
         """A fetch wants these pages next."""

@@ -36,7 +36,10 @@ from kvstore.state.disk.jobs import (
     DiskTombstone,
     DiskWrite,
     Durable,
+    LetGo,
+    Lost,
     PageMemory,
+    Spoilt,
     SyncPolicy,
     Verdict,
     WritePolicy,
@@ -68,6 +71,8 @@ class DiskPages:
 
     Attributes:
         jobs: to be carried out by the tier, in order.
+        effects: what has become of pages, in order: the page table applies it before anything else
+            happens, and says :meth:`applied`.
         acknowledged: durable puts and removals that ended.
         loads: pages on their way from disk.
         writes: pages on their way to disk.
@@ -83,7 +88,7 @@ class DiskPages:
         self.admission = admission
         self.rules = rules
         self._queue = DiskQueue(memory.story)
-        self.jobs = self._queue.pending
+        self.jobs, self.effects = self._queue.pending, self._queue.effects
         self.acknowledged: list[Durable] = []
         self._durables: set[Durable] = set()
         self._memory = memory
@@ -95,7 +100,7 @@ class DiskPages:
         self.loads = DiskLoads(memory, log, self._queue)
         self._checks = DiskChecks(log, self._queue, memory.counts)
         #: What spaces may and must have on disk.
-        self.limits = DiskLimits(memory, log)
+        self.limits = DiskLimits(memory, log, self._queue)
         self._reclaimer = SegmentReclaimer(
             log, admission, self._queue, self.limits, memory.counts, rules.retry_ns
         )
@@ -133,18 +138,14 @@ class DiskPages:
         """Whether writes fail, or a sync did: then nothing becomes durable before a restart."""
         return self.degraded or self._sync_failed
 
-    @property
-    def writes_at_once(self) -> bool:
-        """Whether pages are written, one by one, as soon as they are stored."""
-        return self.rules.write is WritePolicy.THROUGH
-
     def stored(self, nodes: Iterable[PrefixNode], shard: int) -> None:
         """Pages became READY in memory."""
-        through = self.writes_at_once
-        for node in nodes:
-            if through or node.disk_pins:
-                self._backlog.add(node, shard)
-        self._pump()
+        through = self.rules.write is WritePolicy.THROUGH
+        wanted = [node for node in nodes if through or node.disk_pins]
+        for node in wanted:
+            self._backlog.add(node, shard)
+        if wanted:
+            self._pump()
 
     def used(self, node: PrefixNode, shard: int) -> None:
         """Somebody loads the prefix that ends here."""
@@ -280,7 +281,6 @@ class DiskPages:
     def _write(self, node: PrefixNode, shard: int, durable: Durable | None = None) -> bool:
         begun = self.writes.begin(node, shard, self._now_ns, durable)
         self._reclaimer.advance_reclaim(self._memory.moment.tick)
-        self._lose_reclaimed()
         return begun
 
     def _pump(self) -> None:
@@ -305,7 +305,8 @@ class DiskPages:
 
     def _end_durable(self, durable: Durable) -> None:
         self.writes.give_up(durable)
-        self._memory.fetches.unpin(durable.pinned)
+        self._queue.effects.append(LetGo(durable.pinned))
+        durable.pinned = []
         self._durables.discard(durable)
         if durable.error is None and not all(are_there(*some) for some in durable.pages):
             durable.error = CapacityError("a page left the store before its sync; put it again")
@@ -331,15 +332,17 @@ class DiskPages:
 
     def _quarantine(self, node: PrefixNode, shard: int) -> None:
         """The record of a page is not what was written; a copy in memory stays."""
-        if node.memory >> shard & 1:
-            self._lose(node, shard, "head_lost")
-        else:
-            self._memory.drop(node, shard, "corrupt")
+        in_memory = node.memory >> shard & 1
+        self._queue.effects.append(
+            Lost(node.space, shard, node.keys, "head_lost")
+            if in_memory
+            else Spoilt(node.space, shard, node.key)
+        )
 
     # ---- what the tier says -----------------------------------------------------------------
 
     def completed(self, job: int, error: KVStoreError | None, tokens: bytes = b"") -> bool:
-        """A job has ended; ``error`` None = all of it was done.
+        """A job has ended; ``error`` None = all of it was done. :meth:`go_on` is called then.
 
         ``tokens``: of one that read a record, those that it has of its page.
 
@@ -373,10 +376,7 @@ class DiskPages:
                 self._syncs.completed(error)
             case _:
                 self._reclaimer.completed(ended, error, self._memory.moment.tick)
-        if self._reclaimer.lost:
-            self._lose_reclaimed()
         settled = error is not None or len(self.writes) != writes
-        self.go_on()
         return settled or not isinstance(ended, DiskWrite)
 
     def _wrote(self, job: DiskWrite, error: KVStoreError | None) -> None:
@@ -386,9 +386,12 @@ class DiskPages:
             if node.disk_pins:
                 self._backlog.add(node, shard)
         if isinstance(error, PageCorrupt):
-            page, owner = job.page, self._memory.owner(job.slot)
-            if owner is not None and owner.space is page.space and owner.memory >> page.shard & 1:
-                self._memory.drop(owner.space.nodes[page.key], page.shard, "corrupt")
+            page = job.page
+            there = page.space.index.get(page.key)
+            if there is not None and there.memory >> page.shard & 1:
+                at = there.position(page.key)
+                if there.slots_of(page.shard)[at] == job.slot:
+                    self._queue.effects.append(Spoilt(page.space, page.shard, page.key))
 
     def go_on(self) -> None:
         """Write and sync what waits, as far as that is possible now."""
@@ -404,11 +407,14 @@ class DiskPages:
             self._end_durables()
 
     def advance(self, now_ns: int) -> None:
-        """Time has come to ``now_ns``: sync if that is due, write what waits."""
+        """Time has come to ``now_ns``; :meth:`go_on` syncs and writes what is due."""
         self._now_ns = now_ns
         self._reclaimer.advance(now_ns, self._memory.moment.tick)
-        self._lose_reclaimed()
-        self.go_on()
+
+    def applied(self) -> None:
+        """All effects were applied; there may be new ones."""
+        self.limits.applied()
+        self._reclaimer.resume(self._memory.moment.tick)
 
     def stats(self) -> dict[str, Any]:
         """What is on disk and on its way, as plain values."""
@@ -438,26 +444,6 @@ class DiskPages:
             self.log.fail(place.segment)
         self._retry_ns = self._now_ns + self.rules.retry_ns
         self._memory.counts[f"disk_{error.code}"] += 1
-
-    def _lose_reclaimed(self) -> None:
-        """Take out the pages that a reclaim gives up; it goes on when they have left."""
-        while self._reclaimer.lost:
-            lost, self._reclaimer.lost = self._reclaimer.lost, []
-            for node, shard in lost:
-                self._lose(node, shard)
-            self._reclaimer.resume(self._memory.moment.tick)
-
-    def _lose(self, node: PrefixNode, shard: int, cause: str = "reclaimed") -> None:
-        """The pages leave the disk for good, and what follows them; without memory, the index."""
-        losing = [node]
-        if not node.space.shards[shard].window_pages:
-            for at in losing:
-                losing += at.below.values()
-        for at in reversed(losing):
-            if at.on_disk & at.memory & 1 << shard:
-                self.limits.forget(at, shard)
-            elif at.on_disk >> shard & 1:
-                self._memory.drop(at, shard, cause)
 
 
 def no_disk(memory: PageMemory) -> DiskPages:

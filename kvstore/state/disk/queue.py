@@ -1,10 +1,10 @@
-"""The jobs of the SSD tier: those that it is to take, and those that have not ended. Pure."""
+"""What the disk side says: jobs for the SSD tier, effects for the page table. Pure."""
 
 from itertools import count
 from typing import Final
 
 from kvstore.errors import KVStoreError
-from kvstore.state.disk.jobs import DiskCheck, DiskCopy, DiskJob, DiskRead
+from kvstore.state.disk.jobs import DiskCheck, DiskCopy, DiskEffect, DiskJob, DiskRead
 from kvstore.state.tree.story import Story
 
 _TOLD: Final = (DiskRead, DiskCheck, DiskCopy)
@@ -12,7 +12,7 @@ _TOLD: Final = (DiskRead, DiskCheck, DiskCopy)
 
 
 class DiskQueue:
-    """All jobs of one node.
+    """All jobs of one node that have not ended, and what has become of pages.
 
     Args:
         story: gets what becomes of jobs of single pages.
@@ -20,10 +20,12 @@ class DiskQueue:
     Attributes:
         pending: to be carried out, in order; the tier takes jobs out of the list.
         number: gives the number of the next job.
+        effects: to be applied, in order; the page table takes them out of the list.
     """
 
     def __init__(self, story: Story) -> None:
         self.pending: Final[list[DiskJob]] = []
+        self.effects: Final[list[DiskEffect]] = []
         self._story = story
         self.number: Final = count(1).__next__
         #: Job number → job; all and only those under way.

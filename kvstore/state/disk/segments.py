@@ -11,13 +11,14 @@ from typing import Final
 
 from kvstore.errors import KVStoreError, PageCorrupt
 from kvstore.state.choice.admission import Admission
-from kvstore.state.disk.jobs import DiskCopy, DiskDrop, DiskJob, DiskSeal, DiskSync, page_name
+from kvstore.state.disk.jobs import DiskCopy, DiskDrop, DiskJob, DiskSeal, DiskSync, Lost, page_name
 from kvstore.state.disk.limits import DiskLimits, is_pinned
 from kvstore.state.disk.log import Segment, SegmentLog, SegmentState
 from kvstore.state.disk.plans import Part, Reclaim
 from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.places import footer_bytes
+from kvstore.state.tree.prefix_tree import PrefixTree
 
 
 class _Drain(Enum):
@@ -49,16 +50,14 @@ class SegmentReclaimer:
         counts: what is counted.
         retry_ns: after a failed sync or deletion reclaiming rests for so long.
 
-    Attributes:
-        lost: (node, shard) of pages that are to be taken off the disk for good, and what follows
-            them; :meth:`resume` is called then.
+    Pages that a reclaim gives up are effects, see :class:`~kvstore.state.disk.jobs.Lost`;
+    :meth:`resume` is called when they have left.
     """
 
     def __init__(
         self, log: SegmentLog, admission: Admission, queue: DiskQueue,
         limits: DiskLimits, counts: Counter[str], retry_ns: int,
     ) -> None:  # fmt: skip
-        self.lost: list[tuple[PrefixNode, int]] = []
         self._log = log
         self._admission = admission
         self._queue = queue
@@ -76,6 +75,8 @@ class SegmentReclaimer:
         self._plan = Reclaim([], [])
         self._copies = 0
         self._sync = 0
+        #: Pages of the victim are to leave, and nobody has said :meth:`resume` since.
+        self._losing = False
 
     @property
     def reclaiming(self) -> bool:
@@ -103,7 +104,8 @@ class SegmentReclaimer:
             self._go_on(self._victim)
 
     def resume(self, tick: int) -> None:
-        """All of :attr:`lost` has left: copy what is to stay once nothing more is to leave."""
+        """What was given up has left: copy what is to stay once nothing more is to leave."""
+        self._losing = False
         victim = self._victim
         if victim is None or self._stage is not _Drain.DROPPING or self._plan.drop:
             return
@@ -192,7 +194,7 @@ class SegmentReclaimer:
                 part = part.cut(part.pages - left, part.pages)
             left -= part.pages
             self._give_up(victim, part)
-        if not self.lost:
+        if not self._losing:
             self.resume(tick)
 
     def _give_up(self, victim: Segment, part: Part) -> None:
@@ -215,8 +217,12 @@ class SegmentReclaimer:
             ):  # fmt: skip
                 first, position = first - 1, position - 1
             self._counts["reclaimed_pages"] += end - first
-            self.lost.append((node.space.exact(node, position, end - first), part.shard))
+            self._lose(part.space, part.shard, part.cut(first, end).keys)
             end = first
+
+    def _lose(self, space: PrefixTree, shard: int, keys: bytes) -> None:
+        self._losing = True
+        self._queue.effects.append(Lost(space, shard, keys, "reclaimed"))
 
     def _copy(self, victim: Segment, carry: list[Part], tick: int) -> None:
         for part in carry:
@@ -229,7 +235,7 @@ class SegmentReclaimer:
         key, space = node.key_at(position), node.space
         placed = self._log.place(space, shard, key, tick, carried=True)
         if placed is None:
-            self.lost.append((space.exact(node, position, 1), shard))
+            self._lose(space, shard, key)
             return
         source = node.place_at(shard, position)
         self._log.pin_segment(source.segment)
@@ -277,4 +283,4 @@ class SegmentReclaimer:
         if error is not None and not isinstance(error, PageCorrupt):
             self._log.fail(job.place.segment)  # else it was the record that was to be copied
         if node is not None:
-            self.lost.append((node.space.exact(node, position, 1), shard))
+            self._lose(node.space, shard, page.key)

@@ -13,6 +13,7 @@ from kvstore.state.disk.graves import Graves
 from kvstore.state.disk.jobs import (
     DiskWrite,
     Durable,
+    LetGo,
     PageMemory,
     PageName,
     Write,
@@ -21,7 +22,7 @@ from kvstore.state.disk.limits import DiskLimits
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.disk.syncs import Syncs
-from kvstore.state.tree.actions import TierStored
+from kvstore.state.tree.actions import TierStored, tier_change
 from kvstore.state.tree.columns import pack_places, pack_slots
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.places import Place
@@ -227,7 +228,6 @@ class Writes:
         shard, at, pages = write.shard, 0, len(write.slots)
         left = CapacityError("the page left the store meanwhile")
         error: KVStoreError | None = next(iter(write.errors.values()), None)
-        settled: list[PrefixNode] = []
         while at < pages:
             node = self._page(write, at)
             if node is None:
@@ -244,18 +244,16 @@ class Writes:
                 node.demote(shard, pack_places(write.place_of(at), write.each, node.count))
                 self._log.wrote(write.place, node.count)
                 self._memory.counts["demoted_pages"] += node.count
-                self._memory.emit(TierStored, node, shard, "ssd")
+                self._queue.effects.append(tier_change(TierStored, node, shard, "ssd"))
+                self._memory.story.tell("TierStored ssd", node, shard, node.count)
             else:
                 self._abandon(write, at, node.count)
                 if node.above is not None:
                     self._limits.add_candidate(node.above)
                 error = error or left
                 unwritten.append((node, shard))
-            settled.append(node)
             at += node.count
-        self._memory.slots.unpin(write.slots)
-        for node in settled:
-            self._memory.add_candidate(node)
+        self._queue.effects.append(LetGo(write.slots))
         for durable in write.waiters:
             self._syncs.part_ended(durable, error)
 

@@ -73,6 +73,7 @@ def _check_turn(table: PageTable) -> None:
     """Assert what must hold between two turns."""
     table.eviction.check_turn()
     assert table.draining.spared is None
+    assert not table.disk.effects, "the disk side said what nobody has applied"
     now = table.draining.now
     for position, extent in enumerate(table.slots.extents):
         if extent.draining and len(extent.free) < extent.count:

@@ -10,20 +10,23 @@ from collections.abc import Sequence
 from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.ghosts import Ghosts
-from kvstore.state.choice.pins import Pin, Pins
+from kvstore.state.choice.quotas import Pin, Pins
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.deadlines import Deadlines
-from kvstore.state.table.grants import follows, known_pages, new_pages
 from kvstore.state.table.residents import Residents
 from kvstore.state.table.room import Room
 from kvstore.state.table.runs import (
     Leased,
     begin_pages,
+    follows,
+    known_pages,
     leading_in_memory,
+    new_pages,
     nodes_of,
     shard_of,
     stored_actions,
 )
+from kvstore.state.table.tiers import Tiers, apply_effects
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.columns import pack_slots
 from kvstore.state.tree.match import longest_match
@@ -52,7 +55,7 @@ class PageTable:
             InvalidArgument: no policy has that name.
         """
         self.residents = held = Residents(slots, policy)
-        self.room = Room(held)
+        self.room, self.tiers = Room(held), Tiers(held)
         self.slots, self.spaces, self.fetches = slots, held.spaces, held.fetches
         self.moment, self.meter, self.counts = held.moment, held.meter, held.counts
         self.actions, self.story = held.actions, held.story
@@ -78,7 +81,7 @@ class PageTable:
     def open_space(
         self, session: Session, identity: SpaceIdentity, shards: Sequence[ShardSpec]
     ) -> tuple[PrefixTree, list[int]]:
-        """See :meth:`~kvstore.state.tree.spaces.Spaces.open`; idle spaces give up their places."""
+        """See :class:`~kvstore.state.tree.sessions.Spaces`; idle spaces give up their places."""
         self.counts["closed_spaces"] += self.spaces.close_idle(self.residents.needs_space)
         return self.spaces.open(session, identity, shards)
 
@@ -134,6 +137,8 @@ class PageTable:
         if not last.memory & (1 << shard) - 1:  # ranks of one request count once
             self.eviction.used(last, self.moment.tick)
         self.disk.used(last, shard)
+        if self.disk.effects:
+            apply_effects(self.residents)
 
     def release(self, process: Process, lease_id: int, *, read: bool = True) -> None:
         """The reader is done; unknown leases are ignored (the answer to them may be late).
@@ -182,7 +187,7 @@ class PageTable:
         """Whoever waited has what it wanted, or has given up."""
         process.fetches.remove(fetch)
         process.charge(-fetch.size_bytes)
-        self.fetches.end(fetch)
+        self.residents.let_go(self.fetches.end(fetch))
 
     # ---- writing ----------------------------------------------------------------------------
 
@@ -210,10 +215,8 @@ class PageTable:
             if known is not None:
                 statuses += [known[0]] * known[1]
                 continue
-            granted, refusal = self._grant(
-                process, put, keys[at:] if at else keys, keys[at - 1] if at else parent,
-                tokens[at * each :],
-            )  # fmt: skip
+            following, before = (keys[at:], keys[at - 1]) if at else (keys, parent)
+            granted, refusal = self._grant(process, put, following, before, tokens[at * each :])
             statuses += [PageStatus.GRANTED] * granted
             if refusal is not None:
                 statuses += [refusal] * (len(keys) - len(statuses))
@@ -279,6 +282,8 @@ class PageTable:
             self.eviction.stored(node, keys, put.space.shards[put.shard].slot_bytes, tick)
             self.residents.add_candidate(node)
         self.disk.stored(stored, put.shard)
+        if self.disk.effects:
+            apply_effects(self.residents)
         return statuses
 
     def abort_put(self, process: Process, put_id: int, *, writing: bool = False) -> None:
@@ -327,7 +332,7 @@ class PageTable:
     ) -> Pin:  # fmt: skip
         """Pin a prefix in a tier; on disk, what is not there yet is written now.
 
-        ``measured`` is what :meth:`kvstore.state.choice.pins.Pins.measure` gave a moment ago.
+        ``measured`` is what :meth:`kvstore.state.choice.quotas.Pins.measure` gave a moment ago.
 
         Raises:
             NotFound: no page is stored under the key.
@@ -340,7 +345,7 @@ class PageTable:
         try:
             for node in pin.nodes if tier == "ssd" else ():
                 for shard in node.digests:
-                    self.disk.ensure_written(node, shard)
+                    self.tiers.ensure_written(node, shard)
         except CapacityError:
             self.unpin(pin.number)
             raise

@@ -16,16 +16,20 @@ from kvstore.state.disk.pages import DiskPages, no_disk
 from kvstore.state.metering import Meter
 from kvstore.state.table.draining import Draining
 from kvstore.state.table.orphans import Orphans, subtree, tails_first
-from kvstore.state.table.owners import Owners
-from kvstore.state.table.runs import missing_pages
-from kvstore.state.tree.actions import Abandoned, Action, Removed, TierRemoved, TierStored
-from kvstore.state.tree.columns import pack_slots
-from kvstore.state.tree.fetches import Fetches
+from kvstore.state.table.runs import Owners, missing_pages
+from kvstore.state.tree.actions import (
+    Abandoned,
+    Action,
+    Removed,
+    TierRemoved,
+    TierStored,
+    tier_change,
+)
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.places import Tier
 from kvstore.state.tree.prefix_tree import PrefixTree
+from kvstore.state.tree.sessions import Fetches, Spaces
 from kvstore.state.tree.slots import Slot, SlotTable
-from kvstore.state.tree.spaces import Spaces
 from kvstore.state.tree.story import Moment, Story
 
 DROP_AT_ONCE = 128
@@ -57,7 +61,7 @@ class Residents:
         self.moment = Moment()
         self.story = Story(self.moment)
         #: Who waits for pages to come to memory.
-        self.fetches = Fetches(self)
+        self.fetches = Fetches(slots, self.moment)
         self.eviction = Eviction(slots, policy)
         self.quotas = self.eviction.quotas
         self.orphans: deque[Orphans] = deque()
@@ -71,7 +75,7 @@ class Residents:
         """Whether there is work for the turns that come: :meth:`sweep`, :meth:`drain`, writes."""
         if self.orphans or self.draining.now is not None:
             return True
-        return self.disk.unfinished or self.disk.loads.unfinished
+        return self.disk.unfinished or len(self.disk.loads.beginning) > 0
 
     def ready_run(self, space: PrefixTree, shard: int, packed: bytes) -> list[PrefixNode]:
         """The leading run of READY pages of one shard, in whatever tier, as single pages."""
@@ -93,15 +97,6 @@ class Residents:
 
     # ---- memory -----------------------------------------------------------------------------
 
-    def promoted(self, node: PrefixNode, shard: int, slots: list[Slot], tokens: bytes) -> None:
-        """Pages that were on disk only have been loaded to ``slots``, which are WRITING."""
-        self.slots.commit(slots, self.moment.tick)
-        node.promote(shard, pack_slots(slots))
-        node.learn(tokens)
-        self.owners.add(slots, node.key_list(), node.space)
-        self.counts["promoted_pages"] += len(slots)
-        self.emit(TierStored, node, shard, "host")
-
     def count_stored(self, pages: int, page_bytes: int, peer: str) -> None:
         """Pages of one shard became READY; ``peer``: who gave them, empty = a client."""
         if peer:
@@ -119,9 +114,7 @@ class Residents:
 
         ``tokens`` are those of their records, for pages that are in no memory.
         """
-        assert node.above is not None
-        known, keys = node.tokens or tokens, node.key_list()
-        self.actions.append(kind(node.space, shard, keys, node.above.key, tier, known))
+        self.actions.append(tier_change(kind, node, shard, tier, tokens))
         self.story.tell(f"{kind.__name__} {tier}", node, shard, node.count)
 
     def add_candidate(self, node: PrefixNode) -> None:
@@ -129,6 +122,16 @@ class Residents:
         if not node.children_in_memory:  # else it is not, and many are asked of at once
             self.eviction.add_candidate(node)
         self.disk.limits.add_candidate(node)
+
+    def let_go(self, slots: list[Slot]) -> None:
+        """Somebody needs the pages in these slots no more: take a pin from each."""
+        self.slots.unpin(slots)
+        last: PrefixNode | None = None
+        for slot in slots:
+            node = self.owners.run(slot)  # its page may have left the index meanwhile
+            if node is not None and node is not last:
+                self.add_candidate(node)
+            last = node
 
     # ---- leaving ----------------------------------------------------------------------------
 

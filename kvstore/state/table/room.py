@@ -14,6 +14,7 @@ from kvstore.state.disk.loads import LOADS_TURN, DiskLoads
 from kvstore.state.table.draining import LOOKS
 from kvstore.state.table.residents import Residents
 from kvstore.state.table.runs import leading_ready
+from kvstore.state.table.tiers import apply_effects
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch
@@ -67,6 +68,7 @@ class Room:
             taken += held.slots.allocate(count - len(taken), tenant, slot_bytes)
         held.eviction.end_choice()
         held.ghosts.wanted = None
+        apply_effects(held)
 
     def shrink(self, space: PrefixTree, pages_max: int, more_bytes: int = 0) -> bool:
         """Evict leaves of a space until so much more is within its quota; whether it is."""
@@ -74,6 +76,7 @@ class Room:
         while left and self._held.quotas.exceeded(space, more_bytes) and self._evict_own(space):
             left -= 1
         self._held.eviction.end_choice()
+        apply_effects(self._held)
         return not self._held.quotas.exceeded(space, more_bytes)
 
     def within_quota(self, space: PrefixTree, slot_bytes: int, count: int) -> int:

@@ -1,6 +1,8 @@
 """A page table with an SSD tier, of which every job ends when a test says so."""
 
+import inspect
 from itertools import count
+from typing import Any, cast
 
 from kvstore.errors import TierUnavailable
 from kvstore.state.choice.admission import Admission
@@ -15,12 +17,43 @@ from kvstore.state.disk.jobs import (
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.invariants import check
+from kvstore.state.table.pages import PageTable
+from kvstore.state.table.tiers import apply_effects
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.sessions import Fetch
 from tests.state.world import World, chain, key
 
 IO_ERROR = TierUnavailable("no such disk")
+
+
+class Applied:
+    """A disk side of which each call is followed by what the page table does then.
+
+    Args:
+        disk: the disk side.
+        table: its page table.
+    """
+
+    def __init__(self, disk: DiskPages, table: PageTable) -> None:
+        self._disk = disk
+        self._table = table
+
+    def __getattr__(self, name: str) -> Any:
+        tiers = self._table.tiers
+        if name in ("completed", "advance", "go_on", "make_durable", "ensure_written"):
+            return getattr(tiers, name)
+        found = getattr(self._disk, name)
+        if not inspect.ismethod(found) and not type(found).__name__.startswith("builtin"):
+            return found
+
+        def called(*arguments: Any) -> Any:
+            try:
+                return found(*arguments)
+            finally:
+                apply_effects(self._table.residents)
+
+        return called
 
 
 class DiskWorld(World):
@@ -34,8 +67,9 @@ class DiskWorld(World):
         rules = DiskRules(WritePolicy(write), SyncPolicy(sync), 100, in_flight_max, retry_ns=1000)
         log = SegmentLog(segments, segment_bytes)
         admits = Admission(admission, 0, log.capacity_bytes)
-        self.disk = DiskPages(self.table.residents, log, admits, rules)
-        self.table.residents.disk = self.disk
+        disk = DiskPages(self.table.residents, log, admits, rules)
+        self.table.residents.disk = disk
+        self.disk: DiskPages = cast("DiskPages", Applied(disk, self.table))
         self.open: dict[int, DiskJob] = {}
         self.letters = count(0x4E00)
         self.me = self.process()
@@ -52,7 +86,7 @@ class DiskWorld(World):
 
     def end_job(self, job: DiskJob, error: Exception | None = None) -> None:
         del self.open[job.job]
-        self.disk.completed(job.job, error)
+        self.table.tiers.completed(job.job, error)
         check(self.table)
 
     def end_all(self) -> None:

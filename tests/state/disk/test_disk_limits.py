@@ -35,7 +35,7 @@ class LimitedWorld(DiskWorld):
         for node in space.nodes.values():
             self.table.residents.add_candidate(node)
         self.disk.limits.all_offered(space)
-        while not self.disk.limits.shrink(space, 1) and self.disk.limits.quotas.exceeded(space):
+        while not self.table.tiers.shrink(space, 1) and self.disk.limits.quotas.exceeded(space):
             pass
 
     def put(self, path: str, space: PrefixTree | None = None) -> None:

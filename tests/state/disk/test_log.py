@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstore.errors import TierUnavailable
-from kvstore.page import ALL_KEYS
+from kvstore.page import ALL_KEYS, PrefixKey
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk import segments as keeper
 from kvstore.state.disk.graves import Graves
@@ -20,6 +20,7 @@ from kvstore.state.disk.jobs import (
     DiskSync,
     DiskTombstone,
     Durable,
+    Lost,
     SyncPolicy,
     WritePolicy,
 )
@@ -113,10 +114,15 @@ class LogMachine(RuleBasedStateMachine):
 
     def _settle(self) -> None:
         """Apply what the parts say, and take their jobs."""
-        while self.keeper.lost:
-            lost, self.keeper.lost = self.keeper.lost, []
-            for node, shard in lost:
-                self._lose(node, shard)
+        while self.queue.effects:
+            effects = list(self.queue.effects)
+            self.queue.effects.clear()
+            for one in effects:
+                assert isinstance(one, Lost)
+                for at in range(0, len(one.keys), 32):
+                    node = self.space.nodes.get(PrefixKey(one.keys[at : at + 32]))
+                    if node is not None:
+                        self._lose(node, one.shard)
             self.keeper.resume(self.tick)
         for durable in self.syncs.ended:
             durable.ended = True

@@ -1,0 +1,195 @@
+"""One decision of the Conductor on a prompt of 131,072 tokens, while the index is written to."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Final, NamedTuple
+
+from bench.index_feed import MODEL, SPACE, Lines, feed
+from bench.index_fleet import (
+    DECODE_ENGINES,
+    NODES,
+    PAGE_TOKENS,
+    PREFILL_ENGINES,
+    Fleet,
+    tokens,
+)
+from bench.index_ours import Cores, LastBlocks, OurIndex
+from conductor.costs.book import CostBook
+from conductor.routing.choices import Assign
+from conductor.routing.decisions import DecisionLog
+from conductor.routing.dispatcher import Dispatcher, DispatchLimits, Request
+from conductor.routing.engines import EngineInfo, EngineRegistry, Role
+from conductor.routing.policy import POLICIES
+from conductor.routing.prefixes import PrefixView
+from conductor.routing.scheduler import Scheduler
+from kvstore.index.face import PrefixIndex
+
+BLOCKS_PER_S: Final = 100_000
+POLICY: Final = "earliest-first-token"
+"""With all terms: queue, fetch, prefill, handoff, and time between tokens."""
+_BLOCKS: Final = 128
+"""In each message."""
+_MODEL: Final = MODEL.removeprefix("model:")
+_ENGINES: Final = PREFILL_ENGINES + DECODE_ENGINES
+_KEPT: Final = 4_096
+
+
+class Decided(NamedTuple):
+    """Milliseconds of decisions.
+
+    Attributes:
+        known: with the prompt's keys at hand.
+        known_cpu: likewise, CPU time.
+        of_tokens: hashing included.
+        of_tokens_cpu: likewise, CPU time.
+        blocks_per_s: that were written meanwhile.
+        held: decisions that chose no pair.
+    """
+
+    known: list[float]
+    known_cpu: list[float]
+    of_tokens: list[float]
+    of_tokens_cpu: list[float]
+    blocks_per_s: float
+    held: int
+
+
+class Decider:
+    """What the Conductor has for a decision: engines, index, dispatcher and log."""
+
+    def __init__(self, index: PrefixIndex, fleet: Fleet) -> None:
+        """Register 64 prefill and 64 decode engines; a node has one of each."""
+        registry = EngineRegistry()
+        nodes = [f"node-{at}" for at in range(NODES)]
+        engines = [one.name.removeprefix("engine/") for one in fleet.workers()[:_ENGINES]]
+        for at, name in enumerate(engines):
+            role = Role.PREFILL if at < PREFILL_ENGINES else Role.DECODE
+            node = nodes[at % NODES]
+            peers = tuple(sorted(one for one in nodes if one != node))
+            registry.register(_engine(name, role, node, peers), 0.0)
+        policy = POLICIES[POLICY]
+        self.prefixes = PrefixView(index, registry, needed=policy.needs_prefixes)
+        limits = DispatchLimits(100, 1e9, 3)
+        self._dispatcher = Dispatcher(registry, Scheduler(policy), limits, CostBook())
+        self._log = DecisionLog(_KEPT)
+        self._tokens = tokens(fleet.document()).ravel()
+        self._number = 0
+        self.held = 0
+
+    def of_tokens(self) -> tuple[float, float]:
+        """Decide once, hashing included; milliseconds that passed, and of CPU time."""
+        return self._decided(hashed=False)
+
+    def known(self) -> tuple[float, float]:
+        """The same with the keys of the prompt at hand."""
+        return self._decided(hashed=True)
+
+    def _decided(self, *, hashed: bool) -> tuple[float, float]:
+        self._number += 1
+        number, prefixes = self._number, self.prefixes
+        if hashed:
+            self._remember(number)
+            prefixes.keys(number, _MODEL)
+            prefixes.find(number, _MODEL)
+        began, cpu_began = time.perf_counter(), time.thread_time()
+        if not hashed:
+            self._remember(number)
+        held = self._decide(number, began)
+        took = 1e3 * (time.perf_counter() - began), 1e3 * (time.thread_time() - cpu_began)
+        self.held += held
+        self._dispatcher.left(number, began)
+        prefixes.forget(number)
+        decision = self._log.get(str(number))
+        assert decision is not None
+        self._log.ended(decision)
+        return took
+
+    def _remember(self, number: int) -> None:
+        self.prefixes.remember(number, self._tokens, "", _MODEL)  # type: ignore[arg-type] # array
+
+    def _decide(self, number: int, now: float) -> bool:
+        """What the front and the queue do; whether no pair was chosen."""
+        dispatcher, prefixes = self._dispatcher, self.prefixes
+        decision = self._log.open(str(number), _MODEL, POLICY, stream=True, at=datetime.now(UTC))
+        keys = prefixes.keys(number, _MODEL)
+        dispatcher.arrive(
+            Request(number=number, model=_MODEL, arrived=now, tokens=len(self._tokens), keys=keys)
+        )
+        for one, model in dispatcher.due(now):
+            dispatcher.learn(one, prefixes.find(one, model))
+        for effect in dispatcher.step(now):
+            if isinstance(effect, Assign):
+                decision.attempted(effect, 0.0)
+                return False
+        return True
+
+    def some(self) -> bool:
+        """Whether every engine has a part of the prompt, and every node."""
+        self._number += 1
+        self._remember(self._number)
+        found = self.prefixes.find(self._number, _MODEL)
+        self.prefixes.forget(self._number)
+        return bool(found) and all(one.local and one.node and one.usable for one in found.values())
+
+
+def _engine(name: str, role: Role, node: str, peers: tuple[str, ...]) -> EngineInfo:
+    return EngineInfo(
+        id=name, role=role, url="http://x", model=_MODEL, page_tokens=PAGE_TOKENS, domain=SPACE,
+        spaces=(SPACE,), node=node, peers=peers, max_running=64, shape="llama3-70b",
+        hardware="8xh800",
+    )  # fmt: skip
+
+
+def decided(pages: int, seconds: float, note: Callable[[str], None]) -> Decided:
+    """Fill an index with so many pages, and decide while it is written to.
+
+    Raises:
+        FeedError: the index does not become ready.
+    """
+    with feed(Cores.present().others) as publisher:
+        return asyncio.run(_measured(publisher, pages, seconds, note))
+
+
+async def _measured(
+    publisher: Lines, pages: int, seconds: float, note: Callable[[str], None]
+) -> Decided:
+    fleet = Fleet(_ENGINES, NODES, pages, shared=True)
+    enough = int(BLOCKS_PER_S * (2 * seconds + 2))
+    written = fleet._replace(pages=enough, shared=False, seed=1)
+
+    async def ask(do: str, **arguments: object) -> object:
+        return await asyncio.to_thread(publisher.ask, do, **arguments)
+
+    async with OurIndex(fleet.pages + written.pages) as ours:
+        endpoints = publisher.ask("open", fleet=fleet)
+        ours.follow(fleet.workers(), [[events] for events, _ in endpoints])
+        await ask("wait_subscribed", workers=len(fleet.workers()))
+        await ask("make", fleet=written, blocks=_BLOCKS)
+        note(f"{pages:,} pages come in first")
+        await ask("stream", fleet=fleet, blocks=_BLOCKS)
+        await ours.wait_seen(LastBlocks(await ours.table(), fleet).seen)
+        decider = Decider(ours.index, fleet)
+        await ours.wait_seen(decider.some)
+        publisher.pin(Cores.present().indexer)  # who decides has the other core
+        await ask("steady", rate=BLOCKS_PER_S / _BLOCKS)
+        known = await _times(decider.known, seconds)
+        of_tokens = await _times(decider.of_tokens, seconds)
+        rate = await ask("stop")
+        assert isinstance(rate, float)
+    return Decided(*known, *of_tokens, rate * _BLOCKS, decider.held)
+
+
+async def _times(
+    decide: Callable[[], tuple[float, float]], seconds: float
+) -> tuple[list[float], list[float]]:
+    """Times of decisions, each in a turn of our loop."""
+    wall, cpu = list[float](), list[float]()
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        passed, used = decide()
+        wall.append(passed)
+        cpu.append(used)
+        await asyncio.sleep(0)
+    return wall, cpu

@@ -1,0 +1,389 @@
+"""Admission: which requests are refused at once because they could not be served in time. Pure.
+
+A request belongs to a **class** with objectives: seconds to its first token (TTFT) and between two
+tokens (TBT). When it arrives it is judged once:
+
+``load``
+    It is refused if the engines are overloaded now: the prompts before it, or those whose KV waits
+    for a place to decode, need more seconds than its TTFT, or the steps of those who decode take
+    longer than its TBT.
+``prediction``
+    It is refused if its own TTFT is predicted to be missed: behind those who are considered before
+    it, with its own prompt and handoff, and the wait for a place to decode. What decodes at the
+    predicted end of its prompt is counted, not what decodes now: who has ended by then has left,
+    who is being computed has come. A request that has waited so long that its prompt cannot be
+    computed in time any more is refused, too.
+
+Who refuses by present load lets too many through while decode engines are idle and prompts are
+computed, and too few when these decode: load swings between the two. Mooncake's report (arXiv
+2407.00079, section 6) has this observation, and the idea of the prediction.
+"""
+
+import enum
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Final
+
+import msgspec
+
+from conductor.routing.choices import Assign, Judgement, Reject
+from conductor.routing.columns import View, Waiting
+from conductor.routing.demand import Crowd, DecodeDemand
+from conductor.routing.load import EngineLoads
+from conductor.routing.outlook import Ahead, Outlook, enter
+from conductor.routing.output_lengths import TOKENS_MAX, OutputLengths
+from conductor.routing.policy import Policy
+from conductor.routing.shares import OUTPUT_WEIGHT, FairShares
+
+_RETRY_AFTER_S_MAX: Final = 300
+OVERLOADED: Final = "overloaded"
+"""Code of the error of a request that is refused here."""
+_OUTCOMES: Final = ("admitted", "prefill", "decode", "late")
+
+
+class AdmissionMode(enum.StrEnum):
+    """How requests are judged."""
+
+    NONE = "none"
+    LOAD = "load"
+    PREDICTION = "prediction"
+
+
+class ServiceClass(msgspec.Struct, frozen=True):
+    """Requests with the same objectives.
+
+    Attributes:
+        name: of the class.
+        ttft_s: maximum seconds to the first token.
+        tbt_s: maximum seconds between two tokens.
+        priority: lower is more urgent: it is considered first.
+    """
+
+    name: str = "default"
+    ttft_s: float = 30.0
+    tbt_s: float = 0.1
+    priority: int = 0
+
+
+class AdmissionRules(msgspec.Struct, frozen=True):
+    """What is asked for.
+
+    Attributes:
+        mode: how requests are judged.
+        classes: at least one; the first is that of requests that name none.
+        fair: whether tenants above their fair share wait behind others.
+    """
+
+    mode: AdmissionMode = AdmissionMode.NONE
+    classes: tuple[ServiceClass, ...] = (ServiceClass(),)
+    fair: bool = False
+
+    def named(self, name: str) -> ServiceClass:
+        """The class of a name; the first if there is none."""
+        return next((one for one in self.classes if one.name == name), self.classes[0])
+
+
+EVERYBODY: Final = AdmissionRules()
+"""Nobody is refused, and all are equal."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request that has not ended.
+
+    Attributes:
+        service: its class.
+        tenant: on whose behalf.
+        session: conversation that it belongs to.
+        limit: ``max_tokens``; None = it has none.
+        output: tokens that its answer is expected to have.
+        need_s: seconds of its prompt at its best engine; 0 = not judged.
+        ready_at: when its KV was thought to be where it decodes; 0 = not judged.
+        charged: what its tenant was charged for its answer.
+        model: of the engines that it has; empty = none.
+        judgement: None = not judged yet.
+    """
+
+    service: ServiceClass
+    tenant: str
+    session: str
+    limit: int | None
+    output: float
+    need_s: float = 0.0
+    ready_at: float = 0.0
+    charged: float = 0.0
+    model: str = ""
+    judgement: Judgement | None = None
+
+
+class Admission:
+    """Requests that have not ended, as far as it matters whether more can be served.
+
+    Attributes:
+        lengths: what was learned of answers.
+    """
+
+    def __init__(self, rules: AdmissionRules, loads: EngineLoads, policy: Policy) -> None:
+        """Start without requests.
+
+        Args:
+            rules: what is asked for.
+            loads: what the engines have to do.
+            policy: who fetches what.
+        """
+        assert rules.classes
+        self.lengths = OutputLengths()
+        self._rules = rules
+        self._loads = loads
+        self._policy = policy
+        self._shares = FairShares()
+        self._asked: dict[int, _Asked] = {}
+        self._fresh: set[int] = set()  # not judged yet
+        self._demand: dict[str, DecodeDemand] = {}  # by model
+        self._counts: Counter[tuple[str, str]] = Counter()  # by class and outcome
+        self._loads_seen: dict[str, tuple[float, float]] = {}  # by model: the newest
+
+    @property
+    def judges(self) -> bool:
+        """Whether requests can be refused: then the costs of engines are needed."""
+        return self._rules.mode is not AdmissionMode.NONE
+
+    @property
+    def fresh(self) -> set[int]:
+        """Requests that are judged in the next step, by number."""
+        return self._fresh
+
+    def arrived(
+        self, number: int, *, tenant: str, session: str, limit: int | None, service: str
+    ) -> None:
+        """A request waits.
+
+        Args:
+            number: of the request.
+            tenant: on whose behalf; empty = unknown.
+            session: conversation; empty = unknown.
+            limit: ``max_tokens``; None = it has none.
+            service: name of its class.
+        """
+        output = self.lengths.predict(tenant, session, limit)
+        named = self._rules.named(service)
+        self._asked[number] = _Asked(named, tenant, session, limit, output)
+        if self.judges:
+            self._fresh.add(number)
+        if self._rules.fair:
+            self._shares.came(tenant)
+
+    def output(self, number: int) -> float:
+        """Tokens that the answer to a request is expected to have."""
+        return self._asked[number].output
+
+    def priority(self, number: int) -> int:
+        """Lower is more urgent."""
+        return self._asked[number].service.priority
+
+    def judgement(self, number: int) -> Judgement:
+        """What was foreseen of a request."""
+        asked = self._asked[number]
+        if asked.judgement is None:
+            return Judgement(asked.service.name, str(self._rules.mode), round(asked.output, 1))
+        return asked.judgement
+
+    def levels(self) -> dict[str, int]:
+        """Tenants above their fair share, and how far."""
+        return dict(self._shares.levels()) if self._rules.fair else {}
+
+    # Judging
+
+    def refusals(
+        self, view: View, waiting: Waiting, rows: Sequence[int], now: float
+    ) -> list[Reject]:
+        """Judge those who have come, and look whether others can still be served in time.
+
+        Args:
+            view: the engines, with their costs.
+            waiting: all who wait; ``matches`` of those that are judged are up to date.
+            rows: of these, in the order in which they are considered.
+            now: time.
+        """
+        if not self.judges:
+            return []
+        refused: list[Reject] = []
+        outlook = Outlook(view, self._loads, self._policy)
+        before: dict[str, Ahead] = {}
+        for row in rows:
+            number = waiting.numbers[row]
+            asked = self._asked[number]
+            ahead = before.setdefault(waiting.models[row], Ahead())
+            if number in self._fresh:
+                self._fresh.remove(number)
+                reject = self._judge(outlook, waiting, row, ahead, now)
+            else:
+                reject = self._too_late(waiting, row, now)
+            if reject is not None:
+                refused.append(reject)
+                continue
+            bound = waiting.bound[row]
+            ahead.add(asked.need_s, (waiting.tokens[row] or 0) + asked.output, bound)
+        return refused
+
+    def _judge(
+        self, outlook: Outlook, waiting: Waiting, row: int, ahead: Ahead, now: float
+    ) -> Reject | None:
+        """Judge one request."""
+        seen = outlook.of(waiting, row, ahead)
+        if seen is None:
+            return None  # nobody can serve it: the scheduler says why
+        number = waiting.numbers[row]
+        asked = self._asked[number]
+        asked.need_s, asked.ready_at = seen.need_s, now + seen.computed_s
+        service, demand = asked.service, self._demand_of(seen.pool.model, now)
+        mine = Crowd(1, (waiting.tokens[row] or 0) + asked.output)
+        ttft_s: float | None = None
+        if self._rules.mode is AdmissionMode.LOAD:
+            load = seen.pool.load(demand.now, service.tbt_s)
+            waits_s = seen.pool.filled(demand.due) * demand.typical_s
+            again_s = max(seen.queue_s, waits_s) - service.ttft_s
+            why = "" if again_s < 0 else "prefill" if seen.queue_s >= waits_s else "decode"
+            if seen.pool.step_s(demand.now) > service.tbt_s:
+                why = "decode"
+        else:
+            entry = enter(demand, seen, (ahead.who, mine), service.tbt_s, now)
+            load = entry.load
+            prompt_s = now - waiting.arrived[row] + seen.computed_s + entry.step_s
+            ttft_s = prompt_s + entry.waits_s
+            again_s = ttft_s - service.ttft_s
+            why = "" if again_s <= 0 else "prefill" if prompt_s > service.ttft_s else "decode"
+        asked.judgement = Judgement(
+            service_class=service.name,
+            admission=str(self._rules.mode),
+            output_tokens=round(asked.output, 1),
+            ttft_s=None if ttft_s is None else round(ttft_s, 4),
+            prefill_load=round(seen.queue_s / service.ttft_s, 4),
+            decode_load=round(load, 4),
+            refused=why,
+        )
+        self._loads_seen[seen.pool.model] = (seen.queue_s / service.ttft_s, load)
+        self._counts[service.name, why or "admitted"] += 1
+        return self._refuse(number, asked, again_s) if why else None
+
+    def _too_late(self, waiting: Waiting, row: int, now: float) -> Reject | None:
+        """Whether a request waited so long that its prompt cannot be computed in time any more.
+
+        One that has failed at an engine is served, however late it is.
+        """
+        if self._rules.mode is not AdmissionMode.PREDICTION or waiting.excluded[row]:
+            return None
+        asked = self._asked[waiting.numbers[row]]
+        waited_s = now - waiting.arrived[row]
+        if waited_s + asked.need_s <= asked.service.ttft_s or asked.judgement is None:
+            return None
+        asked.judgement = msgspec.structs.replace(asked.judgement, refused="late")
+        self._counts[asked.service.name, "late"] += 1
+        return self._refuse(waiting.numbers[row], asked, asked.need_s)
+
+    def _refuse(self, number: int, asked: _Asked, again_s: float) -> Reject:
+        seen, service = asked.judgement, asked.service
+        assert seen is not None
+        again = min(_RETRY_AFTER_S_MAX, max(1, ceil(again_s)))
+        if seen.refused == "late":
+            why = f"it waited too long to get its first token within {service.ttft_s:g} s"
+        elif seen.refused == "decode":
+            why = f"the engines that decode are at {seen.decode_load:.0%} of what they can take"
+            why += " when it gets there" if seen.ttft_s is not None else ""
+        elif seen.ttft_s is not None:
+            why = f"its first token is expected after {seen.ttft_s:.1f} s, not {service.ttft_s:g}"
+        else:
+            why = f"prompts wait for {(seen.prefill_load or 0) * service.ttft_s:.1f} s already"
+        reason = f"overloaded: {why} (class {service.name})"
+        return Reject(number, reason, again, OVERLOADED, status=429, judgement=seen)
+
+    def _demand_of(self, model: str, now: float) -> DecodeDemand:
+        demand = self._demand.setdefault(model, DecodeDemand())
+        demand.pass_time(now)
+        return demand
+
+    # What becomes of them
+
+    def assigned(self, assign: Assign, model: str, tokens: int, step_s: float, now: float) -> None:
+        """A request has engines.
+
+        Args:
+            assign: these.
+            model: of theirs.
+            tokens: of its prompt.
+            step_s: of their steps.
+            now: time.
+        """
+        asked = self._asked[assign.request]
+        if self.judges:
+            starts_at = now + assign.ttft_s if assign.ttft_s else asked.ready_at
+            asked.model = model
+            stays_s = asked.output * step_s
+            demand = self._demand_of(model, now)
+            demand.comes(assign.request, tokens + asked.output, starts_at, stays_s)
+        if self._rules.fair:
+            asked.charged = asked.output
+            new = max(0, tokens - assign.usable_tokens - assign.fetch_tokens)
+            self._shares.charge(asked.tenant, new + OUTPUT_WEIGHT * asked.output, now)
+
+    def decodes(self, number: int, tokens: int, step_s: float, now: float) -> None:
+        """A request begins to decode at an engine whose steps take so long."""
+        asked = self._asked[number]
+        if asked.model:
+            demand = self._demand_of(asked.model, now)
+            demand.decodes(number, tokens + asked.output, asked.output * step_s)
+
+    def ended(self, number: int, output_tokens: int, now: float) -> None:
+        """A request has got all its tokens."""
+        one = self._asked[number]
+        self.lengths.learn(one.tenant, one.session, one.limit, one.output, output_tokens)
+        if self._rules.fair:
+            more = min(output_tokens, TOKENS_MAX) - one.charged
+            self._shares.charge(one.tenant, OUTPUT_WEIGHT * more, now)
+
+    def stopped(self, number: int) -> None:
+        """A request has no engines any more."""
+        asked = self._asked[number]
+        if asked.model:
+            self._demand[asked.model].left(number)
+            asked.model = ""
+
+    def left(self, number: int) -> None:
+        """A request has ended, in whatever way."""
+        self.stopped(number)
+        self._fresh.discard(number)
+        asked = self._asked.pop(number)
+        if self._rules.fair:
+            self._shares.went(asked.tenant)
+
+    def gauges(self) -> dict[str, dict[tuple[str, ...], float]]:
+        """All that is worth knowing, as metrics."""
+        names = [one.name for one in self._rules.classes] if self.judges else []
+        return {
+            **self.lengths.gauges(),
+            "admission": {
+                (name, outcome): float(self._counts[name, outcome])
+                for name in names
+                for outcome in _OUTCOMES
+            },
+            "admission_load": {
+                (model, side): load
+                for model, loads in self._loads_seen.items()
+                for side, load in zip(("prefill", "decode"), loads, strict=True)
+            },
+            "tenants_over_share": {(): float(len(self.levels()))},
+        }
+
+    def check(self, known: Collection[int]) -> None:
+        """Assert the invariants; ``known`` are the requests that have not ended."""
+        assert self._asked.keys() == set(known)
+        assert self._fresh <= self._asked.keys()
+        assert sum(map(len, self._demand.values())) == sum(
+            bool(one.model) for one in self._asked.values()
+        )
+        for demand in self._demand.values():
+            demand.check()
+        self.lengths.check()
+        self._shares.check()

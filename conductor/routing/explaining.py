@@ -1,0 +1,95 @@
+"""What a decision shows of each engine that serves the model. Pure."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from conductor.routing.choices import VERDICTS, Candidates
+from conductor.routing.columns import PrefixColumns, View
+from conductor.routing.engines import Health
+from conductor.routing.groups import ServingEngines
+from conductor.routing.pricing import PricedEngines
+from kvstore.index.layout import Flags
+
+_PASSED, _FULL, _FAILED, _SUSPECT, _DEAD, _PREFILLS, _DECODES, _ALONE = range(len(VERDICTS))
+
+
+class Places(NamedTuple):
+    """The places of all engines of a view, before an assignment.
+
+    Attributes:
+        in_flight: requests that have one.
+        promised: requests that will need one.
+        max_running: how many there are.
+    """
+
+    in_flight: Sequence[int]
+    promised: Sequence[int]
+    max_running: Sequence[int]
+
+
+def explained(
+    view: View,
+    serving: ServingEngines,
+    pair: tuple[int, int],
+    places: Places,
+    at_once: Callable[[str], bool],
+    excluded: frozenset[str],
+    found: PrefixColumns | None,
+    priced: PricedEngines | None,
+) -> Candidates:
+    """The numbers of all engines that serve the model.
+
+    Args:
+        view: all engines.
+        serving: those that serve the model.
+        pair: rows of the engines that were chosen; equal if one serves alone.
+        places: of all engines.
+        at_once: whether a protocol asks both engines of a pair at once.
+        excluded: ids of the engines that have failed the request.
+        found: its prefixes; None = the policy does not use them.
+        priced: its seconds, likewise.
+    """
+    rows = serving.rows
+    in_flight, promised, most = (np.array(one)[serving.at] for one in places)
+    numbers = np.zeros((6, len(rows)), dtype=np.int32)
+    numbers[0] = in_flight + promised
+    numbers[1] = most
+    if found is not None:
+        numbers[2:] = found.numbers[:, serving.at]
+    room, takes = in_flight < most, promised < most
+    takes = np.where(_asked_at_once(view, serving, pair[0], at_once), room, takes)
+    verdicts = np.where(np.where(serving.decodes, takes, room), _PASSED, _FULL).astype(np.uint8)
+    health = tuple([view.health[one] for one in rows])
+    for at, state in enumerate(health):
+        if state is not Health.ALIVE:
+            verdicts[at] = _SUSPECT if state is Health.SUSPECT else _DEAD
+    for at in [at for at, one in enumerate(serving.ids) if one in excluded] if excluded else ():
+        verdicts[at] = _FAILED
+    first, second = rows.index(pair[0]), rows.index(pair[1])
+    verdicts[first], verdicts[second] = _PREFILLS, _DECODES
+    if first == second:
+        verdicts[first] = _ALONE
+    return Candidates(
+        serving.ids,
+        serving.roles,
+        health,
+        numbers,
+        verdicts,
+        priced.shown(rows) if priced is not None else None,
+    )
+
+
+def _asked_at_once(
+    view: View, serving: ServingEngines, first: int, at_once: Callable[[str], bool]
+) -> Flags:
+    """Whether each engine would be asked at once with this first one."""
+    result: Flags = np.zeros(len(serving.rows), dtype=np.bool_)
+    for protocol, those in serving.of_protocol.items():
+        if at_once(protocol):
+            result |= those
+    offer = view.offers[first]
+    if offer:
+        result = np.where(serving.of_offer[offer], at_once(offer), result)
+    return result

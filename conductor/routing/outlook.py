@@ -1,0 +1,205 @@
+"""When a request that has just come would have its first token, if it is admitted. Pure.
+
+Engines that compute prompts are one server whose speed is the sum of theirs; those that decode are
+one pool of places and of room for KV. That is coarser than the choice of engines, but it asks for
+nothing that is not decided yet.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from conductor.routing.columns import Column, View, Waiting
+from conductor.routing.demand import HORIZON_S, NOBODY, STEP_S, Crowd, DecodeDemand
+from conductor.routing.engines import Health, Role
+from conductor.routing.groups import serving
+from conductor.routing.load import EngineLoads
+from conductor.routing.policy import Policy, never_fetches
+from conductor.routing.pricing import PairRows, Prices, Prompt, pair_rows
+
+
+@dataclass(slots=True)
+class Ahead:
+    """Those who are considered before a request.
+
+    Attributes:
+        seconds: of their prompts, of those that wait for no engine in particular.
+        bound_s: of the others, by engine.
+        who: they and their tokens, when they decode.
+    """
+
+    seconds: float = 0.0
+    bound_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    who: Crowd = NOBODY
+
+    def add(self, seconds: float, tokens: float, bound: str) -> None:
+        """One more; ``bound`` is the engine for which it waits, empty = none."""
+        if bound:
+            self.bound_s[bound] += seconds
+        else:
+            self.seconds += seconds
+        self.who = self.who.plus(Crowd(1, tokens))
+
+
+class DecodePool:
+    """The engines that decode for one model.
+
+    Attributes:
+        model: its name.
+    """
+
+    def __init__(self, model: str, view: View, rows: Sequence[int], loads: EngineLoads) -> None:
+        """Add them up; at least one."""
+        self.model = model
+        self._loads = loads
+        self._ids = [view.ids[row] for row in rows]
+        places = view.max_running[np.array(rows, dtype=np.intp)]
+        self._places = float(places.sum())
+        self._shares = (places / self._places).tolist()
+        self._room = sum(loads.kv_tokens_max(one) for one in self._ids)
+
+    def filled(self, crowd: Crowd) -> float:
+        """Which part of its places, or of its room if that is more, a crowd takes."""
+        return max(crowd.size / self._places, crowd.tokens / self._room)
+
+    def load(self, crowd: Crowd, tbt_s: float) -> float:
+        """How full they are with a crowd: 1 = its places, its room or the TBT are used up."""
+        return max(self.filled(crowd), self.step_s(crowd) / tbt_s)
+
+    def step_s(self, crowd: Crowd) -> float:
+        """Seconds of a step at that engine that is the fastest with its share of a crowd."""
+        return min(
+            self._loads.step_seconds(one, max(1.0, crowd.size * share), crowd.tokens * share)
+            for one, share in zip(self._ids, self._shares, strict=True)
+        )
+
+
+class Seen(NamedTuple):
+    """What is foreseen of one request.
+
+    Attributes:
+        pool: engines that will decode it.
+        queue_s: seconds until those before it are computed.
+        need_s: seconds of its prompt at the engine that needs the fewest.
+        computed_s: seconds until its KV is where it decodes.
+    """
+
+    pool: DecodePool
+    queue_s: float
+    need_s: float
+    computed_s: float
+
+
+class _Engines(NamedTuple):
+    """Rows that serve a model.
+
+    Attributes:
+        rows: those that compute prompts, and those that decode after them (none = they do).
+        speeds: of the former, 1 = the fastest; float64.
+        pool: who decodes.
+    """
+
+    rows: PairRows
+    speeds: Column
+    pool: DecodePool
+
+
+class Outlook:
+    """The outlook at one time."""
+
+    def __init__(self, view: View, loads: EngineLoads, policy: Policy) -> None:
+        """Begin with what the engines have; ``view`` has their costs."""
+        assert view.costs is not None
+        self._view = view
+        self._costs = view.costs
+        self._loads = loads
+        self._prices = Prices(view.costs, policy.fetches or never_fetches)
+        self._engines: dict[str, _Engines | None] = {}
+
+    def of(self, waiting: Waiting, row: int, ahead: Ahead) -> Seen | None:
+        """Foresee one request; None = nobody can serve it."""
+        model = waiting.models[row]
+        if model not in self._engines:
+            self._engines[model] = self._serving(model)
+        engines = self._engines[model]
+        if engines is None:
+            return None
+        found = waiting.prefixes(row, self._view.ids)
+        tokens, output = waiting.tokens[row] or 0, waiting.outputs[row]
+        prompt = Prompt(tokens, found.usable, found.peer, waiting.keys[row], output)
+        terms = self._prices.pairs(prompt, engines.rows).terms
+        own_s = terms.fetch_s + terms.prefill_s
+        backlog_s = self._costs.backlog_s[engines.rows.rows]
+        speed = float(engines.speeds.sum())
+        common_s = 0.0
+        if ahead.seconds:
+            common_s = (float((backlog_s * engines.speeds).sum()) + ahead.seconds) / speed
+        bound_s = [ahead.bound_s.get(self._view.ids[one], 0.0) for one in engines.rows.firsts]
+        queue_s = np.maximum(backlog_s + np.array(bound_s), common_s)
+        computed_s = queue_s + own_s + terms.handoff_s
+        best = int(computed_s.argmin())
+        return Seen(engines.pool, float(queue_s[best]), float(own_s.min()), float(computed_s[best]))
+
+    def _serving(self, model: str) -> _Engines | None:
+        view = self._view
+        rows = [one for one in serving(view, model).rows if view.health[one] is not Health.DEAD]
+        by_role = {role: [one for one in rows if view.roles[one] is role] for role in Role}
+        prefill, mixed = by_role[Role.PREFILL], by_role[Role.MIXED]
+        decode = by_role[Role.DECODE] or mixed
+        pairs = pair_rows([(mixed, []), (prefill if decode else [], decode)])
+        if not pairs.firsts:
+            return None
+        token_s = self._costs.token_s[pairs.rows]
+        decoders = [*by_role[Role.DECODE], *mixed]
+        pool = DecodePool(view.models[rows[0]], view, decoders, self._loads)
+        return _Engines(pairs, token_s.min() / token_s, pool)
+
+
+class Entry(NamedTuple):
+    """When a request could begin to decode.
+
+    Attributes:
+        load: of the pool when its prompt is computed, itself included; more than 1 = it is full.
+        waits_s: from then on until there is room; :data:`~conductor.routing.demand.HORIZON_S` =
+            not in sight.
+        step_s: of a step then.
+    """
+
+    load: float
+    waits_s: float
+    step_s: float
+
+
+def enter(
+    demand: DecodeDemand, seen: Seen, who: tuple[Crowd, Crowd], tbt_s: float, now: float
+) -> Entry:
+    """Foresee the wait for a place to decode.
+
+    Args:
+        demand: those who are assigned or decode.
+        seen: the request.
+        who: those who wait before it, who come as evenly as they are computed; and itself.
+        tbt_s: maximum seconds of a step.
+        now: time.
+    """
+    ahead, mine = who
+    at = now + min(seen.computed_s, HORIZON_S)
+    stay_s = max(demand.typical_s, 1e-3)
+    # Of those who come evenly until then, who came longer ago than a stay has left.
+    there = min(1.0, stay_s / max(at - now, stay_s))
+    first: Crowd | None = None
+    load = 0.0
+    for when, crowd in demand.ahead(now, now + HORIZON_S):
+        if when + STEP_S <= at:
+            continue
+        left = there * max(0.0, 1.0 - (when - at) / stay_s)
+        then = crowd.plus(ahead, left).plus(mine)
+        full = seen.pool.load(then, tbt_s)
+        if first is None:
+            first, load = then, full
+        if full <= 1.0:
+            return Entry(load, max(0.0, when - at), seen.pool.step_s(then))
+    return Entry(load, HORIZON_S, seen.pool.step_s(first or mine))

@@ -1,0 +1,299 @@
+"""Handoffs over Mooncake's Transfer Engine, beside the link: prefill writes into decode's pool.
+
+Each side has one child process with an engine (decisions 22 and 34): prefill's writes, decode's is
+written to. Neither blocks the engine's process, and both are killed when they must end.
+
+Mooncake knows no secrets: whoever reaches the port of decode's engine writes to its pool.
+"""
+
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+
+from kvstore.errors import ConfigError
+from kvstore.handoff.messages import LandingPlace
+from kvstore.handoff.shared_memory import SharedMemory
+from kvstore.handoff.writing import BlockWrite, WriteEnded
+from kvstore.transport.base import TICKET_BYTES, PageTransfer, Range, TransferEnd, TransportEvent
+from kvstore.transport.engine import RESTART_S, START_S, MooncakeEngine
+from kvstore.transport.engine_messages import (
+    EngineReady,
+    EngineRefused,
+    MapMemory,
+    MemoryMapped,
+    StartEngine,
+)
+from kvstore.transport.mooncake import MooncakeTransport
+
+MOONCAKE: Final = "mooncake"
+"""Name of the transport, in registrations and announcements."""
+WRITE_S: Final = 10.0
+"""A write that has not ended then has failed; less than the silence of TRANSFERRING."""
+_IN_FLIGHT_BYTES: Final = 1 << 30
+"""Never reached: each of 64 links has four jobs of 1 MiB, or of one block, at a time."""
+_END_S: Final = 5.0
+_KILL_S: Final = 0.05
+_TURN_S: Final = 1.0
+_STEP_S: Final = 0.01
+_log: Final = logging.getLogger(__name__)
+
+
+class MooncakeWriter:
+    """Prefill's end; see :class:`kvstore.handoff.writing.BlockWriter`.
+
+    Args:
+        memory: in which all of the pool is; it outlives this.
+        host: of this machine, for the engine; it listens on all interfaces whatever it is.
+        protocol: ``rdma``, or ``tcp`` for tests.
+
+    Raises:
+        ConfigError: Mooncake is not installed, finds no device, or cannot register the memory.
+    """
+
+    transport = MOONCAKE
+
+    def __init__(
+        self, memory: SharedMemory, *, host: str = "127.0.0.1", protocol: str = "rdma"
+    ) -> None:
+        try:
+            self._mooncake = MooncakeTransport(
+                host, _IN_FLIGHT_BYTES, protocol=protocol, serves=False
+            )
+        except ConfigError as error:
+            why = str(error).partition(": ")[2]
+            raise ConfigError(f"handoffs over Mooncake: {why}") from error
+        self._mooncake.register(memory.address, memory.size_bytes, memory.descriptor)
+        until_s = time.monotonic() + START_S
+        while not self._mooncake.stats()["registered_bytes"]:
+            if time.monotonic() > until_s:
+                self._mooncake.close()
+                raise ConfigError("handoffs over Mooncake: the pool was not registered")
+            time.sleep(_STEP_S)
+        self._lock = threading.Lock()
+        self._moving: set[int] = set()
+        self._closed = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._ended: WriteEnded | None = None
+        self._thread = threading.Thread(target=self._run, name="kvstore-handoff-writes")
+
+    def begin(self, ended: WriteEnded) -> None:
+        """See :class:`~kvstore.handoff.writing.BlockWriter`."""
+        self._ended = ended
+        self._thread.daemon = True
+        self._thread.start()
+
+    def takes(self, write: BlockWrite) -> bool:
+        """See :class:`~kvstore.handoff.writing.BlockWriter`."""
+        return not self._closed and self._mooncake.takes(_transfer(write))
+
+    def submit(self, write: BlockWrite) -> None:
+        """See :class:`~kvstore.handoff.writing.BlockWriter`."""
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._moving.add(write.number)
+                self._mooncake.write(_transfer(write))
+        if closed:
+            self._tell(write.number, "the transport is closed")
+
+    def close(self) -> None:
+        """See :class:`~kvstore.handoff.writing.BlockWriter`; may be repeated."""
+        with self._lock:
+            first, self._closed = not self._closed, True
+        if not first:
+            return
+        if self._thread.ident is not None:  # it was started
+            os.eventfd_write(self._wake, 1)
+            self._thread.join()
+        self._mooncake.close()
+        os.close(self._wake)
+        for number in sorted(self._moving):
+            self._tell(number, "the transport was closed")
+
+    def _run(self) -> None:
+        whys: dict[int, str] = {}  # ended, but our memory may still be read
+        while not self._closed:
+            _ready([self._mooncake.fileno(), self._wake], -1.0)
+            for event in self._mooncake.poll():
+                self._hear(event, whys)
+
+    def _hear(self, event: TransportEvent, whys: dict[int, str]) -> None:
+        if isinstance(event, TransferEnd):
+            whys[event.number] = str(event.error) if event.error else ""
+            if not event.settled:
+                return
+        number = int(event.number)  # type: ignore[union-attr]  # no tickets are granted here
+        with self._lock:
+            self._moving.discard(number)
+        self._tell(number, whys.pop(number))
+
+    def _tell(self, number: int, why: str) -> None:
+        assert self._ended is not None
+        self._ended(number, why)
+
+
+class MooncakeLanding:
+    """Decode's end; see :class:`kvstore.handoff.writing.LandingEngine`.
+
+    Args:
+        memory: in which all of the pool is; it outlives this.
+        planes: address of block 0 of each plane of the pool.
+        host: at which prefill reaches this machine; the engine listens on all interfaces whatever
+            it is, at ports of its own choice from 15000 to 17000.
+        protocol: ``rdma``, or ``tcp`` for tests.
+
+    Raises:
+        ConfigError: Mooncake is not installed, finds no device, or cannot register the memory.
+    """
+
+    transport = MOONCAKE
+
+    def __init__(
+        self, memory: SharedMemory, planes: Sequence[int], *, host: str = "127.0.0.1",
+        protocol: str = "rdma",
+    ) -> None:  # fmt: skip
+        self._memory = memory
+        self._offsets = np.array(planes, dtype=np.uint64) - np.uint64(memory.address)
+        self._engine = MooncakeEngine(StartEngine(host, protocol))
+        self._number = 1
+        self._place: LandingPlace | None = None  # None = it is not up
+        self._refused = ""
+        self._to_end = 0
+        self._lock = threading.Lock()
+        self._closed = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._up: Callable[[int, LandingPlace], None] | None = None
+        self._gone: Callable[[int], None] | None = None
+        self._thread = threading.Thread(target=self._run, name="kvstore-handoff-engine")
+        until_s = time.monotonic() + START_S
+        self._engine.begin(time.monotonic_ns())
+        while time.monotonic() < until_s and not (self._is_up() or self._engine.ending):
+            self._wait(_TURN_S)
+        if self._place is None:
+            self.close()
+            raise ConfigError(f"handoffs over Mooncake: {self._refused or 'it does not start'}")
+
+    def begin(self, up: Callable[[int, LandingPlace], None], ended: Callable[[int], None]) -> None:
+        """See :class:`~kvstore.handoff.writing.LandingEngine`."""
+        assert self._place is not None
+        self._up, self._gone = up, ended
+        up(self._number, self._place)
+        self._thread.daemon = True
+        self._thread.start()
+
+    def end(self, number: int) -> None:
+        """See :class:`~kvstore.handoff.writing.LandingEngine`."""
+        with self._lock:
+            self._to_end = number
+            if not self._closed:
+                os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """See :class:`~kvstore.handoff.writing.LandingEngine`; may be repeated."""
+        with self._lock:
+            first, self._closed = not self._closed, True
+        if not first:
+            return
+        if self._thread.ident is not None:  # it was started
+            os.eventfd_write(self._wake, 1)
+            self._thread.join()
+        if not self._engine.end(time.monotonic() + _END_S):
+            _log.error("a Mooncake process was killed and has not ended")
+        elif self._place is not None and self._gone is not None:
+            self._gone(self._number)
+        os.close(self._wake)
+
+    def _is_up(self) -> bool:
+        return self._place is not None
+
+    def _run(self) -> None:
+        while not self._closed:
+            now_ns = time.monotonic_ns()
+            self._keep(now_ns)
+            idle = self._place is not None and not self._engine.ending
+            self._wait(_TURN_S if idle else _KILL_S)
+
+    def _keep(self, now_ns: int) -> None:
+        """End the process if it has to end, and start one where there is none."""
+        engine = self._engine
+        late = engine.process is not None and self._place is None and now_ns > engine.start_ns
+        if late or (self._to_end == self._number and self._place is not None):
+            engine.ending = True
+        if engine.ending:
+            if not engine.end(time.monotonic() + _KILL_S):
+                return
+            engine.start_ns = now_ns
+            if self._place is None:  # it has never been up: do not try without a pause
+                engine.start_ns += int(RESTART_S * 1e9)
+            else:
+                self._place = None
+                assert self._gone is not None
+                self._gone(self._number)
+                self._number += 1
+        if engine.process is None and now_ns >= engine.start_ns:
+            engine.begin(now_ns)
+
+    def _wait(self, wait_s: float) -> None:
+        """Wait for a message of the process, or for :meth:`end`."""
+        process = self._engine.process
+        watched = [self._wake]
+        if process is not None and not self._engine.ending:
+            watched.append(process.fileno())
+        ready = _ready(watched, wait_s)
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+        if ready != [self._wake] and ready:
+            self._hear()
+
+    def _hear(self) -> None:
+        engine = self._engine
+        assert engine.process is not None
+        messages = engine.process.receive()
+        if messages is None:
+            engine.ending = True
+            return
+        for message in messages:
+            match message:
+                case EngineReady(port):
+                    engine.ready(port)
+                    memory = self._memory
+                    ask = MapMemory(memory.address, memory.size_bytes, self._number)
+                    engine.ending = not engine.process.send(ask, memory.descriptor)
+                case EngineRefused(why):
+                    self._refused, engine.ending = why, True
+                case MemoryMapped(address=address) if address:
+                    planes = (self._offsets + np.uint64(address)).astype("<u8").tobytes()
+                    self._place = LandingPlace(MOONCAKE, engine.endpoint, planes)
+                    if self._up is not None:
+                        self._up(self._number, self._place)
+                case MemoryMapped():
+                    self._refused, engine.ending = "the pool was not registered", True
+
+
+def _ready(descriptors: Sequence[int], wait_s: float) -> list[int]:
+    """Those that can be read, after so many seconds at most; less than 0 = no limit."""
+    watched = select.poll()
+    for descriptor in descriptors:
+        watched.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in watched.poll(wait_s * 1000)]
+
+
+def _transfer(write: BlockWrite) -> PageTransfer:
+    count = len(write.here)
+    return PageTransfer(
+        write.number,
+        write.endpoint,
+        bytes(TICKET_BYTES),
+        [Range(0, 0, 0, write.block_bytes)] * count,
+        write.here,
+        np.zeros(0, dtype=np.uint64),
+        b"",
+        time.monotonic_ns() + int(WRITE_S * 1e9),
+        write.there.astype("<u8").tobytes(),
+    )

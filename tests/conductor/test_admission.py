@@ -1,0 +1,244 @@
+"""Goal: who could not be served in time is refused at once, and nobody else."""
+
+import re
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from conductor.routing.admission import AdmissionMode, AdmissionRules, ServiceClass
+from conductor.routing.choices import Assign, Continue, Effect, Reject
+from conductor.routing.dispatcher import Dispatcher, DispatchLimits, Request
+from conductor.routing.engines import EngineInfo, EngineRegistry, Role
+from conductor.routing.policy import POLICIES
+from conductor.routing.scheduler import Scheduler
+
+FAST = ServiceClass("fast", ttft_s=2.0, tbt_s=0.1, priority=-1)
+SLOW = ServiceClass("slow", ttft_s=30.0, tbt_s=0.1)
+PROMPT_S = 2.9
+"""About, of 20,000 tokens of llama3-70b on eight A800."""
+
+
+def engine(name: str, role: str, places: int = 4) -> EngineInfo:
+    return EngineInfo(
+        id=name, role=Role(role), url="http://x", model="m", page_tokens=64, domain="d",
+        max_running=places, shape="llama3-70b", hardware="8xa800",
+    )  # fmt: skip
+
+
+class Case:
+    """A dispatcher whose requests have no prefix anywhere."""
+
+    def __init__(
+        self,
+        mode: str = "prediction",
+        engines: Sequence[EngineInfo] = (engine("p", "prefill"), engine("d", "decode")),
+        policy: str = "earliest-first-token",
+        classes: Sequence[ServiceClass] = (SLOW, FAST),
+        *,
+        fair: bool = False,
+    ) -> None:
+        registry = EngineRegistry()
+        for info in engines:
+            registry.register(info, 0.0)
+        rules = AdmissionRules(AdmissionMode(mode), tuple(classes), fair=fair)
+        limits = DispatchLimits(1_000, 1e6, 3)
+        self.dispatcher = Dispatcher(registry, Scheduler(POLICIES[policy]), limits, rules=rules)
+        self.number = 0
+
+    def arrive(
+        self, now: float = 0.0, tokens: int = 20_000, service: str = "", tenant: str = ""
+    ) -> list[Effect]:
+        self.number += 1
+        self.dispatcher.arrive(
+            Request(
+                number=self.number, model="m", arrived=now, tokens=tokens, service=service,
+                tenant=tenant,
+            )
+        )  # fmt: skip
+        return self.step(now)
+
+    def step(self, now: float) -> list[Effect]:
+        for number, _ in self.dispatcher.due(now):
+            self.dispatcher.learn(number, {})
+        effects = self.dispatcher.step(now)
+        self.dispatcher.check()
+        return effects
+
+
+def refusals(effects: Sequence[Effect]) -> list[Reject]:
+    return [one for one in effects if isinstance(one, Reject)]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("mode", ["none", "load", "prediction"])
+def test_who_comes_to_idle_engines_is_admitted_and_who_comes_to_full_ones_is_not(
+    mode: str, policy: str
+) -> None:
+    case = Case(mode, policy=policy)
+    assert not refusals(case.arrive())
+    for _ in range(30):
+        case.arrive()
+    found = refusals(case.arrive())
+    assert bool(found) == (mode != "none")
+    for reject in found:
+        assert (reject.status, reject.code) == (429, "overloaded")
+        assert reject.judgement is not None
+        assert reject.judgement.refused == "prefill"
+
+
+def test_as_many_are_admitted_as_can_be_computed_in_time() -> None:
+    case = Case()
+    admitted = sum(not refusals(case.arrive()) for _ in range(40))
+    assert admitted == pytest.approx(SLOW.ttft_s / PROMPT_S, abs=2)
+    assert not refusals(case.arrive(tokens=100)), "a short one would be computed first"
+
+
+def test_retry_after_is_when_a_request_would_be_admitted() -> None:
+    case = Case(policy="cache-global")
+    while not (found := refusals(case.arrive())):
+        pass
+    [reject] = found
+    assert 1 <= reject.retry_after_s <= 2 * PROMPT_S
+    seen = reject.judgement
+    assert seen is not None
+    assert seen.ttft_s is not None
+    assert seen.ttft_s > SLOW.ttft_s
+    assert re.search(r"first token is expected after \d+\.\d s, not 30", reject.reason)
+
+
+def test_a_class_has_its_own_objectives_and_comes_first() -> None:
+    case = Case(policy="cache-global")
+    for _ in range(8):
+        assert not refusals(case.arrive(tokens=5_000))
+    assert not refusals(case.arrive(tokens=2_000, service="slow"))
+    assert refusals(case.arrive(tokens=30_000, service="fast"))
+    waiting = case.dispatcher.admission
+    assert (waiting.priority(9), waiting.judgement(9).service_class) == (0, "slow")
+
+    urgent = Case("none", [engine("m", "mixed", 1)], "least-loaded")
+    urgent.arrive()
+    urgent.arrive(service="slow")
+    urgent.arrive(service="fast")
+    urgent.dispatcher.left(1, 1.0)
+    [assign] = urgent.step(1.0)
+    assert assign.request == 3
+
+
+def decoding(case: Case, count: int, now: float) -> None:
+    """Let as many decode as there are places."""
+    for _ in range(count):
+        [assign] = [one for one in case.arrive(now, tokens=500) if isinstance(one, Assign)]
+        case.dispatcher.prefilled(assign.request, now)
+        [told] = case.step(now)
+        assert isinstance(told, Continue)
+
+
+def test_who_would_find_no_place_to_decode_in_time_is_refused_before_its_prompt_is_computed() -> (
+    None
+):
+    small = Case(engines=[engine("p", "prefill"), engine("d", "decode", 2)], classes=[FAST])
+    decoding(small, 2, 0.0)
+    [reject] = refusals(small.arrive(0.1, tokens=500))
+    assert reject.judgement is not None
+    assert reject.judgement.refused == "decode"
+    assert (reject.judgement.decode_load or 0) > 1
+    assert 1 <= reject.retry_after_s <= 10
+
+
+def test_who_will_have_ended_by_then_does_not_count() -> None:
+    case = Case(engines=[engine("p", "prefill"), engine("d", "decode", 2)])
+    decoding(case, 2, 0.0)
+    assert not refusals(case.arrive(0.1, tokens=60_000))
+    seen = case.dispatcher.admission.judgement(case.number)
+    assert (seen.decode_load or 0) <= 1
+    assert seen.output_tokens > 1
+
+
+def test_who_waited_too_long_is_refused_and_who_failed_at_an_engine_is_not() -> None:
+    case = Case(engines=[engine("m", "mixed", 1), engine("n", "mixed", 1)], classes=[SLOW])
+    first = [one for _ in range(2) for one in case.arrive(tokens=5_000)]
+    assert [type(one) for one in first] == [Assign, Assign]
+    assert not case.arrive(tokens=5_000)
+    case.dispatcher.failed(1, "m", "cut", 29.9)
+    [late] = refusals(case.step(29.9))
+    assert late.request == 3
+    assert late.judgement is not None
+    assert late.judgement.refused == "late"
+    counts = case.dispatcher.admission.gauges()["admission"]
+    assert (counts["slow", "admitted"], counts["slow", "late"]) == (3, 1)
+
+
+def test_a_tenant_above_its_share_waits_behind_others() -> None:
+    case = Case("none", [engine("m", "mixed", 1)], "least-loaded", fair=True)
+    case.arrive(tenant="greedy")
+    case.arrive(tenant="greedy")
+    case.arrive(tenant="modest")
+    assert case.dispatcher.admission.gauges()["tenants_over_share"][()] == 1
+    case.dispatcher.left(1, 1.0)
+    [assign] = case.step(1.0)
+    assert assign.request == 3
+
+
+class Anything(RuleBasedStateMachine):
+    """Whatever happens, what admission knows fits what the dispatcher knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        engines = [engine("p", "prefill", 1), engine("d", "decode", 1), engine("m", "mixed", 1)]
+        self.case = Case(engines=engines, fair=True)
+        self.now = 0.0
+        self.assigned: dict[int, Assign] = {}
+        self.decodes: set[int] = set()
+
+    def note(self, effects: Sequence[Effect]) -> None:
+        for one in effects:
+            if isinstance(one, Assign):
+                self.assigned[one.request] = one
+            elif isinstance(one, Continue):
+                self.decodes.add(one.request)
+            else:
+                self.assigned.pop(one.request, None)
+
+    @rule(
+        tokens=st.sampled_from([0, 10, 4_000, 100_000]), service=st.sampled_from(["", "fast"]),
+        tenant=st.sampled_from(["", "a", "b"]),
+    )  # fmt: skip
+    def arrive(self, tokens: int, service: str, tenant: str) -> None:
+        self.note(self.case.arrive(self.now, tokens, service, tenant))
+
+    @rule(seconds=st.sampled_from([0.01, 1.0, 20.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.note(self.case.step(self.now))
+
+    @precondition(lambda self: self.assigned)
+    @rule(which=st.integers(0, 9), how=st.sampled_from(["ends", "fails", "leaves"]))
+    def goes_on(self, which: int, how: str) -> None:
+        number = sorted(self.assigned)[which % len(self.assigned)]
+        one, dispatcher = self.assigned[number], self.case.dispatcher
+        if how == "fails":
+            del self.assigned[number]
+            self.decodes.discard(number)
+            dispatcher.failed(number, one.prefill, "cut", self.now)
+        elif how == "ends" and one.prefill != one.decode and number not in self.decodes:
+            dispatcher.prefilled(number, self.now)
+            self.decodes.add(number)
+        else:
+            if how == "ends":
+                dispatcher.began(number, self.now)
+                dispatcher.ended(number, 7, self.now)
+            dispatcher.left(number, self.now)
+            del self.assigned[number]
+            self.decodes.discard(number)
+        self.note(self.case.step(self.now))
+
+    @invariant()
+    def fits(self) -> None:
+        self.case.dispatcher.check()
+
+
+TestAnything = Anything.TestCase
+TestAnything.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
