@@ -31,6 +31,8 @@ class HandoffOptions:
         mooncake_protocol: of Mooncake: ``rdma``, or ``tcp`` for tests.
         push_after: what prefill computes before it pushes: each layer, each chunk of the prompt, or
             the whole prompt. Others than ``layer`` are for comparisons.
+        fake: move no K/V, for tests; both sides must. What decode says has nothing to do with the
+            prompt, and every answer says so.
     """
 
     secret: bytes
@@ -39,6 +41,7 @@ class HandoffOptions:
     port: int = 0
     patience: Patience = field(default_factory=Patience)
     push_after: PushAfter = "layer"
+    fake: bool = False
     transport: Transport = TCP
     mooncake_protocol: Protocol = "rdma"
 
@@ -70,18 +73,19 @@ class PushParts(NamedTuple):
     allocator: BlockAllocator
     metrics: Metrics
 
-    def handoff_pool(self) -> HandoffPool:
+    def handoff_pool(self, *, fake: bool) -> HandoffPool:
         """The pool with the generations of its blocks."""
-        return HandoffPool(
-            self.pool.for_transfers(), self.pool.block_tokens, self.allocator.generations
-        )
+        generations = self.allocator.generations
+        pool = self.pool.for_transfers()
+        return HandoffPool(pool, self.pool.block_tokens, generations, fake=fake)
 
 
-def report_of(progress: HandoffProgress, wrong: str = "") -> HandoffReport:
+def report_of(progress: HandoffProgress, *, fake: bool, wrong: str = "") -> HandoffReport:
     """What an answer says about a push that has ended.
 
     Args:
         progress: of the push.
+        fake: no K/V were moved.
         wrong: code of why it failed although everything has arrived; empty = it did not.
     """
     state, code = _outcome(progress, wrong)
@@ -91,11 +95,12 @@ def report_of(progress: HandoffProgress, wrong: str = "") -> HandoffReport:
         code=code or None,
         seconds={name.lower(): seconds for name, seconds in progress.seconds.items()},
         bytes=progress.moved_bytes,
+        fake=fake,
     )
 
 
 def count_push(metrics: Metrics, progress: HandoffProgress, wrong: str = "") -> None:
-    """Count a push that has ended; the arguments are those of :func:`report_of`.
+    """Count a push that has ended; the arguments are as those of :func:`report_of`.
 
     A code that is unknown counts as ``other``.
     """

@@ -93,10 +93,11 @@ class DecodePushes:
         self._allocator = parts.allocator
         self._metrics = parts.metrics
         self._queues = queues
+        self._fake = options.fake
         self._begun: dict[Request, Receiver | None] = {}  # not read from the inbox yet
         self._pushes: dict[Request, _Incoming] = {}
         self._manager = DecodeManager(
-            parts.handoff_pool(),
+            parts.handoff_pool(fake=options.fake),
             parts.space,
             options.secret,
             name=parts.name,
@@ -172,6 +173,8 @@ class DecodePushes:
         stop = -(-request.prompt_tokens // block_tokens)
         push.blocks = request.blocks[first_token // block_tokens : stop]
         self._allocator.retain(push.blocks)
+        if self._fake:
+            self._pool.zero(push.blocks)  # nothing else is written to them
         push.receiver.announce(first_token, push.blocks)
 
     def restored(self, request: Request, tokens: int) -> None:
@@ -254,4 +257,4 @@ class DecodePushes:
             return
         push.receiver.close()
         count_push(self._metrics, push.receiver.progress, push.wrong)
-        push.request.report = report_of(push.receiver.progress, push.wrong)
+        push.request.report = report_of(push.receiver.progress, fake=self._fake, wrong=push.wrong)

@@ -15,6 +15,7 @@ from engine_adapters.reference.pushing import PrefillPushes
 from engine_adapters.reference.scheduler import Limits, Scheduler
 from engine_adapters.reference.store import StoreAdapter
 from kvstore.client.store import KVStore
+from kvstore.errors import InvalidArgument
 from kvstore.page import CanonicalLayout, ShardSpec, SpaceIdentity
 
 Mode = Literal["mono", "prefill", "decode"]
@@ -86,8 +87,12 @@ def build(
     """Make the parts of an engine; see :class:`Engine` for the arguments.
 
     Raises:
-        InvalidArgument: the engine cannot listen where ``handoff`` says.
+        InvalidArgument: the engine cannot listen where ``handoff`` says, or K/V that were never
+            pushed could be kept.
     """
+    keeps = store is not None or options.prefix_cache
+    if handoff is not None and handoff.fake and (keeps or handoff.transport != "tcp"):
+        raise InvalidArgument("fake", "not with a store, a prefix cache or another transport")
     config = MODELS[options.model]
     identity = SpaceIdentity(
         model=f"reference-{config.name}",

@@ -78,6 +78,7 @@ class PrefillPushes:
         self._pool = parts.pool
         self._layers = range(len(parts.pool.keys))
         self._push_after = options.push_after
+        self._fake = options.fake
         self._allocator = parts.allocator
         self._metrics = parts.metrics
         self._queues = queues
@@ -88,7 +89,7 @@ class PrefillPushes:
         self.registry = self._registry.url
         try:
             self._manager = PrefillManager(
-                parts.handoff_pool(),
+                parts.handoff_pool(fake=options.fake),
                 parts.space,
                 options.secret,
                 registry=self.registry,
@@ -273,7 +274,7 @@ class PrefillPushes:
         self._allocator.release(push.blocks)
         push.sender.close()
         count_push(self._metrics, push.sender.progress)
-        push.request.report = report_of(push.sender.progress)
+        push.request.report = report_of(push.sender.progress, fake=self._fake)
 
 
 def _send(pieces: Sequence[_Piece], layers: range) -> None:

@@ -32,33 +32,33 @@ class HandoffPool:
             before it gives the block to another request. None = it has none: then a block that is
             given away too early is found only if its bytes change while they are sent.
 
+        fake: move no byte of KV, for tests and warm-up: handoffs go through all states, with their
+            aux data, and nothing in the pool is read or written. The pools of both sides must be.
+
     Attributes:
-        shape: its numbers.
+        shape: its numbers; a block of a fake pool has 0 bytes, so no other pool fits to it.
 
     Raises:
         InvalidArgument: the pool is on a device, has gaps between blocks, or a number is wrong.
     """
 
     def __init__(
-        self, pool: KVPool, block_tokens: int, generations: npt.NDArray[np.uint64] | None = None
-    ) -> None:
+        self, pool: KVPool, block_tokens: int, generations: npt.NDArray[np.uint64] | None = None,
+        *, fake: bool = False,
+    ) -> None:  # fmt: skip
         if pool.device != "cpu":
             raise InvalidArgument("device", f"handoffs need host memory, not {pool.device}")
         if pool.block_stride_bytes != pool.block_bytes:
             raise InvalidArgument("block_stride_bytes", "handoffs need blocks without gaps")
+        size = 0 if fake else pool.block_bytes
         self.shape = PoolShape(
-            len(pool.planes),
-            pool.planes_per_layer,
-            pool.block_bytes,
-            block_tokens,
-            pool.block_count,
+            len(pool.planes), pool.planes_per_layer, size, block_tokens, pool.block_count
         )
         if generations is not None and generations.shape != (pool.block_count,):
             raise InvalidArgument("generations", f"{generations.shape}, not ({pool.block_count},)")
         self._planes = pool.planes
-        size = pool.block_count * pool.block_bytes
-        self._memory = [memory_at(plane, size) for plane in pool.planes]
-        self._block_bytes = pool.block_bytes
+        self._memory = [memory_at(plane, pool.block_count * size) for plane in pool.planes]
+        self._block_bytes = size
         self._generations = generations
 
     def generations(self, blocks: Sequence[int]) -> npt.NDArray[np.uint64]:
@@ -160,12 +160,12 @@ def landing_views(pool: HandoffPool, aux: AuxSlots, landing: Landing) -> list[me
 
 
 def digests_of(room: int, ranges: Sequence[PushRange], places: Places) -> bytes:
-    """16 bytes for each range, of the bytes that are at its place now."""
+    """16 bytes for each range, of the bytes that are at its place now; zeros if it has none."""
     seeds = range_seeds(room, ranges)
     numbers = np.fromiter(chain.from_iterable(places), np.uint64, 2 * len(places))
     addresses, lengths = numbers.reshape(-1, 2).T
-    different = set(lengths.tolist())
-    if len(different) == 1:
+    different = set(lengths.tolist()) - {0}
+    if len(different) == 1 and lengths.all():
         return mover.digest(addresses, different.pop(), seeds).tobytes()
     found = np.zeros((len(ranges), DIGEST_BYTES), dtype=np.uint8)
     for length in different:  # one call for all ranges of one length

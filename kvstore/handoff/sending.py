@@ -367,7 +367,7 @@ class Senders:
         here = part.blocks[offset : offset + len(positions)]
         there = one.there[positions.start - one.first :][: len(positions)]
         generations = part.generations[offset : offset + len(positions)]
-        blocks_max = max(RANGES_BYTES_MAX // self._shape.block_bytes, 1)
+        blocks_max = max(RANGES_BYTES_MAX // max(self._shape.block_bytes, 1), 1)
         runs = joined(positions, here.tolist(), there, blocks_max)
         for ranges in batches(part.planes, runs, blocks_max, RANGES_MAX):
             sources = [int(here[run.first - positions.start]) for run in ranges]
