@@ -1,17 +1,14 @@
 """What the cores of both sides want done. Pure values."""
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.handoff.messages import RANGES_MAX, FromDecode, FromPrefill, LandingPlace
+from kvstore.handoff.messages import FromDecode, FromPrefill, LandingPlace
 from kvstore.handoff.places import PushRange
-from kvstore.handoff.shape import PoolShape
-
-JOINED_BYTES_MAX: Final = 256 * 1024
-"""Layers and chunks that wait for the link are joined to jobs of so many bytes."""
+from kvstore.handoff.shape import LinkShare
 
 
 class PushJob(NamedTuple):
@@ -25,6 +22,8 @@ class PushJob(NamedTuple):
         sources: first block of each in prefill's pool.
         blocks: all blocks that are read.
         generations: of these blocks when their KV was written; empty = the pool has none.
+        share: what the link moves.
+        rows: blocks of each range, if the share is staged.
         aux: the bytes of the aux data, if that is what is sent.
         targets: first block of each range in decode's pool.
         place: where another transport may write them; None = over the link.
@@ -37,24 +36,21 @@ class PushJob(NamedTuple):
     sources: list[int]
     blocks: npt.NDArray[np.int64]
     generations: npt.NDArray[np.uint64]
+    share: LinkShare
+    rows: list[npt.NDArray[np.int64]]
     aux: bytes = b""
     targets: Sequence[int] = ()
     place: LandingPlace | None = None
 
-    def takes(self, other: "PushJob", shape: PoolShape) -> bool:
-        """Whether another job may be joined to this one: both are small, of one room, no aux."""
-        if self.room != other.room or self.aux or other.aux:
-            return False
-        ranges = self.ranges + other.ranges
-        size = sum(map(shape.range_bytes, ranges))
-        return size <= JOINED_BYTES_MAX and len(ranges) <= RANGES_MAX
-
     def joined(self, other: "PushJob") -> "PushJob":
-        """This job with the ranges of another that it takes behind its own."""
-        assert self.place == other.place
+        """This job with the ranges of another of the same room behind its own."""
+        assert (self.room, self.place) == (other.room, other.place)
+        assert not self.aux
+        assert not other.aux
         return self._replace(
             ranges=self.ranges + other.ranges,
             sources=self.sources + other.sources,
+            rows=self.rows + other.rows,
             targets=[*self.targets, *other.targets],
             blocks=np.concatenate((self.blocks, other.blocks)),
             generations=np.concatenate((self.generations, other.generations)),
@@ -90,16 +86,27 @@ class Landing(NamedTuple):
     """Ranges whose bytes may be written now; its end is told to :meth:`Receivers.landed`.
 
     Attributes:
+        link: where from.
         room: of the request.
         ranges: what arrives, in order.
         targets: first block of each in decode's pool; for the aux data its slot.
         digests: 16 bytes of each.
+        share: what the link moves.
+        rows: blocks of each range, if the share is staged.
     """
 
+    link: bytes
     room: int
     ranges: list[PushRange]
     targets: list[int]
     digests: bytes
+    share: LinkShare
+    rows: list[npt.NDArray[np.int64]]
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the bytes must be scattered."""
+        return bool(self.rows)
 
 
 Effect = SendTo | Submit | EndLink | EndEngine

@@ -21,10 +21,11 @@ import msgspec
 
 from kvstore.errors import InvalidArgument, PeerUnreachable, ProtocolError, reason
 from kvstore.handoff.greeting import proof_of
+from kvstore.handoff.ranks import RANKS_MAX
 from kvstore.handoff.shape import PoolShape
 
 LEASE_S: Final = 10.0
-RANKS_MAX: Final = 1_024
+LEASE_S_MAX: Final = 3_600
 _BODY_BYTES_MAX: Final = 1 << 20
 _WAIT_S: Final = 2.0
 """For each step of a connection."""
@@ -50,6 +51,9 @@ class RankRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         transports: how KV can be pushed.
         protocol: version.
         lease_s: the registration ends after so many seconds; 0 = now.
+        ranks: how many ranks the instance has, of each data-parallel rank.
+        data_rank: which data-parallel rank this one belongs to.
+        data_ranks: how many there are.
     """
 
     rank: int
@@ -63,6 +67,19 @@ class RankRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transports: list[str]
     protocol: int
     lease_s: float
+    ranks: int = 1
+    data_rank: int = 0
+    data_ranks: int = 1
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether its numbers can be."""
+        ranks = 0 <= self.rank < self.ranks <= RANKS_MAX
+        return (
+            ranks
+            and 0 <= self.data_rank < self.data_ranks <= RANKS_MAX
+            and 0 <= self.lease_s <= LEASE_S_MAX
+        )
 
 
 _ranks: Final = msgspec.json.Decoder(list[RankRecord])
@@ -84,7 +101,7 @@ class HandoffRegistry:
     def __init__(self, host: str, port: int, secret: bytes) -> None:
         self._secret = secret
         self._lock = threading.Lock()
-        self._ranks: dict[int, tuple[RankRecord, float]] = {}
+        self._ranks: dict[tuple[int, int], tuple[RankRecord, float]] = {}
         self._places = threading.BoundedSemaphore(_REQUESTS_MAX)
         registry = self
 
@@ -173,13 +190,16 @@ class HandoffRegistry:
             record = _record.decode(body)
         except (msgspec.MsgspecError, InvalidArgument):
             return HTTPStatus.BAD_REQUEST
-        if not 0 <= record.rank < RANKS_MAX or not 0 <= record.lease_s <= 3_600:
+        if not record.is_possible:
             return HTTPStatus.BAD_REQUEST
+        key = (record.data_rank, record.rank)
         with self._lock:
-            before = self._ranks.get(record.rank)
+            before = self._ranks.get(key)
+            if before is None and len(self._ranks) >= RANKS_MAX:
+                return HTTPStatus.INSUFFICIENT_STORAGE
             if before and before[0].boot == record.boot and record.count <= before[0].count:
                 return HTTPStatus.CONFLICT
-            self._ranks[record.rank] = (record, time.monotonic() + record.lease_s)
+            self._ranks[key] = (record, time.monotonic() + record.lease_s)
         return HTTPStatus.OK
 
     def _listed(self) -> list[RankRecord]:
