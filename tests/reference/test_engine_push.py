@@ -90,7 +90,7 @@ def test_blocks_in_limbo_are_shown(
     make_engine: MakeEngine, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = pair_of(make_engine, ask)
-    monkeypatch.setattr(DecodeManager, "stats", lambda _: {"limbo_blocks": 7})
+    monkeypatch.setattr(DecodeManager, "stats", lambda _: {"limbo_blocks": 7, "aux_slots": 0})
     assert b"reference_engine_limbo_blocks 7.0" in pair.decode.metrics.text()
     assert b"reference_engine_limbo_blocks 0.0" in pair.prefill.metrics.text()
 
