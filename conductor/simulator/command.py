@@ -21,7 +21,15 @@ from conductor.routing.policy import POLICIES
 from conductor.simulator.fleet import Running, SimulatedEngine, engines_of
 from conductor.simulator.goodput import highest_speed
 from conductor.simulator.journal import read_journal, replay, write_journal
-from conductor.simulator.report import Objectives, Summary, rejections, summary_of
+from conductor.simulator.report import (
+    Objectives,
+    Summary,
+    advice_of,
+    rejections,
+    run_while_attained,
+    shown_advice,
+    summary_of,
+)
 from conductor.simulator.samples import Capacity, plot, series_of
 from conductor.simulator.scenario import Failure, Scenario
 from conductor.simulator.simulation import Simulation
@@ -67,6 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default=",".join(POLICIES), help="names; default: all")
     parser.add_argument("--admission", default="none", help="none,load,prediction; default: none")
     parser.add_argument("--fair", action="store_true", help="fair shares of tenants")
+    parser.add_argument("--advise", action="store_true",
+                        help="say which engines the fleet was short of at the end")  # fmt: skip
     parser.add_argument("--prefill", default="0", help="such as 8xh800, 4xh800:4,2xa800@1.3")
     parser.add_argument("--decode", default="0", help="likewise")
     parser.add_argument("--mixed", default="0", help="likewise")
@@ -144,7 +154,7 @@ class Cases:
                 for speed in self.speeds:
                     yield self._simulated(policy, mode, speed)
 
-    def _simulate(self, policy: str, mode: AdmissionMode, speed: float) -> Simulation:
+    def _simulation(self, policy: str, mode: AdmissionMode, speed: float) -> Simulation:
         options = self._options
         service = ServiceClass(ttft_s=options.slo_ttft, tbt_s=options.slo_tbt)
         scenario = Scenario(
@@ -162,12 +172,11 @@ class Cases:
             journal=options.journal is not None,
             rules=AdmissionRules(mode, (service,), fair=options.fair),
         )
-        simulation = Simulation(self._trace, self._engines, scenario)
-        simulation.run()
-        return simulation
+        return Simulation(self._trace, self._engines, scenario)
 
     def _simulated(self, policy: str, mode: AdmissionMode, speed: float) -> Outcome:
-        simulation = self._simulate(policy, mode, speed)
+        simulation = self._simulation(policy, mode, speed)
+        simulation.run()
         summary = summary_of(simulation, self._objectives)
         case = _case(policy, mode)
         self._write(simulation, f"{case}-{speed:g}".replace("/", "-"))
@@ -175,6 +184,9 @@ class Cases:
         longest, foretold = summary.long_effective, summary.predicted_hit
         note = f"{summary.seconds:.0f} simulated seconds, {simulation.events} events"
         note += f"; of the longest tenth {longest:.1%} effective; hits foretold {foretold:.1%}"
+        if self._options.advise:
+            advice = advice_of(simulation, self._objectives)
+            note += "; " + shown_advice(advice)
         if why:
             note += "; not served: " + ", ".join(f"{name} {n}" for name, n in why.items())
         return Outcome(f"simulate/{case}/{speed:g}", summary.ttft, summary, note)
@@ -183,7 +195,8 @@ class Cases:
         found: dict[float, Summary] = {}
 
         def effective(speed: float) -> float:
-            simulation = self._simulate(policy, mode, speed)
+            simulation = self._simulation(policy, mode, speed)
+            run_while_attained(simulation, self._objectives)
             found[speed] = summary_of(simulation, self._objectives)
             return found[speed].effective
 
