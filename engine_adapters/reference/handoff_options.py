@@ -37,6 +37,8 @@ class HandoffOptions:
         mooncake_protocol: of Mooncake: ``rdma``, or ``tcp`` for tests.
         push_after: what prefill computes before it pushes: each layer, each chunk of the prompt, or
             the whole prompt. Others than ``layer`` are for comparisons.
+        fake: move no K/V, for tests; both sides must. What decode says has nothing to do with the
+            prompt, and every answer says so.
     """
 
     secret: bytes
@@ -45,6 +47,7 @@ class HandoffOptions:
     port: int = 0
     patience: Patience = field(default_factory=Patience)
     push_after: PushAfter = "layer"
+    fake: bool = False
     transport: Transport = TCP
     mooncake_protocol: Protocol = "rdma"
 
@@ -94,8 +97,11 @@ class PushParts(NamedTuple):
     allocator: BlockAllocator
     metrics: Metrics
 
-    def handoff_pools(self) -> list[HandoffPool]:
+    def handoff_pools(self, *, fake: bool) -> list[HandoffPool]:
         """The pool of each rank with the generations of its blocks."""
+        if fake:
+            pool, generations = self.pool.for_transfers(0), self.allocator.generations
+            return [HandoffPool(pool, self.pool.block_tokens, generations, fake=True)]
         layers, ranks = (0, len(self.pool.keys)), range(self.pool.ranks)
         parts = tuple(RankPart(layers, self.pool.heads(rank)) for rank in ranks)
         instance, tokens = os.urandom(INSTANCE_BYTES), self.pool.block_tokens
@@ -108,11 +114,12 @@ class PushParts(NamedTuple):
         ]  # fmt: skip
 
 
-def report_of(progress: JointProgress, wrong: str = "") -> HandoffReport:
+def report_of(progress: JointProgress, *, fake: bool, wrong: str = "") -> HandoffReport:
     """What an answer says about a push that has ended.
 
     Args:
         progress: of the push.
+        fake: no K/V were moved.
         wrong: code of why it failed although everything has arrived; empty = it did not.
     """
     state, code = _outcome(progress, wrong)
@@ -122,11 +129,12 @@ def report_of(progress: JointProgress, wrong: str = "") -> HandoffReport:
         code=code or None,
         seconds={name.lower(): seconds for name, seconds in progress.seconds.items()},
         bytes=progress.moved_bytes,
+        fake=fake,
     )
 
 
 def count_push(metrics: Metrics, progress: JointProgress, wrong: str = "") -> None:
-    """Count a push that has ended; the arguments are those of :func:`report_of`.
+    """Count a push that has ended; the arguments are as those of :func:`report_of`.
 
     A code that is unknown counts as ``other``.
     """

@@ -94,6 +94,7 @@ class DecodePushes:
         self._allocator = parts.allocator
         self._metrics = parts.metrics
         self._queues = queues
+        self._fake = options.fake
         self._begun: dict[Request, RankReceivers | None] = {}  # not read from the inbox yet
         self._pushes: dict[Request, _Incoming] = {}
         self._managers = [
@@ -105,7 +106,7 @@ class DecodePushes:
                 patience=options.patience,
                 engine=engine,
             )
-            for pool, engine in zip(parts.handoff_pools(), engines, strict=True)
+            for pool, engine in zip(parts.handoff_pools(fake=options.fake), engines, strict=True)
         ]
         parts.metrics.limbo_blocks.set_function(
             lambda: max(manager.stats()["limbo_blocks"] for manager in self._managers)
@@ -185,6 +186,8 @@ class DecodePushes:
         stop = -(-request.prompt_tokens // block_tokens)
         push.blocks = request.blocks[first_token // block_tokens : stop]
         self._allocator.retain(push.blocks)
+        if self._fake:
+            self._pool.zero(push.blocks)  # nothing else is written to them
         push.receiver.announce(first_token, push.blocks)
 
     def restored(self, request: Request, tokens: int) -> None:
@@ -268,4 +271,4 @@ class DecodePushes:
             return
         push.receiver.close()
         count_push(self._metrics, push.receiver.progress, push.wrong)
-        push.request.report = report_of(push.receiver.progress, push.wrong)
+        push.request.report = report_of(push.receiver.progress, fake=self._fake, wrong=push.wrong)

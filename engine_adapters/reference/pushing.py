@@ -79,6 +79,7 @@ class PrefillPushes:
         self._pool = parts.pool
         self._layers = range(len(parts.pool.keys))
         self._push_after = options.push_after
+        self._fake = options.fake
         self._allocator = parts.allocator
         self._metrics = parts.metrics
         self._queues = queues
@@ -89,7 +90,7 @@ class PrefillPushes:
         self.registry = self._registry.url
         managers: list[PrefillManager] = []
         try:
-            for rank, pool in enumerate(parts.handoff_pools()):
+            for rank, pool in enumerate(parts.handoff_pools(fake=options.fake)):
                 managers.append(
                     PrefillManager(
                         pool,
@@ -286,7 +287,7 @@ class PrefillPushes:
         self._allocator.release(push.blocks)
         push.sender.close()
         count_push(self._metrics, push.sender.progress)
-        push.request.report = report_of(push.sender.progress)
+        push.request.report = report_of(push.sender.progress, fake=self._fake)
 
 
 def _send(pieces: Sequence[_Piece], layers: range) -> None:
