@@ -306,12 +306,13 @@ def test_a_pattern_that_no_case_matches_is_refused(group):
 
 
 def test_handoffs_are_measured_between_two_pools_of_one_process():
-    results = measured("handoff", "--cases", "push|send|poll|abort")
+    results = measured("handoff", "--cases", "push|send|poll|abort|reshard")
 
     for result in results:
         assert_keeps_the_contract(result)
     assert [result["case"] for result in results] == [
         "push/block16/contiguous", "push/block16/permuted", "send/p50", "poll/64", "abort/others",
+        "reshard/2to1", "reshard/2to1/ranges", "reshard/1to2", "reshard/1to2/ranges",
     ]  # fmt: skip
 
 

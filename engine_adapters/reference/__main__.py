@@ -66,6 +66,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--kv-hashes", choices=("on", "off"), default="on")
     add("--threads", type=_number(1), default=2, help="of torch")
     add("--kv-blocks", type=_number(1), default=2048, help="blocks of 16 tokens in the pool")
+    add("--ranks", type=_number(1), default=1,
+        help="pools that share the K/V heads, each with its own senders and receivers of pushes;"
+        " only 1 with --store")  # fmt: skip
     add("--token-budget", type=_number(1), default=512,
         help="tokens computed in one step")  # fmt: skip
     add("--max-running", type=_number(1), default=8)
@@ -81,6 +84,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="port for pushes, of a prefill engine; 0 = any free one")  # fmt: skip
     add("--handoff-registry-port", type=_number(0, 65_535), default=0, metavar="PORT",
         help="port of the registry of a prefill engine; 0 = any free one")  # fmt: skip
+    add("--handoff-fake", action="store_true",
+        help="push no K/V, for tests; both engines must, and keep nothing")  # fmt: skip
     add("--handoff-silence", type=_seconds, default=Patience().silence_s, metavar="SECONDS",
         help="an engine from which nothing comes for so long is given up; 1 or more")  # fmt: skip
     add("--handoff-transport", choices=("tcp", "mooncake"), default="tcp",
@@ -177,6 +182,7 @@ async def run(args: argparse.Namespace) -> int:
         blocks=args.kv_blocks,
         prefix_cache=args.prefix_cache == "on",
         kv_hashes=args.kv_hashes == "on",
+        ranks=args.ranks,
         limits=Limits(
             token_budget=args.token_budget,
             running_max=args.max_running,
@@ -188,7 +194,7 @@ async def run(args: argparse.Namespace) -> int:
     if args.store:
         with _given_by("--store"):
             store = _connect(args.store, args.id, args.device_slab, options.block_tokens)
-    with _given_by("--handoff-host, --handoff-port, --handoff-registry-port or -transport"):
+    with _given_by("--ranks, --handoff-host, --handoff-port, --handoff-registry-port, -transport"):
         engine = Engine(options, store, handoff)
     events: EngineEvents | None = None
     if args.events:
@@ -232,6 +238,8 @@ def _handoff_options(args: argparse.Namespace) -> HandoffOptions | None:
         return None
     if args.handoff_secret_file is None:
         raise ConfigError("--handoff-secret-file: --handoff push needs it")
+    if args.handoff_fake and (args.store or args.prefix_cache == "on"):
+        raise ConfigError("--handoff-fake: not with --store, nor without --prefix-cache off")
     with _given_by("--handoff-secret-file"):
         secret = read_secret(args.handoff_secret_file)
     return HandoffOptions(
@@ -243,6 +251,7 @@ def _handoff_options(args: argparse.Namespace) -> HandoffOptions | None:
         mooncake_protocol=args.mooncake_protocol,
         patience=Patience(silence_s=args.handoff_silence),
         push_after=args.push_after,
+        fake=args.handoff_fake,
     )
 
 

@@ -156,6 +156,42 @@ class PushLink:
         return first
 
 
+class PeerLinks:
+    """The links of decode to the ranks of one prefill instance; they live and die together.
+
+    Args:
+        peer: URL of the instance's registry.
+
+    Attributes:
+        links: those that were made.
+    """
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+        self.links: list[PushLink] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def add(self, link: PushLink) -> bool:
+        """Add a link; False if they were closed."""
+        with self._lock:
+            if not self._closed:
+                self.links.append(link)
+            return not self._closed
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether they were closed."""
+        return self._closed
+
+    def close(self) -> None:
+        """Close all links."""
+        with self._lock:
+            self._closed = True
+        for link in self.links:
+            link.close()
+
+
 class Ticker:
     """Calls something ten times a second in a thread of its own, until it is closed.
 

@@ -2,16 +2,19 @@
 
 ``PUT /v1/ranks`` registers a rank for ``lease_s`` seconds, ``GET /v1/ranks`` lists those whose
 lease runs. The secret of the handoffs signs requests and answers (header ``Kvstore-Proof``); it is
-not sent. A registration counts up, so that an old one cannot be sent again.
+not sent. A registration counts up, so that an old one cannot be sent again; nor can one of a boot
+that another one has replaced, while that one's lease runs.
 """
 
 import contextlib
 import hmac
 import http.client
+import logging
 import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
@@ -21,18 +24,27 @@ import msgspec
 
 from kvstore.errors import InvalidArgument, PeerUnreachable, ProtocolError, reason
 from kvstore.handoff.greeting import proof_of
+from kvstore.handoff.ranks import RANKS_MAX
 from kvstore.handoff.shape import PoolShape
+from kvstore.process.faults import Faults
+from kvstore.transport.streams import host_and_port
 
 LEASE_S: Final = 10.0
-RANKS_MAX: Final = 1_024
+LEASE_S_MAX: Final = 3_600.0
+NUMBER_MAX: Final = 1 << 16
+"""Of layers, and of heads."""
+TRANSPORTS_MAX: Final = 16
 _BODY_BYTES_MAX: Final = 1 << 20
 _WAIT_S: Final = 2.0
 """For each step of a connection."""
 _REQUEST_S = 5.0
 """For a whole request and its answer; then the connection is cut."""
 _REQUESTS_MAX: Final = 32
+_BOOTS_KEPT: Final = 16
+"""Boots of a rank that were replaced and are remembered."""
 _HEADER: Final = "Kvstore-Proof"
 _PATH: Final = "/v1/ranks"
+_LOG: Final = logging.getLogger(__name__)
 
 
 class RankRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,6 +62,9 @@ class RankRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         transports: how KV can be pushed.
         protocol: version.
         lease_s: the registration ends after so many seconds; 0 = now.
+        ranks: how many ranks the instance has, of each data-parallel rank.
+        data_rank: which data-parallel rank this one belongs to.
+        data_ranks: how many there are.
     """
 
     rank: int
@@ -63,6 +78,68 @@ class RankRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transports: list[str]
     protocol: int
     lease_s: float
+    ranks: int = 1
+    data_rank: int = 0
+    data_ranks: int = 1
+
+    def check(self) -> None:
+        """Refuse what no rank can be.
+
+        Raises:
+            InvalidArgument: with the field that is wrong.
+        """
+        host_and_port(self.address)
+        for field, text, sizes in (("boot", self.boot, range(16, 17)), ("space", self.space,
+                                                                       range(65))):  # fmt: skip
+            try:
+                size = len(bytes.fromhex(text))
+            except ValueError as error:
+                raise InvalidArgument(field, str(error)) from error
+            if size not in sizes:
+                raise InvalidArgument(field, f"{size} bytes")
+        for field, (first, stop) in (("layers", self.layers), ("heads", self.heads)):
+            if not 0 <= first < stop < NUMBER_MAX:
+                raise InvalidArgument(field, f"{first} to {stop}")
+        for field, number, of in (("rank", self.rank, self.ranks),
+                                  ("data_rank", self.data_rank, self.data_ranks)):  # fmt: skip
+            if not 0 <= number < of <= RANKS_MAX:
+                raise InvalidArgument(field, f"{number} of {of}, at most {RANKS_MAX}")
+        if not 0 <= self.lease_s <= LEASE_S_MAX:
+            raise InvalidArgument("lease_s", f"{self.lease_s} is not 0 to {LEASE_S_MAX}")
+        if self.count < 0 or self.protocol < 1:
+            raise InvalidArgument("count", f"{self.count} of protocol {self.protocol}")
+        if not 0 < len(self.transports) <= TRANSPORTS_MAX:
+            raise InvalidArgument("transports", f"{len(self.transports)} of them")
+
+
+class RankTable:
+    """The registrations of an instance. Pure."""
+
+    def __init__(self) -> None:
+        #: (data-parallel rank, rank) → registration, with the end of its lease.
+        self._ranks: dict[tuple[int, int], tuple[RankRecord, int]] = {}
+        self._former: dict[tuple[int, int], list[str]] = {}  # boots that were replaced
+
+    def register(self, record: RankRecord, now_ns: int) -> str:
+        """Take a registration that was checked; returns why it is refused, empty = it is not."""
+        key = (record.data_rank, record.rank)
+        before = self._ranks.get(key)
+        if before is None and len(self._ranks) >= RANKS_MAX:
+            return f"rank: {RANKS_MAX} are registered"
+        former = self._former.setdefault(key, [])
+        if before and before[0].boot == record.boot and record.count <= before[0].count:
+            return "count: it has come before"
+        if before and before[0].boot != record.boot:
+            if record.boot in former and before[1] > now_ns:
+                return "boot: another one has replaced it"
+            former.append(before[0].boot)
+            del former[:-_BOOTS_KEPT]
+        self._ranks[key] = (record, now_ns + int(record.lease_s * 1e9))
+        return ""
+
+    def listed(self, now_ns: int) -> list[RankRecord]:
+        """Those whose leases run."""
+        return [record for record, until_ns in self._ranks.values() if until_ns > now_ns]
 
 
 _ranks: Final = msgspec.json.Decoder(list[RankRecord])
@@ -79,12 +156,14 @@ class HandoffRegistry:
 
     Attributes:
         url: what ranks and decode engines are given.
+        faults: requests that were refused, by cause.
     """
 
     def __init__(self, host: str, port: int, secret: bytes) -> None:
         self._secret = secret
         self._lock = threading.Lock()
-        self._ranks: dict[int, tuple[RankRecord, float]] = {}
+        self._table = RankTable()
+        self.faults = Faults(_LOG, "handoff, registry")
         self._places = threading.BoundedSemaphore(_REQUESTS_MAX)
         registry = self
 
@@ -96,10 +175,13 @@ class HandoffRegistry:
 
             def do_PUT(self) -> None:
                 size = self.headers.get("Content-Length", "")
-                if not size.isdecimal() or int(size) > _BODY_BYTES_MAX:
+                if not size.isdecimal() or len(size) > 9 or int(size) > _BODY_BYTES_MAX:
                     self.send_error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
                     return
                 registry.answer(self, self.rfile.read(int(size)))
+
+            def log_error(self, format: str, *args: Any) -> None:
+                registry.refused(self.client_address[0], format % args)
 
             def log_message(self, format: str, *args: Any) -> None:
                 """No line for each request."""
@@ -146,6 +228,10 @@ class HandoffRegistry:
         self._thread.join()
         self._server.server_close()
 
+    def refused(self, peer: str, why: str) -> None:
+        """Note a request that is refused; any thread."""
+        self.faults.note("refused", f"{peer}: {why}")
+
     def answer(self, request: BaseHTTPRequestHandler, body: bytes) -> None:
         """Answer one request."""
         path, _, nonce = request.path.partition("?")
@@ -157,9 +243,12 @@ class HandoffRegistry:
         elif not hmac.compare_digest(proof.encode(), wanted.encode()):
             status, said = HTTPStatus.UNAUTHORIZED, b"{}"
         elif method == "PUT":
-            status, said = self._register(body), b"{}"
+            status, why = self._register(body)
+            said = msgspec.json.encode({"refused": why} if why else {})
         else:
             status, said = HTTPStatus.OK, msgspec.json.encode(self._listed())
+        if status != HTTPStatus.OK:
+            self.refused(request.client_address[0], f"{method} {path}: {status}: {said!r}")
         request.send_response(status)
         request.send_header("Content-Type", "application/json")
         request.send_header("Content-Length", str(len(said)))
@@ -168,29 +257,39 @@ class HandoffRegistry:
         request.end_headers()
         request.wfile.write(said)
 
-    def _register(self, body: bytes) -> HTTPStatus:
+    def _register(self, body: bytes) -> tuple[HTTPStatus, str]:
+        """Take a registration; returns the status, and why it is refused."""
         try:
             record = _record.decode(body)
-        except (msgspec.MsgspecError, InvalidArgument):
-            return HTTPStatus.BAD_REQUEST
-        if not 0 <= record.rank < RANKS_MAX or not 0 <= record.lease_s <= 3_600:
-            return HTTPStatus.BAD_REQUEST
+            record.check()
+        except (msgspec.MsgspecError, InvalidArgument) as error:
+            return HTTPStatus.BAD_REQUEST, str(error)[:200]
         with self._lock:
-            before = self._ranks.get(record.rank)
-            if before and before[0].boot == record.boot and record.count <= before[0].count:
-                return HTTPStatus.CONFLICT
-            self._ranks[record.rank] = (record, time.monotonic() + record.lease_s)
-        return HTTPStatus.OK
+            why = self._table.register(record, time.monotonic_ns())
+        return (HTTPStatus.CONFLICT if why else HTTPStatus.OK), why
 
     def _listed(self) -> list[RankRecord]:
         with self._lock:
-            now = time.monotonic()
-            return [record for record, until in self._ranks.values() if until > now]
+            return self._table.listed(time.monotonic_ns())
 
 
 def _cut(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):  # it has ended by itself
         connection.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def _cut_after(connection: http.client.HTTPConnection, seconds: float) -> Iterator[None]:
+    """Connect, and cut the connection if it is used for longer."""
+    connection.connect()
+    late = threading.Timer(seconds, _cut, (connection.sock,))
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
+        late.join()
 
 
 def _answer_proof(secret: bytes, nonce: str, body: bytes) -> str:
@@ -241,16 +340,16 @@ class RegistryClient:
         proof = proof_of(self._secret, b"ask", method.encode(), path.encode(), body).hex()
         connection = http.client.HTTPConnection(self._host, self._port, timeout=_WAIT_S)
         try:
-            with contextlib.closing(connection):
+            with contextlib.closing(connection), _cut_after(connection, _REQUEST_S):
                 connection.request(method, path, body or None, {_HEADER: proof})
                 answer = connection.getresponse()
                 said = answer.read(_BODY_BYTES_MAX)
                 told = answer.getheader(_HEADER) or ""
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, RuntimeError) as error:  # or no thread is left
             where = f"{self._host}:{self._port}"
             raise PeerUnreachable(f"the registry at {where}: {reason(error)}") from error
         if answer.status != HTTPStatus.OK:
-            raise ProtocolError(f"the registry answers {answer.status}")
+            raise ProtocolError(f"the registry answers {answer.status}: {said[:200]!r}")
         if not hmac.compare_digest(
             told.encode(), _answer_proof(self._secret, nonce, said).encode()
         ):

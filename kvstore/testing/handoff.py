@@ -9,6 +9,7 @@ counts on is compared with what follows from its request.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -27,6 +28,7 @@ from kvstore.testing.handoff_links import (
     HandoffWires,
     content_of,
 )
+from kvstore.testing.handoff_registry import EVERY_NS, RegistryProcess, registering
 from kvstore.testing.timeline import FaultRates, Timeline
 
 LAYERS: Final = 2
@@ -37,6 +39,8 @@ BLOCKS: Final = 24
 AUX_SLOTS: Final = 6
 AUX_BYTES: Final = 64
 PATIENCE: Final = Patience(bootstrapping_s=3, waiting_s=3, transferring_s=2, total_s=10)
+_OTHER: Final = 1 << 62
+"""Where the content of a prompt that was mixed up differs."""
 STEP_NS: Final = SECOND // 20
 _LONGEST_NS: Final = int(PATIENCE.total_s * SECOND) + SECOND
 """A handoff has ended after this time, not counting that in which its process stood."""
@@ -115,6 +119,7 @@ class _Prompt:
     """One request at one engine."""
 
     room: int
+    content: int
     token_count: int
     progress: HandoffProgress
     opened_ns: int
@@ -133,7 +138,8 @@ class PrefillProcess(HandoffProcess):
     def __init__(self, world: "HandoffSimulation", name: str) -> None:
         super().__init__(world.time, name)
         self.world = world
-        self.boot = world.time.random.randbytes(4)
+        self.boot = world.time.random.randbytes(16)
+        self._registrations = 0
         self.memory = PoolMemory()
         self.senders = Senders(self.memory.pool.shape, PATIENCE)
         self.prompts: dict[int, _Prompt] = {}
@@ -145,7 +151,7 @@ class PrefillProcess(HandoffProcess):
         """Whether no request is left."""
         return not self.prompts and not self.senders.describe(self.time.now_ns)
 
-    def begin(self, room: int, token_count: int) -> None:
+    def begin(self, room: int, token_count: int, content: int) -> None:
         """A request of the conductor; one whose room was used must be refused."""
         used = room in self._used
         try:
@@ -155,12 +161,16 @@ class PrefillProcess(HandoffProcess):
             return
         assert not used, "a room was used twice"
         self._used.add(room)
-        self.prompts[room] = _Prompt(room, token_count, progress, self.time.now_ns)
+        self.prompts[room] = _Prompt(room, content, token_count, progress, self.time.now_ns)
         self.world.wires.carry_out(self, effects)
 
     def step(self) -> None:
         """Compute one layer of one chunk of every request."""
         world, now = self.world, self.time.now_ns
+        if now >= self._registrations * EVERY_NS:
+            self._registrations = now // EVERY_NS + 1
+            find = partial(world.registry_of, self.name)
+            registering(self, self._registrations, find, self.time.random.random)
         world.wires.carry_out(self, self.senders.tick(now))
         for prompt in list(self.prompts.values()):
             if not prompt.progress.ended:
@@ -198,7 +208,7 @@ class PrefillProcess(HandoffProcess):
         blocks = prompt.blocks[prompt.chunk : stop]
         for plane in (2 * prompt.layer, 2 * prompt.layer + 1):
             for position, block in zip(positions, blocks, strict=True):
-                self.memory.write(plane, block, prompt.room, position)
+                self.memory.write(plane, block, prompt.content, position)
         generations = self.memory.pool.generations(blocks)
         layers = range(prompt.layer, prompt.layer + 1)
         effects = self.senders.push(prompt.room, layers, positions, blocks, generations, now)
@@ -206,7 +216,7 @@ class PrefillProcess(HandoffProcess):
         if prompt.layer == LAYERS:
             prompt.layer, prompt.chunk = 0, stop
         if prompt.chunk == count:
-            aux = prompt.room.to_bytes(8, "little")
+            aux = prompt.content.to_bytes(8, "little")
             effects += self.senders.finish(prompt.room, aux, now)
         self.world.wires.carry_out(self, effects)
 
@@ -223,14 +233,14 @@ class DecodeProcess(HandoffProcess):
         self.prompts: dict[int, _Prompt] = {}
         self._computed: list[_Prompt] = []
 
-    def begin(self, room: int, token_count: int, peer: str) -> None:
+    def begin(self, room: int, token_count: int, peer: str, content: int) -> None:
         """A request of the conductor."""
         try:
             progress, effects = self.receivers.open(room, peer, token_count, self.time.now_ns)
         except (InvalidArgument, CapacityError):
             self.world.outcome.refused += 1
             return
-        self.prompts[room] = _Prompt(room, token_count, progress, self.time.now_ns)
+        self.prompts[room] = _Prompt(room, content, token_count, progress, self.time.now_ns)
         self.world.wires.want(self, peer)
         self.world.wires.carry_out(self, effects)
 
@@ -251,7 +261,7 @@ class DecodeProcess(HandoffProcess):
                 self._compute_instead(prompt)
             self.check_time(prompt.progress, prompt.opened_ns, _LONGEST_NS)
         for prompt in [one for one in self._computed if now >= one.until_ns]:
-            wrong = self.memory.wrong(prompt.blocks, prompt.room, prompt.first)
+            wrong = self.memory.wrong(prompt.blocks, prompt.content, prompt.first)
             assert not wrong, f"room {prompt.room}: others wrote into what decode had computed"
             self.memory.give_back(prompt.blocks)
             self._computed.remove(prompt)
@@ -285,12 +295,17 @@ class DecodeProcess(HandoffProcess):
     def _decode(self, prompt: _Prompt) -> None:
         """Everything has come: it is right now, and stays so until the request has ended."""
         world, now = self.world, self.time.now_ns
-        wrong = self.memory.wrong(prompt.blocks, prompt.room, prompt.first)
+        told = int.from_bytes(self.aux.read(*self.receivers.aux_place(prompt.room)), "little")
+        if told != prompt.content:  # the conductor has mixed two requests up
+            assert told == prompt.content ^ _OTHER
+            assert not self.memory.wrong(prompt.blocks, told, prompt.first)
+            world.outcome.wrong_prompt += 1
+            self._compute_instead(prompt)
+            return
+        wrong = self.memory.wrong(prompt.blocks, prompt.content, prompt.first)
         assert not wrong, f"room {prompt.room}: wrong bytes at positions {wrong}"
         if not prompt.until_ns:
             world.outcome.succeeded += 1
-            place = self.receivers.aux_place(prompt.room)
-            assert self.aux.read(*place) == prompt.room.to_bytes(8, "little")
             prompt.until_ns = now + world.time.random.randrange(1, 10) * STEP_NS
         if now >= prompt.until_ns:
             self._close(prompt)
@@ -302,7 +317,7 @@ class DecodeProcess(HandoffProcess):
         self._close(prompt)
         for at, block in enumerate(prompt.blocks):
             for plane in range(PLANES):
-                self.memory.write(plane, block, prompt.room, prompt.first + at)
+                self.memory.write(plane, block, prompt.content, prompt.first + at)
         prompt.until_ns = self.time.now_ns + self.world.time.random.randrange(1, 20) * STEP_NS
         self._computed.append(prompt)
 
@@ -329,7 +344,16 @@ class HandoffSimulation:
         self.time = Timeline(seed, FaultRates())
         self.faults = faults or HandoffFaults()
         self.outcome = HandoffOutcome()
-        self.wires = HandoffWires(self.time, self.faults, self.outcome, self.find)
+        self.wires = HandoffWires(
+            self.time,
+            self.faults,
+            self.outcome,
+            self.find,
+            lambda name: self.registry_of(name).boot,
+        )
+        self._registries = {
+            name: RegistryProcess(self.time, name, self.outcome) for name in ("r0", "r1")
+        }
         self.processes: dict[str, PrefillProcess | DecodeProcess] = {}
         for name in ("p0", "p1", "d0", "d1"):
             self._start(name)
@@ -357,6 +381,10 @@ class HandoffSimulation:
         """The process that has a name now."""
         return self.processes[name]
 
+    def registry_of(self, prefill: str) -> RegistryProcess:
+        """The registry of a prefill instance."""
+        return self._registries[prefill.replace("p", "r")]
+
     def _step(self) -> None:
         random = self.time.random
         if not self._quiet:
@@ -378,20 +406,27 @@ class HandoffSimulation:
         assert isinstance(decode, DecodeProcess)
         room, tokens = self._rooms.draw(), random.randrange(1, 40)
         peer = prefill.name
+        content = room ^ (_OTHER if random.random() < 0.03 else 0)
         for again in range(1 + (random.random() < 0.05)):
             delay_ns = random.randrange(SECOND // 5 + 3 * SECOND * again)
             if random.random() > 0.03:
-                self.time.at(delay_ns, lambda: prefill.do(lambda: prefill.begin(room, tokens)))
+                self.time.at(
+                    delay_ns, lambda: prefill.do(lambda: prefill.begin(room, tokens, content))
+                )
             delay_ns = random.randrange(SECOND // 5)
             if random.random() > 0.03:
-                self.time.at(delay_ns, lambda: decode.do(lambda: decode.begin(room, tokens, peer)))
+                self.time.at(
+                    delay_ns, lambda: decode.do(lambda: decode.begin(room, tokens, peer, room))
+                )
         self.outcome.requests += 1
 
     def _trouble(self) -> None:
         random = self.time.random
-        name = random.choice(sorted(self.processes))
+        name = random.choice(sorted(self.processes) + sorted(self._registries))
         what = random.choice(["kill", "stop", "stop", "cut"])
-        if what == "kill":
+        if what != "cut" and name in self._registries:
+            self._trouble_registry(name, kill=what == "kill")
+        elif what == "kill":
             self.outcome.killed += 1
             self.processes[name].kill()
             self.wires.died(self.processes[name])
@@ -403,6 +438,13 @@ class HandoffSimulation:
             self.outcome.partitions += 1
             pair = (random.choice(["p0", "p1"]), random.choice(["d0", "d1"]))
             self.wires.cut(*pair, random.randrange(SECOND // 2, 5 * SECOND))
+
+    def _trouble_registry(self, name: str, *, kill: bool) -> None:
+        if kill:
+            self._registries[name].kill()
+            self._registries[name] = RegistryProcess(self.time, name, self.outcome)
+        else:
+            self._registries[name].stop(self.time.random.randrange(SECOND // 2, 6 * SECOND))
 
     def _start(self, name: str) -> None:
         kind = PrefillProcess if name[0] == "p" else DecodeProcess

@@ -52,6 +52,10 @@ class HandoffOutcome:
     killed: int = 0
     stopped: int = 0
     partitions: int = 0
+    registry_away: int = 0
+    registry_late: int = 0
+    registrations_refused: int = 0
+    wrong_prompt: int = 0
 
 
 @lru_cache(8_192)
@@ -131,12 +135,13 @@ class HandoffWires:
 
     def __init__(
         self, time: Timeline, faults: "HandoffFaults", outcome: HandoffOutcome,
-        find: Callable[[str], HandoffProcess],
+        find: Callable[[str], HandoffProcess], registered: Callable[[str], bytes],
     ) -> None:  # fmt: skip
         self._time = time
         self._faults = faults
         self._outcome = outcome
         self._find = find
+        self._registered = registered
         self._links: dict[bytes, HandoffLink] = {}
         self._wanted: set[tuple[HandoffProcess, str]] = set()
         self._cut: dict[tuple[str, str], int] = {}
@@ -222,10 +227,18 @@ class HandoffWires:
 
     # ---- links ------------------------------------------------------------------------------
 
+    def _is_there(self, decode: "DecodeProcess", prefill: "PrefillProcess") -> bool:
+        """Whether the registry names the process that is at the address, and it answers."""
+        boot = self._registered(prefill.name)
+        self._outcome.registry_away += not boot
+        self._outcome.registry_late += boot not in (b"", prefill.boot)
+        cut = self._is_cut(prefill.name, decode.name) or self._chance(0.05)
+        return boot == prefill.boot and not cut and not prefill.is_stopped
+
     def _connect(self, decode: "DecodeProcess", peer: str, tries: int) -> None:
         """Ask the registry, connect to the process that has the name now."""
         prefill: PrefillProcess = self._find(peer)  # type: ignore[assignment]
-        if self._is_cut(peer, decode.name) or self._chance(0.05):
+        if not self._is_there(decode, prefill):
             if tries < 2:
                 self._time.at(
                     SECOND // 5, lambda: decode.do(lambda: self._connect(decode, peer, tries + 1))
@@ -320,7 +333,7 @@ class HandoffWires:
             places = [(int(held.ctypes.data), len(held))]
         else:
             places = pool.places(job.ranges, job.sources)
-        digests = digests_of(job.room, job.ranges, places)
+        digests = digests_of(job.share.seed_of(job.room), job.ranges, places)
         if not pool.is_unchanged(job):
             assert job.room in link.prefill.careless_rooms, "a block was free while it was read"
             self._outcome.reused += 1
@@ -390,7 +403,8 @@ class HandoffWires:
             return
 
         def end() -> None:
-            right = digests_of(landing.room, landing.ranges, places) == landing.digests
+            seed = landing.share.seed_of(landing.room)
+            right = digests_of(seed, landing.ranges, places) == landing.digests
             code = None if right else FailureCode.DIGEST
             link.landing -= 1
             now = self._time.now_ns

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from engine_adapters.reference import __main__ as program
-from engine_adapters.reference import pushing
 from engine_adapters.reference.landing import DecodePushes
 from engine_adapters.reference.pushing import PrefillPushes
 from engine_adapters.reference.request import Request
@@ -40,7 +39,8 @@ DEADLINES = {"bootstrapping_s": 6.0, "waiting_s": 12.0, "transferring_s": 8.0, "
 
 
 def put_gates_into_prefill(gates: Path) -> None:
-    answer, send, hook = Greeter.answer, pushing._send, PrefillPushes.layer_hook
+    answer, hook = Greeter.answer, PrefillPushes.layer_hook
+    computed = PrefillPushes._layer_computed
     job, seal = PrefillManager._send, SealedStream.send
 
     def gated_answer(self: Greeter, stream: Any) -> Any:
@@ -53,10 +53,10 @@ def put_gates_into_prefill(gates: Path) -> None:
             stand(gates, "start")
         return hook(self, work)
 
-    def gated_send(pieces: Any, layer: int) -> None:
+    def gated_computed(self: PrefillPushes, pieces: Any, layer: int) -> None:
         if layer == 1 and any(one.positions.start for one in pieces):
             stand(gates, "layer")
-        send(pieces, layer)
+        computed(self, pieces, layer)
 
     def gated_job(self: PrefillManager, one: Any, sealed: SealedStream) -> Any:
         if one.aux:
@@ -74,7 +74,7 @@ def put_gates_into_prefill(gates: Path) -> None:
 
     Greeter.answer = gated_answer  # type: ignore[method-assign]
     PrefillPushes.layer_hook = gated_hook  # type: ignore[method-assign]
-    pushing._send = gated_send
+    PrefillPushes._layer_computed = gated_computed  # type: ignore[method-assign]
     PrefillManager._send = gated_job  # type: ignore[method-assign]
     SealedStream.send = gated_seal  # type: ignore[method-assign]
 

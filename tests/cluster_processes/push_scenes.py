@@ -1,14 +1,16 @@
 """Reference engines that push to each other as processes, and a router between them."""
 
-import asyncio
+import contextlib
 import json
 import os
 import re
 import signal
+import socket
 import sys
-import urllib.error
 import urllib.request
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from http.client import HTTPConnection
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +25,7 @@ BACK_S: Final = 15.0
 """Until what was held is back; longer than any deadline that it may have to wait for."""
 PORT, PUSH_PORT, REGISTRY_PORT = 7500, 7501, 7502
 SAMPLING: Final = {"temperature": 0.8, "seed": 7}
+SECRET: Final = b"a secret for tests, of 32 bytes."
 _rooms = count(int.from_bytes(os.urandom(3), "little") << 32)
 
 
@@ -52,12 +55,12 @@ class PushEngine:
         self.pid = 0
         self.free_blocks = 0.0
 
-    def start(self) -> None:
+    def start(self, *words: str) -> None:
         """Start it, again perhaps, and wait until it answers."""
         before = self.output.count("listening on")
         for path in self._gates.iterdir():
             path.unlink()
-        self.pid = self._nursery.fork(self.name, self._words)
+        self.pid = self._nursery.fork(self.name, [*self._words, *words])
 
         def ready() -> bool:
             return self.output.count("listening on") > before or not self.runs
@@ -66,6 +69,11 @@ class PushEngine:
         assert self.runs, self.output
         assert wait_for(lambda: self.metric("free_blocks")), "it has made no step yet"
         self.free_blocks = self.metric("free_blocks")
+
+    def end(self) -> None:
+        """End it as an operator does."""
+        os.kill(self.pid, signal.SIGTERM)
+        assert wait_for(lambda: not self.runs, ANSWER_S)
 
     @property
     def output(self) -> str:
@@ -107,18 +115,30 @@ class PushEngine:
         assert found is not None, (name, text)
         return float(found[1])
 
-    def complete(self, prompt: str, max_tokens: int = 8, **body: Any) -> dict[str, Any]:
-        """The answer to a prompt; raises OSError if there is none."""
+    def complete(
+        self, prompt: str, max_tokens: int = 8, over: socket.socket | None = None, **body: Any
+    ) -> dict[str, Any]:
+        """The answer to a prompt; raises OSError or HTTPException if there is none.
+
+        Args:
+            prompt: text.
+            max_tokens: of the answer.
+            over: a socket to connect and use; it is closed.
+            body: more fields.
+        """
         fields = {"prompt": prompt, "max_tokens": max_tokens, "return_token_ids": True, **SAMPLING}
-        request = urllib.request.Request(
-            self.url + "/v1/completions", json.dumps(fields | body).encode(),
-            {"Content-Type": "application/json"},
-        )  # fmt: skip
-        try:
-            with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
-                return json.load(answer)  # type: ignore[no-any-return]
-        except urllib.error.HTTPError as error:
-            pytest.fail(f"{self.name} answers {error.code}: {error.read()!r}")
+        host, port = self.url.removeprefix("http://").split(":")
+        with contextlib.closing(HTTPConnection(host, int(port), timeout=ANSWER_S)) as connection:
+            if over is not None:
+                over.settimeout(ANSWER_S)
+                over.connect((host, int(port)))
+                connection.sock = over
+            connection.request("POST", "/v1/completions", json.dumps(fields | body))
+            answer = connection.getresponse()
+            found = json.load(answer)
+        if answer.status != 200:
+            pytest.fail(f"{self.name} answers {answer.status}: {found}")
+        return found  # type: ignore[no-any-return]
 
     def handoffs(self) -> list[dict[str, Any]]:
         return list(self.get("/v1/handoffs")["handoffs"])
@@ -145,7 +165,7 @@ class Nursery:
         self.folder = folder
         self.secret = folder / "secret"
         descriptor = os.open(self.secret, os.O_CREAT | os.O_WRONLY, 0o600)
-        os.write(descriptor, b"a secret for tests, of 32 bytes.")
+        os.write(descriptor, SECRET)
         os.close(descriptor)
         os.mkfifo(folder / "start")
         program = [sys.executable, "-m", "tests.cluster_processes.gated_engine", str(folder)]
@@ -164,18 +184,31 @@ class Nursery:
 class Asked:
     """A request that was sent to both engines of a pair, as the Conductor sends it."""
 
-    def __init__(self, scene: "PushScene", prompt: str, registry: str = "") -> None:
+    def __init__(
+        self, scene: "PushScene", prompt: str, registry: str = "", *, leaves: bool = False
+    ) -> None:
         prefill, decode, room = scene.prefill, scene.decode, next(_rooms)
         here = {"handoff": "push", "room": room, "do_remote_decode": True}
         there = {
             "handoff": "push", "room": room, "do_remote_prefill": True,
             "registry": registry or prefill.registry,
         }  # fmt: skip
-        self.room = room
-        self.leaves: dict[str, asyncio.Event] = {}
-        threads = scene.threads
-        self.prefill = threads.submit(prefill.complete, prompt, 1, kv_transfer_params=here)
-        self.decode = threads.submit(decode.complete, prompt, 8, kv_transfer_params=there)
+        ask_prefill = partial(prefill.complete, prompt, 1, kv_transfer_params=here)
+        ask_decode = partial(decode.complete, prompt, 8, kv_transfer_params=there)
+        self._sockets: dict[str, socket.socket] = {}
+        if leaves:
+            self._sockets = {"prefill": socket.socket(), "decode": socket.socket()}
+            ask_prefill = partial(ask_prefill, over=self._sockets["prefill"])
+            ask_decode = partial(ask_decode, over=self._sockets["decode"])
+        self.prefill = scene.threads.submit(ask_prefill)
+        self.decode = scene.threads.submit(ask_decode)
+
+    def leave(self, *sides: str) -> None:
+        """The client of these engines goes."""
+        for side in sides:
+            self._sockets[side].shutdown(socket.SHUT_RDWR)
+            answer = self.prefill if side == "prefill" else self.decode
+            assert answer.exception(ANSWER_S) is not None
 
 
 def tokens_of(answer: "Future[dict[str, Any]]") -> list[int]:
@@ -193,6 +226,7 @@ class PushScene:
 
     def __init__(self, spawn: Spawn, folder: Path) -> None:
         nursery = Nursery(spawn, folder)
+        self.secret = SECRET
         self.threads = ThreadPoolExecutor(8)
         self.prefill = PushEngine(nursery, "p", "prefill")
         self.decode = PushEngine(nursery, "d", "decode")
@@ -204,8 +238,8 @@ class PushScene:
     def engines(self) -> list[PushEngine]:
         return [self.prefill, self.decode, self.other]
 
-    def ask(self, prompt: str, registry: str = "") -> Asked:
-        return Asked(self, prompt, registry)
+    def ask(self, prompt: str, registry: str = "", *, leaves: bool = False) -> Asked:
+        return Asked(self, prompt, registry, leaves=leaves)
 
     def ask_other(self, prompt: str) -> Asked:
         """A push from the other prefill engine to the same decode engine."""

@@ -1,11 +1,16 @@
 """Goal: an engine that dies or stops in any state of a push costs the other one time, no tokens."""
 
+import contextlib
 import signal
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from kvstore.handoff.registry import HandoffRegistry, RegistryClient
 from tests.cluster_processes.gated_engine import BEGINNING
 from tests.cluster_processes.push_scenes import (
     ANSWER_S,
@@ -17,6 +22,7 @@ from tests.cluster_processes.push_scenes import (
     tokens_of,
 )
 from tests.conftest import Spawn, wait_for
+from tests.handoff.test_handoff_faults import Relay, flip
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
@@ -168,3 +174,146 @@ def test_an_engine_that_stops_in_any_state_costs_the_other_one_time_only(
             assert tokens_of(asked.decode) == expected, "it goes on by itself later"
         asked.prefill.result(ANSWER_S)
         back(victim, before, state)
+
+
+# Who leaves, and who gives up
+
+
+@pytest.mark.soak("handoff", minutes=2)
+@pytest.mark.parametrize("who", ["prefill", "decode", "client"])
+def test_a_push_that_is_given_up_in_any_state_costs_nobody_else_anything(
+    scene: PushScene, who: str
+) -> None:
+    tokens_of(scene.ask("Both links stay. ").decode)
+    tokens_of(scene.ask_other("Both links stay. ").decode)
+    before = [one.threads_and_descriptors() for one in (scene.prefill, scene.decode)]
+    pids = [one.pid for one in scene.engines]
+    for state, (side, gate) in STATES.items():
+        if gate == "greet":
+            continue  # there is a link
+        others = Bystanders(scene, scene.decode)
+        engine = scene.prefill if side == "prefill" else scene.decode
+        engine.close_gate(gate)
+        asked = scene.ask(prompt_of(state), leaves=True)
+        engine.at_gate(gate)
+        asked.leave(*(["prefill", "decode"] if who == "client" else [who]))
+        engine.open_gate(gate)
+        others.check(state)
+        if who == "prefill":
+            expected = scene.other.complete(prompt_of(state), 8)["choices"][0]["token_ids"]
+            assert tokens_of(asked.decode) == expected, state
+            done = gate in ("aux", "success")  # perhaps: all KV is there, or nearly
+            assert outcome_of(asked.decode) in [("failed", "aborted")] + [("success", None)] * done
+        elif who == "decode":
+            done = gate == "success"
+            wanted = ("success", None) if done else ("failed", "aborted")
+            assert outcome_of(asked.prefill) == wanted, state
+        back(scene.decode, before[1], state)
+        back(scene.prefill, before[0], state)
+    assert [one.pid for one in scene.engines if one.runs] == pids
+
+
+@pytest.mark.soak("handoff", minutes=2)
+@pytest.mark.parametrize("number", [KILL, STOP])
+def test_decode_that_waits_for_memory_goes_on_by_itself_when_prefill_ends_or_stops(
+    scene: PushScene, number: signal.Signals
+) -> None:
+    scene.decode.end()
+    scene.decode.start("--kv-blocks", "40")
+    tokens_of(scene.ask_other("The link to the other one stays. ").decode)
+    before = scene.decode.threads_and_descriptors()
+    running = scene.threads.submit(scene.decode.complete, "x" * 300, 300)
+    assert wait_for(lambda: scene.decode.metric("running"))
+    asked = scene.ask(prompt_of("prealloc"))
+    assert wait_for(lambda: [one["missing_ranks"] for one in scene.decode.handoffs()] == [[]])
+    assert scene.decode.handoffs()[0]["state"] == "bootstrapping"
+    scene.prefill.signal(number)
+    expected = scene.other.complete(prompt_of("prealloc"), 8)["choices"][0]["token_ids"]
+    assert tokens_of(asked.decode) == expected
+    assert outcome_of(asked.decode)[0] == "failed"
+    assert len(tokens_of(running)) == 300
+    back(scene.decode, before, "prealloc")
+
+
+# What is between the two
+
+
+@pytest.mark.soak("handoff", minutes=2)
+def test_whatever_is_between_the_engines_costs_time_and_no_tokens(scene: PushScene) -> None:
+    tokens_of(scene.ask_other("The link to the other one stays. ").decode)
+    before = scene.decode.threads_and_descriptors()
+    secret = scene.secret
+    far = RegistryClient(scene.prefill.registry, secret)
+    over = threading.Event()
+
+    def stall(data: bytes, done: int) -> bytes:
+        if done + len(data) > 40_000:
+            over.wait(20.0)
+        return data
+
+    for what, change, causes in (
+        ("nothing", lambda data, done: data, {None}),
+        ("a byte is changed", flip(50_000), {"digest"}),
+        ("it is cut within a range", lambda data, at: None if at > 40_000 else data,
+         {"peer_closed"}),
+        ("it stalls", stall, {"peer_silent"}),
+    ):  # fmt: skip
+        others = Bystanders(scene, scene.decode)
+        [record] = far.ranks()
+        host, port = record.address.rsplit(":", 1)
+        relay = Relay(f"{host}:{port}", change)
+        registry = HandoffRegistry("127.0.0.1", 0, secret)
+        try:
+            there = msgspec.structs.replace(record, address=relay.address, lease_s=60.0)
+            RegistryClient(registry.url, secret).register(there)
+            asked = scene.ask(prompt_of(what), registry.url)
+            expected = scene.other.complete(prompt_of(what), 8)["choices"][0]["token_ids"]
+            assert tokens_of(asked.decode) == expected, what
+            assert outcome_of(asked.decode)[1] in causes, what
+            asked.prefill.result(ANSWER_S)
+            others.check(what)
+        finally:
+            if change is stall:
+                over.set()
+            relay.close()
+            registry.close()
+        back(scene.prefill, scene.prefill.threads_and_descriptors(), what)
+        back(scene.decode, before, what)
+
+
+@pytest.mark.soak("handoff", minutes=2)
+def test_a_registry_that_is_away_stands_or_talks_nonsense_costs_time_and_no_tokens(
+    scene: PushScene,
+) -> None:
+    before = scene.decode.threads_and_descriptors()
+
+    def garbage(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.sendall(
+                        b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n" + b"\xff" * 9
+                    )
+
+    for what in ("away", "silent", "nonsense"):
+        others = Bystanders(scene, scene.decode)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            thread = threading.Thread(target=garbage, args=(listener,))
+            if what == "away":
+                listener.close()
+            elif what == "nonsense":
+                thread.start()
+            asked = scene.ask(prompt_of(what), url)
+            expected = scene.other.complete(prompt_of(what), 8)["choices"][0]["token_ids"]
+            assert tokens_of(asked.decode) == expected, what
+            assert outcome_of(asked.decode) == ("failed", "unreachable"), what
+            assert outcome_of(asked.prefill) == ("failed", "deadline"), what
+            if what == "nonsense":
+                listener.shutdown(socket.SHUT_RDWR)
+                thread.join()
+        others.check(what)
+        back(scene.prefill, scene.prefill.threads_and_descriptors(), what)
+    assert wait_for(lambda: not scene.decode.held())
+    assert before[0] + 4 >= scene.decode.threads_and_descriptors()[0], "one link to the other"

@@ -211,6 +211,26 @@ def test_a_connection_cut_within_a_range_fails_the_handoff_at_once(wait_until):
     through(lambda data, done: None if done > 700_000 else data, check)
 
 
+def test_a_link_that_stalls_within_a_range_is_noticed_as_silence(wait_until):
+    over = threading.Event()
+
+    def stall(data: bytes, done: int) -> bytes:
+        if done > 700_000:
+            over.wait(20.0)
+        return data
+
+    def check(sender, receiver, there, decode):
+        try:
+            wait_until(lambda: receiver.state == State.FAILED)
+            assert receiver.failure.code == FailureCode.PEER_SILENT
+            wait_until(lambda: not receiver.holds_blocks)
+        finally:
+            over.set()
+        wait_until(lambda: sender.state == State.FAILED and not sender.holds_blocks)
+
+    through(stall, check)
+
+
 def test_garbage_on_the_ports_of_prefill_and_registry_changes_nothing(wait_until):
     with managers() as pair:
         sender, receiver = pair.begin(1, 4)

@@ -1,8 +1,13 @@
 """Goal: only ranks that are there, and know the secret, are listed; nobody waits for a registry."""
 
+import contextlib
 import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 
 from kvstore.errors import PeerUnreachable, ProtocolError
@@ -12,6 +17,7 @@ from kvstore.handoff.greeting import PROTOCOL
 from kvstore.handoff.registry import HandoffRegistry, RankRecord, RegistryClient
 from kvstore.handoff.states import FailureCode, State
 from tests.handoff.pair import PATIENCE, SECRET, SPACE, Memory
+from tests.handoff.wrong_fields import of_another_type
 
 
 def test_a_registration_cannot_be_sent_again_and_its_lease_ends():
@@ -19,7 +25,7 @@ def test_a_registration_cannot_be_sent_again_and_its_lease_ends():
     try:
         client = RegistryClient(registry.url, SECRET)
         shape = Memory().pool.shape
-        fields = ("127.0.0.1:9", "ab", 1, (0, 4), (0, 1), shape, "", ["tcp"], PROTOCOL)
+        fields = ("127.0.0.1:9", "ab" * 16, 1, (0, 4), (0, 1), shape, "", ["tcp"], PROTOCOL)
         record = RankRecord(0, *fields, 60.0)
         client.register(record)
         assert client.ranks() == [record]
@@ -27,7 +33,7 @@ def test_a_registration_cannot_be_sent_again_and_its_lease_ends():
             client.register(record)
         with pytest.raises(ProtocolError, match="401"):
             RegistryClient(registry.url, b"x" * 32).ranks()
-        client.register(RankRecord(0, "127.0.0.1:9", "ab", 2, *fields[3:], 0.0))
+        client.register(RankRecord(0, "127.0.0.1:9", "ab" * 16, 2, *fields[3:], 0.0))
         assert client.ranks() == []
     finally:
         registry.close()
@@ -70,3 +76,78 @@ def test_a_registry_that_takes_connections_and_says_nothing_is_asked_once(wait_u
                 silent.accept()
     finally:
         decode.close()
+
+
+@contextlib.contextmanager
+def running() -> Iterator[tuple[HandoffRegistry, RegistryClient]]:
+    registry = HandoffRegistry("127.0.0.1", 0, SECRET)
+    try:
+        yield registry, RegistryClient(registry.url, SECRET)
+    finally:
+        registry.close()
+
+
+def record(boot: int = 1, count: int = 1, **changed: Any) -> RankRecord:
+    made = RankRecord(
+        0, "127.0.0.1:9", f"{boot:032x}", count, (0, 4), (0, 1), Memory().pool.shape, SPACE.hex(),
+        ["tcp"], PROTOCOL, 60.0,
+    )  # fmt: skip
+    return msgspec.structs.replace(made, **changed)
+
+
+WRONG: dict[str, list[Any]] = {
+    "rank": [-1, 1 << 20], "address": ["", "x", "h:99999", ":1"],
+    "boot": ["", "zz" * 16, "ab" * 15], "count": [-1],
+    "layers": [(0, 0), (-1, 2), (0, 1 << 40)], "heads": [(2, 1), (0, 1 << 40)],
+    "space": ["zz", "ab" * 65], "transports": [[], ["x"] * 17], "protocol": [0, -1],
+    "lease_s": [-1.0, 1e9], "shape": [],
+}  # fmt: skip
+
+
+def test_every_wrong_field_of_a_registration_is_refused_and_logged_and_changes_nothing(caplog):
+    fields = {field.name for field in msgspec.structs.fields(RankRecord) if field.required}
+    assert fields <= set(WRONG)
+    with running() as (registry, client):
+        client.register(record())
+        before = client.ranks()
+        for field, values in WRONG.items():
+            for value in values:
+                with pytest.raises(ProtocolError, match="400"):
+                    client.register(msgspec.structs.replace(record(2), **{field: value}))
+        for what, wrong in of_another_type(record(2)):
+            with pytest.raises(ProtocolError, match="400"):
+                assert client._ask("PUT", msgspec.json.encode(wrong)) is None, what
+        assert client.ranks() == before
+        assert registry.faults.counts["refused"] > 50
+        assert "127.0.0.1: PUT /v1/ranks: 400" in caplog.text
+
+
+def test_an_old_registration_of_a_boot_that_was_replaced_is_refused():
+    with running() as (_, client):
+        client.register(record(1, 1))
+        client.register(record(2, 1))
+        with pytest.raises(ProtocolError, match="replaced"):
+            client.register(record(1, 2))
+        assert [one.boot for one in client.ranks()] == [record(2).boot]
+        client.register(record(2, 2, lease_s=0.0))
+        client.register(record(1, 3))  # nobody has its place any more
+        assert [one.boot for one in client.ranks()] == [record(1).boot]
+
+
+def test_a_registry_that_answers_byte_by_byte_is_given_up(monkeypatch):
+    monkeypatch.setattr(registries, "_REQUEST_S", 0.3)
+    over = threading.Event()
+
+    def trickle(listener: socket.socket) -> None:
+        with listener.accept()[0] as connection, contextlib.suppress(OSError):
+            while not over.wait(0.01):
+                connection.send(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=trickle, args=(listener,))
+        thread.start()
+        client = RegistryClient(f"http://127.0.0.1:{listener.getsockname()[1]}", SECRET)
+        with pytest.raises(PeerUnreachable):
+            client.ranks()
+        over.set()
+        thread.join()

@@ -159,6 +159,8 @@ class DiskPages:
         All of its pages are written. If only the first ones are, the node is left with the others.
         """
         verdict = Verdict.EVICT
+        if not self.exists:
+            return verdict
         refused = node.depth > node.ask_depth > 0
         if not node.memory & ~node.on_disk:
             self.admission.leaves(node, 0, self._memory.moment.tick)

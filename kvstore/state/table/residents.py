@@ -23,7 +23,6 @@ from kvstore.state.tree.actions import (
     Removed,
     TierRemoved,
     TierStored,
-    tier_change,
 )
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.places import Tier
@@ -114,7 +113,9 @@ class Residents:
 
         ``tokens`` are those of their records, for pages that are in no memory.
         """
-        self.actions.append(tier_change(kind, node, shard, tier, tokens))
+        assert node.above is not None
+        known, keys = node.tokens or tokens, node.key_list()
+        self.actions.append(kind(node.space, shard, keys, node.above.key, tier, known))
         self.story.tell(f"{kind.__name__} {tier}", node, shard, node.count)
 
     def add_candidate(self, node: PrefixNode) -> None:

@@ -1,0 +1,68 @@
+"""The registries of simulated prefill instances: leases, late registrations, processes that end."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from kvstore.handoff.registry import RankRecord, RankTable
+from kvstore.testing.handoff_links import SECOND, HandoffOutcome, HandoffProcess
+from kvstore.testing.timeline import Timeline
+
+if TYPE_CHECKING:
+    from kvstore.testing.handoff import PrefillProcess
+
+LEASE_S: Final = 2.0
+EVERY_NS: Final = SECOND // 2
+"""Between two registrations of a prefill engine."""
+_LATE_NS: Final = 3 * SECOND
+
+
+class RegistryProcess(HandoffProcess):
+    """A registry in a process of its own, with the product's table."""
+
+    def __init__(self, time: Timeline, name: str, outcome: HandoffOutcome) -> None:
+        """Start it, empty."""
+        super().__init__(time, name)
+        self._outcome = outcome
+        self._table = RankTable()
+
+    def register(self, record: RankRecord) -> None:
+        """A registration has come, perhaps late or twice; check that only the last boot counts."""
+        before = self.boot
+        if self._table.register(record, self.time.now_ns):
+            self._outcome.registrations_refused += 1
+            assert self.boot == before, "a refused registration changes something"
+
+    @property
+    def boot(self) -> bytes:
+        """Of the prefill engine that is registered now; empty if none is, or nobody answers."""
+        if self.dead or self.is_stopped:
+            return b""
+        listed = self._table.listed(self.time.now_ns)
+        return bytes.fromhex(listed[0].boot) if listed else b""
+
+
+def registering(
+    prefill: "PrefillProcess", count: int, find: Callable[[], RegistryProcess],
+    chance: Callable[[], float],
+) -> None:  # fmt: skip
+    """Send a registration of a prefill engine to whoever is its registry when it comes.
+
+    Args:
+        prefill: the engine.
+        count: of its registrations.
+        find: its registry.
+        chance: draws from 0 to 1.
+    """
+    record = RankRecord(
+        0, "127.0.0.1:9", prefill.boot.hex(), count, (0, 1), (0, 1), prefill.memory.pool.shape, "",
+        ["tcp"], 1, LEASE_S,
+    )  # fmt: skip
+    record.check()
+    roll = chance()
+    if roll < 0.05:
+        return
+    delays = [prefill.time.random.randrange(SECOND // 10)]
+    if roll > 0.9:
+        delays.append(prefill.time.random.randrange(_LATE_NS))
+    for delay_ns in delays:
+        prefill.time.at(delay_ns, lambda: find().do(lambda: find().register(record)))
