@@ -13,6 +13,7 @@ from kvstore.handoff.decode import DecodeManager, Receiver
 from kvstore.handoff.prefill import PrefillManager, Sender
 from kvstore.handoff.states import (
     TERMINAL,
+    FailureCode,
     HandoffFailure,
     HandoffStatus,
     State,
@@ -27,7 +28,7 @@ class JointProgress(NamedTuple):
 
     Attributes:
         state: the lowest of all ranks.
-        failure: of the first rank that has failed; None in every other state.
+        failure: of a rank that has failed by itself, if one has; None in every other state.
         seconds: how long each state has lasted that a rank has left: the longest.
         moved_bytes: of all ranks.
     """
@@ -61,9 +62,13 @@ class _Joint(Generic[_One]):
 
     @property
     def failure(self) -> HandoffFailure | None:
-        """Why it is FAILED; None in every other state."""
+        """Why it is FAILED; None in every other state.
+
+        When one rank has failed, the others are aborted: that one says why.
+        """
         found = [one.failure for one in self._ranks if one.failure is not None]
-        return found[0] if found else None
+        causes = [one for one in found if one.code is not FailureCode.ABORTED]
+        return next(iter(causes or found), None)
 
     @property
     def progress(self) -> JointProgress:

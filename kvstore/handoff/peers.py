@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvstore.errors import PeerUnreachable
-from kvstore.handoff.ranks import RankGroup, RankPart, Share, plan_ranks
+from kvstore.handoff.ranks import RANKS_MAX, RankGroup, RankPart, Share, plan_ranks
 from kvstore.handoff.registry import RankRecord
 from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.tables import LinkSource
@@ -41,6 +41,8 @@ def peer_ranks(records: Sequence[RankRecord], group: RankGroup, shape: PoolShape
         what = f"{len(records)} ranks of prefill are registered, of {len(sizes)} different numbers"
         raise PeerUnreachable(what)
     ((ranks, data_ranks),) = sizes
+    if ranks * data_ranks > RANKS_MAX:
+        raise PeerUnreachable(f"{ranks} x {data_ranks} ranks of prefill, at most {RANKS_MAX}")
     by_number = {(record.data_rank, record.rank): record for record in records}
     wanted = [(data_rank, rank) for data_rank in range(data_ranks) for rank in range(ranks)]
     missing = [number for number in wanted if number not in by_number]

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
+import numpy as np
 
 from kvstore.errors import InvalidArgument
 
@@ -119,6 +120,8 @@ def plan_ranks(prefill: Sequence[RankPart], decode: Sequence[RankPart]) -> RankP
     check_parts(prefill)
     check_parts(decode)
     groups, wanted = _alike(prefill), _alike(decode)
+    _check_apart(list(groups), "prefill")
+    _check_apart(list(wanted), "decode")
     _check_covered(wanted, groups, "prefill")
     _check_covered(groups, wanted, "decode")
     found: dict[tuple[int, int], RankPart | None] = {}
@@ -166,22 +169,42 @@ def _alike(parts: Sequence[RankPart]) -> dict[RankPart, list[int]]:
     return dict(found)
 
 
+def _check_apart(parts: Sequence[RankPart], side: str) -> None:
+    """Refuse different parts of one side that share some layers and heads.
+
+    Raises:
+        InvalidArgument: ``heads``.
+    """
+    bounds = np.array([(*part.layers, *part.heads) for part in parts])
+    shared = np.ones((len(parts), len(parts)), dtype=np.bool_)
+    for first, stop in ((0, 1), (2, 3)):
+        begins = np.maximum.outer(bounds[:, first], bounds[:, first])
+        shared &= begins < np.minimum.outer(bounds[:, stop], bounds[:, stop])
+    np.fill_diagonal(shared, val=False)
+    if shared.any():
+        one, other = (parts[int(at[0])] for at in np.nonzero(shared))
+        what = f"layers {one.layers} of heads {one.heads}, {other.layers} of {other.heads}"
+        raise InvalidArgument("heads", f"ranks of {side} that are not alike share some: {what}")
+
+
 def _check_covered(parts: Iterable[RankPart], by: dict[RankPart, list[int]], side: str) -> None:
-    """Refuse parts of one side that the other, ``side``, does not hold exactly once.
+    """Refuse parts of one side of which the other, ``side``, does not hold all.
+
+    Args:
+        parts: of one side.
+        by: of the other; no two of them share anything, so sizes can be added.
+        side: name of the other.
 
     Raises:
         InvalidArgument: with the field that does not fit.
     """
     for part in parts:
         shared = [both for held in by if (both := part.common(held)) is not None]
-        size = sum(both.size for both in shared)
-        if size == part.size:
+        if sum(both.size for both in shared) == part.size:
             continue
         across = {at for both in shared for at in range(*both.layers)}
         field = "layers" if len(across) < part.layers[1] - part.layers[0] else "heads"
         what = f"layers {part.layers} of heads {part.heads}"
-        if size > part.size:
-            raise InvalidArgument("heads", f"ranks of {side} that are not alike share some {what}")
         raise InvalidArgument(field, f"{side} does not have all {what}")
 
 

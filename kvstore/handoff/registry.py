@@ -330,9 +330,12 @@ class RegistryClient:
     def ranks(self) -> list[RankRecord]:
         """The ranks whose leases run; raises as :meth:`register`."""
         try:
-            return _ranks.decode(self._ask("GET", b""))
-        except (msgspec.MsgspecError, InvalidArgument) as error:
+            found = _ranks.decode(self._ask("GET", b""))
+            for record in found:
+                record.check()
+        except (msgspec.MsgspecError, InvalidArgument, RecursionError) as error:
             raise ProtocolError(f"the registry's answer cannot be read: {error}") from error
+        return found
 
     def _ask(self, method: str, body: bytes) -> bytes:
         nonce = os.urandom(16).hex()

@@ -14,6 +14,8 @@ from kvstore.errors import PeerUnreachable, ProtocolError
 from kvstore.handoff import registry as registries
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.greeting import PROTOCOL
+from kvstore.handoff.peers import peer_ranks
+from kvstore.handoff.ranks import RankGroup
 from kvstore.handoff.registry import HandoffRegistry, RankRecord, RegistryClient
 from kvstore.handoff.states import FailureCode, State
 from tests.handoff.pair import PATIENCE, SECRET, SPACE, Memory
@@ -39,6 +41,26 @@ def test_a_registration_cannot_be_sent_again_and_its_lease_ends():
         registry.close()
     with pytest.raises(PeerUnreachable):
         client.ranks()
+
+
+def test_what_no_rank_can_be_is_refused_in_the_registrys_answer_too(monkeypatch):
+    shape = Memory().pool.shape
+    fields = ("127.0.0.1:9", "ab" * 16, 1, (0, 4), (0, 1), shape, "", ["tcp"], PROTOCOL, 60.0)
+    record = RankRecord(0, *fields, ranks=1 << 30)
+    client = RegistryClient("http://127.0.0.1:9", SECRET)
+    monkeypatch.setattr(client, "_ask", lambda *_: msgspec.json.encode([record]))
+
+    with pytest.raises(ProtocolError, match="rank"):
+        client.ranks()
+
+
+def test_an_instance_of_too_many_ranks_is_not_connected_to():
+    shape = Memory().pool.shape
+    fields = ("127.0.0.1:9", "ab" * 16, 1, (0, 4), (0, 1), shape, "", ["tcp"], PROTOCOL, 60.0)
+    record = RankRecord(0, *fields, ranks=1_000, data_ranks=1_000)
+
+    with pytest.raises(PeerUnreachable, match="1000 x 1000"):
+        peer_ranks([record], RankGroup.alone(shape.part, bytes(16)), shape)
 
 
 def test_a_request_that_comes_byte_by_byte_is_cut_off_by_the_registry(wait_until, monkeypatch):

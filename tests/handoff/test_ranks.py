@@ -65,6 +65,28 @@ def test_every_layer_and_head_of_decode_has_one_sender_that_holds_it(sides):
     assert sum(len(plan.of_decode(rank)) for rank in range(len(decode))) == len(plan.shares)
 
 
+def spans(most: int) -> st.SearchStrategy[tuple[int, int]]:
+    return st.tuples(st.integers(0, most), st.integers(1, most)).map(
+        lambda span: (min(span), max(span) + (span[0] == span[1]))
+    )
+
+
+any_part = st.builds(RankPart, spans(3), spans(3))
+
+
+@given(st.lists(any_part, min_size=1, max_size=4), st.lists(any_part, min_size=1, max_size=4))
+def test_no_split_is_taken_that_leaves_something_out_or_sends_it_twice(prefill, decode):
+    try:
+        plan = plan_ranks(prefill, decode)
+    except InvalidArgument:
+        return
+    senders = Counter()
+    for share in plan.shares:
+        if share.part is not None:
+            senders.update((share.decode, cell) for cell in cells(share.part))
+    assert senders == {(rank, cell): 1 for rank, part in enumerate(decode) for cell in cells(part)}
+
+
 def test_what_ranks_hold_alike_is_sent_once_and_they_take_turns():
     latents = [RankPart((0, 4), (0, 1))] * 4
     plan = plan_ranks(latents, latents[:2])
@@ -94,6 +116,9 @@ def test_the_aux_data_come_from_the_last_stage_also_to_a_rank_that_gets_no_kv_fr
         (grid([0, 4], [0, 5]), grid([0, 4], [0, 4]), "heads"),
         (grid([0, 4], [1, 2, 4]), grid([0, 4], [0, 4]), "heads"),
         ([RankPart((0, 4), (0, 2)), RankPart((0, 4), (1, 4))], grid([0, 4], [0, 4]), "heads"),
+        # as many layers as decode has, one of them twice and another not at all
+        ([RankPart((0, 3), (0, 1)), RankPart((2, 3), (0, 1))], grid([0, 4], [0, 1]), "heads"),
+        (grid([0, 4], [0, 1]), [RankPart((0, 3), (0, 1)), RankPart((2, 3), (0, 1))], "heads"),
         ([], grid([0, 4], [0, 4]), "ranks"),
         (grid([0, 4], [0, 4]), [RankPart((2, 2), (0, 1))], "layers"),
         (grid([0, 4], [0, 4]), [RankPart((0, 4), (-1, 4))], "heads"),

@@ -1,5 +1,7 @@
 """Goal: engines whose K/V heads are split over ranks give the tokens of one, byte for byte."""
 
+import time
+
 import pytest
 
 from engine_adapters.reference.sampler import Sampling
@@ -57,6 +59,21 @@ def test_when_one_rank_fails_the_request_is_computed_and_all_blocks_come_back(
     assert there.wait().tokens == ask(make_engine(), TEXT[:200], 16).wait().tokens
     assert report(there) == ("failed", "aborted")
     wait_until(lambda: not pushes.describe())
+
+
+def test_the_rank_that_failed_by_itself_says_why(
+    make_engine: MakeEngine, ask: Ask, wait_until: WaitUntil
+) -> None:
+    pair = pair_of(make_engine, ask, prefill={"ranks": 2}, decode={"ranks": 2})
+    there = pair.ask_decode(TEXT[:200], 2_002)
+    pushes = pair.decode.parts.pushes
+    assert pushes is not None
+    wait_until(lambda: [one.state for one in pushes.describe()] == ["WAITING_FOR_INPUT"])
+    late_ns = time.monotonic_ns() + 3_600 * 10**9
+    pushes._managers[1].act(lambda core, _: core.tick(late_ns))
+
+    there.wait()
+    assert report(there) == ("failed", "deadline")
 
 
 def test_handoffs_of_ranks_are_shown_as_one(make_engine: MakeEngine, ask: Ask) -> None:
