@@ -2,13 +2,14 @@
 
 import gc
 import sys
+from dataclasses import replace
 
 from kvstore.handoff.decode import Receiver
 from kvstore.handoff.prefill import Sender
 from kvstore.handoff.rooms import RoomNumbers
 from kvstore.handoff.states import State
 from tests.conftest import Held, wait_for
-from tests.handoff.pair import Pair, managers, push_all
+from tests.handoff.pair import PATIENCE, Pair, managers, push_all
 
 BLOCKS_EACH = 2
 WAIT_S = 20.0
@@ -44,7 +45,7 @@ def objects() -> int:
 
 def test_a_thousand_handoffs_leave_no_more_than_a_hundred_did():
     numbers = RoomNumbers(5)
-    with managers() as pair:
+    with managers(replace(PATIENCE, silence_s=WAIT_S)) as pair:
         for _ in range(100):
             hand_over(pair, [numbers.draw()])
         held, before = Held.now(), objects()
