@@ -10,14 +10,22 @@ of the gaps of four running streams while such prompts arrive.
 process to that of another, digests on, beside two bare TCP sockets in this process that move the
 same bytes. ``send/p50`` is what one layer of 512 tokens costs the step thread, ``poll/64`` a poll
 of 64 handoffs. ``abort/others``: nine of ten pushes while one is aborted, beside the same nine when
-none is; both managers in this process.
+none is; both managers in this process. ``reshard/...``: the KV of such a prompt between engines of
+unequal ranks in this process, beside the same from one rank to one.
 """
 
 import argparse
 import re
 import sys
 
-from bench import handoff_pools, handoff_processes, handoff_slow, handoff_tbt, handoff_ttft
+from bench import (
+    handoff_pools,
+    handoff_processes,
+    handoff_reshard,
+    handoff_slow,
+    handoff_tbt,
+    handoff_ttft,
+)
 from bench.measure import Progress, Report
 
 
@@ -36,6 +44,8 @@ def run(options: argparse.Namespace) -> int:
         "send/p50": handoff_pools.sends,
         "poll/64": handoff_pools.polls,
         "abort/others": handoff_pools.aborts,
+        "reshard/2to1": handoff_reshard.reshards,
+        "reshard/1to2": handoff_reshard.reshards,
         "ttft": handoff_ttft.results,
         "slow": handoff_slow.results,
         "tbt": handoff_tbt.results,

@@ -18,7 +18,7 @@ from kvstore.page import KEY_BYTES
 from kvstore.process.collector import spare_the_old
 from kvstore.server import operations
 from kvstore.state.choice.eviction import GRACE_NS
-from kvstore.state.choice.pins import PIN_KEYS_MAX
+from kvstore.state.choice.quotas import PIN_KEYS_MAX
 from kvstore.state.tree.places import Tier
 
 PAGES: Final = 2_000_000

@@ -143,8 +143,9 @@ class Assign:
         usable_tokens: prompt tokens that ``prefill`` need not compute.
         candidates: all engines that serve the model.
         ranks: the data-parallel rank of each that has the longest prefix; None = all have the same.
-        fetch_tokens: prompt tokens beyond these that another node has, and that are cheaper to
-            fetch from there than to compute; 0 also if the policy does not use costs.
+        fetch_tokens: prompt tokens beyond these that another node has, and that are thought to be
+            fetched from there, not computed; 0 also if the policy does not use costs. Engines are
+            not told: the node of ``prefill`` decides itself.
         fetch_s: predicted seconds for that; 0 if the policy does not use costs.
         prefill_s: predicted seconds to compute the prompt, likewise.
         ttft_s: predicted seconds until the first token, likewise.

@@ -9,7 +9,7 @@ requests are thought to be spread evenly.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -36,12 +36,14 @@ class _Decoding:
         since: when that began.
         batch_s: what :attr:`_Load.batch_s` was then.
         context_s: what :attr:`_Load.context_s` was then.
+        told: whether we have heard that it began.
     """
 
     tokens: int
     since: float
     batch_s: float
     context_s: float
+    told: bool
 
 
 @dataclass(slots=True)
@@ -160,9 +162,22 @@ class _Load:
             del self.computing[number]
             self.late[number] = replace(head, since=self.head_since)
             self.head_since += head.seconds
+            if not head.told:
+                tokens = head.new_tokens + head.prefix_tokens
+                self.decodes(number, tokens, self.head_since, told=False)
             for following in self.computing.values():
                 self.head_since = max(self.head_since, following.since)
                 break
+
+    def decodes(self, number: int, tokens: int, now: float, *, told: bool = True) -> None:
+        """A request begins to decode; ``told``: we have heard so, and shall hear when it ends."""
+        self.pass_time(now)
+        self.coming.pop(number, None)
+        if number in self.decoding:
+            self.context -= self.decoding[number].tokens
+        self.decoding[number] = _Decoding(tokens, now, self.batch_s, self.context_s, told)
+        self.context += tokens
+        self.step_cost_s = -1.0
 
     def total_s(self) -> float:
         """Seconds of all prompts that it has, the first one whole."""
@@ -231,15 +246,16 @@ class EngineLoads:
             self._infos, self._at = infos, {info.id: at for at, info in enumerate(infos)}
             self._rows = np.zeros((len(_Row._fields), len(infos)))
             self._stale = set(self._at)
-        late = np.flatnonzero(now >= self._rows[0]).tolist()
+        rows: Any = _Row._make(self._rows)  # of columns, not of numbers
+        late = np.flatnonzero(now >= rows.late_at).tolist()
         for at in {self._at[one] for one in self._stale if one in self._at}.union(late):
             load = self._of(infos[at])
             load.pass_late(now)
             self._rows[:, at] = load.row()
         self._stale.clear()
-        _, since, head_s, rest_s, *fixed = self._rows.copy()
-        left_s = np.maximum(head_s - np.maximum(now - since, 0.0), _OVERDUE_S)
-        backlog_s = np.where(head_s >= 0, rest_s + left_s, 0.0)
+        left_s = np.maximum(rows.head_s - np.maximum(now - rows.head_since, 0.0), _OVERDUE_S)
+        backlog_s = np.where(rows.head_s >= 0, rows.rest_s + left_s, 0.0)
+        fixed = self._rows[4:].copy()
         return CostColumns(backlog_s=backlog_s, **dict(zip(_Row._fields[4:], fixed, strict=True)))
 
     def assigned(
@@ -268,7 +284,10 @@ class EngineLoads:
         load.computing[number] = _Computing(*tokens, sum(seconds), fetch_s, now)
 
     def untold(self, number: int, engine_id: str) -> None:
-        """We shall not hear when a prompt is computed: it counts as computed when it should be."""
+        """We shall not hear when a prompt is computed.
+
+        It counts as computed when it should be, and its request as decoding from then on.
+        """
         self._changed(engine_id)
         load = self._loads.get(engine_id)
         if load is not None and number in load.computing:
@@ -310,14 +329,7 @@ class EngineLoads:
     def decodes(self, number: int, info: EngineInfo, tokens: int, now: float) -> None:
         """A request begins to decode; its KV has arrived if it comes from elsewhere."""
         self._changed(info.id)
-        load = self._of(info)
-        load.pass_time(now)
-        load.coming.pop(number, None)
-        if number in load.decoding:
-            load.context -= load.decoding[number].tokens
-        load.decoding[number] = _Decoding(tokens, now, load.batch_s, load.context_s)
-        load.context += tokens
-        load.step_cost_s = -1.0
+        self._of(info).decodes(number, tokens, now)
 
     def decoded(self, number: int, engine_id: str, output_tokens: int, now: float) -> None:
         """A request has got all its tokens; learn how long a step took meanwhile."""
@@ -329,7 +341,7 @@ class EngineLoads:
         one = load.decoding[number]
         passed = now - one.since
         output_tokens = min(output_tokens, _TOKENS_MAX)
-        if output_tokens > 1 and passed > 0:
+        if one.told and output_tokens > 1 and passed > 0:
             batch = (load.batch_s - one.batch_s) / passed
             context = (load.context_s - one.context_s) / passed
             load.costs.stepped(

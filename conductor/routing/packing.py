@@ -23,11 +23,14 @@ class SharedValues:
     def __init__(self) -> None:
         self._known: dict[Hashable, Hashable] = {}
 
-    def of(self, value: Hashable) -> Hashable:
-        """The first value that was equal to this one."""
+    def of(self, what: str, value: Hashable) -> Hashable:
+        """The first value that was equal to this one, of those of the same column.
+
+        Names of engines can be equal to roles.
+        """
         if len(self._known) >= _SHARED_MAX:
             self._known.clear()
-        return self._known.setdefault(value, value)
+        return self._known.setdefault((what, value), value)
 
 
 class _Table(NamedTuple):
@@ -51,7 +54,7 @@ class PackedCandidates:
             shared: of all decisions that are kept together.
         """
         self._columns: tuple[object, ...] = tuple(
-            _packed(getattr(candidates, name), shared) for name in Candidates.__slots__
+            _packed(name, getattr(candidates, name), shared) for name in Candidates.__slots__
         )
 
     def __iter__(self) -> Iterator[Candidate]:
@@ -62,12 +65,12 @@ class PackedCandidates:
         return iter(candidates)
 
 
-def _packed(column: object, shared: SharedValues) -> object:
+def _packed(name: str, column: object, shared: SharedValues) -> object:
     if isinstance(column, np.ndarray):
         rows = tuple(_row(row) for row in np.atleast_2d(column))
         return _Table(column.shape, column.dtype.str, rows)
     assert isinstance(column, Hashable)
-    return shared.of(column)
+    return shared.of(name, column)
 
 
 def _row(row: npt.NDArray[np.generic]) -> bytes | int | float:

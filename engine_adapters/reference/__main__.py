@@ -66,6 +66,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--kv-hashes", choices=("on", "off"), default="on")
     add("--threads", type=_number(1), default=2, help="of torch")
     add("--kv-blocks", type=_number(1), default=2048, help="blocks of 16 tokens in the pool")
+    add("--ranks", type=_number(1), default=1,
+        help="pools that share the K/V heads, each with its own senders and receivers of pushes;"
+        " only 1 with --store")  # fmt: skip
     add("--token-budget", type=_number(1), default=512,
         help="tokens computed in one step")  # fmt: skip
     add("--max-running", type=_number(1), default=8)
@@ -177,6 +180,7 @@ async def run(args: argparse.Namespace) -> int:
         blocks=args.kv_blocks,
         prefix_cache=args.prefix_cache == "on",
         kv_hashes=args.kv_hashes == "on",
+        ranks=args.ranks,
         limits=Limits(
             token_budget=args.token_budget,
             running_max=args.max_running,
@@ -188,7 +192,7 @@ async def run(args: argparse.Namespace) -> int:
     if args.store:
         with _given_by("--store"):
             store = _connect(args.store, args.id, args.device_slab, options.block_tokens)
-    with _given_by("--handoff-host, --handoff-port, --handoff-registry-port or -transport"):
+    with _given_by("--ranks, --handoff-host, --handoff-port, --handoff-registry-port, -transport"):
         engine = Engine(options, store, handoff)
     events: EngineEvents | None = None
     if args.events:

@@ -1,15 +1,18 @@
 """What an engine needs to push or to be pushed to, and what it says about a push."""
 
+import os
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from engine_adapters.reference.metrics import Metrics
 from engine_adapters.reference.pool import PagedPool
 from engine_adapters.reference.prefix_tree import BlockAllocator
+from engine_adapters.reference.rank_pushes import JointProgress
 from kvstore.engine.transfer import HandoffReport
 from kvstore.handoff.memory import HandoffPool
 from kvstore.handoff.mooncake import MooncakeLanding, MooncakeWriter
-from kvstore.handoff.states import HandoffProgress, Patience
+from kvstore.handoff.ranks import INSTANCE_BYTES, RankGroup, RankPart
+from kvstore.handoff.states import Patience
 
 PushAfter = Literal["layer", "chunk", "prompt"]
 Transport = Literal["tcp", "mooncake"]
@@ -25,7 +28,8 @@ class HandoffOptions:
         secret: shared by all engines that push to each other, at least 16 bytes.
         host: IP address to listen at, and to be reached at; only prefill listens.
         registry_port: of the registry; 0 = any free one.
-        port: of messages and KV; 0 = any free one.
+        port: of messages and KV of the first rank; the others have those after it; 0 = any free
+            ones.
         patience: deadlines.
         transport: ``mooncake``: K/V go over it to and from engines that have it too.
         mooncake_protocol: of Mooncake: ``rdma``, or ``tcp`` for tests.
@@ -70,14 +74,21 @@ class PushParts(NamedTuple):
     allocator: BlockAllocator
     metrics: Metrics
 
-    def handoff_pool(self) -> HandoffPool:
-        """The pool with the generations of its blocks."""
-        return HandoffPool(
-            self.pool.for_transfers(), self.pool.block_tokens, self.allocator.generations
-        )
+    def handoff_pools(self) -> list[HandoffPool]:
+        """The pool of each rank with the generations of its blocks."""
+        layers, ranks = (0, len(self.pool.keys)), range(self.pool.ranks)
+        parts = tuple(RankPart(layers, self.pool.heads(rank)) for rank in ranks)
+        instance, tokens = os.urandom(INSTANCE_BYTES), self.pool.block_tokens
+        return [
+            HandoffPool(
+                self.pool.for_transfers(rank), tokens, self.allocator.generations,
+                RankGroup(rank, parts, instance),
+            )
+            for rank in ranks
+        ]  # fmt: skip
 
 
-def report_of(progress: HandoffProgress, wrong: str = "") -> HandoffReport:
+def report_of(progress: JointProgress, wrong: str = "") -> HandoffReport:
     """What an answer says about a push that has ended.
 
     Args:
@@ -94,7 +105,7 @@ def report_of(progress: HandoffProgress, wrong: str = "") -> HandoffReport:
     )
 
 
-def count_push(metrics: Metrics, progress: HandoffProgress, wrong: str = "") -> None:
+def count_push(metrics: Metrics, progress: JointProgress, wrong: str = "") -> None:
     """Count a push that has ended; the arguments are those of :func:`report_of`.
 
     A code that is unknown counts as ``other``.
@@ -108,7 +119,7 @@ def count_push(metrics: Metrics, progress: HandoffProgress, wrong: str = "") -> 
         metrics.handoff_seconds.labels(name.lower()).inc(seconds)
 
 
-def _outcome(progress: HandoffProgress, wrong: str) -> tuple[str, str]:
+def _outcome(progress: JointProgress, wrong: str) -> tuple[str, str]:
     """State and code; the code is empty after a success."""
     assert progress.ended
     if progress.failure is not None:

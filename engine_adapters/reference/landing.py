@@ -19,13 +19,14 @@ from engine_adapters.reference.handoff_options import (
     report_of,
 )
 from engine_adapters.reference.push_queues import DecodeQueues
+from engine_adapters.reference.rank_pushes import RankReceivers, joint_status
 from engine_adapters.reference.request import Request, State
 from engine_adapters.reference.sampler import SEED_MAX
 from engine_adapters.reference.tokenizer import VOCAB_SIZE
 from kvstore.engine.transfer import HandoffReport
 from kvstore.errors import CapacityError, KVStoreError
 from kvstore.handoff.aux_data import AuxData, prompt_digest
-from kvstore.handoff.decode import DecodeManager, Receiver
+from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.states import FailureCode, HandoffStatus
 from kvstore.handoff.states import State as PushState
 
@@ -48,7 +49,7 @@ class _Incoming:
     """
 
     request: Request
-    receiver: Receiver | None
+    receiver: RankReceivers | None
     blocks: list[int] = field(default_factory=list)
     first_token: int = 0
     present: int = 0
@@ -93,18 +94,25 @@ class DecodePushes:
         self._allocator = parts.allocator
         self._metrics = parts.metrics
         self._queues = queues
-        self._begun: dict[Request, Receiver | None] = {}  # not read from the inbox yet
+        self._begun: dict[Request, RankReceivers | None] = {}  # not read from the inbox yet
         self._pushes: dict[Request, _Incoming] = {}
-        self._manager = DecodeManager(
-            parts.handoff_pool(),
-            parts.space,
-            options.secret,
-            name=parts.name,
-            patience=options.patience,
-            engine=engine,
+        self._managers = [
+            DecodeManager(
+                pool,
+                parts.space,
+                options.secret,
+                name=parts.name,
+                patience=options.patience,
+                engine=engine,
+            )
+            for pool in parts.handoff_pools()
+        ]
+        parts.metrics.limbo_blocks.set_function(
+            lambda: max(manager.stats()["limbo_blocks"] for manager in self._managers)
         )
-        parts.metrics.limbo_blocks.set_function(lambda: self._manager.stats()["limbo_blocks"])
-        parts.metrics.aux_slots.set_function(lambda: self._manager.stats()["aux_slots"])
+        parts.metrics.aux_slots.set_function(
+            lambda: max(manager.stats()["aux_slots"] for manager in self._managers)
+        )
 
     # Any thread
 
@@ -117,10 +125,10 @@ class DecodePushes:
             InvalidArgument: the room was used before, or the registry's URL is wrong.
         """
         assert request.push is not None
-        receiver: Receiver | None = None
+        receiver: RankReceivers | None = None
         try:
-            receiver = self._manager.receiver(
-                request.push.room, request.push.registry, request.prompt_tokens
+            receiver = RankReceivers(
+                self._managers, request.push.room, request.push.registry, request.prompt_tokens
             )
         except CapacityError as error:
             _log.info("request %s is not pushed: %s", request.id, error)
@@ -134,7 +142,7 @@ class DecodePushes:
 
     def describe(self) -> list[HandoffStatus]:
         """Where each push is."""
-        return self._manager.describe()
+        return joint_status([manager.describe() for manager in self._managers])
 
     # Step thread
 
@@ -215,7 +223,8 @@ class DecodePushes:
 
     def close(self) -> None:
         """End all pushes; afterwards nothing arrives in the pool."""
-        self._manager.close()
+        for manager in self._managers:
+            manager.close()
         for push in list(self._pushes.values()):
             self._let_go(push, succeeded=False)
 

@@ -129,15 +129,15 @@ class Model:
         ahead = ahead.repeat_interleave(self.config.heads // self.config.kv_heads, dim=0)
         stream = self._embedding[tokens]
         for index, layer in enumerate(self._layers):
-            keys, values = pool.keys[index], pool.values[index]
             query, key, value = self._project(layer, stream, cos, sin)
-            keys.view(-1, *keys.shape[2:])[slot] = key[:rows]
-            values.view(-1, *values.shape[2:])[slot] = value[:rows]
+            pool.write(index, slot, key[:rows], value[:rows])
             if after_layer is not None:
                 after_layer(index)
             attended = torch.zeros_like(query)
             for chunk, first, table in spans:
-                _attend(chunk, query[first:], keys, values, table, ahead, attended[first:])
+                tiles = -(-(chunk.start + len(chunk.tokens)) // pool.block_tokens)
+                context = pool.read(index, table[:tiles])
+                _attend(chunk, query[first:], *context, ahead, attended[first:])
             stream = stream + _linear(attended.flatten(1), layer.output)
             gate, up = _linear(_norm(stream, layer.mlp_norm), layer.gate_up).chunk(2, dim=1)
             stream = stream + _linear(torch.nn.functional.silu(gate) * up, layer.down)
@@ -162,9 +162,8 @@ class Model:
 def _attend(
     chunk: Chunk,
     query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    table: torch.Tensor,
+    context_keys: torch.Tensor,
+    context_values: torch.Tensor,
     ahead: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
@@ -173,19 +172,16 @@ def _attend(
     Args:
         chunk: its rows are the first ``len(chunk.tokens)`` of ``query`` and ``out``.
         query: (rows, heads, head_dim).
-        keys: one layer's pool, (blocks, block_tokens, kv_heads, head_dim).
-        values: likewise.
-        table: the request's block table, int64.
+        context_keys: of the request's first blocks, (tokens, kv_heads, head_dim).
+        context_values: likewise.
         ahead: (block_tokens * heads / kv_heads, block_tokens), bool: keys masked for a row.
         out: (rows, heads, head_dim); the result.
     """
-    block_tokens, kv_heads, head_dim = keys.shape[1:]
-    heads = query.shape[1]
+    kv_heads, head_dim = context_keys.shape[1:]
+    heads, block_tokens = query.shape[1], ahead.shape[1]
     group = heads // kv_heads
     stop = chunk.start + len(chunk.tokens)
     tiles = -(-stop // block_tokens)
-    context_keys = keys[table[:tiles]].view(-1, kv_heads, head_dim)
-    context_values = values[table[:tiles]].view(-1, kv_heads, head_dim)
     scale = 1.0 / math.sqrt(head_dim)
     for tile in range(chunk.start // block_tokens, tiles):
         # Positions [begin, begin + block_tokens) are the tile, [low, high) of them are computed.

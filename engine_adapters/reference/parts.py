@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine_adapters.reference.config import MODELS, ModelConfig
-from engine_adapters.reference.handoff_options import HandoffOptions, PushParts
+from engine_adapters.reference.handoff_options import TCP, HandoffOptions, PushParts
 from engine_adapters.reference.landing import DecodePushes
 from engine_adapters.reference.metrics import Metrics
 from engine_adapters.reference.model import Model
@@ -15,6 +15,7 @@ from engine_adapters.reference.pushing import PrefillPushes
 from engine_adapters.reference.scheduler import Limits, Scheduler
 from engine_adapters.reference.store import StoreAdapter
 from kvstore.client.store import KVStore
+from kvstore.errors import InvalidArgument
 from kvstore.page import CanonicalLayout, ShardSpec, SpaceIdentity
 
 Mode = Literal["mono", "prefill", "decode"]
@@ -29,6 +30,7 @@ class EngineOptions:
         page_tokens: a multiple of ``block_tokens``.
         prefix_cache: keep the pages of ended requests for later ones.
         kv_hashes: hash each prompt's K/V (a few milliseconds per 1,000 tokens of the demo model).
+        ranks: pools that share the K/V heads; only 1 with a store.
     """
 
     model: str = "tiny"
@@ -38,6 +40,7 @@ class EngineOptions:
     page_tokens: int = 64
     prefix_cache: bool = True
     kv_hashes: bool = True
+    ranks: int = 1
     limits: Limits = field(default_factory=Limits)
 
 
@@ -86,9 +89,17 @@ def build(
     """Make the parts of an engine; see :class:`Engine` for the arguments.
 
     Raises:
-        InvalidArgument: the engine cannot listen where ``handoff`` says.
+        InvalidArgument: the engine cannot listen where ``handoff`` says, or the model has no such
+            ranks, or none with a store.
     """
     config = MODELS[options.model]
+    if options.ranks < 1 or config.kv_heads % options.ranks:
+        what = f"{options.ranks} does not divide the {config.kv_heads} K/V heads of {config.name}"
+        raise InvalidArgument("ranks", what)
+    if store is not None and options.ranks > 1:
+        raise InvalidArgument("ranks", f"{options.ranks}: with a store only 1")
+    if handoff is not None and handoff.transport != TCP and options.ranks > 1:
+        raise InvalidArgument("ranks", f"{options.ranks}: over {handoff.transport} only 1")
     identity = SpaceIdentity(
         model=f"reference-{config.name}",
         revision=config.revision,
@@ -96,8 +107,8 @@ def build(
         page_tokens=options.page_tokens,
     )
     metrics = Metrics()
-    shared = handoff is not None and handoff.transport == "mooncake" and options.mode != "mono"
-    pool = PagedPool(config, options.blocks, options.block_tokens, shared=shared)
+    shared = handoff is not None and handoff.transport != TCP and options.mode != "mono"
+    pool = PagedPool(config, options.blocks, options.block_tokens, options.ranks, shared=shared)
     allocator = BlockAllocator(options.blocks)
     page_blocks = options.page_tokens // options.block_tokens
     tree = PrefixTree(allocator, page_blocks) if options.prefix_cache else None

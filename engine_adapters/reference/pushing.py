@@ -15,10 +15,11 @@ from engine_adapters.reference.handoff_options import (
     report_of,
 )
 from engine_adapters.reference.push_queues import PrefillQueues
+from engine_adapters.reference.rank_pushes import RankSenders, joint_status
 from engine_adapters.reference.request import Request, State
 from kvstore.errors import KVStoreError
 from kvstore.handoff.aux_data import AuxData, prompt_digest
-from kvstore.handoff.prefill import PrefillManager, Sender
+from kvstore.handoff.prefill import PrefillManager
 from kvstore.handoff.registry import HandoffRegistry
 from kvstore.handoff.states import HandoffStatus
 from kvstore.handoff.states import State as PushState
@@ -35,7 +36,7 @@ class _Outgoing:
     """
 
     request: Request
-    sender: Sender
+    sender: RankSenders
     blocks: list[int] = field(default_factory=list)
     unsent: "list[_Piece]" = field(default_factory=list)
     is_stopped: bool = False
@@ -81,27 +82,34 @@ class PrefillPushes:
         self._allocator = parts.allocator
         self._metrics = parts.metrics
         self._queues = queues
-        self._begun: dict[Request, Sender] = {}  # not read from the inbox yet
+        self._begun: dict[Request, RankSenders] = {}  # not read from the inbox yet
         self._pushes: dict[Request, _Outgoing] = {}
         writer = options.writer(parts.pool)
         self._registry = HandoffRegistry(options.host, options.registry_port, options.secret)
         self.registry = self._registry.url
+        managers: list[PrefillManager] = []
         try:
-            self._manager = PrefillManager(
-                parts.handoff_pool(),
-                parts.space,
-                options.secret,
-                registry=self.registry,
-                host=options.host,
-                port=options.port,
-                patience=options.patience,
-                writer=writer,
-            )
+            for rank, pool in enumerate(parts.handoff_pools()):
+                managers.append(
+                    PrefillManager(
+                        pool,
+                        parts.space,
+                        options.secret,
+                        registry=self.registry,
+                        host=options.host,
+                        port=options.port and options.port + rank,
+                        patience=options.patience,
+                        writer=writer,
+                    )
+                )
         except KVStoreError:
+            for manager in managers:
+                manager.close()
             self._registry.close()
             if writer is not None:
                 writer.close()
             raise
+        self._managers = managers
 
     # Any thread
 
@@ -113,7 +121,7 @@ class PrefillPushes:
             CapacityError: too many pushes are under way.
         """
         assert request.push is not None
-        self._begun[request] = self._manager.sender(request.push.room, request.prompt_tokens)
+        self._begun[request] = RankSenders(self._managers, request.push.room, request.prompt_tokens)
 
     def withdraw(self, request: Request) -> None:
         """The request was not submitted after all."""
@@ -123,7 +131,7 @@ class PrefillPushes:
 
     def describe(self) -> list[HandoffStatus]:
         """Where each push is."""
-        return self._manager.describe()
+        return joint_status([manager.describe() for manager in self._managers])
 
     # Step thread
 
@@ -224,7 +232,8 @@ class PrefillPushes:
 
     def close(self) -> None:
         """End all pushes; afterwards nothing reads the pool."""
-        self._manager.close()
+        for manager in self._managers:
+            manager.close()
         self._registry.close()
         for push in list(self._pushes.values()):
             self._let_go(push)

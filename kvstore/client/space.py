@@ -145,17 +145,10 @@ class Space:
         return Hit(pages, found.pending, tiers, seconds, remote, remote_s)
 
     def put(
-        self,
-        keys: PrefixKeys,
-        pages: Sequence[mover.Buffer],
-        shard: int = 0,
-        *,
-        ttl_s: float = 0.0,
-        read_once: bool = False,
-        no_store: bool = False,
-        durable: bool = False,
-        replicas: int = 1,
-    ) -> PutResult:
+        self, keys: PrefixKeys, pages: Sequence[mover.Buffer], shard: int = 0, *,
+        ttl_s: float = 0.0, read_once: bool = False, no_store: bool = False,
+        durable: bool = False, replicas: int = 1,
+    ) -> PutResult:  # fmt: skip
         """Store pages; return when others can read them.
 
         Args:

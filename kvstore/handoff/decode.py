@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from kvstore.errors import (
@@ -16,7 +17,6 @@ from kvstore.errors import (
     KVStoreError,
     PeerUnreachable,
     ProtocolError,
-    TransferTimeout,
 )
 from kvstore.handoff.aux_data import AUX_BYTES_MAX, AuxData, decode_aux
 from kvstore.handoff.effects import Effect, EndEngine, EndLink, Landing, SendTo
@@ -24,22 +24,25 @@ from kvstore.handoff.greeting import Greeter, Purpose, SealedStream
 from kvstore.handoff.links import (
     SEND_S,
     LinkThreads,
+    PeerLinks,
     PushLink,
     Ticker,
+    cause_of,
+    note_refused,
     refusals,
-    refused_words,
 )
-from kvstore.handoff.memory import AuxSlots, HandoffPool, digests_of, landing_places, landing_views
+from kvstore.handoff.memory import AuxSlots, HandoffPool
 from kvstore.handoff.messages import (
-    FromPrefill,
     LandingPlace,
     RangesHead,
     RangesWritten,
     encode_message,
     read_from_prefill,
 )
+from kvstore.handoff.peers import PeerRank, peer_ranks
 from kvstore.handoff.receiving import Receivers
 from kvstore.handoff.registry import RegistryClient
+from kvstore.handoff.staging import Staging
 from kvstore.handoff.states import (
     FailureCode,
     HandoffFailure,
@@ -50,12 +53,15 @@ from kvstore.handoff.states import (
     State,
     agreed,
 )
+from kvstore.handoff.tables import LinkSource
 from kvstore.handoff.writing import LandingEngine
 from kvstore.process.faults import Faults
 from kvstore.transport.streams import DataStream, connect, host_and_port
 
 PEERS_MAX: Final = 64
 """Prefill instances at a time."""
+LINKS_MAX: Final = 256
+"""Ranks of prefill instances at a time."""
 TRIES_MAX: Final = 3
 """To ask the registry and connect; then the handoffs that wait for it fail."""
 _PAUSE_S: Final = 0.2
@@ -81,17 +87,19 @@ class DecodeManager:
 
     def __init__(
         self, pool: HandoffPool, space: bytes, secret: bytes, *, name: str = "decode",
-        aux_slots: int = 64, patience: Patience | None = None, engine: LandingEngine | None = None,
+        aux_slots: int = 64, patience: Patience | None = None,
+        engine: LandingEngine | None = None,
     ) -> None:  # fmt: skip
         self._pool = pool
         self._secret = secret
-        self._greeter = Greeter(secret, space, pool.shape, name=name)
+        self._group = pool.group
+        self._greeter = Greeter(secret, space, pool.shape, self._group, name=name)
         self._aux = AuxSlots(aux_slots, AUX_BYTES_MAX)
-        patience = patience or Patience()
+        patience, rank = patience or Patience(), self._group.rank
         self._silence_s = patience.silence_s
-        self._core = Receivers(pool.shape, aux_slots, AUX_BYTES_MAX, patience)
+        self._core = Receivers(pool.shape, aux_slots, AUX_BYTES_MAX, patience, rank)
         self._lock = threading.Lock()
-        self._links: dict[str, PushLink] = {}  # peer → the link that is up or being made
+        self._links: dict[str, PeerLinks] = {}  # peer → the links that are up or being made
         self._threads = LinkThreads()
         self._over = threading.Event()
         self.faults = Faults(_LOG, "handoff, decode")
@@ -122,11 +130,11 @@ class DecodeManager:
             progress, effects = self._core.open(room, registry, token_count, time.monotonic_ns())
             self._carry_out(effects)
             if registry not in self._links and not self._over.is_set():
-                link = self._links[registry] = PushLink(os.urandom(16), registry)
+                peer = self._links[registry] = PeerLinks(registry)
                 try:
-                    self._threads.start(lambda: self._serve(link, client), "kvstore-handoff-reader")
+                    self._threads.start(lambda: self._serve(peer, client), "kvstore-handoff-reader")
                 except PeerUnreachable as error:
-                    self._give_up(link, error)
+                    self._give_up(peer, error)
         return Receiver(self, room, progress)
 
     def poll(self, receivers: "Sequence[Receiver]", reduce: Reduce | None = None) -> list[State]:
@@ -147,7 +155,8 @@ class DecodeManager:
         """Counts since the start, and what there is now."""
         with self._lock:
             return {
-                **self._core.counts, **self.faults.counts, "links": len(self._links),
+                **self._core.counts, **self.faults.counts,
+                "links": sum(len(peer.links) for peer in self._links.values()),
                 "threads": len(self._threads), "limbo_blocks": self._core.limbo_blocks(),
                 "aux_slots": self._aux.count - len(self._core.free_slots),
             }  # fmt: skip
@@ -156,9 +165,9 @@ class DecodeManager:
         """Fail all handoffs, close all connections, wait for all threads: nothing arrives after."""
         self._over.set()
         with self._lock:
-            links = list(self._links.values())
-        for link in links:
-            self._drop(link, FailureCode.CLOSED, "the manager was closed")
+            peers = list(self._links.values())
+        for peer in peers:
+            self._drop(peer, FailureCode.CLOSED, "the manager was closed")
         self._threads.join(2 * _CONNECT_S + self._silence_s)
         self._ticker.close()
         if self._engine is not None:
@@ -186,7 +195,8 @@ class DecodeManager:
 
     def _carry_out(self, effects: Sequence[Effect]) -> None:
         """Carry out effects, under the lock."""
-        by_number = {link.number: link for link in self._links.values()} if effects else {}
+        peers = self._links.values() if effects else ()
+        by_number = {link.number: link for peer in peers for link in peer.links}
         for effect in effects:
             if isinstance(effect, SendTo):
                 link = by_number.get(effect.link)
@@ -209,51 +219,68 @@ class DecodeManager:
     def _tick(self) -> None:
         self.act(lambda core, now: core.tick(now))
 
-    def _serve(self, link: PushLink, client: RegistryClient) -> None:
-        """Make a link, and read what prefill sends until it ends."""
+    def _serve(self, peer: PeerLinks, client: RegistryClient) -> None:
+        """Make the links to a peer, and read what prefill sends on the first until it ends."""
         streams: list[DataStream] = []
         try:
-            transports = self._connect(link, client, streams)
-            writer = self._threads.start(lambda: self._write(link), "kvstore-handoff-writer")
+            sources = self._connect(peer, client, streams)
         except KVStoreError as error:
             with self._lock:
-                self._give_up(link, error)
+                self._give_up(peer, error)
             for stream in streams:
                 stream.close()
             return
-        try:
-            with self._lock:
-                if link.is_closed:  # nobody would tell the core of its end
-                    self._give_up(link, PeerUnreachable("the manager was closed"))
-                else:
-                    writes = self._engine is not None and self._engine.transport in transports
-                    now_ns = time.monotonic_ns()
-                    linked = self._core.linked(link.peer, link.number, now_ns, writes=writes)
-                    self._carry_out(linked)
-            self._read(link, link.stream("pushes"))
-        finally:
-            self._drop(link, FailureCode.PEER_CLOSED, "its reader has ended")
-            writer.join()
+        with self._lock:
+            over = peer.is_closed  # nobody would tell the core of its end
+            if over:
+                self._give_up(peer, PeerUnreachable("the manager was closed"))
+            else:
+                self._carry_out(self._core.linked(peer.peer, sources, time.monotonic_ns()))
+        if over:
             for stream in streams:
                 stream.close()
-            with self._lock:
-                self._core.settled(link.number)
+            return
+        for link in peer.links[1:]:
+            try:
+                self._threads.start(partial(self._use, peer, link), "kvstore-handoff-reader")
+            except PeerUnreachable as error:
+                self._fault(peer, FailureCode.UNREACHABLE, str(error))
+                self._settle(link)
+        self._use(peer, peer.links[0])
 
-    def _give_up(self, link: PushLink, error: KVStoreError) -> None:
+    def _use(self, peer: PeerLinks, link: PushLink) -> None:
+        """Read what one rank of prefill sends until its link ends, and write to it."""
+        writer: threading.Thread | None = None
+        try:
+            writer = self._threads.start(partial(self._write, peer, link), "kvstore-handoff-writer")
+            self._read(peer, link)
+        except PeerUnreachable as error:
+            self._fault(peer, FailureCode.UNREACHABLE, str(error))
+        finally:
+            self._drop(peer, FailureCode.PEER_CLOSED, "its reader has ended")
+            if writer is not None:
+                writer.join()
+            self._settle(link)
+
+    def _settle(self, link: PushLink) -> None:
+        """Nothing arrives over a link any more."""
+        for purpose in _PURPOSES:
+            link.stream(purpose).close()
+        with self._lock:
+            self._core.settled(link.number)
+
+    def _give_up(self, peer: PeerLinks, error: KVStoreError) -> None:
         """No link can be made: fail what waits for it, under the lock."""
-        self.faults.note("unreachable", f"{link.peer}: {error}")
-        self._links.pop(link.peer, None)
+        self.faults.note("unreachable", f"{peer.peer}: {error}")
+        self._links.pop(peer.peer, None)
         code, now_ns = FailureCode.UNREACHABLE, time.monotonic_ns()
-        self._carry_out(self._core.unreachable(link.peer, code, str(error), now_ns))
-        link.close()
+        self._carry_out(self._core.unreachable(peer.peer, code, str(error), now_ns))
+        peer.close()
 
     def _connect(
-        self, link: PushLink, client: RegistryClient, streams: list[DataStream]
-    ) -> list[str]:
-        """Ask the registry and make both connections, a few times if that fails soon.
-
-        Returns:
-            The transports of prefill.
+        self, peer: PeerLinks, client: RegistryClient, streams: list[DataStream]
+    ) -> dict[bytes, LinkSource]:
+        """Ask the registry and make all connections, a few times if that fails soon.
 
         Raises:
             KVStoreError: that did not succeed.
@@ -261,14 +288,8 @@ class DecodeManager:
         begun = time.monotonic()
         for attempt in range(TRIES_MAX):
             try:
-                ranks = client.ranks()
-                if len(ranks) != 1:
-                    raise PeerUnreachable(f"{len(ranks)} ranks of prefill are registered, not 1")
-                boot = bytes.fromhex(ranks[0].boot)
-                made = {
-                    purpose: self._greet(ranks[0].address, purpose, link.number, boot, streams)
-                    for purpose in _PURPOSES
-                }
+                ranks = peer_ranks(client.ranks(), self._group, self._pool.shape)
+                made = [(rank, self._link(peer, rank, streams)) for rank in ranks]
             except ValueError as error:
                 raise ProtocolError(f"the registration cannot be read: {error}") from error
             except KVStoreError as error:
@@ -281,31 +302,61 @@ class DecodeManager:
                     stream.close()
                 streams.clear()
             else:
-                if all(link.add(purpose, sealed) for purpose, sealed in made.items()):
-                    return ranks[0].transports
+                return self._add(peer, made)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _add(
+        self, peer: PeerLinks, made: list[tuple[PeerRank, PushLink]]
+    ) -> dict[bytes, LinkSource]:
+        """Count connected links as those of a peer.
+
+        Raises:
+            PeerUnreachable: there are too many, or the manager was closed.
+        """
+        with self._lock:
+            there = sum(len(one.links) for one in self._links.values())
+            if there + len(made) > LINKS_MAX:
+                raise PeerUnreachable(f"{there} links are in use, {len(made)} more are too many")
+            if not all(peer.add(link) for _, link in made):
                 raise PeerUnreachable("the manager was closed")
-        raise AssertionError("the last try returns or raises")
+        return {link.number: self._source(rank) for rank, link in made}
+
+    def _source(self, rank: PeerRank) -> LinkSource:
+        """A rank of prefill as the core knows it: with the other transport, if it has it too."""
+        shared = self._engine is not None and self._engine.transport in rank.record.transports
+        writes = shared and rank.source.share.is_all_of(self._pool.shape)
+        return rank.source._replace(writes=writes)
+
+    def _link(self, peer: PeerLinks, rank: PeerRank, streams: list[DataStream]) -> PushLink:
+        """Both connections to one rank."""
+        link = PushLink(os.urandom(16), peer.peer)
+        for purpose in _PURPOSES:
+            if not link.add(purpose, self._greet(rank, purpose, link.number, streams)):
+                raise PeerUnreachable("the link was closed")
+        return link
 
     def _greet(
-        self, address: str, purpose: Purpose, number: bytes, boot: bytes, streams: list[DataStream]
+        self, rank: PeerRank, purpose: Purpose, number: bytes, streams: list[DataStream]
     ) -> SealedStream:
         """One connection of a link."""
         until_ns = time.monotonic_ns() + int(_CONNECT_S * 1e9)
-        stream = connect(*host_and_port(address), None, until_ns)
+        stream = connect(*host_and_port(rank.record.address), None, until_ns)
         streams.append(stream)
-        return self._greeter.greet(stream, purpose, number, boot)
+        boot = bytes.fromhex(rank.record.boot)
+        return self._greeter.greet(stream, purpose, number, boot, rank.share)
 
-    def _drop(self, link: PushLink, code: FailureCode, why: str) -> None:
-        """Close a link, and fail what lives on it."""
-        link.close()
+    def _drop(self, peer: PeerLinks, code: FailureCode, why: str) -> None:
+        """Close the links to a peer, and fail what lives on them."""
+        peer.close()
         with self._lock:
-            if self._links.get(link.peer) is not link:
+            if self._links.get(peer.peer) is not peer:
                 return
-            del self._links[link.peer]
-            why = f"{link.peer}: {why}"
-            self._carry_out(self._core.closed(link.number, code, why, time.monotonic_ns()))
+            del self._links[peer.peer]
+            why = f"{peer.peer}: {why}"
+            for link in peer.links:
+                self._carry_out(self._core.closed(link.number, code, why, time.monotonic_ns()))
 
-    def _write(self, link: PushLink) -> None:
+    def _write(self, peer: PeerLinks, link: PushLink) -> None:
         """Write messages until the link ends."""
         sealed = link.stream("messages")
         while (item := link.outbox.next()) is not None:
@@ -313,37 +364,35 @@ class DecodeManager:
             try:
                 sealed.send(item, [], SEND_S)
             except KVStoreError as error:
-                self._fault(link, FailureCode.PEER_CLOSED, str(error))
+                self._fault(peer, FailureCode.PEER_CLOSED, str(error))
 
-    def _read(self, link: PushLink, sealed: SealedStream) -> None:
+    def _read(self, peer: PeerLinks, link: PushLink) -> None:
+        sealed, staging = link.stream("pushes"), Staging()
         while not link.is_closed:
             try:
                 message = read_from_prefill(sealed.receive(self._silence_s))
                 if isinstance(message, RangesHead | RangesWritten):
-                    self._take(link, sealed, message)
+                    self._take(link, sealed, message, staging)
                     continue
-            except TransferTimeout:
-                why = f"nothing came for {self._silence_s} s"
-                self._fault(link, FailureCode.PEER_SILENT, why)
-                return
             except KVStoreError as error:
-                protocol = error.code == "protocol"
-                code = FailureCode.PROTOCOL if protocol else FailureCode.PEER_CLOSED
-                self._fault(link, code, str(error))
+                self._fault(peer, cause_of(error), str(error))
                 return
             with self._lock:
                 refused, now_ns = refusals(self._core.counts), time.monotonic_ns()
                 self._carry_out(self._core.received(link.number, message, now_ns))
-                self._note_refused(link, message, refused)
+                note_refused(self.faults, link, message, self._core.counts, refused)
 
-    def _take(self, link: PushLink, sealed: SealedStream, head: RangesHead | RangesWritten) -> None:
+    def _take(
+        self, link: PushLink, sealed: SealedStream, head: RangesHead | RangesWritten,
+        staging: Staging,
+    ) -> None:  # fmt: skip
         """Receive ranges into the pool, unless they were written there, and check them."""
         follows = isinstance(head, RangesHead)
         with self._lock:
             refused, now_ns = refusals(self._core.counts), time.monotonic_ns()
             landing, size, effects = self._core.arriving(link.number, head, now_ns)
             self._carry_out(effects)
-            self._note_refused(link, head, refused)
+            note_refused(self.faults, link, head, self._core.counts, refused)
         if landing is None and not follows:
             return
         if landing is None:
@@ -355,29 +404,25 @@ class DecodeManager:
         why = "the connection broke within a range"
         try:
             if follows:
-                sealed.receive_into(landing_views(self._pool, self._aux, landing), self._silence_s)
-            places = landing_places(self._pool, self._aux, landing)
-            right = digests_of(landing.room, landing.ranges, places) == landing.digests
+                views = staging.views(self._pool, self._aux, landing)
+                sealed.receive_into(views, self._silence_s)
+            right = staging.verify(self._pool, self._aux, landing)
             code, why = None if right else FailureCode.DIGEST, "bytes do not match their digest"
-        except TransferTimeout:
-            code, why = FailureCode.PEER_SILENT, "nothing came within a range"
+        except KVStoreError as error:
+            code, why = cause_of(error), f"within a range: {error}"
             raise
         finally:
             self._landed(landing, code, why)
-
-    def _note_refused(self, link: PushLink, message: FromPrefill, before: int) -> None:
-        if refusals(self._core.counts) > before:
-            self.faults.note("refused", f"{link.peer}: {refused_words(message)}")
 
     def _landed(self, landing: Landing, code: FailureCode | None, why: str) -> None:
         if code is FailureCode.DIGEST:
             self.faults.note("digest", f"room {landing.room}: {why}")
         self.act(lambda core, now: core.landed(landing, code, why, now))
 
-    def _fault(self, link: PushLink, code: FailureCode, why: str) -> None:
-        if not link.is_closed:
-            self.faults.note(code, f"{link.peer}: {why}")
-        self._drop(link, code, why)
+    def _fault(self, peer: PeerLinks, code: FailureCode, why: str) -> None:
+        if not peer.is_closed:
+            self.faults.note(code, f"{peer.peer}: {why}")
+        self._drop(peer, code, why)
 
 
 class Receiver:

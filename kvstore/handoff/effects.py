@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from kvstore.handoff.messages import FromDecode, FromPrefill, LandingPlace
 from kvstore.handoff.places import PushRange
+from kvstore.handoff.shape import LinkShare
 
 
 class PushJob(NamedTuple):
@@ -21,6 +22,8 @@ class PushJob(NamedTuple):
         sources: first block of each in prefill's pool.
         blocks: all blocks that are read.
         generations: of these blocks when their KV was written; empty = the pool has none.
+        share: what the link moves.
+        rows: blocks of each range, if the share is staged.
         aux: the bytes of the aux data, if that is what is sent.
         targets: first block of each range in decode's pool.
         place: where another transport may write them; None = over the link.
@@ -33,6 +36,8 @@ class PushJob(NamedTuple):
     sources: list[int]
     blocks: npt.NDArray[np.int64]
     generations: npt.NDArray[np.uint64]
+    share: LinkShare
+    rows: list[npt.NDArray[np.int64]]
     aux: bytes = b""
     targets: Sequence[int] = ()
     place: LandingPlace | None = None
@@ -45,6 +50,7 @@ class PushJob(NamedTuple):
         return self._replace(
             ranges=self.ranges + other.ranges,
             sources=self.sources + other.sources,
+            rows=self.rows + other.rows,
             targets=[*self.targets, *other.targets],
             blocks=np.concatenate((self.blocks, other.blocks)),
             generations=np.concatenate((self.generations, other.generations)),
@@ -80,16 +86,27 @@ class Landing(NamedTuple):
     """Ranges whose bytes may be written now; its end is told to :meth:`Receivers.landed`.
 
     Attributes:
+        link: where from.
         room: of the request.
         ranges: what arrives, in order.
         targets: first block of each in decode's pool; for the aux data its slot.
         digests: 16 bytes of each.
+        share: what the link moves.
+        rows: blocks of each range, if the share is staged.
     """
 
+    link: bytes
     room: int
     ranges: list[PushRange]
     targets: list[int]
     digests: bytes
+    share: LinkShare
+    rows: list[npt.NDArray[np.int64]]
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the bytes must be scattered."""
+        return bool(self.rows)
 
 
 Effect = SendTo | Submit | EndLink | EndEngine

@@ -20,7 +20,9 @@ import msgspec
 
 from kvstore.errors import ConfigError, InvalidArgument, PeerUnreachable, ProtocolError, reason
 from kvstore.handoff.messages import MESSAGE_BYTES_MAX
+from kvstore.handoff.ranks import RankGroup, RankPart, Share, plan_ranks
 from kvstore.handoff.shape import PoolShape
+from kvstore.handoff.tables import LinkTarget
 from kvstore.transport.streams import DataStream, receive_bytes
 
 Purpose = Literal["messages", "pushes"]
@@ -30,7 +32,8 @@ NONCE_BYTES: Final = 16
 SECRET_BYTES_MIN: Final = 16
 GREETING_S: Final = 2.0
 """A greeting that takes longer is broken off."""
-_GREETING_BYTES_MAX: Final = 4_096
+_GREETING_BYTES_MAX: Final = 64 * 1024
+"""RANKS_MAX ranks of decode have at most 22 bytes each."""
 _MAC_BYTES: Final = 16
 _STEP_BYTES: Final = 256 * 1024
 """Bytes that must come within the silence."""
@@ -54,6 +57,9 @@ class LinkGreeting(msgspec.Struct, frozen=True, array_like=True, tag=1):
         name: of the decode engine, for logs.
         space: which KV may be shared; both sides must have the same.
         shape: of the pool.
+        group: all ranks of decode, and which of them this is.
+        part: what the link is for: KV that this rank of prefill sends to that of decode; or None.
+        has_aux: whether it sends the aux data.
         proof: HMAC of both nonces and all other fields.
     """
 
@@ -64,6 +70,9 @@ class LinkGreeting(msgspec.Struct, frozen=True, array_like=True, tag=1):
     name: str
     space: bytes
     shape: PoolShape
+    group: RankGroup
+    part: RankPart | None
+    has_aux: bool
     proof: bytes
 
 
@@ -184,6 +193,7 @@ class Greeter(NamedTuple):
         secret: known to both sides.
         space: which KV may be shared.
         shape: of the pool.
+        group: all ranks of this side, and which of them this is.
         name: for logs.
         boot: of prefill.
     """
@@ -191,10 +201,13 @@ class Greeter(NamedTuple):
     secret: bytes
     space: bytes
     shape: PoolShape
+    group: RankGroup
     name: str = ""
     boot: bytes = b""
 
-    def greet(self, stream: DataStream, purpose: Purpose, link: bytes, boot: bytes) -> SealedStream:
+    def greet(
+        self, stream: DataStream, purpose: Purpose, link: bytes, boot: bytes, share: Share
+    ) -> SealedStream:
         """Decode's side of a greeting.
 
         Args:
@@ -202,6 +215,7 @@ class Greeter(NamedTuple):
             purpose: of the connection.
             link: of the connection.
             boot: that prefill must have.
+            share: what the link is for.
 
         Raises:
             ProtocolError: it is not such a port, or does not know the secret.
@@ -216,8 +230,9 @@ class Greeter(NamedTuple):
                 raise ProtocolError(f"prefill has version {challenge.protocol} of handoffs")
             nonce = os.urandom(NONCE_BYTES)
             greeting = LinkGreeting(
-                PROTOCOL, purpose, link, nonce, self.name, self.space, self.shape, b""
-            )
+                PROTOCOL, purpose, link, nonce, self.name, self.space, self.shape, self.group,
+                share.part, share.has_aux, b"",
+            )  # fmt: skip
             proof = proof_of(self.secret, b"decode", challenge.nonce, _encode(greeting))
             greeting = msgspec.structs.replace(greeting, proof=proof)
             _send_plain(stream, _encode(greeting), deadline_ns)
@@ -258,25 +273,47 @@ class Greeter(NamedTuple):
             refusal = GreetingRefused("secret", "decode does not know the secret")
             _send_plain(stream, _encode(refusal), deadline_ns)
             raise ProtocolError(refusal.message)
-        wrong = self._unlike(greeting)
-        if wrong:
-            message = f"{wrong} of decode is not that of prefill"
-            _send_plain(stream, _encode(GreetingRefused(wrong, message)), deadline_ns)
-            raise InvalidArgument(wrong, message)
+        try:
+            self.target(greeting)
+        except InvalidArgument as error:
+            message = str(error).removeprefix(f"{error.field}: ")[:200]
+            refused = GreetingRefused(error.field, message)
+            _send_plain(stream, _encode(refused), deadline_ns)
+            raise
         proof = proof_of(self.secret, b"prefill", greeting.nonce, nonce, self.boot)
         _send_plain(stream, _encode(Greeted(self.boot, proof)), deadline_ns)
         return greeting, SealedStream(stream, proof_of(self.secret, b"key", nonce, greeting.nonce))
 
-    def _unlike(self, greeting: LinkGreeting) -> str:
-        """The field in which decode differs from this side; empty = none."""
-        if greeting.protocol != PROTOCOL:
-            return "protocol"
-        if greeting.space != self.space:
-            return "space"
-        for field in ("plane_count", "planes_per_layer", "block_bytes", "block_tokens"):
-            if getattr(greeting.shape, field) != getattr(self.shape, field):
-                return field
-        return ""
+    def target(self, greeting: LinkGreeting) -> LinkTarget:
+        """At prefill: whom a link leads to, and what it moves.
+
+        Raises:
+            InvalidArgument: decode does not fit; with the field in which it differs.
+        """
+        shape, group = greeting.shape, greeting.group
+        unlike = {
+            "protocol": greeting.protocol != PROTOCOL,
+            "space": greeting.space != self.space,
+            "planes_per_layer": shape.planes_per_layer != self.shape.planes_per_layer,
+            "block_tokens": shape.block_tokens != self.shape.block_tokens,
+            "block_bytes": shape.block_bytes * self.shape.head_count
+            != self.shape.block_bytes * shape.head_count,
+        }
+        for field, differs in unlike.items():
+            if differs:
+                raise InvalidArgument(field, f"{field} of decode is not that of prefill")
+        group.check(shape.plane_count // shape.planes_per_layer)
+        if group.part != shape.part:
+            raise InvalidArgument("ranks", "the pool of decode is not that of its rank")
+        plan = plan_ranks(self.group.parts, group.parts)
+        shares = {share.decode: share for share in plan.of_prefill(self.group.rank)}
+        share = shares.get(group.rank)
+        if share is None or (share.part, share.has_aux) != (greeting.part, greeting.has_aux):
+            what = "the registered ranks of prefill are not those that it has"
+            raise InvalidArgument("ranks", what)
+        return LinkTarget(
+            group.instance, group.rank, self.shape.share(share, shape.part), frozenset(shares)
+        )
 
 
 def _encode(message: msgspec.Struct) -> bytes:

@@ -1,5 +1,6 @@
 """Memory of a handoff: an engine's pool by ranges, and decode's slots for aux data."""
 
+import os
 from collections.abc import Sequence
 from itertools import chain
 
@@ -11,9 +12,11 @@ from kvstore.errors import InvalidArgument
 from kvstore.handoff.effects import Landing, PushJob
 from kvstore.handoff.messages import LandingPlace
 from kvstore.handoff.places import AUX_PLANE, PushRange, range_seeds
+from kvstore.handoff.ranks import INSTANCE_BYTES, RankGroup, RankPart, Span
 from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.writing import BlockWrite
-from kvstore.mover.kvpool import KVPool
+from kvstore.mover import Pieces
+from kvstore.mover.kvpool import HeadRows, KVPool
 from kvstore.page import DIGEST_BYTES
 from kvstore.tier.vectored import memory_at
 
@@ -31,30 +34,48 @@ class HandoffPool:
         generations: one number for each block, shape (block_count,); the engine adds 1 to it
             before it gives the block to another request. None = it has none: then a block that is
             given away too early is found only if its bytes change while they are sent.
+        group: all ranks of the engine, which of them has this pool, and so which layers and heads
+            it has. A block has one row a token, and in a row head after head. None = there is one
+            rank, and so there is at the engines that it exchanges KV with.
 
     Attributes:
         shape: its numbers.
+        group: as given.
 
     Raises:
-        InvalidArgument: the pool is on a device, has gaps between blocks, or a number is wrong.
+        InvalidArgument: the pool is on a device, has gaps between blocks, or a number is wrong; or
+            the group does not fit to it.
     """
 
     def __init__(
-        self, pool: KVPool, block_tokens: int, generations: npt.NDArray[np.uint64] | None = None
+        self,
+        pool: KVPool,
+        block_tokens: int,
+        generations: npt.NDArray[np.uint64] | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         if pool.device != "cpu":
             raise InvalidArgument("device", f"handoffs need host memory, not {pool.device}")
         if pool.block_stride_bytes != pool.block_bytes:
             raise InvalidArgument("block_stride_bytes", "handoffs need blocks without gaps")
+        if group is None:
+            whole = RankPart((0, pool.layer_count), (0, 1))
+            group = RankGroup.alone(whole, os.urandom(INSTANCE_BYTES))
+        group.check(pool.layer_count)
+        self.group = group
+        part = group.part
         self.shape = PoolShape(
             len(pool.planes),
             pool.planes_per_layer,
             pool.block_bytes,
             block_tokens,
             pool.block_count,
+            part.layers[0],
+            part.heads,
         )
         if generations is not None and generations.shape != (pool.block_count,):
             raise InvalidArgument("generations", f"{generations.shape}, not ({pool.block_count},)")
+        self._pool = pool
         self._planes = pool.planes
         size = pool.block_count * pool.block_bytes
         self._memory = [memory_at(plane, size) for plane in pool.planes]
@@ -87,6 +108,7 @@ class HandoffPool:
         there = np.frombuffer(place.planes, dtype="<u8").astype(np.uint64)
         here = np.array(self._planes, dtype=np.uint64)
         planes = np.repeat([one.plane for one in job.ranges], [one.size for one in job.ranges])
+        planes -= self.shape.first_plane
         offsets = np.concatenate([np.arange(one.size) for one in job.ranges])
 
         def addresses(
@@ -103,19 +125,36 @@ class HandoffPool:
 
     def places(self, ranges: Sequence[PushRange], firsts: Sequence[int]) -> Places:
         """Where ranges are in this pool, given the first block of each."""
-        size = self._block_bytes
+        size, first_plane = self._block_bytes, self.shape.first_plane
         return [
-            (self._planes[one.plane] + first * size, one.size * size)
+            (self._planes[one.plane - first_plane] + first * size, one.size * size)
             for one, first in zip(ranges, firsts, strict=True)
         ]
 
     def views(self, ranges: Sequence[PushRange], firsts: Sequence[int]) -> list[memoryview]:
         """The memory of ranges in this pool, given the first block of each."""
-        size = self._block_bytes
+        size, first_plane = self._block_bytes, self.shape.first_plane
         return [
-            self._memory[plane][first * size : (first + count) * size]
+            self._memory[plane - first_plane][first * size : (first + count) * size]
             for (plane, _, count), first in zip(ranges, firsts, strict=True)
         ]
+
+    def head_pieces(
+        self, planes: Sequence[int], rows: Sequence[npt.NDArray[np.int64]], heads: Span
+    ) -> Pieces:
+        """The pieces of some heads of ranges of one length.
+
+        Args:
+            planes: of each range, among the planes of all ranks.
+            rows: blocks of each range.
+            heads: first head, and the one after the last; of those of this pool.
+        """
+        shape = self.shape
+        first, stop = (head - shape.heads[0] for head in heads)
+        wanted = HeadRows(shape.block_tokens, shape.head_count, first, stop)
+        return self._pool.head_pieces(
+            np.array(planes) - shape.first_plane, np.stack(list(rows)), wanted
+        )
 
 
 class AuxSlots:
@@ -159,9 +198,15 @@ def landing_views(pool: HandoffPool, aux: AuxSlots, landing: Landing) -> list[me
     return [memory_at(*place) for place in landing_places(pool, aux, landing)]
 
 
-def digests_of(room: int, ranges: Sequence[PushRange], places: Places) -> bytes:
-    """16 bytes for each range, of the bytes that are at its place now."""
-    seeds = range_seeds(room, ranges)
+def digests_of(seed: int, ranges: Sequence[PushRange], places: Places) -> bytes:
+    """16 bytes for each range, of the bytes that are at its place now.
+
+    Args:
+        seed: :meth:`kvstore.handoff.shape.LinkShare.seed_of` the room.
+        ranges: at least one.
+        places: where each is.
+    """
+    seeds = range_seeds(seed, ranges)
     numbers = np.fromiter(chain.from_iterable(places), np.uint64, 2 * len(places))
     addresses, lengths = numbers.reshape(-1, 2).T
     different = set(lengths.tolist())

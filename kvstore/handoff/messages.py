@@ -103,7 +103,7 @@ class RangesHead(msgspec.Struct, frozen=True, array_like=True, tag=8):
     Attributes:
         room: of the request.
         ranges: plane, first position and number of blocks of each, 3 x 4 bytes.
-        digests: 16 bytes of each, seeded by :func:`kvstore.handoff.places.range_seeds`.
+        digests: 16 bytes of each, seeded by room, heads and place.
     """
 
     room: int

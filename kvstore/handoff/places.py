@@ -33,7 +33,7 @@ class PushRange(NamedTuple):
     """Neighbouring blocks of one plane.
 
     Attributes:
-        plane: number of the plane in the pool, or :data:`AUX_PLANE`.
+        plane: number among the planes of all ranks, or :data:`AUX_PLANE`.
         first: position of the first block.
         size: number of blocks, or bytes of the aux data.
     """
@@ -43,18 +43,22 @@ class PushRange(NamedTuple):
     size: int
 
 
-def range_seeds(room: int, ranges: Sequence[PushRange]) -> npt.NDArray[np.uint64]:
+def range_seeds(seed: int, ranges: Sequence[PushRange]) -> npt.NDArray[np.uint64]:
     """The seeds of the digests of ranges: other bytes, or the same elsewhere, do not match them.
 
     With M, the last step of SplitMix64 (https://prng.di.unimi.it/splitmix64.c), the seed of a range
-    is M(M(h ^ (plane << 32 | first)) ^ size), where h is the xxh3_64 of the room, 8 bytes
+    is M(M(h ^ (plane << 32 | first)) ^ size), where h is the xxh3_64 of the seed, 8 bytes
     little-endian. All numbers have 64 bits.
+
+    Args:
+        seed: :meth:`kvstore.handoff.shape.LinkShare.seed_of` the room.
+        ranges: any number.
 
     Returns:
         Shape (len(ranges),).
     """
     numbers = np.fromiter(chain.from_iterable(ranges), np.uint64, 3 * len(ranges)).reshape(-1, 3)
-    of_room = np.uint64(xxhash.xxh3_64_intdigest(room.to_bytes(8, "little")))
+    of_room = np.uint64(xxhash.xxh3_64_intdigest(seed.to_bytes(8, "little")))
     return _mixed(_mixed(of_room ^ (numbers[:, 0] << _HALF | numbers[:, 1])) ^ numbers[:, 2])
 
 
@@ -146,13 +150,19 @@ class Coverage:
         stop: position after the last.
         blocks: block of each position, shape (stop - first,). Then a range whose blocks are no
             neighbours is refused: its bytes would run into a block of another request.
+        first_plane: number of the first plane.
     """
 
     def __init__(
-        self, planes: int, first: int, stop: int, blocks: npt.NDArray[np.int64] | None = None
+        self,
+        planes: int,
+        first: int,
+        stop: int,
+        blocks: npt.NDArray[np.int64] | None = None,
+        first_plane: int = 0,
     ) -> None:
-        assert planes > 0
         assert 0 <= first <= stop
+        self._first_plane = first_plane
         self._first = first
         self._stop = stop
         self._there = np.zeros((planes, stop - first), dtype=np.bool_)
@@ -167,9 +177,9 @@ class Coverage:
             return True
         numbers = np.fromiter(chain.from_iterable(places), np.int64, 3 * len(places))
         planes, firsts, sizes = numbers.reshape(-1, 3).T
-        at = firsts - self._first
+        planes, at = planes - self._first_plane, firsts - self._first
         inside = (sizes > 0) & (at >= 0) & (firsts + sizes <= self._stop)
-        if not (inside & (planes < len(self._there))).all():
+        if not (inside & (planes >= 0) & (planes < len(self._there))).all():
             return False
         if (self._runs[at] != self._runs[at + sizes - 1]).any():
             return False
@@ -189,7 +199,7 @@ class Coverage:
 
     def claim_planes(self, planes: range, positions: range) -> bool:
         """Note all of some planes and positions; returns False and notes none, as :meth:`claim`."""
-        assert self._first == 0
+        assert self._first == self._first_plane == 0
         assert min(planes.start, positions.start) >= 0
         part = self._there[planes.start : planes.stop, positions.start : positions.stop]
         if part.shape != (len(planes), len(positions)) or part.any():

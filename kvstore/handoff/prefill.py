@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.errors import InvalidArgument, KVStoreError, PeerUnreachable, TransferTimeout, reason
+from kvstore.errors import InvalidArgument, KVStoreError, PeerUnreachable, reason
 from kvstore.handoff.aux_data import AuxData, encode_aux
 from kvstore.handoff.effects import Effect, PushJob, SendTo, Submit
 from kvstore.handoff.greeting import GREETING_S, PROTOCOL, Greeter, SealedStream
@@ -25,9 +25,10 @@ from kvstore.handoff.links import (
     LinkThreads,
     PushLink,
     Ticker,
+    cause_of,
     fit_send_buffer,
+    note_refused,
     refusals,
-    refused_words,
 )
 from kvstore.handoff.memory import HandoffPool, Places, digests_of
 from kvstore.handoff.messages import RangesHead, RangesWritten, encode_message, read_from_decode
@@ -35,6 +36,7 @@ from kvstore.handoff.places import pack_numbers
 from kvstore.handoff.push_writes import PushWrites
 from kvstore.handoff.registry import LEASE_S, RankRecord, RegistryClient
 from kvstore.handoff.sending import Senders
+from kvstore.handoff.staging import Staging
 from kvstore.handoff.states import (
     FailureCode,
     HandoffFailure,
@@ -49,10 +51,11 @@ from kvstore.handoff.states import (
 )
 from kvstore.handoff.writing import BlockWriter
 from kvstore.process.faults import Faults
+from kvstore.tier.vectored import memory_at
 from kvstore.transport.streams import stream_of
 
-LINKS_MAX: Final = 64
-"""Decode engines at a time."""
+LINKS_MAX: Final = 256
+"""Ranks of decode engines at a time."""
 GREETINGS_MAX: Final = 16
 """Connections that have not greeted yet."""
 _ACCEPT_PAUSE_S: Final = 0.05
@@ -86,11 +89,12 @@ class PrefillManager:
         writer: BlockWriter | None = None,
     ) -> None:  # fmt: skip
         self._pool = pool
+        self._group = pool.group
         self._boot = os.urandom(16)
-        self._greeter = Greeter(secret, space, pool.shape, boot=self._boot)
+        self._greeter = Greeter(secret, space, pool.shape, self._group, boot=self._boot)
         patience = patience or Patience()
         self._silence_s = patience.silence_s
-        self._core = Senders(pool.shape, patience)
+        self._core = Senders(pool.shape, patience, self._group.rank)
         self._writes = PushWrites(writer, pool, self._written)
         self._lock = threading.Lock()
         self._links: dict[bytes, PushLink] = {}
@@ -219,7 +223,7 @@ class PrefillManager:
             elif isinstance(effect, Submit):
                 link = self._links.get(effect.job.link)
                 if link is None or not link.outbox.put_job(effect.job):
-                    failure = _failure(FailureCode.PEER_CLOSED, "the link was closed")
+                    failure = self._failure(FailureCode.PEER_CLOSED, "the link was closed")
                     now_ns = time.monotonic_ns()
                     left.extend(self._core.completed(effect.job.number, failure, now_ns))
 
@@ -229,11 +233,11 @@ class PrefillManager:
     def _register(self, lease_s: float, *, once: bool = False) -> None:
         assert self._client is not None
         self._registered += 1
-        shape = self._pool.shape
-        layers = (0, shape.plane_count // shape.planes_per_layer)
+        group, part = self._group, self._pool.shape.part
         record = RankRecord(
-            0, self.address, self._boot.hex(), self._registered, layers, (0, 1), shape,
-            self._greeter.space.hex(), self._writes.transports, PROTOCOL, lease_s,
+            group.rank, self.address, self._boot.hex(), self._registered, part.layers, part.heads,
+            self._pool.shape, self._greeter.space.hex(), self._writes.transports, PROTOCOL, lease_s,
+            len(group.parts), group.data_rank, group.data_ranks,
         )  # fmt: skip
         try:
             self._client.register(record)
@@ -295,6 +299,9 @@ class PrefillManager:
             self.faults.note("greeting", f"{peer}: too many links, or one that there is already")
             stream.close()
             return
+        with self._lock:
+            if not link.is_closed:
+                self._core.linked(link.number, self._greeter.target(greeting))
         try:
             if not link.connected.wait(GREETING_S):
                 self._fault(link, FailureCode.PEER_CLOSED, "it made one connection only")
@@ -321,7 +328,7 @@ class PrefillManager:
                 return
             now_ns = time.monotonic_ns()
             self._carry_out(self._core.closed(link.number, code, f"{link.peer}: {why}", now_ns))
-            failure = _failure(code, why)
+            failure = self._failure(code, why)
             for job in link.outbox.left():
                 self._carry_out(self._core.completed(job.number, failure, now_ns))
 
@@ -330,59 +337,59 @@ class PrefillManager:
         while not link.is_closed:
             try:
                 message = read_from_decode(sealed.receive(self._silence_s))
-            except TransferTimeout:
-                why = f"nothing came for {self._silence_s} s"
-                self._fault(link, FailureCode.PEER_SILENT, why)
-                return
             except KVStoreError as error:
-                protocol = error.code == "protocol"
-                code = FailureCode.PROTOCOL if protocol else FailureCode.PEER_CLOSED
-                self._fault(link, code, str(error))
+                self._fault(link, cause_of(error), str(error))
                 return
             with self._lock:
                 if not link.is_closed:
                     refused, now_ns = refusals(self._core.counts), time.monotonic_ns()
                     self._carry_out(self._core.received(link.number, message, now_ns))
-                    if refusals(self._core.counts) > refused:
-                        self.faults.note("refused", f"{link.peer}: {refused_words(message)}")
+                    note_refused(self.faults, link, message, self._core.counts, refused)
 
     def _write(self, link: PushLink, sealed: SealedStream) -> None:
         """Write messages and ranges until the link ends."""
+        staging = Staging()
         while (item := link.outbox.next()) is not None:
-            failure: HandoffFailure | None = _failure(FailureCode.CLOSED, "its writer has ended")
+            failure: HandoffFailure | None
+            failure = self._failure(FailureCode.CLOSED, "its writer has ended")
             try:
                 if isinstance(item, bytes):
                     sealed.send(item, [], SEND_S)
                 elif self._writes.submit(item):
                     item = b""  # its end is told by the other transport
                 else:
-                    failure = self._send(item, sealed)
+                    failure = self._send(item, sealed, staging)
             except KVStoreError as error:
-                failure = _failure(FailureCode.PEER_CLOSED, str(error))
+                failure = self._failure(FailureCode.PEER_CLOSED, str(error))
                 self._fault(link, FailureCode.PEER_CLOSED, str(error))
             finally:  # a job that has no end would hold its blocks for good
                 if isinstance(item, PushJob):
                     self._completed(item, failure)
 
-    def _send(self, job: PushJob, sealed: SealedStream) -> HandoffFailure | None:
-        """Send ranges straight from the pool; returns why they were not sent."""
+    def _send(self, job: PushJob, sealed: SealedStream, staging: Staging) -> HandoffFailure | None:
+        """Send ranges, straight from the pool if they are whole; returns why they were not sent."""
         places: Places
         held = np.frombuffer(job.aux, dtype=np.uint8)
-        if job.aux:
-            places, views = [(int(held.ctypes.data), len(held))], [memoryview(job.aux)]
+        if job.share.is_staged and not job.aux:
+            places, digests = staging.gather(self._pool, job)
         else:
-            places = self._pool.places(job.ranges, job.sources)
-            views = self._pool.views(job.ranges, job.sources)
-        digests = digests_of(job.room, job.ranges, places)
+            aux = [(int(held.ctypes.data), len(held))]
+            places = aux if job.aux else self._pool.places(job.ranges, job.sources)
+            digests = digests_of(job.share.seed_of(job.room), job.ranges, places)
         if not self._pool.is_unchanged(job):  # after the digest: what was digested was right
-            return _failure(FailureCode.BLOCKS_REUSED, "a block was given away before it was sent")
+            why = "a block was given away before it was sent"
+            return self._failure(FailureCode.BLOCKS_REUSED, why)
         head = encode_message(RangesHead(job.room, pack_numbers(job.ranges), digests))
+        if job.share.is_staged or job.aux:
+            views = [memory_at(*place) for place in places]
+        else:
+            views = self._pool.views(job.ranges, job.sources)
         sealed.send(head, views, SEND_S)
         return None
 
     def _written(self, job: PushJob, message: RangesWritten, why: str) -> None:
         """The other transport has ended a job."""
-        failure = _failure(FailureCode.WRITE, why) if why else None
+        failure = self._failure(FailureCode.WRITE, why) if why else None
         if failure is not None:
             self.faults.note("write", why)
         with self._lock:
@@ -394,6 +401,10 @@ class PrefillManager:
 
     def _completed(self, job: PushJob, failure: HandoffFailure | None) -> None:
         self.act(lambda core, now: core.completed(job.number, failure, now))
+
+    def _failure(self, code: FailureCode, why: str) -> HandoffFailure:
+        layer = Layer.PROTOCOL if code is FailureCode.BLOCKS_REUSED else Layer.TRANSPORT
+        return HandoffFailure(code, HandoffSide.PREFILL, self._group.rank, layer, why[:200])
 
     def _fault(self, link: PushLink, code: FailureCode, why: str) -> None:
         if not link.is_closed:
@@ -467,10 +478,3 @@ class Sender:
     def close(self) -> None:
         """Ask no more; one that has not ended is aborted. Call it when no blocks are held."""
         self._manager.act(lambda core, now: core.close(self.room, now))
-
-
-def _failure(code: FailureCode, why: str) -> HandoffFailure:
-    protocol = code is FailureCode.BLOCKS_REUSED
-    return HandoffFailure(
-        code, HandoffSide.PREFILL, 0, Layer.PROTOCOL if protocol else Layer.TRANSPORT, why[:200]
-    )

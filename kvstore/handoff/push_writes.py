@@ -46,7 +46,9 @@ class PushWrites:
         write = self._pool.write_of(job, place)
         if not writer.takes(write):
             return False
-        digests = digests_of(job.room, job.ranges, self._pool.places(job.ranges, job.sources))
+        digests = digests_of(
+            job.share.seed_of(job.room), job.ranges, self._pool.places(job.ranges, job.sources)
+        )
         if not self._pool.is_unchanged(job):
             return False  # this is found on the link too, and told
         packed = pack_numbers([number for one in job.ranges for number in one])

@@ -1,16 +1,18 @@
 """Decode's side of all handoffs of one rank: events in, effects out. Pure.
 
+A room has a **leg** for each rank of prefill that sends something to this rank. It has succeeded
+when everything of all legs has arrived, and it has failed when one leg has.
+
 The blocks of an announcement belong to the transfer until :meth:`Receivers.holds_blocks` is False.
-After a failure they are in LIMBO until prefill has answered that nothing arrives any more, or the
-link has been closed and whoever reads it has ended. Those that another transport may write wait for
-the end of decode's engine besides, if a write may not have ended (``landing_engines``).
+After a failure they are in LIMBO until each rank of prefill has answered that nothing arrives any
+more, or its link has been closed and whoever reads it has ended. Those that another transport may
+write wait for the end of decode's engine besides, if a write may not have ended
+(``landing_engines``).
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
-
-import numpy as np
 
 from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
 from kvstore.handoff.effects import Effect, EndEngine, EndLink, Landing, SendTo
@@ -20,7 +22,6 @@ from kvstore.handoff.messages import (
     RANGES_MAX,
     TEXT_MAX,
     Abort,
-    Announce,
     Done,
     Drained,
     Failed,
@@ -32,10 +33,7 @@ from kvstore.handoff.messages import (
     RenewRoom,
 )
 from kvstore.handoff.places import (
-    AUX_PLANE,
     BLOCKS_MAX,
-    Coverage,
-    pack_numbers,
     unpack_ranges,
 )
 from kvstore.handoff.rooms import SeenRooms, check_room
@@ -50,7 +48,7 @@ from kvstore.handoff.states import (
     Patience,
     State,
 )
-from kvstore.handoff.tables import ReceivingRoom
+from kvstore.handoff.tables import LinkSource, LinkSources, ReceivingRoom
 
 ROOMS_MAX = 1_024
 """Handoffs in the table."""
@@ -90,8 +88,7 @@ class Receivers:
         self._rooms: dict[int, ReceivingRoom] = {}
         self._seen = SeenRooms()
         self._owned: dict[int, int] = {}  # block → room
-        self._links: dict[str, bytes] = {}  # peer → its link that is up
-        self._writers: set[bytes] = set()  # links whose prefill can write to our engine
+        self._sources = LinkSources()
         self._engines = LandingEngines(shape.block_count)
         self.counts: Counter[str] = Counter()
 
@@ -120,7 +117,7 @@ class Receivers:
         progress = HandoffProgress(self._patience, now_ns)
         one = self._rooms[room] = ReceivingRoom(room, peer, token_count, slot, progress)
         self._seen.add(room)
-        one.link = self._links.get(peer, b"")
+        self._sources.give_legs(one)
         return progress, self._say(one, now_ns)
 
     def announce(
@@ -142,20 +139,12 @@ class Receivers:
             return []
         if one.blocks is not None:
             raise InvalidArgument("room", f"{room} was announced before")
-        if not 0 <= first_token <= one.token_count:
-            raise InvalidArgument("first_token", f"{first_token} of {one.token_count}")
-        stop = self._shape.blocks_of(one.token_count)
-        first = stop if first_token == one.token_count else first_token // self._shape.block_tokens
-        numbers = np.asarray(blocks, dtype=np.int64).reshape(-1)
-        different = set(numbers.tolist())
-        if len(numbers) != stop - first or len(different) != len(numbers):
-            what = f"{len(numbers)} blocks, {stop - first} different ones are needed"
-            raise InvalidArgument("blocks", what)
-        if not self._shape.has(numbers) or not different.isdisjoint(self._owned):
-            raise InvalidArgument("blocks", "one is not in the pool, or of another handoff")
-        one.first_token, one.first, one.blocks = first_token, first, numbers.tolist()
-        one.coverage = Coverage(self._shape.plane_count, first, stop, numbers)
-        one.left = one.coverage.missing
+        first, numbers = self._shape.wanted(one.token_count, first_token, blocks)
+        if not self._owned.keys().isdisjoint(numbers):
+            raise InvalidArgument("blocks", "one is of another handoff")
+        one.first_token, one.first, one.blocks = first_token, first, numbers
+        for leg in one.legs.values():
+            one.expect(leg)
         for block in one.blocks:
             self._owned[block] = room
         one.progress.heard(now_ns)
@@ -165,10 +154,10 @@ class Receivers:
         """The request waits for memory; prefill is told, at most once a second."""
         one = self._rooms[room]
         one.progress.heard(now_ns)
-        if one.progress.ended or not one.link or now_ns - one.said_ns < _AGAIN_NS:
+        if one.progress.ended or not one.legs or now_ns - one.said_ns < _AGAIN_NS:
             return []
         one.said_ns = now_ns
-        return [SendTo(one.link, RenewRoom(room))]
+        return [SendTo(link, RenewRoom(room)) for link in one.legs]
 
     def abort(self, room: int, now_ns: int) -> list[Effect]:
         """The engine gives the request up."""
@@ -197,30 +186,31 @@ class Receivers:
 
     def limbo_blocks(self, peer: str | None = None) -> int:
         """Blocks in LIMBO, because of one peer or of all."""
-        return sum(
-            len(one.blocks or ())
-            for one in self._rooms.values()
-            if peer in (None, one.peer) and one.progress.ended and one.is_holding
-        )
+        rooms = [one for one in self._rooms.values() if peer in (None, one.peer)]
+        return sum(one.limbo_blocks for one in rooms)
 
     # ---- links ------------------------------------------------------------------------------
 
-    def linked(self, peer: str, link: bytes, now_ns: int, *, writes: bool = False) -> list[Effect]:
-        """A link to a peer is up; it is used for all handoffs that have none yet.
+    def linked(
+        self, peer: str, links: bytes | Mapping[bytes, LinkSource], now_ns: int, *,
+        writes: bool = False,
+    ) -> list[Effect]:  # fmt: skip
+        """All links to a peer are up; they are used for all handoffs that have none yet.
 
         Args:
-            peer: that it goes to.
-            link: its number.
+            peer: a prefill instance.
+            links: to each of its ranks that sends something to this one, or is to be told that it
+                does not; or the only link to a peer of one rank.
             now_ns: the time.
-            writes: the peer has the transport of our engine.
+            writes: that peer has the transport of our engine.
         """
-        self._links[peer] = link
-        if writes:
-            self._writers.add(link)
+        if isinstance(links, bytes):
+            links = {links: LinkSource(0, self._shape.whole, writes=writes)}
+        self._sources.up(peer, links)
         effects: list[Effect] = []
         for one in list(self._rooms.values()):
-            if one.peer == peer and not one.link:
-                one.link = link
+            if one.peer == peer and not one.legs:
+                self._sources.give_legs(one)
                 effects += self._say(one, now_ns)
         return effects
 
@@ -228,7 +218,7 @@ class Receivers:
         """No link to a peer can be made."""
         effects: list[Effect] = []
         for one in list(self._rooms.values()):
-            if one.peer == peer and not one.link:
+            if one.peer == peer and not one.legs:
                 effects += self._fail(one, code, Layer.TRANSPORT, why, now_ns)
                 one.peer = ""  # nobody is there to be told
                 self._forget(one)
@@ -236,22 +226,23 @@ class Receivers:
 
     def closed(self, link: bytes, code: FailureCode, why: str, now_ns: int) -> list[Effect]:
         """A link is gone; until :meth:`settled` bytes may still arrive from it."""
-        self._links = {peer: one for peer, one in self._links.items() if one != link}
-        self._writers.discard(link)
+        self._sources.closed(link)
+        effects: list[Effect] = []
         for one in list(self._rooms.values()):
-            if one.link == link:
-                self._fail(one, code, Layer.TRANSPORT, why, now_ns)
-        return []
+            if link in one.legs:
+                effects += self._fail(one, code, Layer.TRANSPORT, why, now_ns, but=link)
+        return effects
 
     def settled(self, link: bytes) -> None:
         """Whoever read a link that is gone has ended: nothing arrives from it any more."""
-        assert link not in self._links.values()
+        self._sources.settled(link)
         for one in list(self._rooms.values()):
-            if one.link == link:
+            if link in one.legs:
                 assert one.progress.ended
-                assert not one.landing, "its reader had told the end of all that it began"
-                one.drained = True
-                self._engines.doubt(one.room)
+                assert not one.legs[link].landing, "its reader had told the end of all it began"
+                one.legs[link].drained = True
+                if one.legs[link].source.writes:
+                    self._engines.doubt(one.room)
                 self._settle(one)
 
     # ---- the engine that other transports write to ------------------------------------------
@@ -277,15 +268,16 @@ class Receivers:
         if isinstance(message, HandoffPing):
             return []
         one = self._rooms.get(message.room)
-        if one is None or one.link != link:
+        if one is None or link not in one.legs:
             late = one is None and message.room in self._seen
             self.counts["late_messages" if late else "foreign_messages"] += 1
             return []
         match message:
             case Drained(doubtful=doubtful):
-                return self._drained(one, now_ns, doubtful=doubtful)
+                return self._drained(one, link, now_ns, doubtful=doubtful)
             case Failed(failure=failure) if not one.progress.ended:
-                return self._end(one, failure, now_ns)
+                self._end(one, failure, now_ns)
+                return self._tell_abort(one, but=link)
             case RenewRoom() if not one.progress.ended:
                 one.progress.heard(now_ns)
                 return []
@@ -304,24 +296,27 @@ class Receivers:
             ProtocolError: the head makes no sense, so what follows it cannot be read.
         """
         ranges = unpack_ranges(head.ranges, head.digests)
-        size = sum(map(self._shape.range_bytes, ranges))
+        share = self._sources.share_of(link) or self._shape.whole
+        size = sum(map(share.range_bytes, ranges))
         most = max(RANGES_BYTES_MAX, self._shape.block_bytes, self._aux_bytes)
         if size > most or len(ranges) > RANGES_MAX:
             raise ProtocolError(f"{len(ranges)} ranges of {size} bytes in one head")
         one = self._rooms.get(head.room)
-        if one is None or one.link != link or one.progress.ended:
-            self.counts["foreign_messages"] += one is not None and one.link != link
+        leg = one.legs.get(link) if one is not None else None
+        if one is None or leg is None or one.progress.ended:
+            self.counts["foreign_messages"] += one is not None and leg is None
             self.counts["late_ranges"] += len(ranges)
             return None, size, []
-        has_aux = any(place.plane == AUX_PLANE for place in ranges)
-        foreign = isinstance(head, RangesWritten) and (has_aux or not self._engines.holds(one.room))
-        if foreign or not one.claim(ranges, self._aux_bytes):
+        written = isinstance(head, RangesWritten)
+        foreign = written and not (leg.source.writes and self._engines.holds(one.room))
+        if foreign or not one.claim(leg, ranges, 0 if written else self._aux_bytes):
             why = "a range is not one of the request's, or has come before"
             return None, size, self._fail(one, FailureCode.PROTOCOL, Layer.PROTOCOL, why, now_ns)
         one.progress.advance(State.TRANSFERRING, now_ns)
         one.progress.heard(now_ns)
-        one.landing += 1
-        return Landing(head.room, ranges, one.targets(ranges), head.digests), size, []
+        leg.landing += 1
+        targets, rows = one.targets(leg, ranges)
+        return Landing(link, head.room, ranges, targets, head.digests, share, rows), size, []
 
     def landed(
         self, landing: Landing, code: FailureCode | None, why: str, now_ns: int
@@ -335,7 +330,8 @@ class Receivers:
             now_ns: the time.
         """
         one = self._rooms[landing.room]
-        one.landing -= 1
+        leg = one.legs[landing.link]
+        leg.landing -= 1
         if one.progress.ended:
             self._settle(one)
             return []
@@ -343,11 +339,8 @@ class Receivers:
             layer = Layer.TRANSPORT
             return self._fail(one, code, layer, why, now_ns)
         one.progress.heard(now_ns)
-        aux = [place.size for place in landing.ranges if place.plane == AUX_PLANE]
-        if aux:
-            one.aux_bytes = aux[0]
-        one.left -= sum(place.size for place in landing.ranges) - sum(aux)
-        one.progress.moved_bytes += sum(map(self._shape.range_bytes, landing.ranges))
+        self.counts["ranges"] += len(landing.ranges)
+        one.arrived(leg, landing.ranges)
         if one.left or one.aux_bytes < 0:
             return []
         assert not one.landing, "everything has arrived, so nothing is arriving"
@@ -355,7 +348,7 @@ class Receivers:
         self._engines.leave(one.room)
         self._give_back(one)
         self.counts["succeeded"] += 1
-        return [SendTo(one.link, Done(one.room))]
+        return [SendTo(link, Done(one.room)) for link in one.legs]
 
     def tick(self, now_ns: int) -> list[Effect]:
         """Time has passed: end what is late, ask again for what was not answered."""
@@ -370,9 +363,9 @@ class Receivers:
         return [*effects, EndEngine(engine)] if engine else effects
 
     def describe(self, now_ns: int) -> list[HandoffStatus]:
-        """Where each handoff is; prefill's one rank is missing as long as there is no link."""
+        """Where each handoff is; rank 0 of prefill is missing as long as there is no link."""
         return [
-            one.progress.status(room, [] if one.link else [0], now_ns)
+            one.progress.status(room, [] if one.legs else [0], now_ns)
             for room, one in self._rooms.items()
         ]
 
@@ -386,6 +379,7 @@ class Receivers:
                 owned.update(one.blocks)
             assert one.landing == 0 or one.is_holding
             assert one.is_holding or not self._engines.holds(room)
+            assert all(leg.left >= 0 and leg.landing >= 0 for leg in one.legs.values())
         assert len(owned) == len(self._owned)
         assert all(number == 1 for number in owned.values()), "a block has two owners"
 
@@ -393,72 +387,79 @@ class Receivers:
 
     def _say(self, one: ReceivingRoom, now_ns: int) -> list[Effect]:
         """Tell prefill of a handoff what it does not know yet, if there is a link."""
-        if not one.link:
+        if not one.legs:
             return []
         if one.progress.ended:  # before there was a link
             self._forget(one)
             return self._tell_abort(one)
         one.said_ns = now_ns
-        if one.blocks is None:
-            return [SendTo(one.link, RenewRoom(one.room))]
-        one.progress.advance(State.WAITING_FOR_INPUT, now_ns)
-        place = (
-            self._engines.enter(one.room, len(one.blocks)) if one.link in self._writers else None
-        )
-        packed = pack_numbers(one.blocks)
-        said = Announce(one.room, one.token_count, one.first_token, packed, one.slot, place)
-        return [SendTo(one.link, said)]
+        place: LandingPlace | None = None
+        if one.blocks is not None:
+            one.progress.advance(State.WAITING_FOR_INPUT, now_ns)
+            if any(leg.source.writes for leg in one.legs.values()):
+                place = self._engines.enter(one.room, len(one.blocks))
+        return [
+            SendTo(link, one.said_to(leg, place if leg.source.writes else None))
+            for link, leg in one.legs.items()
+        ]
 
-    def _drained(self, one: ReceivingRoom, now_ns: int, *, doubtful: bool) -> list[Effect]:
+    def _drained(
+        self, one: ReceivingRoom, link: bytes, now_ns: int, *, doubtful: bool
+    ) -> list[Effect]:
         if one.progress.state == State.SUCCESS:
             self.counts["late_messages"] += 1
             return []
+        effects: list[Effect] = []
         if not one.progress.ended:  # nothing arrives any more, so it cannot succeed
             why = "prefill has ended it and does not say why"
             code, layer = FailureCode.PROTOCOL, Layer.PROTOCOL
-            self._end(one, HandoffFailure(code, HandoffSide.DECODE, self._rank, layer, why), now_ns)
-        one.drained = True
+            effects = self._fail(one, code, layer, why, now_ns, but=link)
+        one.legs[link].drained = True
         if doubtful:
             self._engines.doubt(one.room)
-        else:
+        elif one.legs[link].source.writes:
             self._engines.leave(one.room)
         self._settle(one)
-        return []
+        return effects
 
     def _ask_again(self, one: ReceivingRoom, now_ns: int) -> list[Effect]:
         """Repeat an abort; then close the link: at last also if that costs other handoffs."""
         one.next_abort_ns = now_ns + _AGAIN_NS
-        if one.drained or one.link not in self._links.values():
-            return []  # it is settled when its reader has ended
         if one.aborts < ABORTS_MAX:
             return self._tell_abort(one)
-        on_link = [other for other in self._rooms.values() if other.link == one.link]
         is_late = now_ns - one.progress.since_ns >= LIMBO_S_MAX * 1_000_000_000
-        if is_late or all(other.progress.ended for other in on_link):
-            return [EndLink(one.link)]
-        return []
-
-    def _fail(
-        self, one: ReceivingRoom, code: FailureCode, layer: Layer, why: str, now_ns: int
-    ) -> list[Effect]:
-        """End a handoff as failed, and tell prefill."""
-        failure = HandoffFailure(code, HandoffSide.DECODE, self._rank, layer, why[:TEXT_MAX])
-        effects = self._end(one, failure, now_ns)
-        if one.link and one.progress.failure is failure:
-            effects += self._tell_abort(one)
+        effects: list[Effect] = []
+        for link in self._sources.undrained(one):
+            on_link = [other for other in self._rooms.values() if link in other.legs]
+            if is_late or all(other.progress.ended for other in on_link):
+                effects.append(EndLink(link))
         return effects
 
-    def _tell_abort(self, one: ReceivingRoom) -> list[Effect]:
+    def _fail(
+        self, one: ReceivingRoom, code: FailureCode, layer: Layer, why: str, now_ns: int,
+        but: bytes = b"",
+    ) -> list[Effect]:  # fmt: skip
+        """End a handoff as failed, and tell prefill; not over the link ``but``."""
+        failure = HandoffFailure(code, HandoffSide.DECODE, self._rank, layer, why[:TEXT_MAX])
+        effects = self._end(one, failure, now_ns)
+        if one.progress.failure is failure:
+            effects += self._tell_abort(one, but)
+        return effects
+
+    def _tell_abort(self, one: ReceivingRoom, but: bytes = b"") -> list[Effect]:
         assert one.progress.failure is not None
-        one.aborts += 1
-        return [SendTo(one.link, Abort(one.room, one.progress.failure))]
+        message = Abort(one.room, one.progress.failure)
+        told = [link for link in self._sources.to_abort(one) if link != but]
+        effects: list[Effect] = [SendTo(link, message) for link in told]
+        one.aborts += bool(effects)
+        return effects
 
     def _end(self, one: ReceivingRoom, failure: HandoffFailure, now_ns: int) -> list[Effect]:
         if not one.progress.fail(failure, now_ns):
             return []
         self.counts[f"failed_{failure.counted}"] += 1
         one.next_abort_ns = now_ns + _AGAIN_NS
-        if one.blocks is None or not one.link:  # nothing can arrive
+        if one.blocks is None or not one.legs:  # nothing can arrive
             self._free(one)
         return []
 
@@ -488,7 +489,7 @@ class Receivers:
 
     def _forget(self, one: ReceivingRoom) -> None:
         """Take an ended handoff out of the table when nobody asks about it, and prefill is told."""
-        told = one.link or not one.peer
+        told = one.legs or not one.peer
         if one.closed and told and one.progress.ended and not one.is_holding:
             self._give_slot(one)
             self._rooms.pop(one.room, None)

@@ -24,15 +24,13 @@ import msgspec
 
 from kvstore.errors import InvalidArgument, PeerUnreachable, ProtocolError, reason
 from kvstore.handoff.greeting import proof_of
+from kvstore.handoff.ranks import NUMBER_MAX, RANKS_MAX
 from kvstore.handoff.shape import PoolShape
 from kvstore.process.faults import Faults
 from kvstore.transport.streams import host_and_port
 
 LEASE_S: Final = 10.0
-LEASE_S_MAX: Final = 3_600.0
-RANKS_MAX: Final = 1_024
-NUMBER_MAX: Final = 1 << 16
-"""Of layers, and of heads."""
+LEASE_S_MAX: Final = 3_600
 TRANSPORTS_MAX: Final = 16
 _BODY_BYTES_MAX: Final = 1 << 20
 _WAIT_S: Final = 2.0
@@ -62,6 +60,9 @@ class RankRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         transports: how KV can be pushed.
         protocol: version.
         lease_s: the registration ends after so many seconds; 0 = now.
+        ranks: how many ranks the instance has, of each data-parallel rank.
+        data_rank: which data-parallel rank this one belongs to.
+        data_ranks: how many there are.
     """
 
     rank: int
@@ -75,6 +76,9 @@ class RankRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transports: list[str]
     protocol: int
     lease_s: float
+    ranks: int = 1
+    data_rank: int = 0
+    data_ranks: int = 1
 
     def check(self) -> None:
         """Refuse what no rank can be.
@@ -92,10 +96,12 @@ class RankRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if size not in sizes:
                 raise InvalidArgument(field, f"{size} bytes")
         for field, (first, stop) in (("layers", self.layers), ("heads", self.heads)):
-            if not 0 <= first < stop < NUMBER_MAX:
+            if not 0 <= first < stop <= NUMBER_MAX:
                 raise InvalidArgument(field, f"{first} to {stop}")
-        if not 0 <= self.rank < RANKS_MAX:
-            raise InvalidArgument("rank", f"{self.rank} is not less than {RANKS_MAX}")
+        places = {"rank": (self.rank, self.ranks), "data_rank": (self.data_rank, self.data_ranks)}
+        for field, (number, count) in places.items():
+            if not 0 <= number < count <= RANKS_MAX:
+                raise InvalidArgument(field, f"{number} of {count}")
         if not 0 <= self.lease_s <= LEASE_S_MAX:
             raise InvalidArgument("lease_s", f"{self.lease_s} is not 0 to {LEASE_S_MAX}")
         if self.count < 0 or self.protocol < 1:
@@ -108,12 +114,16 @@ class RankTable:
     """The registrations of an instance. Pure."""
 
     def __init__(self) -> None:
-        self._ranks: dict[int, tuple[RankRecord, int]] = {}  # with the end of the lease
-        self._former: dict[int, list[str]] = {}  # boots that were replaced
+        self._ranks: dict[tuple[int, int], tuple[RankRecord, int]] = {}  # with its lease's end
+        self._former: dict[tuple[int, int], list[str]] = {}  # boots that were replaced
 
     def register(self, record: RankRecord, now_ns: int) -> str:
         """Take a registration that was checked; returns why it is refused, empty = it is not."""
-        before, former = self._ranks.get(record.rank), self._former.setdefault(record.rank, [])
+        key = (record.data_rank, record.rank)
+        before = self._ranks.get(key)
+        if before is None and len(self._ranks) >= RANKS_MAX:
+            return "rank: there are too many"
+        former = self._former.setdefault(key, [])
         if before and before[0].boot == record.boot and record.count <= before[0].count:
             return "count: it has come before"
         if before and before[0].boot != record.boot:
@@ -121,7 +131,7 @@ class RankTable:
                 return "boot: another one has replaced it"
             former.append(before[0].boot)
             del former[:-_BOOTS_KEPT]
-        self._ranks[record.rank] = (record, now_ns + int(record.lease_s * 1e9))
+        self._ranks[key] = (record, now_ns + int(record.lease_s * 1e9))
         return ""
 
     def listed(self, now_ns: int) -> list[RankRecord]:

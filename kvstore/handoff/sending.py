@@ -1,22 +1,23 @@
 """Prefill's side of all handoffs of one rank: events in, effects out. Pure.
 
+A room has a **leg** for each rank of decode that gets something from this rank. Nothing is sent
+before all of them have announced, and it has failed for all when it has failed for one.
+
 The blocks of a room belong to its transfer until :meth:`Senders.holds_blocks` is False: it has
 ended, and so has every job that was submitted for it.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
-from itertools import count
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
-from kvstore.handoff.effects import Effect, PushJob, SendTo, Submit
+from kvstore.handoff.effects import Effect, SendTo, Submit
+from kvstore.handoff.job_queues import JobQueues
 from kvstore.handoff.messages import (
-    RANGES_BYTES_MAX,
-    RANGES_MAX,
     TEXT_MAX,
     Abort,
     Announce,
@@ -27,14 +28,7 @@ from kvstore.handoff.messages import (
     HandoffPing,
     RenewRoom,
 )
-from kvstore.handoff.places import (
-    AUX_PLANE,
-    BLOCKS_MAX,
-    Coverage,
-    PushRange,
-    batches,
-    joined,
-)
+from kvstore.handoff.places import BLOCKS_MAX, Coverage
 from kvstore.handoff.rooms import SeenRooms, check_room
 from kvstore.handoff.shape import PoolShape, announced_blocks, check_place
 from kvstore.handoff.states import (
@@ -47,19 +41,14 @@ from kvstore.handoff.states import (
     Patience,
     State,
 )
-from kvstore.handoff.tables import SendingRoom, SentPart
+from kvstore.handoff.tables import LinkTarget, SendingLeg, SendingRoom, SentPart
 
 ROOMS_MAX = 1_024
 """Handoffs in the table."""
 UNOPENED_MAX = 512
 """Of these, how many may be known from decode only."""
-JOBS_MAX: Final = 4
-"""Jobs of a link that are submitted at a time: what an abort has to wait for."""
-JOINED_BYTES_MAX: Final = 256 * 1024
-"""Layers and chunks that wait for the link are joined to jobs of so many bytes."""
 _SAID_NS: Final = 1_000_000_000
 """Renewals are sent no more often."""
-_NONE: Final = np.zeros(0, dtype=np.uint64)
 
 
 class Senders:
@@ -79,11 +68,11 @@ class Senders:
         self._patience = patience
         self._rank = rank
         self._rooms: dict[int, SendingRoom] = {}
+        self._targets: dict[
+            bytes, LinkTarget
+        ] = {}  # of each link that leads to one of several ranks
         self._seen = SeenRooms()
-        self._numbers = count(1)
-        self._waiting: dict[bytes, deque[PushJob]] = {}
-        self._jobs: dict[int, PushJob] = {}
-        self._busy: Counter[bytes] = Counter()
+        self._jobs = JobQueues()
         self._doubted = False  # a write has once ended badly
         self.counts: Counter[str] = Counter()
 
@@ -152,12 +141,15 @@ class Senders:
             planes, positions
         ):
             raise InvalidArgument("positions", f"{layers} of {positions} is outside, or was sent")
+        first = self._shape.first_plane
+        planes = range(planes.start + first, planes.stop + first)
         part = SentPart(planes, positions, numbers, generations)
-        if one.there is None:
+        if not one.is_announced:
             one.parts.append(part)
             return []
-        self._split(one, part)
-        return self._submit(one.link, now_ns)
+        for leg in one.legs.values():
+            self._jobs.add(room, leg, part)
+        return self._submit_all(one, now_ns)
 
     def finish(self, room: int, aux: bytes, now_ns: int) -> list[Effect]:
         """Everything was pushed; send the aux data.
@@ -173,19 +165,19 @@ class Senders:
             missing = f"{one.coverage.missing} blocks of planes were not sent"
             raise InvalidArgument("room", missing if one.aux is None else "it was finished before")
         one.aux = aux
-        if one.there is None:
+        if not one.is_announced:
             return []
         self._queue_aux(one)
-        return self._submit(one.link, now_ns)
+        return self._submit_all(one, now_ns)
 
     def renew(self, room: int, now_ns: int) -> list[Effect]:
         """The request waits in the engine's queue; decode is told, at most once a second."""
         one = self._rooms[room]
         one.progress.heard(now_ns)
-        if one.progress.ended or not one.link or now_ns - one.said_ns < _SAID_NS:
+        if one.progress.ended or not one.legs or now_ns - one.said_ns < _SAID_NS:
             return []
         one.said_ns = now_ns
-        return [SendTo(one.link, RenewRoom(room))]
+        return [SendTo(link, RenewRoom(room)) for link in one.legs]
 
     def abort(self, room: int, now_ns: int) -> list[Effect]:
         """The engine gives the request up."""
@@ -208,29 +200,33 @@ class Senders:
 
     # ---- the other side ---------------------------------------------------------------------
 
+    def linked(self, link: bytes, target: LinkTarget) -> None:
+        """A link is up; one that was not named leads to all of a decode engine of one rank."""
+        self._targets[link] = target
+
     def received(self, link: bytes, message: FromDecode, now_ns: int) -> list[Effect]:
         """A message of decode."""
         if isinstance(message, HandoffPing):
             return []
-        one = self._rooms.get(message.room) or self._first_heard(link, message, now_ns)
+        one = self._rooms.get(message.room) or self._first_heard(message, now_ns)
         if one is None:
             return self._answer_late(link, message)
-        if one.link not in (b"", link):
+        leg = self._leg(one, link)
+        if leg is None:
             self.counts["foreign_messages"] += 1
             return []
-        one.link = link
         if one.progress.ended:
             self.counts["late_messages"] += not isinstance(message, Abort)
-            return self._answer_ended(one, message)
+            return self._answer_ended(one, leg, message)
         one.progress.heard(now_ns)
         effects: list[Effect] = []
         match message:
             case Announce():
-                effects = self._announced(one, message, now_ns)
+                effects = self._announced(one, leg, message, now_ns)
             case Abort(failure=failure):
-                effects = self._end(one, failure, now_ns)
+                effects = self._end(one, failure, now_ns, but=link)
             case Done():
-                effects = self._done(one, now_ns)
+                effects = self._done(one, leg, now_ns)
         return effects
 
     def completed(
@@ -244,32 +240,32 @@ class Senders:
             now_ns: the time.
             doubtful: it has failed, and its bytes may still arrive.
         """
-        job = self._jobs.pop(number)
+        job = self._jobs.end(number)
         one = self._rooms[job.room]
-        one.submitted -= 1
-        one.doubtful = one.doubtful or doubtful
+        leg = one.legs[job.link]
+        leg.submitted -= 1
+        leg.doubtful = leg.doubtful or doubtful
         self._doubted = self._doubted or doubtful
-        self._busy[job.link] -= 1
-        if not self._busy[job.link]:
-            del self._busy[job.link]
         effects: list[Effect] = []
         if failure is None:
             one.progress.heard(now_ns)
-            one.progress.moved_bytes += sum(map(self._shape.range_bytes, job.ranges))
+            one.progress.moved_bytes += sum(map(job.share.range_bytes, job.ranges))
         else:
-            effects = self._end(one, failure, now_ns, tell=True)
+            effects = self._end(one, failure, now_ns)
         effects += self._drained(one)
         self._forget(one)
         return effects + self._submit(job.link, now_ns)
 
     def closed(self, link: bytes, code: FailureCode, why: str, now_ns: int) -> list[Effect]:
         """A link is gone; its jobs end by :meth:`completed`, each."""
-        for one in [one for one in self._rooms.values() if one.link == link]:
-            self._fail(one, code, Layer.TRANSPORT, why, now_ns)
-            one.drained = True  # nobody is there to be told
+        effects: list[Effect] = []
+        for one in [one for one in self._rooms.values() if link in one.legs]:
+            one.legs[link].gone = True  # nobody is there to be told
+            effects += self._fail(one, code, Layer.TRANSPORT, why, now_ns)
             self._forget(one)
-        self._waiting.pop(link, None)
-        return []
+        self._jobs.closed(link)
+        self._targets.pop(link, None)
+        return effects
 
     def tick(self, now_ns: int) -> list[Effect]:
         """Time has passed: end what is late."""
@@ -282,19 +278,15 @@ class Senders:
         return effects
 
     def describe(self, now_ns: int) -> list[HandoffStatus]:
-        """Where each handoff is; decode's one rank is missing as long as it has said nothing."""
-        return [
-            one.progress.status(room, [] if one.link else [0], now_ns)
-            for room, one in self._rooms.items()
-        ]
+        """Where each handoff is, with the ranks of decode that have said nothing."""
+        return [one.progress.status(room, one.missing, now_ns) for room, one in self._rooms.items()]
 
     def check(self) -> None:
         """Assert what always holds."""
-        jobs = Counter(job.room for job in self._jobs.values())
         for room, one in self._rooms.items():
-            assert one.submitted == jobs[room]
-            assert one.waiting == 0 or not one.progress.ended
-        assert all(0 <= busy <= JOBS_MAX for busy in self._busy.values())
+            for leg in one.legs.values():
+                self._jobs.check(room, leg)
+                assert leg.waiting == 0 or not one.progress.ended
 
     # ---- inside -----------------------------------------------------------------------------
 
@@ -303,7 +295,7 @@ class Senders:
         self._seen.add(room)
         return one
 
-    def _first_heard(self, link: bytes, message: FromDecode, now_ns: int) -> SendingRoom | None:
+    def _first_heard(self, message: FromDecode, now_ns: int) -> SendingRoom | None:
         """A room that the engine has not opened yet; None = it was used, or there are too many."""
         assert not isinstance(message, HandoffPing)
         if isinstance(message, Done) or message.room in self._seen:
@@ -311,9 +303,18 @@ class Senders:
         unopened = sum(not one.opened for one in self._rooms.values())
         if unopened >= UNOPENED_MAX or len(self._rooms) >= ROOMS_MAX:
             return None
-        one = self._add(message.room, now_ns)
-        one.link = link
-        return one
+        return self._add(message.room, now_ns)
+
+    def _leg(self, one: SendingRoom, link: bytes) -> SendingLeg | None:
+        """The leg over a link, perhaps a new one; None = the room is another engine's."""
+        if link in one.legs:
+            return one.legs[link]
+        target = self._targets.get(link) or LinkTarget(link, 0, self._shape.whole, frozenset((0,)))
+        for leg in one.legs.values():
+            if leg.target.instance != target.instance or leg.target.rank == target.rank:
+                return None
+        one.legs[link] = SendingLeg(link, target)
+        return one.legs[link]
 
     def _answer_late(self, link: bytes, message: FromDecode) -> list[Effect]:
         """Nothing arrives for a room that is not in the table; who asks for more is told."""
@@ -328,15 +329,19 @@ class Senders:
         failure = self._failure(FailureCode.REFUSED, Layer.PROTOCOL, why)
         return [SendTo(link, Failed(room, failure)), SendTo(link, Drained(room, self._doubted))]
 
-    def _answer_ended(self, one: SendingRoom, message: FromDecode) -> list[Effect]:
+    def _answer_ended(self, one: SendingRoom, leg: SendingLeg, message: FromDecode) -> list[Effect]:
         """A handoff has ended; decode may not know: it has just come, or a message is lost."""
         effects: list[Effect] = []
         if isinstance(message, Announce | RenewRoom) and one.progress.failure is not None:
-            effects.append(SendTo(one.link, Failed(one.room, one.progress.failure)))
-        return effects + self._drained(one, again=not isinstance(message, Done))
+            effects.append(SendTo(leg.link, Failed(one.room, one.progress.failure)))
+        if not isinstance(message, Done):
+            leg.drained = False
+        return effects + self._drained(one)
 
-    def _announced(self, one: SendingRoom, message: Announce, now_ns: int) -> list[Effect]:
-        if one.there is not None:
+    def _announced(
+        self, one: SendingRoom, leg: SendingLeg, message: Announce, now_ns: int
+    ) -> list[Effect]:
+        if leg.there is not None:
             self.counts["repeated_messages"] += 1
             return []
         try:
@@ -346,86 +351,57 @@ class Senders:
         except ProtocolError as error:
             return self._fail(one, FailureCode.REFUSED, Layer.PROTOCOL, str(error), now_ns)
         one.token_count = message.token_count
-        one.there = blocks
-        one.first = message.first_token // self._shape.block_tokens
-        one.slot = message.aux_slot
-        one.place = message.place
+        leg.there = blocks
+        leg.first = message.first_token // self._shape.block_tokens
+        leg.slot = message.aux_slot
+        leg.place = message.place if leg.target.share.is_all_of(self._shape) else None
+        leg.left = len(blocks) * len(leg.target.share.planes)
+        leg.done = leg.target.share.is_idle
+        if not one.is_announced:
+            return []
         one.progress.advance(State.WAITING_FOR_INPUT, now_ns)
         for part in one.parts:
-            self._split(one, part)
+            for each in one.legs.values():
+                self._jobs.add(one.room, each, part)
         one.parts.clear()
         if one.aux is not None:
             self._queue_aux(one)
-        return self._submit(one.link, now_ns)
-
-    def _split(self, one: SendingRoom, part: SentPart) -> None:
-        """Queue the ranges of a part that the other side needs, as jobs."""
-        assert one.there is not None
-        stop = min(part.positions.stop, one.first + len(one.there))
-        positions = range(max(part.positions.start, one.first), stop)
-        if not positions:
-            return
-        offset = positions.start - part.positions.start
-        here = part.blocks[offset : offset + len(positions)]
-        there = one.there[positions.start - one.first :][: len(positions)]
-        generations = part.generations[offset : offset + len(positions)]
-        blocks_max = max(RANGES_BYTES_MAX // self._shape.block_bytes, 1)
-        runs = joined(positions, here.tolist(), there, blocks_max)
-        for ranges in batches(part.planes, runs, blocks_max, RANGES_MAX):
-            sources = [int(here[run.first - positions.start]) for run in ranges]
-            targets = [one.there[run.first - one.first] for run in ranges]
-            self._queue(one, ranges, sources, here, generations, targets=targets)
-
-    def _queue(
-        self, one: SendingRoom, ranges: list[PushRange], sources: list[int],
-        blocks: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64], aux: bytes = b"",
-        targets: Sequence[int] = (),
-    ) -> None:  # fmt: skip
-        job = PushJob(
-            next(self._numbers), one.link, one.room, ranges, sources, blocks, generations, aux,
-            targets, one.place if targets else None,
-        )  # fmt: skip
-        waiting = self._waiting.setdefault(one.link, deque())
-        last = waiting[-1] if waiting else None
-        if last and last.room == one.room and not (last.aux or aux) and self._is_small(last, job):
-            waiting[-1] = last.joined(job)
-            return
-        waiting.append(job)
-        one.waiting += 1
-
-    def _is_small(self, *jobs: PushJob) -> bool:
-        """Whether jobs may be one."""
-        ranges = [place for job in jobs for place in job.ranges]
-        size = sum(map(self._shape.range_bytes, ranges))
-        return size <= JOINED_BYTES_MAX and len(ranges) <= RANGES_MAX
+        return self._submit_all(one, now_ns) + self._succeed(one, now_ns)
 
     def _queue_aux(self, one: SendingRoom) -> None:
         assert one.aux is not None
-        place = PushRange(AUX_PLANE, one.slot, len(one.aux))
-        self._queue(one, [place], [0], np.zeros(0, dtype=np.int64), _NONE, one.aux)
+        for leg in one.legs.values():
+            if leg.target.share.has_aux:
+                self._jobs.add_aux(one.room, leg, one.aux)
+
+    def _submit_all(self, one: SendingRoom, now_ns: int) -> list[Effect]:
+        return [effect for link in one.legs for effect in self._submit(link, now_ns)]
 
     def _submit(self, link: bytes, now_ns: int) -> list[Effect]:
         """Submit jobs of a link, as many as it may have."""
         effects: list[Effect] = []
-        waiting = self._waiting.get(link)
-        while waiting and self._busy[link] < JOBS_MAX:
-            job = waiting.popleft()
+        for job in self._jobs.submit(link):
             one = self._rooms[job.room]
-            one.waiting -= 1
-            one.submitted += 1
+            one.legs[link].waiting -= 1
+            one.legs[link].submitted += 1
             one.progress.advance(State.TRANSFERRING, now_ns)
-            self._busy[link] += 1
-            self._jobs[job.number] = job
             effects.append(Submit(job))
         return effects
 
-    def _done(self, one: SendingRoom, now_ns: int) -> list[Effect]:
-        if one.aux is None or one.waiting:
+    def _done(self, one: SendingRoom, leg: SendingLeg, now_ns: int) -> list[Effect]:
+        has_all = leg.there is not None and not leg.left and not leg.waiting
+        if not has_all or not one.is_announced or (leg.target.share.has_aux and one.aux is None):
             why = "decode says that it has everything, before everything was sent"
             return self._fail(one, FailureCode.PROTOCOL, Layer.PROTOCOL, why, now_ns)
-        one.progress.advance(State.SUCCESS, now_ns)
-        one.drained = True
-        self._forget(one)
+        leg.done = True
+        return self._succeed(one, now_ns)
+
+    def _succeed(self, one: SendingRoom, now_ns: int) -> list[Effect]:
+        """It has succeeded when all ranks have everything."""
+        if all(leg.done for leg in one.legs.values()):
+            one.progress.advance(State.SUCCESS, now_ns)
+            one.parts.clear()
+            self._forget(one)
         return []
 
     def _failure(self, code: FailureCode, layer: Layer, why: str) -> HandoffFailure:
@@ -434,32 +410,36 @@ class Senders:
     def _fail(
         self, one: SendingRoom, code: FailureCode, layer: Layer, why: str, now_ns: int
     ) -> list[Effect]:
-        return self._end(one, self._failure(code, layer, why), now_ns, tell=True)
+        return self._end(one, self._failure(code, layer, why), now_ns)
 
     def _end(
-        self, one: SendingRoom, failure: HandoffFailure, now_ns: int, *, tell: bool = False
+        self, one: SendingRoom, failure: HandoffFailure, now_ns: int, *, but: bytes = b""
     ) -> list[Effect]:
-        """End a handoff as failed: submit no more of it, and answer when the rest has ended."""
+        """End a handoff as failed: submit no more of it, and answer when the rest has ended.
+
+        All ranks of decode are told why, but the one over the link ``but``, which knows.
+        """
         if not one.progress.fail(failure, now_ns):
             return []
         self.counts[f"failed_{failure.counted}"] += 1
-        waiting = self._waiting.get(one.link)
-        if waiting and one.waiting:
-            self._waiting[one.link] = deque(job for job in waiting if job.room != one.room)
-        one.waiting = 0
         one.parts.clear()
         effects: list[Effect] = []
-        if tell and one.link:
-            effects.append(SendTo(one.link, Failed(one.room, failure)))
+        for link, leg in one.legs.items():
+            self._jobs.forget(one.room, leg)
+            if link != but and not leg.gone:
+                effects.append(SendTo(link, Failed(one.room, failure)))
         return effects + self._drained(one)
 
-    def _drained(self, one: SendingRoom, *, again: bool = False) -> list[Effect]:
-        """Tell decode, once or when it asks again, that nothing arrives any more."""
-        ready = one.progress.state == State.FAILED and not one.submitted and one.link
-        if not ready or (one.drained and not again):
+    def _drained(self, one: SendingRoom) -> list[Effect]:
+        """Tell the ranks of decode to which nothing is under way, each once."""
+        if one.progress.state != State.FAILED:
             return []
-        one.drained = True
-        return [SendTo(one.link, Drained(one.room, one.doubtful))]
+        effects: list[Effect] = []
+        for link, leg in one.legs.items():
+            if not (leg.submitted or leg.drained or leg.gone):
+                leg.drained = True
+                effects.append(SendTo(link, Drained(one.room, leg.doubtful)))
+        return effects
 
     def _forget(self, one: SendingRoom, now_ns: int | None = None) -> None:
         """Take an ended handoff out of the table when nobody asks about it any more."""

@@ -1,11 +1,13 @@
 """The shape of a pool, as both cores know it: numbers of planes, blocks and tokens. Pure."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from kvstore.errors import InvalidArgument, ProtocolError
 from kvstore.handoff.messages import TEXT_MAX, Announce, LandingPlace
@@ -16,6 +18,7 @@ from kvstore.handoff.places import (
     PushRange,
     unpack_numbers,
 )
+from kvstore.handoff.ranks import RankPart, Share, Span
 
 _ENDPOINT: Final = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:.]+\]):(\d{1,5})", re.ASCII)
 _ADDRESS_MAX: Final = 1 << 56
@@ -23,14 +26,20 @@ _ADDRESS_MAX: Final = 1 << 56
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """The numbers of a pool; two pools fit when all but ``block_count`` are equal.
+    """The numbers of a pool.
+
+    In memory, the bytes of a block in one plane are those of its first token, head after head, then
+    those of the next token. Two pools fit if the bytes of one head of one token are equal, and the
+    layers and heads of all ranks of both sides are.
 
     Attributes:
-        plane_count: planes, all layers together.
+        plane_count: planes, all layers of this rank together.
         planes_per_layer: planes of one layer.
         block_bytes: bytes of one block in one plane.
         block_tokens: tokens of one block.
         block_count: blocks of the pool.
+        first_layer: of this rank.
+        heads: KV heads of this rank: the first, and the one after the last; (0, 1) for latents.
     """
 
     plane_count: int
@@ -38,6 +47,8 @@ class PoolShape:
     block_bytes: int
     block_tokens: int
     block_count: int
+    first_layer: int = 0
+    heads: Span = (0, 1)
 
     def __post_init__(self) -> None:
         """Check the numbers.
@@ -51,18 +62,114 @@ class PoolShape:
             raise InvalidArgument("block_tokens", f"{self.block_tokens} is not positive")
         if not 0 < self.block_count < 1 << 32:
             raise InvalidArgument("block_count", f"{self.block_count} is not 1 to 2**32-1")
+        if not 0 <= self.first_layer <= PLANES_MAX or not 0 <= self.heads[0] < self.heads[1]:
+            raise InvalidArgument("heads", f"layers from {self.first_layer}, heads {self.heads}")
+        if self.head_count > 1 and self.block_bytes % (self.head_count * self.block_tokens):
+            what = f"{self.head_count} heads of {self.block_tokens} tokens"
+            raise InvalidArgument("heads", f"{self.block_bytes} bytes of a block are not {what}")
+
+    @property
+    def head_count(self) -> int:
+        """Heads of this rank."""
+        return self.heads[1] - self.heads[0]
+
+    @property
+    def first_plane(self) -> int:
+        """Number of the first plane among the planes of all ranks."""
+        return self.first_layer * self.planes_per_layer
+
+    @property
+    def part(self) -> RankPart:
+        """What this rank holds."""
+        layers = self.plane_count // self.planes_per_layer
+        return RankPart((self.first_layer, self.first_layer + layers), self.heads)
+
+    @property
+    def whole(self) -> "LinkShare":
+        """All of the pool, and the aux data."""
+        planes = range(self.first_plane, self.first_plane + self.plane_count)
+        return LinkShare(planes, self.heads, self.block_bytes, is_staged=False, has_aux=True)
+
+    def share(self, share: Share, there: RankPart) -> "LinkShare":
+        """What a link moves.
+
+        Args:
+            share: of a plan in which this rank has this pool.
+            there: what the other rank holds.
+        """
+        if share.part is None:
+            return LinkShare(range(0), (0, 0), 1, is_staged=False, has_aux=share.has_aux)
+        heads, each = share.part.heads, self.planes_per_layer
+        planes = range(share.part.layers[0] * each, share.part.layers[1] * each)
+        size = self.block_bytes * (heads[1] - heads[0]) // self.head_count
+        staged = heads != self.heads or heads != there.heads
+        return LinkShare(planes, heads, size, is_staged=staged, has_aux=share.has_aux)
 
     def blocks_of(self, token_count: int) -> int:
         """Blocks that so many tokens need."""
         return min(-(-token_count // self.block_tokens), BLOCKS_MAX)
 
-    def range_bytes(self, place: PushRange) -> int:
-        """Bytes of a range of blocks, or of aux data."""
-        return place.size * (1 if place.plane == AUX_PLANE else self.block_bytes)
+    def wanted(
+        self, token_count: int, first_token: int, blocks: Sequence[int]
+    ) -> tuple[int, list[int]]:
+        """First position, and the blocks, of what decode wants of a request.
+
+        Raises:
+            InvalidArgument: they are not as many different ones of the pool as it takes.
+        """
+        if not 0 <= first_token <= token_count:
+            raise InvalidArgument("first_token", f"{first_token} of {token_count}")
+        stop = self.blocks_of(token_count)
+        first = stop if first_token == token_count else first_token // self.block_tokens
+        found = np.asarray(blocks, dtype=np.int64).reshape(-1)
+        numbers = found.tolist()
+        if len(numbers) != stop - first or len(set(numbers)) != len(numbers):
+            what = f"{len(numbers)} blocks, {stop - first} different ones are needed"
+            raise InvalidArgument("blocks", what)
+        if not self.has(found):
+            raise InvalidArgument("blocks", "one is not in the pool")
+        return first, numbers
 
     def has(self, blocks: npt.NDArray[np.int64]) -> bool:
         """Whether all blocks are in the pool."""
         return not len(blocks) or (int(blocks.min()) >= 0 and int(blocks.max()) < self.block_count)
+
+
+class LinkShare(NamedTuple):
+    """What one link moves: some planes of some heads of every block.
+
+    Attributes:
+        planes: numbers among the planes of all ranks; messages have these numbers.
+        heads: first head, and the one after the last.
+        block_bytes: bytes of these heads of one block in one plane.
+        is_staged: these are not all heads of both pools. Then the heads of a range are gathered
+            into one piece of memory, sent, and scattered.
+        has_aux: the aux data come over this link.
+    """
+
+    planes: range
+    heads: Span
+    block_bytes: int
+    is_staged: bool
+    has_aux: bool
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing comes over this link."""
+        return not self.planes and not self.has_aux
+
+    def is_all_of(self, shape: PoolShape) -> bool:
+        """Whether the link moves all KV of a pool, straight from pool to pool."""
+        return not self.is_staged and self.planes == shape.whole.planes
+
+    def range_bytes(self, place: PushRange) -> int:
+        """Bytes of a range of blocks, or of aux data."""
+        return place.size * (1 if place.plane == AUX_PLANE else self.block_bytes)
+
+    def seed_of(self, room: int) -> int:
+        """What seeds the digests of a room together with their places: it has the heads too."""
+        numbers = (room, *self.heads)
+        return xxhash.xxh3_64_intdigest(b"".join(one.to_bytes(8, "little") for one in numbers))
 
 
 def announced_blocks(shape: PoolShape, message: Announce, token_count: int) -> list[int]:

@@ -1,14 +1,51 @@
 """What each side remembers of one room. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.handoff.messages import LandingPlace
-from kvstore.handoff.places import AUX_PLANE, Coverage, PushRange
+from kvstore.handoff.messages import Announce, LandingPlace, RenewRoom
+from kvstore.handoff.places import AUX_PLANE, Coverage, PushRange, pack_numbers
+from kvstore.handoff.ranks import data_rank_of
+from kvstore.handoff.shape import LinkShare
 from kvstore.handoff.states import HandoffProgress, State
+
+
+class LinkTarget(NamedTuple):
+    """Whom a link of prefill leads to.
+
+    Attributes:
+        instance: of the decode engine.
+        rank: its rank at the end of the link.
+        share: what it gets over the link.
+        receivers: all its ranks that get something from this rank of prefill, or are told that
+            they do not.
+    """
+
+    instance: bytes
+    rank: int
+    share: LinkShare
+    receivers: frozenset[int]
+
+
+class LinkSource(NamedTuple):
+    """Whom a link of decode leads to.
+
+    Attributes:
+        rank: of prefill.
+        share: what comes over the link.
+        data_rank: data-parallel rank of prefill that it belongs to.
+        data_ranks: how many there are.
+        writes: it can write all of our pool's planes over the transport of our engine.
+    """
+
+    rank: int
+    share: LinkShare
+    data_rank: int = 0
+    data_ranks: int = 1
+    writes: bool = False
 
 
 class SentPart(NamedTuple):
@@ -20,39 +57,83 @@ class SentPart(NamedTuple):
     generations: npt.NDArray[np.uint64]
 
 
+class SendingLeg:
+    """One room at prefill, towards one rank of decode."""
+
+    __slots__ = (
+        "done", "doubtful", "drained", "first", "gone", "left", "link", "place", "slot",
+        "submitted", "target", "there", "waiting",
+    )  # fmt: skip
+
+    def __init__(self, link: bytes, target: LinkTarget) -> None:
+        self.link = link
+        self.target = target
+        self.there: list[int] | None = None  # its blocks, from position first on
+        self.first = self.slot = 0
+        self.left = 0  # planes of blocks that it needs and that were not pushed
+        self.submitted = self.waiting = 0  # jobs
+        self.done = self.drained = self.gone = False
+        self.doubtful = False  # bytes of a write may arrive that no longer runs
+        self.place: LandingPlace | None = None  # where another transport may write
+
+
 class SendingRoom:
     """One room at prefill; only :class:`~kvstore.handoff.sending.Senders` changes it."""
 
     __slots__ = (
-        "aux", "closed", "coverage", "doubtful", "drained", "first", "link", "opened", "parts",
-        "place", "progress", "room", "said_ns", "slot", "submitted", "there", "token_count",
-        "waiting",
+        "aux", "closed", "coverage", "legs", "opened", "parts", "progress", "room", "said_ns",
+        "token_count",
     )  # fmt: skip
 
     def __init__(self, room: int, progress: HandoffProgress) -> None:
         self.room = room
         self.progress = progress
-        self.link = b""  # of the decode engine that has spoken of the room
-        self.opened = self.closed = self.drained = False
-        self.doubtful = False  # bytes of a write may arrive that no longer runs
-        self.place: LandingPlace | None = None  # where another transport may write
+        self.legs: dict[bytes, SendingLeg] = {}  # link → leg, of ranks that have spoken of the room
+        self.opened = self.closed = False
         self.token_count = -1
         self.coverage: Coverage | None = None
-        self.parts: list[SentPart] = []  # not yet split: nothing is announced
+        self.parts: list[SentPart] = []  # not yet split: not all receivers have announced
         self.aux: bytes | None = None
-        self.there: list[int] | None = None  # the other side's blocks, from position first on
-        self.first = self.slot = 0
-        self.submitted = self.waiting = 0  # jobs
         self.said_ns = 0
+
+    @property
+    def submitted(self) -> int:
+        """Jobs that were submitted and have not ended."""
+        return sum(leg.submitted for leg in self.legs.values())
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have said nothing; only rank 0 is known before any has spoken."""
+        wanted = next((leg.target.receivers for leg in self.legs.values()), frozenset((0,)))
+        return sorted(wanted - {leg.target.rank for leg in self.legs.values()})
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether all ranks have announced that this one waits for."""
+        legs = list(self.legs.values())
+        told = sum(leg.there is not None for leg in legs)
+        return bool(legs) and told == len(legs[0].target.receivers)
+
+
+class ReceivingLeg:
+    """One room at decode, from one rank of prefill."""
+
+    __slots__ = ("coverage", "drained", "landing", "left", "source")
+
+    def __init__(self, source: LinkSource) -> None:
+        self.source = source
+        self.coverage: Coverage | None = None
+        self.left = 0  # planes of blocks that have not arrived
+        self.landing = 0  # heads whose bytes are being written
+        self.drained = source.share.is_idle
 
 
 class ReceivingRoom:
     """One room at decode; only :class:`~kvstore.handoff.receiving.Receivers` changes it."""
 
     __slots__ = (
-        "aborts", "aux_bytes", "aux_claimed", "blocks", "closed", "coverage", "drained", "first",
-        "first_token", "landing", "left", "link", "next_abort_ns", "peer", "progress", "room",
-        "said_ns", "slot", "token_count",
+        "aborts", "aux_bytes", "aux_claimed", "blocks", "closed", "first", "first_token", "legs",
+        "next_abort_ns", "peer", "progress", "room", "said_ns", "slot", "token_count",
     )  # fmt: skip
 
     def __init__(
@@ -60,42 +141,146 @@ class ReceivingRoom:
     ) -> None:
         self.room = room
         self.peer = peer
-        self.link = b""  # once there is one; it never changes
+        self.legs: dict[bytes, ReceivingLeg] = {}  # link → leg, once there are links
         self.token_count = token_count
         self.slot = slot  # of the aux data; -1 = given back
         self.progress = now
         self.first_token = self.first = 0
         self.blocks: list[int] | None = None  # from position first on; None = not announced
-        self.coverage: Coverage | None = None
-        self.left = 0  # planes of blocks that have not arrived
-        self.aux_claimed = self.closed = self.drained = False
+        self.aux_claimed = self.closed = False
         self.aux_bytes = -1  # how many have arrived
-        self.landing = 0  # heads whose bytes are being written
         self.said_ns = self.next_abort_ns = self.aborts = 0
+
+    def expect(self, leg: ReceivingLeg) -> None:
+        """The blocks are known: note what is to come over a leg."""
+        assert self.blocks is not None
+        share, stop = leg.source.share, self.first + len(self.blocks)
+        numbers = None if share.is_staged else np.array(self.blocks, dtype=np.int64)
+        leg.coverage = Coverage(len(share.planes), self.first, stop, numbers, share.planes.start)
+        leg.left = leg.coverage.missing
 
     @property
     def is_holding(self) -> bool:
         """Whether bytes may arrive in the blocks that were announced."""
         return self.blocks is not None and self.progress.state != State.SUCCESS
 
-    def claim(self, ranges: Sequence[PushRange], aux_bytes_max: int) -> bool:
-        """Note that ranges arrive; False if one may not."""
-        if self.coverage is None:
+    @property
+    def limbo_blocks(self) -> int:
+        """Blocks that it holds although it has ended."""
+        return len(self.blocks or ()) if self.progress.ended and self.is_holding else 0
+
+    def said_to(self, leg: ReceivingLeg, place: LandingPlace | None) -> RenewRoom | Announce:
+        """What a rank of prefill must know now; nothing is needed from one that sends no KV."""
+        if self.blocks is None:
+            return RenewRoom(self.room)
+        if not leg.source.share.planes:
+            return Announce(self.room, self.token_count, self.token_count, b"", self.slot)
+        packed = pack_numbers(self.blocks)
+        return Announce(self.room, self.token_count, self.first_token, packed, self.slot, place)
+
+    def claim(self, leg: ReceivingLeg, ranges: Sequence[PushRange], aux_bytes: int) -> bool:
+        """Note that ranges arrive; False, and nothing is noted, if one may not.
+
+        Args:
+            leg: over which they come.
+            ranges: at least one.
+            aux_bytes: so many bytes the aux data may have; 0 = they may not come.
+        """
+        if leg.coverage is None:
             return False
+        share = leg.source.share
         aux = [place for place in ranges if place.plane == AUX_PLANE]
+        blocks = [place for place in ranges if place.plane != AUX_PLANE]
         if aux:
-            ((_, slot, size),) = aux if len(aux) == 1 else ((0, -1, 0),)
-            if slot != self.slot or not size <= aux_bytes_max or self.aux_claimed:
+            if not share.has_aux or not aux_bytes or (blocks and share.is_staged) or len(aux) > 1:
                 return False
-        if not self.coverage.claim([place for place in ranges if place.plane != AUX_PLANE]):
+            if aux[0].first != self.slot or aux[0].size > aux_bytes or self.aux_claimed:
+                return False
+        if not leg.coverage.claim(blocks):
             return False
         self.aux_claimed = self.aux_claimed or bool(aux)
         return True
 
-    def targets(self, ranges: Sequence[PushRange]) -> list[int]:
-        """First block of each range that was claimed; the slot of the aux data."""
+    def targets(
+        self, leg: ReceivingLeg, ranges: Sequence[PushRange]
+    ) -> tuple[list[int], list[npt.NDArray[np.int64]]]:
+        """First block, or slot, of each range that was claimed; and if staged, all its blocks."""
         assert self.blocks is not None
-        return [
+        targets = [
             place.first if place.plane == AUX_PLANE else self.blocks[place.first - self.first]
             for place in ranges
         ]
+        if not leg.source.share.is_staged or ranges[0].plane == AUX_PLANE:
+            return targets, []
+        numbers = np.array(self.blocks, dtype=np.int64)
+        return targets, [numbers[at.first - self.first :][: at.size] for at in ranges]
+
+    def arrived(self, leg: ReceivingLeg, ranges: Sequence[PushRange]) -> None:
+        """Note that ranges have come, and are right."""
+        aux = [place.size for place in ranges if place.plane == AUX_PLANE]
+        if aux:
+            self.aux_bytes = aux[0]
+        leg.left -= sum(place.size for place in ranges) - sum(aux)
+        self.progress.moved_bytes += sum(map(leg.source.share.range_bytes, ranges))
+
+    @property
+    def landing(self) -> int:
+        """Heads whose bytes are being written."""
+        return sum(leg.landing for leg in self.legs.values())
+
+    @property
+    def left(self) -> int:
+        """Planes of blocks that have not arrived."""
+        return sum(leg.left for leg in self.legs.values())
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing more arrives from any rank."""
+        return all(leg.drained for leg in self.legs.values())
+
+
+class LinkSources:
+    """The links of a rank of decode: what comes over each, and which are up."""
+
+    def __init__(self) -> None:
+        self._up: dict[str, dict[bytes, LinkSource]] = {}  # peer → its links that are up
+        self._all: dict[bytes, LinkSource] = {}  # also those that are closed, and not settled
+
+    def up(self, peer: str, links: Mapping[bytes, LinkSource]) -> None:
+        """All links to a peer are up."""
+        self._up[peer] = dict(links)
+        self._all.update(links)
+
+    def closed(self, link: bytes) -> None:
+        """A link is closed: all links of its peer are, or will be."""
+        self._up = {peer: links for peer, links in self._up.items() if link not in links}
+
+    def settled(self, link: bytes) -> None:
+        """Nothing arrives over a link that was closed."""
+        assert not any(link in links for links in self._up.values())
+        self._all.pop(link, None)
+
+    def share_of(self, link: bytes) -> LinkShare | None:
+        """What comes over a link; None = it is not known."""
+        source = self._all.get(link)
+        return source.share if source is not None else None
+
+    def give_legs(self, one: ReceivingRoom) -> None:
+        """A leg for each link to the data-parallel rank that takes the room."""
+        for link, source in self._up.get(one.peer, {}).items():
+            if data_rank_of(one.room, source.data_ranks) == source.data_rank:
+                leg = one.legs[link] = ReceivingLeg(source)
+                if one.blocks is not None:
+                    one.expect(leg)
+
+    def undrained(self, one: ReceivingRoom) -> list[bytes]:
+        """The links that are up and from which something may arrive for a room."""
+        up = self._up.get(one.peer, {})  # another is settled when its reader has ended
+        return [link for link, leg in one.legs.items() if not leg.drained and link in up]
+
+    def to_abort(self, one: ReceivingRoom) -> list[bytes]:
+        """The links over which to tell that a room has failed; idle ranks are told once."""
+        told = self.undrained(one)
+        if not one.aborts:
+            told += [link for link, leg in one.legs.items() if leg.source.share.is_idle]
+        return told

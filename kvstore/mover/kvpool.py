@@ -9,12 +9,29 @@ order::
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import InvalidArgument, LayoutMismatch
 from kvstore.mover import Pieces
+
+
+class HeadRows(NamedTuple):
+    """Some adjacent heads of a block: it has one row a token, and in a row head after head.
+
+    Attributes:
+        tokens: rows of a block.
+        heads: heads of a row.
+        first: first of the wanted heads.
+        stop: the one after the last.
+    """
+
+    tokens: int
+    heads: int
+    first: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +126,42 @@ class KVPool:
         offsets = table[run_pages, run_at].astype(np.uint64) * np.uint64(self.block_stride_bytes)
         runs = np.bincount(run_pages, minlength=len(table))
         return self._spread(offsets, lengths, runs, by_layer=by_layer)
+
+    def head_pieces(self, planes: npt.ArrayLike, blocks: npt.ArrayLike, rows: "HeadRows") -> Pieces:
+        """The pieces of some heads: a page is these heads of each token of its blocks, in order.
+
+        Args:
+            planes: number of the plane of each page, shape (pages,).
+            blocks: blocks of each page, shape (pages, blocks of a page).
+            rows: what is in a block, and which heads.
+
+        Raises:
+            InvalidArgument: a plane or block is not in the pool, or a block has no such rows.
+        """
+        numbers, at = np.asarray(blocks, dtype=np.int64), np.asarray(planes, dtype=np.int64)
+        row_bytes, rest = divmod(self.block_bytes, rows.tokens)
+        head_bytes, rest_of_row = divmod(row_bytes, rows.heads)
+        if rest or rest_of_row:
+            what = f"{self.block_bytes} bytes are not {rows.tokens} rows of {rows.heads} heads"
+            raise InvalidArgument("block_bytes", what)
+        if not 0 <= rows.first < rows.stop <= rows.heads:
+            raise InvalidArgument("heads", f"{rows.first} to {rows.stop} of {rows.heads}")
+        if len(at) and not 0 <= int(at.min()) <= int(at.max()) < len(self.planes):
+            raise InvalidArgument("planes", f"a plane is outside 0..{len(self.planes) - 1}")
+        if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.block_count:
+            raise InvalidArgument("blocks", f"a block is outside 0..{self.block_count - 1}")
+        starts = np.asarray(self.planes, dtype=np.uint64)[at][:, None, None]
+        starts = starts + (numbers * self.block_stride_bytes).astype(np.uint64)[:, :, None]
+        if rows.first == 0 and rows.stop == rows.heads:  # a block is one piece
+            inside, length = np.zeros(1, dtype=np.uint64), self.block_bytes
+        else:
+            inside = np.arange(rows.tokens, dtype=np.uint64) * np.uint64(row_bytes)
+            inside += np.uint64(rows.first * head_bytes)
+            length = (rows.stop - rows.first) * head_bytes
+        address = np.ascontiguousarray((starts + inside).reshape(-1))
+        each = numbers.shape[1] * len(inside)
+        end = np.arange(1, len(at) + 1, dtype=np.int64) * each
+        return Pieces(address, np.full(len(address), length, dtype=np.uint64), end, 1)
 
     def table(
         self, blocks: npt.ArrayLike, page_bytes: int, page_count: int

@@ -1,20 +1,17 @@
-"""What a connection may ask for, and its first message: who it is, and its session. Pure."""
+"""The first message of a connection: who it is, its session, and the name of its engine. Pure."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Final
 
 from kvstore import wire
-from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
+from kvstore.errors import CapacityError, EngineNameTaken, InvalidArgument, ProtocolError
 from kvstore.node.requests import NodeLimits
+from kvstore.page import EngineLabel
 from kvstore.state.tree.sessions import Peer, Process, Session
 
 TOKEN_BYTES: Final = 16
 ORIGIN_BYTES_MAX: Final = 64
-_OF_PEERS: Final = (
-    wire.Hello, wire.OpenSpace, wire.Lookup, wire.Acquire, wire.Release, wire.Corrupt, wire.Ping,
-    wire.Bring,
-)  # fmt: skip
-"""What another node may ask for: it reads, and asks this node to read."""
 LOST_MAX: Final = 256
 """Maximum lost connections of one process whose leases and puts it has not settled."""
 
@@ -38,19 +35,6 @@ def refuse_hello(request: wire.Hello, peer: Peer, processes: Iterable[Process]) 
         raise CapacityError(f"{lost} earlier connections of this process still hold pages")
 
 
-def refuse_others(request: wire.Request, peer: Peer) -> None:
-    """Refuse what only engines, or only other nodes, may ask for.
-
-    Raises:
-        ProtocolError: the request is not one of who asks.
-    """
-    name = type(request).__name__
-    if peer.remote and not isinstance(request, _OF_PEERS):
-        raise ProtocolError(f"{name} is not for other nodes: they read")
-    if not peer.remote and isinstance(request, wire.Bring):
-        raise ProtocolError(f"{name} is for other nodes only")
-
-
 def session_of(
     request: wire.Hello, peer: Peer, sessions: dict[bytes, Session],
     new_token: Callable[[], bytes], limits: NodeLimits,
@@ -64,3 +48,38 @@ def session_of(
         quota_bytes, name = limits.session_quota_bytes, request.name[:128]
         session = sessions[token] = Session(token, name, quota_bytes, remote=peer.remote)
     return session
+
+
+def free_label(
+    label: EngineLabel | None, sessions: Iterable[Session], counts: Counter[str]
+) -> EngineLabel | None:
+    """The label of an engine that says Hello; None if another live engine has its name.
+
+    An engine lives while one of its processes is connected. Processes with the same ``instance``
+    are one engine, in as many sessions as they like.
+
+    Args:
+        label: as its process sent it.
+        sessions: all sessions of the node.
+        counts: the node's counts; those that lose a derived name are counted.
+
+    Raises:
+        EngineNameTaken: an operator chose the name of another live engine.
+    """
+    if label is None:
+        return None
+    for session in sessions:
+        other = session.engine
+        if other is None or other.name != label.name or other.instance == label.instance:
+            continue
+        if not session.live:
+            continue
+        if not label.chosen:
+            counts["unnamed_duplicates"] += 1
+            return None
+        pids = sorted({one.peer.pid for one in session.processes.values() if not one.lost})
+        raise EngineNameTaken(
+            f"an engine named {label.name!r} is connected already (processes {pids}): give each"
+            " engine a name of its own (the option `engine` of its adapter), or end that one"
+        )
+    return label

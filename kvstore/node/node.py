@@ -20,18 +20,16 @@ from typing import Any, Final, TypeVar
 from kvstore import wire
 from kvstore.errors import InvalidArgument, KVStoreError, ProtocolError
 from kvstore.node.copies import CopyRequests
-from kvstore.node.hello import refuse_hello, refuse_others, session_of
-from kvstore.node.labels import free_label
-from kvstore.node.patient import PATIENT, PatientRequests
-from kvstore.node.requests import ROOM, NodeLimits, Requests
-from kvstore.node.waiting import Waiter, WaitingRoom, request_bytes
+from kvstore.node.hello import free_label, refuse_hello, session_of
+from kvstore.node.requests import ROOM, NodeLimits, Requests, refuse_others
+from kvstore.node.waiting import PATIENT, PatientRequests, Waiter, WaitingRoom, request_bytes
 from kvstore.page import KEY_BYTES
 from kvstore.state.ask.describe import describe
 from kvstore.state.metering import Histogram
 from kvstore.state.remote.jobs import FetchEnd, Holding, PeerLimits, SpreadEnd
 from kvstore.state.remote.pages import RemotePages
+from kvstore.state.table.deadlines import Retirement
 from kvstore.state.table.pages import PageTable
-from kvstore.state.table.retirement import Retirement
 from kvstore.state.tree.actions import Abandoned, Action
 from kvstore.state.tree.sessions import Fetch, Peer, Process, Session
 from kvstore.state.tree.slots import SlotTable
@@ -90,7 +88,7 @@ class Node:
         self._room_may_be = False
         #: Ended processes that hold more than one turn releases.
         self._ending: dict[Process, None] = {}
-        self.retirement = Retirement(self.pages, limits.unwatched_ns)
+        self.retirement = Retirement(self.pages.residents, limits.unwatched_ns)
         meter = self.pages.meter
         self.latencies: dict[type, Histogram] = {
             wire.Lookup: meter.lookup, wire.Acquire: meter.acquire,

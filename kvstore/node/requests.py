@@ -12,20 +12,25 @@ from typing import Any, Final
 import numpy as np
 
 from kvstore import wire
-from kvstore.errors import CapacityError, DurabilityUnavailable, InvalidArgument, TransferTimeout
+from kvstore.errors import (
+    CapacityError,
+    DurabilityUnavailable,
+    InvalidArgument,
+    ProtocolError,
+    TransferTimeout,
+)
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.state.disk.jobs import Durable, SyncPolicy
 from kvstore.state.remote.jobs import Holding
 from kvstore.state.remote.located import LocatedChain, Span
 from kvstore.state.remote.pages import RemotePages
-from kvstore.state.table.grants import follows
 from kvstore.state.table.pages import PageTable
-from kvstore.state.table.runs import leading_ready, ready_pages
+from kvstore.state.table.runs import follows, leading_ready, ready_pages
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.match import awaited_key
 from kvstore.state.tree.node import ORDINARY, Retention
 from kvstore.state.tree.prefix_tree import PrefixTree
-from kvstore.state.tree.sessions import Fetch, Process
+from kvstore.state.tree.sessions import Fetch, Peer, Process
 
 PUT_PAGES_MAX: Final = 128
 """Maximum pages granted by one BeginPut, because each may evict one; the client asks again."""
@@ -35,6 +40,11 @@ PERSIST_PAGES_MAX: Final = 4096
 PREFILL_S_MAX: Final = 3600.0
 ROOM: Final = "room"
 """What puts wait for while pages are written to disk to free slots."""
+_OF_PEERS: Final = (
+    wire.Hello, wire.OpenSpace, wire.Lookup, wire.Acquire, wire.Release, wire.Corrupt, wire.Ping,
+    wire.Bring,
+)  # fmt: skip
+"""What another node may ask for: it reads, and asks this node to read."""
 _NS_PER_MS: Final = 1_000_000
 
 Outcome = tuple[wire.Answer, Hashable]
@@ -324,14 +334,9 @@ class Requests:
         shard, deadline_ns = request.shard, now_ns + lease_ms * _NS_PER_MS
         space = self.space(process, request.space, [shard])
         leased = self._pages.acquire(
-            process,
-            request.lease,
-            space,
-            shard,
-            request.keys,
-            deadline_ns,
+            process, request.lease, space, shard, request.keys, deadline_ns,
             used=not request.copies,
-        )
+        )  # fmt: skip
         return wire.Acquired(
             request.id,
             wire.pack_addresses(self._pages.slots.addresses(leased.lease.slots)),
@@ -339,6 +344,19 @@ class Requests:
             lease_ms, offered,
             _pack_kept(leased.kept(shard), now_ns) if process.peer.remote else b"",
         )  # fmt: skip
+
+
+def refuse_others(request: wire.Request, peer: Peer) -> None:
+    """Refuse what only engines, or only other nodes, may ask for.
+
+    Raises:
+        ProtocolError: the request is not one of who asks.
+    """
+    name = type(request).__name__
+    if peer.remote and not isinstance(request, _OF_PEERS):
+        raise ProtocolError(f"{name} is not for other nodes: they read")
+    if not peer.remote and isinstance(request, wire.Bring):
+        raise ProtocolError(f"{name} is for other nodes only")
 
 
 def acknowledge(request: wire.Persist, durable: Durable) -> wire.Answer:

@@ -7,9 +7,16 @@ thousands of them.
 """
 
 from collections import Counter, deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Final
+
+from kvstore import wire
+from kvstore.node.copies import CopyRequests, tell_copies
+from kvstore.node.requests import Outcome, Requests, acknowledge
+from kvstore.state.disk.jobs import Durable
+from kvstore.state.remote.spreads import Spreading
+from kvstore.state.tree.sessions import Fetch, Process
 
 WAITERS_MAX: Final = 4096
 """Maximum waiting requests of all sessions, besides the few that each may always have."""
@@ -180,3 +187,60 @@ class WaitingRoom:
 def request_bytes(request: Any) -> int:
     """Approximate memory of a waiting request."""
     return len(request.keys) + len(getattr(request, "tokens", b""))
+
+
+PATIENT: Final = (
+    wire.Lookup, wire.Acquire, wire.BeginPut, wire.Persist, wire.Bring, wire.Replicate,
+)  # fmt: skip
+
+
+class PatientRequests:
+    """All kinds of them; an outcome tells what the request may wait for.
+
+    Args:
+        requests: the messages of sessions.
+        copies: those about copies at other nodes.
+    """
+
+    def __init__(self, requests: Requests, copies: CopyRequests) -> None:
+        self._requests = requests
+        self._copies = copies
+        #: Process, request, now, and whether it may wait → its answer.
+        self._first: dict[type, Callable[[Process, Any, int, bool], Outcome]] = {
+            wire.Lookup: lambda process, request, _now, _waits: requests.lookup(process, request),
+            wire.Acquire: lambda process, request, now_ns, waits: requests.acquire(
+                process, request, now_ns, waits=waits
+            ),
+            wire.BeginPut: lambda process, asked, _now, _waits: requests.begin_put(process, asked),
+            wire.Persist: lambda process, request, _now, waits: requests.persist(
+                process, request, waits=waits
+            ),
+            wire.Bring: lambda process, request, _now, waits: copies.bring(
+                process, request, waits=waits
+            ),
+            wire.Replicate: lambda process, request, _now, waits: copies.replicate(
+                process, request, waits=waits
+            ),
+        }
+
+    def ask(self, process: Process, request: Any, now_ns: int, *, waits: bool) -> Outcome:
+        """The answer of now, and what to wait for to get a better one."""
+        return self._first[type(request)](process, request, now_ns, waits)
+
+    def ask_again(
+        self, process: Process, request: Any, now_ns: int, awaited: Hashable, *, waits: bool
+    ) -> Outcome:
+        """The answer after what it has waited for, or after its deadline: it ``waits`` no more."""
+        match request, awaited:
+            case wire.Acquire(), _:
+                return self._requests.acquire_again(process, request, now_ns, awaited, waits=waits)
+            case wire.Lookup(), _:
+                return self._requests.lookup(process, request, awaited)
+            case wire.Bring(), Fetch():
+                return self._copies.bring_again(process, request, awaited, waits=waits)
+            case _, Durable():
+                return acknowledge(request, awaited), None
+            case _, Spreading():
+                return tell_copies(request, awaited), None
+            case _:
+                return self.ask(process, request, now_ns, waits=True)

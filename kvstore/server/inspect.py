@@ -20,8 +20,7 @@ from kvstore.server.status import NodeStatus
 from kvstore.server.turns import Work
 from kvstore.state.ask.explain import Explainer, Explanation, leading_runs, where
 from kvstore.state.ask.traversal import subtree
-from kvstore.state.choice.pins import Pin
-from kvstore.state.choice.quotas import Quotas
+from kvstore.state.choice.quotas import Pin, Quotas
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree
 

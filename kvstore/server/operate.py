@@ -21,8 +21,8 @@ from kvstore.server.removals import drop
 from kvstore.server.status import NodeStatus
 from kvstore.server.turns import Turns, Work
 from kvstore.server.verify import Verifier
-from kvstore.state.choice.pins import expiry
 from kvstore.state.choice.policy import POLICIES
+from kvstore.state.choice.quotas import expiry
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree

@@ -4,7 +4,7 @@
 container may have no process id here. On older kernels the process id of ``SO_PEERCRED`` is used.
 If neither gives a pidfd, the process is *unwatched*: its exit is not detected, and the resources it
 holds when its connection breaks are freed by retiring memory
-(:mod:`kvstore.state.table.retirement`).
+(:mod:`kvstore.state.table.deadlines`).
 """
 
 import asyncio

@@ -333,7 +333,7 @@ class HandoffWires:
             places = [(int(held.ctypes.data), len(held))]
         else:
             places = pool.places(job.ranges, job.sources)
-        digests = digests_of(job.room, job.ranges, places)
+        digests = digests_of(job.share.seed_of(job.room), job.ranges, places)
         if not pool.is_unchanged(job):
             assert job.room in link.prefill.careless_rooms, "a block was free while it was read"
             self._outcome.reused += 1
@@ -403,7 +403,8 @@ class HandoffWires:
             return
 
         def end() -> None:
-            right = digests_of(landing.room, landing.ranges, places) == landing.digests
+            seed = landing.share.seed_of(landing.room)
+            right = digests_of(seed, landing.ranges, places) == landing.digests
             code = None if right else FailureCode.DIGEST
             link.landing -= 1
             now = self._time.now_ns

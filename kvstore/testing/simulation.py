@@ -15,7 +15,7 @@ from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
 from kvstore.state.disk.jobs import DiskRules
-from kvstore.state.table.retirement import AGAIN_NS
+from kvstore.state.table.deadlines import AGAIN_NS
 from kvstore.state.tree.sessions import Peer
 from kvstore.state.tree.slots import Replacement, SlotTable
 from kvstore.testing.actors import DELAY_NS_MAX, LEASE_MS_MAX, WAIT_MS, Actor, Engines

@@ -1,5 +1,6 @@
 """Costs that are learned: from what was measured, kept over restarts, never from nonsense."""
 
+import asyncio
 import random
 
 import msgspec
@@ -150,6 +151,40 @@ def test_a_file_is_kept_over_restarts_and_one_that_cannot_be_used_is_counted(tmp
     nowhere = KeptCosts(str(tmp_path / "no" / "folder"), filled())
     nowhere.write()
     assert nowhere.faults == 1
+
+
+def test_a_full_book_forgets_the_engine_that_was_not_asked_for_longest(monkeypatch) -> None:
+    monkeypatch.setattr("conductor.costs.book._ENGINES_MAX", 2)
+    book = CostBook()
+    first = book.of("first", MACHINE)
+    second = book.of("second", MACHINE)
+    assert book.of("first", MACHINE) is first
+    book.of("third", MACHINE)
+    assert book.of("first", MACHINE) is first
+    assert book.of("second", MACHINE) is not second
+
+
+def test_costs_are_kept_again_when_a_thread_could_not_be_started(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("conductor.front.kept_costs.PERIOD_S", 0.0)
+    path = tmp_path / "costs"
+    kept, started = KeptCosts(str(path), filled()), asyncio.to_thread
+
+    async def refused(*_: object) -> None:
+        monkeypatch.setattr(asyncio, "to_thread", started)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(asyncio, "to_thread", refused)
+
+    async def run() -> None:
+        running = asyncio.create_task(kept.run())
+        async with asyncio.timeout(30):
+            while not path.exists():
+                assert not running.done()
+                await asyncio.sleep(0)
+        running.cancel()
+
+    asyncio.run(run())
+    assert kept.faults == 1
 
 
 def test_machines_are_named_and_unknown_names_are_refused_with_those_known() -> None:

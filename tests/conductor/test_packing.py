@@ -54,6 +54,21 @@ def test_a_number_too_large_for_any_narrow_form_is_kept_as_it_is() -> None:
     assert list(PackedCandidates(one, SharedValues())) == list(one)
 
 
+def test_an_engine_that_is_named_as_a_role_keeps_its_name() -> None:
+    shared, numbers = SharedValues(), np.ones((6, 1), dtype=np.int32)
+
+    def packed(name: str, role: Role) -> PackedCandidates:
+        verdicts = np.zeros(1, np.uint8)
+        return PackedCandidates(
+            Candidates((name,), (role,), (Health.ALIVE,), numbers, verdicts), shared
+        )
+
+    for name, role in (("mixed", Role.DECODE), ("decode", Role.MIXED), ("alive", Role.PREFILL)):
+        [shown] = packed(name, role)
+        assert (shown.engine, shown.role, shown.health) == (name, role, Health.ALIVE)
+        assert [type(one) for one in (shown.engine, shown.role)] == [str, Role]
+
+
 def decided(number: int) -> Assign:
     rng = np.random.default_rng(number)
     engines = [engine(f"engine-{at}") for at in range(64)]

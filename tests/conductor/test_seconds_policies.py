@@ -394,3 +394,27 @@ def test_steps_are_estimated_anew_when_an_engine_registers_with_other_hardware_o
     assert step_s(large) < before
     assert step_s(small) == before
     assert step_s(msgspec.structs.replace(small, ranks=ranks)) < before
+
+
+def test_an_answer_that_is_not_streamed_decodes_when_its_prompt_should_be_computed() -> None:
+    desk = over_one()
+    desk.arrive(Request(number=1, model="m", arrived=0.0, tokens=8192))
+    [assign] = decided(desk, 0.0)
+    assert isinstance(assign, Assign)
+    desk.loads.untold(1, "e")
+
+    def seen(now: float) -> tuple[float, float, float]:
+        costs = desk.view(now).costs
+        assert costs is not None
+        return float(costs.backlog_s[0]), float(costs.kv_room[0]), float(costs.step_s[0])
+
+    computing, decoding = seen(assign.prefill_s / 2), seen(assign.prefill_s * 2)
+    assert computing[0] > decoding[0] == 0
+    assert computing[1] - decoding[1] == 8192
+    assert computing[2] < decoding[2]
+    desk.check()
+    desk.ended(1, 500, 1.0)
+    assert desk.loads.gauges()["cost_error"] == {}, "nobody knows when its first token came"
+    desk.left(1, 1.0)
+    assert seen(2.0)[1:] == computing[1:]
+    desk.check()

@@ -7,6 +7,7 @@ import pytest
 from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
 from kvstore.handoff import messages
 from kvstore.handoff.effects import EndLink, SendTo
+from kvstore.handoff.job_queues import JOBS_MAX
 from kvstore.handoff.messages import (
     Abort,
     Announce,
@@ -30,7 +31,7 @@ from kvstore.handoff.places import (
 )
 from kvstore.handoff.receiving import ABORTS_MAX, LIMBO_S_MAX, Receivers
 from kvstore.handoff.rooms import BOOTS_KEPT
-from kvstore.handoff.sending import JOBS_MAX, Senders
+from kvstore.handoff.sending import Senders
 from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.states import FailureCode, HandoffFailure, HandoffSide, Layer, Patience, State
 
@@ -100,7 +101,7 @@ def test_a_repeated_foreign_or_late_message_changes_nothing_at_prefill():
     assert core.received(b"M", Abort(1, FAILURE), 0) == NONE
     assert core.received(b"M", Done(1), 0) == NONE
     assert progress.state == State.WAITING_FOR_INPUT
-    assert core._rooms[1].there == [7, 8, 9]
+    assert core._rooms[1].legs[b"L"].there == [7, 8, 9]
     assert core.received(b"L", Abort(1, FAILURE), 0) == [SendTo(b"L", Drained(1))]
     assert core.received(b"L", Abort(1, FAILURE), 0) == [SendTo(b"L", Drained(1))]
     core.close(1, 0)

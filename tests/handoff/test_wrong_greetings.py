@@ -64,7 +64,8 @@ def test_every_wrong_field_of_a_greeting_is_refused_by_prefill(wait_until, caplo
         wait_until(lambda: sender.state == State.WAITING_FOR_INPUT)
         own = pair.decode._greeter
         example = LinkGreeting(
-            PROTOCOL, "messages", os.urandom(16), os.urandom(16), "strange", SPACE, own.shape, b""
+            PROTOCOL, "messages", os.urandom(16), os.urandom(16), "strange", SPACE, own.shape,
+            own.group, own.group.parts[0], True, b"",
         )  # fmt: skip
         count = 0
         for _, wrong in of_another_type(example):

@@ -13,6 +13,7 @@ import pytest
 from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
 from kvstore.handoff.decode import DecodeManager, Receiver
 from kvstore.handoff.effects import SendTo, Submit
+from kvstore.handoff.links import PeerLinks
 from kvstore.handoff.messages import (
     Abort,
     Announce,
@@ -251,7 +252,8 @@ def at_room(message: msgspec.Struct, room: int) -> Any:
 
 def say(manager: Any, body: bytes) -> None:
     """Write a body, properly sealed, on the only link of a manager."""
-    [link] = manager._links.values()
+    [there] = manager._links.values()
+    [link] = there.links if isinstance(there, PeerLinks) else [there]
     assert link.outbox.put_message(body)
 
 

@@ -115,7 +115,7 @@ def test_a_restored_prefix_equals_a_computed_one(name: str, pages: int) -> None:
     pool, blocks = dirty_pool(name), shuffled_blocks(3)
     moved = torch.tensor(blocks[: pages * PAGE_BLOCKS])
     for target, origin in zip(pool.keys + pool.values, source.keys + source.values, strict=True):
-        target[moved] = origin[: pages * PAGE_BLOCKS]
+        target[:, moved] = origin[:, : pages * PAGE_BLOCKS]
     start = pages * 64
     logits = models[name].forward([Chunk(tokens[start:], start, blocks)], pool)[0]
     assert_bit_equal(logits, expected)

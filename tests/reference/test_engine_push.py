@@ -90,7 +90,7 @@ def test_blocks_in_limbo_are_shown(
     make_engine: MakeEngine, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = pair_of(make_engine, ask)
-    monkeypatch.setattr(DecodeManager, "stats", lambda _: {"limbo_blocks": 7})
+    monkeypatch.setattr(DecodeManager, "stats", lambda _: {"limbo_blocks": 7, "aux_slots": 0})
     assert b"reference_engine_limbo_blocks 7.0" in pair.decode.metrics.text()
     assert b"reference_engine_limbo_blocks 0.0" in pair.prefill.metrics.text()
 
@@ -229,4 +229,4 @@ def test_rows_of_other_requests_are_not_pushed_with_the_last_block(
     assert report(here.wait()) == ("success", None)
     pool = pair.decode.parts.pool
     for plane in (*pool.keys, *pool.values):
-        assert int(plane.flatten(2).any(dim=2).sum()) == 5
+        assert int(plane.flatten(3).any(dim=3).sum()) == 5

@@ -18,6 +18,7 @@ from engine_adapters.reference.scheduler import Limits
 from kvstore.errors import InvalidArgument
 from kvstore.handoff import decode as decode_side
 from kvstore.handoff import prefill as prefill_side
+from kvstore.handoff import staging
 from kvstore.handoff.places import AUX_PLANE
 from kvstore.handoff.states import HandoffFailure, HandoffProgress, HandoffSide, Layer
 from kvstore.tier.vectored import memory_at
@@ -220,7 +221,7 @@ def test_a_byte_flipped_on_the_way_changes_kv_only_when_verification_is_off(
     mono = make_engine()
     expected = ask(mono, TEXT[:200], 16).wait().tokens
     pair = pair_of(make_engine, ask)
-    real = decode_side.digests_of
+    real = staging.digests_of
 
     def flipping(room, ranges, places):  # type: ignore[no-untyped-def]
         """As if the bytes had come so: they are in the pool already when they are digested."""
@@ -241,7 +242,7 @@ def test_a_byte_flipped_on_the_way_changes_kv_only_when_verification_is_off(
         honest.append(getattr(message, "digests", b""))
         return message
 
-    monkeypatch.setattr(decode_side, "digests_of", flipping)
+    monkeypatch.setattr(staging, "digests_of", flipping)
     monkeypatch.setattr(decode_side, "read_from_prefill", reading)
     _, there = pair.ask(TEXT[:200])
     there.wait()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kvstore.errors import CapacityError, InvalidArgument, NotFound
 from kvstore.state.choice import ghosts as module
 from kvstore.state.choice.ghosts import Ghosts
-from kvstore.state.choice.pins import PINS_MAX, Pins, expiry
+from kvstore.state.choice.quotas import PINS_MAX, Pins, expiry
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.node import PrefixNode
@@ -332,7 +332,7 @@ def test_what_was_measured_of_another_chain_is_measured_again(world_of_two):
 def test_a_pin_has_a_length(world_of_two, monkeypatch):
     world, process, space, _ = world_of_two
     world.table.pins.budget_bytes = 100 * PAGE
-    monkeypatch.setattr("kvstore.state.choice.pins.PIN_KEYS_MAX", 2)
+    monkeypatch.setattr("kvstore.state.choice.quotas.PIN_KEYS_MAX", 2)
     world.store(process, space, "abc")
 
     with pytest.raises(CapacityError, match="2 keys at most"):

@@ -11,8 +11,7 @@ from kvstore.errors import InvalidArgument
 from kvstore.state.ask import traversal as walks
 from kvstore.state.ask.traversal import DROP_NODES, PASS_NODES, STEP_NODES, Removal, subtree
 from kvstore.state.table.invariants import check
-from kvstore.state.tree.listing import SHELF_NODES
-from kvstore.state.tree.prefix_tree import PrefixTree
+from kvstore.state.tree.prefix_tree import SHELF_NODES, PrefixTree
 from tests.state.world import FULL, PAGE, ROOT, World, chain, ended, identity, key
 
 paths = st.lists(st.text("abc", min_size=1, max_size=6), max_size=30)

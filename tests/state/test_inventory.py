@@ -12,8 +12,7 @@ from kvstore.page import PrefixKey
 from kvstore.server.publish import MEDIA, events_of
 from kvstore.state.ask.inventory import HOST, SSD, HeldPages, sample, shard_of, tiers_of, walk
 from kvstore.state.table.pages import PageTable
-from kvstore.state.tree.listing import SHELF_NODES
-from kvstore.state.tree.prefix_tree import PrefixTree
+from kvstore.state.tree.prefix_tree import SHELF_NODES, PrefixTree
 from tests.state.world import FULL, FULL_2, ROOT, World, chain, identity, key
 
 SHARDS = (FULL, FULL_2)

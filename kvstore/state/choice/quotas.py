@@ -1,4 +1,4 @@
-"""Quotas and reservations of spaces in one tier. Pure.
+"""Quotas and reservations of spaces in one tier, and operator pins. Pure.
 
 A **quota** is the most bytes a space may have there: what would exceed it takes the space's own
 least recently used leaves out first, and is refused when none can go. A **reservation** is what the
@@ -8,11 +8,14 @@ In memory, spaces with limits have eviction queues of their own; all others of a
 How limits are kept on disk is in :mod:`kvstore.state.disk.limits`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.errors import CapacityError, InvalidArgument
+from kvstore.errors import CapacityError, InvalidArgument, NotFound
+from kvstore.page import PrefixKey
+from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.places import Tier
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 LIMITED_MAX: Final = 64
@@ -120,3 +123,198 @@ class Quotas:
             and limits.reserved_bytes > 0
             and self.used(limits.space) - size_bytes < limits.reserved_bytes
         )
+
+
+PINS_MAX: Final = 1024
+PIN_KEYS_MAX: Final = 32_768
+"""Keys of one pin: what it covers is let go at once when it ends."""
+_STEP_KEYS: Final = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """One prefix that is pinned.
+
+    Attributes:
+        number: names the pin on this node.
+        nodes: the node of ``key`` and all above it.
+        size_bytes: what their pages took in its tier, or would have, when the pin was made.
+        tier: where it keeps them, ``host`` or ``ssd``.
+        expires_ns: when it ends by itself; 0 = never.
+    """
+
+    number: int
+    space: PrefixTree
+    key: PrefixKey
+    nodes: tuple[PrefixNode, ...]
+    size_bytes: int
+    expires_ns: int
+    tier: Tier = "host"
+
+
+class Pins:
+    """All operator pins of one node: prefixes that no policy may evict, for a time, in a budget.
+
+    A pin covers the pages of a key and of all keys before it, in one tier. It keeps them from being
+    evicted there, and from nothing else: a corrupt page leaves whoever pinned it. A page that is
+    pinned in memory and is on disk only is kept there; one that is pinned on disk and is in memory
+    only stays in memory until it is written. What a pin covers is charged once, when it is made, to
+    the budget of its tier, wherever its pages are then; pages that two pins share are charged to
+    both. So no budget is ever exceeded.
+
+    Args:
+        budget_bytes: what those in memory may cover together.
+        disk_budget_bytes: what those on disk may cover together.
+    """
+
+    def __init__(self, budget_bytes: int = 0, disk_budget_bytes: int = 0) -> None:
+        self.budget_bytes = budget_bytes
+        self.disk_budget_bytes = disk_budget_bytes
+        self.used_bytes = 0
+        self.disk_used_bytes = 0
+        self._pins: dict[int, Pin] = {}
+        self._number = 0
+
+    def __iter__(self) -> Iterator[Pin]:
+        return iter(self._pins.values())
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def measure(
+        self, space: PrefixTree, key: PrefixKey, tier: Tier = "host"
+    ) -> Generator[None, None, tuple[list[PrefixNode], int]]:
+        """What a pin would cover, and what that takes in its tier; in short steps.
+
+        Raises:
+            NotFound: no page is stored under the key.
+            CapacityError: it is more than one pin may cover.
+        """
+        nodes: list[PrefixNode] = []
+        size = 0
+        at: PrefixNode | None = _stored(space, key)
+        while at is not None and at is not space.root:
+            if len(nodes) >= PIN_KEYS_MAX:
+                raise CapacityError(f"a pin covers {PIN_KEYS_MAX} keys at most", "key")
+            nodes.append(at)
+            for shard in {*at.slot_columns, *at.place_columns}:
+                of = space.shards[shard]
+                size += of.record_bytes if tier == "ssd" else of.slot_bytes
+            at = at.parent
+            if len(nodes) % _STEP_KEYS == 0:
+                yield
+        return nodes, size
+
+    def add(
+        self, space: PrefixTree, key: PrefixKey, expires_ns: int, tier: Tier = "host",
+        measured: tuple[list[PrefixNode], int] | None = None,
+    ) -> Pin:  # fmt: skip
+        """Pin the pages of ``key`` and of all keys before it in a tier.
+
+        ``measured`` is what :meth:`measure` gave a moment ago; without it that is done now.
+
+        Raises:
+            NotFound: no page is stored under the key.
+            CapacityError: the budget does not suffice, or there are too many pins.
+        """
+        node = _stored(space, key)
+        if (
+            measured is None
+            or measured[0][0] is not node
+            or measured[0][-1].parent is not space.root
+        ):
+            measured = _at_once(self.measure(space, key, tier))
+        nodes, size = measured
+        on_disk = tier == "ssd"
+        used = self.disk_used_bytes if on_disk else self.used_bytes
+        budget = self.disk_budget_bytes if on_disk else self.budget_bytes
+        if used + size > budget:
+            name = "admin.pin_ssd_budget_bytes" if on_disk else "admin.pin_budget_bytes"
+            raise CapacityError(
+                f"{size} more bytes would exceed the pin budget ({used} of {budget} used);"
+                f" unpin something or raise {name}",
+                name,
+            )
+        if len(self._pins) >= PINS_MAX:
+            raise CapacityError(f"{PINS_MAX} pins exist already; unpin one first")
+        self._number += 1
+        pin = Pin(self._number, space, key, tuple(nodes), size, expires_ns, tier)
+        self._pins[pin.number] = pin
+        self._count(pin, 1)
+        return pin
+
+    def remove(self, number: int) -> Pin:
+        """End a pin; its nodes may be evictable again.
+
+        Raises:
+            NotFound: there is no such pin.
+        """
+        pin = self._pins.pop(number, None)
+        if pin is None:
+            raise NotFound("pin", f"{number} does not exist; it may have expired")
+        self._count(pin, -1)
+        return pin
+
+    def _count(self, pin: Pin, change: int) -> None:
+        if pin.tier == "ssd":
+            self.disk_used_bytes += change * pin.size_bytes
+            for node in pin.nodes:
+                node.disk_pins += change
+                assert node.disk_pins >= 0
+        else:
+            self.used_bytes += change * pin.size_bytes
+            for node in pin.nodes:
+                node.memory_pins += change
+                assert node.memory_pins >= 0
+
+    def expire(self, now_ns: int) -> tuple[PrefixNode, ...]:
+        """End one pin whose time is up, if there is any; returns the nodes that lost it.
+
+        One at a time: many may end together, and nobody is to wait for all of them.
+        """
+        ended = (pin.number for pin in self._pins.values() if 0 < pin.expires_ns <= now_ns)
+        number = next(ended, None)
+        return self.remove(number).nodes if number is not None else ()
+
+    def next_deadline_ns(self) -> int:
+        """The earliest end of a pin; 0 = none ends by itself."""
+        return min((pin.expires_ns for pin in self._pins.values() if pin.expires_ns), default=0)
+
+    def check(self) -> None:
+        """Assert that what is charged and what is counted agree."""
+        for tier, used, budget in (
+            ("host", self.used_bytes, self.budget_bytes),
+            ("ssd", self.disk_used_bytes, self.disk_budget_bytes),
+        ):
+            sizes = [pin.size_bytes for pin in self._pins.values() if pin.tier == tier]
+            assert used == sum(sizes)
+            assert used <= budget or not sizes
+
+
+def _stored(space: PrefixTree, key: PrefixKey) -> PrefixNode:
+    node = space.nodes.get(key)
+    if node is None or not node.ready:
+        raise NotFound("key", f"no page of {key.hex()} is stored in this space")
+    return node
+
+
+def _at_once(
+    steps: Generator[None, None, tuple[list[PrefixNode], int]],
+) -> tuple[list[PrefixNode], int]:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            found: tuple[list[PrefixNode], int] = end.value
+            return found
+
+
+def expiry(ttl_s: float, now_ns: int) -> int:
+    """When a pin of ``ttl_s`` seconds ends; 0 seconds = never.
+
+    Raises:
+        InvalidArgument: it is negative or longer than ten years.
+    """
+    if not 0 <= ttl_s <= 10 * 366 * 86_400:
+        raise InvalidArgument("ttl_s", f"{ttl_s} is outside 0 (no end) to ten years")
+    return now_ns + int(ttl_s * 1e9) if ttl_s else 0

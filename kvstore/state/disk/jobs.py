@@ -8,12 +8,11 @@ from typing import Final, NamedTuple, Protocol
 from kvstore.errors import KVStoreError
 from kvstore.page import KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.metering import Meter
-from kvstore.state.tree.actions import TierRemoved, TierStored
-from kvstore.state.tree.fetches import Fetches
+from kvstore.state.tree.actions import TierStored
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.places import Place
 from kvstore.state.tree.prefix_tree import PrefixTree
-from kvstore.state.tree.sessions import Fetch
+from kvstore.state.tree.sessions import Fetch, Fetches
 from kvstore.state.tree.slots import Slot, SlotTable
 from kvstore.state.tree.story import Moment, Story
 
@@ -358,6 +357,6 @@ class LetGo(NamedTuple):
     slots: list[Slot]
 
 
-DiskEffect = PageLoad | TierStored | TierRemoved | Lost | Spoilt | LetGo
+DiskEffect = PageLoad | TierStored | Lost | Spoilt | LetGo
 """What has become of pages; :mod:`kvstore.state.table.tiers` applies it. The pages of a
 :class:`PageLoad` have arrived, or cannot be read."""

@@ -140,11 +140,10 @@ class DiskPages:
 
     def stored(self, nodes: Iterable[PrefixNode], shard: int) -> None:
         """Pages became READY in memory."""
-        through, wanted = self.rules.write is WritePolicy.THROUGH, False
-        for node in nodes:
-            if through or node.disk_pins:
-                wanted = True
-                self._backlog.add(node, shard)
+        through = self.rules.write is WritePolicy.THROUGH
+        wanted = [node for node in nodes if through or node.disk_pins]
+        for node in wanted:
+            self._backlog.add(node, shard)
         if wanted:
             self._pump()
 
@@ -160,6 +159,8 @@ class DiskPages:
         All of its pages are written. If only the first ones are, the node is left with the others.
         """
         verdict = Verdict.EVICT
+        if not self.exists:
+            return verdict
         refused = node.depth > node.ask_depth > 0
         if not node.memory & ~node.on_disk:
             self.admission.leaves(node, 0, self._memory.moment.tick)

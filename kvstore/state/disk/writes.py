@@ -22,7 +22,7 @@ from kvstore.state.disk.limits import DiskLimits
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.disk.syncs import Syncs
-from kvstore.state.tree.actions import TierStored, tier_change
+from kvstore.state.tree.actions import TierStored
 from kvstore.state.tree.columns import pack_places, pack_slots
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.places import Place
@@ -244,7 +244,11 @@ class Writes:
                 node.demote(shard, pack_places(write.place_of(at), write.each, node.count))
                 self._log.wrote(write.place, node.count)
                 self._memory.counts["demoted_pages"] += node.count
-                self._queue.effects.append(tier_change(TierStored, node, shard, "ssd"))
+                above, keys = node.above, node.key_list()
+                assert above is not None
+                self._queue.effects.append(
+                    TierStored(node.space, shard, keys, above.key, "ssd", node.tokens)
+                )
                 self._memory.story.tell("TierStored ssd", node, shard, node.count)
             else:
                 self._abandon(write, at, node.count)

@@ -14,7 +14,7 @@ lost and settled as a client's connection can::
                                    LOST, slots in LIMBO ─────────────────► FREE, the job is gone
 
 A page becomes READY only by an end that is settled and has its digest. Whoever waits does not know
-which source its pages come from (:mod:`kvstore.state.tree.fetches`); when all has ended it asks
+which source its pages come from (:mod:`kvstore.state.tree.sessions`); when all has ended it asks
 again, and what is still missing is asked of the holders that are left.
 """
 

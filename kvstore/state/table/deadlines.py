@@ -1,15 +1,19 @@
-"""When leases run out and pages expire, the earliest first."""
+"""When leases run out, pages expire, and lost processes are given up. Pure."""
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import count
+from typing import Final
 
+from kvstore.state.table.residents import Residents
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.nodeheap import Entry, NodeHeap
 from kvstore.state.tree.sessions import Lease, Process
+from kvstore.state.tree.slots import Slot, SlotTable
 
 
 class Deadlines:
-    """Of one node: those that no longer count leave by themselves."""
+    """Leases and pages of one node, the earliest first; those that no longer count leave."""
 
     def __init__(self) -> None:
         #: (deadline_ns, number, process, number of the lease, lease)
@@ -61,3 +65,114 @@ def _expires(deadline: Entry) -> bool:
 def _is_held(deadline: Entry) -> bool:
     _, _, process, number, lease = deadline
     return process.leases.get(number) is lease
+
+
+AGAIN_NS: Final = 1_000_000_000
+"""How long an extent that somebody else still reads or writes is left alone."""
+VACATE_PAGES: Final = 200
+"""Pages that one turn takes out of an extent."""
+
+
+class Retirement:
+    """The retiring extents of one node.
+
+    They are memory that may be touched for ever, because nobody can tell when who touches it ends.
+    The kernel tells a node when the process behind a connection ends. Of a process in another PID
+    namespace an old kernel cannot; what such a process held when its connection broke would never
+    be free again. So, after a bound, the whole extents that it may still read or write are
+    **retired**: no slot of theirs is used any more, their pages leave memory, and once nobody else
+    reads or writes there they get new memory under a new number. A late write then meets no page.
+
+    Args:
+        residents: the pages in those extents.
+        after_ns: how long after its loss an unwatched process is given up.
+    """
+
+    def __init__(self, residents: Residents, after_ns: int) -> None:
+        self._residents = residents
+        self._after_ns = after_ns
+        self._again_ns = 0
+        #: Positions of the extents that are retiring, also when those they retire for have ended.
+        self._retiring: set[int] = set()
+        #: Lost processes that nobody watches, and when each was lost; the longest lost first.
+        self._lost: dict[Process, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._lost)
+
+    def add(self, process: Process, now_ns: int) -> None:
+        """The connection of a process that nobody watches broke; it may still touch its slots."""
+        assert process.lost
+        assert not process.peer.watched
+        self._lost.setdefault(process, now_ns)
+
+    def remove(self, process: Process) -> None:
+        """It is known, after all, that the process touches nothing any more."""
+        self._lost.pop(process, None)
+
+    def next_deadline_ns(self) -> int:
+        """When :meth:`advance` has something to do; 0 = never."""
+        if self._retiring:
+            return self._again_ns
+        first = next(iter(self._lost.values()), None)
+        return 0 if first is None else max(first + self._after_ns, self._again_ns)
+
+    def advance(self, now_ns: int) -> list[Process]:
+        """Retire the extents of processes whose time is up, as far as nobody else needs them.
+
+        Returns:
+            those that hold nothing any more.
+        """
+        given_up = [
+            process for process, lost in self._lost.items() if lost + self._after_ns <= now_ns
+        ]
+        if now_ns < self._again_ns or not (given_up or self._retiring):
+            return []
+        self._again_ns = now_ns + AGAIN_NS
+        slots = self._residents.slots
+        held: Counter[Slot] = Counter()
+        for process in given_up:
+            for lease in process.leases.values():
+                held.update(lease.slots if lease.expired else ())
+            for put in process.puts.values():
+                held.update(put.slots)
+        for position in {slots.position(slot) for slot in held} - self._retiring:
+            slots.retire(position)
+            self._retiring.add(position)
+            self._residents.counts["retired_extents"] += 1
+        for position in list(self._retiring):
+            if not self._residents.vacate(position, VACATE_PAGES):
+                self._again_ns = now_ns
+            elif slots.retirable(position, held):
+                slots.replace(position)
+                self._retiring.remove(position)
+                for process in given_up:
+                    _forfeit(slots, process, position)
+        ended = [process for process in given_up if process.idle]
+        for process in ended:
+            del self._lost[process]
+        return ended
+
+
+def _forfeit(slots: SlotTable, process: Process, position: int) -> None:
+    """What the process held in an extent whose memory was given up is nobody's any more."""
+    at = slots.position
+    for lease_id, lease in list(process.leases.items()):
+        gone = [slot for slot in lease.slots if at(slot) == position]
+        assert lease.expired or not gone
+        size = lease.size_bytes * len(gone) // max(1, len(lease.slots))  # all are of one shard
+        lease.slots = [slot for slot in lease.slots if at(slot) != position]
+        lease.size_bytes -= size
+        process.charge(-size)
+        if not lease.slots:
+            del process.leases[lease_id]
+    for put_id, put in list(process.puts.items()):
+        assert put.lost
+        each = put.space.shards[put.shard].slot_bytes
+        left = [slot for slot in put.slots if at(slot) != position]
+        size = each * (len(put.slots) - len(left))
+        put.slots = left
+        put.size_bytes -= size
+        process.charge(-size)
+        if not left:
+            del process.puts[put_id]

@@ -13,7 +13,7 @@ from typing import Final
 from kvstore.state.choice.eviction import is_held
 from kvstore.state.choice.quotas import Quotas
 from kvstore.state.table.orphans import tails_first
-from kvstore.state.table.owners import Owners
+from kvstore.state.table.runs import Owners
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.slots import SlotTable

@@ -10,16 +10,18 @@ from collections.abc import Sequence
 from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.ghosts import Ghosts
-from kvstore.state.choice.pins import Pin, Pins
+from kvstore.state.choice.quotas import Pin, Pins
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.deadlines import Deadlines
-from kvstore.state.table.grants import follows, known_pages, new_pages
 from kvstore.state.table.residents import Residents
 from kvstore.state.table.room import Room
 from kvstore.state.table.runs import (
     Leased,
     begin_pages,
+    follows,
+    known_pages,
     leading_in_memory,
+    new_pages,
     nodes_of,
     shard_of,
     stored_actions,
@@ -79,7 +81,7 @@ class PageTable:
     def open_space(
         self, session: Session, identity: SpaceIdentity, shards: Sequence[ShardSpec]
     ) -> tuple[PrefixTree, list[int]]:
-        """See :meth:`~kvstore.state.tree.spaces.Spaces.open`; idle spaces give up their places."""
+        """See :class:`~kvstore.state.tree.sessions.Spaces`; idle spaces give up their places."""
         self.counts["closed_spaces"] += self.spaces.close_idle(self.residents.needs_space)
         return self.spaces.open(session, identity, shards)
 
@@ -213,10 +215,8 @@ class PageTable:
             if known is not None:
                 statuses += [known[0]] * known[1]
                 continue
-            granted, refusal = self._grant(
-                process, put, keys[at:] if at else keys, keys[at - 1] if at else parent,
-                tokens[at * each :],
-            )  # fmt: skip
+            following, before = (keys[at:], keys[at - 1]) if at else (keys, parent)
+            granted, refusal = self._grant(process, put, following, before, tokens[at * each :])
             statuses += [PageStatus.GRANTED] * granted
             if refusal is not None:
                 statuses += [refusal] * (len(keys) - len(statuses))
@@ -332,7 +332,7 @@ class PageTable:
     ) -> Pin:  # fmt: skip
         """Pin a prefix in a tier; on disk, what is not there yet is written now.
 
-        ``measured`` is what :meth:`kvstore.state.choice.pins.Pins.measure` gave a moment ago.
+        ``measured`` is what :meth:`kvstore.state.choice.quotas.Pins.measure` gave a moment ago.
 
         Raises:
             NotFound: no page is stored under the key.

@@ -16,22 +16,19 @@ from kvstore.state.disk.pages import DiskPages, no_disk
 from kvstore.state.metering import Meter
 from kvstore.state.table.draining import Draining
 from kvstore.state.table.orphans import Orphans, subtree, tails_first
-from kvstore.state.table.owners import Owners
-from kvstore.state.table.runs import missing_pages
+from kvstore.state.table.runs import Owners, missing_pages
 from kvstore.state.tree.actions import (
     Abandoned,
     Action,
     Removed,
     TierRemoved,
     TierStored,
-    tier_change,
 )
-from kvstore.state.tree.fetches import Fetches
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.places import Tier
 from kvstore.state.tree.prefix_tree import PrefixTree
+from kvstore.state.tree.sessions import Fetches, Spaces
 from kvstore.state.tree.slots import Slot, SlotTable
-from kvstore.state.tree.spaces import Spaces
 from kvstore.state.tree.story import Moment, Story
 
 DROP_AT_ONCE = 128
@@ -116,7 +113,9 @@ class Residents:
 
         ``tokens`` are those of their records, for pages that are in no memory.
         """
-        self.actions.append(tier_change(kind, node, shard, tier, tokens))
+        assert node.above is not None
+        known, keys = node.tokens or tokens, node.key_list()
+        self.actions.append(kind(node.space, shard, keys, node.above.key, tier, known))
         self.story.tell(f"{kind.__name__} {tier}", node, shard, node.count)
 
     def add_candidate(self, node: PrefixNode) -> None:

@@ -1,18 +1,97 @@
-"""Which nodes the pages of a message are: requests name pages, the state keeps runs. Pure."""
+"""Which nodes the pages of a message are: requests name pages, the state keeps runs. Pure.
 
-from collections.abc import Generator
-from typing import Final, NamedTuple
+Also whose page a slot holds, and which pages of a put are new and may come where it says; both are
+looked at before anything changes.
+"""
+
+from collections.abc import Generator, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore.page import KEY_BYTES, PrefixKey
-from kvstore.state.table.owners import Owners
 from kvstore.state.tree import node as nodes
-from kvstore.state.tree.actions import Stored
+from kvstore.state.tree.actions import PageStatus, Stored
 from kvstore.state.tree.columns import pack_slots
 from kvstore.state.tree.match import by_window
 from kvstore.state.tree.node import PrefixNode, Retention
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Lease, Put
-from kvstore.state.tree.slots import Slot
+from kvstore.state.tree.slots import INDEX_BITS, INDEX_MASK, Slot, SlotTable
+
+_Keys = npt.NDArray[Any]
+"""A key or None, for each slot of an extent."""
+_NO_KEYS: Final[_Keys] = np.empty(0, dtype=np.object_)
+
+
+class Owners:
+    """All and only the slots of pages in the trees, and those pages.
+
+    Two columns for each extent, which never grow while somebody waits. They name a page by its key,
+    so that nothing changes here when a node is split. The keys are in numpy's arrays of objects,
+    because Python's collector does not look into those: it would touch every key of an extent while
+    that is young.
+
+    Args:
+        slots: where they are.
+    """
+
+    def __init__(self, slots: SlotTable) -> None:
+        self._slots = slots
+        #: For each extent that ever held a page, the key and the space of each slot's page, or
+        #: None.
+        self._keys: dict[int, _Keys] = {}
+        self._spaces: dict[int, list[PrefixTree | None]] = {}
+
+    def run(self, slot: Slot) -> PrefixNode | None:
+        """The node of the page in a slot; None when it holds none."""
+        position, index = self._slots.position(slot), self._slots.index(slot)
+        keys = self._keys.get(position)
+        if keys is None or index >= len(keys):
+            return None
+        key: PrefixKey | None = keys[index]
+        space = self._spaces[position][index]
+        return None if key is None or space is None else space.index[key]
+
+    def get(self, slot: Slot) -> PrefixNode | None:
+        """The page in a slot, made a node of its own; None when it holds none."""
+        found = self.run(slot)
+        if found is None or found.count == 1:
+            return found
+        key: PrefixKey | None = self._keys[self._slots.position(slot)][self._slots.index(slot)]
+        return found.space.nodes.get(key) if key is not None else None
+
+    def add(self, slots: Sequence[Slot], keys: Sequence[PrefixKey], space: PrefixTree) -> None:
+        """The pages of these keys have these slots."""
+        last, known, spaces = -1, _NO_KEYS, list[PrefixTree | None]()
+        for slot, key in zip(slots, keys, strict=True):
+            position, index = slot >> INDEX_BITS, slot & INDEX_MASK
+            if position != last:
+                last, known = position, self._grown(position)
+                spaces = self._spaces[position]
+            assert spaces[index] is None
+            known[index], spaces[index] = key, space
+
+    def remove(self, slots: Sequence[Slot]) -> None:
+        """The pages in these slots are gone."""
+        last, known, spaces = -1, _NO_KEYS, list[PrefixTree | None]()
+        for slot in slots:
+            position, index = slot >> INDEX_BITS, slot & INDEX_MASK
+            if position != last:
+                last, known, spaces = position, self._keys[position], self._spaces[position]
+            assert spaces[index] is not None
+            known[index] = spaces[index] = None
+
+    def _grown(self, position: int) -> "_Keys":
+        """The keys of an extent that is new, or may have been cut into more slots than before."""
+        keys = self._keys.get(position, _NO_KEYS)
+        more = self._slots.extents[position].count - len(keys)
+        if more > 0:
+            keys = self._keys[position] = np.append(keys, np.full(more, None))
+            self._spaces.setdefault(position, []).extend([None] * more)
+        return keys
+
 
 STEP_RUNS: Final = 256
 """Runs that one step of :func:`lasting_pages` looks at."""
@@ -251,3 +330,96 @@ def _unknown(space: PrefixTree, keys: list[PrefixKey]) -> list[PrefixKey]:
         if space.index.get(key) is not None:
             return keys[:at]
     return keys
+
+
+class NewPages(NamedTuple):
+    """What may be granted.
+
+    Attributes:
+        pages: leading keys that are of no page yet and may follow each other.
+        refusal: why no more; None when the next is there or there is none.
+        contradicts: the next is known to follow another key than the put says.
+        unknown: the tree has no node with any of them.
+    """
+
+    pages: int
+    refusal: PageStatus | None = None
+    contradicts: bool = False
+    unknown: bool = False
+
+
+def known_pages(
+    space: PrefixTree, shard: int, packed: bytes, at: int, tick: int
+) -> tuple[PageStatus, int] | None:
+    """What a put is told of pages that are there, or are being written.
+
+    Args:
+        space: where.
+        shard: whose pages.
+        packed: keys, 32 bytes each.
+        at: the byte where the key of the first page begins.
+        tick: they are used now.
+
+    Returns:
+        that, and of how many pages; None when the first is not there.
+    """
+    key = PrefixKey(packed[at : at + KEY_BYTES])
+    node = space.index.get(key)
+    if node is None or not node.present >> shard & 1:
+        return None
+    offset = node.position(key)
+    node = space.exact(node, offset, node.matching(offset, packed, at))
+    node.access = tick
+    return PageStatus.EXISTS if node.ready >> shard & 1 else PageStatus.PENDING, node.count
+
+
+def new_pages(space: PrefixTree, shard: int, keys: list[PrefixKey], parent: PrefixKey) -> NewPages:
+    """How many leading ``keys`` are of no page yet and may follow each other.
+
+    Args:
+        space: where.
+        shard: whose pages.
+        keys: consecutive, as the put says.
+        parent: what the first follows; empty at the start of a chain.
+    """
+    if not follows(space, shard, parent):
+        return NewPages(0, PageStatus.NO_PARENT)
+    head, index = space.node_of(parent), space.index
+    if len(set(keys)) < len(keys):
+        keys = keys[: _distinct(keys)]
+    before: PrefixNode | None = None
+    following, unknown = 0, True
+    for new, key in enumerate(keys):
+        known = index.get(key)
+        if known is not None and known is before and known.keys.startswith(key, following):
+            following += KEY_BYTES  # as the page before it in its node
+        elif known is not None:
+            unknown = False
+            if known.present >> shard & 1:
+                return NewPages(new)
+            if space.holes.get(known, 0) >> shard & 1:
+                # It may come when what followed it has left.
+                return NewPages(new, PageStatus.NO_ROOM)
+            if space.contradicts(known, key, parent, head):
+                return NewPages(new, PageStatus.NO_PARENT, contradicts=True)
+            before, following = known, (known.position(key) + 1) * KEY_BYTES
+        parent = key
+    return NewPages(len(keys), unknown=unknown)
+
+
+def follows(space: PrefixTree, shard: int, parent: PrefixKey) -> bool:
+    """Whether a page behind that of ``parent`` can be reached."""
+    if not parent or space.shards[shard].window_pages:
+        return True
+    head = space.index.get(parent)
+    return head is not None and bool(head.present >> shard & 1)
+
+
+def _distinct(keys: list[PrefixKey]) -> int:
+    """How many leading keys differ from each other."""
+    seen = set[PrefixKey]()
+    for at, key in enumerate(keys):
+        if key in seen:
+            return at
+        seen.add(key)
+    return len(keys)

@@ -100,7 +100,7 @@ def _apply(held: Residents, effect: DiskEffect) -> None:
             if node is not None:
                 page = effect.space.exact(node, node.position(effect.key), 1)
                 held.drop(page, effect.shard, "corrupt")
-        case TierStored() | TierRemoved():
+        case TierStored():
             held.actions.append(effect)
 
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from kvstore.page import PrefixKey
-from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.places import Tier
 from kvstore.state.tree.prefix_tree import PrefixTree
 
@@ -89,19 +88,6 @@ class TierRemoved:
     parent: PrefixKey
     tier: Tier
     tokens: bytes = b""
-
-
-def tier_change(
-    kind: type[TierStored | TierRemoved], node: PrefixNode, shard: int, tier: Tier,
-    tokens: bytes = b"",
-) -> TierStored | TierRemoved:  # fmt: skip
-    """The pages of a node came to a tier, or leave it and stay in the other.
-
-    ``tokens`` are those of their records, for pages that are in no memory.
-    """
-    assert node.above is not None
-    known = node.tokens or tokens
-    return kind(node.space, shard, node.key_list(), node.above.key, tier, known)
 
 
 @dataclass(frozen=True, slots=True)

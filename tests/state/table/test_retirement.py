@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from kvstore.state.table.deadlines import AGAIN_NS, Retirement
 from kvstore.state.table.invariants import check
-from kvstore.state.table.retirement import AGAIN_NS, Retirement
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.sessions import Peer, Process, Session
 from kvstore.state.tree.slots import Replacement
@@ -40,7 +40,7 @@ def scene() -> Scene:
     session = world.sessions.setdefault("hidden", Session(b"hidden", "hidden", 1 << 40))
     hidden = Process(99, Peer(-1, watched=False), session)
     session.processes[99] = hidden
-    return Scene(world, engine, hidden, Retirement(world.table, AFTER_NS), [])
+    return Scene(world, engine, hidden, Retirement(world.table.residents, AFTER_NS), [])
 
 
 def test_the_extents_of_a_lost_writer_get_new_memory_when_its_time_is_up(scene: Scene):

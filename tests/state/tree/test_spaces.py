@@ -101,9 +101,9 @@ def leave(world: World, name: str) -> None:
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch) -> World:
     """A node that has room for eight spaces, of which one session may open five."""
-    monkeypatch.setattr("kvstore.state.tree.spaces.SPACES_MAX", 8)
-    monkeypatch.setattr("kvstore.state.tree.spaces.SESSION_SPACES_MAX", 5)
-    monkeypatch.setattr("kvstore.state.tree.spaces.SESSION_SPACES_ALWAYS", 2)
+    monkeypatch.setattr("kvstore.state.tree.sessions.SPACES_MAX", 8)
+    monkeypatch.setattr("kvstore.state.tree.sessions.SESSION_SPACES_MAX", 5)
+    monkeypatch.setattr("kvstore.state.tree.sessions.SESSION_SPACES_ALWAYS", 2)
     return World()
 
 

@@ -1,0 +1,229 @@
+"""Ranks: what each holds of the KV of a request, and which rank sends what to which. Pure.
+
+A rank holds some adjacent **layers** and, of each, some adjacent KV **heads**. A pool of latents
+has no heads: all ranks hold its one head 0. Ranks that hold exactly the same are **alike**; all
+others hold nothing in common. Together the ranks of prefill hold what those of decode hold.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from kvstore.errors import InvalidArgument
+
+RANKS_MAX: Final = 1_024
+"""Ranks of one side, and of a registry."""
+NUMBER_MAX: Final = 1 << 16
+"""Of a layer, and of a head."""
+
+INSTANCE_BYTES: Final = 16
+
+Span = tuple[int, int]
+"""First, and the one after the last."""
+
+
+class RankPart(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank holds.
+
+    Attributes:
+        layers: first layer of the model, and the one after the last.
+        heads: first KV head, and the one after the last; (0, 1) for latents.
+    """
+
+    layers: Span
+    heads: Span
+
+    def common(self, other: "RankPart") -> "RankPart | None":
+        """What both hold; None = nothing."""
+        layers, heads = _common(self.layers, other.layers), _common(self.heads, other.heads)
+        return RankPart(layers, heads) if layers[0] < layers[1] and heads[0] < heads[1] else None
+
+    @property
+    def size(self) -> int:
+        """Layers x heads."""
+        return (self.layers[1] - self.layers[0]) * (self.heads[1] - self.heads[0])
+
+
+class Share(NamedTuple):
+    """What one rank of prefill does for one rank of decode.
+
+    Attributes:
+        prefill: number of the rank.
+        decode: number of the rank.
+        part: what it sends of the KV; None = nothing.
+        has_aux: it sends the aux data.
+    """
+
+    prefill: int
+    decode: int
+    part: RankPart | None
+    has_aux: bool
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to send: decode only says so, and waits for nothing."""
+        return self.part is None and not self.has_aux
+
+
+class RankPlan(NamedTuple):
+    """Who sends what to whom.
+
+    Attributes:
+        shares: at most one for each pair of ranks; each layer and head of each decode rank, and its
+            aux data, is in exactly one. A rank of prefill that sends nothing has one idle share.
+        idle: ranks of prefill that send nothing.
+    """
+
+    shares: list[Share]
+    idle: list[int]
+
+    def of_prefill(self, rank: int) -> list[Share]:
+        """The shares that a rank of prefill sends."""
+        return [share for share in self.shares if share.prefill == rank]
+
+    def of_decode(self, rank: int) -> list[Share]:
+        """The shares that a rank of decode gets."""
+        return [share for share in self.shares if share.decode == rank]
+
+
+def check_parts(parts: Sequence[RankPart]) -> None:
+    """Refuse ranks that cannot be.
+
+    Raises:
+        InvalidArgument: ``ranks``: there are none or too many; ``layers`` or ``heads``: of a rank.
+    """
+    if not 0 < len(parts) <= RANKS_MAX:
+        raise InvalidArgument("ranks", f"{len(parts)} is not 1 to {RANKS_MAX}")
+    for rank, part in enumerate(parts):
+        for field, (first, stop) in (("layers", part.layers), ("heads", part.heads)):
+            if not 0 <= first < stop <= NUMBER_MAX:
+                raise InvalidArgument(field, f"rank {rank} has {first} to {stop}")
+
+
+def plan_ranks(prefill: Sequence[RankPart], decode: Sequence[RankPart]) -> RankPlan:
+    """Who sends what to whom.
+
+    Of ranks of prefill that are alike, one sends to each rank of decode; they take turns. The aux
+    data come from a rank with the last layer, one that sends KV to that rank anyway if there is
+    one.
+
+    Args:
+        prefill: what each of its ranks holds; in the order of their numbers.
+        decode: likewise.
+
+    Raises:
+        InvalidArgument: ``ranks``, ``layers`` or ``heads`` cannot fit: the message says why.
+    """
+    check_parts(prefill)
+    check_parts(decode)
+    groups, wanted = _alike(prefill), _alike(decode)
+    _check_covered(wanted, groups, "prefill")
+    _check_covered(groups, wanted, "decode")
+    found: dict[tuple[int, int], RankPart | None] = {}
+    turns = dict.fromkeys(groups, 0)
+    for number, part in enumerate(decode):
+        for held, ranks in groups.items():
+            both = part.common(held)
+            if both is not None:
+                found[ranks[turns[held] % len(ranks)], number] = both
+                turns[held] += 1
+    stop = max(part.layers[1] for part in prefill)
+    last = [rank for rank, part in enumerate(prefill) if part.layers[1] == stop]
+    aux: set[tuple[int, int]] = set()
+    for number in range(len(decode)):
+        sending = [rank for rank in last if (rank, number) in found]
+        pair = (sending[0] if sending else last[number % len(last)], number)
+        found.setdefault(pair, None)
+        aux.add(pair)
+    busy = {rank for rank, _ in found}
+    idle = [rank for rank in range(len(prefill)) if rank not in busy]
+    for at, rank in enumerate(idle):
+        found[rank, at % len(decode)] = None
+    shares = [Share(*pair, part, pair in aux) for pair, part in sorted(found.items(), key=_pair)]
+    return RankPlan(shares, idle)
+
+
+def data_rank_of(room: int, data_ranks: int) -> int:
+    """Which data-parallel rank of prefill takes a room, of so many."""
+    return room % data_ranks
+
+
+def _pair(item: tuple[tuple[int, int], RankPart | None]) -> tuple[int, int]:
+    return item[0]
+
+
+def _common(one: Span, other: Span) -> Span:
+    return max(one[0], other[0]), min(one[1], other[1])
+
+
+def _alike(parts: Sequence[RankPart]) -> dict[RankPart, list[int]]:
+    """The ranks that hold each part."""
+    found: defaultdict[RankPart, list[int]] = defaultdict(list)
+    for rank, part in enumerate(parts):
+        found[part].append(rank)
+    return dict(found)
+
+
+def _check_covered(parts: Iterable[RankPart], by: dict[RankPart, list[int]], side: str) -> None:
+    """Refuse parts of one side that the other, ``side``, does not hold exactly once.
+
+    Raises:
+        InvalidArgument: with the field that does not fit.
+    """
+    for part in parts:
+        shared = [both for held in by if (both := part.common(held)) is not None]
+        size = sum(both.size for both in shared)
+        if size == part.size:
+            continue
+        across = {at for both in shared for at in range(*both.layers)}
+        field = "layers" if len(across) < part.layers[1] - part.layers[0] else "heads"
+        what = f"layers {part.layers} of heads {part.heads}"
+        if size > part.size:
+            raise InvalidArgument("heads", f"ranks of {side} that are not alike share some {what}")
+        raise InvalidArgument(field, f"{side} does not have all {what}")
+
+
+class RankGroup(msgspec.Struct, frozen=True):
+    """The ranks of one engine, as one of them knows them.
+
+    Attributes:
+        rank: number of this rank.
+        parts: what each rank holds, in the order of their numbers; the same at all ranks.
+        instance: 16 random bytes, drawn once at the start of the engine, the same at all ranks.
+        data_rank: which data-parallel rank of prefill this group is; 0 at decode.
+        data_ranks: how many there are.
+    """
+
+    rank: int
+    parts: tuple[RankPart, ...]
+    instance: bytes
+    data_rank: int = 0
+    data_ranks: int = 1
+
+    @classmethod
+    def alone(cls, part: RankPart, instance: bytes) -> "RankGroup":
+        """An engine of one rank."""
+        return cls(0, (part,), instance)
+
+    @property
+    def part(self) -> RankPart:
+        """What this rank holds."""
+        return self.parts[self.rank]
+
+    def check(self, layers: int) -> None:
+        """Refuse a group that cannot be, or whose rank does not hold so many layers.
+
+        Raises:
+            InvalidArgument: with the field that is wrong.
+        """
+        check_parts(self.parts)
+        if not 0 <= self.rank < len(self.parts):
+            raise InvalidArgument("rank", f"{self.rank} of {len(self.parts)}")
+        if self.part.layers[1] - self.part.layers[0] != layers:
+            raise InvalidArgument("layers", f"rank {self.rank} has other layers than its pool")
+        if len(self.instance) != INSTANCE_BYTES:
+            raise InvalidArgument("instance", f"{len(self.instance)} bytes, not 16")
+        if not 0 <= self.data_rank < self.data_ranks <= RANKS_MAX:
+            raise InvalidArgument("data_rank", f"{self.data_rank} of {self.data_ranks}")

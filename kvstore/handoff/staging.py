@@ -1,0 +1,97 @@
+"""Ranges of which only some heads are moved: gathered before they are sent, scattered after.
+
+On decode's side all ranges come through here; those with all heads go straight to the pool.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import mover
+from kvstore.handoff.effects import Landing, PushJob
+from kvstore.handoff.memory import (
+    AuxSlots,
+    HandoffPool,
+    Places,
+    digests_of,
+    landing_places,
+    landing_views,
+)
+from kvstore.handoff.places import range_seeds
+from kvstore.page import DIGEST_BYTES
+from kvstore.tier.vectored import memory_at
+
+
+class Staging:
+    """Memory of one thread, as large as the largest list of ranges that was moved so far."""
+
+    def __init__(self) -> None:
+        self._memory = np.zeros(0, dtype=np.uint8)
+
+    def gather(self, pool: HandoffPool, job: PushJob) -> tuple[Places, bytes]:
+        """Copy the heads of a job from prefill's pool.
+
+        Returns:
+            Where each range is, until the next call; and 16 bytes of digest of each.
+        """
+        lengths = [job.share.range_bytes(place) for place in job.ranges]
+        places, rows = self.places(lengths), job.rows
+        digests = np.zeros((len(lengths), DIGEST_BYTES), dtype=np.uint8)
+        seeds = range_seeds(job.share.seed_of(job.room), job.ranges)
+        for these in _by_length(lengths):
+            pieces = pool.head_pieces(
+                [job.ranges[at].plane for at in these], [rows[at] for at in these], job.share.heads
+            )
+            addresses = np.array([places[at][0] for at in these], dtype=np.uint64)
+            digests[these] = mover.gather(addresses, lengths[these[0]], pieces, seeds[these])
+        return places, digests.tobytes()
+
+    def views(self, pool: HandoffPool, aux: AuxSlots, landing: Landing) -> list[memoryview]:
+        """Where the bytes of a landing are received: in decode's pool, or here if it is staged."""
+        if not landing.is_staged:
+            return landing_views(pool, aux, landing)
+        lengths = [landing.share.range_bytes(place) for place in landing.ranges]
+        return [memory_at(*place) for place in self.places(lengths)]
+
+    def verify(self, pool: HandoffPool, aux: AuxSlots, landing: Landing) -> bool:
+        """Copy what is here into decode's pool.
+
+        Returns:
+            Whether all that has arrived matches its digests; if not, there may be garbage in the
+            blocks.
+        """
+        seed = landing.share.seed_of(landing.room)
+        if not landing.is_staged:
+            places = landing_places(pool, aux, landing)
+            return digests_of(seed, landing.ranges, places) == landing.digests
+        lengths = [landing.share.range_bytes(place) for place in landing.ranges]
+        places = self.places(lengths)
+        digests = np.frombuffer(landing.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+        seeds = range_seeds(seed, landing.ranges)
+        right = True
+        for these in _by_length(lengths):
+            pieces = pool.head_pieces(
+                [landing.ranges[at].plane for at in these],
+                [landing.rows[at] for at in these],
+                landing.share.heads,
+            )
+            addresses = np.array([places[at][0] for at in these], dtype=np.uint64)
+            ok = mover.scatter(addresses, lengths[these[0]], digests[these], seeds[these], pieces)
+            right = right and bool(ok.all())
+        return right
+
+    def places(self, lengths: Sequence[int]) -> Places:
+        """Memory for ranges of so many bytes, the same until there are more in all."""
+        total = sum(lengths)
+        if total > len(self._memory):
+            self._memory = np.empty(total, dtype=np.uint8)
+        ends = np.cumsum(lengths, dtype=np.int64).tolist()
+        base = int(self._memory.ctypes.data)
+        return [(base + end - size, size) for end, size in zip(ends, lengths, strict=True)]
+
+
+def _by_length(lengths: Sequence[int]) -> list[npt.NDArray[np.intp]]:
+    """Indices of equal lengths: the mover takes pages of one length."""
+    numbers = np.array(lengths, dtype=np.int64)
+    return [np.flatnonzero(numbers == length) for length in np.unique(numbers)]

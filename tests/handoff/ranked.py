@@ -1,0 +1,114 @@
+"""Engines of several ranks in this process, with pools of heads, and what belongs in them."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstore.handoff.aux_data import AuxData
+from kvstore.handoff.decode import DecodeManager, Receiver
+from kvstore.handoff.memory import HandoffPool
+from kvstore.handoff.prefill import PrefillManager, Sender
+from kvstore.handoff.ranks import RankGroup, RankPart
+from kvstore.handoff.registry import HandoffRegistry
+from kvstore.handoff.states import Patience
+from kvstore.mover.kvpool import KVPool
+from tests.handoff.pair import PATIENCE, SECRET, SPACE
+
+LAYERS, HEADS = 4, 4
+BLOCKS, BLOCK_TOKENS, HEAD_BYTES = 64, 8, 96
+
+
+def whole_of(room: int, blocks: int, layers: int = LAYERS, heads: int = HEADS) -> np.ndarray:
+    """K and V of a prompt: (planes, blocks, tokens, heads, bytes)."""
+    shape = (2 * layers, blocks, BLOCK_TOKENS, heads, HEAD_BYTES)
+    return np.random.default_rng(room).integers(0, 256, shape, dtype=np.uint8)
+
+
+class RankMemory:
+    """The pool of one rank."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self.part = part = group.part
+        layers, heads = (stop - first for first, stop in (part.layers, part.heads))
+        shape = (2 * layers, BLOCKS, BLOCK_TOKENS, heads, HEAD_BYTES)
+        self.planes = np.zeros(shape, dtype=np.uint8)
+        self.generations = np.zeros(BLOCKS, dtype=np.uint64)
+        size = BLOCK_TOKENS * heads * HEAD_BYTES
+        base = int(self.planes.ctypes.data)
+        planes = tuple(base + plane * BLOCKS * size for plane in range(2 * layers))
+        self.pool = HandoffPool(
+            KVPool(planes, size, size, BLOCKS), BLOCK_TOKENS, self.generations, group
+        )
+
+    def of(self, whole: np.ndarray) -> np.ndarray:
+        """What belongs to this rank."""
+        (first, stop), (low, high) = self.part.layers, self.part.heads
+        return whole[2 * first : 2 * stop, :, :, low:high]
+
+
+@dataclass
+class Ranked:
+    """One prefill and one decode engine; lists have one entry for each rank."""
+
+    registry: HandoffRegistry
+    here: list[RankMemory]
+    there: list[RankMemory]
+    prefill: list[PrefillManager]
+    decode: list[DecodeManager]
+
+    def begin(self, room: int, blocks: int) -> tuple[list[Sender], list[Receiver]]:
+        tokens = blocks * BLOCK_TOKENS
+        receivers = [one.receiver(room, self.registry.url, tokens) for one in self.decode]
+        return [one.sender(room, tokens) for one in self.prefill], receivers
+
+    def push(self, senders: Sequence[Sender], whole: np.ndarray, blocks: list[int]) -> None:
+        """All ranks compute and push, layer after layer, chunk after chunk."""
+        for sender, memory in zip(senders, self.here, strict=True):
+            mine = memory.of(whole)
+            for first in range(0, len(blocks), 3):
+                at = blocks[first : first + 3]
+                for layer in range(len(mine) // 2):
+                    for plane in (2 * layer, 2 * layer + 1):
+                        memory.planes[plane, at] = mine[plane, first : first + 3]
+                    positions = range(first, first + len(at))
+                    sender.send(range(layer, layer + 1), positions, at)
+            sender.finish(AuxData(first_token=7, position=len(blocks) * BLOCK_TOKENS))
+
+    def wrong(self, whole: np.ndarray, blocks: list[int], first: int = 0) -> list[int]:
+        """Ranks of decode that do not have what belongs in these blocks."""
+        return [
+            rank
+            for rank, memory in enumerate(self.there)
+            if (memory.planes[:, blocks] != memory.of(whole)[:, first:]).any()
+        ]
+
+    def close(self) -> None:
+        for manager in (*self.prefill, *self.decode):
+            manager.close()
+        self.registry.close()
+
+
+@contextlib.contextmanager
+def ranked(
+    prefill: Sequence[RankPart], decode: Sequence[RankPart], patience: Patience = PATIENCE
+) -> Iterator[Ranked]:
+    registry = HandoffRegistry("127.0.0.1", 0, SECRET)
+    here, there = (
+        [RankMemory(RankGroup(rank, tuple(parts), instance)) for rank in range(len(parts))]
+        for parts, instance in ((prefill, bytes(16)), (decode, bytes([1] * 16)))
+    )
+    made = Ranked(registry, here, there, [], [])
+    try:
+        for memory in here:
+            made.prefill.append(
+                PrefillManager(memory.pool, SPACE, SECRET, registry=registry.url, patience=patience)
+            )
+        for memory in there:
+            made.decode.append(
+                DecodeManager(memory.pool, SPACE, SECRET, name="d", patience=patience)
+            )
+        yield made
+    finally:
+        made.close()

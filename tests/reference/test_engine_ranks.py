@@ -1,0 +1,77 @@
+"""Goal: engines whose K/V heads are split over ranks give the tokens of one, byte for byte."""
+
+import pytest
+
+from engine_adapters.reference.sampler import Sampling
+from engine_adapters.reference.scheduler import Limits
+from kvstore.errors import InvalidArgument
+from kvstore.handoff.states import State
+from tests.conftest import WaitUntil
+from tests.reference.conftest import Ask, MakeEngine
+from tests.reference.fake_store import FakeNode, FakeStore
+from tests.reference.pushed import kept_hashes, pair_of, report
+
+TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 5
+SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=1234)
+RANKS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+
+
+@pytest.mark.parametrize("ranks", RANKS, ids=lambda ranks: "{}to{}".format(*ranks))
+def test_pushed_tokens_and_kv_are_those_of_one_engine(
+    make_engine: MakeEngine, ask: Ask, ranks: tuple[int, int]
+) -> None:
+    mono = make_engine(prefix_cache=False)
+    small = Limits(token_budget=40)
+    pair = pair_of(
+        make_engine, ask,
+        prefill={"ranks": ranks[0], "limits": small}, decode={"ranks": ranks[1], "limits": small},
+    )  # fmt: skip
+    lengths = [1, 15, 16, 65, 200, 390]
+    both = [pair.ask(TEXT[:length], 12, SEEDED, name=f"r{length}") for length in lengths]
+    for length, (here, there) in zip(lengths, both, strict=True):
+        name = f"r{length}"
+        expected = ask(mono, TEXT[:length], 12, SEEDED, id=name).wait()
+        assert there.wait().tokens == expected.tokens
+        assert report(here.wait()) == report(there) == ("success", None)
+        assert kept_hashes(pair, name) == [mono.kv_hashes(name)] * 2
+
+
+def test_ranks_of_one_engine_change_no_token_and_no_hash(make_engine: MakeEngine, ask: Ask) -> None:
+    one, two = make_engine(), make_engine(ranks=2)
+
+    assert ask(two, TEXT, 20).wait().tokens == ask(one, TEXT, 20).wait().tokens
+    assert two.kv_hashes("request") == one.kv_hashes("request")
+    assert ask(two, TEXT + "!", 20).wait().tokens == ask(one, TEXT + "!", 20).wait().tokens
+
+
+def test_when_one_rank_fails_the_request_is_computed_and_all_blocks_come_back(
+    make_engine: MakeEngine, ask: Ask, wait_until: WaitUntil
+) -> None:
+    pair = pair_of(make_engine, ask, prefill={"ranks": 2}, decode={"ranks": 2})
+    there = pair.ask_decode(TEXT[:200], 2_000)
+    pushes = pair.decode.parts.pushes
+    assert pushes is not None
+    wait_until(lambda: [one.state for one in pushes.describe()] == ["WAITING_FOR_INPUT"])
+    pushes._managers[1].act(lambda core, now: core.abort(2_000, now))
+
+    assert there.wait().tokens == ask(make_engine(), TEXT[:200], 16).wait().tokens
+    assert report(there) == ("failed", "aborted")
+    wait_until(lambda: not pushes.describe())
+
+
+def test_handoffs_of_ranks_are_shown_as_one(make_engine: MakeEngine, ask: Ask) -> None:
+    pair = pair_of(make_engine, ask, prefill={"ranks": 2}, decode={"ranks": 2})
+    here = pair.ask_prefill(TEXT[:200], 2_001)
+    (one,) = pair.prefill.handoffs()
+
+    assert (one.room, one.state, one.missing) == (2_001, State.BOOTSTRAPPING.name, [0])
+    pair.ask_decode(TEXT[:200], 2_001).wait()
+    assert report(here.wait()) == ("success", None)
+
+
+@pytest.mark.parametrize(("ranks", "store"), [(3, None), (0, None), (2, FakeStore(FakeNode()))])
+def test_ranks_that_cannot_be_are_refused(
+    make_engine: MakeEngine, ranks: int, store: FakeStore | None
+) -> None:
+    with pytest.raises(InvalidArgument, match="ranks"):
+        make_engine(store, ranks=ranks)
