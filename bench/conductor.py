@@ -11,7 +11,7 @@ difference to asking directly of the percentiles until the first event, and the 
 for a request. ``front/streams``: the share of the tokens of 256 streams of 50 tokens a second that
 are here within 20 ms of the engine's write, through the Conductor and through the relay in
 turns; ``cpu`` is CPU time for a token, beside that of the relay. ``…/long``: the same
-while two prompts of 131,072 tokens come each second.
+while two prompts of 131,072 tokens come each second, and engines write 100,000 blocks a second.
 
 ``schedule/1000/POLICY``: 64 prefill and 64 decode engines are full, 1,000 requests with prefixes of
 different length everywhere wait, and one engine comes free.
@@ -20,6 +20,7 @@ different length everywhere wait, and one engine comes free.
 import argparse
 import re
 import sys
+from contextlib import ExitStack
 from statistics import median
 from typing import Final
 
@@ -27,9 +28,11 @@ import msgspec
 
 from bench.conductor_decision import decided
 from bench.conductor_front import (
+    BLOCKS,
     FrontError,
     Servers,
     added_ttft,
+    ingest,
     servers,
     streams,
 )
@@ -105,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
                     for result in _front(at, options, groups, progress):
                         if result.case in wanted:
                             report.add(result)
-            except FrontError as error:
+            except (FeedError, FrontError) as error:
                 progress.note(str(error))
                 return 1
     return 0
@@ -156,7 +159,13 @@ def _front(
             continue
         progress.step(name)
         each_s = max(1.0, options.seconds / rounds)
-        relayed = streams(at, options.streams, each_s, rounds, prompts_per_s=per_s)
+        with ExitStack() as undo:
+            if per_s:
+                writing = undo.enter_context(ingest(at))
+            relayed = streams(at, options.streams, each_s, rounds, prompts_per_s=per_s)
+            if per_s:
+                written = writing.ask("stop") * BLOCKS
+                progress.note(f"{name}: {written:,.0f} blocks/s were written meanwhile")
         on_time, bare, cpu_us, bare_us = relayed.medians()
         found.append(_beside(name, on_time, "share", _RELAY, bare, rising=True))
         if not per_s:

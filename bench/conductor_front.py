@@ -22,6 +22,8 @@ import uvloop
 
 from bench.cluster import LISTENING, Service, register, script
 from bench.conductor_engine import MODEL
+from bench.index_feed import Lines, feed
+from bench.index_fleet import Fleet
 from bench.index_ours import core_seconds
 from bench.measure import percentile
 
@@ -31,6 +33,10 @@ STREAMS: Final = 256
 STREAM_TOKENS_PER_S: Final = 50.0
 LATE_S: Final = 0.020
 LONG_TOKENS: Final = 131_072
+BLOCKS_PER_S: Final = 100_000
+BLOCKS: Final = 128
+"""In each message."""
+_WRITERS: Final = 8
 _VOCABULARY: Final = 150_000
 _ANSWER_S: Final = 30.0
 _STAMP: Final = re.compile(rb'"t":(\d+)')
@@ -67,6 +73,28 @@ def servers() -> Iterator[Servers]:
         conductor, pid = start("conductor", script("kvstore-conductor"), "--port", "0")
         register(conductor, "engines", {"id": "e", "role": "mixed", "url": engine})
         yield Servers(engine, relay, conductor, relay_pid, pid)
+
+
+@contextmanager
+def ingest(at: Servers) -> Iterator[Lines]:
+    """Write to the Conductor's index: it follows eight more engines, all the same server.
+
+    The same 200,000 blocks are written again and again. Ask for ``stop`` to hear how many messages
+    a second there were, of :data:`BLOCKS` blocks each.
+    """
+    fleet = Fleet(_WRITERS, 0, 2 * BLOCKS_PER_S, shared=False)
+    with feed(None) as publisher:
+        endpoints = publisher.ask("open", fleet=fleet)
+        for worker, (events, replay) in zip(fleet.workers(), endpoints, strict=True):
+            engine = {
+                "id": worker.name.replace("/", "-"), "role": "mixed", "url": at.engine,
+                "events": events, "events_replay": replay,
+            }  # fmt: skip
+            register(at.conductor, "engines", engine)
+        publisher.ask("wait_subscribed", workers=_WRITERS)
+        publisher.ask("make", fleet=fleet, blocks=BLOCKS)
+        publisher.ask("steady", rate=BLOCKS_PER_S / BLOCKS, again=True)
+        yield publisher
 
 
 class _Asked(asyncio.Protocol):

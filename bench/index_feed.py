@@ -319,9 +319,10 @@ class _Process:
             count += 1
         return count
 
-    def do_steady(self, rate: float) -> bool:
-        """From now on publish what was made, at ``rate`` messages a second."""
-        self._steady, self._steady_rate = iter(self._made), rate
+    def do_steady(self, rate: float, *, again: bool = False) -> bool:
+        """From now on publish what was made, at ``rate`` messages a second; or again and again."""
+        self._steady = itertools.cycle(self._made) if again else iter(self._made)
+        self._steady_rate = rate
         self._steady_sent, self._steady_from = 0, time.monotonic()
         return True
 

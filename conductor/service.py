@@ -17,6 +17,7 @@ from aiohttp import web
 from conductor.config import ConductorConfig, load_conductor
 from conductor.costs.book import CostBook
 from conductor.front.admin import Admin, errors_as_json
+from conductor.front.advising import Adviser
 from conductor.front.auth import Auth, MadeToken
 from conductor.front.connections import CAUSES, CONNECTIONS_MAX, KEEPALIVE_S, Front, complaints
 from conductor.front.kept_costs import KeptCosts
@@ -131,12 +132,13 @@ class Conductor:
         )
         names = [one.name for one in rules.classes]
         self.proxy = Proxy(parts, config.policy.name, config.queue, config.deadline, names)
+        self._adviser = Adviser(self.registry, dispatcher, rules.classes[0], clock)
         self._front = Front(self.faults, _connections_max())
         self._app = web.Application(
             client_max_size=config.http.body_bytes_max,
             middlewares=[self._front.middleware, errors_as_json(self.faults, self._broken)],
         )
-        self._app.add_routes(Admin(parts, self.proxy, self._auth).routes())
+        self._app.add_routes(Admin(parts, self.proxy, self._auth, self._adviser).routes())
 
     def _broken(self, error: BaseException | None) -> None:
         """An assertion failed: log it and stop, because the state cannot be trusted."""
@@ -170,6 +172,7 @@ class Conductor:
             },
             **self.queue.dispatcher.loads.gauges(),
             **self.queue.dispatcher.admission.gauges(),
+            **self._adviser.gauges(),
             "costs_file_faults": {(): float(self._kept_costs.faults)},
             **index_gauges(self.index),
         }
@@ -210,6 +213,7 @@ class Conductor:
                     tasks.create_task(self._front.run(), name="front"),
                     tasks.create_task(self._kept_costs.run(), name="costs"),
                     tasks.create_task(self._watch_lag(), name="loop lag"),
+                    tasks.create_task(self._adviser.run(), name="advice"),
                 ]
                 host = f"[{http.host}]" if ":" in http.host else http.host
                 ready(f"http://{host}:{port}")

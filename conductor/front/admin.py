@@ -10,6 +10,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from conductor.config import EngineEntry, NodeEntry
+from conductor.front.advising import Adviser
 from conductor.front.auth import Auth, CallerRole
 from conductor.front.cluster import LeftOut
 from conductor.front.matching import MatchBody
@@ -49,7 +50,8 @@ class _TokenizeBody(msgspec.Struct):
 class Admin:
     """Handlers of these routes."""
 
-    def __init__(self, parts: Parts, proxy: Proxy, auth: Auth) -> None:
+    def __init__(self, parts: Parts, proxy: Proxy, auth: Auth, adviser: Adviser) -> None:
+        self._adviser = adviser
         self._registry: EngineRegistry = parts.registry
         self._prompts: Prompts = parts.prompts
         self._metrics: Metrics = parts.metrics
@@ -81,6 +83,7 @@ class Admin:
             web.get("/v1/engines/{id}", reads(self._engine)),
             web.get("/v1/nodes", reads(self._nodes)),
             web.get("/v1/index", reads(self._index)),
+            web.get("/v1/advice", reads(self._advice)),
             web.post("/v1/index/match", reads(self._match)),
             web.get("/v1/decisions", reads(self._decisions)),
             web.get("/v1/decisions/{id}", reads(self._decision)),
@@ -130,6 +133,9 @@ class Admin:
             body=self._metrics.text(),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
+
+    async def _advice(self, _: web.Request) -> web.Response:
+        return _json({"models": await self._adviser.look()})
 
     async def _engines(self, _: web.Request) -> web.Response:
         return _json({"engines": [self._shown(engine) for engine in self._registry]})

@@ -86,6 +86,20 @@ _GAUGES: Final = {
         ("model", "side"),
     ),
     "tenants_over_share": ("Tenants that got more than their fair share lately.", ()),
+    "advice_rate": (
+        "Requests a second that came lately (rate), and that could be served in time (served), as"
+        " far as prompts and answers are concerned (prefill, decode).",
+        ("model", "what"),
+    ),
+    "advice_short": (
+        "Engines that are missing for the present load, of each hardware instead of the others.",
+        ("model", "role", "hardware"),
+    ),
+    "advice_gain": (
+        "Requests a second that would be served in time with one engine more, fewer, or in another"
+        " role, as a multiple of the present ones; 0 = none is served now.",
+        ("model", "change", "role", "hardware", "was"),
+    ),
     "costs_file_faults": ("Times that the file of costs could not be read or written.", ()),
     "index_up": ("1 while the prefix index can be read, else 0.", ()),
     "index_entries": ("Pages in the prefix index; a page of several workers counts once.", ()),
@@ -117,6 +131,7 @@ _GAUGES: Final = {
     ),
 }  # fmt: skip
 _COUNTS: Final = {
+    "advice_faults": ("Times that no advice could be computed; a bug.", ()),
     "admission": (
         "Requests that were judged: admitted, or refused because prompts would be computed too"
         " late (prefill), engines that decode be full (decode), or they waited too long (late).",

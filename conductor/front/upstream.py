@@ -232,28 +232,28 @@ class Upstream:
             answer.close()  # a completely read answer has released its connection already
 
     async def _events(self, engine: str, answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-        rest, done = bytearray(), False
+        rest, last = bytearray(), b""
+        readany = answer.content.readany
         while True:
             try:
-                piece = await answer.content.readany()
+                piece = await readany()
             except _FOREIGN as error:
                 raise _translated(engine, "stream", error) from error
             if not piece:
-                if rest.strip() or not done:
+                if rest.strip() or not _is_done(last):
                     raise EngineError(engine, "the stream ended before it was complete")
                 return
             if not rest and piece.endswith(_EVENT_ENDS) and len(piece) <= EVENT_BYTES_MAX:
-                done = _is_done(piece)  # nearly always: whole events, as the engine wrote them
+                last = piece  # nearly always: whole events, as the engine wrote them
                 yield piece
                 continue
             seen = max(0, len(rest) - 3)  # an end of an event cannot begin before this
             rest += piece
             end = max(rest.rfind(b"\n\n", seen) + 2, rest.rfind(b"\r\n\r\n", seen) + 4)
             if end >= 4:
-                events = bytes(rest[:end])
+                last = bytes(rest[:end])
                 del rest[:end]
-                done = _is_done(events)
-                yield events
+                yield last
             if len(rest) > EVENT_BYTES_MAX:
                 raise EngineError(engine, "an event of the stream is too long")
 

@@ -35,11 +35,14 @@ from conductor.routing.load import EngineLoads
 from conductor.routing.outlook import Ahead, Outlook, enter
 from conductor.routing.output_lengths import TOKENS_MAX, OutputLengths
 from conductor.routing.policy import Policy
+from conductor.routing.recent import LoadSample, RecentLoad
 from conductor.routing.shares import OUTPUT_WEIGHT, FairShares
 
 _RETRY_AFTER_S_MAX: Final = 300
 OVERLOADED: Final = "overloaded"
 """Code of the error of a request that is refused here."""
+_NEW_PART_WEIGHT: Final = 0.02
+"""Of the newest prompt in the moving average of the part that is computed."""
 _OUTCOMES: Final = ("admitted", "prefill", "decode", "late")
 
 
@@ -99,9 +102,13 @@ class _Asked:
         session: conversation that it belongs to.
         limit: ``max_tokens``; None = it has none.
         output: tokens that its answer is expected to have.
+        wanted: the requested model.
+        computed: tokens of its prompt that are computed, and those before them; as usual for the
+            length of its prompt until it is assigned.
         need_s: seconds of its prompt at its best engine; 0 = not judged.
         ready_at: when its KV was thought to be where it decodes; 0 = not judged.
         charged: what its tenant was charged for its answer.
+        answered: tokens of its answer; 0 = it has not ended.
         model: of the engines that it has; empty = none.
         judgement: None = not judged yet.
     """
@@ -111,9 +118,12 @@ class _Asked:
     session: str
     limit: int | None
     output: float
+    wanted: str
+    computed: tuple[int, int]
     need_s: float = 0.0
     ready_at: float = 0.0
     charged: float = 0.0
+    answered: int = 0
     model: str = ""
     judgement: Judgement | None = None
 
@@ -123,6 +133,7 @@ class Admission:
 
     Attributes:
         lengths: what was learned of answers.
+        recent: the load of the last minutes.
     """
 
     def __init__(self, rules: AdmissionRules, loads: EngineLoads, policy: Policy) -> None:
@@ -135,6 +146,8 @@ class Admission:
         """
         assert rules.classes
         self.lengths = OutputLengths()
+        self.recent = RecentLoad()
+        self._new_part = 1.0
         self._rules = rules
         self._loads = loads
         self._policy = policy
@@ -156,12 +169,14 @@ class Admission:
         return self._fresh
 
     def arrived(
-        self, number: int, *, tenant: str, session: str, limit: int | None, service: str
-    ) -> None:
+        self, number: int, prompt: tuple[str, int], *, tenant: str, session: str, limit: int | None,
+        service: str,
+    ) -> None:  # fmt: skip
         """A request waits.
 
         Args:
             number: of the request.
+            prompt: the requested model, and the tokens of its prompt.
             tenant: on whose behalf; empty = unknown.
             session: conversation; empty = unknown.
             limit: ``max_tokens``; None = it has none.
@@ -169,7 +184,9 @@ class Admission:
         """
         output = self.lengths.predict(tenant, session, limit)
         named = self._rules.named(service)
-        self._asked[number] = _Asked(named, tenant, session, limit, output)
+        new = round(prompt[1] * self._new_part)
+        computed = (new, prompt[1] - new)
+        self._asked[number] = _Asked(named, tenant, session, limit, output, prompt[0], computed)
         if self.judges:
             self._fresh.add(number)
         if self._rules.fair:
@@ -317,27 +334,31 @@ class Admission:
             now: time.
         """
         asked = self._asked[assign.request]
+        new = max(0, tokens - assign.usable_tokens - assign.fetch_tokens)
+        asked.computed = (new, tokens - new)
+        if tokens:
+            self._new_part += _NEW_PART_WEIGHT * (new / tokens - self._new_part)
+        asked.model = model
         if self.judges:
             starts_at = now + assign.ttft_s if assign.ttft_s else asked.ready_at
-            asked.model = model
             stays_s = asked.output * step_s
             demand = self._demand_of(model, now)
             demand.comes(assign.request, tokens + asked.output, starts_at, stays_s)
         if self._rules.fair:
             asked.charged = asked.output
-            new = max(0, tokens - assign.usable_tokens - assign.fetch_tokens)
             self._shares.charge(asked.tenant, new + OUTPUT_WEIGHT * asked.output, now)
 
     def decodes(self, number: int, tokens: int, step_s: float, now: float) -> None:
         """A request begins to decode at an engine whose steps take so long."""
         asked = self._asked[number]
-        if asked.model:
+        if asked.model and self.judges:
             demand = self._demand_of(asked.model, now)
             demand.decodes(number, tokens + asked.output, asked.output * step_s)
 
     def ended(self, number: int, output_tokens: int, now: float) -> None:
         """A request has got all its tokens."""
         one = self._asked[number]
+        one.answered = min(output_tokens, TOKENS_MAX)
         self.lengths.learn(one.tenant, one.session, one.limit, one.output, output_tokens)
         if self._rules.fair:
             more = min(output_tokens, TOKENS_MAX) - one.charged
@@ -346,15 +367,17 @@ class Admission:
     def stopped(self, number: int) -> None:
         """A request has no engines any more."""
         asked = self._asked[number]
-        if asked.model:
+        if asked.model in self._demand:
             self._demand[asked.model].left(number)
-            asked.model = ""
+        asked.model = ""
 
     def left(self, number: int) -> None:
         """A request has ended, in whatever way."""
         self.stopped(number)
         self._fresh.discard(number)
         asked = self._asked.pop(number)
+        output = asked.answered or round(asked.output)
+        self.recent.ended(asked.wanted, LoadSample(*asked.computed, output))
         if self._rules.fair:
             self._shares.went(asked.tenant)
 
@@ -380,9 +403,8 @@ class Admission:
         """Assert the invariants; ``known`` are the requests that have not ended."""
         assert self._asked.keys() == set(known)
         assert self._fresh <= self._asked.keys()
-        assert sum(map(len, self._demand.values())) == sum(
-            bool(one.model) for one in self._asked.values()
-        )
+        served = sum(bool(one.model) for one in self._asked.values())
+        assert sum(map(len, self._demand.values())) == (served if self.judges else 0)
         for demand in self._demand.values():
             demand.check()
         self.lengths.check()

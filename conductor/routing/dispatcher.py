@@ -190,6 +190,7 @@ class Dispatcher:
     def arrive(self, request: Request) -> None:
         """A request arrives; it is rejected if too many wait, or after :meth:`close`."""
         assert request.number not in self._known
+        self.admission.recent.came(request.model, request.arrived)
         if self._closed:
             self._refused.append(self._closing(request.number))
         elif len(self._waiting) >= self._limits.waiting_max:
@@ -200,8 +201,8 @@ class Dispatcher:
             known = _Known(request, request.arrived + self._limits.wait_s)
             self._known[request.number] = known
             self.admission.arrived(
-                request.number, tenant=request.tenant, session=request.session,
-                limit=request.output_max, service=request.service,
+                request.number, (request.model, request.tokens or 0), tenant=request.tenant,
+                session=request.session, limit=request.output_max, service=request.service,
             )  # fmt: skip
             self._wait(known)
 

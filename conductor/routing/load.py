@@ -372,6 +372,10 @@ class EngineLoads:
         """Seconds that an engine needs for the end of a prompt."""
         return sum(self._of(info).prefill_line().terms(new_tokens, prefix_tokens))
 
+    def costs(self, info: EngineInfo) -> EngineCosts:
+        """What is known of the speed of an engine."""
+        return self._of(info).costs
+
     def step_s(self, info: EngineInfo) -> float:
         """Seconds of a decode step of an engine, with one more request than it will have."""
         return self._of(info).step_s()

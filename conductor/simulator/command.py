@@ -21,8 +21,16 @@ from conductor.routing.policy import POLICIES
 from conductor.simulator.fleet import Running, SimulatedEngine, engines_of
 from conductor.simulator.goodput import highest_speed
 from conductor.simulator.journal import read_journal, replay, write_journal
-from conductor.simulator.report import Objectives, Summary, rejections, summary_of
-from conductor.simulator.samples import Capacity, plot, series_of
+from conductor.simulator.report import (
+    Objectives,
+    Summary,
+    advice_of,
+    rejections,
+    run_while_attained,
+    shown_advice,
+    summary_of,
+)
+from conductor.simulator.samples import Capacity, plot, series_of, swing_of
 from conductor.simulator.scenario import Failure, Scenario
 from conductor.simulator.simulation import Simulation
 from conductor.simulator.trace import TracedRequest, read_trace
@@ -67,6 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default=",".join(POLICIES), help="names; default: all")
     parser.add_argument("--admission", default="none", help="none,load,prediction; default: none")
     parser.add_argument("--fair", action="store_true", help="fair shares of tenants")
+    parser.add_argument("--advise", action="store_true",
+                        help="say which engines the fleet was short of at the end")  # fmt: skip
     parser.add_argument("--prefill", default="0", help="such as 8xh800, 4xh800:4,2xa800@1.3")
     parser.add_argument("--decode", default="0", help="likewise")
     parser.add_argument("--mixed", default="0", help="likewise")
@@ -144,7 +154,7 @@ class Cases:
                 for speed in self.speeds:
                     yield self._simulated(policy, mode, speed)
 
-    def _simulate(self, policy: str, mode: AdmissionMode, speed: float) -> Simulation:
+    def _simulation(self, policy: str, mode: AdmissionMode, speed: float) -> Simulation:
         options = self._options
         service = ServiceClass(ttft_s=options.slo_ttft, tbt_s=options.slo_tbt)
         scenario = Scenario(
@@ -162,19 +172,22 @@ class Cases:
             journal=options.journal is not None,
             rules=AdmissionRules(mode, (service,), fair=options.fair),
         )
-        simulation = Simulation(self._trace, self._engines, scenario)
-        simulation.run()
-        return simulation
+        return Simulation(self._trace, self._engines, scenario)
 
     def _simulated(self, policy: str, mode: AdmissionMode, speed: float) -> Outcome:
-        simulation = self._simulate(policy, mode, speed)
+        simulation = self._simulation(policy, mode, speed)
+        simulation.run()
         summary = summary_of(simulation, self._objectives)
         case = _case(policy, mode)
-        self._write(simulation, f"{case}-{speed:g}".replace("/", "-"))
+        swings = self._write(simulation, f"{case}-{speed:g}".replace("/", "-"))
         why = rejections(simulation.records)
         longest, foretold = summary.long_effective, summary.predicted_hit
         note = f"{summary.seconds:.0f} simulated seconds, {simulation.events} events"
         note += f"; of the longest tenth {longest:.1%} effective; hits foretold {foretold:.1%}"
+        note += swings
+        if self._options.advise:
+            advice = advice_of(simulation, self._objectives)
+            note += "; " + shown_advice(advice)
         if why:
             note += "; not served: " + ", ".join(f"{name} {n}" for name, n in why.items())
         return Outcome(f"simulate/{case}/{speed:g}", summary.ttft, summary, note)
@@ -183,7 +196,8 @@ class Cases:
         found: dict[float, Summary] = {}
 
         def effective(speed: float) -> float:
-            simulation = self._simulate(policy, mode, speed)
+            simulation = self._simulation(policy, mode, speed)
+            run_while_attained(simulation, self._objectives)
             found[speed] = summary_of(simulation, self._objectives)
             return found[speed].effective
 
@@ -194,8 +208,9 @@ class Cases:
         note = f"speed {best.speed:.3g}, {best.effective:.1%} effective, {len(found)} simulations"
         return Outcome(f"goodput/{_case(policy, mode)}", rate, summary, note)
 
-    def _write(self, simulation: Simulation, name: str) -> None:
-        options = self._options
+    def _write(self, simulation: Simulation, name: str) -> str:
+        """Write what is wanted; returns how much the load of engines that decode swings."""
+        options, swings = self._options, ""
         if options.series:
             options.series.mkdir(parents=True, exist_ok=True)
             capacities = {
@@ -204,12 +219,15 @@ class Cases:
             }
             series = series_of(simulation.samples, capacities)
             (options.series / f"{name}.json").write_bytes(msgspec.json.encode(series))
+            mean, swing = swing_of(series.decode)
+            swings = f"; decode load {mean:.2f}, swings by {swing:.2f}"
             columns = {"prefill": series.prefill, "decode": series.decode, "KV": series.kv}
             (options.series / f"{name}.svg").write_text(plot(name, series.at_s, columns))
         if options.journal:
             options.journal.mkdir(parents=True, exist_ok=True)
             path = options.journal / f"{name}.jsonl"
             write_journal(path, simulation.head, simulation.journal)
+        return swings
 
 
 def _case(policy: str, mode: AdmissionMode) -> str:

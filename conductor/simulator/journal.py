@@ -226,7 +226,12 @@ def read_journal(path: Path) -> tuple[JournalHead, list[Line]]:
 
 
 class Desk:
-    """A dispatcher whose inputs and effects are written down, if a journal is given."""
+    """A dispatcher whose inputs and effects are written down, if a journal is given.
+
+    Attributes:
+        dispatcher: decides.
+        registry: its engines.
+    """
 
     def __init__(
         self,
@@ -244,7 +249,7 @@ class Desk:
             journal: gets a line for each input and decision; None = nobody wants to know.
         """
         self.dispatcher = dispatcher
-        self._registry = registry
+        self.registry = registry
         self._find = find
         self._journal = journal
 
@@ -282,7 +287,7 @@ class Desk:
     def health(self, engine: str, now: float, *, ok: bool) -> None:
         """An engine fails, for good, or lives again."""
         self._write(HealthInput(now, engine, ok))
-        set_health(self._registry, engine, now, ok=ok)
+        set_health(self.registry, engine, now, ok=ok)
 
     def step(self, now: float) -> list[Effect]:
         """Let the dispatcher decide what it can decide now."""

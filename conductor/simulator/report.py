@@ -5,6 +5,10 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from conductor.advice.advise import Advice, advise
+from conductor.advice.capacity import Targets
+from conductor.advice.fleet import kinds_of
+from conductor.simulator.goodput import ATTAINED
 from conductor.simulator.scenario import Record
 from conductor.simulator.simulation import Simulation
 
@@ -94,6 +98,41 @@ def summary_of(simulation: Simulation, objectives: Objectives) -> Summary:
         predicted_hit=sum(one.predicted_hit for one in served) / tokens,
         seconds=max((one.ended or 0.0 for one in records), default=0.0),
     )
+
+
+def run_while_attained(simulation: Simulation, objectives: Objectives) -> None:
+    """Simulate until all have ended, or too many are lost for this rate to count as goodput."""
+    bearable = (1 - ATTAINED) * len(simulation.records) + 1e-6
+    lost = looked_at = 0
+    while lost <= bearable and simulation.step():
+        lost += sum(not objectives.met(one) for one in simulation.ended[looked_at:])
+        looked_at = len(simulation.ended)
+
+
+def advice_of(simulation: Simulation, objectives: Objectives) -> Advice:
+    """What would be advised at the end of the arrivals, by what the dispatcher knows."""
+    dispatcher, registry = simulation.desk.dispatcher, simulation.desk.registry
+    model = simulation.head.engines[0].model
+    last = simulation.records[-1].arrived if simulation.records else 0.0
+    load = dispatcher.admission.recent.shape({model}, last)
+    targets = Targets(objectives.ttft_s, objectives.tbt_s)
+    return advise(kinds_of(registry, dispatcher.loads), load, targets)
+
+
+def shown_advice(advice: Advice) -> str:
+    """Advice in a line."""
+    if advice.reason:
+        return f"no advice: {advice.reason}"
+    found = f"{advice.rate:.3g} requests/s came, {advice.served:.3g} can be served in time"
+    found += f", limited by {advice.limit}"
+    short = [f"{one.engines} {one.hardware}" for one in advice.short]
+    if short:
+        found += f", short of {' or '.join(short)}"
+    if advice.flip is not None:
+        one = advice.flip
+        found += f"; advice: let one {one.hardware} {one.role} instead of {one.was}"
+        found += f" ({one.gain - 1:+.0%})"
+    return found
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:

@@ -33,6 +33,7 @@ class Simulation:
 
     Attributes:
         records: what became of each request, in order of the trace.
+        ended: these, in order of their ends, as far as they have ended.
         samples: of load, if the scenario wants them.
         journal: inputs and decisions of the dispatcher, if the scenario wants them.
         head: what the dispatcher was made of.
@@ -50,6 +51,7 @@ class Simulation:
         """
         self.scenario = scenario
         self.records = [Record(one, one.at_s / scenario.speed) for one in trace]
+        self.ended: list[Record] = []
         self.samples: list[Sample] = []
         self.journal: list[Line] = []
         self.now = 0.0
@@ -193,6 +195,7 @@ class Simulation:
     def _end(self, record: Record, outcome: str, code: str = "") -> None:
         assert not record.outcome
         record.outcome, record.code, record.ended = outcome, code, self.now
+        self.ended.append(record)
 
     def _assigned(self, record: Record, assign: Assign) -> None:
         one = record.request

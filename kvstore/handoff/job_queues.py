@@ -16,7 +16,10 @@ from kvstore.handoff.tables import SendingLeg, SentPart
 JOBS_MAX: Final = 4
 """Jobs of a link that are submitted at a time: what an abort has to wait for."""
 JOINED_BYTES_MAX: Final = 256 * 1024
-"""Layers and chunks that wait for the link are joined to jobs of so many bytes."""
+"""Layers and chunks that wait for the link are joined to jobs of so many bytes.
+
+What is gathered and scattered to RANGES_BYTES_MAX: there a job costs more besides its bytes.
+"""
 _NO_BLOCKS: Final = np.zeros(0, dtype=np.int64)
 _NO_GENERATIONS: Final = np.zeros(0, dtype=np.uint64)
 
@@ -44,7 +47,7 @@ class JobQueues:
         here = part.blocks[offset : offset + len(positions)]
         there = leg.there[positions.start - leg.first :][: len(positions)]
         generations = part.generations[offset : offset + len(positions)]
-        blocks_max = max(RANGES_BYTES_MAX // share.block_bytes, 1)
+        blocks_max = max(RANGES_BYTES_MAX // max(share.block_bytes, 1), 1)
         runs = _joined(positions, here.tolist(), there, blocks_max, share)
         for ranges in batches(planes, runs, blocks_max, RANGES_MAX):
             sources = [int(here[one.first - positions.start]) for one in ranges]
@@ -114,7 +117,8 @@ class JobQueues:
 def _is_small(*jobs: PushJob) -> bool:
     """Whether jobs may be one."""
     sizes = [job.share.range_bytes(place) for job in jobs for place in job.ranges]
-    return sum(sizes) <= JOINED_BYTES_MAX and len(sizes) <= RANGES_MAX
+    most = RANGES_BYTES_MAX if jobs[0].share.is_staged else JOINED_BYTES_MAX
+    return sum(sizes) <= most and len(sizes) <= RANGES_MAX
 
 
 def _common(one: range, other: range) -> range:

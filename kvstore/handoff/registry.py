@@ -24,13 +24,15 @@ import msgspec
 
 from kvstore.errors import InvalidArgument, PeerUnreachable, ProtocolError, reason
 from kvstore.handoff.greeting import proof_of
-from kvstore.handoff.ranks import NUMBER_MAX, RANKS_MAX
+from kvstore.handoff.ranks import RANKS_MAX
 from kvstore.handoff.shape import PoolShape
 from kvstore.process.faults import Faults
 from kvstore.transport.streams import host_and_port
 
 LEASE_S: Final = 10.0
-LEASE_S_MAX: Final = 3_600
+LEASE_S_MAX: Final = 3_600.0
+NUMBER_MAX: Final = 1 << 16
+"""Of layers, and of heads."""
 TRANSPORTS_MAX: Final = 16
 _BODY_BYTES_MAX: Final = 1 << 20
 _WAIT_S: Final = 2.0
@@ -96,12 +98,12 @@ class RankRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if size not in sizes:
                 raise InvalidArgument(field, f"{size} bytes")
         for field, (first, stop) in (("layers", self.layers), ("heads", self.heads)):
-            if not 0 <= first < stop <= NUMBER_MAX:
+            if not 0 <= first < stop < NUMBER_MAX:
                 raise InvalidArgument(field, f"{first} to {stop}")
-        places = {"rank": (self.rank, self.ranks), "data_rank": (self.data_rank, self.data_ranks)}
-        for field, (number, count) in places.items():
-            if not 0 <= number < count <= RANKS_MAX:
-                raise InvalidArgument(field, f"{number} of {count}")
+        for field, number, of in (("rank", self.rank, self.ranks),
+                                  ("data_rank", self.data_rank, self.data_ranks)):  # fmt: skip
+            if not 0 <= number < of <= RANKS_MAX:
+                raise InvalidArgument(field, f"{number} of {of}, at most {RANKS_MAX}")
         if not 0 <= self.lease_s <= LEASE_S_MAX:
             raise InvalidArgument("lease_s", f"{self.lease_s} is not 0 to {LEASE_S_MAX}")
         if self.count < 0 or self.protocol < 1:
@@ -114,7 +116,8 @@ class RankTable:
     """The registrations of an instance. Pure."""
 
     def __init__(self) -> None:
-        self._ranks: dict[tuple[int, int], tuple[RankRecord, int]] = {}  # with its lease's end
+        #: (data-parallel rank, rank) → registration, with the end of its lease.
+        self._ranks: dict[tuple[int, int], tuple[RankRecord, int]] = {}
         self._former: dict[tuple[int, int], list[str]] = {}  # boots that were replaced
 
     def register(self, record: RankRecord, now_ns: int) -> str:
@@ -122,7 +125,7 @@ class RankTable:
         key = (record.data_rank, record.rank)
         before = self._ranks.get(key)
         if before is None and len(self._ranks) >= RANKS_MAX:
-            return "rank: there are too many"
+            return f"rank: {RANKS_MAX} are registered"
         former = self._former.setdefault(key, [])
         if before and before[0].boot == record.boot and record.count <= before[0].count:
             return "count: it has come before"

@@ -93,5 +93,7 @@ class Staging:
 
 def _by_length(lengths: Sequence[int]) -> list[npt.NDArray[np.intp]]:
     """Indices of equal lengths: the mover takes pages of one length."""
+    if len(set(lengths)) == 1:
+        return [np.arange(len(lengths))]
     numbers = np.array(lengths, dtype=np.int64)
     return [np.flatnonzero(numbers == length) for length in np.unique(numbers)]

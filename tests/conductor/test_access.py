@@ -29,7 +29,7 @@ OPEN = ("GET /health", "GET /readyz")
 REQUESTS = ("POST /v1/completions", "GET /v1/models", "POST /tokenize")
 READS = (
     "GET /metrics", "GET /v1/engines", "GET /v1/engines/e", "GET /v1/nodes", "GET /v1/decisions",
-    "GET /v1/decisions/x", "GET /v1/index", "POST /v1/index/match",
+    "GET /v1/decisions/x", "GET /v1/index", "POST /v1/index/match", "GET /v1/advice",
 )  # fmt: skip
 CHANGES = (
     "POST /v1/engines", "DELETE /v1/engines/x", "POST /v1/nodes", "DELETE /v1/nodes/x",

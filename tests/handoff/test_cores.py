@@ -377,3 +377,23 @@ def test_a_peer_that_never_drains_loses_its_link_although_others_live_on_it():
         ended += [(second, one) for one in core.tick(second * SECOND) if isinstance(one, EndLink)]
 
     assert ended == [(LIMBO_S_MAX, EndLink(b"L"))]
+
+
+def test_layers_of_the_same_blocks_wait_as_one_job_while_the_link_is_busy():
+    core = Senders(SHAPE, Patience())
+    core.open(1, 16 * 8, 0)
+    core.received(b"L", announce(1, list(range(8))), 0)
+
+    def push(layer: int, position: int):
+        positions = range(position, position + 1)
+        effects = core.push(1, range(layer, layer + 1), positions, [position], EMPTY, 0)
+        return [one.job for one in effects]
+
+    submitted = [job for position in range(JOBS_MAX) for job in push(0, position)]
+    assert len(submitted) == JOBS_MAX
+    assert [push(layer, 7) for layer in (0, 1)] == [[], []]
+    core.check()
+    (effect,) = core.completed(submitted[0].number, None, 0)
+    assert [place.plane for place in effect.job.ranges] == [0, 1, 2, 3]
+    assert effect.job.sources == effect.job.targets == [7] * 4
+    core.check()

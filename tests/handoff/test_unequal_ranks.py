@@ -7,14 +7,27 @@ import pytest
 
 from kvstore import mover
 from kvstore.errors import InvalidArgument
+from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.memory import HandoffPool
-from kvstore.handoff.ranks import RankGroup, RankPart
+from kvstore.handoff.prefill import PrefillManager
+from kvstore.handoff.ranks import RankGroup, RankPart, data_rank_of
+from kvstore.handoff.registry import HandoffRegistry
 from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.staging import Staging
 from kvstore.handoff.states import FailureCode, State
 from kvstore.mover.kvpool import HeadRows, KVPool
 from kvstore.tier.vectored import memory_at
-from tests.handoff.ranked import BLOCK_TOKENS, BLOCKS, HEADS, LAYERS, ranked, whole_of
+from tests.handoff.pair import PATIENCE, SECRET, SPACE
+from tests.handoff.ranked import (
+    BLOCK_TOKENS,
+    BLOCKS,
+    HEADS,
+    LAYERS,
+    Ranked,
+    RankMemory,
+    ranked,
+    whole_of,
+)
 from tests.handoff.test_ranks import grid
 
 
@@ -244,3 +257,51 @@ def test_pieces_of_heads_are_checked_and_in_order():
         with pytest.raises(InvalidArgument) as caught:
             pool.head_pieces(planes, blocks, rows)
         assert caught.value.field == field
+
+
+def test_a_room_is_pushed_by_its_data_parallel_rank(wait_until):
+    parts = tuple(split(heads=2))
+    registry = HandoffRegistry("127.0.0.1", 0, SECRET)
+    here = [
+        [RankMemory(RankGroup(rank, parts, bytes([data] * 16), data, 2)) for rank in range(2)]
+        for data in range(2)
+    ]
+    there = RankMemory(RankGroup.alone(RankPart((0, LAYERS), (0, HEADS)), bytes(16)))
+    prefill = [
+        [PrefillManager(one.pool, SPACE, SECRET, registry=registry.url) for one in ranks]
+        for ranks in here
+    ]
+    decode = DecodeManager(there.pool, SPACE, SECRET)
+    engines = [Ranked(registry, here[data], [there], prefill[data], [decode]) for data in range(2)]
+    try:
+        for room in (6, 7):
+            chosen = engines[data_rank_of(room, 2)]
+            whole = whole_of(room, 4)
+            senders, (receiver,) = chosen.begin(room, 4)
+            receiver.announce(0, [4, 5, 6, 7])
+            chosen.push(senders, whole, [0, 1, 2, 3])
+            wait_until(lambda one=receiver: one.state == State.SUCCESS)
+            assert chosen.wrong(whole, [4, 5, 6, 7]) == []
+            wait_until(lambda all=senders: {one.state for one in all} == {State.SUCCESS})
+            receiver.close()
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def test_links_are_made_when_all_ranks_of_prefill_have_registered(wait_until):
+    with ranked(split(heads=2), split()) as engines:
+        engines.prefill[1].close()  # it ends its lease
+        receiver = engines.decode[0].receiver(1, engines.registry.url, BLOCK_TOKENS)
+        wait_until(lambda: receiver.state == State.FAILED)
+        assert "not registered" in receiver.failure.message
+        back = PrefillManager(
+            engines.here[1].pool, SPACE, SECRET, registry=engines.registry.url, patience=PATIENCE
+        )
+        engines.prefill[1] = back
+        whole = whole_of(2, 2)
+        senders, (receiver,) = engines.begin(2, 2)
+        receiver.announce(0, [0, 1])
+        engines.push(senders, whole, [0, 1])
+        wait_until(lambda: receiver.state == State.SUCCESS)
+        assert engines.wrong(whole, [0, 1]) == []

@@ -58,6 +58,7 @@ def test_the_size_of_the_slab_may_have_a_unit() -> None:
         ),
         (["--handoff", "push", "--handoff-secret-file", "/nowhere"], "--handoff-secret-file: /no"),
         (["--port", "{taken}"], "--port: error while attempting to bind"),
+        (["--ranks", "3"], "--ranks, --handoff-host"),
     ],
 )
 def test_what_cannot_be_used_ends_the_engine_with_one_line(words, said) -> None:
