@@ -16,7 +16,6 @@ from kvstore.errors import (
     KVStoreError,
     PeerUnreachable,
     ProtocolError,
-    TransferTimeout,
 )
 from kvstore.handoff.aux_data import AUX_BYTES_MAX, AuxData, decode_aux
 from kvstore.handoff.connecting import CONNECT_S, PURPOSES, link_to
@@ -28,12 +27,12 @@ from kvstore.handoff.links import (
     PeerLinks,
     PushLink,
     Ticker,
+    cause_of,
+    note_refused,
     refusals,
-    refused_words,
 )
 from kvstore.handoff.memory import AuxSlots, HandoffPool
 from kvstore.handoff.messages import (
-    FromPrefill,
     LandingPlace,
     RangesHead,
     RangesWritten,
@@ -355,19 +354,13 @@ class DecodeManager:
                 if isinstance(message, RangesHead | RangesWritten):
                     self._take(link, sealed, message, staging)
                     continue
-            except TransferTimeout:
-                why = f"nothing came for {self._silence_s} s"
-                self._fault(peer, FailureCode.PEER_SILENT, why)
-                return
             except KVStoreError as error:
-                protocol = error.code == "protocol"
-                code = FailureCode.PROTOCOL if protocol else FailureCode.PEER_CLOSED
-                self._fault(peer, code, str(error))
+                self._fault(peer, cause_of(error), str(error))
                 return
             with self._lock:
                 refused, now_ns = refusals(self._core.counts), time.monotonic_ns()
                 self._carry_out(self._core.received(link.number, message, now_ns))
-                self._note_refused(link, message, refused)
+                note_refused(self.faults, link, message, self._core.counts, refused)
 
     def _take(
         self, link: PushLink, sealed: SealedStream, head: RangesHead | RangesWritten,
@@ -379,7 +372,7 @@ class DecodeManager:
             refused, now_ns = refusals(self._core.counts), time.monotonic_ns()
             landing, size, effects = self._core.arriving(link.number, head, now_ns)
             self._carry_out(effects)
-            self._note_refused(link, head, refused)
+            note_refused(self.faults, link, head, self._core.counts, refused)
         if landing is None and not follows:
             return
         if landing is None:
@@ -395,15 +388,11 @@ class DecodeManager:
                 sealed.receive_into(views, self._silence_s)
             right = staging.verify(self._pool, self._aux, landing)
             code, why = None if right else FailureCode.DIGEST, "bytes do not match their digest"
-        except TransferTimeout:
-            code, why = FailureCode.PEER_SILENT, "nothing came within a range"
+        except KVStoreError as error:
+            code, why = cause_of(error), f"within a range: {error}"
             raise
         finally:
             self._landed(landing, code, why)
-
-    def _note_refused(self, link: PushLink, message: FromPrefill, before: int) -> None:
-        if refusals(self._core.counts) > before:
-            self.faults.note("refused", f"{link.peer}: {refused_words(message)}")
 
     def _landed(self, landing: Landing, code: FailureCode | None, why: str) -> None:
         if code is FailureCode.DIGEST:

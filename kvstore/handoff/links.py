@@ -12,10 +12,12 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Final
 
-from kvstore.errors import PeerUnreachable
+from kvstore.errors import KVStoreError, PeerUnreachable, ProtocolError, TransferTimeout
 from kvstore.handoff.effects import PushJob
 from kvstore.handoff.greeting import SealedStream
 from kvstore.handoff.messages import FromDecode, FromPrefill, HandoffPing, encode_message
+from kvstore.handoff.states import FailureCode
+from kvstore.process.faults import Faults
 
 PING_S: Final = 0.4
 """A ping is sent when nothing else was for so long: twice within the shortest silence allowed."""
@@ -46,10 +48,21 @@ def refusals(counts: Counter[str]) -> int:
     return sum(counts[name] for name in _REFUSALS)
 
 
-def refused_words(message: FromDecode | FromPrefill) -> str:
-    """What to log of a message that a core has refused."""
-    assert not isinstance(message, HandoffPing)
-    return f"{type(message).__name__} about room {message.room} was refused"
+def note_refused(
+    faults: Faults, link: "PushLink", message: FromDecode | FromPrefill, counts: Counter[str],
+    before: int,
+) -> None:  # fmt: skip
+    """Log a message with its peer if a core has refused it; ``before`` is :func:`refusals`."""
+    if refusals(counts) > before and not isinstance(message, HandoffPing):
+        what = f"{type(message).__name__} about room {message.room} was refused"
+        faults.note("refused", f"{link.peer}: {what}")
+
+
+def cause_of(error: KVStoreError) -> FailureCode:
+    """Why a link ends on which reading has failed."""
+    if isinstance(error, TransferTimeout):
+        return FailureCode.PEER_SILENT
+    return FailureCode.PROTOCOL if isinstance(error, ProtocolError) else FailureCode.PEER_CLOSED
 
 
 class Outbox:

@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.errors import InvalidArgument, KVStoreError, PeerUnreachable, TransferTimeout, reason
+from kvstore.errors import InvalidArgument, KVStoreError, PeerUnreachable, reason
 from kvstore.handoff.aux_data import AuxData, encode_aux
 from kvstore.handoff.effects import Effect, PushJob, SendTo, Submit
 from kvstore.handoff.greeting import GREETING_S, PROTOCOL, Greeter, SealedStream
@@ -25,9 +25,10 @@ from kvstore.handoff.links import (
     LinkThreads,
     PushLink,
     Ticker,
+    cause_of,
     fit_send_buffer,
+    note_refused,
     refusals,
-    refused_words,
 )
 from kvstore.handoff.memory import HandoffPool, Places, digests_of
 from kvstore.handoff.messages import RangesHead, RangesWritten, encode_message, read_from_decode
@@ -323,21 +324,14 @@ class PrefillManager:
         while not link.is_closed:
             try:
                 message = read_from_decode(sealed.receive(self._silence_s))
-            except TransferTimeout:
-                why = f"nothing came for {self._silence_s} s"
-                self._fault(link, FailureCode.PEER_SILENT, why)
-                return
             except KVStoreError as error:
-                protocol = error.code == "protocol"
-                code = FailureCode.PROTOCOL if protocol else FailureCode.PEER_CLOSED
-                self._fault(link, code, str(error))
+                self._fault(link, cause_of(error), str(error))
                 return
             with self._lock:
                 if not link.is_closed:
                     refused, now_ns = refusals(self._core.counts), time.monotonic_ns()
                     self._carry_out(self._core.received(link.number, message, now_ns))
-                    if refusals(self._core.counts) > refused:
-                        self.faults.note("refused", f"{link.peer}: {refused_words(message)}")
+                    note_refused(self.faults, link, message, self._core.counts, refused)
 
     def _write(self, link: PushLink, sealed: SealedStream) -> None:
         """Write messages and ranges until the link ends."""

@@ -7,35 +7,26 @@ stopped process and after their link was closed. Pools are real memory: every bl
 counts on is compared with what follows from its request.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-import numpy as np
-
 from kvstore.errors import CapacityError, InvalidArgument
-from kvstore.handoff.memory import AuxSlots, HandoffPool
+from kvstore.handoff.memory import AuxSlots
 from kvstore.handoff.receiving import Receivers
 from kvstore.handoff.rooms import RoomNumbers
 from kvstore.handoff.sending import Senders
 from kvstore.handoff.states import HandoffProgress, Patience, State
-from kvstore.mover.kvpool import KVPool
 from kvstore.testing.handoff_links import (
     SECOND,
     HandoffOutcome,
     HandoffProcess,
     HandoffWires,
-    content_of,
 )
+from kvstore.testing.handoff_memory import BLOCK_TOKENS, BLOCKS, LAYERS, PLANES, PoolMemory
 from kvstore.testing.handoff_registry import EVERY_NS, RegistryProcess, registering
 from kvstore.testing.timeline import FaultRates, Timeline
 
-LAYERS: Final = 2
-PLANES: Final = 2 * LAYERS
-BLOCK_BYTES: Final = 64
-BLOCK_TOKENS: Final = 4
-BLOCKS: Final = 24
 AUX_SLOTS: Final = 6
 AUX_BYTES: Final = 64
 PATIENCE: Final = Patience(bootstrapping_s=3, waiting_s=3, transferring_s=2, total_s=10)
@@ -69,49 +60,6 @@ class HandoffFaults:
     aborted: float = 0.003
     careless: float = 0.02
     trouble: float = 0.03
-
-
-class PoolMemory:
-    """The pool of a simulated engine: real memory, an allocator, generations."""
-
-    def __init__(self) -> None:
-        self.planes = np.zeros((PLANES, BLOCKS, BLOCK_BYTES), dtype=np.uint8)
-        self.generations = np.zeros(BLOCKS, dtype=np.uint64)
-        self.free = list(range(BLOCKS))
-        base = int(self.planes.ctypes.data)
-        planes = tuple(base + plane * BLOCKS * BLOCK_BYTES for plane in range(PLANES))
-        pool = KVPool(planes, BLOCK_BYTES, BLOCK_BYTES, BLOCKS)
-        self.pool = HandoffPool(pool, BLOCK_TOKENS, self.generations)
-
-    def take(self, count: int, shuffle: Callable[[list[int]], None] | None) -> list[int] | None:
-        """Blocks, in order or shuffled; None if there are too few."""
-        if count > len(self.free):
-            return None
-        self.free.sort()
-        if shuffle is not None:
-            shuffle(self.free)
-        taken, self.free = self.free[:count], self.free[count:]
-        return taken
-
-    def give_back(self, blocks: list[int]) -> None:
-        """Blocks are free; a later owner writes other bytes."""
-        self.free += blocks
-        self.generations[blocks] += np.uint64(1)
-
-    def write(self, plane: int, block: int, room: int, position: int) -> None:
-        """The KV of one position of one plane."""
-        self.planes[plane, block] = content_of(room, plane, position)
-
-    def wrong(self, blocks: list[int], room: int, first: int) -> list[int]:
-        """Positions whose bytes are not those of the request."""
-        return [
-            first + at
-            for at, block in enumerate(blocks)
-            if any(
-                (self.planes[plane, block] != content_of(room, plane, first + at)).any()
-                for plane in range(PLANES)
-            )
-        ]
 
 
 @dataclass

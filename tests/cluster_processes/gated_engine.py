@@ -58,10 +58,10 @@ def put_gates_into_prefill(gates: Path) -> None:
             stand(gates, "layer")
         computed(self, pieces, layer)
 
-    def gated_job(self: PrefillManager, one: Any, sealed: SealedStream) -> Any:
+    def gated_job(self: PrefillManager, one: Any, *rest: Any) -> Any:
         if one.aux:
             stand(gates, "aux")
-        return job(self, one, sealed)
+        return job(self, one, *rest)
 
     def gated_seal(self: SealedStream, body: bytes, after: Any, limit_s: float) -> None:
         if not after or not (gates / "range").exists():

@@ -146,7 +146,8 @@ def test_an_engine_that_is_killed_in_any_state_costs_the_other_one_time_only(
     for state in STATES:
         asked = strike(scene, KILL, victim, survivor, state)
         lost = asked.prefill if side == "prefill" else asked.decode
-        assert lost.exception(ANSWER_S) is not None
+        answered = side == "prefill" and STATES[state][1] == "success"  # before it was killed
+        assert lost.exception(ANSWER_S) is not None or answered, state
         victim.start()
 
     last = scene.ask(prompt_of("the end"))  # it has its old address, and another boot

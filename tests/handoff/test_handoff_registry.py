@@ -118,7 +118,8 @@ def record(boot: int = 1, count: int = 1, **changed: Any) -> RankRecord:
 
 
 WRONG: dict[str, list[Any]] = {
-    "rank": [-1, 1 << 20], "address": ["", "x", "h:99999", ":1"],
+    "rank": [-1, 1, 1 << 20], "ranks": [0, 1 << 20], "data_rank": [-1, 1], "data_ranks": [0],
+    "address": ["", "x", "h:99999", ":1"],
     "boot": ["", "zz" * 16, "ab" * 15], "count": [-1],
     "layers": [(0, 0), (-1, 2), (0, 1 << 40)], "heads": [(2, 1), (0, 1 << 40)],
     "space": ["zz", "ab" * 65], "transports": [[], ["x"] * 17], "protocol": [0, -1],
