@@ -1,6 +1,8 @@
 """What an engine needs to push or to be pushed to, and what it says about a push."""
 
 import os
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
@@ -49,23 +51,41 @@ class HandoffOptions:
     transport: Transport = TCP
     mooncake_protocol: Protocol = "rdma"
 
-    def writer(self, pool: PagedPool) -> MooncakeWriter | None:
-        """Prefill's end of the transport beside TCP, for this pool; None = there is none.
+    def writers(self, pool: PagedPool) -> Sequence[MooncakeWriter | None]:
+        """Of each rank, prefill's end of the transport beside TCP; None = there is none.
 
         Raises:
             ConfigError: it cannot be used here.
         """
-        if self.transport == TCP or pool.shared is None:
-            return None
-        return MooncakeWriter(pool.shared, host=self.host, protocol=self.mooncake_protocol)
+        memory = pool.shared
+        if memory is None:
+            return [None] * pool.ranks
+        with ExitStack() as undo:
+            made = [
+                undo.enter_context(
+                    closing(MooncakeWriter(memory, host=self.host, protocol=self.mooncake_protocol))
+                )
+                for _ in range(pool.ranks)
+            ]
+            undo.pop_all()
+        return made
 
-    def landing(self, pool: PagedPool) -> MooncakeLanding | None:
-        """Decode's end, as :meth:`writer`."""
-        if self.transport == TCP or pool.shared is None:
-            return None
-        return MooncakeLanding(
-            pool.shared, pool.planes(), host=self.host, protocol=self.mooncake_protocol
-        )
+    def landings(self, pool: PagedPool) -> Sequence[MooncakeLanding | None]:
+        """Of each rank, decode's end, as :meth:`writers`."""
+        memory, host, protocol = pool.shared, self.host, self.mooncake_protocol
+        if memory is None:
+            return [None] * pool.ranks
+        with ExitStack() as undo:
+            made = [
+                undo.enter_context(
+                    closing(
+                        MooncakeLanding(memory, pool.planes(rank), host=host, protocol=protocol)
+                    )
+                )
+                for rank in range(pool.ranks)
+            ]
+            undo.pop_all()
+        return made
 
 
 class PushParts(NamedTuple):

@@ -90,7 +90,7 @@ class DecodePushes:
     def __init__(self, options: HandoffOptions, parts: PushParts, queues: DecodeQueues) -> None:
         """Begin with no connection: each prefill engine is connected to when it is named."""
         self._pool = parts.pool
-        engine = options.landing(parts.pool)
+        engines = options.landings(parts.pool)
         self._allocator = parts.allocator
         self._metrics = parts.metrics
         self._queues = queues
@@ -106,13 +106,18 @@ class DecodePushes:
                 patience=options.patience,
                 engine=engine,
             )
-            for pool in parts.handoff_pools(fake=options.fake)
+            for pool, engine in zip(parts.handoff_pools(fake=options.fake), engines, strict=True)
         ]
         parts.metrics.limbo_blocks.set_function(
             lambda: max(manager.stats()["limbo_blocks"] for manager in self._managers)
         )
         parts.metrics.aux_slots.set_function(
             lambda: max(manager.stats()["aux_slots"] for manager in self._managers)
+        )
+        parts.metrics.ended_push_engines.set_function(
+            lambda: sum(
+                manager.stats().get("engines_ended_for_limbo", 0) for manager in self._managers
+            )
         )
 
     # Any thread

@@ -85,7 +85,7 @@ class PrefillPushes:
         self._queues = queues
         self._begun: dict[Request, RankSenders] = {}  # not read from the inbox yet
         self._pushes: dict[Request, _Outgoing] = {}
-        writer = options.writer(parts.pool)
+        writers = options.writers(parts.pool)
         self._registry = HandoffRegistry(options.host, options.registry_port, options.secret)
         self.registry = self._registry.url
         managers: list[PrefillManager] = []
@@ -100,17 +100,21 @@ class PrefillPushes:
                         host=options.host,
                         port=options.port and options.port + rank,
                         patience=options.patience,
-                        writer=writer,
+                        writer=writers[rank],
                     )
                 )
         except KVStoreError:
             for manager in managers:
                 manager.close()
             self._registry.close()
-            if writer is not None:
-                writer.close()
+            for writer in writers:
+                if writer is not None:
+                    writer.close()
             raise
         self._managers = managers
+        parts.metrics.written_push_jobs.set_function(
+            lambda: sum(manager.stats()["written_jobs"] for manager in managers)
+        )
 
     # Any thread
 
