@@ -105,6 +105,7 @@ class DecodeManager:
         self._over = threading.Event()
         self.faults = Faults(_LOG, "handoff, decode")
         self._engine = engine
+        self._transport = engine.transport if engine is not None else ""
         self._ticker = Ticker(self._tick, "kvstore-handoff-ticker")
         if engine is not None:
             engine.begin(self._engine_up, self._engine_ended)
@@ -225,19 +226,13 @@ class DecodeManager:
         streams: list[DataStream] = []
         try:
             sources = self._connect(peer, client, streams)
+            with self._lock:
+                if peer.is_closed:  # nobody would tell the core of its end
+                    raise PeerUnreachable("the manager was closed")
+                self._carry_out(self._core.linked(peer.peer, sources, time.monotonic_ns()))
         except KVStoreError as error:
             with self._lock:
                 self._give_up(peer, error)
-            for stream in streams:
-                stream.close()
-            return
-        with self._lock:
-            over = peer.is_closed  # nobody would tell the core of its end
-            if over:
-                self._give_up(peer, PeerUnreachable("the manager was closed"))
-            else:
-                self._carry_out(self._core.linked(peer.peer, sources, time.monotonic_ns()))
-        if over:
             for stream in streams:
                 stream.close()
             return
@@ -289,7 +284,7 @@ class DecodeManager:
         begun = time.monotonic()
         for attempt in range(TRIES_MAX):
             try:
-                ranks = peer_ranks(client.ranks(), self._group, self._pool.shape)
+                ranks = peer_ranks(client.ranks(), self._group, self._pool.shape, self._transport)
                 made = [(rank, self._link(peer, rank, streams)) for rank in ranks]
             except ValueError as error:
                 raise ProtocolError(f"the registration cannot be read: {error}") from error
@@ -320,31 +315,19 @@ class DecodeManager:
                 raise PeerUnreachable(f"{there} links are in use, {len(made)} more are too many")
             if not all(peer.add(link) for _, link in made):
                 raise PeerUnreachable("the manager was closed")
-        return {link.number: self._source(rank) for rank, link in made}
-
-    def _source(self, rank: PeerRank) -> LinkSource:
-        """A rank of prefill as the core knows it: with the other transport, if it has it too."""
-        shared = self._engine is not None and self._engine.transport in rank.record.transports
-        writes = shared and rank.source.share.is_all_of(self._pool.shape)
-        return rank.source._replace(writes=writes)
+        return {link.number: rank.source for rank, link in made}
 
     def _link(self, peer: PeerLinks, rank: PeerRank, streams: list[DataStream]) -> PushLink:
         """Both connections to one rank."""
-        link = PushLink(os.urandom(16), peer.peer)
+        link, record = PushLink(os.urandom(16), peer.peer), rank.record
+        boot = bytes.fromhex(record.boot)
         for purpose in _PURPOSES:
-            if not link.add(purpose, self._greet(rank, purpose, link.number, streams)):
+            until_ns = time.monotonic_ns() + int(_CONNECT_S * 1e9)
+            streams.append(connect(*host_and_port(record.address), None, until_ns))
+            sealed = self._greeter.greet(streams[-1], purpose, link.number, boot, rank.share)
+            if not link.add(purpose, sealed):
                 raise PeerUnreachable("the link was closed")
         return link
-
-    def _greet(
-        self, rank: PeerRank, purpose: Purpose, number: bytes, streams: list[DataStream]
-    ) -> SealedStream:
-        """One connection of a link."""
-        until_ns = time.monotonic_ns() + int(_CONNECT_S * 1e9)
-        stream = connect(*host_and_port(rank.record.address), None, until_ns)
-        streams.append(stream)
-        boot = bytes.fromhex(rank.record.boot)
-        return self._greeter.greet(stream, purpose, number, boot, rank.share)
 
     def _drop(self, peer: PeerLinks, code: FailureCode, why: str) -> None:
         """Close the links to a peer, and fail what lives on them."""
