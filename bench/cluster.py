@@ -141,6 +141,8 @@ class Options:
             through the store.
         kv_hashes: whether engines hash each request's K and V.
         handoff: how prefill hands K/V over: through the ``store``, or by ``push``.
+        handoff_transport: of pushes: ``tcp``, or ``mooncake`` over its own TCP, which needs a
+            network where nobody else reaches its ports.
         push_after: what the prefill engines compute before they push, each its own, in turns.
     """
 
@@ -157,6 +159,7 @@ class Options:
     prefix_cache: bool = False
     kv_hashes: bool = True
     handoff: str = "store"
+    handoff_transport: str = "tcp"
     push_after: tuple[str, ...] = ("layer",)
 
 
@@ -291,6 +294,8 @@ class Cluster:
                 arguments += ["--handoff", "push", "--handoff-secret-file", str(self.secret())]
                 after = options.push_after[(int(name[1:]) - 1) % len(options.push_after)]
                 arguments += ["--push-after", after]
+                arguments += ["--handoff-transport", options.handoff_transport]
+                arguments += ["--mooncake-protocol", "tcp"]
         if mode != "mono" and options.prefix_cache:
             events = f"ipc://{self.directory}/{name}"
             arguments += ["--events", f"{events}.events", "--events-replay", f"{events}.replay"]

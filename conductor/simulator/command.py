@@ -30,7 +30,7 @@ from conductor.simulator.report import (
     shown_advice,
     summary_of,
 )
-from conductor.simulator.samples import Capacity, plot, series_of
+from conductor.simulator.samples import Capacity, plot, series_of, swing_of
 from conductor.simulator.scenario import Failure, Scenario
 from conductor.simulator.simulation import Simulation
 from conductor.simulator.trace import TracedRequest, read_trace
@@ -179,11 +179,12 @@ class Cases:
         simulation.run()
         summary = summary_of(simulation, self._objectives)
         case = _case(policy, mode)
-        self._write(simulation, f"{case}-{speed:g}".replace("/", "-"))
+        swings = self._write(simulation, f"{case}-{speed:g}".replace("/", "-"))
         why = rejections(simulation.records)
         longest, foretold = summary.long_effective, summary.predicted_hit
         note = f"{summary.seconds:.0f} simulated seconds, {simulation.events} events"
         note += f"; of the longest tenth {longest:.1%} effective; hits foretold {foretold:.1%}"
+        note += swings
         if self._options.advise:
             advice = advice_of(simulation, self._objectives)
             note += "; " + shown_advice(advice)
@@ -207,8 +208,9 @@ class Cases:
         note = f"speed {best.speed:.3g}, {best.effective:.1%} effective, {len(found)} simulations"
         return Outcome(f"goodput/{_case(policy, mode)}", rate, summary, note)
 
-    def _write(self, simulation: Simulation, name: str) -> None:
-        options = self._options
+    def _write(self, simulation: Simulation, name: str) -> str:
+        """Write what is wanted; returns how much the load of engines that decode swings."""
+        options, swings = self._options, ""
         if options.series:
             options.series.mkdir(parents=True, exist_ok=True)
             capacities = {
@@ -217,12 +219,15 @@ class Cases:
             }
             series = series_of(simulation.samples, capacities)
             (options.series / f"{name}.json").write_bytes(msgspec.json.encode(series))
+            mean, swing = swing_of(series.decode)
+            swings = f"; decode load {mean:.2f}, swings by {swing:.2f}"
             columns = {"prefill": series.prefill, "decode": series.decode, "KV": series.kv}
             (options.series / f"{name}.svg").write_text(plot(name, series.at_s, columns))
         if options.journal:
             options.journal.mkdir(parents=True, exist_ok=True)
             path = options.journal / f"{name}.jsonl"
             write_journal(path, simulation.head, simulation.journal)
+        return swings
 
 
 def _case(policy: str, mode: AdmissionMode) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from statistics import fmean, pstdev
 from typing import Final, NamedTuple
 
 import msgspec
@@ -86,6 +87,11 @@ def series_of(samples: Sequence[Sample], engines: Mapping[str, Capacity]) -> Ser
         found.decode.append(sum(now.engines[name].batch for name in second) / max(1, places))
         found.kv.append(sum(now.engines[name].reserved for name in second) / max(1, room))
     return found
+
+
+def swing_of(column: Sequence[float]) -> tuple[float, float]:
+    """Mean and standard deviation of a column of load; 0 of none."""
+    return (fmean(column), pstdev(column)) if column else (0.0, 0.0)
 
 
 def plot(title: str, at_s: Sequence[float], columns: Mapping[str, Sequence[float]]) -> str:

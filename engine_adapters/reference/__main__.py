@@ -84,6 +84,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="port for pushes, of a prefill engine; 0 = any free one")  # fmt: skip
     add("--handoff-registry-port", type=_number(0, 65_535), default=0, metavar="PORT",
         help="port of the registry of a prefill engine; 0 = any free one")  # fmt: skip
+    add("--handoff-fake", action="store_true",
+        help="push no K/V, for tests; both engines must, and keep nothing")  # fmt: skip
     add("--handoff-silence", type=_seconds, default=Patience().silence_s, metavar="SECONDS",
         help="an engine from which nothing comes for so long is given up; 1 or more")  # fmt: skip
     add("--handoff-transport", choices=("tcp", "mooncake"), default="tcp",
@@ -236,6 +238,8 @@ def _handoff_options(args: argparse.Namespace) -> HandoffOptions | None:
         return None
     if args.handoff_secret_file is None:
         raise ConfigError("--handoff-secret-file: --handoff push needs it")
+    if args.handoff_fake and (args.store or args.prefix_cache == "on"):
+        raise ConfigError("--handoff-fake: not with --store, nor without --prefix-cache off")
     with _given_by("--handoff-secret-file"):
         secret = read_secret(args.handoff_secret_file)
     return HandoffOptions(
@@ -247,6 +251,7 @@ def _handoff_options(args: argparse.Namespace) -> HandoffOptions | None:
         mooncake_protocol=args.mooncake_protocol,
         patience=Patience(silence_s=args.handoff_silence),
         push_after=args.push_after,
+        fake=args.handoff_fake,
     )
 
 

@@ -1,6 +1,8 @@
 """What an engine needs to push or to be pushed to, and what it says about a push."""
 
 import os
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
@@ -35,6 +37,8 @@ class HandoffOptions:
         mooncake_protocol: of Mooncake: ``rdma``, or ``tcp`` for tests.
         push_after: what prefill computes before it pushes: each layer, each chunk of the prompt, or
             the whole prompt. Others than ``layer`` are for comparisons.
+        fake: move no K/V, for tests; both sides must. What decode says has nothing to do with the
+            prompt, and every answer says so.
     """
 
     secret: bytes
@@ -43,26 +47,45 @@ class HandoffOptions:
     port: int = 0
     patience: Patience = field(default_factory=Patience)
     push_after: PushAfter = "layer"
+    fake: bool = False
     transport: Transport = TCP
     mooncake_protocol: Protocol = "rdma"
 
-    def writer(self, pool: PagedPool) -> MooncakeWriter | None:
-        """Prefill's end of the transport beside TCP, for this pool; None = there is none.
+    def writers(self, pool: PagedPool) -> Sequence[MooncakeWriter | None]:
+        """Of each rank, prefill's end of the transport beside TCP; None = there is none.
 
         Raises:
             ConfigError: it cannot be used here.
         """
-        if self.transport == TCP or pool.shared is None:
-            return None
-        return MooncakeWriter(pool.shared, host=self.host, protocol=self.mooncake_protocol)
+        memory = pool.shared
+        if memory is None:
+            return [None] * pool.ranks
+        with ExitStack() as undo:
+            made = [
+                undo.enter_context(
+                    closing(MooncakeWriter(memory, host=self.host, protocol=self.mooncake_protocol))
+                )
+                for _ in range(pool.ranks)
+            ]
+            undo.pop_all()
+        return made
 
-    def landing(self, pool: PagedPool) -> MooncakeLanding | None:
-        """Decode's end, as :meth:`writer`."""
-        if self.transport == TCP or pool.shared is None:
-            return None
-        return MooncakeLanding(
-            pool.shared, pool.planes(), host=self.host, protocol=self.mooncake_protocol
-        )
+    def landings(self, pool: PagedPool) -> Sequence[MooncakeLanding | None]:
+        """Of each rank, decode's end, as :meth:`writers`."""
+        memory, host, protocol = pool.shared, self.host, self.mooncake_protocol
+        if memory is None:
+            return [None] * pool.ranks
+        with ExitStack() as undo:
+            made = [
+                undo.enter_context(
+                    closing(
+                        MooncakeLanding(memory, pool.planes(rank), host=host, protocol=protocol)
+                    )
+                )
+                for rank in range(pool.ranks)
+            ]
+            undo.pop_all()
+        return made
 
 
 class PushParts(NamedTuple):
@@ -74,8 +97,11 @@ class PushParts(NamedTuple):
     allocator: BlockAllocator
     metrics: Metrics
 
-    def handoff_pools(self) -> list[HandoffPool]:
+    def handoff_pools(self, *, fake: bool) -> list[HandoffPool]:
         """The pool of each rank with the generations of its blocks."""
+        if fake:
+            pool, generations = self.pool.for_transfers(0), self.allocator.generations
+            return [HandoffPool(pool, self.pool.block_tokens, generations, fake=True)]
         layers, ranks = (0, len(self.pool.keys)), range(self.pool.ranks)
         parts = tuple(RankPart(layers, self.pool.heads(rank)) for rank in ranks)
         instance, tokens = os.urandom(INSTANCE_BYTES), self.pool.block_tokens
@@ -88,11 +114,12 @@ class PushParts(NamedTuple):
         ]  # fmt: skip
 
 
-def report_of(progress: JointProgress, wrong: str = "") -> HandoffReport:
+def report_of(progress: JointProgress, *, fake: bool, wrong: str = "") -> HandoffReport:
     """What an answer says about a push that has ended.
 
     Args:
         progress: of the push.
+        fake: no K/V were moved.
         wrong: code of why it failed although everything has arrived; empty = it did not.
     """
     state, code = _outcome(progress, wrong)
@@ -102,11 +129,12 @@ def report_of(progress: JointProgress, wrong: str = "") -> HandoffReport:
         code=code or None,
         seconds={name.lower(): seconds for name, seconds in progress.seconds.items()},
         bytes=progress.moved_bytes,
+        fake=fake,
     )
 
 
 def count_push(metrics: Metrics, progress: JointProgress, wrong: str = "") -> None:
-    """Count a push that has ended; the arguments are those of :func:`report_of`.
+    """Count a push that has ended; the arguments are as those of :func:`report_of`.
 
     A code that is unknown counts as ``other``.
     """

@@ -90,10 +90,11 @@ class DecodePushes:
     def __init__(self, options: HandoffOptions, parts: PushParts, queues: DecodeQueues) -> None:
         """Begin with no connection: each prefill engine is connected to when it is named."""
         self._pool = parts.pool
-        engine = options.landing(parts.pool)
+        engines = options.landings(parts.pool)
         self._allocator = parts.allocator
         self._metrics = parts.metrics
         self._queues = queues
+        self._fake = options.fake
         self._begun: dict[Request, RankReceivers | None] = {}  # not read from the inbox yet
         self._pushes: dict[Request, _Incoming] = {}
         self._managers = [
@@ -105,13 +106,18 @@ class DecodePushes:
                 patience=options.patience,
                 engine=engine,
             )
-            for pool in parts.handoff_pools()
+            for pool, engine in zip(parts.handoff_pools(fake=options.fake), engines, strict=True)
         ]
         parts.metrics.limbo_blocks.set_function(
             lambda: max(manager.stats()["limbo_blocks"] for manager in self._managers)
         )
         parts.metrics.aux_slots.set_function(
             lambda: max(manager.stats()["aux_slots"] for manager in self._managers)
+        )
+        parts.metrics.ended_push_engines.set_function(
+            lambda: sum(
+                manager.stats().get("engines_ended_for_limbo", 0) for manager in self._managers
+            )
         )
 
     # Any thread
@@ -180,6 +186,8 @@ class DecodePushes:
         stop = -(-request.prompt_tokens // block_tokens)
         push.blocks = request.blocks[first_token // block_tokens : stop]
         self._allocator.retain(push.blocks)
+        if self._fake:
+            self._pool.zero(push.blocks)  # nothing else is written to them
         push.receiver.announce(first_token, push.blocks)
 
     def restored(self, request: Request, tokens: int) -> None:
@@ -263,4 +271,4 @@ class DecodePushes:
             return
         push.receiver.close()
         count_push(self._metrics, push.receiver.progress, push.wrong)
-        push.request.report = report_of(push.receiver.progress, push.wrong)
+        push.request.report = report_of(push.receiver.progress, fake=self._fake, wrong=push.wrong)

@@ -46,6 +46,16 @@ class Metrics:
             "Blocks of failed pushes in which bytes may still arrive.",
             registry=registry,
         )
+        self.written_push_jobs = Gauge(
+            "reference_engine_written_push_jobs",
+            "Jobs of pushes that another transport than TCP has written.",
+            registry=registry,
+        )
+        self.ended_push_engines = Gauge(
+            "reference_engine_ended_push_engines",
+            "Transfer engines that were ended because bytes might still arrive through them.",
+            registry=registry,
+        )
         self.aux_slots = Gauge(
             "reference_engine_aux_slots", "Slots for aux data of pushes in use.", registry=registry
         )

@@ -90,8 +90,12 @@ def build(
 
     Raises:
         InvalidArgument: the engine cannot listen where ``handoff`` says, or the model has no such
-            ranks, or none with a store.
+            ranks, or none with a store; or K/V that were never pushed could be kept.
     """
+    more = store is not None or options.prefix_cache or options.ranks > 1
+    if handoff is not None and handoff.fake and (more or handoff.transport != TCP):
+        what = "not with a store, a prefix cache, several ranks or another transport"
+        raise InvalidArgument("fake", what)
     config = MODELS[options.model]
     if options.ranks < 1 or config.kv_heads % options.ranks:
         what = f"{options.ranks} does not divide the {config.kv_heads} K/V heads of {config.name}"

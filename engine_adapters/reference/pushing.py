@@ -79,17 +79,18 @@ class PrefillPushes:
         self._pool = parts.pool
         self._layers = range(len(parts.pool.keys))
         self._push_after = options.push_after
+        self._fake = options.fake
         self._allocator = parts.allocator
         self._metrics = parts.metrics
         self._queues = queues
         self._begun: dict[Request, RankSenders] = {}  # not read from the inbox yet
         self._pushes: dict[Request, _Outgoing] = {}
-        writer = options.writer(parts.pool)
+        writers = options.writers(parts.pool)
         self._registry = HandoffRegistry(options.host, options.registry_port, options.secret)
         self.registry = self._registry.url
         managers: list[PrefillManager] = []
         try:
-            for rank, pool in enumerate(parts.handoff_pools()):
+            for rank, pool in enumerate(parts.handoff_pools(fake=options.fake)):
                 managers.append(
                     PrefillManager(
                         pool,
@@ -99,17 +100,21 @@ class PrefillPushes:
                         host=options.host,
                         port=options.port and options.port + rank,
                         patience=options.patience,
-                        writer=writer,
+                        writer=writers[rank],
                     )
                 )
         except KVStoreError:
             for manager in managers:
                 manager.close()
             self._registry.close()
-            if writer is not None:
-                writer.close()
+            for writer in writers:
+                if writer is not None:
+                    writer.close()
             raise
         self._managers = managers
+        parts.metrics.written_push_jobs.set_function(
+            lambda: sum(manager.stats()["written_jobs"] for manager in managers)
+        )
 
     # Any thread
 
@@ -282,7 +287,7 @@ class PrefillPushes:
         self._allocator.release(push.blocks)
         push.sender.close()
         count_push(self._metrics, push.sender.progress)
-        push.request.report = report_of(push.sender.progress)
+        push.request.report = report_of(push.sender.progress, fake=self._fake)
 
 
 def _send(pieces: Sequence[_Piece], layers: range) -> None:

@@ -22,6 +22,7 @@ class HandoffReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             had no place for it); None = it did not.
         seconds: how long each state has lasted, by its name in lower case.
         bytes: KV and aux data that were sent, or that arrived and were verified.
+        fake: no KV were moved, so the tokens of the answer are not those of the prompt.
     """
 
     way: str
@@ -29,6 +30,7 @@ class HandoffReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     code: str | None = None
     seconds: dict[str, float] = {}
     bytes: int = 0
+    fake: bool = False
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -47,7 +47,7 @@ class JobQueues:
         here = part.blocks[offset : offset + len(positions)]
         there = leg.there[positions.start - leg.first :][: len(positions)]
         generations = part.generations[offset : offset + len(positions)]
-        blocks_max = max(RANGES_BYTES_MAX // share.block_bytes, 1)
+        blocks_max = max(RANGES_BYTES_MAX // max(share.block_bytes, 1), 1)
         runs = _joined(positions, here.tolist(), there, blocks_max, share)
         for ranges in batches(planes, runs, blocks_max, RANGES_MAX):
             sources = [int(here[one.first - positions.start]) for one in ranges]

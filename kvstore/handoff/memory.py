@@ -37,9 +37,11 @@ class HandoffPool:
         group: all ranks of the engine, which of them has this pool, and so which layers and heads
             it has. A block has one row a token, and in a row head after head. None = there is one
             rank, and so there is at the engines that it exchanges KV with.
+        fake: move no byte of KV, for tests and warm-up: handoffs go through all states, with their
+            aux data, and nothing in the pool is read or written. The pools of both sides must be.
 
     Attributes:
-        shape: its numbers.
+        shape: its numbers; a block of a fake pool has 0 bytes, so no other pool fits to it.
         group: as given.
 
     Raises:
@@ -53,11 +55,16 @@ class HandoffPool:
         block_tokens: int,
         generations: npt.NDArray[np.uint64] | None = None,
         group: RankGroup | None = None,
+        *,
+        fake: bool = False,
     ) -> None:
         if pool.device != "cpu":
             raise InvalidArgument("device", f"handoffs need host memory, not {pool.device}")
         if pool.block_stride_bytes != pool.block_bytes:
             raise InvalidArgument("block_stride_bytes", "handoffs need blocks without gaps")
+        if fake and group is not None:
+            raise InvalidArgument("fake", "only where there is one rank")
+        size = 0 if fake else pool.block_bytes
         if group is None:
             whole = RankPart((0, pool.layer_count), (0, 1))
             group = RankGroup.alone(whole, os.urandom(INSTANCE_BYTES))
@@ -67,7 +74,7 @@ class HandoffPool:
         self.shape = PoolShape(
             len(pool.planes),
             pool.planes_per_layer,
-            pool.block_bytes,
+            size,
             block_tokens,
             pool.block_count,
             part.layers[0],
@@ -77,9 +84,8 @@ class HandoffPool:
             raise InvalidArgument("generations", f"{generations.shape}, not ({pool.block_count},)")
         self._pool = pool
         self._planes = pool.planes
-        size = pool.block_count * pool.block_bytes
-        self._memory = [memory_at(plane, size) for plane in pool.planes]
-        self._block_bytes = pool.block_bytes
+        self._memory = [memory_at(plane, pool.block_count * size) for plane in pool.planes]
+        self._block_bytes = size
         self._generations = generations
 
     def generations(self, blocks: Sequence[int]) -> npt.NDArray[np.uint64]:
@@ -199,7 +205,7 @@ def landing_views(pool: HandoffPool, aux: AuxSlots, landing: Landing) -> list[me
 
 
 def digests_of(seed: int, ranges: Sequence[PushRange], places: Places) -> bytes:
-    """16 bytes for each range, of the bytes that are at its place now.
+    """16 bytes for each range, of the bytes that are at its place now; zeros if it has none.
 
     Args:
         seed: :meth:`kvstore.handoff.shape.LinkShare.seed_of` the room.
@@ -209,8 +215,8 @@ def digests_of(seed: int, ranges: Sequence[PushRange], places: Places) -> bytes:
     seeds = range_seeds(seed, ranges)
     numbers = np.fromiter(chain.from_iterable(places), np.uint64, 2 * len(places))
     addresses, lengths = numbers.reshape(-1, 2).T
-    different = set(lengths.tolist())
-    if len(different) == 1:
+    different = set(lengths.tolist()) - {0}
+    if len(different) == 1 and lengths.all():
         return mover.digest(addresses, different.pop(), seeds).tobytes()
     found = np.zeros((len(ranges), DIGEST_BYTES), dtype=np.uint8)
     for length in different:  # one call for all ranges of one length

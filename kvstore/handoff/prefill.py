@@ -155,7 +155,7 @@ class PrefillManager:
         with self._lock:
             return {
                 **self._core.counts, **self.faults.counts, "links": len(self._links),
-                "threads": len(self._threads),
+                "threads": len(self._threads), **self._writes.counts,
             }  # fmt: skip
 
     def close(self) -> None:

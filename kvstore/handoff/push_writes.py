@@ -1,6 +1,7 @@
 """Prefill's jobs that another transport carries: which, and what decode is told of their ends."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
@@ -26,6 +27,8 @@ class PushWrites:
 
     Attributes:
         transports: by which KV can be pushed, for the registry.
+        counts: jobs that were written, and jobs that went over the link although decode had
+            announced a place, because the transport did not take them.
     """
 
     def __init__(self, writer: BlockWriter | None, pool: HandoffPool, ended: JobEnded) -> None:
@@ -35,6 +38,7 @@ class PushWrites:
         self._ended = ended
         self._lock = threading.Lock()
         self._jobs: dict[int, tuple[PushJob, RangesWritten]] = {}
+        self.counts = Counter(dict.fromkeys(("written_jobs", "jobs_not_taken"), 0))
         if writer is not None:
             writer.begin(self._written)
 
@@ -45,6 +49,7 @@ class PushWrites:
             return False
         write = self._pool.write_of(job, place)
         if not writer.takes(write):
+            self.counts["jobs_not_taken"] += 1
             return False
         digests = digests_of(
             job.share.seed_of(job.room), job.ranges, self._pool.places(job.ranges, job.sources)
@@ -65,4 +70,5 @@ class PushWrites:
     def _written(self, number: int, why: str) -> None:
         with self._lock:
             job, message = self._jobs.pop(number)
+            self.counts["written_jobs"] += not why
         self._ended(job, message, why)

@@ -83,6 +83,9 @@ class SeenRooms:
             self._boots.popitem(last=False)
         if number >= boot.floor:
             boot.seen.add(number)
+        while boot.floor in boot.seen:  # an engine that gets every room remembers one number
+            boot.seen.remove(boot.floor)
+            boot.floor += 1
         if len(boot.seen) > ROOMS_KEPT:
             kept = sorted(boot.seen)[ROOMS_KEPT // 2 :]
             boot.floor, boot.seen = kept[0], set(kept)

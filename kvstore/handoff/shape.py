@@ -35,7 +35,7 @@ class PoolShape:
     Attributes:
         plane_count: planes, all layers of this rank together.
         planes_per_layer: planes of one layer.
-        block_bytes: bytes of one block in one plane.
+        block_bytes: bytes of one block in one plane; 0 = no KV is moved.
         block_tokens: tokens of one block.
         block_count: blocks of the pool.
         first_layer: of this rank.

@@ -12,95 +12,31 @@ import pytest
 
 from kvstore.errors import ConfigError
 from kvstore.handoff import mooncake
-from kvstore.handoff.decode import DecodeManager, Receiver
 from kvstore.handoff.mooncake import MooncakeLanding, MooncakeWriter
-from kvstore.handoff.prefill import PrefillManager, Sender
+from kvstore.handoff.places import unpack_ranges
+from kvstore.handoff.prefill import PrefillManager
 from kvstore.handoff.registry import HandoffRegistry
 from kvstore.handoff.shared_memory import SharedMemory
-from kvstore.handoff.states import FailureCode, Patience, State
-from tests.conftest import wait_for
+from kvstore.handoff.states import FailureCode, State
+from tests.cluster_processes.handoff_mooncake_scene import (
+    NEW,
+    OLD,
+    PATIENCE,
+    SIZE,
+    Scene,
+    say,
+    side,
+    stop,
+    until,
+)
 from tests.handoff.pair import (
-    BLOCK_BYTES,
     BLOCK_TOKENS,
-    BLOCKS,
     LAYERS,
     SECRET,
     SPACE,
     Memory,
     push_all,
 )
-
-PATIENCE = Patience(bootstrapping_s=10, waiting_s=10, transferring_s=5, total_s=60)
-SIZE = 2 * LAYERS * BLOCK_BYTES * BLOCKS
-OLD, NEW = list(range(64)), list(range(64, 128))
-
-
-class Scene:
-    """Managers of both sides in this process, each with an engine in a process of its own."""
-
-    def __init__(self) -> None:
-        self.registry = HandoffRegistry("127.0.0.1", 0, SECRET)
-        shared = SharedMemory(SIZE), SharedMemory(SIZE)
-        self.shared = shared
-        self.here, self.there = (Memory(shared=one) for one in shared)
-        self.writer = MooncakeWriter(shared[0], protocol="tcp")
-        self.landing = MooncakeLanding(shared[1], self.there.starts, protocol="tcp")
-        url = self.registry.url
-        self.prefill = PrefillManager(
-            self.here.pool, SPACE, SECRET, registry=url, patience=PATIENCE, writer=self.writer
-        )
-        self.decode = DecodeManager(
-            self.there.pool, SPACE, SECRET, name="d0", patience=PATIENCE, engine=self.landing
-        )
-
-    def begin(self, room: int, blocks: list[int]) -> tuple[Sender, Receiver]:
-        tokens = len(blocks) * BLOCK_TOKENS
-        receiver = self.decode.receiver(room, self.registry.url, tokens)
-        receiver.announce(0, blocks)
-        return self.prefill.sender(room, tokens), receiver
-
-    def push(self, room: int, here: list[int], there: list[int]) -> Receiver:
-        """A whole handoff; it succeeds."""
-        sender, receiver = self.begin(room, there)
-        push_all(sender, self.here, here)
-        until(lambda: receiver.state in (State.SUCCESS, State.FAILED))
-        assert receiver.state == State.SUCCESS, receiver.failure
-        assert self.there.has(room, range(len(there)), there)
-        sender.close()
-        receiver.close()
-        return receiver
-
-    def written(self) -> int:
-        """Blocks that went over Mooncake and not over the link."""
-        return self.writer._mooncake.stats()["written_pages"]
-
-    def engine_pid(self) -> int:
-        """The process that decode's pool is written through."""
-        process = self.landing._engine.process
-        assert process is not None
-        return int(process._process.pid)
-
-    def writer_pid(self) -> int:
-        process = self.writer._mooncake._reader.process
-        assert process is not None
-        return int(process._process.pid)
-
-    def close(self) -> None:
-        self.prefill.close()
-        self.decode.close()
-        self.registry.close()
-        for one in self.shared:
-            one.close()
-
-
-def until(condition: object, limit_s: float = 20.0) -> None:
-    assert wait_for(condition, limit_s)  # type: ignore[arg-type]
-
-
-def stop(pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
-    status = Path(f"/proc/{pid}/stat")
-    until(lambda: status.read_text().rpartition(")")[2].split()[0] == "T")
 
 
 def kv_go_over_mooncake_and_aux_over_the_link() -> None:
@@ -248,6 +184,61 @@ def engine_of_prefill_is_killed() -> None:
     scene.close()
 
 
+def prefill_is_ended_in_the_middle_of_writes(number: signal.Signals) -> None:
+    scene = Scene()
+    scene.push(1, [0], [0])
+    first = scene.engine_pid()
+    with side("prefill") as (process, (url, writing)):
+        stop(first)
+        receiver = scene.decode.receiver(2, url, 64 * BLOCK_TOKENS)
+        receiver.announce(0, OLD)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        stop(int(writing))
+        process.send_signal(number)
+        os.kill(first, signal.SIGCONT)
+        until(lambda: receiver.state == State.FAILED)
+        assert receiver.failure is not None
+        silent = FailureCode.PEER_SILENT, FailureCode.PEER_CLOSED
+        assert receiver.failure.code == silent[number is signal.SIGKILL]
+        until(lambda: not receiver.holds_blocks)
+        assert not Path(f"/proc/{first}").exists()
+        scene.there.planes[:, OLD] = 0xAB
+        os.kill(int(writing), signal.SIGCONT)
+        until(lambda: scene.landing._place is not None)
+        scene.push(3, NEW, NEW)
+        assert (scene.there.planes[:, OLD] == 0xAB).all(), "bytes came after the engine's end"
+    scene.close()
+
+
+def prefill_is_killed_in_the_middle_of_writes() -> None:
+    prefill_is_ended_in_the_middle_of_writes(signal.SIGKILL)
+
+
+def prefill_is_stopped_in_the_middle_of_writes() -> None:
+    prefill_is_ended_in_the_middle_of_writes(signal.SIGSTOP)
+
+
+def decode_is_killed_in_the_middle_of_writes() -> None:
+    scene = Scene()
+    scene.push(1, [0], [0])
+    with side("decode", scene.registry.url) as (process, (engine,)):
+        sender = scene.prefill.sender(2, 64 * BLOCK_TOKENS)
+        until(lambda: sender.state == State.WAITING_FOR_INPUT)
+        stop(int(engine))
+        scene.here.write(2, range(LAYERS), range(64), OLD)
+        sender.send(range(LAYERS), range(64), OLD)
+        until(lambda: bool(scene.writer._moving))
+        process.kill()
+        until(lambda: sender.state == State.FAILED)
+        assert sender.holds_blocks, "they are being read"
+        os.kill(int(engine), signal.SIGCONT)
+        until(lambda: not sender.holds_blocks)
+        until(lambda: not Path(f"/proc/{engine}/maps").exists())
+    scene.push(3, NEW, NEW)
+    scene.close()
+
+
 def both_sides_close_in_the_middle() -> None:
     scene = Scene()
     scene.push(1, [0], [0])
@@ -267,11 +258,12 @@ def a_flipped_byte_is_found() -> None:
     scene = Scene()
     scene.push(1, [0], [0])
     sender, receiver = scene.begin(2, OLD[:4])
-    landed = scene.decode._core.arriving
+    arriving = scene.decode._core.arriving
 
-    def flipped(*arguments):  # type: ignore[no-untyped-def]
-        scene.there.planes[0, OLD[2], 100] ^= 1
-        return landed(*arguments)
+    def flipped(link, head, now_ns):  # type: ignore[no-untyped-def]
+        if any(place.plane == 0 for place in unpack_ranges(head.ranges, head.digests)):
+            scene.there.planes[0, OLD[2], 100] ^= 1
+        return arriving(link, head, now_ns)
 
     scene.decode._core.arriving = flipped  # type: ignore[method-assign]
     push_all(sender, scene.here, OLD[:4])
@@ -313,6 +305,9 @@ CHECKS = (
     a_write_that_is_late_fails_its_handoff_and_its_blocks_come_back,
     the_others_of_an_engine_in_doubt_end_first_and_new_ones_go_over_the_link,
     engine_of_prefill_is_killed,
+    prefill_is_killed_in_the_middle_of_writes,
+    prefill_is_stopped_in_the_middle_of_writes,
+    decode_is_killed_in_the_middle_of_writes,
     engine_of_decode_is_killed,
     both_sides_close_in_the_middle,
     a_flipped_byte_is_found,
@@ -320,9 +315,9 @@ CHECKS = (
     rdma_without_a_device_is_refused,
 )
 
-WITH_THE_WHEEL = (CHECKS[0], *CHECKS[2:6], CHECKS[-1])
+WITH_THE_WHEEL = (CHECKS[0], CHECKS[2], *CHECKS[5:9], CHECKS[-1])
 """The others do not depend on how Mooncake behaves: a stand-in is enough."""
 
 if __name__ == "__main__":
     {check.__name__: check for check in CHECKS}[sys.argv[1]]()
-    sys.stdout.write("kept\n")
+    say("kept")

@@ -15,14 +15,12 @@ from bench.cluster import Cluster, NodeAt, Options, node_stats
 from bench.completion import Completion, complete
 from tests.cluster_processes.mooncake_scenes import Alone
 from tests.cluster_processes.store_scenes import start_server
-from tests.cluster_processes.trace_program import replay_both
+from tests.cluster_processes.trace_program import REQUESTS, TRACE, replay_both, trace_of
 from tests.conftest import Spawn, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
-REQUESTS = 200
 CLEAN_WAIT_S = 20.0
 PROMPT = [40 + index % 50 for index in range(500)]
-TRACE = Path(__file__).parents[3] / "shared" / "data" / "conversation_trace.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -48,19 +46,6 @@ def ask(url: str, prompt: list[int], **parameters: Any) -> Completion:
             return await complete(session, url, prompt, **parameters)
 
     return asyncio.run(once())
-
-
-def trace_of(folder: Path) -> Path:
-    """Requests that share beginnings, in the form of the published traces."""
-    lines = []
-    for number in range(REQUESTS):
-        ids = [0, 1, 2 + number % 5, 100 + number % 40, 1000 + number]
-        length = 512 * len(ids) - number % 500
-        entry = {"timestamp": 0, "input_length": length, "output_length": 9, "hash_ids": ids}
-        lines.append(json.dumps(entry))
-    path = folder / "trace.jsonl"
-    path.write_text("\n".join(lines))
-    return path
 
 
 def test_requests_of_a_trace_get_the_tokens_of_one_engine_alone(

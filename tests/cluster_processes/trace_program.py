@@ -19,6 +19,21 @@ from bench.cluster import Cluster, Options, node_stats
 
 CAPACITY_BYTES = 128 << 20
 KV_BLOCKS = 1024
+REQUESTS = 200
+TRACE = Path(__file__).parents[3] / "shared" / "data" / "conversation_trace.jsonl"
+
+
+def trace_of(folder: Path) -> Path:
+    """Requests that share beginnings, in the form of the published traces."""
+    lines = []
+    for number in range(REQUESTS):
+        ids = [0, 1, 2 + number % 5, 100 + number % 40, 1000 + number]
+        length = 512 * len(ids) - number % 500
+        entry = {"timestamp": 0, "input_length": length, "output_length": 9, "hash_ids": ids}
+        lines.append(json.dumps(entry))
+    path = folder / "trace.jsonl"
+    path.write_text("\n".join(lines))
+    return path
 
 
 def replay_both(cluster: Cluster, trace: Path, requests: int, block_tokens: int) -> int:

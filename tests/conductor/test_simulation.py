@@ -20,7 +20,7 @@ from conductor.simulator.journal import (
     write_journal,
 )
 from conductor.simulator.report import Objectives, percentile, rejections, summary_of
-from conductor.simulator.samples import Capacity, plot, series_of
+from conductor.simulator.samples import Capacity, plot, series_of, swing_of
 from conductor.simulator.scenario import Failure, Record
 from conductor.simulator.simulation import Simulation
 from conductor.simulator.trace import BLOCK_TOKENS, TracedRequest, read_trace
@@ -450,3 +450,8 @@ def test_a_trace_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str
     assert main(["simulate", "--trace", "/nowhere/x.jsonl", "--mixed", "1xh800"]) == 1
     assert main(["simulate", "--mixed", "1xh800"]) == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_swing_of_a_load_is_its_standard_deviation():
+    assert swing_of([0.0, 1.0, 0.0, 1.0]) == (0.5, 0.5)
+    assert swing_of([]) == (0.0, 0.0)

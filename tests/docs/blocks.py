@@ -23,6 +23,7 @@ REASONS: Final = {
     "needs a network": "it installs packages",
     "needs etcd": "make test-cluster looks at the same keys with another client",
     "needs Redis": "likewise",
+    "needs Mooncake": "tests/cluster_processes/handoff_mooncake_scene.py has the same calls",
     "needs vLLM": "make test-vllm runs the same with real engines",
     "takes minutes": "make targets and measurements",
 }

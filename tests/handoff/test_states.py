@@ -119,6 +119,7 @@ def test_a_boot_of_more_than_31_bits_is_refused():
 def test_a_room_that_was_seen_stays_seen_within_bounded_memory():
     seen = SeenRooms()
     rooms = RoomNumbers(3)
+    rooms.draw()  # for another engine: what was seen has a gap
     drawn = [rooms.draw() for _ in range(3 * ROOMS_KEPT)]
     for room in drawn:
         assert room not in seen

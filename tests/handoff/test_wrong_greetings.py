@@ -4,7 +4,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import msgspec
 import pytest
@@ -51,8 +51,9 @@ def greet(pair: Pair, make) -> None:
     host, _, port = pair.prefill.address.rpartition(":")
     with socket.create_connection((host, int(port)), 5) as stranger:
         challenge = msgspec.msgpack.decode(received(stranger), type=Challenge)
-        stranger.sendall(make(challenge.nonce))
-        stranger.shutdown(socket.SHUT_WR)
+        with suppress(OSError):  # prefill may have closed it already
+            stranger.sendall(make(challenge.nonce))
+            stranger.shutdown(socket.SHUT_WR)
         while received(stranger):
             pass
 

@@ -11,6 +11,7 @@ from engine_adapters.reference.request import State
 from engine_adapters.reference.sampler import Sampling
 from engine_adapters.reference.scheduler import Limits
 from engine_adapters.reference.tokenizer import TextStream
+from kvstore.errors import InvalidArgument
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.prefill import Sender
 from tests.conftest import WaitUntil
@@ -84,6 +85,46 @@ def test_kv_pushed_after_chunks_or_the_whole_prompt_are_those_of_one_engine(
     assert len(made) == sends
     assert {len(layers) for _, layers in made} == {1 if after == "layer" else 2}
     assert len({before for before, _ in made}) == (1 if after == "prompt" else 8)
+
+
+FAKE = {"handoff": replace(OPTIONS, fake=True), "prefix_cache": False}
+
+
+def test_a_fake_push_succeeds_without_a_byte_and_the_answers_say_so(
+    make_engine: MakeEngine, ask: Ask
+) -> None:
+    first = ask(make_engine(), TEXT[:200], 1).wait().tokens
+    pair = pair_of(make_engine, ask, prefill=FAKE, decode=FAKE)
+    here, there = pair.ask(TEXT[:200], 4)
+    assert there.wait().tokens[:1] == here.wait().tokens == first
+    for one in (here, there):
+        assert report(one) == ("success", None)
+        told = one.handoff and one.handoff.handoff
+        assert told
+        assert told.fake
+        assert told.bytes < 200, "the aux data"
+    layers = kept_hashes(pair)[1].layers
+    assert len({one for layer in layers for one in (layer.k, layer.v)}) == 1, "all are zeros"
+
+
+@pytest.mark.parametrize("fake", ["prefill", "decode"])
+def test_one_side_that_pushes_nothing_fails_the_push_and_the_tokens_are_right(
+    make_engine: MakeEngine, ask: Ask, fake: str
+) -> None:
+    expected = ask(make_engine(), TEXT[:200], 6).wait().tokens
+    sides: Any = {fake: FAKE}
+    pair = pair_of(make_engine, ask, **sides)
+    here, there = pair.ask(TEXT[:200], 6)
+    assert there.wait().tokens == expected
+    assert report(there) == ("failed", "unreachable")
+    pair.prefill.abort(here.request)
+
+
+@pytest.mark.parametrize("kept", [{"prefix_cache": True}, {"transport": "mooncake"}])
+def test_what_was_never_pushed_is_not_kept(make_engine: MakeEngine, kept: dict[str, Any]) -> None:
+    handoff = replace(OPTIONS, fake=True, transport=kept.pop("transport", "tcp"))
+    with pytest.raises(InvalidArgument, match="fake"):
+        make_engine(mode="decode", **({"handoff": handoff, "prefix_cache": False} | kept))
 
 
 def test_blocks_in_limbo_are_shown(
