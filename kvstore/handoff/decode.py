@@ -102,6 +102,7 @@ class DecodeManager:
         self._over = threading.Event()
         self.faults = Faults(_LOG, "handoff, decode")
         self._engine = engine
+        self._transport = engine.transport if engine is not None else ""
         self._ticker = Ticker(self._tick, "kvstore-handoff-ticker")
         if engine is not None:
             engine.begin(self._engine_up, self._engine_ended)
@@ -222,19 +223,13 @@ class DecodeManager:
         streams: list[DataStream] = []
         try:
             sources = self._connect(peer, client, streams)
+            with self._lock:
+                if peer.is_closed:  # nobody would tell the core of its end
+                    raise PeerUnreachable("the manager was closed")
+                self._carry_out(self._core.linked(peer.peer, sources, time.monotonic_ns()))
         except KVStoreError as error:
             with self._lock:
                 self._give_up(peer, error)
-            for stream in streams:
-                stream.close()
-            return
-        with self._lock:
-            over = peer.is_closed  # nobody would tell the core of its end
-            if over:
-                self._give_up(peer, PeerUnreachable("the manager was closed"))
-            else:
-                self._carry_out(self._core.linked(peer.peer, sources, time.monotonic_ns()))
-        if over:
             for stream in streams:
                 stream.close()
             return
@@ -286,7 +281,7 @@ class DecodeManager:
         begun = time.monotonic()
         for attempt in range(TRIES_MAX):
             try:
-                ranks = peer_ranks(client.ranks(), self._group, self._pool.shape)
+                ranks = peer_ranks(client.ranks(), self._group, self._pool.shape, self._transport)
                 made = [(one, link_to(one, peer.peer, self._greeter, streams)) for one in ranks]
             except ValueError as error:
                 raise ProtocolError(f"the registration cannot be read: {error}") from error
@@ -317,13 +312,7 @@ class DecodeManager:
                 raise PeerUnreachable(f"{there} links are in use, {len(made)} more are too many")
             if not all(peer.add(link) for _, link in made):
                 raise PeerUnreachable("the manager was closed")
-        return {link.number: self._source(rank) for rank, link in made}
-
-    def _source(self, rank: PeerRank) -> LinkSource:
-        """A rank of prefill as the core knows it: with the other transport, if it has it too."""
-        shared = self._engine is not None and self._engine.transport in rank.record.transports
-        writes = shared and rank.source.share.is_all_of(self._pool.shape)
-        return rank.source._replace(writes=writes)
+        return {link.number: rank.source for rank, link in made}
 
     def _drop(self, peer: PeerLinks, code: FailureCode, why: str) -> None:
         """Close the links to a peer, and fail what lives on them."""

@@ -24,13 +24,16 @@ class PeerRank(NamedTuple):
     source: LinkSource
 
 
-def peer_ranks(records: Sequence[RankRecord], group: RankGroup, shape: PoolShape) -> list[PeerRank]:
+def peer_ranks(
+    records: Sequence[RankRecord], group: RankGroup, shape: PoolShape, transport: str = ""
+) -> list[PeerRank]:
     """The ranks of prefill that send something to a rank of decode, or must be told.
 
     Args:
         records: of the registry.
         group: all ranks of decode, and which of them this is.
         shape: of the pool of this rank.
+        transport: besides TCP, by which this rank can be written to; empty = none.
 
     Raises:
         PeerUnreachable: not all ranks are registered; perhaps they will be.
@@ -57,6 +60,7 @@ def peer_ranks(records: Sequence[RankRecord], group: RankGroup, shape: PoolShape
         for share in plan_ranks(parts, group.parts).of_decode(group.rank):
             record = there[share.prefill]
             moved = shape.share(share, parts[share.prefill])
-            source = LinkSource(share.prefill, moved, data_rank, data_ranks)
+            writes = transport in record.transports and moved.is_all_of(shape)
+            source = LinkSource(share.prefill, moved, data_rank, data_ranks, writes)
             found.append(PeerRank(record, share, source))
     return found

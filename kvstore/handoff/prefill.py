@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
-import numpy as np
-
 from kvstore.errors import InvalidArgument, KVStoreError, PeerUnreachable, reason
 from kvstore.handoff.aux_data import AuxData, encode_aux
 from kvstore.handoff.effects import Effect, PushJob, SendTo, Submit
@@ -30,7 +28,7 @@ from kvstore.handoff.links import (
     note_refused,
     refusals,
 )
-from kvstore.handoff.memory import HandoffPool, Places, digests_of
+from kvstore.handoff.memory import HandoffPool
 from kvstore.handoff.messages import RangesHead, RangesWritten, encode_message, read_from_decode
 from kvstore.handoff.places import pack_numbers
 from kvstore.handoff.push_writes import PushWrites
@@ -52,7 +50,6 @@ from kvstore.handoff.states import (
 )
 from kvstore.handoff.writing import BlockWriter
 from kvstore.process.faults import Faults
-from kvstore.tier.vectored import memory_at
 from kvstore.transport.streams import stream_of
 
 LINKS_MAX: Final = 256
@@ -355,22 +352,11 @@ class PrefillManager:
 
     def _send(self, job: PushJob, sealed: SealedStream, staging: Staging) -> HandoffFailure | None:
         """Send ranges, straight from the pool if they are whole; returns why they were not sent."""
-        places: Places
-        held = np.frombuffer(job.aux, dtype=np.uint8)
-        if job.share.is_staged and not job.aux:
-            places, digests = staging.gather(self._pool, job)
-        else:
-            aux = [(int(held.ctypes.data), len(held))]
-            places = aux if job.aux else self._pool.places(job.ranges, job.sources)
-            digests = digests_of(job.share.seed_of(job.room), job.ranges, places)
+        views, digests = staging.read(self._pool, job)
         if not self._pool.is_unchanged(job):  # after the digest: what was digested was right
             why = "a block was given away before it was sent"
             return self._failure(FailureCode.BLOCKS_REUSED, why)
         head = encode_message(RangesHead(job.room, pack_numbers(job.ranges), digests))
-        if job.share.is_staged or job.aux:
-            views = [memory_at(*place) for place in places]
-        else:
-            views = self._pool.views(job.ranges, job.sources)
         sealed.send(head, views, SEND_S)
         return None
 

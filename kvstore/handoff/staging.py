@@ -1,6 +1,6 @@
 """Ranges of which only some heads are moved: gathered before they are sent, scattered after.
 
-On decode's side all ranges come through here; those with all heads go straight to the pool.
+All ranges come through here; those with all heads go straight from pool to pool.
 """
 
 from collections.abc import Sequence
@@ -28,6 +28,19 @@ class Staging:
 
     def __init__(self) -> None:
         self._memory = np.zeros(0, dtype=np.uint8)
+
+    def read(self, pool: HandoffPool, job: PushJob) -> tuple[list[memoryview], bytes]:
+        """What a job sends, valid until the next call, and 16 bytes of digest of each range."""
+        seed = job.share.seed_of(job.room)
+        if job.aux:
+            held = np.frombuffer(job.aux, dtype=np.uint8)
+            places = [(int(held.ctypes.data), len(held))]
+            return [memoryview(job.aux)], digests_of(seed, job.ranges, places)
+        if job.share.is_staged:
+            places, digests = self.gather(pool, job)
+            return [memory_at(*place) for place in places], digests
+        places = pool.places(job.ranges, job.sources)
+        return pool.views(job.ranges, job.sources), digests_of(seed, job.ranges, places)
 
     def gather(self, pool: HandoffPool, job: PushJob) -> tuple[Places, bytes]:
         """Copy the heads of a job from prefill's pool.

@@ -6,12 +6,12 @@ which step, and whether the right KV came. Rank 1 announces room 2 late, rank 0 
 """
 
 import sys
-import time
 from multiprocessing.connection import Client
 
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.ranks import RankGroup, RankPart
 from kvstore.handoff.states import TERMINAL, State
+from tests.conftest import wait_for
 from tests.handoff.pair import PATIENCE, SECRET, SPACE
 from tests.handoff.ranked import BLOCK_TOKENS, HEADS, LAYERS, RankMemory, whole_of
 
@@ -51,11 +51,8 @@ def main() -> None:
             if state is State.FAILED:
                 one.abort()
         step += 1
-        time.sleep(0.005)  # a step of the engine
     server.close()
-    deadline = time.monotonic() + 10
-    while any(one.holds_blocks for one in receivers) and time.monotonic() < deadline:
-        time.sleep(0.005)
+    wait_for(lambda: not any(one.holds_blocks for one in receivers), 10)
     for room, (state, at) in sorted(ended.items()):
         mine = memory.of(whole_of(room, PROMPT_BLOCKS))
         is_right = bool((memory.planes[:, blocks_of(room)] == mine).all())

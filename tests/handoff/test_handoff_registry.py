@@ -60,7 +60,7 @@ def test_an_instance_of_too_many_ranks_is_not_connected_to():
     record = RankRecord(0, *fields, ranks=1_000, data_ranks=1_000)
 
     with pytest.raises(PeerUnreachable, match="1000 x 1000"):
-        peer_ranks([record], RankGroup.alone(shape.part, bytes(16)), shape)
+        peer_ranks([record], RankGroup.alone(shape.part, bytes(16)), shape, "")
 
 
 def test_a_request_that_comes_byte_by_byte_is_cut_off_by_the_registry(wait_until, monkeypatch):

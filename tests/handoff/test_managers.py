@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from kvstore.errors import CapacityError, InvalidArgument
-from kvstore.handoff import prefill
+from kvstore.handoff import staging
 from kvstore.handoff.aux_data import AuxData
 from kvstore.handoff.states import FailureCode, Patience, State
 from tests.handoff.pair import BLOCK_TOKENS, BLOCKS, LAYERS, managers, push_all
@@ -199,7 +199,7 @@ def test_a_thread_of_prefill_that_ends_by_a_fault_of_ours_gives_the_blocks_back(
 
     with managers() as pair:
         sender, receiver = pair.begin(1, 4)
-        monkeypatch.setattr(prefill, "digests_of", faulty)
+        monkeypatch.setattr(staging, "digests_of", faulty)
         push_all(sender, pair.here, [0, 1, 2, 3])
         receiver.announce(0, [0, 1, 2, 3])
 
