@@ -32,7 +32,7 @@ from kvstore.handoff.memory import HandoffPool
 from kvstore.handoff.messages import RangesHead, RangesWritten, encode_message, read_from_decode
 from kvstore.handoff.places import pack_numbers
 from kvstore.handoff.push_writes import PushWrites
-from kvstore.handoff.registering import Registration
+from kvstore.handoff.registering import RankLease
 from kvstore.handoff.registry import RankRecord, RegistryClient
 from kvstore.handoff.sending import Senders
 from kvstore.handoff.staging import Staging
@@ -113,10 +113,10 @@ class PrefillManager:
         )
         self._acceptor.start()
         self._ticker = Ticker(self._tick, "kvstore-handoff-ticker")
-        self._registration: Registration | None = None
+        self._registration: RankLease | None = None
         if registry:
             client = RegistryClient(registry, secret)
-            self._registration = Registration(client, self._record(), self.faults)
+            self._registration = RankLease(client, self._record(), self.faults)
 
     # ---- the engine -------------------------------------------------------------------------
 

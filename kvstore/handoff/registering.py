@@ -14,7 +14,7 @@ _RENEWALS: Final = 4
 """In each lease."""
 
 
-class Registration:
+class RankLease:
     """Registers at once, and renews the lease in a thread.
 
     Args:
