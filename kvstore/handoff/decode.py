@@ -4,7 +4,6 @@ One object for each rank. No method waits for the network.
 """
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,8 +18,9 @@ from kvstore.errors import (
     ProtocolError,
 )
 from kvstore.handoff.aux_data import AUX_BYTES_MAX, AuxData, decode_aux
+from kvstore.handoff.connecting import CONNECT_S, PURPOSES, link_to
 from kvstore.handoff.effects import Effect, EndEngine, EndLink, Landing, SendTo
-from kvstore.handoff.greeting import Greeter, Purpose, SealedStream
+from kvstore.handoff.greeting import Greeter, SealedStream
 from kvstore.handoff.links import (
     SEND_S,
     LinkThreads,
@@ -56,7 +56,7 @@ from kvstore.handoff.states import (
 from kvstore.handoff.tables import LinkSource
 from kvstore.handoff.writing import LandingEngine
 from kvstore.process.faults import Faults
-from kvstore.transport.streams import DataStream, connect, host_and_port
+from kvstore.transport.streams import DataStream
 
 PEERS_MAX: Final = 64
 """Prefill instances at a time."""
@@ -65,9 +65,7 @@ LINKS_MAX: Final = 256
 TRIES_MAX: Final = 3
 """To ask the registry and connect; then the handoffs that wait for it fail."""
 _PAUSE_S: Final = 0.2
-_CONNECT_S: Final = 2.0
 _SCRATCH_BYTES: Final = 64 * 1024
-_PURPOSES: Final[tuple[Purpose, ...]] = ("messages", "pushes")
 _LOG: Final = logging.getLogger(__name__)
 
 
@@ -168,7 +166,7 @@ class DecodeManager:
             peers = list(self._links.values())
         for peer in peers:
             self._drop(peer, FailureCode.CLOSED, "the manager was closed")
-        self._threads.join(2 * _CONNECT_S + self._silence_s)
+        self._threads.join(2 * CONNECT_S + self._silence_s)
         self._ticker.close()
         if self._engine is not None:
             self._engine.close()
@@ -264,7 +262,7 @@ class DecodeManager:
 
     def _settle(self, link: PushLink) -> None:
         """Nothing arrives over a link any more."""
-        for purpose in _PURPOSES:
+        for purpose in PURPOSES:
             link.stream(purpose).close()
         with self._lock:
             self._core.settled(link.number)
@@ -289,7 +287,7 @@ class DecodeManager:
         for attempt in range(TRIES_MAX):
             try:
                 ranks = peer_ranks(client.ranks(), self._group, self._pool.shape)
-                made = [(rank, self._link(peer, rank, streams)) for rank in ranks]
+                made = [(one, link_to(one, peer.peer, self._greeter, streams)) for one in ranks]
             except ValueError as error:
                 raise ProtocolError(f"the registration cannot be read: {error}") from error
             except KVStoreError as error:
@@ -326,24 +324,6 @@ class DecodeManager:
         shared = self._engine is not None and self._engine.transport in rank.record.transports
         writes = shared and rank.source.share.is_all_of(self._pool.shape)
         return rank.source._replace(writes=writes)
-
-    def _link(self, peer: PeerLinks, rank: PeerRank, streams: list[DataStream]) -> PushLink:
-        """Both connections to one rank."""
-        link = PushLink(os.urandom(16), peer.peer)
-        for purpose in _PURPOSES:
-            if not link.add(purpose, self._greet(rank, purpose, link.number, streams)):
-                raise PeerUnreachable("the link was closed")
-        return link
-
-    def _greet(
-        self, rank: PeerRank, purpose: Purpose, number: bytes, streams: list[DataStream]
-    ) -> SealedStream:
-        """One connection of a link."""
-        until_ns = time.monotonic_ns() + int(_CONNECT_S * 1e9)
-        stream = connect(*host_and_port(rank.record.address), None, until_ns)
-        streams.append(stream)
-        boot = bytes.fromhex(rank.record.boot)
-        return self._greeter.greet(stream, purpose, number, boot, rank.share)
 
     def _drop(self, peer: PeerLinks, code: FailureCode, why: str) -> None:
         """Close the links to a peer, and fail what lives on them."""

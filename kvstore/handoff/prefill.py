@@ -34,7 +34,8 @@ from kvstore.handoff.memory import HandoffPool, Places, digests_of
 from kvstore.handoff.messages import RangesHead, RangesWritten, encode_message, read_from_decode
 from kvstore.handoff.places import pack_numbers
 from kvstore.handoff.push_writes import PushWrites
-from kvstore.handoff.registry import LEASE_S, RankRecord, RegistryClient
+from kvstore.handoff.registering import Registration
+from kvstore.handoff.registry import RankRecord, RegistryClient
 from kvstore.handoff.sending import Senders
 from kvstore.handoff.staging import Staging
 from kvstore.handoff.states import (
@@ -115,12 +116,10 @@ class PrefillManager:
         )
         self._acceptor.start()
         self._ticker = Ticker(self._tick, "kvstore-handoff-ticker")
-        self._registered = 0
-        self._client = RegistryClient(registry, secret) if registry else None
-        self._lease: Ticker | None = None
-        if self._client is not None:
-            self._register(LEASE_S)
-            self._lease = Ticker(self._renew_lease, "kvstore-handoff-lease", LEASE_S / 4)
+        self._registration: Registration | None = None
+        if registry:
+            client = RegistryClient(registry, secret)
+            self._registration = Registration(client, self._record(), self.faults)
 
     # ---- the engine -------------------------------------------------------------------------
 
@@ -164,10 +163,8 @@ class PrefillManager:
 
     def close(self) -> None:
         """Fail all handoffs, close all connections, wait for all threads: nothing is read after."""
-        if self._lease is not None:
-            self._lease.close()
-            with contextlib.suppress(KVStoreError):  # the lease ends by itself
-                self._register(0.0, once=True)
+        if self._registration is not None:
+            self._registration.close()
         with self._lock:
             self._closed = True
             self._over.set()
@@ -230,24 +227,14 @@ class PrefillManager:
     def _tick(self) -> None:
         self.act(lambda core, now: core.tick(now))
 
-    def _register(self, lease_s: float, *, once: bool = False) -> None:
-        assert self._client is not None
-        self._registered += 1
+    def _record(self) -> RankRecord:
+        """What the registry is told."""
         group, part = self._group, self._pool.shape.part
-        record = RankRecord(
-            group.rank, self.address, self._boot.hex(), self._registered, part.layers, part.heads,
-            self._pool.shape, self._greeter.space.hex(), self._writes.transports, PROTOCOL, lease_s,
+        return RankRecord(
+            group.rank, self.address, self._boot.hex(), 0, part.layers, part.heads,
+            self._pool.shape, self._greeter.space.hex(), self._writes.transports, PROTOCOL, 0.0,
             len(group.parts), group.data_rank, group.data_ranks,
         )  # fmt: skip
-        try:
-            self._client.register(record)
-        except KVStoreError as error:
-            self.faults.note("registry", str(error))
-            if once:
-                raise
-
-    def _renew_lease(self) -> None:
-        self._register(LEASE_S)
 
     def _accept(self) -> None:
         while True:
