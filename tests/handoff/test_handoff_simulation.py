@@ -26,6 +26,8 @@ def test_the_histories_of_handoffs_contain_what_they_are_there_for():
     for name in vars(outcomes[0]):
         assert sum(getattr(one, name) for one in outcomes) > 1, name
     assert sum(one.succeeded for one in outcomes) > 50
+    assert sum(one.registry_away + one.registry_late for one in outcomes) > 5
+    assert sum(one.registrations_refused for one in outcomes) > 5
     assert sum(one.limbo for one in outcomes) > 20
     assert sum(min(one.prefill_failed, one.decode_failed) for one in outcomes) > 20
 
