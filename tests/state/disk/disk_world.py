@@ -11,6 +11,7 @@ from kvstore.state.disk.jobs import (
     DiskRules,
     DiskWrite,
     Durable,
+    Lost,
     SyncPolicy,
     WritePolicy,
 )
@@ -93,6 +94,11 @@ class DiskWorld(World):
         while jobs := self.jobs(DiskJob):
             for job in jobs:
                 self.end_job(job)
+
+    def lose(self, node: PrefixNode, shard: int) -> None:
+        """Pages leave the disk with what follows them, as when their segment is reclaimed."""
+        self.table.residents.disk.effects.append(Lost(node.space, shard, node.keys, "reclaimed"))
+        apply_effects(self.table.residents)
 
     def fetch(self, run: list[PrefixNode], shard: int) -> Fetch:
         """Let the engine wait for a run."""

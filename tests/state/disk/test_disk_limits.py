@@ -94,26 +94,6 @@ def test_what_is_on_disk_only_leaves_the_index_and_explain_says_why(world):
     assert (told.verdict, "quota" in told.text) == ("evicted", True)
 
 
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_of_a_prompt_as_many_pages_are_chosen_at_once_as_must_go(world, *, in_memory):
-    """None has left when the next is chosen: the page before it counts as a leaf then."""
-    paths = ("a", "ab", "abc", "abcd")
-    for path in paths:
-        world.put(path)
-    for path in () if in_memory else paths[::-1]:
-        assert world.table.residents.release_memory(world.node(path))
-    world.disk.limit(world.mine, RECORD, 0)
-    for node in world.mine.nodes.values():
-        world.table.residents.add_candidate(node)
-
-    assert world.table.tiers.shrink(world.mine, 64)
-    check(world.table)
-
-    assert world.there(*paths) == [True, False, False, False]
-    assert world.table.counts["disk_quota_pages"] == 3
-    assert world.lookup(world.mine, "abcd")[0] == (4 if in_memory else 1)
-
-
 def test_a_page_for_which_nothing_can_go_is_not_written_and_is_counted(world):
     world.limit(world.mine, quota=2)
     for path in ("a", "ab", "abc", "abcd"):

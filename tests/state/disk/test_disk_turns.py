@@ -1,8 +1,11 @@
 """Goal: what a long prompt asks of the disk begins in turns, and nobody waits for all of it."""
 
+import pytest
+
 from kvstore.state.disk.jobs import DiskJob, DiskRead, DiskWrite
 from kvstore.state.disk.loads import LOADS_TURN
 from kvstore.state.disk.pages import BACKLOG_TURN
+from kvstore.state.table.invariants import check
 from kvstore.state.table.room import SPILL_WRITES
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.node import PrefixNode
@@ -78,3 +81,24 @@ def test_room_for_one_page_of_a_long_prompt_begins_few_writes():
 
     world.end_all()
     assert world.store(world.me, world.mine, path + "b")[-1] == PageStatus.GRANTED
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_of_a_prompt_as_many_pages_are_chosen_at_once_as_must_go(*, in_memory):
+    """None has left when the next is chosen: the page before it counts as a leaf then."""
+    world = DiskWorld()
+    world.store(world.me, world.mine, "abcd")
+    world.end_all()
+    nodes = list(world.mine.nodes.values())
+    for node in () if in_memory else nodes[::-1]:
+        assert world.table.residents.release_memory(node)
+    world.disk.limit(world.mine, world.mine.shards[0].record_bytes, 0)
+    for node in nodes:
+        world.table.residents.add_candidate(node)
+
+    assert world.table.tiers.shrink(world.mine, 64)
+    check(world.table)
+
+    assert [0 in node.disk for node in nodes] == [True, False, False, False]
+    assert world.table.counts["disk_quota_pages"] == 3
+    assert world.lookup(world.mine, "abcd")[0] == (4 if in_memory else 1)

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvstore.errors import KVStoreError, PageCorrupt
-from kvstore.state.disk.jobs import DiskJob, DiskRead, DiskSync, DiskWrite, Lost, Verdict
+from kvstore.state.disk.jobs import DiskJob, DiskRead, DiskSync, DiskWrite, Verdict
 from kvstore.state.table.invariants import check
 from kvstore.state.table.runs import leading_ready
-from kvstore.state.table.tiers import apply_effects
 from kvstore.state.tree import node as nodes
 from kvstore.state.tree.actions import PageStatus, Removed, TierRemoved, TierStored
 from kvstore.state.tree.node import PrefixNode
@@ -392,8 +391,7 @@ class BothDisks(RuleBasedStateMachine):
         def lose(side: Side) -> None:
             node = side.mine.nodes.get(key(path))
             if node is not None and node.on_disk >> shard & 1:
-                side.disk.effects.append(Lost(node.space, shard, node.keys, "reclaimed"))
-                apply_effects(side.table.residents)
+                side.lose(node, shard)
 
         self.both(lose)
 
