@@ -16,7 +16,7 @@ from kvstore.state.disk.pages import DiskPages, no_disk
 from kvstore.state.metering import Meter
 from kvstore.state.table.draining import Draining
 from kvstore.state.table.orphans import Orphans, subtree, tails_first
-from kvstore.state.table.runs import Owners, missing_pages
+from kvstore.state.table.runs import Owners, missing_pages, nodes_of
 from kvstore.state.tree.actions import (
     Abandoned,
     Action,
@@ -125,14 +125,13 @@ class Residents:
         self.disk.limits.add_candidate(node)
 
     def let_go(self, slots: list[Slot]) -> None:
-        """Somebody needs the pages in these slots no more: take a pin from each."""
+        """Somebody needs the pages in these slots no more: take a pin from each.
+
+        Of a node it is all, or none; some may have left the index meanwhile.
+        """
         self.slots.unpin(slots)
-        last: PrefixNode | None = None
-        for slot in slots:
-            node = self.owners.run(slot)  # its page may have left the index meanwhile
-            if node is not None and node is not last:
-                self.add_candidate(node)
-            last = node
+        for node in nodes_of(self.owners, slots):
+            self.add_candidate(node)
 
     # ---- leaving ----------------------------------------------------------------------------
 
