@@ -15,9 +15,12 @@ from conductor.routing.recent import LoadShape
 
 REFRESHED_S: Final = 15.0
 """Seconds between two looks for the metrics."""
+KEPT_S: Final = 1.0
+"""Those who ask within this time get the same: for many kinds of engines a look takes seconds."""
 MODELS_MAX: Final = 16
 """Models that are looked at, in the order of their names."""
 
+_BUGS: Final = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 _log = logging.getLogger(__name__)
 
 _Seen = dict[str, tuple[list[EngineKind], LoadShape]]
@@ -47,6 +50,7 @@ class Adviser:
         self._clock = clock
         self._looking: asyncio.Task[dict[str, Advice]] | None = None
         self._newest: dict[str, Advice] = {}
+        self._looked_at = 0.0
         self._faults = 0
 
     async def run(self) -> None:
@@ -56,19 +60,21 @@ class Adviser:
             await asyncio.sleep(REFRESHED_S)
 
     async def look(self) -> dict[str, Advice]:
-        """Advice on the present load by model; those who ask at the same time get the same."""
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._look())
-        return await asyncio.shield(self._looking)
+        """Advice on the present load by model, at most :data:`KEPT_S` old."""
+        looking = self._looking
+        if looking is None or (looking.done() and self._clock() >= self._looked_at + KEPT_S):
+            looking = self._looking = asyncio.create_task(self._look())
+        return await asyncio.shield(looking)
 
     async def _look(self) -> dict[str, Advice]:
         models = self._registry.models()[:MODELS_MAX]
         seen = {model: self._seen(model) for model in models}
         try:
             self._newest = await asyncio.to_thread(_advise_all, seen, self._targets)
-        except ArithmeticError:
+        except _BUGS:  # or no thread is available; nothing else may end for it
             self._faults += 1
-            _log.exception("a bug: there is no advice on this load; the last one is kept")
+            _log.exception("there is no advice on this load; the last one is kept")
+        self._looked_at = self._clock()
         return self._newest
 
     def _seen(self, model: str) -> tuple[list[EngineKind], LoadShape]:

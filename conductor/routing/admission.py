@@ -356,12 +356,13 @@ class Admission:
             demand.decodes(number, tokens + asked.output, asked.output * step_s)
 
     def ended(self, number: int, output_tokens: int, now: float) -> None:
-        """A request has got all its tokens."""
+        """A request has got all its tokens, 0 to :data:`TOKENS_MAX` in number."""
+        assert 0 <= output_tokens <= TOKENS_MAX
         one = self._asked[number]
-        one.answered = min(output_tokens, TOKENS_MAX)
+        one.answered = output_tokens
         self.lengths.learn(one.tenant, one.session, one.limit, one.output, output_tokens)
         if self._rules.fair:
-            more = min(output_tokens, TOKENS_MAX) - one.charged
+            more = output_tokens - one.charged
             self._shares.charge(one.tenant, OUTPUT_WEIGHT * more, now)
 
     def stopped(self, number: int) -> None:

@@ -9,6 +9,8 @@ SAMPLES_KEPT: Final = 1024
 SAMPLES_MAX: Final = 256
 """Of one model."""
 WINDOW_S: Final = 300.0
+SPAN_S_MIN: Final = 15.0
+"""A rate is never taken over less: the first request of a day is no flood."""
 
 
 class LoadSample(NamedTuple):
@@ -29,7 +31,7 @@ class LoadShape(NamedTuple):
     """The recent load.
 
     Attributes:
-        rate: requests a second, those that were refused included.
+        rate: requests a second, those that admission refused included.
         samples: the newest that have ended, served or not.
     """
 
@@ -43,10 +45,13 @@ class RecentLoad:
     def __init__(self) -> None:
         """Start with nothing."""
         self._arrivals: deque[tuple[float, str]] = deque(maxlen=ARRIVALS_KEPT)
+        self._begun: float | None = None
         self._samples: deque[tuple[str, LoadSample]] = deque(maxlen=SAMPLES_KEPT)
 
     def came(self, model: str, at: float) -> None:
         """A request for a model has come."""
+        if self._begun is None:
+            self._begun = at
         self._arrivals.append((at, model))
 
     def ended(self, model: str, sample: LoadSample) -> None:
@@ -60,9 +65,10 @@ class RecentLoad:
             models: names that count: of a model, and of its LoRA adapters.
             now: time.
         """
-        kept = [(at, model) for at, model in self._arrivals if at > now - WINDOW_S]
-        seconds = now - kept[0][0] if kept else 0.0
-        count = sum(model in models for _, model in kept)
+        first = max(self._begun if self._begun is not None else now, now - WINDOW_S)
+        if len(self._arrivals) == ARRIVALS_KEPT:  # older ones were dropped
+            first = max(first, self._arrivals[0][0])
+        count = sum(model in models for at, model in self._arrivals if at >= first)
         samples = [sample for model, sample in self._samples if model in models]
-        rate = count / seconds if seconds > 0 else 0.0
+        rate = count / max(now - first, SPAN_S_MIN)
         return LoadShape(rate, tuple(samples[-SAMPLES_MAX:]))

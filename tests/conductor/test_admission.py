@@ -182,6 +182,14 @@ def test_a_tenant_above_its_share_waits_behind_others() -> None:
     assert assign.request == 3
 
 
+@pytest.mark.parametrize("said", [-5_000_000, -(10**400), 10**400])
+def test_no_engine_can_give_a_tenants_share_back_or_take_it_for_good(said: int) -> None:
+    case = Case("none", [engine("m", "mixed", 1)], "least-loaded", fair=True)
+    case.arrive(tenant="greedy")
+    case.dispatcher.ended(1, said, 1.0)
+    assert 10_000 < case.dispatcher.admission._shares._got["greedy"] < 1e8
+
+
 class Anything(RuleBasedStateMachine):
     """Whatever happens, what admission knows fits what the dispatcher knows."""
 

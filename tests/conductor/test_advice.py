@@ -1,5 +1,8 @@
 """Goal: following the advice raises goodput, and what is said of a fleet fits its costs."""
 
+import asyncio
+import threading
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,8 +10,20 @@ from hypothesis import strategies as st
 from conductor.advice.advise import SHORT_MAX, advise
 from conductor.advice.capacity import EngineKind, Needs, Targets, batch_max, capacity
 from conductor.costs.prior import PrefillLine
-from conductor.routing.engines import Role
-from conductor.routing.recent import WINDOW_S, LoadSample, LoadShape, RecentLoad
+from conductor.front.advising import KEPT_S, Adviser
+from conductor.routing.admission import ServiceClass
+from conductor.routing.dispatcher import Dispatcher, DispatchLimits
+from conductor.routing.engines import EngineRegistry, Role
+from conductor.routing.policy import POLICIES
+from conductor.routing.recent import (
+    ARRIVALS_KEPT,
+    SPAN_S_MIN,
+    WINDOW_S,
+    LoadSample,
+    LoadShape,
+    RecentLoad,
+)
+from conductor.routing.scheduler import Scheduler
 from conductor.simulator.fleet import Running, engines_of
 from conductor.simulator.report import (
     Objectives,
@@ -137,6 +152,21 @@ def test_mixed_engines_are_limited_by_prompts_that_hold_answers_up() -> None:
     assert 0 < strict < loose < 2 / 0.51
 
 
+def test_a_request_after_a_quiet_time_is_no_flood() -> None:
+    recent = RecentLoad()
+    recent.came("m", 100.0)
+    assert recent.shape({"m"}, 100.01).rate == 1 / SPAN_S_MIN
+    recent.came("m", 1000.0)
+    assert recent.shape({"m"}, 1000.01).rate == pytest.approx(1 / WINDOW_S)
+
+
+def test_more_requests_than_are_kept_are_counted_over_the_time_of_those() -> None:
+    recent = RecentLoad()
+    for number in range(2 * ARRIVALS_KEPT):
+        recent.came("m", number / 100)
+    assert recent.shape({"m"}, 2 * ARRIVALS_KEPT / 100).rate == pytest.approx(100.0, rel=0.01)
+
+
 def test_the_recent_load_is_that_of_a_window_and_of_some_models() -> None:
     recent = RecentLoad()
     for second in range(400):
@@ -197,15 +227,50 @@ async def test_a_conductor_gives_advice_and_exports_it() -> None:
     engines = [FakeEngine("p", "prefill"), FakeEngine("d", "decode")]
     sections = {"classes": ({"name": "only", "ttft_s": 100.0},)}
     async with serving(*engines, policy={"name": "earliest-first-token"}, **sections) as client:
-        status, answer = await client.get("/v1/advice")
+        async with asyncio.timeout(30):
+            status, answer = await client.get("/v1/advice")
+            while "m" not in answer["models"]:  # a look is kept for a second
+                status, answer = await client.get("/v1/advice")
         assert (status, "0 requests have ended" in answer["models"]["m"]["reason"]) == (200, True)
         for number in range(16):
             await client.complete([number] * 2_000, stream=True)
-        status, answer = await client.get("/v1/advice")
         advice = answer["models"]["m"]
-        assert advice["reason"] == ""
+        async with asyncio.timeout(30):
+            while advice["reason"]:
+                _, answer = await client.get("/v1/advice")
+                advice = answer["models"]["m"]
         assert advice["served"] > 0
         assert {one["change"] for one in advice["changes"]} == {"more", "fewer", "flip"}
         _, text = await client.get("/metrics")
         assert 'kvstore_conductor_advice_rate{model="m",what="served"}' in text
         assert "kvstore_conductor_advice_gain{" in text
+
+
+class FailingRegistry(EngineRegistry):
+    """Engines that no advice can be computed for."""
+
+    looks = 0
+
+    def models(self) -> list[str]:
+        self.looks += 1
+        return ["m"]
+
+
+@in_loop
+async def test_nothing_ends_because_no_advice_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, now = FailingRegistry(), 10.0
+    dispatcher = Dispatcher(
+        registry, Scheduler(POLICIES["least-loaded"], ("once",)), DispatchLimits(8, 1.0, 3)
+    )
+    adviser = Adviser(registry, dispatcher, ServiceClass(), lambda: now)
+
+    def start(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        assert await adviser.look() == await adviser.look() == {}
+        assert (adviser.gauges()["advice_faults"], registry.looks) == ({(): 1.0}, 1)
+        now += KEPT_S
+        await adviser.look()
+        assert (adviser.gauges()["advice_faults"], registry.looks) == ({(): 2.0}, 2)
