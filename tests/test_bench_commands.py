@@ -16,7 +16,7 @@ from bench.index_fleet import Fleet
 
 ROOT = Path(__file__).resolve().parent.parent
 FIELDS = ["case", "value", "unit", "bound", "bound_value", "ratio"]
-HIGHER_IS_BETTER = {"GB/s": True, "%": True, "us": False, "ms": False, "s": False}
+HIGHER_IS_BETTER = {"GB/s": True, "%": True, "us": False, "ms": False, "s": False, "ranges": False}
 
 
 def measured(*arguments: str) -> list[dict[str, object]]:
@@ -346,6 +346,17 @@ def test_simulate_prints_a_line_for_each_policy_with_its_own_figures():
     results = printed("simulate", *options, "--policy", "session,lmetric", "--speed", "2")
 
     assert [one["case"] for one in results] == ["simulate/session/2", "simulate/lmetric/2"]
-    figures = ["p50", "p90", "p99", "tbt_p99", "hit", "effective", "rejected", "goodput"]
+    figures = [
+        "p50",
+        "p90",
+        "p99",
+        "tbt_p99",
+        "hit",
+        "effective",
+        "rejected",
+        "lost",
+        "wasted",
+        "goodput",
+    ]
     assert all(list(one) == [*FIELDS, *figures] for one in results)
     assert all(one["unit"] == "s" and 0 < one["p50"] <= one["p99"] for one in results)

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from conductor.front import metrics
 from kvstore.config import ServerConfig, load, values
 from kvstore.events.publisher import EventPublisher, StoredEvent
 from tests.client.conftest import (
@@ -125,7 +126,14 @@ def conductor_series(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seri
                     assert (await client.complete("a prompt"))[0] == 200
                 return (await client.get("/metrics"))[1]
 
-    return series_of(asyncio.run(scraped()))
+    series = series_of(asyncio.run(scraped()))
+    for name in ("advice_rate", "advice_short", "advice_gain", "admission_load"):
+        # They need minutes of load, or a setting; tests/conductor has both.
+        labels = {label: set[str]() for label in metrics._GAUGES[name][1]}
+        series.setdefault(CONDUCTOR + name, Series("gauge", 0, labels))
+    labels = {label: set[str]() for label in metrics._COUNTS["admission"][1]}
+    series.setdefault(CONDUCTOR + "admission_total", Series("counter", 0, labels))
+    return series
 
 
 @pytest.fixture(scope="module")

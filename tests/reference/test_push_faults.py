@@ -16,9 +16,9 @@ from engine_adapters.reference.request import State
 from engine_adapters.reference.sampler import Sampling
 from engine_adapters.reference.scheduler import Limits
 from kvstore.errors import InvalidArgument
-from kvstore.handoff import decode as decode_side
 from kvstore.handoff import prefill as prefill_side
 from kvstore.handoff import staging
+from kvstore.handoff.memory import landing_places
 from kvstore.handoff.places import AUX_PLANE
 from kvstore.handoff.states import HandoffFailure, HandoffProgress, HandoffSide, Layer
 from kvstore.tier.vectored import memory_at
@@ -38,14 +38,14 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
         self.reached = threading.Event()
-        real = prefill_side.digests_of
+        real = staging.Staging.read
 
         def gated(*arguments):  # type: ignore[no-untyped-def]
             self.reached.set()
             assert self.opened.wait(20.0), "the test never opened the gate"
             return real(*arguments)
 
-        monkeypatch.setattr(prefill_side, "digests_of", gated)
+        monkeypatch.setattr(staging.Staging, "read", gated)
 
 
 @pytest.fixture
@@ -221,29 +221,21 @@ def test_a_byte_flipped_on_the_way_changes_kv_only_when_verification_is_off(
     mono = make_engine()
     expected = ask(mono, TEXT[:200], 16).wait().tokens
     pair = pair_of(make_engine, ask)
-    real = staging.digests_of
+    real = staging.Staging.verify
 
-    def flipping(room, ranges, places):  # type: ignore[no-untyped-def]
+    def flipping(self, pool, aux, landing):  # type: ignore[no-untyped-def]
         """As if the bytes had come so: they are in the pool already when they are digested."""
+        places = landing_places(pool, aux, landing)
         if verified:
             for place in places:  # every float is a NaN, in the unused rows too
                 memory_at(*place)[:] = b"\xff" * place[1]
-            return real(room, ranges, places)
-        if ranges[0].plane != AUX_PLANE:
+            return real(self, pool, aux, landing)
+        if landing.ranges[0].plane != AUX_PLANE:
             memory = memory_at(places[0][0] + 35, 1)
             memory[0] = memory[0] ^ 0xFF
-        return honest[-1]
+        return True
 
-    honest: list[bytes] = []
-    read = decode_side.read_from_prefill
-
-    def reading(body: bytes):  # type: ignore[no-untyped-def]
-        message = read(body)
-        honest.append(getattr(message, "digests", b""))
-        return message
-
-    monkeypatch.setattr(staging, "digests_of", flipping)
-    monkeypatch.setattr(decode_side, "read_from_prefill", reading)
+    monkeypatch.setattr(staging.Staging, "verify", flipping)
     _, there = pair.ask(TEXT[:200])
     there.wait()
     here_hashes, there_hashes = kept_hashes(pair)
