@@ -21,6 +21,8 @@ PLANES_MAX: Final = 4_096
 BLOCKS_MAX: Final = 1 << 20
 """Blocks of one request."""
 _NUMBERS: Final = np.dtype("<u4")
+RANGE_BYTES: Final = 3 * _NUMBERS.itemsize
+"""Of one range in a message."""
 _HALF: Final = np.uint64(32)
 _MIX: Final = (
     (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),

@@ -34,6 +34,7 @@ from kvstore.handoff.messages import (
 )
 from kvstore.handoff.places import (
     BLOCKS_MAX,
+    RANGE_BYTES,
     unpack_ranges,
 )
 from kvstore.handoff.rooms import SeenRooms, check_room
@@ -295,6 +296,8 @@ class Receivers:
         Raises:
             ProtocolError: the head makes no sense, so what follows it cannot be read.
         """
+        if len(head.ranges) > RANGES_MAX * RANGE_BYTES:  # before they are unpacked
+            raise ProtocolError(f"{len(head.ranges)} bytes of ranges in one head")
         ranges = unpack_ranges(head.ranges, head.digests)
         share = self._sources.share_of(link) or self._shape.whole
         size = sum(map(share.range_bytes, ranges))

@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 
 from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
-from kvstore.handoff import messages
+from kvstore.handoff import messages, receiving
 from kvstore.handoff.effects import EndLink, SendTo
 from kvstore.handoff.job_queues import JOBS_MAX
 from kvstore.handoff.messages import (
+    RANGES_MAX,
     Abort,
     Announce,
     Done,
@@ -23,6 +24,7 @@ from kvstore.handoff.messages import (
 )
 from kvstore.handoff.places import (
     AUX_PLANE,
+    RANGE_BYTES,
     Coverage,
     PushRange,
     joined,
@@ -397,3 +399,12 @@ def test_layers_of_the_same_blocks_wait_as_one_job_while_the_link_is_busy():
     assert [place.plane for place in effect.job.ranges] == [0, 1, 2, 3]
     assert effect.job.sources == effect.job.targets == [7] * 4
     core.check()
+
+
+def test_a_head_with_too_many_ranges_is_refused_before_it_is_unpacked(monkeypatch):
+    monkeypatch.setattr(receiving, "unpack_ranges", lambda *_: pytest.fail("it was unpacked"))
+    receivers = Receivers(SHAPE, 1, 1_024, Patience())
+    head = RangesHead(1, bytes(RANGE_BYTES * (RANGES_MAX + 1)), b"")
+
+    with pytest.raises(ProtocolError, match="bytes of ranges"):
+        receivers.arriving(b"link", head, 0)
