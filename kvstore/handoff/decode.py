@@ -223,7 +223,10 @@ class DecodeManager:
         streams: list[DataStream] = []
         try:
             sources = self._connect(peer, client, streams)
-        except KVStoreError as error:
+        except Exception as error:  # whatever it is: nobody else would ever connect to this peer
+            if not isinstance(error, KVStoreError):
+                _LOG.exception("%s is given up after a fault of ours", peer.peer)
+                error = PeerUnreachable(repr(error)[:200])
             with self._lock:
                 self._give_up(peer, error)
             for stream in streams:
