@@ -40,6 +40,7 @@ LONG_FUNCTIONS: dict[str, str] = {}
 CATCH_ALL: dict[str, str] = {
     "conductor/front/admin.py:errors_as_json.answer": "a request's failure ends that request alone",
     "kvstore/client/jobs.py:Job.run": "a job's failure must not end the worker of engines",
+    "kvstore/handoff/decode.py:DecodeManager._serve": "who is not given up is never tried again",
     "kvstore/handoff/links.py:Ticker._run": "deadlines and leases must be kept after a fault, too",
 }
 """``path:function``: why this loop must survive whatever happens in it; it logs and counts."""

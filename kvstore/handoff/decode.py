@@ -227,7 +227,10 @@ class DecodeManager:
                 if peer.is_closed:  # nobody would tell the core of its end
                     raise PeerUnreachable("the manager was closed")
                 self._carry_out(self._core.linked(peer.peer, sources, time.monotonic_ns()))
-        except KVStoreError as error:
+        except Exception as error:  # whatever it is: nobody else would ever connect to this peer
+            if not isinstance(error, KVStoreError):
+                _LOG.exception("%s is given up after a fault of ours", peer.peer)
+                error = PeerUnreachable(repr(error)[:200])
             with self._lock:
                 self._give_up(peer, error)
             for stream in streams:

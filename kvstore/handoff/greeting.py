@@ -237,7 +237,7 @@ class Greeter(NamedTuple):
             greeting = msgspec.structs.replace(greeting, proof=proof)
             _send_plain(stream, _encode(greeting), deadline_ns)
             answer = _answer.decode(_receive_plain(stream, deadline_ns))
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise ProtocolError(f"no port for handoffs: {error}") from error
         if isinstance(answer, GreetingRefused):
             raise InvalidArgument(answer.field[:64], answer.message[:200])
@@ -264,7 +264,7 @@ class Greeter(NamedTuple):
         _send_plain(stream, _encode(Challenge(PROTOCOL, nonce)), deadline_ns)
         try:
             greeting = _greeting.decode(_receive_plain(stream, deadline_ns))
-        except (msgspec.MsgspecError, InvalidArgument) as error:
+        except (msgspec.MsgspecError, InvalidArgument, RecursionError) as error:
             raise ProtocolError(f"no greeting: {error}") from error
         bare = msgspec.structs.replace(greeting, proof=b"")
         wanted = proof_of(self.secret, b"decode", nonce, _encode(bare))

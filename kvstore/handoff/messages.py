@@ -140,7 +140,7 @@ def read_from_decode(body: bytes) -> FromDecode:
     """
     try:
         message: FromDecode = _from_decode.decode(body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ProtocolError(f"not a message of decode: {error}") from error
     _check(message)
     return message
@@ -154,7 +154,7 @@ def read_from_prefill(body: bytes) -> FromPrefill:
     """
     try:
         message: FromPrefill = _from_prefill.decode(body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ProtocolError(f"not a message of prefill: {error}") from error
     _check(message)
     return message

@@ -294,7 +294,13 @@ def test_every_wrong_field_of_a_message_is_refused(read):
         for fields in [[-1], [1 << 63], ["a"], [None], [1, 2], [1, 2, 3, 4, 5], [[]], [1, ["x"]]]:
             with pytest.raises(ProtocolError):
                 read(msgspec.msgpack.encode([tag or 99, *fields, {}]) + b"\0")
-    for garbage in (b"", b"\xc1", b"\x93\x01", b"\xff" * 9):
+    for garbage in (
+        b"",
+        b"\xc1",
+        b"\x93\x01",
+        b"\xff" * 9,
+        b"\x92\x01" + b"\x91" * 60_000 + b"\xc0",
+    ):
         with pytest.raises(ProtocolError):
             read(garbage)
     long = HandoffFailure("x", HandoffSide.DECODE, 0, Layer.PROTOCOL, "y" * 201)

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from kvstore.errors import CapacityError, InvalidArgument
-from kvstore.handoff import staging
+from kvstore.handoff import decode, staging
 from kvstore.handoff.aux_data import AuxData
 from kvstore.handoff.states import FailureCode, Patience, State
 from tests.handoff.pair import BLOCK_TOKENS, BLOCKS, LAYERS, managers, push_all
@@ -224,6 +224,27 @@ def test_a_thread_that_cannot_start_fails_a_handoff_and_not_the_next(name, wait_
             receiver = pair.decode.receiver(1, pair.registry.url, 64)
             wait_until(lambda: receiver.state == State.FAILED)
             assert receiver.failure.code == FailureCode.UNREACHABLE
+        sender, receiver = pair.begin(2, 4)
+        receiver.announce(0, [0, 1, 2, 3])
+        push_all(sender, pair.here, [0, 1, 2, 3])
+        wait_until(lambda: receiver.state == State.SUCCESS)
+
+
+def test_an_odd_error_while_connecting_fails_a_handoff_and_not_the_next(
+    wait_until, monkeypatch, caplog
+):
+    def faulty(*_):
+        raise MemoryError("a fault of ours")
+
+    with managers() as pair:
+        with monkeypatch.context() as patched:
+            patched.setattr(decode, "link_to", faulty)
+            receiver = pair.decode.receiver(1, pair.registry.url, 64)
+            wait_until(lambda: receiver.state == State.FAILED)
+            assert receiver.failure.code == FailureCode.UNREACHABLE
+            assert "MemoryError" in receiver.failure.message
+            wait_until(lambda: pair.decode.stats()["threads"] == 0)
+        assert "MemoryError" in caplog.text
         sender, receiver = pair.begin(2, 4)
         receiver.announce(0, [0, 1, 2, 3])
         push_all(sender, pair.here, [0, 1, 2, 3])

@@ -39,6 +39,12 @@ def received(connection: socket.socket) -> bytes:
         return b""
 
 
+def deeper(message: msgspec.Struct) -> bytes:
+    """With one field more, so deep that a reader of msgpack ends with RecursionError."""
+    body = msgspec.msgpack.encode(message)
+    return bytes([body[0] + 1]) + body[1:] + b"\x91" * 60_000 + b"\xc0"
+
+
 def sealed(greeting: LinkGreeting, nonce: bytes, secret: bytes = SECRET) -> LinkGreeting:
     """With the proof of somebody who knows a secret."""
     bare = msgspec.structs.replace(greeting, proof=b"")
@@ -83,6 +89,7 @@ def test_every_wrong_field_of_a_greeting_is_refused_by_prefill(wait_until, caplo
             lambda nonce: framed(msgspec.msgpack.encode(sealed(example, nonce, b"x" * 32))),
             lambda nonce: framed(msgspec.msgpack.encode(sealed(example, bytes(16)))),
             lambda nonce: framed(b"x" * 5_000),
+            lambda nonce: framed(deeper(example)),
             lambda nonce: b"\xff" * 4,
             lambda nonce: os.urandom(300),
             lambda nonce: b"",
@@ -145,6 +152,7 @@ def test_every_wrong_field_of_prefills_greeting_is_refused_by_decode(at, wait_un
             b"\xff" * 4,
             framed(b"x" * 5_000),
             framed(b"\xc1"),
+            framed(deeper(CHALLENGE)),
             os.urandom(100),
             b"HTTP/1.1",
         ],
