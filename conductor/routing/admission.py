@@ -226,6 +226,7 @@ class Admission:
         """
         if not self.judges:
             return []
+        self._notice(now)
         refused: list[Reject] = []
         outlook = Outlook(view, self._loads, self._policy)
         before: dict[str, Ahead] = {}
@@ -244,6 +245,13 @@ class Admission:
             bound = waiting.bound[row]
             ahead.add(asked.need_s, (waiting.tokens[row] or 0) + asked.output, bound)
         return refused
+
+    def _notice(self, now: float) -> None:
+        """Count those that decode by now, although no engine tells us so."""
+        for number, since, step_s in self._loads.begun():
+            if number in self._asked:
+                tokens = sum(self._asked[number].computed)
+                self.decodes(number, tokens, step_s, now, since)
 
     def _judge(
         self, outlook: Outlook, waiting: Waiting, row: int, ahead: Ahead, now: float
@@ -348,12 +356,23 @@ class Admission:
             asked.charged = asked.output
             self._shares.charge(asked.tenant, new + OUTPUT_WEIGHT * asked.output, now)
 
-    def decodes(self, number: int, tokens: int, step_s: float, now: float) -> None:
-        """A request begins to decode at an engine whose steps take so long."""
+    def decodes(
+        self, number: int, tokens: int, step_s: float, now: float, since: float | None = None
+    ) -> None:
+        """A request begins to decode.
+
+        Args:
+            number: of the request.
+            tokens: of its prompt.
+            step_s: of the steps of its engine.
+            now: time.
+            since: when it began; None = now.
+        """
         asked = self._asked[number]
         if asked.model and self.judges:
             demand = self._demand_of(asked.model, now)
-            demand.decodes(number, tokens + asked.output, asked.output * step_s)
+            passed_s = 0.0 if since is None else max(0.0, now - since)
+            demand.decodes(number, tokens + asked.output, asked.output * step_s, passed_s)
 
     def ended(self, number: int, output_tokens: int, now: float) -> None:
         """A request has got all its tokens, 0 to :data:`TOKENS_MAX` in number."""

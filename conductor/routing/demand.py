@@ -107,15 +107,25 @@ class DecodeDemand:
         self._moment(stay.start).starts[number] = tokens
         self._moment(stay.end).ends[number] = tokens
 
-    def decodes(self, number: int, tokens: float, stays_s: float) -> None:
-        """A request has begun, and is thought to need so long; it may be unknown until now."""
+    def decodes(
+        self, number: int, tokens: float, stays_s: float, passed_s: float = 0.0
+    ) -> None:  # fmt: skip
+        """A request has begun, and is thought to need so long; it may be unknown until now.
+
+        Args:
+            number: of the request.
+            tokens: of its prompt and its answer.
+            stays_s: for how long it decodes.
+            passed_s: for how long it has done so already.
+        """
         self.left(number)
         tokens = round(tokens)
         stay = self._stays[number] = _Stay(tokens, decodes=True)
         self.now = self.now.plus(Crowd(1, tokens))
         self.typical_s = self.typical_s or min(stays_s, HORIZON_S)
         self.typical_s += _STAY_WEIGHT * (min(stays_s, HORIZON_S) - self.typical_s)
-        stay.end = max(self._passed + 1, _step(self._time() + min(stays_s, HORIZON_S)))
+        ends_at = self._time() + min(stays_s, HORIZON_S) - passed_s
+        stay.end = max(self._passed + 1, _step(ends_at))
         self._moment(stay.end).ends[number] = tokens
 
     def left(self, number: int) -> None:

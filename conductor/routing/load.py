@@ -115,6 +115,7 @@ class _Load:
         step_cost_s: what :meth:`step_s` says until something changes; negative = it has.
         factors: the fit's for which ``line`` is.
         line: what prompts take.
+        begun: when requests of which we do not hear began to decode; until somebody asks.
     """
 
     costs: EngineCosts
@@ -132,6 +133,7 @@ class _Load:
     step_cost_s: float = -1.0
     factors: object = None
     line: PrefillLine | None = None
+    begun: dict[int, float] = field(default_factory=dict)
 
     def row(self) -> _Row:
         """What is the same until something changes, or :meth:`pass_late` would change it."""
@@ -165,6 +167,7 @@ class _Load:
             if not head.told:
                 tokens = head.new_tokens + head.prefix_tokens
                 self.decodes(number, tokens, self.head_since, told=False)
+                self.begun[number] = self.head_since
             for following in self.computing.values():
                 self.head_since = max(self.head_since, following.since)
                 break
@@ -293,6 +296,14 @@ class EngineLoads:
         if load is not None and number in load.computing:
             load.computing[number].told = False
 
+    def begun(self) -> list[tuple[int, float, float]]:
+        """Requests of :meth:`untold` that decode, since when, and seconds of a step; each once."""
+        found = []
+        for load in self._loads.values():
+            found += [(number, since, load.step_s()) for number, since in load.begun.items()]
+            load.begun.clear()
+        return found
+
     def comes(self, number: int, info: EngineInfo, tokens: int) -> None:
         """The KV of a prompt will go to an engine."""
         self._changed(info.id)
@@ -356,6 +367,7 @@ class EngineLoads:
             return
         load.pass_late(now)
         load.late.pop(number, None)
+        load.begun.pop(number, None)
         if number in load.computing:
             if next(iter(load.computing)) == number:
                 load.head_since = now

@@ -171,6 +171,29 @@ def test_who_waited_too_long_is_refused_and_who_failed_at_an_engine_is_not() -> 
     assert (counts["slow", "admitted"], counts["slow", "late"]) == (3, 1)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_that_is_not_streamed_decodes_once_its_prompt_should_be_computed(
+    stream: bool,
+) -> None:
+    case = Case("load", [engine("m", "mixed", 64)], classes=[FAST])
+    for at in range(56):
+        now = at / 4
+        [assign] = case.arrive(now, tokens=100)
+        assert isinstance(assign, Assign), "56 of 64 places are no overload"
+        if stream:
+            case.dispatcher.began(assign.request, now + 0.1)
+        else:
+            case.dispatcher.loads.untold(assign.request, "m")
+    seen = case.dispatcher.admission.judgement(case.number)
+    assert (seen.decode_load or 0) > 0.5
+    for number in range(1, 57):
+        case.dispatcher.ended(number, 256, now)
+        case.dispatcher.left(number, now)
+    case.arrive(now + 1, tokens=100)
+    seen = case.dispatcher.admission.judgement(case.number)
+    assert (seen.decode_load or 0) < 0.5, "nobody decodes any more"
+
+
 def test_a_tenant_above_its_share_waits_behind_others() -> None:
     case = Case("none", [engine("m", "mixed", 1)], "least-loaded", fair=True)
     case.arrive(tenant="greedy")

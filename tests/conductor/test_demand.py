@@ -45,6 +45,17 @@ def test_who_should_decode_but_does_not_is_due() -> None:
     assert (demand.due, demand.now) == (Crowd(), Crowd(1, 100))
 
 
+def test_who_is_noticed_late_ends_no_later() -> None:
+    demand = DecodeDemand()
+    demand.pass_time(10.0)
+    demand.decodes(1, 100, 5.0, passed_s=4.0)
+    demand.decodes(2, 100, 5.0, passed_s=60.0)
+
+    assert demand.now == demand.at(10.0, 10.0) == Crowd(2, 200)
+    assert demand.at(10.0, 12.0) == Crowd()
+    demand.check()
+
+
 class ModelOfDemand(RuleBasedStateMachine):
     """The demand beside a list of stays."""
 
