@@ -375,8 +375,8 @@ class Admission:
             demand.decodes(number, tokens + asked.output, asked.output * step_s, passed_s)
 
     def ended(self, number: int, output_tokens: int, now: float) -> None:
-        """A request has got all its tokens, 0 to :data:`TOKENS_MAX` in number."""
-        assert 0 <= output_tokens <= TOKENS_MAX
+        """A request has got all its tokens, as many as the engine says."""
+        output_tokens = max(0, min(output_tokens, TOKENS_MAX))
         one = self._asked[number]
         one.answered = output_tokens
         self.lengths.learn(one.tenant, one.session, one.limit, one.output, output_tokens)

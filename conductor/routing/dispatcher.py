@@ -35,7 +35,6 @@ from conductor.routing.columns import NO_KEYS, Matches, View, Waiting
 from conductor.routing.engines import EngineRegistry
 from conductor.routing.load import EngineLoads
 from conductor.routing.occupancy import Occupancy
-from conductor.routing.output_lengths import TOKENS_MAX
 from conductor.routing.pending import WaitingRow, WaitingRows
 from conductor.routing.policy import Binding
 from conductor.routing.scheduler import Handoff, Scheduler
@@ -224,7 +223,6 @@ class Dispatcher:
 
     def ended(self, number: int, output_tokens: int, now: float) -> None:
         """A request has got all its tokens; it is to be released or to leave next."""
-        output_tokens = max(0, min(output_tokens, TOKENS_MAX))  # as the engine says
         for engine_id in self._known[number].held:
             self.loads.decoded(number, engine_id, output_tokens, now)
         self.admission.ended(number, output_tokens, now)
