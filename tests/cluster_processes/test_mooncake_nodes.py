@@ -160,9 +160,12 @@ def test_an_engine_that_peers_read_from_is_replaced_when_it_dies(
     a, b = two_nodes(scene, spawn)
     here, there = registered(scene, a, wait_until), registered(scene, b, wait_until)
     assert here.put(content.keys(1, 4), content.pages(1, 4)).stored == 4
-    for pid in engines(a):
+    killed = engines(a)
+    for pid in killed:
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: counts(a)["processes_lost"] == 2)
+    # What was registered counts until the next ones are started.
+    wait_until(lambda: len(set(engines(a)) - set(killed)) == 2)
     wait_until(lambda: counts(a)["registered_bytes"] > 0)
     b.knows(a, 5)
     assert fetch(there, content.keys(1, 4)) == 4
