@@ -351,8 +351,7 @@ class Receivers:
         self._engines.leave(one.room)
         self._give_back(one)
         self.counts["succeeded"] += 1
-        told = [link for link, leg in one.legs.items() if not leg.source.share.is_idle]
-        return [SendTo(link, Done(one.room)) for link in told]
+        return [SendTo(link, Done(one.room)) for link in one.sending]
 
     def tick(self, now_ns: int) -> list[Effect]:
         """Time has passed: end what is late, ask again for what was not answered."""
