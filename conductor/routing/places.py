@@ -14,7 +14,7 @@ from kvstore.index.apply import shard_name
 from kvstore.index.control import FollowedWorker, IndexReport
 from kvstore.index.directory import HolderDirectory, PageHolder
 from kvstore.index.feed import EXPECTED
-from kvstore.index.layout import Flags, Numbers
+from kvstore.index.layout import Numbers
 from kvstore.index.runs import PartNeed, PrefixNeeds
 
 
@@ -71,11 +71,13 @@ class RankPart(NamedTuple):
 
     Attributes:
         ranks: their rows, in the same order as the candidates.
+        of_all: whether these are all ranks, in order.
     """
 
     scope: PromptScope
     ranks: Numbers
     needs: PrefixNeeds
+    of_all: bool
 
 
 class RankPeers(NamedTuple):
@@ -83,12 +85,13 @@ class RankPeers(NamedTuple):
 
     Attributes:
         needs: what a hit needs of each node's pages; a row for each node and sort of reader.
-        whose: bool [ranks, rows], whether the pages of a row can be fetched for a rank.
+        whose: int64 [rows, ranks]: -1 (all bits) if the pages of a row can be fetched for a rank,
+            else 0.
     """
 
     scope: PromptScope
     needs: PrefixNeeds
-    whose: Flags
+    whose: Numbers
 
 
 class PrefixPlan:
@@ -115,7 +118,7 @@ class PrefixPlan:
                     of_scope.append((len(self.ranks), place.needs))
                 self.ranks.append(_Rank(number, rank))
         self.own, self.on_node, self.expected = (
-            _parts(rows.get(kind, {})) for kind in ("own", "node", "expected")
+            _parts(rows.get(kind, {}), len(self.ranks)) for kind in ("own", "node", "expected")
         )
         self.peers = _peers(self.infos, model, [rank.engine for rank in self.ranks], directory)
 
@@ -159,24 +162,27 @@ def _peers(
         RankPeers(
             scope,
             PrefixNeeds(list(of_scope.values())),
-            np.array(
+            -np.array(
                 [
-                    [of_engine[one][0] == scope and row in of_engine[one][1] for row in of_scope]
-                    for one in engines
+                    [of_engine[one][0] == scope and row in of_engine[one][1] for one in engines]
+                    for row in of_scope
                 ],
-                dtype=np.bool_,
+                dtype=np.int64,
             ),
         )
         for scope, of_scope in rows.items()
     ]
 
 
-def _parts(by_scope: dict[PromptScope, list[tuple[int, list[PartNeed]]]]) -> list[RankPart]:
+def _parts(
+    by_scope: dict[PromptScope, list[tuple[int, list[PartNeed]]]], ranks: int
+) -> list[RankPart]:
     return [
         RankPart(
             scope,
             np.array([row for row, _ in rows], dtype=np.int64),
             PrefixNeeds([needs for _, needs in rows]),
+            of_all=len(rows) == ranks,  # each has one place of a kind in a scope, in its order
         )
         for scope, rows in by_scope.items()
     ]

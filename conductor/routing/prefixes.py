@@ -287,6 +287,8 @@ class _Lookup:
         self._found: dict[PromptScope, HolderRuns] = {}
         #: (ends in tokens, rows of ranks, whether each has each stretch)
         self._there: list[tuple[Numbers, Numbers, Flags]] = []
+        self._torn = False  # somebody has a stretch after one that it has not
+        self._leading = np.zeros(count, dtype=np.int64)  # leading tokens in blocks of one part
 
     def prefixes(self) -> FoundPrefixes:
         """The best rank of each engine; no rank if all have the same."""
@@ -299,7 +301,9 @@ class _Lookup:
             self._add(part, None)
         for peers in plan.peers:
             self._add_peers(peers)
-        usable = np.maximum(self._covered(), np.maximum(self._own, self._node))
+        # Without a stretch after a gap, two prefixes together are no longer than the longer one.
+        covered = self._covered() if self._torn else self._leading
+        usable = np.maximum(covered, np.maximum(self._own, self._node))
         peer = np.maximum(self._peer - usable, 0)
         numbers = np.stack([self._own, self._node, usable, peer])
         numbered: list[int | None] = [rank.number for rank in plan.ranks]
@@ -323,10 +327,18 @@ class _Lookup:
         if found is None:
             return
         size = part.scope.block_tokens
-        blocks, there = part.needs.prefixes_and_runs(found)
+        runs = part.needs.prefixes_and_runs(found)
         if longest is not None:
-            longest[part.ranks] = np.maximum(longest[part.ranks], blocks * size)
-        self._there.append((found.ends * size, part.ranks, there))
+            self._raise(longest, part, runs.prefixes * size)
+        self._raise(self._leading, part, runs.leading * size)
+        self._torn |= runs.torn
+        self._there.append((found.ends * size, part.ranks, runs.there))
+
+    def _raise(self, longest: Numbers, part: RankPart, tokens: Numbers) -> None:
+        if part.of_all:
+            np.maximum(longest, tokens, out=longest)
+        else:
+            longest[part.ranks] = np.maximum(longest[part.ranks], tokens)
 
     def _add_peers(self, peers: RankPeers) -> None:
         """Of each rank, the longest prefix that one of its peers has by itself."""
@@ -334,8 +346,8 @@ class _Lookup:
         found = self._find(peers.scope) if peers.needs.known else None
         if found is not None:
             tokens = peers.needs.prefixes(found) * peers.scope.block_tokens
-            longest = np.where(peers.whose, tokens, 0).max(axis=1)
-            self._peer = np.maximum(self._peer, longest)
+            longest = (peers.whose & tokens[:, None]).max(axis=0)
+            np.maximum(self._peer, longest, out=self._peer)
 
     def _find(self, scope: PromptScope) -> HolderRuns | None:
         """Who holds the prompt's blocks; None if it is shorter than one."""
@@ -350,8 +362,6 @@ class _Lookup:
     def _covered(self) -> Numbers:
         """For each rank, how many leading tokens are in one of its blocks or pages."""
         count = len(self._plan.ranks)
-        if not self._there:
-            return np.zeros(count, dtype=np.int64)
         bounds = np.unique(np.concatenate([ends for ends, _, _ in self._there]))
         covered = np.zeros((count, len(bounds) + 1), dtype=np.bool_)
         for ends, ranks, there in self._there:
