@@ -97,6 +97,7 @@ class View:
             others.
         kept: what was found out of ids, models, adapters, protocols, offers and roles, by model;
             and ``rows``, of ids. Views that have these in common share both.
+        kept_groups: what was found out of these and of health.
     """
 
     ids: Sequence[str]
@@ -116,6 +117,7 @@ class View:
     over: Mapping[str, int] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     rows: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+    kept_groups: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def row_of(self, engine_id: str) -> int | None:
         """The row of an engine; None if it is not there."""

@@ -1,6 +1,6 @@
 """What a decision shows of each engine that serves the model. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -8,9 +8,9 @@ import numpy as np
 from conductor.routing.choices import VERDICTS, Candidates
 from conductor.routing.columns import PrefixColumns, View
 from conductor.routing.engines import Health
-from conductor.routing.groups import ServingEngines
+from conductor.routing.groups import EngineGroup, ServingEngines
 from conductor.routing.pricing import PricedEngines
-from kvstore.index.layout import Flags
+from kvstore.index.layout import Flags, Numbers
 
 _PASSED, _FULL, _FAILED, _SUSPECT, _DEAD, _PREFILLS, _DECODES, _ALONE = range(len(VERDICTS))
 
@@ -24,14 +24,14 @@ class Places(NamedTuple):
         max_running: how many there are.
     """
 
-    in_flight: Sequence[int]
-    promised: Sequence[int]
-    max_running: Sequence[int]
+    in_flight: Numbers
+    promised: Numbers
+    max_running: Numbers
 
 
 def explained(
     view: View,
-    serving: ServingEngines,
+    group: EngineGroup,
     pair: tuple[int, int],
     places: Places,
     at_once: Callable[[str], bool],
@@ -43,7 +43,7 @@ def explained(
 
     Args:
         view: all engines.
-        serving: those that serve the model.
+        group: those that serve the model.
         pair: rows of the engines that were chosen; equal if one serves alone.
         places: of all engines.
         at_once: whether a protocol asks both engines of a pair at once.
@@ -51,20 +51,21 @@ def explained(
         found: its prefixes; None = the policy does not use them.
         priced: its seconds, likewise.
     """
+    serving, health = group.serving, group.health
     rows = serving.rows
-    in_flight, promised, most = (np.array(one)[serving.at] for one in places)
+    in_flight, promised, most = (one.take(serving.at) for one in places)
     numbers = np.zeros((6, len(rows)), dtype=np.int32)
     numbers[0] = in_flight + promised
     numbers[1] = most
     if found is not None:
-        numbers[2:] = found.numbers[:, serving.at]
+        numbers[2:] = found.numbers.take(serving.at, axis=1)
     room, takes = in_flight < most, promised < most
     takes = np.where(_asked_at_once(view, serving, pair[0], at_once), room, takes)
     verdicts = np.where(np.where(serving.decodes, takes, room), _PASSED, _FULL).astype(np.uint8)
-    health = tuple([view.health[one] for one in rows])
-    for at, state in enumerate(health):
-        if state is not Health.ALIVE:
-            verdicts[at] = _SUSPECT if state is Health.SUSPECT else _DEAD
+    if health.count(Health.ALIVE) < len(health):
+        for at, state in enumerate(health):
+            if state is not Health.ALIVE:
+                verdicts[at] = _SUSPECT if state is Health.SUSPECT else _DEAD
     for at in [at for at, one in enumerate(serving.ids) if one in excluded] if excluded else ():
         verdicts[at] = _FAILED
     first, second = rows.index(pair[0]), rows.index(pair[1])
@@ -77,7 +78,7 @@ def explained(
         health,
         numbers,
         verdicts,
-        priced.shown(rows) if priced is not None else None,
+        priced.shown(serving.at) if priced is not None else None,
     )
 
 

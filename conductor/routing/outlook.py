@@ -15,10 +15,10 @@ import numpy as np
 from conductor.routing.columns import Column, View, Waiting
 from conductor.routing.demand import HORIZON_S, NOBODY, STEP_S, Crowd, DecodeDemand
 from conductor.routing.engines import Health, Role
-from conductor.routing.groups import serving
+from conductor.routing.groups import PairRows, pair_rows, serving
 from conductor.routing.load import EngineLoads
 from conductor.routing.policy import Policy, never_fetches
-from conductor.routing.pricing import PairRows, Prices, Prompt, pair_rows
+from conductor.routing.pricing import Prices, Prompt
 
 
 @dataclass(slots=True)

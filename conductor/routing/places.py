@@ -105,10 +105,12 @@ class PrefixPlan:
         directory: HolderDirectory,
     ) -> None:
         workers = {one.worker: one for one in report.workers}
+        self._engines = engines
         self.infos = [engine.info for engine in engines]
         self.ids = [info.id for info in self.infos]
         self.directory = directory
-        self.report = report
+        self._report = report
+        self._shapes = _shapes(report)
         self.ranks: list[_Rank] = []
         rows: dict[str, dict[PromptScope, list[tuple[int, list[PartNeed]]]]] = {}
         for number, info in enumerate(self.infos):
@@ -126,13 +128,18 @@ class PrefixPlan:
         self, engines: Sequence[Engine], report: IndexReport, directory: HolderDirectory
     ) -> bool:
         """Whether nothing has changed that matters."""
-        if self.directory is not directory or len(engines) != len(self.infos):
+        if self.directory is not directory:
             return False
-        if any(one.info is not info for one, info in zip(engines, self.infos, strict=True)):
-            return False
-        if report is not self.report and _shapes(report) != _shapes(self.report):
-            return False
-        self.report = report
+        if engines is not self._engines:  # of another state of the registry
+            if len(engines) != len(self.infos):
+                return False
+            if any(one.info is not info for one, info in zip(engines, self.infos, strict=True)):
+                return False
+            self._engines = engines
+        if report is not self._report:
+            if _shapes(report) != self._shapes:
+                return False
+            self._report = report
         return True
 
 

@@ -6,20 +6,16 @@ considered earlier are thought to bring them.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from conductor.routing.columns import Column, CostColumns, Terms
+from conductor.routing.groups import PairRows, Rows
 from conductor.routing.policy import Fetches
 from kvstore.index.layout import Words
 
-Rows = npt.NDArray[np.intp]
-"""Rows of engines in the view."""
-Pairs = list[tuple[list[int], list[int]]]
-"""Rows of engines that can be first, and of those that can decode after them (none = they do)."""
 _PROMPTS_COMPARED: Final = 8
 """Prompts of this call that later ones are compared with."""
 
@@ -40,31 +36,6 @@ class Prompt(NamedTuple):
     peer: Column
     keys: Words
     output: float
-
-
-class PairRows(NamedTuple):
-    """The same as arrays.
-
-    Attributes:
-        firsts: all that can be first, those of each pair together.
-        rows: these.
-        parts: of each pair: which of the firsts, and those that can decode after them, if any.
-    """
-
-    firsts: list[int]
-    rows: Rows
-    parts: list[tuple[slice, Rows]]
-
-
-def pair_rows(pairs: Pairs) -> PairRows:
-    """Pairs as arrays."""
-    firsts, parts = list[int](), []
-    for some, seconds in pairs:
-        mine = slice(len(firsts), len(firsts) + len(some))
-        firsts += some
-        if some and seconds:
-            parts.append((mine, np.array(seconds, dtype=np.intp)))
-    return PairRows(firsts, np.array(firsts, dtype=np.intp), parts)
 
 
 class _Fixed(NamedTuple):
@@ -100,11 +71,11 @@ class PricedEngines:
         fetch_s, prefill_s, ttft_s = terms.fetch_s[at], terms.prefill_s[at], terms.ttft_s[at]
         return int(self.fetched[at]), float(fetch_s), float(prefill_s), float(ttft_s)
 
-    def shown(self, rows: Sequence[int]) -> npt.NDArray[np.float32]:
+    def shown(self, rows: Rows) -> npt.NDArray[np.float32]:
         """The terms of other rows, float32 [5, rows]; not a number for engines that have none."""
-        every = np.full((len(self.terms), max(rows) + 1), np.nan, dtype=np.float32)
+        every = np.full((len(self.terms), int(rows.max()) + 1), np.nan, dtype=np.float32)
         every[:, self.rows] = self.terms
-        return every[:, np.array(rows, dtype=np.intp)]
+        return every.take(rows, axis=1)
 
 
 class Prices:
@@ -121,11 +92,12 @@ class Prices:
             costs: of all engines.
             fetches: decides for each engine whether it fetches or computes.
         """
-        self._costs = replace(
-            costs, kv_room=costs.kv_room.copy(), coming_bytes=costs.coming_bytes.copy()
-        )
+        self._kv_room, self._coming_bytes = costs.kv_room.copy(), costs.coming_bytes.copy()
+        self._all = np.array([getattr(costs, name) for name in _Fixed._fields])
+        self._token_bytes = costs.token_bytes
         self._fetches = fetches
-        self._fixed: dict[bytes, _Fixed] = {}
+        #: by the array of rows, which is kept so that no other one has its id
+        self._fixed: dict[int, tuple[Rows, _Fixed]] = {}
         self._thought_s = costs.backlog_s.copy()
         self._given: deque[tuple[int, Words]] = deque(maxlen=_PROMPTS_COMPARED)
         self.backlog_s = costs.backlog_s.copy()
@@ -139,33 +111,30 @@ class Prices:
         """
         rows = choices.rows
         handoff_s, tbt_s = np.zeros(len(rows)), self._of(rows).step_s.copy()
+        sends_s = self._sends_s(rows, prompt) if choices.parts else handoff_s
         for mine, decode in choices.parts:
             comes_s = self._comes_s(decode, prompt)
             full, seconds = self._decoding(decode, comes_s, prompt)
             best = int(seconds.argmin())
             if full.any():
                 best = int(np.lexsort((seconds, full))[0])
-            handoff_s[mine] = np.maximum(comes_s[best], self._sends_s(rows[mine], prompt))
+            handoff_s[mine] = np.maximum(comes_s[best], sends_s[mine])
             tbt_s[mine] = self._of(decode).step_s[best]
         return self._computing(prompt, rows, handoff_s, tbt_s)
 
     def _of(self, rows: Rows) -> _Fixed:
-        key = rows.tobytes()
-        known = self._fixed.get(key)
+        known = self._fixed.get(id(rows))
         if known is None:
-            costs = self._costs
-            known = self._fixed[key] = _Fixed(
-                *(getattr(costs, name)[rows] for name in _Fixed._fields)
-            )
-        return known
+            fixed = _Fixed(*self._all.take(rows, axis=1))
+            known = self._fixed[id(rows)] = (rows, fixed)
+        return known[1]
 
-    def decoding(self, first: int, seconds: Sequence[int], prompt: Prompt) -> tuple[Column, Column]:
+    def decoding(self, first: int, decode: Rows, prompt: Prompt) -> tuple[Column, Column]:
         """What it costs to decode at each of some engines what ``first`` computes.
 
         Returns:
             Whether the KV has no room there; then seconds.
         """
-        decode = np.array(seconds, dtype=np.intp)
         sends_s = self._sends_s(np.array([first], dtype=np.intp), prompt)
         return self._decoding(decode, np.maximum(self._comes_s(decode, prompt), sends_s), prompt)
 
@@ -191,7 +160,7 @@ class Prices:
             terms = Terms(queue_s, nothing, computed_s, handoff_s, tbt_s)
             return PricedEngines(rows, terms, nothing)
         fixed = self._of(rows)
-        size = (reached - usable) * fixed.token_bytes + self._costs.coming_bytes[rows]
+        size = (reached - usable) * fixed.token_bytes + self._coming_bytes[rows]
         fetch_s = np.where(longer, size / fixed.network_bytes_per_s, 0.0)
         rest_s = self._prefill_s(rows, tokens, reached)
         fetched = longer & self._fetches(usable, reached, fetch_s + rest_s, computed_s)
@@ -208,7 +177,7 @@ class Prices:
         """Seconds until the KV of a prompt has come to each of these engines, by their links."""
         missing = np.maximum(prompt.tokens - prompt.usable[rows], 0.0)
         fixed = self._of(rows)
-        size = missing * fixed.token_bytes + self._costs.coming_bytes[rows]
+        size = missing * fixed.token_bytes + self._coming_bytes[rows]
         seconds: Column = size / fixed.network_bytes_per_s
         return seconds
 
@@ -219,7 +188,7 @@ class Prices:
         return seconds
 
     def _decoding(self, rows: Rows, comes_s: Column, prompt: Prompt) -> tuple[Column, Column]:
-        full = (self._costs.kv_room[rows] < prompt.tokens + prompt.output).astype(np.float64)
+        full = (self._kv_room[rows] < prompt.tokens + prompt.output).astype(np.float64)
         return full, comes_s + prompt.output * self._of(rows).step_s
 
     def give(self, row: int, seconds: float, keys: Words) -> None:
@@ -241,8 +210,8 @@ class Prices:
 
     def send(self, row: int, tokens: int) -> None:
         """A decode engine gets the KV of a prompt."""
-        self._costs.coming_bytes[row] += tokens * self._costs.token_bytes[row]
-        self._costs.kv_room[row] -= tokens
+        self._coming_bytes[row] += tokens * self._token_bytes[row]
+        self._kv_room[row] -= tokens
 
     def _prefill_s(self, rows: Rows, tokens: int, prefix: Column) -> Column:
         """Seconds to compute the end of a prompt, as ``CostPrior.prefill_seconds``."""
