@@ -43,6 +43,21 @@ Matches = Mapping[str, Prefix]
 """A request's prefix at each engine, by id; absent = none."""
 
 
+@dataclass(slots=True)
+class KeptCosts:
+    """What :class:`conductor.routing.pricing.Prices` found out of columns of costs.
+
+    Attributes:
+        all: those that do not change during a call, as one array.
+        of_rows: of the rows in an array, by its id, with the array, so that no other one has it.
+        computing: the newest prompt.
+    """
+
+    all: Any = None
+    of_rows: dict[int, Any] = field(default_factory=dict)
+    computing: Any = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostColumns:
     """What the engines' costs depend on, in columns; all float64 [engines].
@@ -59,6 +74,7 @@ class CostColumns:
         token_bytes: bytes of one token's KV.
         network_bytes_per_s: of its links to others.
         coming_bytes: KV on its way to it.
+        kept: what was found out of these.
     """
 
     backlog_s: Column
@@ -71,6 +87,7 @@ class CostColumns:
     token_bytes: Column
     network_bytes_per_s: Column
     coming_bytes: Column
+    kept: KeptCosts = field(default_factory=KeptCosts, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

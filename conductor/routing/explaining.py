@@ -29,7 +29,7 @@ class Places(NamedTuple):
     max_running: Numbers
 
 
-def explained(
+def explained_later(
     view: View,
     group: EngineGroup,
     pair: tuple[int, int],
@@ -39,16 +39,35 @@ def explained(
     found: PrefixColumns | None,
     priced: PricedEngines | None,
 ) -> Candidates:
+    """The same as :func:`explained`, made when somebody reads it."""
+    offer = view.offers[pair[0]]
+    copies = Places(places.in_flight.copy(), places.promised.copy(), places.max_running)
+    numbers = found.numbers if found is not None else None
+    return Candidates.later(
+        lambda: explained(group, pair, copies, offer, at_once, excluded, numbers, priced)
+    )
+
+
+def explained(
+    group: EngineGroup,
+    pair: tuple[int, int],
+    places: Places,
+    offer: str,
+    at_once: Callable[[str], bool],
+    excluded: frozenset[str],
+    found: Numbers | None,
+    priced: PricedEngines | None,
+) -> Candidates:
     """The numbers of all engines that serve the model.
 
     Args:
-        view: all engines.
         group: those that serve the model.
         pair: rows of the engines that were chosen; equal if one serves alone.
         places: of all engines.
+        offer: protocol that the first one of the pair offers over its own; empty = none.
         at_once: whether a protocol asks both engines of a pair at once.
         excluded: ids of the engines that have failed the request.
-        found: its prefixes; None = the policy does not use them.
+        found: int64 [4, all engines]: its prefixes; None = the policy does not use them.
         priced: its seconds, likewise.
     """
     serving, health = group.serving, group.health
@@ -58,9 +77,9 @@ def explained(
     numbers[0] = in_flight + promised
     numbers[1] = most
     if found is not None:
-        numbers[2:] = found.numbers.take(serving.at, axis=1)
+        numbers[2:] = found.take(serving.at, axis=1)
     room, takes = in_flight < most, promised < most
-    takes = np.where(_asked_at_once(view, serving, pair[0], at_once), room, takes)
+    takes = np.where(_asked_at_once(serving, offer, at_once), room, takes)
     verdicts = np.where(np.where(serving.decodes, takes, room), _PASSED, _FULL).astype(np.uint8)
     if health.count(Health.ALIVE) < len(health):
         for at, state in enumerate(health):
@@ -82,15 +101,12 @@ def explained(
     )
 
 
-def _asked_at_once(
-    view: View, serving: ServingEngines, first: int, at_once: Callable[[str], bool]
-) -> Flags:
+def _asked_at_once(serving: ServingEngines, offer: str, at_once: Callable[[str], bool]) -> Flags:
     """Whether each engine would be asked at once with this first one."""
     result: Flags = np.zeros(len(serving.rows), dtype=np.bool_)
     for protocol, those in serving.of_protocol.items():
         if at_once(protocol):
             result |= those
-    offer = view.offers[first]
     if offer:
         result = np.where(serving.of_offer[offer], at_once(offer), result)
     return result

@@ -119,6 +119,7 @@ class PrefixPlan:
                     of_scope = rows.setdefault(place.kind, {}).setdefault(place.scope, [])
                     of_scope.append((len(self.ranks), place.needs))
                 self.ranks.append(_Rank(number, rank))
+        self.numbered: list[int | None] = [rank.number for rank in self.ranks]
         self.own, self.on_node, self.expected = (
             _parts(rows.get(kind, {}), len(self.ranks)) for kind in ("own", "node", "expected")
         )

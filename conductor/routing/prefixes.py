@@ -39,7 +39,7 @@ from conductor.routing.places import (
 )
 from kvstore.index.control import Expect, IndexReport
 from kvstore.index.directory import HolderDirectory
-from kvstore.index.face import PrefixIndex
+from kvstore.index.face import PrefixIndex, PresentIndex
 from kvstore.index.layout import Flags, Numbers, Words
 from kvstore.index.runs import HolderRuns, PartNeed, PrefixNeeds
 from kvstore.index.scope import key_chains
@@ -131,6 +131,8 @@ class PrefixView:
         self._registry = registry
         self._prompts: dict[int, NamedPrompt] = {}
         self._plans: dict[str, PrefixPlan] = {}
+        #: model → engines and report for which it is so, and how the first one names its blocks
+        self._scopes: dict[str, tuple[list[Engine], IndexReport, PromptScope]] = {}
         self._secret = 0
         self.needed = needed
 
@@ -153,18 +155,28 @@ class PrefixView:
         if not self.needed or prompt is None or present.table is None or not engines:
             return NO_KEYS
         self._keep_secret(present.table)
-        info = engines[0].info
-        scope = own_scope(info, lora_of(info, model), present.worker(engine_worker(info.id)))
-        return prompt.named(scope, self._secret)
+        return prompt.named(self._scope_of_first(model, engines, present), self._secret)
+
+    def _scope_of_first(
+        self, model: str, engines: list[Engine], present: PresentIndex
+    ) -> PromptScope:
+        """How the first engine of a model names its own blocks."""
+        known = self._scopes.get(model)
+        if known is None or known[0] is not engines or known[1] is not present.report:
+            info = engines[0].info
+            worker = present.worker(engine_worker(info.id))
+            known = (engines, present.report, own_scope(info, lora_of(info, model), worker))
+            if len(self._scopes) >= _PLANS_MAX:
+                self._scopes.clear()
+            self._scopes[model] = known
+        return known[2]
 
     def key_tokens(self, model: str) -> int:
         """Tokens of the pages that :meth:`keys` names; 0 if no engine serves the model."""
         engines = self._registry.of_model(model)
         if not engines:
             return 0
-        info, present = engines[0].info, self._index.present()
-        worker = present.worker(engine_worker(info.id))
-        return own_scope(info, lora_of(info, model), worker).block_tokens
+        return self._scope_of_first(model, engines, self._index.present()).block_tokens
 
     def find(self, number: int, model: str) -> Matches:
         """A request's prefix at each engine of the model; empty if nothing is known of it."""
@@ -305,10 +317,10 @@ class _Lookup:
         covered = self._covered() if self._torn else self._leading
         usable = np.maximum(covered, np.maximum(self._own, self._node))
         peer = np.maximum(self._peer - usable, 0)
-        numbers = np.stack([self._own, self._node, usable, peer])
-        numbered: list[int | None] = [rank.number for rank in plan.ranks]
+        numbers = np.array((self._own, self._node, usable, peer))
         if len(plan.ranks) == len(plan.ids):
-            return FoundPrefixes(plan.ids, numbers, numbered)
+            return FoundPrefixes(plan.ids, numbers, plan.numbered)
+        numbered: list[int | None] = [*plan.numbered]
         chosen = []
         for _, ranks in groupby(enumerate(plan.ranks), key=lambda one: one[1].engine):
             rows = [row for row, _ in ranks]

@@ -16,6 +16,8 @@ from conductor.routing.groups import PairRows, Rows
 from conductor.routing.policy import Fetches
 from kvstore.index.layout import Words
 
+_ROWS_KEPT: Final = 64
+"""Arrays of rows whose columns are kept."""
 _PROMPTS_COMPARED: Final = 8
 """Prompts of this call that later ones are compared with."""
 
@@ -48,6 +50,37 @@ class _Fixed(NamedTuple):
     token_bytes: Column
     network_bytes_per_s: Column
     step_s: Column
+
+
+class Computing(NamedTuple):
+    """What some engines would take to compute one prompt, if no other one comes before it.
+
+    Attributes:
+        prompt: this one.
+        rows: of the engines.
+        fetches: decided whether they fetch.
+        fetch_s: see :class:`Terms`.
+        prefill_s: likewise.
+        fetched: prompt tokens that each fetches; float64.
+    """
+
+    prompt: Prompt
+    rows: Rows
+    fetches: Fetches
+    fetch_s: Column
+    prefill_s: Column
+    fetched: Column
+
+    def fits(self, prompt: Prompt, rows: Rows, fetches: Fetches) -> bool:
+        """Whether it is of this prompt, of these engines."""
+        mine = self.prompt
+        return (
+            mine.usable is prompt.usable
+            and mine.peer is prompt.peer
+            and mine.tokens == prompt.tokens
+            and self.fetches is fetches
+            and (self.rows is rows or np.array_equal(self.rows, rows))
+        )
 
 
 class PricedEngines:
@@ -93,11 +126,12 @@ class Prices:
             fetches: decides for each engine whether it fetches or computes.
         """
         self._kv_room, self._coming_bytes = costs.kv_room.copy(), costs.coming_bytes.copy()
-        self._all = np.array([getattr(costs, name) for name in _Fixed._fields])
-        self._token_bytes = costs.token_bytes
+        self._costs = costs
+        self._sent = False  # a prompt was sent in this call
         self._fetches = fetches
-        #: by the array of rows, which is kept so that no other one has its id
-        self._fixed: dict[int, tuple[Rows, _Fixed]] = {}
+        self._kept = costs.kept
+        if self._kept.all is None:
+            self._kept.all = np.array([getattr(costs, name) for name in _Fixed._fields])
         self._thought_s = costs.backlog_s.copy()
         self._given: deque[tuple[int, Words]] = deque(maxlen=_PROMPTS_COMPARED)
         self.backlog_s = costs.backlog_s.copy()
@@ -123,11 +157,14 @@ class Prices:
         return self._computing(prompt, rows, handoff_s, tbt_s)
 
     def _of(self, rows: Rows) -> _Fixed:
-        known = self._fixed.get(id(rows))
+        fixed = self._kept.of_rows
+        known = fixed.get(id(rows))
         if known is None:
-            fixed = _Fixed(*self._all.take(rows, axis=1))
-            known = self._fixed[id(rows)] = (rows, fixed)
-        return known[1]
+            if len(fixed) >= _ROWS_KEPT:
+                fixed.clear()
+            known = fixed[id(rows)] = (rows, _Fixed(*self._kept.all.take(rows, axis=1)))
+        found: _Fixed = known[1]
+        return found
 
     def decoding(self, first: int, decode: Rows, prompt: Prompt) -> tuple[Column, Column]:
         """What it costs to decode at each of some engines what ``first`` computes.
@@ -135,7 +172,8 @@ class Prices:
         Returns:
             Whether the KV has no room there; then seconds.
         """
-        sends_s = self._sends_s(np.array([first], dtype=np.intp), prompt)
+        costs = self._costs
+        sends_s = prompt.tokens * costs.token_bytes[first] / costs.network_bytes_per_s[first]
         return self._decoding(decode, np.maximum(self._comes_s(decode, prompt), sends_s), prompt)
 
     def receiving(self, seconds: Sequence[int], prompt: Prompt) -> tuple[Column, Column]:
@@ -146,32 +184,42 @@ class Prices:
     def _computing(
         self, prompt: Prompt, rows: Rows, handoff_s: Column, tbt_s: Column
     ) -> PricedEngines:
+        expects = bool(len(prompt.keys) and self._given)
+        kept: Computing | None = self._kept.computing
+        if expects or self._sent:
+            known = self._computed(prompt, rows)
+        elif kept is not None and kept.fits(prompt, rows, self._fetches):
+            known = kept
+        else:
+            known = self._kept.computing = self._computed(prompt, rows)
+        queue_s = self._thought_s.take(rows)
+        terms = Terms(queue_s, known.fetch_s, known.prefill_s, handoff_s, tbt_s)
+        return PricedEngines(rows, terms, known.fetched)
+
+    def _computed(self, prompt: Prompt, rows: Rows) -> Computing:
         tokens = prompt.tokens
-        usable, peer = prompt.usable[rows], prompt.peer[rows]
+        usable, peer = prompt.usable.take(rows), prompt.peer.take(rows)
         if len(prompt.keys) and self._given:
             self._expect(usable, rows, prompt)
         last = max(0, tokens - 1)
         np.minimum(usable, last, out=usable)
-        queue_s, computed_s = self._thought_s[rows], self._prefill_s(rows, tokens, usable)
+        computed_s = self._prefill_s(rows, tokens, usable)
         reached = np.minimum(usable + peer, last)
         longer = reached > usable
         if not longer.any():
             nothing = np.zeros(len(rows))
-            terms = Terms(queue_s, nothing, computed_s, handoff_s, tbt_s)
-            return PricedEngines(rows, terms, nothing)
+            return Computing(prompt, rows, self._fetches, nothing, computed_s, nothing)
         fixed = self._of(rows)
         size = (reached - usable) * fixed.token_bytes + self._coming_bytes[rows]
         fetch_s = np.where(longer, size / fixed.network_bytes_per_s, 0.0)
         rest_s = self._prefill_s(rows, tokens, reached)
         fetched = longer & self._fetches(usable, reached, fetch_s + rest_s, computed_s)
-        terms = Terms(
-            queue_s=queue_s,
+        return Computing(
+            prompt, rows, self._fetches,
             fetch_s=np.where(fetched, fetch_s, 0.0),
             prefill_s=np.where(fetched, rest_s, computed_s),
-            handoff_s=handoff_s,
-            tbt_s=tbt_s,
-        )
-        return PricedEngines(rows, terms, np.where(fetched, reached - usable, 0.0))
+            fetched=np.where(fetched, reached - usable, 0.0),
+        )  # fmt: skip
 
     def _comes_s(self, rows: Rows, prompt: Prompt) -> Column:
         """Seconds until the KV of a prompt has come to each of these engines, by their links."""
@@ -210,7 +258,8 @@ class Prices:
 
     def send(self, row: int, tokens: int) -> None:
         """A decode engine gets the KV of a prompt."""
-        self._coming_bytes[row] += tokens * self._token_bytes[row]
+        self._sent = True
+        self._coming_bytes[row] += tokens * self._costs.token_bytes[row]
         self._kv_room[row] -= tokens
 
     def _prefill_s(self, rows: Rows, tokens: int, prefix: Column) -> Column:

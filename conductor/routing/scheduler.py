@@ -33,7 +33,7 @@ from conductor.routing.columns import (
     Waiting,
 )
 from conductor.routing.engines import Health, Role
-from conductor.routing.explaining import Places, explained
+from conductor.routing.explaining import Places, explained_later
 from conductor.routing.groups import (
     EngineGroup,
     Kinds,
@@ -404,7 +404,7 @@ class _Call:
         priced: PricedEngines | None = None,
     ) -> Assign:
         view, matches = self._view, self._matches(row)
-        candidates = explained(
+        candidates = explained_later(
             view,
             group,
             (first, second),
