@@ -44,7 +44,7 @@ Matches = Mapping[str, Prefix]
 
 
 @dataclass(slots=True)
-class KeptCosts:
+class GatheredCosts:
     """What :class:`conductor.routing.pricing.Prices` found out of columns of costs.
 
     Attributes:
@@ -87,7 +87,7 @@ class CostColumns:
     token_bytes: Column
     network_bytes_per_s: Column
     coming_bytes: Column
-    kept: KeptCosts = field(default_factory=KeptCosts, compare=False, repr=False)
+    kept: GatheredCosts = field(default_factory=GatheredCosts, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

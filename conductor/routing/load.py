@@ -408,6 +408,11 @@ class EngineLoads:
             return 0.0
         return load.costs.step_seconds(ceil(batch / load.ranks), tokens / load.ranks)
 
+    def step_costs(self, engine_id: str) -> tuple[EngineCosts | None, int]:
+        """What is known of the speed of an engine, None = nothing; and its ranks."""
+        load = self._loads.get(engine_id)
+        return (None, 1) if load is None else (load.costs, load.ranks)
+
     def free_at(self, ahead_s: float, after: float) -> float:
         """When an engine is the next to have computed its prompts, less ``ahead_s``, or its first.
 
