@@ -30,7 +30,7 @@ from conductor.front.sending import Parts, Run, Sender
 from conductor.front.tracing import TOKENS_MAX, AnsweredRequest
 from conductor.front.upstream import EngineError, EngineRefusedError
 from conductor.front.waiting import Lease, RejectedError
-from conductor.routing.dispatcher import Request
+from conductor.routing.requests import Request
 
 _SERVICE_CLASS: Final = "X-Service-Class"
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")

@@ -14,7 +14,8 @@ from typing import Self
 
 from conductor.routing.choices import Assign, Continue, Reject
 from conductor.routing.columns import Matches
-from conductor.routing.dispatcher import Dispatcher, Request
+from conductor.routing.dispatcher import Dispatcher
+from conductor.routing.requests import Request
 
 
 class RejectedError(Exception):

@@ -10,9 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from conductor.routing.admission import AdmissionMode, AdmissionRules, ServiceClass
 from conductor.routing.choices import Assign, Continue, Effect, Reject
-from conductor.routing.dispatcher import Dispatcher, DispatchLimits, Request
+from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.policy import POLICIES
+from conductor.routing.requests import DispatchLimits, Request
 from conductor.routing.scheduler import Scheduler
 
 FAST = ServiceClass("fast", ttft_s=2.0, tbt_s=0.1, priority=-1)

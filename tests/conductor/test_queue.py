@@ -6,9 +6,10 @@ import time
 import pytest
 
 from conductor.front.waiting import Lease, RejectedError, RequestQueue
-from conductor.routing.dispatcher import Dispatcher, DispatchLimits, Request
+from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.policy import POLICIES
+from conductor.routing.requests import DispatchLimits, Request
 from conductor.routing.scheduler import Scheduler
 from tests.loops import in_loop
 
