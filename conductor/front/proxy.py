@@ -26,7 +26,8 @@ from conductor.front.openai import (
     parse_completion,
     read_body,
 )
-from conductor.front.sending import Parts, Run, Sender
+from conductor.front.runs import Run
+from conductor.front.sending import Parts, Sender
 from conductor.front.tracing import TOKENS_MAX, AnsweredRequest
 from conductor.front.upstream import EngineError, EngineRefusedError
 from conductor.front.waiting import Lease, RejectedError

@@ -214,6 +214,7 @@ class Dispatcher:
         """An engine failed a request: it waits for others, or is rejected after the last try."""
         known = self._known[number]
         self._give_back(known, now)
+        self.admission.failed(number, now)
         if self._closed:
             self._refuse(known, self._closing(number))
         elif known.tries >= self._limits.tries:
