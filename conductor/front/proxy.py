@@ -174,7 +174,7 @@ class Proxy:
                 if run.last_error is not None and str(run.last_error) not in why:
                     why = f"{why}; last failure: {run.last_error}"
                 return await self._give_up(
-                    run, error.status, error.code, why, retry_after_s=error.retry_after_s
+                    run, error.status, error.code, why, retry_after_s=error.retry_after_s or None
                 )
             except EngineRefusedError as error:
                 run.decision.attempts[-1].outcome = str(error)

@@ -111,6 +111,7 @@ class _Asked:
         charged: what its tenant was charged for the prompt and the answer of its present try.
         charged_at: when.
         counted: whether its outcome was counted.
+        failed: whether an engine failed it.
         answered: tokens of its answer; 0 = it has not ended.
         model: of the engines that it has; empty = none.
         judgement: None = not judged yet.
@@ -128,6 +129,7 @@ class _Asked:
     charged: tuple[float, float] = (0.0, 0.0)
     charged_at: float = 0.0
     counted: bool = False
+    failed: bool = False
     answered: int = 0
     model: str = ""
     judgement: Judgement | None = None
@@ -302,9 +304,9 @@ class Admission:
 
         One that has failed at an engine is served, however late it is.
         """
-        if self._rules.mode is not AdmissionMode.PREDICTION or waiting.excluded[row]:
-            return None
         asked = self._asked[waiting.numbers[row]]
+        if self._rules.mode is not AdmissionMode.PREDICTION or asked.failed:
+            return None
         waited_s = now - waiting.arrived[row]
         if waited_s + asked.need_s <= asked.service.ttft_s or asked.judgement is None:
             return None
@@ -400,7 +402,7 @@ class Admission:
         one = self._asked[number]
         prompt, answer = one.charged
         left = 0.5 ** ((now - one.charged_at) / HALF_S)
-        one.charged = (0.0, 0.0)
+        one.charged, one.failed = (0.0, 0.0), True
         if self._rules.fair:
             self._shares.charge(one.tenant, -left * (prompt + OUTPUT_WEIGHT * answer), now)
 

@@ -32,12 +32,12 @@ from conductor.routing.admission import EVERYBODY, Admission, AdmissionRules
 from conductor.routing.binding import AHEAD_S
 from conductor.routing.choices import Assign, Continue, Effect, Hold, Reject
 from conductor.routing.columns import Matches, View, Waiting
-from conductor.routing.engines import EngineRegistry
+from conductor.routing.engines import EngineInfo, EngineRegistry
 from conductor.routing.load import EngineLoads
 from conductor.routing.occupancy import Occupancy
 from conductor.routing.pending import WaitingRow, WaitingRows
 from conductor.routing.policy import Binding
-from conductor.routing.requests import DispatchLimits, KnownRequest, Request
+from conductor.routing.requests import DispatchLimits, KnownRequest, Request, reach, too_short
 from conductor.routing.scheduler import Scheduler
 
 _RETRY_AFTER_S_MAX: Final = 60
@@ -129,14 +129,29 @@ class Dispatcher:
             why = f"{len(self._waiting)} requests are waiting already"
             again = self.retry_after_s
             self._refused.append(Reject(request.number, why, again, "queue_full", status=429))
+        elif (long := self._too_long(request)) is not None:
+            self._refused.append(long)
         else:
-            known = KnownRequest(request, request.arrived + self._limits.wait_s)
+            short = too_short(self._infos(request.model), request.length)
+            known = KnownRequest(request, request.arrived + self._limits.wait_s, short)
             self._known[request.number] = known
             self.admission.arrived(
                 request.number, (request.model, request.tokens or 0), tenant=request.tenant,
                 session=request.session, limit=request.output_max, service=request.service,
             )  # fmt: skip
             self._wait(known)
+
+    def _infos(self, model: str) -> list[EngineInfo]:
+        return [engine.info for engine in self._registry.of_model(model)]
+
+    def _too_long(self, request: Request) -> Reject | None:
+        """The refusal of a request that no engine takes."""
+        infos = self._infos(request.model)
+        most = reach(infos)
+        if not infos or request.length <= most:
+            return None
+        why = f"{request.length} tokens with its answer, at most {most:.0f} are possible"
+        return Reject(request.number, f"prompt: {why}", 0, "context_length_exceeded", status=400)
 
     def began(self, number: int, now: float, hit_tokens: int | None = None) -> None:
         """A request has its first token, so that its prompt is computed; may be called again.

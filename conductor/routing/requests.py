@@ -1,9 +1,12 @@
 """Requests, as the dispatcher knows them. Pure."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from conductor.routing.choices import Assign
 from conductor.routing.columns import NO_KEYS, Matches
+from conductor.routing.engines import EngineInfo, Role
 from conductor.routing.pending import WaitingRow
 from conductor.routing.scheduler import Handoff
 from kvstore.index.layout import Words
@@ -35,6 +38,11 @@ class Request:
     service: str = ""
     output_max: int | None = None
 
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and its answer, as far as they are known."""
+        return 0 if self.tokens is None else self.tokens + (self.output_max or 1)
+
 
 @dataclass(frozen=True, slots=True)
 class DispatchLimits:
@@ -57,6 +65,7 @@ class KnownRequest:
 
     Attributes:
         assign: its present assignment; None = it waits for one.
+        excluded: engines that failed it, or do not take so many tokens.
         held: engines at which it has a place.
         promised: its decode engine, at which it has none yet.
         arrived: whether its KV has arrived, so that it waits for this place.
@@ -96,3 +105,16 @@ class KnownRequest:
         assert self.assign is not None
         assert self.promised is not None
         return Handoff(self.assign.protocol, self.promised)
+
+
+def reach(engines: Iterable[EngineInfo]) -> float:
+    """Maximum tokens of a prompt and its answer that an engine or a pair takes; may be infinite."""
+    longest = dict.fromkeys(Role, 0.0)
+    for info in engines:
+        longest[info.role] = max(longest[info.role], info.max_model_len or inf)
+    return max(longest[Role.MIXED], min(longest[Role.PREFILL], longest[Role.DECODE]))
+
+
+def too_short(engines: Iterable[EngineInfo], tokens: int) -> frozenset[str]:
+    """Engines that do not take so many tokens of a prompt and its answer."""
+    return frozenset(info.id for info in engines if 0 < info.max_model_len < tokens)
