@@ -16,9 +16,10 @@ from msgspec import Meta
 from conductor.routing.admission import EVERYBODY, AdmissionRules
 from conductor.routing.choices import Assign, Continue, Effect
 from conductor.routing.columns import Matches, Prefix
-from conductor.routing.dispatcher import Dispatcher, DispatchLimits, Request
+from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineInfo, EngineRegistry
 from conductor.routing.policy import POLICIES
+from conductor.routing.requests import DispatchLimits, Request
 from conductor.routing.scheduler import Scheduler
 from conductor.simulator.skew import SkewedBook
 from kvstore.errors import InvalidArgument

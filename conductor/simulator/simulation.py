@@ -14,8 +14,8 @@ import numpy as np
 
 from conductor.routing.choices import Assign, Continue, Reject
 from conductor.routing.columns import Matches
-from conductor.routing.dispatcher import Request
 from conductor.routing.policy import POLICIES, Binding
+from conductor.routing.requests import Request
 from conductor.simulator.batching import BatchEngine, EngineLimits, Work
 from conductor.simulator.caching import CacheLimits, Caching
 from conductor.simulator.fleet import SimulatedEngine
