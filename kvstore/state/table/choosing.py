@@ -20,7 +20,7 @@ SPILL_WRITES: Final = 64
 """Of those, pages that are asked to be written to disk for one that needs room."""
 
 
-class Wanted(NamedTuple):
+class RoomRequest(NamedTuple):
     """Room that somebody needs.
 
     Attributes:
@@ -87,7 +87,7 @@ class RoomChooser:
     def __init__(self, residents: Residents) -> None:
         self._held = residents
 
-    def choose(self, wanted: Wanted) -> RoomPlan:
+    def choose(self, wanted: RoomRequest) -> RoomPlan:
         """What gives room, as far as that can be said before any of it is done."""
         held, plan = self._held, RoomPlan(wanted.head)
         space, slot_bytes, left = wanted.space, wanted.slot_bytes, wanted.slots
@@ -123,7 +123,7 @@ class RoomChooser:
         node = self._held.eviction.own_victim(space)
         return RoomPlan(None, asked=None if node is None else Leaving(node, 1))
 
-    def choose_spill(self, wanted: Wanted) -> RoomPlan:
+    def choose_spill(self, wanted: RoomRequest) -> RoomPlan:
         """The pages before the new ones that are on disk, the first ones first.
 
         A prompt larger than memory has no leaf to give but itself. What is not on disk is written
