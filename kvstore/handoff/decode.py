@@ -7,8 +7,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Final
 
 from kvstore.errors import (
@@ -161,6 +162,7 @@ class DecodeManager:
                 **self._core.counts, **self.faults.counts,
                 "links": sum(len(peer.links) for peer in self._links.values()),
                 "threads": len(self._threads), "limbo_blocks": self._core.limbo_blocks(),
+                "limbo_states": self._core.limbo().total() - self._core.limbo_blocks(),
                 "aux_slots": self._aux.count - len(self._core.free_slots),
             }  # fmt: skip
 
@@ -445,18 +447,26 @@ class Receiver:
         """Whether bytes may still arrive in the announced blocks: do not give them away before."""
         return self._manager.holds_blocks(self.room)
 
-    def announce(self, first_token: int, blocks: Sequence[int]) -> None:
-        """Say where the KV belongs; bytes arrive there until :attr:`holds_blocks` is False.
+    def announce(
+        self, first_token: int, blocks: Sequence[int],
+        states: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        """Say where KV and state data belong; they arrive until :attr:`holds_blocks` is False.
 
         Args:
             first_token: KV of tokens before it is not needed; the block with it comes completely.
             blocks: block of each position from that of ``first_token`` to the end of the prompt;
                 empty if nothing is needed.
+            states: blocks in each state buffer, by its name: of the kind ``slot`` one, of ``last``
+                one for each of the last positions, in their order, of ``every`` as ``blocks``.
 
         Raises:
-            InvalidArgument: a block is not in the pool, named twice, or of another handoff.
+            InvalidArgument: a block is not in the pool, named twice, or of another handoff; or
+                blocks of a state buffer are missing.
         """
-        self._manager.act(lambda core, now: core.announce(self.room, first_token, blocks, now))
+        self._manager.act(
+            lambda core, now: core.announce(self.room, first_token, blocks, now, states)
+        )
 
     def renew(self) -> None:
         """The request waits for memory; call it in each step, so that prefill waits."""

@@ -22,6 +22,7 @@ from kvstore.errors import ConfigError, InvalidArgument, PeerUnreachable, Protoc
 from kvstore.handoff.messages import MESSAGE_BYTES_MAX
 from kvstore.handoff.ranks import RankGroup, RankPart, Share, plan_ranks
 from kvstore.handoff.shape import PoolShape
+from kvstore.handoff.state_data import check_alike
 from kvstore.handoff.tables import LinkTarget
 from kvstore.transport.streams import DataStream, receive_bytes
 
@@ -306,6 +307,7 @@ class Greeter(NamedTuple):
         for field, differs in unlike.items():
             if differs:
                 raise InvalidArgument(field, f"{field} of decode is not that of prefill")
+        check_alike(self.shape.states, shape.states)
         group.check(shape.plane_count // shape.planes_per_layer)
         if group.part != shape.part:
             raise InvalidArgument("ranks", "the pool of decode is not that of its rank")

@@ -197,6 +197,11 @@ class PrefillManager:
         generations = self._pool.generations(blocks)
         self.act(lambda core, now: core.push(room, layers, positions, blocks, generations, now))
 
+    def push_state(self, room: int, name: str, positions: range, blocks: Sequence[int]) -> None:
+        """See :meth:`Sender.send_state`."""
+        numbers = self._pool.state_generations(name, blocks)
+        self.act(lambda core, now: core.push_state(room, name, positions, blocks, numbers, now))
+
     def abort(self, room: int) -> None:
         """See :meth:`Sender.abort`."""
         self.act(lambda core, now: core.abort(room, now))
@@ -441,8 +446,22 @@ class Sender:
         """
         self._manager.push(self.room, layers, positions, blocks)
 
+    def send_state(self, name: str, positions: range, blocks: Sequence[int]) -> None:
+        """Push state data, when all its layers are in the buffer; otherwise as :meth:`send`.
+
+        Args:
+            name: of the state buffer.
+            positions: of the kind ``slot``: ``range(1)``; of ``last``: among the last positions of
+                the prompt; of ``every``: any. Adjacent, each once.
+            blocks: block of the buffer for each position.
+
+        Raises:
+            InvalidArgument: something is outside the request or the buffer, or was sent before.
+        """
+        self._manager.push_state(self.room, name, positions, blocks)
+
     def finish(self, aux: AuxData) -> None:
-        """Send the aux data, after all layers of all positions.
+        """Send the aux data, after all layers of all positions, and all state data.
 
         Raises:
             InvalidArgument: something was not sent, or the aux data is too large.
