@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from typing import Final, NamedTuple
 
 from bench.index_feed import MODEL, SPACE, Lines, feed
@@ -36,6 +37,8 @@ _BLOCKS: Final = 128
 _MODEL: Final = MODEL.removeprefix("model:")
 _ENGINES: Final = PREFILL_ENGINES + DECODE_ENGINES
 _KEPT: Final = 4_096
+_PIECE: Final = 4_096
+"""Messages that are on their way to the index at a time; twice as many at most."""
 
 
 class Decided(NamedTuple):
@@ -217,7 +220,12 @@ async def _measured(
         await ask("wait_subscribed", workers=len(fleet.workers()))
         await ask("make", fleet=written, blocks=_BLOCKS)
         note(f"{pages:,} pages come in first")
-        await ask("stream", fleet=fleet, blocks=_BLOCKS)
+        await ask("begin", fleet=fleet, blocks=_BLOCKS)
+        sent = 0
+        while piece := await ask("piece", most=_PIECE):
+            assert isinstance(piece, int)
+            sent += piece
+            await ours.wait_seen(partial(_applied, ours.index, sent - _PIECE))
         await ours.wait_seen(LastBlocks(await ours.table(), fleet).seen)
         decider = Decider(ours.index, fleet)
         await ours.wait_seen(decider.some)
@@ -228,6 +236,11 @@ async def _measured(
         rate = await ask("stop")
         assert isinstance(rate, float)
     return Decided(*known, *of_tokens, {}, rate * _BLOCKS, decider.held)
+
+
+def _applied(index: PrefixIndex, messages: int) -> bool:
+    """Whether so many messages have been applied, all workers together."""
+    return sum(one.batches for one in index.present().report.workers) >= messages
 
 
 async def _times(
