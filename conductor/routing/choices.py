@@ -253,7 +253,7 @@ class Reject:
     Attributes:
         request: its number.
         reason: for the client.
-        retry_after_s: when the client may try again.
+        retry_after_s: when the client may try again; 0 = it need not.
         code: the error's code.
         status: HTTP status.
         judgement: what was foreseen, if it is refused for that.

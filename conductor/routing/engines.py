@@ -101,6 +101,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         node: id of the kvstore node it uses, or None.
         peers: ids of the other followed nodes of that node's cluster, sorted.
         max_running: maximum requests in flight, at least 1.
+        max_model_len: maximum tokens of a prompt and its answer; 0 = unknown.
         protocol: name of the protocol by which it hands KV over
             (:data:`conductor.protocols.PROTOCOLS`).
         shape: name of the shape of its model (:data:`conductor.costs.shapes.SHAPES`), and
@@ -127,6 +128,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     node: str | None = None
     peers: tuple[str, ...] = ()
     max_running: int = 8
+    max_model_len: int = 0
     protocol: str = "reference"
     shape: str = ""
     hardware: str = ""
