@@ -46,6 +46,7 @@ from kvstore.errors import ConfigError, reason
 from kvstore.index.control import IndexSettings, SourceBounds
 from kvstore.index.face import PrefixIndex
 from kvstore.index.process import IndexProcess
+from kvstore.process.collector import look_seldom
 from kvstore.process.faults import Faults
 
 _LAG_PERIOD_S: Final = 0.05
@@ -359,6 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.print_config:
             sys.stdout.write(show(loaded))
             return 0
+        look_seldom()
         return uvloop.run(run(loaded.config))
     except ConfigError as error:
         sys.stderr.write(f"kvstore-conductor: {error}\n")

@@ -8,7 +8,7 @@ import numpy as np
 
 from conductor.routing.columns import NO_KEYS, Column, Offers, View, Waiting
 from conductor.routing.engines import Role
-from conductor.routing.groups import PairRows, Pairs, pair_rows, serving
+from conductor.routing.groups import PairRows, Pairs, Rows, pair_rows, serving
 from conductor.routing.policy import Binding, Policy
 from conductor.routing.pricing import PricedEngines, Prices, Prompt
 from kvstore.index.layout import Flags
@@ -153,13 +153,12 @@ class SecondsChooser:
         self, pairs: Pairs, rows: PairRows, takers: Collection[int] | None = None
     ) -> _Choices:
         """Choices among these; ``takers`` alone can be given a prompt, None = who is free."""
-        room = self._room.take(rows.rows)
-        free = room
         if takers is not None:
             free = np.array([one in takers for one in rows.firsts], dtype=np.bool_)
-        elif self._late:
-            free = room & (self._prices.backlog_s.take(rows.rows) <= AHEAD_S + _ROUNDING_S)
-        return _Choices(pairs, rows, free, bool(free.any()), (~room).astype(np.float64))
+        else:
+            free = self.free(rows.rows)
+        full = (~self._room.take(rows.rows)).astype(np.float64)
+        return _Choices(pairs, rows, free, bool(free.any()), full)
 
     def receiver(self, waiting: Waiting, row: int, seconds: Sequence[int]) -> int:
         """Row of the best of some engines to decode a request whose KV was computed elsewhere."""
@@ -178,10 +177,12 @@ class SecondsChooser:
             rows = [self._view.row_of(bound) if bound else None for bound in waiting.bound]
             self._prices.think_all(rows, waiting.least_s)
 
-    def is_free(self, row: int) -> bool:
-        """Whether an engine can be given a prompt."""
-        idle = not self._late or self._prices.backlog_s[row] <= AHEAD_S + _ROUNDING_S
-        return bool(idle) and bool(self._room[row])
+    def free(self, rows: Rows) -> Flags:
+        """Whether engines can be given a prompt."""
+        room: Flags = self._room.take(rows)
+        if self._late:
+            room = room & (self._prices.backlog_s.take(rows) <= AHEAD_S + _ROUNDING_S)
+        return room
 
 
 def least_seconds(
@@ -194,8 +195,7 @@ def least_seconds(
     for row in rows:
         firsts = serving(view, waiting.models[row]).computing
         if firsts.firsts:
-            terms = prices.pairs(prompt_of(view, waiting, row), firsts).terms
-            seconds.append(float((terms.fetch_s + terms.prefill_s).min()))
+            seconds.append(prices.least_s(prompt_of(view, waiting, row), firsts.rows))
         else:
             seconds.append(0.0)
     return seconds

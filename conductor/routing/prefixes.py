@@ -40,8 +40,8 @@ from conductor.routing.places import (
 from kvstore.index.control import Expect, IndexReport
 from kvstore.index.directory import HolderDirectory
 from kvstore.index.face import PrefixIndex, PresentIndex
-from kvstore.index.layout import Flags, Numbers, Words
-from kvstore.index.runs import HolderRuns, PartNeed, PrefixNeeds
+from kvstore.index.layout import Numbers, Words
+from kvstore.index.runs import HolderRuns, PartNeed, PrefixNeeds, UsableRuns
 from kvstore.index.scope import key_chains
 from kvstore.index.table import IndexReader
 from kvstore.page import PrefixKeys
@@ -297,8 +297,7 @@ class _Lookup:
         self._node = np.zeros(count, dtype=np.int64)
         self._peer = np.zeros(count, dtype=np.int64)
         self._found: dict[PromptScope, HolderRuns] = {}
-        #: (ends in tokens, rows of ranks, whether each has each stretch)
-        self._there: list[tuple[Numbers, Numbers, Flags]] = []
+        self._stretches: list[tuple[RankPart, Numbers, UsableRuns]] = []
         self._torn = False  # somebody has a stretch after one that it has not
         self._leading = np.zeros(count, dtype=np.int64)  # leading tokens in blocks of one part
 
@@ -344,7 +343,7 @@ class _Lookup:
             self._raise(longest, part, runs.prefixes * size)
         self._raise(self._leading, part, runs.leading * size)
         self._torn |= runs.torn
-        self._there.append((found.ends * size, part.ranks, runs.there))
+        self._stretches.append((part, found.ends, runs))
 
     def _raise(self, longest: Numbers, part: RankPart, tokens: Numbers) -> None:
         if part.of_all:
@@ -374,9 +373,13 @@ class _Lookup:
     def _covered(self) -> Numbers:
         """For each rank, how many leading tokens are in one of its blocks or pages."""
         count = len(self._plan.ranks)
-        bounds = np.unique(np.concatenate([ends for ends, _, _ in self._there]))
+        every = [
+            (ends * part.scope.block_tokens, part.ranks, runs.there)
+            for part, ends, runs in self._stretches
+        ]
+        bounds = np.unique(np.concatenate([ends for ends, _, _ in every]))
         covered = np.zeros((count, len(bounds) + 1), dtype=np.bool_)
-        for ends, ranks, there in self._there:
+        for ends, ranks, there in every:
             # Up to its last block; what is beyond, and the last column, stays missing.
             at = np.searchsorted(ends, bounds[: np.searchsorted(bounds, ends[-1], "right")])
             if len(ranks) == count:  # these are all, in order
