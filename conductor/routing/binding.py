@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -11,12 +12,16 @@ from conductor.routing.engines import Role
 from conductor.routing.policy import Binding, Policy
 from conductor.routing.pricing import PairRows, Pairs, PricedEngines, Prices, Prompt, pair_rows
 
-AHEAD_S: Final = 0.02
-"""A late binding policy gives an engine its next prompt so long before it has computed the last."""
+AHEAD_S: Final = 0.1
+"""A late binding policy gives an engine its next prompt so long before it has computed the last: so
+it never waits, and can compute short prompts together."""
 _ROUNDING_S: Final = 1e-6
 """Differences of times are not exact: one who is woken for an engine must find it free."""
-_IN_VAIN_MAX: Final = 16
+_IN_VAIN_MAX: Final = 48
 """Requests with one key that may prefer an engine that is not free; no more are asked then."""
+_ALIKE_ASKED: Final = 4
+"""Of those that would reuse the same prefix only so many of these are asked one after another; then
+the 8th, the 16th and so on. Those between wait with the one before them."""
 _NOTHING: Final = np.zeros(0)
 _NO_OFFERS: Final = Offers([], _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
 """Policies with costs in seconds need nothing but these."""
@@ -61,6 +66,26 @@ class _Choices(NamedTuple):
     full: Column
 
 
+@dataclass(slots=True)
+class _Alike:
+    """Requests that would reuse the same prefix, and prefer an engine that is not free.
+
+    Attributes:
+        count: how many have been considered.
+        row: of the engine that the last one preferred which was asked.
+        seconds: that it would have taken there.
+    """
+
+    count: int = 0
+    row: int = -1
+    seconds: float = 0.0
+
+    def waits(self) -> bool:
+        """Whether the next one does what the last one did; it is counted."""
+        self.count += 1
+        return self.count > _ALIKE_ASKED and self.count & (self.count - 1) != 0
+
+
 class SecondsChooser:
     """The choices of one call."""
 
@@ -89,6 +114,7 @@ class SecondsChooser:
         self._prices = Prices(view.costs, policy.fetches)
         self._choices: dict[Key, _Choices] = {}
         self._in_vain: Counter[Key] = Counter()
+        self._alike: dict[tuple[Key, object], _Alike] = {}
         self._alone: dict[tuple[int, ...], PairRows] = {}
         self._roomless: set[Key] = set()  # no first engine has a place; places only get fewer
 
@@ -122,6 +148,10 @@ class SecondsChooser:
         if not choices.firsts or in_vain:
             return ChosenEngines(full=True)
         prompt = self._prompt(waiting, row)
+        alike = self._alike_of(key, prompt)
+        if self._late and alike.waits():
+            self._prices.think(alike.row, alike.seconds, NO_KEYS)
+            return ChosenEngines()
         priced = self._prices.pairs(prompt, choices.rows)
         costs = self._policy.costs(waiting, row, _NO_OFFERS._replace(terms=priced.terms))
         first = self._least((*costs, choices.full), choices.rows.firsts)
@@ -132,6 +162,7 @@ class SecondsChooser:
         if first not in choices.free:
             self._prices.think(first, seconds, prompt.keys)
             self._in_vain[key] += 1
+            alike.row, alike.seconds = first, seconds
             return ChosenEngines(waits_for=-1 if self._late else first)
         second = first
         if self._view.roles[first] is not Role.MIXED:
@@ -140,7 +171,15 @@ class SecondsChooser:
             self._prices.send(second, prompt.tokens)
         self._prices.give(first, seconds, prompt.keys)
         self._choices.clear()
+        alike.count = 0
         return ChosenEngines(first, second, priced)
+
+    def _alike_of(self, key: Key, prompt: Prompt) -> _Alike:
+        """Those before with the same key that would reuse the same prefix, in tokens or pages."""
+        pages, reused = len(prompt.keys), float((prompt.usable + prompt.peer).max(initial=0.0))
+        page = min(pages, int(reused * pages / max(1, prompt.tokens)))
+        prefix = int(prompt.keys[page - 1]) if page else 0
+        return self._alike.setdefault((key, prefix), _Alike())
 
     def _prompt(self, waiting: Waiting, row: int) -> Prompt:
         found = waiting.prefixes(row, self._view.ids)

@@ -11,15 +11,24 @@ from hypothesis import strategies as st
 
 from conductor.costs.book import CostBook, EngineCosts, Machine
 from conductor.costs.prior import transfer_seconds
+from conductor.routing.binding import AHEAD_S
 from conductor.routing.choices import Assign, Hold
 from conductor.routing.columns import Matches, Prefix
 from conductor.routing.dispatcher import Dispatcher, DispatchLimits, Request
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.joining import RankEvents
 from conductor.routing.load import EngineLoads
-from conductor.routing.policy import AGING, KVCACHE_BALANCING_THRESHOLD, POLICIES, WORK
+from conductor.routing.policy import AGING, KVCACHE_BALANCING_THRESHOLD, OVERTAKEN, POLICIES, WORK
 from conductor.routing.scheduler import Scheduler
-from tests.conductor.columns import NOW, EngineRow, engine, request, schedule
+from tests.conductor.columns import (
+    NOW,
+    EngineRow,
+    engine,
+    request,
+    schedule,
+    view_of,
+    waiting,
+)
 from tests.conductor.seeded_load import LOADS, SeededLoad
 from tests.conductor.test_recorded_decisions import Simulated
 
@@ -37,7 +46,7 @@ def fetches(policy: str, usable: int, reached: int, fetched_s: float, computed_s
     return fetched_s < computed_s
 
 
-def seconds_at(policy: str, row: EngineRow, prefix: Prefix) -> tuple[float, float]:
+def seconds_at(policy: str, row: EngineRow, prefix: Prefix, busy: float) -> tuple[float, float]:
     """What a prompt costs at a mixed engine, by the prior's scalars; and until its first token."""
     usable = min(prefix.usable, TOKENS - 1)
     reached = min(prefix.usable + prefix.peer, TOKENS - 1)
@@ -45,9 +54,12 @@ def seconds_at(policy: str, row: EngineRow, prefix: Prefix) -> tuple[float, floa
     fetched_s = transfer_seconds(PRIOR.kv_bytes(reached - usable), PRIOR.network)
     rest_s = PRIOR.prefill_seconds(TOKENS - reached, reached)
     fetched = fetches(policy, usable, reached, fetched_s + rest_s, computed_s)
-    ttft_s = row.backlog_s + (fetched_s + rest_s if fetched else computed_s)
-    late = policy == "earliest-first-token"
-    return ttft_s + (WORK * (rest_s if fetched else computed_s) if late else 0.0), ttft_s
+    prefill_s = rest_s if fetched else computed_s
+    ttft_s = row.backlog_s + (fetched_s if fetched else 0.0) + prefill_s
+    if policy != "earliest-first-token":
+        return ttft_s, ttft_s
+    passed_s = OVERTAKEN * busy**2 * min(row.backlog_s, prefill_s)
+    return ttft_s + passed_s + WORK * busy**4 * prefill_s, ttft_s
 
 
 @st.composite
@@ -69,7 +81,8 @@ def test_the_engine_is_the_one_that_a_brute_force_model_takes(
 ) -> None:
     rows, matches = case
     [decision] = schedule(policy, rows, [request(tokens=TOKENS)], matches)
-    every = {row.id: seconds_at(policy, row, matches[row.id]) for row in rows}
+    busy = sum(row.backlog_s > 0 for row in rows) / len(rows)
+    every = {row.id: seconds_at(policy, row, matches[row.id], busy) for row in rows}
     least = min(cost for cost, _ in every.values())
     best = {name for name, (cost, _) in every.items() if cost <= least * (1 + 1e-9)}
 
@@ -118,8 +131,8 @@ def test_who_has_a_prefix_at_a_full_engine_is_bound_to_it_at_arrival() -> None:
 
 
 def test_a_late_engine_gets_its_next_prompt_when_it_is_about_to_need_one() -> None:
-    soon, later = engine("e", backlog_s=0.01), engine("e", backlog_s=0.5)
-    asked = [request(1, tokens=100), request(2, tokens=TOKENS)]
+    soon, later = engine("e", backlog_s=AHEAD_S - 0.01), engine("e", backlog_s=AHEAD_S + 0.01)
+    asked = [request(1, tokens=TOKENS), request(2, tokens=TOKENS)]
 
     assert [type(one) for one in schedule("earliest-first-token", [soon], asked)] == [Assign, Hold]
     assert [type(one) for one in schedule("earliest-first-token", [later], asked)] == [Hold, Hold]
@@ -136,19 +149,41 @@ def test_who_needs_least_goes_first_unless_the_other_has_waited_long() -> None:
         assert [one.request for one in decisions if isinstance(one, Assign)] == [expected]
 
 
-def test_a_cold_burst_of_one_long_prefix_stays_together() -> None:
+def test_a_cold_burst_of_one_long_prefix_stays_together_while_most_engines_are_busy() -> None:
     keys = np.arange(64, dtype=np.uint64)
     asked = [
         request(number, tokens=TOKENS, least_s=1.0, keys=np.append(keys[:-1], keys[-1:] + number))
         for number in range(1, 4)
     ]
-    first, *others = schedule("earliest-first-token", [engine("a"), engine("b")], asked)
+    busy = [engine(f"busy{at}", backlog_s=9.0) for at in range(4)]
+    rows = [engine("a"), engine("b"), *busy]
+    first, *others = schedule("earliest-first-token", rows, asked)
 
     assert isinstance(first, Assign)
     assert all(isinstance(one, Hold) for one in others), "they wait for what it computes"
     cold = [request(number, tokens=TOKENS, least_s=1.0) for number in range(1, 4)]
-    decisions = schedule("earliest-first-token", [engine("a"), engine("b")], cold)
+    decisions = schedule("earliest-first-token", rows, cold)
     assert [type(one) for one in decisions] == [Assign, Assign, Hold]
+
+
+def test_many_who_wait_for_one_engine_do_not_keep_an_idle_one_from_who_comes_behind() -> None:
+    """A burst waits for its prefix, which "hot" computes; all of it needs less than the last."""
+    rows = [engine("hot", backlog_s=0.5), engine("idle")]
+    keys = np.arange(64, dtype=np.uint64)
+    burst = [
+        request(number, tokens=TOKENS, least_s=0.01, keys=np.append(keys[:-1], keys[-1:] + number))
+        for number in range(1, 41)
+    ]
+    last = request(41, tokens=TOKENS, least_s=5.0, keys=keys + 1000)
+    asked = waiting([*burst, last], {"hot": Prefix(TOKENS - 8, 0, TOKENS - 8)})
+    asked.matches[-1] = {}
+    scheduler = Scheduler(POLICIES["earliest-first-token"])
+
+    decisions = scheduler.schedule(view_of(rows, assigned=9, retry_after_s=1), asked, NOW)
+
+    assert [(one.request, one.prefill) for one in decisions if isinstance(one, Assign)] == [
+        (41, "idle")
+    ]
 
 
 def test_a_hot_prefix_spreads_before_its_engine_has_a_queue() -> None:
@@ -253,7 +288,7 @@ def test_a_request_that_is_said_to_decode_twice_counts_once() -> None:
 
 
 def test_those_who_wait_for_one_model_hold_no_engine_of_another() -> None:
-    rows = [engine("near", backlog_s=0.1), engine("far"), engine("other", model="n")]
+    rows = [engine("near", backlog_s=0.3), engine("far"), engine("other", model="n")]
     matches = {"near": Prefix(TOKENS, 0, TOKENS)}
     asked = [request(number, tokens=TOKENS) for number in range(1, 18)]
     *held, last = schedule(
