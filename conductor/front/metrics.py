@@ -2,6 +2,7 @@
 
 import contextlib
 import platform
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -26,6 +27,8 @@ from kvstore.index.face import INDEX_FAULTS, PrefixIndex
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _OWN_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 
+_ERRORS_KEPT: Final = 256
+_PARTS: Final = (0.5, 0.9)
 _CODES: Final = frozenset((*FailureCode, ""))
 """Codes of failed pushes that are labels; an engine may say any."""
 
@@ -67,6 +70,11 @@ _GAUGES: Final = {
         "Relative error of the estimated seconds of the newest 256 prompts and decode steps, before"
         " they were learned from.",
         ("engine", "what", "quantile"),
+    ),
+    "ttft_error": (
+        "Relative error of the seconds to the first token of the newest 256 streams, as predicted"
+        " when they were assigned.",
+        ("quantile",),
     ),
     "cost_factor": (
         "Measured seconds of each term of the costs as a multiple of the first estimate.",
@@ -273,6 +281,7 @@ class Metrics(Collector):
         """
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._snapshot = snapshot
+        self._ttft_errors: deque[float] = deque(maxlen=_ERRORS_KEPT)
         self.registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -363,6 +372,9 @@ class Metrics(Collector):
         if decision.conductor_s is not None:
             self._own.observe(max(0.0, decision.conductor_s))
         if decision.outcome == "ok":
+            error = decision.ttft_error
+            if error is not None:
+                self._ttft_errors.append(error)
             self._prompt.inc(decision.prompt_tokens or 0)
             measured = decision.measured_hit_tokens
             if measured is not None:
@@ -374,8 +386,14 @@ class Metrics(Collector):
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """The values of the snapshot."""
-        for name, values in self._snapshot().items():
+        """The values of the snapshot, and errors of predictions."""
+        ordered = sorted(self._ttft_errors)
+        errors: dict[tuple[str, ...], float] = {
+            (str(part),): ordered[int(part * (len(ordered) - 1))] for part in _PARTS if ordered
+        }
+        values_of = self._snapshot()
+        values_of["ttft_error"] = errors
+        for name, values in values_of.items():
             kind = CounterMetricFamily if name in _COUNTS else GaugeMetricFamily
             text, labels = _COUNTS.get(name) or _GAUGES[name]
             family = kind(f"kvstore_conductor_{name}", text, labels=labels)
