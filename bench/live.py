@@ -190,7 +190,8 @@ def _live(
     settings = Options(
         model=options.model, capacity_bytes=4 << 30, prefills=2, decodes=2,
         kv_blocks=4 * (-(-longest // 16) + 8), policy=options.policy, prefix_cache=True,
-        kv_hashes=False, conductor=(f"costs.file={costs}", "decisions.kept=100000"),
+        kv_hashes=False,
+        conductor=(f"costs.file={costs}", "decisions.kept=100000", "queue.wait_s=600"),
     )  # fmt: skip
     with Cluster(settings) as cluster:
         return asyncio.run(_sends(cluster, options, sents))

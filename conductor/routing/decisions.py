@@ -63,6 +63,23 @@ class HandoffReport(msgspec.Struct, frozen=True):
     bytes: int
 
 
+class Brought(msgspec.Struct):
+    """KV that a node was asked to bring for a request that waited.
+
+    Attributes:
+        node: where it went.
+        source: the node that had it: the same one, on its disk, or another one.
+        tokens: of the prompt, up to the end of these pages.
+        outcome: empty while it runs; ``done``, ``incomplete``, ``failed``, ``cancelled`` (the
+            request went elsewhere), ``late`` (after ``bring.deadline_s``) or ``refused``.
+    """
+
+    node: str
+    source: str
+    tokens: int
+    outcome: str = ""
+
+
 class Attempt(msgspec.Struct, kw_only=True):
     """One choice of engines for a request.
 
@@ -122,6 +139,7 @@ class Decision(msgspec.Struct, kw_only=True):
         tokenize_s: seconds for tokenising.
         queue_s: seconds waiting for places at engines, all attempts together.
         judgement: what was foreseen when it arrived; None if it was not so far.
+        brought: what was brought to nodes while it waited.
         attempts: attempts in order; empty if it was refused at once.
         status: HTTP status for the client; None while it runs.
         outcome: empty while it runs; ``ok``, ``rejected``, ``failed``, ``broken`` (an error after
@@ -141,6 +159,7 @@ class Decision(msgspec.Struct, kw_only=True):
     tokenize_s: float = 0.0
     queue_s: float = 0.0
     judgement: Judgement | None = None
+    brought: list[Brought] = []
     attempts: list[Attempt] = []
     status: int | None = None
     outcome: str = ""
