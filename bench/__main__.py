@@ -33,6 +33,7 @@ GROUPS: Final = {
     "remote": "bench.remote",
     "replay": "bench.replay",
     "simulate": "bench.simulate",
+    "scheduling": "bench.scheduling",
     "slab": "bench.slab",
     "snapshot": "bench.snapshot",
     "ssd": "bench.ssd",

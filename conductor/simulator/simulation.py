@@ -60,6 +60,7 @@ class Simulation:
         self.head = JournalHead(
             scenario.policy, [one.info for one in engines], scenario.waiting_max,
             scenario.wait_s if scenario.wait_s < NEVER else None, scenario.tries, scenario.rules,
+            scenario.skew,
         )  # fmt: skip
         dispatcher, registry = self.head.dispatcher()
         if not registry.can_serve():
