@@ -116,6 +116,9 @@ def run(options: argparse.Namespace) -> int:
         return 1
     if options.rows is not None:
         options.rows.write_bytes(b"".join(_row(one, tokens) for one, tokens in seen))
+    if any(one.attempt["predicted_ttft_s"] is None for one, _ in seen):
+        sys.stderr.write(f"policy {options.policy} predicts nothing: it does not use costs\n")
+        return 1
     held = sum(tokens for _, tokens in seen)
     found = sum(min(one.hit_tokens, tokens) for one, tokens in seen)
     late = [one for one, _ in seen[_LEARNED:]] or [one for one, _ in seen]
@@ -160,10 +163,10 @@ def _sents(options: argparse.Namespace) -> list[Sent]:
         traced = read_trace(options.trace, options.requests)
     else:
         traced = made_up("sessions", options.requests)
-    return [_sent(one, options.block_tokens) for one in traced]
+    return [sent_as(one, options.block_tokens) for one in traced]
 
 
-def _sent(one: TracedRequest, block_tokens: int) -> Sent:
+def sent_as(one: TracedRequest, block_tokens: int) -> Sent:
     """A request with tokens that stand for its blocks; those of its end are its own."""
     rest = one.tokens - len(one.blocks) * BLOCK_TOKENS
     parts = [_tokens(block + 1, block_tokens) for block in one.blocks]
@@ -205,20 +208,26 @@ async def _sends(
         speed = await _speed(session, cluster.conductor_url, options, sents)
         start = time.monotonic()
         answers: list[Completion] = [Completion()] * len(sents)
+        failures: list[str] = []
         with Progress("live", len(sents)) as progress:
 
             async def send(index: int, one: Sent) -> None:
                 due = start + one.traced.at_s / speed
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
-                answers[index] = await complete(
-                    session, cluster.conductor_url, one.prompt, max_tokens=one.output,
-                    temperature=0.0,
-                )  # fmt: skip
+                try:
+                    answers[index] = await complete(
+                        session, cluster.conductor_url, one.prompt, max_tokens=one.output,
+                        temperature=0.0,
+                    )  # fmt: skip
+                except ClusterError as error:
+                    failures.append(str(error))
                 progress.step(f"{len(one.prompt)} tokens")
 
             async with asyncio.TaskGroup() as tasks:
                 for index, one in enumerate(sents):
                     tasks.create_task(send(index, one))
+        if failures:
+            raise ClusterError(f"{len(failures)} requests failed; the first: {failures[0]}")
         url = cluster.conductor_url
         decisions = [request("GET", f"{url}/v1/decisions/{one.request_id}") for one in answers]
         seen = [Seen(*one) for one in zip(sents, decisions, answers, strict=True)]

@@ -40,11 +40,12 @@ class HeldPages:
             ready.set()
             while True:
                 for message in await channel.receive():
-                    self._take(_BATCH.decode(message[2]))
+                    self.take(_BATCH.decode(message[2]))
         finally:
             channel.close()
 
-    def _take(self, batch: EventBatch) -> None:
+    def take(self, batch: EventBatch) -> None:
+        """Note what came and went."""
         for event in batch.events:
             if isinstance(event, StoredEvent):
                 for key in map(_key, event.block_hashes):

@@ -34,8 +34,8 @@ from kvstore.index.layout import Words
 _PERIOD_S: Final = 0.05
 _LOOK_S: Final = 1.0
 """A request that waits is looked at again so often."""
-_LOOKED_MAX: Final = 8
-"""In each period: a look takes a millisecond or so."""
+_LOOKED_MAX: Final = 2
+"""In each period: a look takes milliseconds with a long prompt, and streams wait meanwhile."""
 _MEMORY: Final = "CPU"
 _KEYS_MAX: Final = 10_000
 _REPLICATE: Final = "replicate"
