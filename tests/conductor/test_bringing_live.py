@@ -234,7 +234,10 @@ async def test_what_another_node_has_is_copied_to_that_of_the_likely_engine() ->
         )
         await made.knows("n2", 4, "CPU")
         taken = await blocked(made)
-        client.conductor.registry.get("e2").health.failed(0.0)  # type: ignore[union-attr]
+        made.engines["e2"].healthy = False
+        other = client.conductor.registry.get("e2")
+        assert other is not None
+        await eventually(lambda: other.health.failures, "a probe has failed")
         asked = asyncio.create_task(client.complete(PROMPT))
         await eventually(lambda: made.nodes["n2"].jobs)
         job = made.nodes["n2"].jobs[0]
