@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from conductor.routing.columns import NO_KEYS, FoundPrefixes, Matches
-from conductor.routing.engines import Engine, EngineRegistry
+from conductor.routing.engines import Engine, EngineInfo, EngineRegistry
 from conductor.routing.naming import (
     Chains,
     NamedPrompt,
@@ -27,6 +27,7 @@ from conductor.routing.naming import (
     lora_of,
     own_scope,
     seed_of,
+    space_scope,
 )
 from conductor.routing.places import (
     PrefixPlan,
@@ -258,6 +259,24 @@ class PrefixView:
                     _match(table, scope, rows, chains, found)
         for matches in found:
             matches.sort(key=lambda one: (one.engine, one.worker, one.medium))
+        return found
+
+    def pages(self, number: int, info: EngineInfo) -> PrefixKeys | None:
+        """The prefix keys of a request's prompt in the space of an engine; None if unknown."""
+        prompt = self._prompts.get(number)
+        scope = space_scope(info, lora_of(info, prompt.model)) if prompt is not None else None
+        return prompt.pages(scope) if prompt is not None and scope is not None else None
+
+    def media(self, number: int, info: EngineInfo) -> list[MediumMatch]:
+        """The prefix of a request at one engine, medium by medium; empty if nothing is known."""
+        prompt, engine = self._prompts.get(number), self._registry.get(info.id)
+        table, report = self._index.present()
+        if prompt is None or table is None or engine is None:
+            return []
+        self._keep_secret(table)
+        found: list[MediumMatch] = []
+        for scope, rows in _asked([engine], prompt.model, report, table.holders()).items():
+            _match(table, scope, rows, {0: prompt.named(scope, self._secret)}, [found])
         return found
 
     def expect(self, number: int, engine_id: str, rank: int, from_s: float, until_s: float) -> None:
