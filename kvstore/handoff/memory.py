@@ -2,26 +2,21 @@
 
 import os
 from collections.abc import Sequence
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from kvstore import mover
 from kvstore.errors import InvalidArgument
 from kvstore.handoff.effects import Landing, PushJob
 from kvstore.handoff.messages import LandingPlace
-from kvstore.handoff.places import AUX_PLANE, PushRange, range_seeds
+from kvstore.handoff.places import AUX_PLANE, PushRange, pack_ranges
 from kvstore.handoff.ranks import INSTANCE_BYTES, RankGroup, RankPart, Span
 from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.writing import BlockWrite
 from kvstore.mover import Pieces
 from kvstore.mover.kvpool import HeadRows, KVPool
-from kvstore.page import DIGEST_BYTES
-from kvstore.tier.vectored import memory_at
-
-Places = list[tuple[int, int]]
-"""Address and bytes of each range."""
+from kvstore.mover.ranges import Places, digest_ranges, range_seeds
 
 
 class HandoffPool:
@@ -84,7 +79,6 @@ class HandoffPool:
             raise InvalidArgument("generations", f"{generations.shape}, not ({pool.block_count},)")
         self._pool = pool
         self._planes = pool.planes
-        self._memory = [memory_at(plane, pool.block_count * size) for plane in pool.planes]
         self._block_bytes = size
         self._generations = generations
 
@@ -135,14 +129,6 @@ class HandoffPool:
         return [
             (self._planes[one.plane - first_plane] + first * size, one.size * size)
             for one, first in zip(ranges, firsts, strict=True)
-        ]
-
-    def views(self, ranges: Sequence[PushRange], firsts: Sequence[int]) -> list[memoryview]:
-        """The memory of ranges in this pool, given the first block of each."""
-        size, first_plane = self._block_bytes, self.shape.first_plane
-        return [
-            self._memory[plane - first_plane][first * size : (first + count) * size]
-            for (plane, _, count), first in zip(ranges, firsts, strict=True)
         ]
 
     def head_pieces(
@@ -197,11 +183,21 @@ def landing_places(pool: HandoffPool, aux: AuxSlots, landing: Landing) -> Places
     ]
 
 
-def landing_views(pool: HandoffPool, aux: AuxSlots, landing: Landing) -> list[memoryview]:
-    """The memory where the bytes of a landing belong, in order."""
-    if all(one.plane != AUX_PLANE for one in landing.ranges):
-        return pool.views(landing.ranges, landing.targets)
-    return [memory_at(*place) for place in landing_places(pool, aux, landing)]
+def seeds_of(seed: int, ranges: Sequence[PushRange]) -> bytes:
+    """The seeds of the digests of ranges: other bytes, or the same elsewhere, do not match them.
+
+    They follow from the xxh3_64 of the seed, 8 bytes little-endian; see
+    :func:`kvstore.mover.ranges.range_seeds`.
+
+    Args:
+        seed: :meth:`kvstore.handoff.shape.LinkShare.seed_of` the room.
+        ranges: any number.
+
+    Returns:
+        8 bytes of each.
+    """
+    of_room = xxhash.xxh3_64_intdigest(seed.to_bytes(8, "little"))
+    return range_seeds(of_room, pack_ranges(ranges))
 
 
 def digests_of(seed: int, ranges: Sequence[PushRange], places: Places) -> bytes:
@@ -212,14 +208,4 @@ def digests_of(seed: int, ranges: Sequence[PushRange], places: Places) -> bytes:
         ranges: at least one.
         places: where each is.
     """
-    seeds = range_seeds(seed, ranges)
-    numbers = np.fromiter(chain.from_iterable(places), np.uint64, 2 * len(places))
-    addresses, lengths = numbers.reshape(-1, 2).T
-    different = set(lengths.tolist()) - {0}
-    if len(different) == 1 and lengths.all():
-        return mover.digest(addresses, different.pop(), seeds).tobytes()
-    found = np.zeros((len(ranges), DIGEST_BYTES), dtype=np.uint8)
-    for length in different:  # one call for all ranges of one length
-        these = np.flatnonzero(lengths == length)
-        found[these] = mover.digest(addresses[these], length, seeds[these])
-    return found.tobytes()
+    return digest_ranges(places, seeds_of(seed, ranges))

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.handoff.effects import Effect, EndLink, Landing, PushJob, SendTo, Submit
-from kvstore.handoff.memory import Places, digests_of, landing_places
+from kvstore.handoff.memory import digests_of, landing_places
 from kvstore.handoff.messages import (
     HandoffPing,
     RangesHead,
@@ -19,6 +19,7 @@ from kvstore.handoff.messages import (
 )
 from kvstore.handoff.places import PushRange, pack_numbers
 from kvstore.handoff.states import FailureCode, HandoffFailure, HandoffProgress, HandoffSide, Layer
+from kvstore.mover.ranges import Places
 from kvstore.testing.timeline import Timeline
 from kvstore.tier.vectored import memory_at
 
