@@ -23,7 +23,15 @@ from kvstore.handoff.messages import MESSAGE_BYTES_MAX
 from kvstore.handoff.ranks import RankGroup, RankPart, Share, plan_ranks
 from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.tables import LinkTarget
-from kvstore.mover.ranges import STEP_BYTES, Places, digest_ranges, receive_ranges, send_ranges
+from kvstore.mover.ranges import (
+    STEP_BYTES,
+    FrameBuffer,
+    Places,
+    digest_ranges,
+    receive_frame,
+    receive_ranges,
+    send_ranges,
+)
 from kvstore.tier.vectored import memory_at
 from kvstore.transport.streams import DataStream, receive_bytes
 
@@ -37,6 +45,8 @@ GREETING_S: Final = 2.0
 _GREETING_BYTES_MAX: Final = 64 * 1024
 """RANKS_MAX ranks of decode have at most 22 bytes each."""
 _MAC_BYTES: Final = 16
+_FRAME_BYTES: Final = 32 * 1024
+"""Longer frames are received in two steps; RANGES_MAX ranges have 28 KiB."""
 
 
 class Challenge(msgspec.Struct, frozen=True, array_like=True, tag="kvstore-handoff"):
@@ -132,6 +142,7 @@ class SealedStream:
         self._stream = stream
         self._key = key
         self._count = 0
+        self._frame = FrameBuffer(_FRAME_BYTES)
 
     def send(self, body: bytes, after: Places, limit_s: float) -> None:
         """Send a frame, and the memory that follows it; raises as :meth:`DataStream.send`."""
@@ -151,15 +162,25 @@ class SealedStream:
             TransferTimeout: nothing came for so long.
             PeerUnreachable: the connection broke.
         """
-        head = receive_bytes(self._stream, 4, _after(silence_s))
-        size = int.from_bytes(head, "little")
-        if size > MESSAGE_BYTES_MAX:
-            raise ProtocolError(f"a frame of {size} bytes")
-        rest = receive_bytes(self._stream, size + _MAC_BYTES, _after(silence_s))
-        body = rest[:size]
-        if not hmac.compare_digest(rest[size:], self._mac(body)):
+        rest = self._receive_rest(silence_s)
+        body = rest[:-_MAC_BYTES]
+        if not hmac.compare_digest(rest[-_MAC_BYTES:], self._mac(body)):
             raise ProtocolError("a frame was changed on its way")
         return body
+
+    def _receive_rest(self, silence_s: float) -> bytes:
+        """Body and HMAC of the next frame."""
+        descriptor = self._stream.descriptor
+        if descriptor is not None:
+            size = receive_frame(descriptor, self._frame, _MAC_BYTES, silence_s)
+            if size <= _FRAME_BYTES:
+                return self._frame.read(size)
+        else:
+            head = receive_bytes(self._stream, 4, _after(silence_s))
+            size = int.from_bytes(head, "little") + _MAC_BYTES
+        if size > MESSAGE_BYTES_MAX + _MAC_BYTES:
+            raise ProtocolError(f"a frame of {size - _MAC_BYTES} bytes")
+        return receive_bytes(self._stream, size, _after(silence_s))
 
     def receive_ranges(self, places: Places, seeds: bytes, silence_s: float) -> bytes:
         """Fill memory with what follows a frame; raises as :meth:`receive`.

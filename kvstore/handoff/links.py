@@ -45,7 +45,7 @@ def fit_send_buffer(connection: socket.socket) -> None:
 
 def refusals(counts: Counter[str]) -> int:
     """How many messages a core has refused that were wrong, and not only late."""
-    return sum(counts[name] for name in _REFUSALS)
+    return sum([counts.get(name, 0) for name in _REFUSALS])
 
 
 def note_refused(

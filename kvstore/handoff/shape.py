@@ -1,6 +1,7 @@
 """The shape of a pool, as both cores know it: numbers of planes, blocks and tokens. Pure."""
 
 import re
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -22,6 +23,7 @@ from kvstore.handoff.ranks import RankPart, Share, Span
 
 _ENDPOINT: Final = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:.]+\]):(\d{1,5})", re.ASCII)
 _ADDRESS_MAX: Final = 1 << 56
+_SEED: Final = struct.Struct("<3Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +170,7 @@ class LinkShare(NamedTuple):
 
     def seed_of(self, room: int) -> int:
         """What seeds the digests of a room together with their places: it has the heads too."""
-        numbers = (room, *self.heads)
-        return xxhash.xxh3_64_intdigest(b"".join(one.to_bytes(8, "little") for one in numbers))
+        return xxhash.xxh3_64_intdigest(_SEED.pack(room, *self.heads))
 
 
 def announced_blocks(shape: PoolShape, message: Announce, token_count: int) -> list[int]:

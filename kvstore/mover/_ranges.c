@@ -1,8 +1,8 @@
 /* Ranges of memory and a connection: what is sent and received is scattered over an engine's pool,
  * and each range has a digest. Called through ctypes without the GIL.
  *
- * `places` are the addresses of all ranges, then their lengths, which may be 0. A call returns 0,
- * or a negative errno: -EINVAL for arguments that cannot be, before anything is done, -ETIMEDOUT
+ * `places` are the addresses of all ranges, then their lengths, which may be 0. A call returns 0
+ * if it does not say otherwise, or a negative errno: -EINVAL for arguments that cannot be, before anything is done, -ETIMEDOUT
  * when a deadline has passed, -EPIPE when the peer has closed the connection. The socket may be
  * blocking: only poll waits, for no longer than the deadline says.
  */
@@ -177,6 +177,21 @@ EXPORT int64_t kv_receive_ranges(int32_t descriptor, int32_t isa, int64_t count,
         }
         if ((fresh += found) >= CALL_BYTES) fresh = 0, until_ns = now_ns() + silence_ns;
     }
+}
+
+/* Receive a frame: its length in 4 bytes, little-endian, and that plus `tail` bytes into `out`, if
+ * no more than `room`. Returns how many bytes follow the length; more than `room` = none of them
+ * was read. Length and rest have to come within `silence_ns` each. */
+EXPORT int64_t kv_receive_frame(int32_t descriptor, uint8_t *out, int64_t room, uint32_t tail,
+                                int64_t silence_ns) {
+    uint32_t length = 0;
+    uint64_t places[] = {(uintptr_t)&length, sizeof length};
+    int64_t error = kv_receive_ranges(descriptor, 0, 1, places, NULL, NULL, silence_ns);
+    const int64_t bytes = (int64_t)length + tail;
+    if (error || bytes > room) return error ? error : bytes;
+    places[0] = (uintptr_t)out, places[1] = (uint64_t)bytes;
+    error = kv_receive_ranges(descriptor, 0, 1, places, NULL, NULL, silence_ns);
+    return error ? error : bytes;
 }
 
 /* Send `head`, then ranges, all within `limit_ns`. */

@@ -37,6 +37,27 @@ _MIX: Final = (
 _MIX_END: Final = np.uint64(31)
 
 
+class FrameBuffer:
+    """Memory for the frames of one connection.
+
+    Args:
+        room: bytes.
+
+    Attributes:
+        memory: of so many bytes.
+    """
+
+    __slots__ = ("memory",)
+
+    def __init__(self, room: int) -> None:
+        self.memory = ctypes.create_string_buffer(room)
+
+    def read(self, size: int) -> bytes:
+        """A copy of the first bytes."""
+        assert 0 <= size <= len(self.memory)
+        return ctypes.string_at(self.memory, size)
+
+
 class NativeRanges:
     """``_ranges.c``, called through ctypes.
 
@@ -60,6 +81,9 @@ class NativeRanges:
         self._send = library.kv_send_ranges
         self._send.restype = size
         self._send.argtypes = [number, memory, word, size, memory, size]
+        self._frame = library.kv_receive_frame
+        self._frame.restype = size
+        self._frame.argtypes = [number, memory, size, ctypes.c_uint32, size]
         self._isa = library.kv_best_isa() if isa is None else isa
 
     def seeds(self, of_room: int, ranges: bytes) -> bytes:
@@ -87,6 +111,15 @@ class NativeRanges:
         """See :func:`send_ranges`."""
         limit_ns = int(limit_s * 1e9)
         _check(self._send(descriptor, head, len(head), len(places), _packed(places), limit_ns))
+
+    def receive_frame(
+        self, descriptor: int, frame: FrameBuffer, tail_bytes: int, silence_s: float
+    ) -> int:
+        """See :func:`receive_frame`."""
+        room, silence_ns = len(frame.memory), int(silence_s * 1e9)
+        size: int = self._frame(descriptor, frame.memory, room, tail_bytes, silence_ns)
+        _check(min(size, 0))
+        return size
 
 
 class PlainRanges:
@@ -136,6 +169,17 @@ class PlainRanges:
                     _wait_again(error, descriptor, select.POLLOUT, until)
                     continue
                 left = _behind(left, size)
+
+    def receive_frame(
+        self, descriptor: int, frame: FrameBuffer, tail_bytes: int, silence_s: float
+    ) -> int:
+        """See :func:`receive_frame`."""
+        length = ctypes.create_string_buffer(4)
+        self.receive(descriptor, [(ctypes.addressof(length), 4)], b"", silence_s)
+        size = int.from_bytes(length.raw, "little") + tail_bytes
+        if size <= len(frame.memory):
+            self.receive(descriptor, [(ctypes.addressof(frame.memory), size)], b"", silence_s)
+        return size
 
 
 class _Borrowed:
@@ -197,6 +241,25 @@ def receive_ranges(descriptor: int, places: Places, seeds: bytes, silence_s: flo
     if seeds:
         _check_seeds(places, seeds)
     return _chosen.receive(descriptor, places, seeds, silence_s)
+
+
+def receive_frame(descriptor: int, frame: FrameBuffer, tail_bytes: int, silence_s: float) -> int:
+    """Receive a frame: its length in 4 bytes, little-endian, its body and a tail.
+
+    Args:
+        descriptor: of the connection; only this call reads from it.
+        frame: gets body and tail.
+        tail_bytes: that follow the body.
+        silence_s: the length must come within it, and then the rest.
+
+    Returns:
+        Bytes of body and tail; if they are more than ``frame`` has room for, they are not read.
+
+    Raises:
+        TransferTimeout: they did not come.
+        PeerUnreachable: the connection broke.
+    """
+    return _chosen.receive_frame(descriptor, frame, tail_bytes, silence_s)
 
 
 def send_ranges(descriptor: int, head: bytes, places: Places, limit_s: float) -> None:

@@ -12,10 +12,12 @@ from kvstore.errors import InvalidArgument, PeerUnreachable, TransferTimeout
 from kvstore.mover import ranges
 from kvstore.mover.binary import LIBRARY, load
 from kvstore.mover.ranges import (
+    FrameBuffer,
     NativeRanges,
     PlainRanges,
     digest_ranges,
     range_seeds,
+    receive_frame,
     receive_ranges,
     send_ranges,
 )
@@ -133,6 +135,26 @@ def test_what_follows_the_ranges_is_left_in_the_connection(pair):
 
     assert pair[1].recv(10) == b"next"
     assert there.contents() == [bytes(10), bytes(20)]
+
+
+def test_a_frame_is_received_with_its_tail_and_left_if_it_is_too_long(pair):
+    frame, descriptor = FrameBuffer(9), pair[1].fileno()
+    pair[0].sendall((5).to_bytes(4, "little") + b"bodyxtail" + (6).to_bytes(4, "little") + b"more")
+
+    assert receive_frame(descriptor, frame, 4, LONG_S) == 9
+    assert frame.read(9) == b"bodyxtail"
+    assert receive_frame(descriptor, frame, 4, LONG_S) == 10
+    assert pair[1].recv(20) == b"more"
+
+    pair[0].sendall(b"abc")
+    with pytest.raises(TransferTimeout):
+        receive_frame(descriptor, frame, 4, SHORT_S)
+    pair[0].sendall(b"\xff\xff\xff\xff")
+    assert receive_frame(descriptor, frame, 0, LONG_S) == (1 << 32) - 1
+    pair[0].sendall((5).to_bytes(4, "little") + b"bo")
+    pair[0].close()
+    with pytest.raises(PeerUnreachable, match="closed"):
+        receive_frame(descriptor, frame, 4, LONG_S)
 
 
 def test_ranges_are_sent_behind_their_head(pair):
