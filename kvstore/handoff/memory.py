@@ -175,7 +175,7 @@ class AuxSlots:
 
 def landing_places(pool: HandoffPool, aux: AuxSlots, landing: Landing) -> Places:
     """Where the bytes of a landing belong, in order."""
-    if all(one.plane != AUX_PLANE for one in landing.ranges):
+    if AUX_PLANE not in [one.plane for one in landing.ranges]:
         return pool.places(landing.ranges, landing.targets)
     return [
         aux.place(target, one.size) if one.plane == AUX_PLANE else pool.places([one], [target])[0]

@@ -114,7 +114,7 @@ def unpack_ranges(packed: bytes, digests: bytes) -> list[PushRange]:
     count, rest = divmod(len(numbers), 3)
     if rest or not count or len(digests) != count * DIGEST_BYTES:
         raise ProtocolError(f"{len(packed)} bytes of ranges with {len(digests)} of digests")
-    return [PushRange(*place) for place in zip(*[iter(numbers)] * 3, strict=True)]
+    return list(map(PushRange._make, zip(*[iter(numbers)] * 3, strict=True)))
 
 
 class Coverage:

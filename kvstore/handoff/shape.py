@@ -168,6 +168,11 @@ class LinkShare(NamedTuple):
         """Bytes of a range of blocks, or of aux data."""
         return place.size * (1 if place.plane == AUX_PLANE else self.block_bytes)
 
+    def bytes_of(self, ranges: Sequence[PushRange]) -> int:
+        """Bytes of ranges together."""
+        size = self.block_bytes
+        return sum([count if plane == AUX_PLANE else count * size for plane, _, count in ranges])
+
     def seed_of(self, room: int) -> int:
         """What seeds the digests of a room together with their places: it has the heads too."""
         return xxhash.xxh3_64_intdigest(_SEED.pack(room, *self.heads))

@@ -190,8 +190,9 @@ class ReceivingRoom:
             return False
         share = leg.source.share
         aux = [place for place in ranges if place.plane == AUX_PLANE]
-        blocks = [place for place in ranges if place.plane != AUX_PLANE]
+        blocks = ranges
         if aux:
+            blocks = [place for place in ranges if place.plane != AUX_PLANE]
             if not share.has_aux or not aux_bytes or (blocks and share.is_staged) or len(aux) > 1:
                 return False
             if aux[0].first != self.slot or aux[0].size > aux_bytes or self.aux_claimed:
@@ -220,8 +221,8 @@ class ReceivingRoom:
         aux = [place.size for place in ranges if place.plane == AUX_PLANE]
         if aux:
             self.aux_bytes = aux[0]
-        leg.left -= sum(place.size for place in ranges) - sum(aux)
-        self.progress.moved_bytes += sum(map(leg.source.share.range_bytes, ranges))
+        leg.left -= sum([place.size for place in ranges]) - sum(aux)
+        self.progress.moved_bytes += leg.source.share.bytes_of(ranges)
 
     @property
     def landing(self) -> int:
