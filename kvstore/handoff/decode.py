@@ -12,6 +12,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Final
 
+import numpy as np
+
 from kvstore.errors import (
     CapacityError,
     InvalidArgument,
@@ -388,17 +390,16 @@ class DecodeManager:
         if landing is None and not follows:
             return
         if landing is None:
-            scratch = memoryview(bytearray(min(size, _SCRATCH_BYTES)))
+            scratch = np.empty(min(size, _SCRATCH_BYTES), dtype=np.uint8)
             for at in range(0, size, _SCRATCH_BYTES):
-                sealed.receive_into([scratch[: size - at]], self._silence_s)
+                place = (int(scratch.ctypes.data), min(size - at, _SCRATCH_BYTES))
+                sealed.receive_ranges([place], b"", self._silence_s)
             return
         code: FailureCode | None = FailureCode.PEER_CLOSED
         why = "the connection broke within a range"
         try:
-            if follows:
-                views = staging.views(self._pool, self._aux, landing)
-                sealed.receive_into(views, self._silence_s)
-            right = staging.verify(self._pool, self._aux, landing)
+            receive = partial(sealed.receive_ranges, silence_s=self._silence_s)
+            right = staging.land(self._pool, self._aux, landing, receive if follows else None)
             code, why = None if right else FailureCode.DIGEST, "bytes do not match their digest"
         except KVStoreError as error:
             code, why = cause_of(error), f"within a range: {error}"

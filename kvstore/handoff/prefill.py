@@ -30,7 +30,7 @@ from kvstore.handoff.links import (
 )
 from kvstore.handoff.memory import HandoffPool
 from kvstore.handoff.messages import RangesHead, RangesWritten, encode_message, read_from_decode
-from kvstore.handoff.places import pack_numbers
+from kvstore.handoff.places import pack_ranges
 from kvstore.handoff.push_writes import PushWrites
 from kvstore.handoff.registering import RankLease
 from kvstore.handoff.registry import RankRecord, RegistryClient
@@ -367,12 +367,12 @@ class PrefillManager:
 
     def _send(self, job: PushJob, sealed: SealedStream, staging: Staging) -> HandoffFailure | None:
         """Send ranges, straight from the pool if they are whole; returns why they were not sent."""
-        views, digests = staging.read(self._pool, job)
+        places, digests = staging.read(self._pool, job)
         if not self._pool.is_unchanged(job):  # after the digest: what was digested was right
             why = "a block was given away before it was sent"
             return self._failure(FailureCode.BLOCKS_REUSED, why)
-        head = encode_message(RangesHead(job.room, pack_numbers(job.ranges), digests))
-        sealed.send(head, views, self._send_s)
+        head = encode_message(RangesHead(job.room, pack_ranges(job.ranges), digests))
+        sealed.send(head, places, self._send_s)
         return None
 
     def _written(self, job: PushJob, message: RangesWritten, why: str) -> None:

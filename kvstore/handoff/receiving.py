@@ -297,7 +297,7 @@ class Receivers:
             raise ProtocolError(f"{len(head.ranges)} bytes of ranges in one head")
         ranges = unpack_ranges(head.ranges, head.digests)
         share = (self._sources.share_of(link) or self._shape.whole).of_plane(ranges[0].plane)
-        size = sum(map(share.range_bytes, ranges))
+        size = share.bytes_of(ranges)
         most = max(RANGES_BYTES_MAX, share.block_bytes, self._aux_bytes)
         if size > most or len(ranges) > RANGES_MAX:
             raise ProtocolError(f"{len(ranges)} ranges of {size} bytes in one head")

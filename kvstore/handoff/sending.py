@@ -263,7 +263,7 @@ class Senders:
         effects: list[Effect] = []
         if failure is None:
             one.progress.heard(now_ns)
-            one.progress.moved_bytes += sum(map(job.share.range_bytes, job.ranges))
+            one.progress.moved_bytes += job.share.bytes_of(job.ranges)
         else:
             effects = self._end(one, failure, now_ns)
         effects += self._drained(one)

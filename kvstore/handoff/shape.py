@@ -1,6 +1,7 @@
 """The shape of a pool, as both cores know it: numbers of planes, blocks and tokens. Pure."""
 
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -30,6 +31,7 @@ from kvstore.handoff.state_data import (
 
 _ENDPOINT: Final = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:.]+\]):(\d{1,5})", re.ASCII)
 _ADDRESS_MAX: Final = 1 << 56
+_SEED: Final = struct.Struct("<3Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +222,14 @@ class LinkShare(NamedTuple):
         """Bytes of a range of blocks, or of aux data."""
         return place.size * (1 if place.plane == AUX_PLANE else self.block_bytes)
 
+    def bytes_of(self, ranges: Sequence[PushRange]) -> int:
+        """Bytes of ranges together."""
+        size = self.block_bytes
+        return sum([count if plane == AUX_PLANE else count * size for plane, _, count in ranges])
+
     def seed_of(self, room: int) -> int:
         """What seeds the digests of a room together with their places: it has the heads too."""
-        numbers = (room, *self.heads)
-        return xxhash.xxh3_64_intdigest(b"".join(one.to_bytes(8, "little") for one in numbers))
+        return xxhash.xxh3_64_intdigest(_SEED.pack(room, *self.heads))
 
 
 def announced_blocks(shape: PoolShape, message: Announce, token_count: int) -> list[int]:

@@ -284,8 +284,9 @@ class ReceivingRoom:
         if index >= 0:
             return bool(aux_bytes) and leg.states[index].claim(ranges)
         aux = [place for place in ranges if place.plane == AUX_PLANE]
-        blocks = [place for place in ranges if place.plane != AUX_PLANE]
+        blocks = ranges
         if aux:
+            blocks = [place for place in ranges if place.plane != AUX_PLANE]
             if not share.has_aux or not aux_bytes or (blocks and share.is_staged) or len(aux) > 1:
                 return False
             if aux[0].first != self.slot or aux[0].size > aux_bytes or self.aux_claimed:
@@ -318,9 +319,9 @@ class ReceivingRoom:
         aux = [place.size for place in ranges if place.plane == AUX_PLANE]
         if aux:
             self.aux_bytes = aux[0]
-        leg.left -= sum(place.size for place in ranges) - sum(aux)
+        leg.left -= sum([place.size for place in ranges]) - sum(aux)
         share = leg.source.share.of_plane(ranges[0].plane)
-        self.progress.moved_bytes += sum(map(share.range_bytes, ranges))
+        self.progress.moved_bytes += share.bytes_of(ranges)
 
     @property
     def landing(self) -> int:

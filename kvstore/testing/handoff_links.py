@@ -9,7 +9,7 @@ import numpy as np
 from kvstore.errors import InvalidArgument, KVStoreError
 from kvstore.handoff.effects import Effect, EndLink, Landing, PushJob, SendTo, Submit
 from kvstore.handoff.greeting import PROTOCOL, Greeter, LinkGreeting
-from kvstore.handoff.memory import Places, digests_of, landing_places
+from kvstore.handoff.memory import digests_of, landing_places
 from kvstore.handoff.messages import (
     HandoffPing,
     RangesHead,
@@ -22,6 +22,7 @@ from kvstore.handoff.places import PushRange, pack_numbers
 from kvstore.handoff.registry import RankRecord
 from kvstore.handoff.staging import Staging
 from kvstore.handoff.states import FailureCode, HandoffFailure, HandoffSide, Layer
+from kvstore.mover.ranges import Places
 from kvstore.testing.handoff_processes import SECOND, HandoffOutcome, HandoffProcess
 from kvstore.testing.timeline import Timeline
 from kvstore.tier.vectored import memory_at
@@ -418,8 +419,11 @@ class HandoffWires:
 
 def _is_right(decode: "DecodeRank", landing: Landing, data: list[bytes]) -> bool:
     """Whether what has landed matches its digests; heads of some ranks are scattered first."""
-    pool, staging = decode.memory.pool, Staging()
-    if landing.is_staged:
-        for place, held in zip(staging.places(list(map(len, data))), data, strict=True):
+
+    def receive(places: Places, _seeds: bytes) -> bytes:
+        for place, held in zip(places, data, strict=True):
             memory_at(*place)[:] = held
-    return staging.verify(pool, decode.aux, landing)
+        return b""
+
+    come = receive if landing.is_staged else None  # others are in the pool already
+    return Staging().land(decode.memory.pool, decode.aux, landing, come)
