@@ -86,6 +86,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="port of the registry of a prefill engine; 0 = any free one")  # fmt: skip
     add("--handoff-fake", action="store_true",
         help="push no K/V, for tests; both engines must, and keep nothing")  # fmt: skip
+    add("--handoff-events", action="store_true",
+        help="write an event to the log at each step of each push")  # fmt: skip
     add("--handoff-silence", type=_seconds, default=Patience().silence_s, metavar="SECONDS",
         help="an engine from which nothing comes for so long is given up; 1 or more")  # fmt: skip
     add("--handoff-transport", choices=("tcp", "mooncake"), default="tcp",
@@ -252,6 +254,7 @@ def _handoff_options(args: argparse.Namespace) -> HandoffOptions | None:
         patience=Patience(silence_s=args.handoff_silence),
         push_after=args.push_after,
         fake=args.handoff_fake,
+        events=args.handoff_events,
     )
 
 

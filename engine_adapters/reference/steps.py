@@ -130,6 +130,10 @@ class Steps:
         request.timings.pushed_tokens += landed.pushed
         self._parts.metrics.prompt_tokens.labels("pushed").inc(landed.pushed)
         self._parts.scheduler.computed(request, landed.tokens - request.computed)
+        if self._parts.observer is not None:
+            failed = aux is None
+            told = landed.tokens, landed.pushed
+            self._parts.observer.after_restore(request, *told, failed=failed)
         if aux is None:
             return
         self._record_hashes(request)
@@ -207,6 +211,8 @@ class Steps:
                 continue
             token = sample(logits[row], request.sampling, len(request.tokens))
             output = self._append(request, token)
+            if self._parts.observer is not None and not request.to_handoff:
+                self._parts.observer.decode_step(request, output.finish_reason)
             if output.finish_reason is not None:
                 self._finish(request, output, now)
                 continue

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from engine_adapters.reference.request import Push
 from tests.conftest import Process, Spawn, WaitUntil
 from tests.reference.conftest import Ask, MakeEngine
 from tests.reference.pushed import OPTIONS
@@ -162,6 +163,36 @@ def test_wrong_parameters_of_a_push_are_refused_naming_the_field(mode: Any) -> N
                 message = answer["error"]["message"]
                 assert message.startswith("kv_transfer_params"), message
                 assert field in message, message
+            assert await s.get("/v1/handoffs") == (200, {"handoffs": []})
+
+    scenario(run)
+
+
+def test_an_engine_lists_where_its_handoffs_are_and_which_rank_is_missing(
+    make_engine: MakeEngine, ask: Ask
+) -> None:
+    prefill = make_engine(mode="prefill", handoff=OPTIONS)
+    registry = prefill.handoff["push"]["registry"]
+
+    async def listed(s: Any, until: Any) -> Any:
+        while True:
+            _, told = await s.get("/v1/handoffs")
+            if until(told["handoffs"]):
+                return told["handoffs"]
+            await asyncio.sleep(0.01)
+
+    async def run() -> None:
+        async with service(mode="decode", handoff=OPTIONS) as s:
+            fields = {"kv_transfer_params": THERE | {"room": 5_000, "registry": registry}}
+            waiting = asyncio.ensure_future(s.complete(prompt=SHORT, **fields))
+            (one,) = await listed(s, lambda all: all and all[0]["state"] == "waiting_for_input")
+            assert set(one) == {"room", "state", "seconds", "bytes", "missing_ranks"}
+            assert (one["room"], one["bytes"], one["missing_ranks"]) == (5_000, 0, [0])
+            assert 0 <= one["seconds"] < 10
+            here = ask(prefill, SHORT, to_handoff=True, push=Push(5_000))
+            answer = await waiting
+            assert answer["kv_transfer_params"]["handoff"]["state"] == "success"
+            await asyncio.to_thread(here.wait)
             assert await s.get("/v1/handoffs") == (200, {"handoffs": []})
 
     scenario(run)
