@@ -130,7 +130,8 @@ class PrefillPushes:
             CapacityError: too many pushes are under way.
         """
         assert request.push is not None
-        self._begun[request] = RankSenders(self._managers, request.push.room, request.prompt_tokens)
+        managers = self._managers if request.fake is None else [request.fake.prefill]
+        self._begun[request] = RankSenders(managers, request.push.room, request.prompt_tokens)
 
     def withdraw(self, request: Request) -> None:
         """The request was not submitted after all."""
@@ -296,5 +297,7 @@ class PrefillPushes:
         del self._pushes[push.request]
         self._allocator.release(push.blocks)
         push.sender.close()
-        count_push(self._metrics, push.sender.progress)
-        push.request.report = report_of(push.sender.progress, fake=self._fake)
+        own = push.request.fake is not None
+        if not own:
+            count_push(self._metrics, push.sender.progress)
+        push.request.report = report_of(push.sender.progress, fake=self._fake or own)

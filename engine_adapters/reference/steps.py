@@ -162,7 +162,8 @@ class Steps:
             assert isinstance(self._parts.pushes, DecodePushes)
             self._begin_phases(placed, now)
             first = placed.computed
-            if self._parts.store is not None and self._parts.pushes.is_wanted(placed):
+            wanted = self._parts.pushes.is_wanted(placed) and placed.fake is None
+            if self._parts.store is not None and wanted:
                 first = self._parts.store.begin_beside(placed, now)
             self._parts.pushes.announce(placed, first)
         store_busy = self._parts.store is not None and self._parts.store.busy
@@ -226,7 +227,7 @@ class Steps:
             self._parts.store.observe_prefill(prefilled, spent, began + spent)
 
     def _offer(self, request: Request, now: float) -> None:
-        if self._parts.store is not None:
+        if self._parts.store is not None and request.fake is None:
             self._parts.store.offer(request, now)
 
     def _append(self, request: Request, token: int) -> Output:
@@ -253,7 +254,7 @@ class Steps:
                 request.state = State.FLUSHING
                 self._flush(request, now)
             return
-        if self._parts.store is not None:
+        if self._parts.store is not None and request.fake is None:  # else its K/V are none
             self._parts.scheduler.extend_keys(request)
             self._parts.store.offer(request, now, final=True)
         self._remove(request)

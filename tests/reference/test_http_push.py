@@ -103,7 +103,11 @@ def ids(answer: Future[Any]) -> list[int]:
 def test_a_router_pushes_and_reads_how_it_went(
     spawn: Spawn, secret: Path, make_engine: MakeEngine, ask: Ask
 ) -> None:
-    prefill, decode = (Served(spawn, mode, secret) for mode in ("prefill", "decode"))
+    prefill, decode = (
+        Served(spawn, mode, secret, "--handoff-warm-up") for mode in ("prefill", "decode")
+    )
+    for engine, tokens in ((prefill, 1), (decode, 3)):  # it was warm before it said that it listens
+        assert f"output_tokens_total {tokens}.0" in engine.metrics()
     assert decode.get("/v1/engine")["handoff"] == {"push": {}}
     expected = ask(make_engine(), SHORT, 8).wait().tokens
     router = PushRouter(prefill, decode)
@@ -174,18 +178,13 @@ def test_an_engine_lists_where_its_handoffs_are_and_which_rank_is_missing(
     prefill = make_engine(mode="prefill", handoff=OPTIONS)
     registry = prefill.handoff["push"]["registry"]
 
-    async def listed(s: Any, until: Any) -> Any:
-        while True:
-            _, told = await s.get("/v1/handoffs")
-            if until(told["handoffs"]):
-                return told["handoffs"]
-            await asyncio.sleep(0.01)
-
     async def run() -> None:
         async with service(mode="decode", handoff=OPTIONS) as s:
             fields = {"kv_transfer_params": THERE | {"room": 5_000, "registry": registry}}
             waiting = asyncio.ensure_future(s.complete(prompt=SHORT, **fields))
-            (one,) = await listed(s, lambda all: all and all[0]["state"] == "waiting_for_input")
+            await s.until(lambda: [e.state for e in s.engine.handoffs()] == ["WAITING_FOR_INPUT"])
+            (one,) = (await s.get("/v1/handoffs"))[1]["handoffs"]
+            assert one["state"] == "waiting_for_input"
             assert set(one) == {"room", "state", "seconds", "bytes", "missing_ranks"}
             assert (one["room"], one["bytes"], one["missing_ranks"]) == (5_000, 0, [0])
             assert 0 <= one["seconds"] < 10
