@@ -16,15 +16,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
+import msgspec
 import torch
 
 from engine_adapters.reference.config import MODELS
-from engine_adapters.reference.engine import Engine
+from engine_adapters.reference.engine import Engine, EngineBusyError, EngineClosedError
 from engine_adapters.reference.handoff_options import HandoffOptions, PushAfter
 from engine_adapters.reference.kv_events import EngineEvents
 from engine_adapters.reference.parts import EngineOptions
 from engine_adapters.reference.scheduler import Limits
 from engine_adapters.reference.server import ConductorAt, Identity, Server, serve
+from engine_adapters.reference.warm_up import warm_up
 from kvstore.client.store import KVStore
 from kvstore.config import DeviceSlabConfig
 from kvstore.config.sizes import size_of
@@ -33,6 +35,7 @@ from kvstore.errors import ConfigError, InvalidArgument, KVStoreError
 from kvstore.handoff.greeting import read_secret
 from kvstore.handoff.states import Patience
 
+_log = logging.getLogger(__name__)
 _PROGRAM = "python -m engine_adapters.reference"
 
 
@@ -86,6 +89,11 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="port of the registry of a prefill engine; 0 = any free one")  # fmt: skip
     add("--handoff-fake", action="store_true",
         help="push no K/V, for tests; both engines must, and keep nothing")  # fmt: skip
+    add("--handoff-events", action="store_true",
+        help="write an event to the log at each step of each push")  # fmt: skip
+    add("--handoff-warm-up", action="store_true",
+        help="serve a request of the engine's own before others, with a push that moves no byte;"
+        " with --mode prefill or decode")  # fmt: skip
     add("--handoff-silence", type=_seconds, default=Patience().silence_s, metavar="SECONDS",
         help="an engine from which nothing comes for so long is given up; 1 or more")  # fmt: skip
     add("--handoff-transport", choices=("tcp", "mooncake"), default="tcp",
@@ -212,6 +220,8 @@ async def run(args: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     engine.start()
+    if args.handoff_warm_up:
+        await asyncio.to_thread(_warm_up, engine)
     ended = await serve(
         Server(engine, identity),
         engine,
@@ -228,6 +238,16 @@ async def run(args: argparse.Namespace) -> int:
     return 0 if ended else 1
 
 
+def _warm_up(engine: Engine) -> None:
+    """Warm the engine up; if that fails, it serves all the same."""
+    try:
+        report = warm_up(engine)
+    except (KVStoreError, EngineBusyError, EngineClosedError) as error:
+        _log.warning("the warm-up failed: %s", error)
+    else:
+        _log.info("the warm-up's push ended: %s", msgspec.json.encode(report).decode())
+
+
 def _handoff_options(args: argparse.Namespace) -> HandoffOptions | None:
     """What the command line says about pushes; None = nothing is pushed.
 
@@ -235,7 +255,11 @@ def _handoff_options(args: argparse.Namespace) -> HandoffOptions | None:
         ConfigError: the secret is missing, or cannot be used.
     """
     if args.handoff == "store":
+        if args.handoff_warm_up:
+            raise ConfigError("--handoff-warm-up: only with --handoff push")
         return None
+    if args.handoff_warm_up and args.mode == "mono":
+        raise ConfigError("--handoff-warm-up: not with --mode mono, which pushes nothing")
     if args.handoff_secret_file is None:
         raise ConfigError("--handoff-secret-file: --handoff push needs it")
     if args.handoff_fake and (args.store or args.prefix_cache == "on"):
@@ -252,6 +276,7 @@ def _handoff_options(args: argparse.Namespace) -> HandoffOptions | None:
         patience=Patience.of_silence(silence_s=args.handoff_silence),
         push_after=args.push_after,
         fake=args.handoff_fake,
+        events=args.handoff_events,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from engine_adapters.reference.metrics import Metrics
+from engine_adapters.reference.observing import HandoffObserver
 from engine_adapters.reference.pool import PagedPool
 from engine_adapters.reference.prefix_tree import BlockAllocator
 from engine_adapters.reference.rank_pushes import JointProgress
@@ -37,6 +38,7 @@ class HandoffOptions:
         mooncake_protocol: of Mooncake: ``rdma``, or ``tcp`` for tests.
         push_after: what prefill computes before it pushes: each layer, each chunk of the prompt, or
             the whole prompt. Others than ``layer`` are for comparisons.
+        events: write an event to the log at each step of each push, to look for faults.
         fake: move no K/V, for tests; both sides must. What decode says has nothing to do with the
             prompt, and every answer says so.
     """
@@ -48,6 +50,7 @@ class HandoffOptions:
     patience: Patience = field(default_factory=Patience)
     push_after: PushAfter = "layer"
     fake: bool = False
+    events: bool = False
     transport: Transport = TCP
     mooncake_protocol: Protocol = "rdma"
 
@@ -89,13 +92,14 @@ class HandoffOptions:
 
 
 class PushParts(NamedTuple):
-    """The parts of an engine that its pushes use."""
+    """The parts of an engine that its pushes use; ``observer`` is None when nobody is told."""
 
     name: str
     space: bytes
     pool: PagedPool
     allocator: BlockAllocator
     metrics: Metrics
+    observer: HandoffObserver | None = None
 
     def handoff_pools(self, *, fake: bool) -> list[HandoffPool]:
         """The pool of each rank with the generations of its blocks."""

@@ -18,6 +18,7 @@ from kvstore.errors import InvalidArgument, KVStoreError, PeerUnreachable, reaso
 from kvstore.handoff.aux_data import AuxData, encode_aux
 from kvstore.handoff.effects import Effect, PushJob, SendTo, Submit
 from kvstore.handoff.greeting import GREETING_S, PROTOCOL, Greeter, SealedStream
+from kvstore.handoff.job_watch import JobObserver, JobWatch
 from kvstore.handoff.links import (
     LinkThreads,
     PushLink,
@@ -31,7 +32,7 @@ from kvstore.handoff.links import (
 from kvstore.handoff.memory import HandoffPool
 from kvstore.handoff.messages import RangesHead, RangesWritten, encode_message, read_from_decode
 from kvstore.handoff.places import pack_ranges
-from kvstore.handoff.push_writes import PushWrites
+from kvstore.handoff.push_writes import TCP, PushWrites
 from kvstore.handoff.registering import RankLease
 from kvstore.handoff.registry import RankRecord, RegistryClient
 from kvstore.handoff.sending import Senders
@@ -93,6 +94,7 @@ class PrefillManager:
         patience = patience or Patience()
         self._silence_s, self._send_s = patience.silence_s, send_limit_s(patience)
         self._core = Senders(pool.shape, patience, self._group.rank)
+        self._watch = JobWatch(self._group.rank)
         self._lock = threading.Lock()
         self._links: dict[bytes, PushLink] = {}
         self._threads = LinkThreads()
@@ -142,6 +144,10 @@ class PrefillManager:
             progress, effects = self._core.open(room, token_count, time.monotonic_ns())
             self._carry_out(effects)
         return Sender(self, room, progress)
+
+    def observe_jobs(self, observe: JobObserver) -> None:
+        """Tell each job that ends from now on; call it before the first sender is made."""
+        self._watch.observe = observe
 
     def poll(self, senders: "Sequence[Sender]", reduce: Reduce | None = None) -> list[State]:
         """The states of handoffs; never waits, unless ``reduce`` does.
@@ -224,8 +230,10 @@ class PrefillManager:
                     link.close()  # its threads end, and tell
             elif isinstance(effect, Submit):
                 link = self._links.get(effect.job.link)
+                self._watch.submitted(effect.job)
                 if link is None or not link.outbox.put_job(effect.job):
                     failure = self._failure(FailureCode.PEER_CLOSED, "the link was closed")
+                    self._watch.ended(effect.job, failure, TCP)
                     now_ns = time.monotonic_ns()
                     left.extend(self._core.completed(effect.job.number, failure, now_ns))
 
@@ -329,6 +337,7 @@ class PrefillManager:
             self._carry_out(self._core.closed(link.number, code, f"{link.peer}: {why}", now_ns))
             failure = self._failure(code, why)
             for job in link.outbox.left():
+                self._watch.ended(job, failure, TCP)
                 self._carry_out(self._core.completed(job.number, failure, now_ns))
 
     def _read(self, link: PushLink, sealed: SealedStream) -> None:
@@ -378,6 +387,7 @@ class PrefillManager:
     def _written(self, job: PushJob, message: RangesWritten, why: str) -> None:
         """The other transport has ended a job."""
         failure = self._failure(FailureCode.WRITE, why) if why else None
+        self._watch.ended(job, failure, self._writes.transports[-1])
         if failure is not None:
             self.faults.note("write", why)
         with self._lock:
@@ -388,6 +398,7 @@ class PrefillManager:
             self._carry_out(effects)
 
     def _completed(self, job: PushJob, failure: HandoffFailure | None) -> None:
+        self._watch.ended(job, failure, TCP)
         self.act(lambda core, now: core.completed(job.number, failure, now))
 
     def _failure(self, code: FailureCode, why: str) -> HandoffFailure:

@@ -270,6 +270,7 @@ class Receivers:
             late = one is None and message.room in self._seen
             self.counts["late_messages" if late else "foreign_messages"] += 1
             return []
+        one.legs[link].heard = True
         match message:
             case Drained(doubtful=doubtful):
                 return self._drained(one, link, now_ns, doubtful=doubtful)
@@ -317,6 +318,7 @@ class Receivers:
         one.progress.advance(State.TRANSFERRING, now_ns)
         one.progress.heard(now_ns)
         leg.landing += 1
+        leg.heard = True
         targets, rows = one.targets(leg, ranges)
         return Landing(link, head.room, ranges, targets, head.digests, share, rows), size, []
 
@@ -365,11 +367,8 @@ class Receivers:
         return [*effects, EndEngine(engine)] if engine else effects
 
     def describe(self, now_ns: int) -> list[HandoffStatus]:
-        """Where each handoff is; rank 0 of prefill is missing as long as there is no link."""
-        return [
-            one.progress.status(room, [] if one.legs else [0], now_ns)
-            for room, one in self._rooms.items()
-        ]
+        """Where each handoff is, with the ranks of prefill that have said nothing."""
+        return [one.progress.status(room, one.missing, now_ns) for room, one in self._rooms.items()]
 
     def check(self) -> None:
         """Assert what always holds."""

@@ -184,7 +184,7 @@ def block_names(blocks: Sequence[int], states: Sequence[StatePart]) -> list[Bloc
 class ReceivingLeg:
     """One room at decode, from one rank of prefill."""
 
-    __slots__ = ("coverage", "drained", "landing", "left", "source", "states")
+    __slots__ = ("coverage", "drained", "heard", "landing", "left", "source", "states")
 
     def __init__(self, source: LinkSource) -> None:
         self.source = source
@@ -192,7 +192,7 @@ class ReceivingLeg:
         self.states: list[Coverage] = []  # of each state buffer
         self.left = 0  # planes of blocks that have not arrived
         self.landing = 0  # heads whose bytes are being written
-        self.drained = source.share.is_idle
+        self.drained = self.heard = source.share.is_idle  # such a rank need not say anything
 
 
 class ReceivingRoom:
@@ -231,6 +231,13 @@ class ReceivingRoom:
             first = moved.planes.start
             leg.states.append(Coverage(len(moved.planes), part.first, stop, numbers, first))
             leg.left += leg.states[-1].missing
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks of prefill that have said nothing; only rank 0 is known before there is a link."""
+        if not self.legs:
+            return [0]
+        return sorted(leg.source.rank for leg in self.legs.values() if not leg.heard)
 
     @property
     def sending(self) -> list[bytes]:
