@@ -105,6 +105,7 @@ class DecodePushes:
                 name=parts.name,
                 patience=options.patience,
                 engine=engine,
+                certificates=options.certificates,
             )
             for pool, engine in zip(parts.handoff_pools(fake=options.fake), engines, strict=True)
         ]

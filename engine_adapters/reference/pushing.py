@@ -86,7 +86,9 @@ class PrefillPushes:
         self._begun: dict[Request, RankSenders] = {}  # not read from the inbox yet
         self._pushes: dict[Request, _Outgoing] = {}
         writers = options.writers(parts.pool)
-        self._registry = HandoffRegistry(options.host, options.registry_port, options.secret)
+        self._registry = HandoffRegistry(
+            options.host, options.registry_port, options.secret, options.certificates
+        )
         self.registry = self._registry.url
         managers: list[PrefillManager] = []
         try:
@@ -97,10 +99,10 @@ class PrefillPushes:
                         parts.space,
                         options.secret,
                         registry=self.registry,
-                        host=options.host,
-                        port=options.port and options.port + rank,
+                        listen=(options.host, options.port and options.port + rank),
                         patience=options.patience,
                         writer=writers[rank],
+                        certificates=options.certificates,
                     )
                 )
         except KVStoreError:

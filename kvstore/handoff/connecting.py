@@ -1,6 +1,7 @@
 """Connections of a rank of decode to one of prefill."""
 
 import os
+import ssl
 import time
 from typing import Final
 
@@ -15,7 +16,10 @@ CONNECT_S: Final = 2.0
 PURPOSES: Final[tuple[Purpose, ...]] = ("messages", "pushes")
 
 
-def link_to(rank: PeerRank, peer: str, greeter: Greeter, streams: list[DataStream]) -> PushLink:
+def link_to(
+    rank: PeerRank, peer: str, greeter: Greeter, streams: list[DataStream],
+    tls: ssl.SSLContext | None,
+) -> PushLink:  # fmt: skip
     """Make both connections of a link to one rank of prefill.
 
     Args:
@@ -23,6 +27,7 @@ def link_to(rank: PeerRank, peer: str, greeter: Greeter, streams: list[DataStrea
         peer: whose rank it is, for logs.
         greeter: of this rank of decode.
         streams: gets every connection as soon as it is made; the caller closes them.
+        tls: of who connects; None = no TLS.
 
     Raises:
         KVStoreError: that did not succeed.
@@ -30,8 +35,9 @@ def link_to(rank: PeerRank, peer: str, greeter: Greeter, streams: list[DataStrea
     link = PushLink(os.urandom(16), peer)
     for purpose in PURPOSES:
         until_ns = time.monotonic_ns() + int(CONNECT_S * 1e9)
-        stream = connect(*host_and_port(rank.record.address), None, until_ns)
+        stream = connect(*host_and_port(rank.record.address), tls, until_ns)
         streams.append(stream)
+        stream.begin(until_ns)
         boot = bytes.fromhex(rank.record.boot)
         sealed = greeter.greet(stream, purpose, link.number, boot, rank.share)
         if not link.add(purpose, sealed):

@@ -56,6 +56,7 @@ from kvstore.handoff.states import (
 from kvstore.handoff.tables import LinkSource
 from kvstore.handoff.writing import LandingEngine
 from kvstore.process.faults import Faults
+from kvstore.process.tls import CertificateFiles
 from kvstore.transport.streams import DataStream
 
 PEERS_MAX: Final = 64
@@ -81,13 +82,19 @@ class DecodeManager:
         patience: deadlines.
         engine: another transport, by which prefill engines that have it too write KV to the pool;
             the manager closes it. None = all comes over TCP.
+        certificates: shown to prefill and its registry, which must show some of the same authority;
+            None = no TLS.
+
+    Raises:
+        InvalidArgument: a file of ``certificates`` cannot be used; with its field.
     """
 
     def __init__(
         self, pool: HandoffPool, space: bytes, secret: bytes, *, name: str = "decode",
         aux_slots: int = 64, patience: Patience | None = None,
-        engine: LandingEngine | None = None,
+        engine: LandingEngine | None = None, certificates: CertificateFiles | None = None,
     ) -> None:  # fmt: skip
+        self._tls = certificates.connecting() if certificates is not None else None
         self._pool = pool
         self._secret = secret
         self._group = pool.group
@@ -122,7 +129,7 @@ class DecodeManager:
             CapacityError: too many handoffs are under way, or too many blocks wait in LIMBO because
                 of this instance: compute the request, or ask another instance.
         """
-        client = RegistryClient(registry, self._secret)
+        client = RegistryClient(registry, self._secret, self._tls)
         with self._lock:
             if registry not in self._links and len(self._links) >= PEERS_MAX:
                 raise CapacityError(f"{PEERS_MAX} prefill instances are in use", "peers")
@@ -285,7 +292,10 @@ class DecodeManager:
         for attempt in range(TRIES_MAX):
             try:
                 ranks = peer_ranks(client.ranks(), self._group, self._pool.shape, self._transport)
-                made = [(one, link_to(one, peer.peer, self._greeter, streams)) for one in ranks]
+                made = [
+                    (one, link_to(one, peer.peer, self._greeter, streams, self._tls))
+                    for one in ranks
+                ]
             except ValueError as error:
                 raise ProtocolError(f"the registration cannot be read: {error}") from error
             except KVStoreError as error:

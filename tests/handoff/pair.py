@@ -20,6 +20,7 @@ from kvstore.handoff.registry import HandoffRegistry
 from kvstore.handoff.shared_memory import SharedMemory
 from kvstore.handoff.states import Patience
 from kvstore.mover.kvpool import KVPool
+from kvstore.process.tls import CertificateFiles
 
 SECRET = b"a secret for tests, of 32 bytes."
 SPACE = b"model, dtype, revision"
@@ -78,13 +79,19 @@ def push_all(sender: Sender, memory: Memory, blocks: list[int], chunk: int = 8) 
 class Pair:
     """A registry, a prefill and a decode manager in this process."""
 
-    def __init__(self, patience: Patience = PATIENCE) -> None:
-        self.registry = HandoffRegistry("127.0.0.1", 0, SECRET)
+    def __init__(
+        self, patience: Patience = PATIENCE, here: CertificateFiles | None = None,
+        there: CertificateFiles | None = None,
+    ) -> None:  # fmt: skip
+        self.registry = HandoffRegistry("127.0.0.1", 0, SECRET, here)
         self.here, self.there = Memory(), Memory()
         self.prefill = PrefillManager(
-            self.here.pool, SPACE, SECRET, registry=self.registry.url, patience=patience
+            self.here.pool, SPACE, SECRET, registry=self.registry.url, patience=patience,
+            certificates=here,
+        )  # fmt: skip
+        self.decode = DecodeManager(
+            self.there.pool, SPACE, SECRET, name="d0", patience=patience, certificates=there
         )
-        self.decode = DecodeManager(self.there.pool, SPACE, SECRET, name="d0", patience=patience)
 
     def begin(self, room: int, blocks: int) -> tuple[Sender, Receiver]:
         tokens = blocks * BLOCK_TOKENS
@@ -98,8 +105,12 @@ class Pair:
 
 
 @contextlib.contextmanager
-def managers(patience: Patience = PATIENCE) -> Iterator[Pair]:
-    pair = Pair(patience)
+def managers(
+    patience: Patience = PATIENCE, here: CertificateFiles | None = None,
+    there: CertificateFiles | None = None,
+) -> Iterator[Pair]:  # fmt: skip
+    """A pair; ``here`` are prefill's certificates and the registry's, ``there`` decode's."""
+    pair = Pair(patience, here, there)
     try:
         yield pair
     finally:
