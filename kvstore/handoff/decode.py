@@ -110,6 +110,7 @@ class DecodeManager:
         self.faults = Faults(_LOG, "handoff, decode")
         self._engine = engine
         self._transport = engine.transport if engine is not None else ""
+        self._staged = engine.staged_address if engine is not None else 0
         self._ticker = Ticker(self._tick, "kvstore-handoff-ticker")
         if engine is not None:
             engine.begin(self._engine_up, self._engine_ended)
@@ -215,9 +216,9 @@ class DecodeManager:
                 self.faults.count("engines_ended_for_limbo")
                 self._engine.end(effect.number)
 
-    def _engine_up(self, number: int, place: LandingPlace) -> None:
+    def _engine_up(self, number: int, place: LandingPlace, staged: range) -> None:
         with self._lock:
-            self._core.engine_up(number, place)
+            self._core.engine_up(number, place, staged)
 
     def _engine_ended(self, number: int) -> None:
         self.act(lambda core, now: core.engine_ended(number, now))
@@ -388,7 +389,7 @@ class DecodeManager:
             if follows:
                 views = staging.views(self._pool, self._aux, landing)
                 sealed.receive_into(views, self._silence_s)
-            right = staging.verify(self._pool, self._aux, landing)
+            right = staging.verify(self._pool, self._aux, landing, self._staged)
             code, why = None if right else FailureCode.DIGEST, "bytes do not match their digest"
         except KVStoreError as error:
             code, why = cause_of(error), f"within a range: {error}"

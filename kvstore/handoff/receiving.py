@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+import numpy as np
+
 from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
 from kvstore.handoff.effects import Effect, EndEngine, EndLink, Landing, SendTo
 from kvstore.handoff.landing_engines import LandingEngines
@@ -242,15 +244,15 @@ class Receivers:
                 assert one.progress.ended
                 assert not one.legs[link].landing, "its reader had told the end of all it began"
                 one.legs[link].drained = True
-                if one.legs[link].source.writes:
+                if one.legs[link].written:
                     self._engines.doubt(one.room)
                 self._settle(one)
 
     # ---- the engine that other transports write to ------------------------------------------
 
-    def engine_up(self, number: int, place: LandingPlace) -> None:
+    def engine_up(self, number: int, place: LandingPlace, staged: range = range(0)) -> None:
         """An engine is up, the one before it has ended; see :meth:`LandingEngines.up`."""
-        self._engines.up(number, place)
+        self._engines.up(number, place, staged)
 
     def engine_ended(self, number: int, now_ns: int) -> list[Effect]:
         """An engine has ended: nothing arrives through it any more."""
@@ -311,7 +313,7 @@ class Receivers:
             self.counts["late_ranges"] += len(ranges)
             return None, size, []
         written = isinstance(head, RangesWritten)
-        foreign = written and not (leg.source.writes and self._engines.holds(one.room))
+        foreign = written and not (leg.written and self._engines.holds(one.room))
         if foreign or not one.claim(leg, ranges, 0 if written else self._aux_bytes):
             why = "a range is not one of the request's, or has come before"
             return None, size, self._fail(one, FailureCode.PROTOCOL, Layer.PROTOCOL, why, now_ns)
@@ -319,7 +321,9 @@ class Receivers:
         one.progress.heard(now_ns)
         leg.landing += 1
         targets, rows = one.targets(leg, ranges)
-        return Landing(link, head.room, ranges, targets, head.digests, share, rows), size, []
+        staged_at = one.staged_at(leg, ranges) if written else []
+        landing = Landing(link, head.room, ranges, targets, head.digests, share, rows, staged_at)
+        return landing, size, []
 
     def landed(
         self, landing: Landing, code: FailureCode | None, why: str, now_ns: int
@@ -396,15 +400,39 @@ class Receivers:
             self._forget(one)
             return self._tell_abort(one)
         one.said_ns = now_ns
-        place: LandingPlace | None = None
+        places: dict[bytes, LandingPlace] = {}
         if one.blocks is not None:
             one.progress.advance(State.WAITING_FOR_INPUT, now_ns)
             if any(leg.source.writes for leg in one.legs.values()):
-                place = self._engines.enter(one.room, len(one.blocks))
-        return [
-            SendTo(link, one.said_to(leg, place if leg.source.writes else None))
-            for link, leg in one.legs.items()
-        ]
+                places = self._places(one)
+        return [SendTo(link, one.said_to(leg, places.get(link))) for link, leg in one.legs.items()]
+
+    def _places(self, one: ReceivingRoom) -> dict[bytes, LandingPlace]:
+        """Where ranks of prefill may write what they have of a room; others use the link."""
+        assert one.blocks is not None
+        whole, count = self._engines.enter(one.room, len(one.blocks)), len(one.blocks)
+        places: dict[bytes, LandingPlace] = {}
+        if whole is None:
+            return places
+        for link, leg in one.legs.items():
+            share = leg.source.share
+            if not leg.source.writes:
+                continue
+            first = share.planes.start - self._shape.first_plane
+            planes = whole.planes[8 * first : 8 * (first + len(share.planes))]
+            if share.is_staged:
+                each = count * share.block_bytes
+                extent = self._engines.stage(one.room, len(share.planes) * each)
+                if extent is None:
+                    self.counts["unstaged_handoffs"] += 1
+                    continue
+                leg.staged, base = extent, self._engines.staged_address
+                planes = np.arange(base + extent.start, base + extent.stop, each, "<u8").tobytes()
+            leg.written = True
+            places[link] = LandingPlace(whole.transport, whole.endpoint, planes)
+        if not places:
+            self._engines.leave(one.room)
+        return places
 
     def _drained(
         self, one: ReceivingRoom, link: bytes, now_ns: int, *, doubtful: bool
@@ -420,7 +448,7 @@ class Receivers:
         one.legs[link].drained = True
         if doubtful:
             self._engines.doubt(one.room)
-        elif one.legs[link].source.writes:
+        elif one.writes_drained:
             self._engines.leave(one.room)
         self._settle(one)
         return effects

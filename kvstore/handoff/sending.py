@@ -347,14 +347,14 @@ class Senders:
         try:
             blocks = announced_blocks(self._shape, message, one.token_count)
             if message.place is not None:
-                check_place(self._shape, message.place, blocks)
+                check_place(leg.target.share, message.place, blocks)
         except ProtocolError as error:
             return self._fail(one, FailureCode.REFUSED, Layer.PROTOCOL, str(error), now_ns)
         one.token_count = message.token_count
         leg.there = blocks
         leg.first = message.first_token // self._shape.block_tokens
         leg.slot = message.aux_slot
-        leg.place = message.place if leg.target.share.is_all_of(self._shape) else None
+        leg.place = message.place
         leg.left = len(blocks) * len(leg.target.share.planes)
         leg.done = leg.target.share.is_idle
         if not one.is_announced:

@@ -158,10 +158,6 @@ class LinkShare(NamedTuple):
         """Whether nothing comes over this link."""
         return not self.planes and not self.has_aux
 
-    def is_all_of(self, shape: PoolShape) -> bool:
-        """Whether the link moves all KV of a pool, straight from pool to pool."""
-        return not self.is_staged and self.planes == shape.whole.planes
-
     def range_bytes(self, place: PushRange) -> int:
         """Bytes of a range of blocks, or of aux data."""
         return place.size * (1 if place.plane == AUX_PLANE else self.block_bytes)
@@ -197,13 +193,13 @@ def announced_blocks(shape: PoolShape, message: Announce, token_count: int) -> l
     return blocks
 
 
-def check_place(shape: PoolShape, place: LandingPlace, blocks: list[int]) -> None:
+def check_place(share: LinkShare, place: LandingPlace, blocks: list[int]) -> None:
     """Check where decode wants to be written to.
 
     Mooncake's library ends its process when it does not like an endpoint.
 
     Args:
-        shape: of the pools of both sides.
+        share: what the link moves.
         place: of an announcement.
         blocks: of the same announcement.
 
@@ -216,7 +212,9 @@ def check_place(shape: PoolShape, place: LandingPlace, blocks: list[int]) -> Non
     if len(place.transport) > TEXT_MAX:
         raise ProtocolError("the name of a transport is too long")
     planes = np.frombuffer(place.planes[: len(place.planes) // 8 * 8], dtype="<u8")
-    if len(place.planes) != 8 * shape.plane_count or not planes.all():
-        raise ProtocolError(f"{len(place.planes)} bytes of addresses for {shape.plane_count}")
-    if int(planes.max()) + (max(blocks, default=0) + 1) * shape.block_bytes > _ADDRESS_MAX:
+    count = len(share.planes)
+    if len(place.planes) != 8 * count or not count or not planes.all():
+        raise ProtocolError(f"{len(place.planes)} bytes of addresses for {count} planes")
+    stop = len(blocks) if share.is_staged else max(blocks, default=0) + 1
+    if int(planes.max()) + stop * share.block_bytes > _ADDRESS_MAX:
         raise ProtocolError("an address is outside the memory of a process")

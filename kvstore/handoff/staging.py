@@ -24,17 +24,21 @@ from kvstore.tier.vectored import memory_at
 
 
 class Staging:
-    """Memory of one thread, as large as the largest list of ranges that was moved so far."""
+    """Memory of one thread, as large as the largest list of ranges that was moved so far.
 
-    def __init__(self) -> None:
-        self._memory = np.zeros(0, dtype=np.uint8)
+    Args:
+        memory: to be used as long as it is large enough; None = none.
+    """
+
+    def __init__(self, memory: npt.NDArray[np.uint8] | None = None) -> None:
+        self._memory = np.zeros(0, dtype=np.uint8) if memory is None else memory
 
     def read(self, pool: HandoffPool, job: PushJob) -> tuple[list[memoryview], bytes]:
         """What a job sends, valid until the next call, and 16 bytes of digest of each range."""
         seed = job.share.seed_of(job.room)
         if job.aux:
             held = np.frombuffer(job.aux, dtype=np.uint8)
-            places = [(int(held.ctypes.data), len(held))]
+            places: Places = [(int(held.ctypes.data), len(held))]
             return [memoryview(job.aux)], digests_of(seed, job.ranges, places)
         if job.share.is_staged:
             places, digests = self.gather(pool, job)
@@ -67,8 +71,14 @@ class Staging:
         lengths = [landing.share.range_bytes(place) for place in landing.ranges]
         return [memory_at(*place) for place in self.places(lengths)]
 
-    def verify(self, pool: HandoffPool, aux: AuxSlots, landing: Landing) -> bool:
+    def verify(self, pool: HandoffPool, aux: AuxSlots, landing: Landing, staged: int = 0) -> bool:
         """Copy what is here into decode's pool.
+
+        Args:
+            pool: of decode.
+            aux: of decode.
+            landing: what has arrived.
+            staged: where the memory begins into which another transport writes what is staged.
 
         Returns:
             Whether all that has arrived matches its digests; if not, there may be garbage in the
@@ -80,6 +90,9 @@ class Staging:
             return digests_of(seed, landing.ranges, places) == landing.digests
         lengths = [landing.share.range_bytes(place) for place in landing.ranges]
         places = self.places(lengths)
+        if landing.staged_at:
+            starts = [staged + at for at in landing.staged_at]
+            places = list(zip(starts, lengths, strict=True))
         digests = np.frombuffer(landing.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
         seeds = range_seeds(seed, landing.ranges)
         right = True

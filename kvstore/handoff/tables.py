@@ -38,7 +38,7 @@ class LinkSource(NamedTuple):
         share: what comes over the link.
         data_rank: data-parallel rank of prefill that it belongs to.
         data_ranks: how many there are.
-        writes: it can write all of our pool's planes over the transport of our engine.
+        writes: it can write the share over the transport of our engine.
     """
 
     rank: int
@@ -118,7 +118,7 @@ class SendingRoom:
 class ReceivingLeg:
     """One room at decode, from one rank of prefill."""
 
-    __slots__ = ("coverage", "drained", "landing", "left", "source")
+    __slots__ = ("coverage", "drained", "landing", "left", "source", "staged", "written")
 
     def __init__(self, source: LinkSource) -> None:
         self.source = source
@@ -126,6 +126,8 @@ class ReceivingLeg:
         self.left = 0  # planes of blocks that have not arrived
         self.landing = 0  # heads whose bytes are being written
         self.drained = source.share.is_idle
+        self.written = False  # it was told where another transport may write
+        self.staged = range(0)  # our offsets in the memory for what is staged, if it writes there
 
 
 class ReceivingRoom:
@@ -168,6 +170,20 @@ class ReceivingRoom:
     def limbo_blocks(self) -> int:
         """Blocks that it holds although it has ended."""
         return len(self.blocks or ()) if self.progress.ended and self.is_holding else 0
+
+    def staged_at(self, leg: ReceivingLeg, ranges: Sequence[PushRange]) -> list[int]:
+        """Where ranges were written in the memory for what is staged; empty = in the pool."""
+        if not leg.staged:
+            return []
+        share, count = leg.source.share, len(self.blocks or ())
+        places = [(one.plane - share.planes.start) * count + one.first - self.first
+                  for one in ranges]  # fmt: skip
+        return [leg.staged.start + place * share.block_bytes for place in places]
+
+    @property
+    def writes_drained(self) -> bool:
+        """Whether no rank that was told where another transport may write has writes under way."""
+        return all(leg.drained for leg in self.legs.values() if leg.written)
 
     def said_to(self, leg: ReceivingLeg, place: LandingPlace | None) -> RenewRoom | Announce:
         """What a rank of prefill must know now; nothing is needed from one that sends no KV."""
