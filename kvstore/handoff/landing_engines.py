@@ -9,7 +9,10 @@ without the engine, so that the wait ends; their KV come over TCP. Pure.
 
 from typing import Final
 
+import numpy as np
+
 from kvstore.handoff.messages import LandingPlace
+from kvstore.handoff.tables import ReceivingRoom
 
 DOUBT_SHARE: Final = 10
 """The engine is ended when more than one block in so many is in doubt."""
@@ -57,6 +60,38 @@ class LandingEngines:
         self._rooms[room] = blocks
         return self._place
 
+    def announce(self, one: ReceivingRoom, first_plane: int) -> dict[bytes, LandingPlace]:
+        """Where ranks of prefill may write what they have of a room, by link; others use the link.
+
+        Args:
+            one: its blocks are known, and its links.
+            first_plane: of our pool, among the planes of all ranks.
+        """
+        places: dict[bytes, LandingPlace] = {}
+        legs = {link: leg for link, leg in one.legs.items() if leg.source.writes}
+        count = len(one.blocks or ())
+        whole = self.enter(one.room, count) if legs else None
+        if whole is None:
+            return places
+        for link, leg in legs.items():
+            share = leg.source.share
+            at = 8 * (share.planes.start - first_plane)
+            planes = whole.planes[at : at + 8 * len(share.planes)]
+            if share.is_staged:
+                each = count * share.block_bytes
+                extent = self.stage(one.room, len(share.planes) * each)
+                if extent is None:
+                    one.is_unstaged = True
+                    continue
+                leg.staged = extent
+                addresses = self._staged[extent.start : extent.stop : each]
+                planes = np.array(addresses, dtype="<u8").tobytes()
+            leg.written = True
+            places[link] = LandingPlace(whole.transport, whole.endpoint, planes)
+        if not places:
+            self.leave(one.room)
+        return places
+
     def stage(self, room: int, size: int) -> range | None:
         """Memory for heads of a handoff that has entered, for as long as it is held.
 
@@ -80,11 +115,6 @@ class LandingEngines:
         found = range(at, at + size)
         self._extents.setdefault(room, []).append(found)
         return found
-
-    @property
-    def staged_address(self) -> int:
-        """Where the memory for what is staged begins in the engine's process."""
-        return self._staged.start
 
     def holds(self, room: int) -> bool:
         """Whether writes may arrive in the blocks of a handoff."""

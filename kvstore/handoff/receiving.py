@@ -14,8 +14,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-import numpy as np
-
 from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
 from kvstore.handoff.effects import Effect, EndEngine, EndLink, Landing, SendTo
 from kvstore.handoff.landing_engines import LandingEngines
@@ -403,36 +401,9 @@ class Receivers:
         places: dict[bytes, LandingPlace] = {}
         if one.blocks is not None:
             one.progress.advance(State.WAITING_FOR_INPUT, now_ns)
-            if any(leg.source.writes for leg in one.legs.values()):
-                places = self._places(one)
+            places = self._engines.announce(one, self._shape.first_plane)
+            self.counts["unstaged_handoffs"] += one.is_unstaged
         return [SendTo(link, one.said_to(leg, places.get(link))) for link, leg in one.legs.items()]
-
-    def _places(self, one: ReceivingRoom) -> dict[bytes, LandingPlace]:
-        """Where ranks of prefill may write what they have of a room; others use the link."""
-        assert one.blocks is not None
-        whole, count = self._engines.enter(one.room, len(one.blocks)), len(one.blocks)
-        places: dict[bytes, LandingPlace] = {}
-        if whole is None:
-            return places
-        for link, leg in one.legs.items():
-            share = leg.source.share
-            if not leg.source.writes:
-                continue
-            first = share.planes.start - self._shape.first_plane
-            planes = whole.planes[8 * first : 8 * (first + len(share.planes))]
-            if share.is_staged:
-                each = count * share.block_bytes
-                extent = self._engines.stage(one.room, len(share.planes) * each)
-                if extent is None:
-                    self.counts["unstaged_handoffs"] += 1
-                    continue
-                leg.staged, base = extent, self._engines.staged_address
-                planes = np.arange(base + extent.start, base + extent.stop, each, "<u8").tobytes()
-            leg.written = True
-            places[link] = LandingPlace(whole.transport, whole.endpoint, planes)
-        if not places:
-            self._engines.leave(one.room)
-        return places
 
     def _drained(
         self, one: ReceivingRoom, link: bytes, now_ns: int, *, doubtful: bool

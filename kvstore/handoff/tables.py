@@ -134,8 +134,9 @@ class ReceivingRoom:
     """One room at decode; only :class:`~kvstore.handoff.receiving.Receivers` changes it."""
 
     __slots__ = (
-        "aborts", "aux_bytes", "aux_claimed", "blocks", "closed", "first", "first_token", "legs",
-        "next_abort_ns", "peer", "progress", "room", "said_ns", "slot", "token_count",
+        "aborts", "aux_bytes", "aux_claimed", "blocks", "closed", "first", "first_token",
+        "is_unstaged", "legs", "next_abort_ns", "peer", "progress", "room", "said_ns", "slot",
+        "token_count",
     )  # fmt: skip
 
     def __init__(
@@ -150,6 +151,7 @@ class ReceivingRoom:
         self.first_token = self.first = 0
         self.blocks: list[int] | None = None  # from position first on; None = not announced
         self.aux_claimed = self.closed = False
+        self.is_unstaged = False  # there was no memory for heads that another transport writes
         self.aux_bytes = -1  # how many have arrived
         self.said_ns = self.next_abort_ns = self.aborts = 0
 

@@ -55,6 +55,16 @@ def test_requests_pushed_over_mooncake_have_the_tokens_and_kv_of_one_engine(
     check(replayed(spawn, REQUESTS, f"64:{trace_of(tmp_path)}", 120.0), REQUESTS)
 
 
+def test_engines_of_several_ranks_push_their_heads_over_mooncake(spawn: Spawn) -> None:
+    program = [sys.executable, "-m", "tests.cluster_processes.pushed_ranks_program"]
+    process = spawn(Alone(spawn).program(program))
+    assert process.wait(180.0) == 0, process.report()
+    found = json.loads(process.stdout.rpartition("counted ")[2])
+    assert found.pop("not_taken") == found.pop("ended") == 0
+    assert set(found) == {"1to1", "2to1", "1to2", "2to2"}
+    assert all(found.values()), "some ranks have pushed over TCP"
+
+
 @pytest.mark.skipif(not TRACE.exists(), reason=f"there is no trace at {TRACE}")
 @pytest.mark.soak("handoff", minutes=5)
 def test_200_requests_of_the_real_trace_pushed_over_mooncake_are_those_of_one_engine(
