@@ -68,7 +68,7 @@ class MooncakeWriter:
     ) -> None:  # fmt: skip
         try:
             self._mooncake = MooncakeTransport(
-                host, _IN_FLIGHT_BYTES, protocol=protocol, serves=False
+                host, _IN_FLIGHT_BYTES, protocol=protocol, serves=False, patient=True
             )
         except ConfigError as error:
             why = str(error).partition(": ")[2]
@@ -110,7 +110,7 @@ class MooncakeWriter:
                 self._moving.add(write.number)
                 self._mooncake.write(_transfer(write))
         if closed:
-            self._tell(write.number, "the transport is closed")
+            self._tell(write.number, "the transport is closed", doubtful=False)
 
     def close(self) -> None:
         """See :class:`~kvstore.handoff.writing.BlockWriter`; may be repeated."""
@@ -125,28 +125,30 @@ class MooncakeWriter:
         self._gathered.close()
         os.close(self._wake)
         for number in sorted(self._moving):
-            self._tell(number, "the transport was closed")
+            self._tell(number, "the transport was closed", doubtful=True)
 
     def _run(self) -> None:
-        whys: dict[int, str] = {}  # ended, but our memory may still be read
+        whys: dict[int, tuple[str, bool]] = {}  # ended, but our memory may still be read
         while not self._closed:
             _ready([self._mooncake.fileno(), self._wake], -1.0)
             for event in self._mooncake.poll():
                 self._hear(event, whys)
 
-    def _hear(self, event: TransportEvent, whys: dict[int, str]) -> None:
+    def _hear(self, event: TransportEvent, whys: dict[int, tuple[str, bool]]) -> None:
         if isinstance(event, TransferEnd):
-            whys[event.number] = str(event.error) if event.error else ""
+            failed = event.error is not None
+            whys[event.number] = str(event.error) if failed else "", failed and event.begun
             if not event.settled:
                 return
         number = int(event.number)  # type: ignore[union-attr]  # no tickets are granted here
         with self._lock:
             self._moving.discard(number)
-        self._tell(number, whys.pop(number))
+        why, doubtful = whys.pop(number)
+        self._tell(number, why, doubtful=doubtful)
 
-    def _tell(self, number: int, why: str) -> None:
+    def _tell(self, number: int, why: str, *, doubtful: bool) -> None:
         assert self._ended is not None
-        self._ended(number, why)
+        self._ended(number, why, doubtful)
 
 
 class MooncakeLanding:

@@ -367,7 +367,7 @@ class PrefillManager:
         sealed.send(head, views, SEND_S)
         return None
 
-    def _written(self, job: PushJob, message: RangesWritten, why: str) -> None:
+    def _written(self, job: PushJob, message: RangesWritten, why: str, doubtful: bool) -> None:  # noqa: FBT001
         """The other transport has ended a job."""
         failure = self._failure(FailureCode.WRITE, why) if why else None
         if failure is not None:
@@ -375,7 +375,7 @@ class PrefillManager:
         with self._lock:
             if failure is None:  # before anything that follows from the job's end
                 self._carry_out([SendTo(job.link, message)])
-            now_ns, doubtful = time.monotonic_ns(), failure is not None
+            now_ns = time.monotonic_ns()
             effects = self._core.completed(job.number, failure, now_ns, doubtful=doubtful)
             self._carry_out(effects)
 

@@ -19,8 +19,9 @@ TCP: Final = "tcp"
 """The link itself."""
 Slot = npt.NDArray[np.uint8]
 """Memory for the gathered bytes of one job."""
-JobEnded = Callable[[PushJob, RangesWritten, str], None]
-"""Gets a job, what decode is told if it went well, and why it did not."""
+JobEnded = Callable[[PushJob, RangesWritten, str, bool], None]
+"""Gets a job, what decode is told if it went well, why it did not, and whether bytes may still
+arrive at decode."""
 
 
 class PushWrites:
@@ -111,11 +112,11 @@ class PushWrites:
         if self._writer is not None:
             self._writer.close()
 
-    def _written(self, number: int, why: str) -> None:
+    def _written(self, number: int, why: str, doubtful: bool) -> None:  # noqa: FBT001
         with self._lock:
             job, message = self._jobs.pop(number)
             self.counts["written_jobs"] += not why
             slot = self._taken.pop(number, None)
             if slot is not None:
                 self._slots.append(slot)
-        self._ended(job, message, why)
+        self._ended(job, message, why, doubtful)

@@ -29,7 +29,7 @@ from kvstore.handoff.messages import (
     RenewRoom,
 )
 from kvstore.handoff.places import BLOCKS_MAX, Coverage
-from kvstore.handoff.rooms import SeenRooms, check_room
+from kvstore.handoff.rooms import DoubtedRooms, SeenRooms, check_room
 from kvstore.handoff.shape import PoolShape, announced_blocks, check_place
 from kvstore.handoff.states import (
     FailureCode,
@@ -73,7 +73,7 @@ class Senders:
         ] = {}  # of each link that leads to one of several ranks
         self._seen = SeenRooms()
         self._jobs = JobQueues()
-        self._doubted = False  # a write has once ended badly
+        self._doubts = DoubtedRooms()
         self.counts: Counter[str] = Counter()
 
     # ---- the engine -------------------------------------------------------------------------
@@ -245,7 +245,8 @@ class Senders:
         leg = one.legs[job.link]
         leg.submitted -= 1
         leg.doubtful = leg.doubtful or doubtful
-        self._doubted = self._doubted or doubtful
+        if doubtful:
+            self._doubts.add(job.room)
         effects: list[Effect] = []
         if failure is None:
             one.progress.heard(now_ns)
@@ -324,10 +325,11 @@ class Senders:
         if isinstance(message, Done):
             return []
         if isinstance(message, Abort):
-            return [SendTo(link, Drained(room, self._doubted))]
+            return [SendTo(link, Drained(room, room in self._doubts))]
         why = "the room was used before" if room in self._seen else "too many handoffs are waiting"
         failure = self._failure(FailureCode.REFUSED, Layer.PROTOCOL, why)
-        return [SendTo(link, Failed(room, failure)), SendTo(link, Drained(room, self._doubted))]
+        drained = Drained(room, room in self._doubts)
+        return [SendTo(link, Failed(room, failure)), SendTo(link, drained)]
 
     def _answer_ended(self, one: SendingRoom, leg: SendingLeg, message: FromDecode) -> list[Effect]:
         """A handoff has ended; decode may not know: it has just come, or a message is lost."""

@@ -31,9 +31,9 @@ class BlockWrite(NamedTuple):
     block_bytes: int
 
 
-WriteEnded = Callable[[int, str], None]
-"""Gets a job's number, and why its write failed, empty = all is at decode and can be read there.
-Nothing is read from our pool any more; after a failure bytes may still arrive at decode."""
+WriteEnded = Callable[[int, str, bool], None]
+"""Gets a job's number; why its write failed, empty = all is at decode and can be read there; and
+whether bytes may still arrive at decode. Nothing is read from our pool any more."""
 
 
 EngineUp = Callable[[int, LandingPlace, range], None]
