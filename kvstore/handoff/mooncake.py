@@ -192,7 +192,7 @@ class MooncakeLanding:
         self._thread = threading.Thread(target=self._run, name="kvstore-handoff-engine")
         until_s = time.monotonic() + START_S
         self._engine.begin(time.monotonic_ns())
-        while time.monotonic() < until_s and not (self._is_up() or self._engine.ending):
+        while time.monotonic() < until_s and not (self.place or self._engine.ending):
             self._wait(_TURN_S)
         if self._place is None:
             self.close()
@@ -229,8 +229,10 @@ class MooncakeLanding:
         self._staged.close()
         os.close(self._wake)
 
-    def _is_up(self) -> bool:
-        return self._place is not None
+    @property
+    def place(self) -> LandingPlace | None:
+        """Where prefill may write now, and all planes of the pool; None = no engine is up."""
+        return self._place
 
     def _run(self) -> None:
         while not self._closed:
