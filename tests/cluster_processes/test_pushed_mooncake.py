@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.cluster_processes.mooncake_scenes import Alone
+from tests.cluster_processes.mooncake_scenes import Alone, variables
 from tests.conftest import Spawn
+from tests.test_bench_commands import assert_keeps_the_contract, printed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 REQUESTS = 6
@@ -63,6 +64,15 @@ def test_engines_of_several_ranks_push_their_heads_over_mooncake(spawn: Spawn) -
     assert found.pop("not_taken") == found.pop("ended") == 0
     assert set(found) == {"1to1", "2to1", "1to2", "2to2"}
     assert all(found.values()), "some ranks have pushed over TCP"
+
+
+def test_pushes_over_mooncake_are_measured_beside_its_bare_engine() -> None:
+    variables()  # skipped where it cannot be had
+    (result,) = printed(
+        "handoff", "--cases", "mooncake/.*contiguous", "--seconds", "0.01", timeout_s=200
+    )
+    assert_keeps_the_contract(result)
+    assert result["case"] == "push/mooncake/block16/contiguous"
 
 
 @pytest.mark.skipif(not TRACE.exists(), reason=f"there is no trace at {TRACE}")
