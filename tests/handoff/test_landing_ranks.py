@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstore.errors import CapacityError
 from kvstore.handoff.effects import EndEngine, SendTo
@@ -155,6 +155,15 @@ class LateRanks(RuleBasedStateMachine):
         self.strays: list[Stray] = []
         self.up: list[bytes] = []
         self.closed: list[bytes] = []
+
+    @initialize()
+    def begins_with_all(self) -> None:
+        self.engine_up()
+        self.linked((True, True))
+        for _ in range(2):
+            self.ask(3)
+        for at in range(4):
+            self.begin(at)
 
     # ---- decode -----------------------------------------------------------------------------
 
