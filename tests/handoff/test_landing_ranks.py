@@ -230,9 +230,11 @@ class LateRanks(RuleBasedStateMachine):
         self.do(self.core.linked("p", sources, self.now))
 
     @precondition(lambda self: self.up)
-    @rule()
-    def killed(self) -> None:
+    @rule(luck=st.integers(0, 5))
+    def killed(self, luck: int = 0) -> None:
         """The links break; what is under way lands as long as the engine is there."""
+        if luck:
+            return
         self.closed, self.up = self.up, []
         self.strays += self.moving
         self.moving.clear()
