@@ -80,17 +80,21 @@ class Pair:
     """A registry, a prefill and a decode manager in this process."""
 
     def __init__(
-        self, patience: Patience = PATIENCE, here: CertificateFiles | None = None,
-        there: CertificateFiles | None = None,
-    ) -> None:  # fmt: skip
-        self.registry = HandoffRegistry("127.0.0.1", 0, SECRET, here)
-        self.here, self.there = Memory(), Memory()
+        self,
+        patience: Patience = PATIENCE,
+        here: Memory | None = None,
+        there: Memory | None = None,
+        certificates: tuple[CertificateFiles | None, CertificateFiles | None] = (None, None),
+    ) -> None:
+        near, far = certificates
+        self.registry = HandoffRegistry("127.0.0.1", 0, SECRET, near)
+        self.here, self.there = here or Memory(), there or Memory()
         self.prefill = PrefillManager(
             self.here.pool, SPACE, SECRET, registry=self.registry.url, patience=patience,
-            certificates=here,
+            certificates=near,
         )  # fmt: skip
         self.decode = DecodeManager(
-            self.there.pool, SPACE, SECRET, name="d0", patience=patience, certificates=there
+            self.there.pool, SPACE, SECRET, name="d0", patience=patience, certificates=far
         )
 
     def begin(self, room: int, blocks: int) -> tuple[Sender, Receiver]:
@@ -110,7 +114,7 @@ def managers(
     there: CertificateFiles | None = None,
 ) -> Iterator[Pair]:  # fmt: skip
     """A pair; ``here`` are prefill's certificates and the registry's, ``there`` decode's."""
-    pair = Pair(patience, here, there)
+    pair = Pair(patience, certificates=(here, there))
     try:
         yield pair
     finally:
