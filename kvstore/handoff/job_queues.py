@@ -53,7 +53,9 @@ class JobQueues:
         runs = _joined(positions, here.tolist(), there, blocks_max, share)
         for ranges in batches(planes, runs, blocks_max, RANGES_MAX):
             sources = [int(here[one.first - positions.start]) for one in ranges]
-            targets = [blocks[one.first - start] for one in ranges]
+            targets = [one.first - start for one in ranges]
+            if not share.is_staged:
+                targets = [blocks[before] for before in targets]
             rows = [here[one.first - positions.start :][: one.size] for one in ranges]
             job = PushJob(
                 next(self._numbers), leg.link, room, ranges, sources, here, generations, share,

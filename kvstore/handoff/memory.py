@@ -131,26 +131,26 @@ class HandoffPool:
             return True
         return bool((now[job.blocks] == job.generations).all())
 
-    def write_of(self, job: PushJob, place: LandingPlace) -> BlockWrite:
-        """A job as blocks to write, where decode has announced them."""
+    def write_of(self, job: PushJob, place: LandingPlace, gathered: Places = ()) -> BlockWrite:
+        """A job as blocks to write, where decode has announced them.
+
+        Args:
+            job: of a share that is not staged, unless its ranges are gathered.
+            place: of the announcement.
+            gathered: where each range is, or will be before it is written; empty = in the pool.
+        """
         assert len(job.targets) == len(job.ranges)
-        size = np.uint64(self._block_bytes)
-        there = np.frombuffer(place.planes, dtype="<u8").astype(np.uint64)
-        here = np.array(self._planes, dtype=np.uint64)
-        planes = np.repeat([one.plane for one in job.ranges], [one.size for one in job.ranges])
-        planes -= self.shape.first_plane
-        offsets = np.concatenate([np.arange(one.size) for one in job.ranges])
-
-        def addresses(
-            bases: npt.NDArray[np.uint64], firsts: Sequence[int]
-        ) -> npt.NDArray[np.uint64]:
-            blocks = np.repeat(firsts, [one.size for one in job.ranges]) + offsets
-            found: npt.NDArray[np.uint64] = bases[planes] + blocks.astype(np.uint64) * size
-            return found
-
+        size, sizes = job.share.block_bytes, [one.size for one in job.ranges]
+        planes = np.frombuffer(place.planes, dtype="<u8").astype(np.uint64)
+        there = planes[[one.plane - job.share.planes.start for one in job.ranges]]
+        there += np.array(job.targets, dtype=np.uint64) * np.uint64(size)
+        places = gathered or self.places(job.ranges, job.sources)
+        here = np.array([at for at, _ in places], dtype=np.uint64)
+        offsets = np.concatenate([np.arange(one) for one in sizes]).astype(np.uint64)
+        offsets *= np.uint64(size)
         return BlockWrite(
-            job.number, place.endpoint, addresses(here, job.sources),
-            addresses(there, job.targets), self._block_bytes,
+            job.number, place.endpoint, np.repeat(here, sizes) + offsets,
+            np.repeat(there, sizes) + offsets, size,
         )  # fmt: skip
 
     def places(self, ranges: Sequence[PushRange], firsts: Sequence[int]) -> Places:

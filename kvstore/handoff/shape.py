@@ -201,10 +201,6 @@ class LinkShare(NamedTuple):
         """Whether nothing comes over this link."""
         return not self.planes and not self.has_aux
 
-    def is_all_of(self, shape: PoolShape) -> bool:
-        """Whether the link moves all KV of a pool, straight from pool to pool."""
-        return not self.is_staged and self.planes == shape.whole.planes
-
     def of_plane(self, plane: int) -> "LinkShare":
         """What is moved of the state buffer that a plane is of; of other planes, this share.
 
@@ -284,13 +280,13 @@ def announced_states(shape: PoolShape, message: Announce, share: LinkShare) -> l
     return found
 
 
-def check_place(shape: PoolShape, place: LandingPlace, blocks: list[int]) -> None:
+def check_place(share: LinkShare, place: LandingPlace, blocks: list[int]) -> None:
     """Check where decode wants to be written to.
 
     Mooncake's library ends its process when it does not like an endpoint.
 
     Args:
-        shape: of the pools of both sides.
+        share: what the link moves.
         place: of an announcement.
         blocks: of the same announcement.
 
@@ -303,7 +299,9 @@ def check_place(shape: PoolShape, place: LandingPlace, blocks: list[int]) -> Non
     if len(place.transport) > TEXT_MAX:
         raise ProtocolError("the name of a transport is too long")
     planes = np.frombuffer(place.planes[: len(place.planes) // 8 * 8], dtype="<u8")
-    if len(place.planes) != 8 * shape.plane_count or not planes.all():
-        raise ProtocolError(f"{len(place.planes)} bytes of addresses for {shape.plane_count}")
-    if int(planes.max()) + (max(blocks, default=0) + 1) * shape.block_bytes > _ADDRESS_MAX:
+    count = len(share.planes)
+    if len(place.planes) != 8 * count or not count or not planes.all():
+        raise ProtocolError(f"{len(place.planes)} bytes of addresses for {count} planes")
+    stop = len(blocks) if share.is_staged else max(blocks, default=0) + 1
+    if int(planes.max()) + stop * share.block_bytes > _ADDRESS_MAX:
         raise ProtocolError("an address is outside the memory of a process")

@@ -25,10 +25,14 @@ Receive = Callable[[Places, bytes], bytes]
 
 
 class Staging:
-    """Memory of one thread, as large as the largest list of ranges that was moved so far."""
+    """Memory of one thread, as large as the largest list of ranges that was moved so far.
 
-    def __init__(self) -> None:
-        self._memory = np.zeros(0, dtype=np.uint8)
+    Args:
+        memory: to be used as long as it is large enough; None = none.
+    """
+
+    def __init__(self, memory: npt.NDArray[np.uint8] | None = None) -> None:
+        self._memory = np.zeros(0, dtype=np.uint8) if memory is None else memory
 
     def read(self, pool: HandoffPool, job: PushJob) -> tuple[Places, bytes]:
         """Where each range of a job is, until the next call, and 16 bytes of digest of each."""
@@ -61,7 +65,12 @@ class Staging:
         return places, digests.tobytes()
 
     def land(
-        self, pool: HandoffPool, aux: AuxSlots, landing: Landing, receive: Receive | None
+        self,
+        pool: HandoffPool,
+        aux: AuxSlots,
+        landing: Landing,
+        receive: Receive | None,
+        staged: int = 0,
     ) -> bool:
         """Receive what belongs to a landing, and put it into decode's pool.
 
@@ -69,7 +78,9 @@ class Staging:
             pool: of decode.
             aux: of decode.
             landing: what arrives.
-            receive: fills memory; raises what this raises. None = the bytes are in the pool.
+            receive: fills memory; raises what this raises. None = another transport has written:
+                into the pool, or into the memory for what is staged.
+            staged: where that memory begins.
 
         Returns:
             Whether all that has arrived matches its digests; if not, there may be garbage in the
@@ -80,10 +91,14 @@ class Staging:
             places = landing_places(pool, aux, landing)
             found = receive(places, packed) if receive else digest_ranges(places, packed)
             return found == landing.digests
-        assert receive is not None
         lengths = [landing.share.range_bytes(place) for place in landing.ranges]
-        places = self.places(lengths)
-        receive(places, b"")
+        if landing.staged_at:
+            starts = [staged + at for at in landing.staged_at]
+            places = list(zip(starts, lengths, strict=True))
+        else:
+            assert receive is not None
+            places = self.places(lengths)
+            receive(places, b"")
         digests = np.frombuffer(landing.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
         seeds = _numbers(packed)
         right = True
