@@ -50,7 +50,7 @@ SPLITS: Final = (
     (parts_of((0, LAYERS), (0, 1, HEADS)), WHOLE),
     (WHOLE, WHOLE),
     (WHOLE, parts_of((0, LAYERS), (0, 3, HEADS))),
-    (WHOLE, WHOLE),
+    (parts_of((0, LAYERS), (0, HEADS), 3), parts_of((0, LAYERS), (0, 2, HEADS))),
     (parts_of((0, 1, LAYERS), (0, HEADS)), parts_of((0, LAYERS), (0, 2, HEADS))),
     (parts_of((0, LAYERS), (0, 2, HEADS)), parts_of((0, LAYERS), (0, 1, 3, HEADS))),
     (parts_of((0, LAYERS), (0, 2, HEADS), 2), parts_of((0, 1, LAYERS), (0, HEADS))),

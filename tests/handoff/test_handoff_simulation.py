@@ -44,8 +44,8 @@ def test_handoffs_without_faults_all_succeed():
 
 @pytest.mark.parametrize(
     "parts",
-    [SPLITS[at] for at in (1, 3, 5, 6, 7)],
-    ids=["2to1", "1to2", "stages-to-heads", "2to3", "4to-stages"],
+    [SPLITS[at] for at in (1, 3, 4, 5, 6, 7)],
+    ids=["2to1", "1to2", "one-idle", "stages-to-heads", "2to3", "4to-stages"],
 )
 def test_handoffs_between_several_ranks_succeed_without_faults(parts):
     faults = HandoffFaults(
