@@ -6,7 +6,6 @@ where the next choice depends on what becomes of this one; then another is made.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from kvstore.state.choice.eviction import classes, slots_of_a_page
@@ -49,12 +48,13 @@ class Leaving(NamedTuple):
     pages: int
 
 
-@dataclass(slots=True)
 class RoomPlan:
     """What to do for room, in this order.
 
+    Args:
+        spared: leads to the pages that come: no victim.
+
     Attributes:
-        spared: leads to the pages that come: no victim of :attr:`victims`.
         writes: runs of the prompt itself, the first ones first, that the disk side is to write
             before more of it may leave; it ends when the disk side does not take one.
         victims: leave memory.
@@ -62,11 +62,14 @@ class RoomPlan:
         drain: an extent of another class is to be emptied in the place of :attr:`asked`.
     """
 
-    spared: PrefixNode | None
-    writes: list[Leaving] = field(default_factory=list)
-    victims: list[Leaving] = field(default_factory=list)
-    asked: Leaving | None = None
-    drain: bool = False
+    __slots__ = ("asked", "drain", "spared", "victims", "writes")
+
+    def __init__(self, spared: PrefixNode | None, asked: Leaving | None = None) -> None:
+        self.spared = spared
+        self.writes: list[Leaving] = []
+        self.victims: list[Leaving] = []
+        self.asked = asked
+        self.drain = False
 
     def check(self) -> None:
         """Assert that no page leaves twice, and none that the new ones follow."""
@@ -74,7 +77,7 @@ class RoomPlan:
         if self.asked is not None:
             nodes.append(self.asked.node)
         assert len(nodes) < 2 or len(set(nodes)) == len(nodes)
-        assert self.spared is None or self.spared not in nodes
+        assert self.spared not in nodes or self.spared is None
 
 
 class RoomChooser:
@@ -121,7 +124,7 @@ class RoomChooser:
     def choose_own(self, space: PrefixTree) -> RoomPlan:
         """A leaf of a space with limits."""
         node = self._held.eviction.own_victim(space)
-        return RoomPlan(None, asked=None if node is None else Leaving(node, 1))
+        return RoomPlan(None, None if node is None else Leaving(node, 1))
 
     def choose_spill(self, wanted: Wanted) -> RoomPlan:
         """The pages before the new ones that are on disk, the first ones first.
