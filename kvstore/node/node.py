@@ -100,6 +100,7 @@ class Node:
             wire.OpenSpace: lambda process, request, _: asked.open_space(process, request),
             wire.Release: lambda process, request, _: asked.release(process, request),
             wire.CommitPut: asked.commit_put,
+            wire.StorePage: asked.store_page,
             wire.AbortPut: lambda process, request, _: asked.abort_put(process, request),
             wire.Corrupt: lambda process, request, _: asked.corrupt(process, request),
             wire.Settled: self._settled,
