@@ -3,6 +3,7 @@
 import socket
 import time
 
+import numpy as np
 import pytest
 
 from engine_adapters.reference.handoff_options import HandoffOptions
@@ -83,6 +84,8 @@ def test_ranks_that_cannot_be_are_refused(
 class OpenTransport:
     transport = "for tests"
     closed = False
+    gather_memory = np.zeros(0, dtype=np.uint8)
+    staged_address = 0
 
     def begin(self, *_: object) -> None:
         """Nothing to tell."""

@@ -224,7 +224,7 @@ def test_a_byte_flipped_on_the_way_changes_kv_only_when_verification_is_off(
     pair = pair_of(make_engine, ask)
     real = staging.Staging.land
 
-    def flipping(self, pool, aux, landing, receive):  # type: ignore[no-untyped-def]
+    def flipping(self, pool, aux, landing, receive, staged):  # type: ignore[no-untyped-def]
         """As if the bytes had come so: they change before they are digested, or unseen after."""
 
         def changed(places: Places, seeds: bytes) -> bytes:
@@ -234,8 +234,8 @@ def test_a_byte_flipped_on_the_way_changes_kv_only_when_verification_is_off(
             return digest_ranges(places, seeds)
 
         if verified:
-            return real(self, pool, aux, landing, changed)
-        real(self, pool, aux, landing, receive)
+            return real(self, pool, aux, landing, changed, staged)
+        real(self, pool, aux, landing, receive, staged)
         if landing.ranges[0].plane != AUX_PLANE:
             memory = memory_at(landing_places(pool, aux, landing)[0][0] + 35, 1)
             memory[0] = memory[0] ^ 0xFF
