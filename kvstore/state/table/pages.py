@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.choice.quotas import Pin, Pins
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.ahead import SlotsAhead
@@ -59,7 +60,7 @@ class PageTable:
         self.ahead = SlotsAhead(held, self.room)
         self.slots, self.spaces, self.fetches = slots, held.spaces, held.fetches
         self.moment, self.meter, self.counts = held.moment, held.meter, held.counts
-        self.actions, self.story, self.ghosts = held.actions, held.story, held.ghosts
+        self.actions, self.story = held.actions, held.story
         self.eviction, self.quotas, self.draining = held.eviction, held.quotas, held.draining
         self.pins = Pins()
         self._deadlines = Deadlines()
@@ -68,6 +69,11 @@ class PageTable:
     def disk(self) -> DiskPages:
         """The disk side; without an SSD tier one that takes no page."""
         return self.residents.disk
+
+    @property
+    def ghosts(self) -> Ghosts:
+        """What left the index a while ago."""
+        return self.residents.ghosts
 
     @property
     def now_ns(self) -> int:
