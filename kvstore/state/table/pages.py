@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
-from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.choice.quotas import Pin, Pins
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.ahead import SlotsAhead
@@ -69,11 +68,6 @@ class PageTable:
     def disk(self) -> DiskPages:
         """The disk side; without an SSD tier one that takes no page."""
         return self.residents.disk
-
-    @property
-    def ghosts(self) -> Ghosts:
-        """What left the index a while ago."""
-        return self.residents.ghosts
 
     @property
     def now_ns(self) -> int:
