@@ -2,9 +2,9 @@
  * and each range has a digest. Called through ctypes without the GIL.
  *
  * `places` are the addresses of all ranges, then their lengths, which may be 0. A call returns 0
- * if it does not say otherwise, or a negative errno: -EINVAL for arguments that cannot be, before anything is done, -ETIMEDOUT
- * when a deadline has passed, -EPIPE when the peer has closed the connection. The socket may be
- * blocking: only poll waits, for no longer than the deadline says.
+ * if it does not say otherwise, or a negative errno: -EINVAL for arguments that cannot be, before
+ * anything is done, -ETIMEDOUT when a deadline has passed, -EPIPE when the peer has closed the
+ * connection. The socket may be blocking: only poll waits, for no longer than the deadline says.
  */
 #define _GNU_SOURCE
 #include "_pages.h"
