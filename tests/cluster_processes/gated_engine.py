@@ -31,6 +31,7 @@ from engine_adapters.reference.tokenizer import encode
 from kvstore.handoff.greeting import Greeter, SealedStream
 from kvstore.handoff.prefill import PrefillManager
 from kvstore.handoff.states import Patience, State
+from kvstore.tier.vectored import memory_at
 from tests.cluster_processes.gated import stand
 
 BEGINNING = "In "
@@ -66,10 +67,12 @@ def put_gates_into_prefill(gates: Path) -> None:
     def gated_seal(self: SealedStream, body: bytes, after: Any, limit_s: float) -> None:
         if not after or not (gates / "range").exists():
             return seal(self, body, after, limit_s)
-        half = len(after[0]) // 2
-        seal(self, body, [after[0][:half]], limit_s)
+        (address, size), *others = after
+        half = size // 2
+        seal(self, body, [(address, half)], limit_s)
         stand(gates, "range")
-        self._stream.send([after[0][half:], *after[1:]], 1 << 62)
+        rest = [(address + half, size - half), *others]
+        self._stream.send([memory_at(*place) for place in rest], 1 << 62)
         return None
 
     Greeter.answer = gated_answer  # type: ignore[method-assign]
