@@ -352,7 +352,7 @@ class Receivers:
         self._engines.leave(one.room)
         self._owners.give_back(one.held)
         self.counts["succeeded"] += 1
-        return [SendTo(link, Done(one.room)) for link in one.legs]
+        return [SendTo(link, Done(one.room)) for link in one.sending]
 
     def tick(self, now_ns: int) -> list[Effect]:
         """Time has passed: end what is late, ask again for what was not answered."""

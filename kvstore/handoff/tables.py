@@ -240,6 +240,11 @@ class ReceivingRoom:
         return sorted(leg.source.rank for leg in self.legs.values() if not leg.heard)
 
     @property
+    def sending(self) -> list[bytes]:
+        """The links over which something comes."""
+        return [link for link, leg in self.legs.items() if not leg.source.share.is_idle]
+
+    @property
     def is_holding(self) -> bool:
         """Whether bytes may arrive in the blocks that were announced."""
         return self.blocks is not None and self.progress.state != State.SUCCESS

@@ -153,6 +153,10 @@ class DiskPages:
             self._backlog.add(node, shard)
             self._pump()
 
+    def is_dirty(self, node: PrefixNode) -> bool:
+        """Whether :meth:`before_eviction` may write some pages of a node; nothing changes."""
+        return self.exists and any(self.writes.is_dirty(node, shard) for shard in node.slot_columns)
+
     def before_eviction(self, node: PrefixNode, pages: int = 1) -> Verdict:
         """The memory of so many of the last pages of a node is needed.
 

@@ -100,19 +100,24 @@ class Draining:
         Returns:
             whether there is one; it is :attr:`now` then.
         """
-        tenant = space.identity.tenant
-        if own is None:
-            position = self._slots.colder_extent(tenant, slot_bytes, self.tick)
-        else:
-            since = self._since_ns.items()
-            self._since_ns = {at: then for at, then in since if then + STAY_NS > now_ns}
-            position = self._slots.colder_extent(tenant, slot_bytes, own.access, self._since_ns)
+        position = self.colder(space, slot_bytes, own, now_ns)
         if position is None:
             return False
         self.now = Drain(position, space, slot_bytes)
         self._walk = self._leaving(position, space)
         self._slots.drain(position)
         return True
+
+    def colder(
+        self, space: PrefixTree, slot_bytes: int, own: PrefixNode | None, now_ns: int
+    ) -> int | None:
+        """The extent that :meth:`begin` would choose; None = there is none."""
+        tenant = space.identity.tenant
+        if own is None:
+            return self._slots.colder_extent(tenant, slot_bytes, self.tick)
+        since = self._since_ns.items()
+        staying = {at for at, then in since if then + STAY_NS > now_ns}
+        return self._slots.colder_extent(tenant, slot_bytes, own.access, staying)
 
     def pages(self, steps: int) -> Iterator[tuple[PrefixNode, int] | None]:
         """The next pages that leave memory; each is taken out before the next step.

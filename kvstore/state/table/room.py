@@ -1,29 +1,26 @@
-"""Makes room in memory: chooses what leaves, and brings in what is wanted. Pure.
+"""Makes room in memory: carries out plans of what leaves, and brings in what is wanted. Pure.
 
-Who asks for memory gets slots that are free, or those that victims leave. A victim that is worth it
-is written to disk first: then its slots are free a little later.
+Who asks for memory gets slots that are free, or those that victims leave. What leaves is chosen in
+:mod:`kvstore.state.table.choosing` before any of it is done. A victim that is worth it is written
+to disk first: then its slots are free a little later.
 """
 
 from collections.abc import Sequence
 from typing import Final
 
-from kvstore.state.choice.eviction import classes, slots_of_a_page
 from kvstore.state.choice.quotas import SHRINK_MAX
 from kvstore.state.disk.jobs import Verdict
 from kvstore.state.disk.loads import LOADS_TURN, DiskLoads
+from kvstore.state.table.choosing import RoomChooser, RoomPlan, RoomRequest
 from kvstore.state.table.draining import LOOKS
 from kvstore.state.table.residents import Residents
 from kvstore.state.table.runs import leading_ready
 from kvstore.state.table.tiers import apply_effects
-from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch
 from kvstore.state.tree.slots import Slot
 
-SPILL_LOOKS: Final = 1024
-"""Pages before a new one that are looked at when only its own prompt is left to give room."""
-SPILL_WRITES: Final = 64
-"""Of those, pages that are asked to be written to disk for one that needs room."""
 EMPTY_MAX: Final = 128
 """Pages that leave an extent of another class for one request, which waits for the others."""
 
@@ -37,6 +34,7 @@ class Room:
 
     def __init__(self, residents: Residents) -> None:
         self._held = residents
+        self._chooser = RoomChooser(residents)
 
     def allocate(
         self, space: PrefixTree, head: PrefixNode, slot_bytes: int, count: int
@@ -56,16 +54,18 @@ class Room:
         held, tenant = self._held, space.identity.tenant
         held.ghosts.wanted = (space.number, slot_bytes)
         held.eviction.now_ns = held.moment.now_ns
-        victims_left = count + EMPTY_MAX  # what leaves an extent that is drained makes no room yet
-        while len(taken) < count and victims_left > 0:
-            victims_left -= 1
-            if not self._make_room(space, slot_bytes, count - len(taken)) and (
-                held.draining.serves(space, slot_bytes)
-                or held.eviction.spared_since_ns
-                or not self._spill(head, slot_bytes, count - len(taken))
-            ):
-                break
+        held.draining.tick = held.moment.tick  # what this request used stays
+        plans_left = count + EMPTY_MAX  # what leaves an extent that is drained makes no room yet
+        while len(taken) < count and plans_left > 0:
+            plans_left -= 1
+            more = self._make_room(RoomRequest(space, slot_bytes, count - len(taken), head))
             taken += held.slots.allocate(count - len(taken), tenant, slot_bytes)
+            if not more and len(taken) < count:
+                if held.draining.serves(space, slot_bytes) or held.eviction.spared_since_ns:
+                    break
+                if not self._spill(RoomRequest(space, slot_bytes, count - len(taken), head)):
+                    break
+                taken += held.slots.allocate(count - len(taken), tenant, slot_bytes)
         held.eviction.end_choice()
         held.ghosts.wanted = None
         apply_effects(held)
@@ -90,63 +90,64 @@ class Room:
 
     def _evict_own(self, space: PrefixTree) -> bool:
         """Evict a leaf of a space with limits, or have it written first; False when none may go."""
-        chosen = self._held.eviction.own_victim(space)
-        verdict = self._verdict(chosen) if chosen is not None else Verdict.FULL
+        chosen = self._chooser.choose_own(space).asked
+        verdict = self._verdict(*chosen) if chosen is not None else Verdict.FULL
         if chosen is not None and verdict is Verdict.EVICT:
             self._held.ghosts.wanted = (space.number, 0)
-            self._held.evict(chosen)
+            self._held.evict(*chosen)
             self._held.ghosts.wanted = None
         return verdict is not Verdict.FULL
 
-    def _make_room(self, space: PrefixTree, slot_bytes: int, slots: int) -> bool:
-        """Evict as much of a leaf as gives so many slots, or take a colder extent of another class.
+    def _make_room(self, wanted: RoomRequest) -> bool:
+        """Choose what gives room, and do it; False when there is nothing, or nothing yet."""
+        while True:
+            plan = self._chooser.choose(wanted)
+            plan.check()
+            verdict = self._carry_out(plan, wanted)
+            if plan.victims and verdict is Verdict.WRITING:
+                return True  # these gave room; of what is left to make another plan is made
+            if verdict is not Verdict.WRITING:
+                return verdict is Verdict.EVICT
 
-        False when there is none, or none yet: an extent of many pages is drained in turns.
+    def _carry_out(self, plan: RoomPlan, wanted: RoomRequest) -> Verdict:
+        """Do what a plan says.
+
+        Returns:
+            EVICT: all of it gave room; WRITING: what was asked about does so later; FULL: nothing
+            more gives room now.
         """
-        while (node := self._held.eviction.victim(space, slot_bytes)) is not None:
-            # Of a space with limits each page is asked for: the next one may be reserved.
-            most = 1 if self._held.quotas.is_limited(node.space) else slots
-            pages = -(-most // slots_of_a_page(node, slot_bytes))
-            verdict = self._verdict(node, pages)
-            if verdict is Verdict.FULL:
-                return False
-            if verdict is Verdict.EVICT:
-                break
-        held = self._held
-        if not held.eviction.spared_since_ns and self._take_extent(space, slot_bytes, node):
-            if node is not None:
-                self._held.add_candidate(node)
-            return self._held.draining.now is None
-        if node is None:
-            return False
-        self._held.evict(node, pages)
-        return True
+        held, asked = self._held, plan.asked
+        for node, pages in plan.victims:
+            assert is_live(node)
+            assert not node.children_in_memory, "pages in memory would not be reached"
+            held.disk.before_eviction(node, pages)
+            held.evict(node, pages)
+        if asked is not None and not plan.drain:
+            verdict = self._verdict(*asked)
+            if verdict is not Verdict.EVICT:
+                return verdict
+        own = asked.node if asked is not None else None
+        if (plan.drain or own is not None) and self._take_extent(wanted, own):
+            if own is not None:
+                held.add_candidate(own)
+            return Verdict.EVICT if held.draining.now is None else Verdict.FULL
+        if asked is not None:
+            if plan.drain:
+                held.disk.before_eviction(*asked)
+            held.evict(*asked)
+        return Verdict.EVICT if asked is not None or plan.victims else Verdict.FULL
 
-    def _spill(self, head: PrefixNode, slot_bytes: int, slots: int) -> bool:
-        """Take the memory of pages before the new ones that are on disk, the first ones first.
-
-        A prompt larger than memory has no leaf to give but itself. Its runs stay runs: one is split
-        only behind the pages that go.
-        """
-        disk, writes_left = self._held.disk, SPILL_WRITES
-        for run in reversed(_runs_before(head)):
-            if slot_bytes not in classes(run) or not self._held.eviction.releasable(run):
-                continue
-            dirty = run.memory & ~run.on_disk
-            if dirty:
-                if writes_left <= 0:
-                    return False
-                if run.count > writes_left and not disk.is_full:
-                    run = run.split(writes_left)
-                writes_left -= run.count
-            if disk.before_eviction(run) is not Verdict.EVICT:
-                continue  # it is being written now, and its memory is free when that has ended
-            if dirty:
+    def _spill(self, wanted: RoomRequest) -> bool:
+        """Take the memory of pages before the new ones; whether some gave room."""
+        held, plan = self._held, self._chooser.choose_spill(wanted)
+        for run, pages in plan.writes:
+            first = run.split(pages) if pages < run.count and not held.disk.is_full else run
+            if held.disk.before_eviction(first) is Verdict.EVICT:
                 return False  # not worth writing, and what follows it must not lose it
-            pages = min(run.count, -(-slots // slots_of_a_page(run, slot_bytes)))
-            self._held.evict(run.split(pages) if pages < run.count else run, pages)
-            return True
-        return False
+        for run, pages in plan.victims:
+            held.disk.before_eviction(run, pages)
+            held.evict(run.split(pages) if pages < run.count else run, pages)
+        return bool(plan.victims)
 
     def _verdict(self, node: PrefixNode, pages: int = 1) -> Verdict:
         """Whether a victim may go now; one that has to wait is offered again when it may."""
@@ -155,11 +156,11 @@ class Room:
             self._held.add_candidate(node)
         return verdict
 
-    def _take_extent(self, space: PrefixTree, slot_bytes: int, own: PrefixNode | None) -> bool:
+    def _take_extent(self, wanted: RoomRequest, own: PrefixNode | None) -> bool:
         """Whether an extent of another class, colder than ``own``, is empty or is being drained."""
+        space, slot_bytes = wanted.space, wanted.slot_bytes
         draining, left, now_ns = self._held.draining, EMPTY_MAX, self._held.moment.now_ns
-        draining.tick = self._held.moment.tick  # what this request used stays
-        while left > 0:
+        while left > 0 and not self._held.eviction.spared_since_ns:
             begun = draining.now is not None or draining.begin(space, slot_bytes, own, now_ns)
             if not begun:
                 return False
@@ -238,15 +239,3 @@ class Room:
                 loads.begin(fetch, node, shard, keys, slots)
         loads.tell(fetch)
         return max(1, looked)
-
-
-def _runs_before(head: PrefixNode) -> list[PrefixNode]:
-    """The last runs up to ``head`` that are in memory, the last one first."""
-    found: list[PrefixNode] = []
-    at, looked = head, 0
-    while at.above is not None and looked < SPILL_LOOKS:
-        looked += at.count
-        if at.memory:
-            found.append(at)
-        at = at.above
-    return found

@@ -5,8 +5,8 @@ import pytest
 from kvstore.state.disk.jobs import DiskJob, DiskRead, DiskWrite
 from kvstore.state.disk.loads import LOADS_TURN
 from kvstore.state.disk.pages import BACKLOG_TURN
+from kvstore.state.table.choosing import SPILL_WRITES
 from kvstore.state.table.invariants import check
-from kvstore.state.table.room import SPILL_WRITES
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.node import PrefixNode
 from tests.state.disk.disk_world import DiskWorld

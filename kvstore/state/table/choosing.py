@@ -1,0 +1,167 @@
+"""Chooses what leaves memory for room: plans, as values. Pure.
+
+Choosing takes leaves out of the order in which they are to leave, and changes nothing else: no
+page, no slot, no job. :mod:`kvstore.state.table.room` carries a plan out in one place. A plan ends
+where the next choice depends on what becomes of this one; then another is made.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from kvstore.state.choice.eviction import classes, slots_of_a_page
+from kvstore.state.table.residents import Residents
+from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.prefix_tree import PrefixTree
+
+SPILL_LOOKS: Final = 1024
+"""Pages before a new one that are looked at when only its own prompt is left to give room."""
+SPILL_WRITES: Final = 64
+"""Of those, pages that are asked to be written to disk for one that needs room."""
+
+
+class RoomRequest(NamedTuple):
+    """Room that somebody needs.
+
+    Attributes:
+        space: whose pages come.
+        slot_bytes: the class of their slots.
+        slots: how many more.
+        head: the page that they continue, which is spared with all before it, unless only these
+            are left to give room; None = none is, the space itself is to shrink.
+    """
+
+    space: PrefixTree
+    slot_bytes: int
+    slots: int
+    head: PrefixNode | None
+
+
+class Leaving(NamedTuple):
+    """A part of a plan.
+
+    Attributes:
+        node: what leaves memory.
+        pages: that many of its last pages; of a run that is written first, its first ones.
+    """
+
+    node: PrefixNode
+    pages: int
+
+
+@dataclass(slots=True)
+class RoomPlan:
+    """What to do for room, in this order.
+
+    Attributes:
+        spared: leads to the pages that come: no victim of :attr:`victims`.
+        writes: runs of the prompt itself, the first ones first, that the disk side is to write
+            before more of it may leave; it ends when the disk side does not take one.
+        victims: leave memory.
+        asked: the last victim, which the disk side may want to write first: it leaves if not.
+        drain: an extent of another class is to be emptied in the place of :attr:`asked`.
+    """
+
+    spared: PrefixNode | None
+    writes: list[Leaving] = field(default_factory=list)
+    victims: list[Leaving] = field(default_factory=list)
+    asked: Leaving | None = None
+    drain: bool = False
+
+    def check(self) -> None:
+        """Assert that no page leaves twice, and none that the new ones follow."""
+        nodes = [one.node for one in self.victims]
+        if self.asked is not None:
+            nodes.append(self.asked.node)
+        assert len(nodes) < 2 or len(set(nodes)) == len(nodes)
+        assert self.spared is None or self.spared not in nodes
+
+
+class RoomChooser:
+    """The choices of one node.
+
+    Args:
+        residents: the pages, and where they are.
+    """
+
+    def __init__(self, residents: Residents) -> None:
+        self._held = residents
+
+    def choose(self, wanted: RoomRequest) -> RoomPlan:
+        """What gives room, as far as that can be said before any of it is done."""
+        held, plan = self._held, RoomPlan(wanted.head)
+        space, slot_bytes, left = wanted.space, wanted.slot_bytes, wanted.slots
+        leaving: Counter[PrefixNode] | None = None
+        while left > 0:
+            node = held.eviction.victim(space, slot_bytes)
+            if node is not None:
+                # Of a space with limits each page is asked for: the next one may be reserved.
+                limited = held.quotas.is_limited(node.space)
+                each = slots_of_a_page(node, slot_bytes)
+                last = Leaving(node, -(-(1 if limited else left) // each))
+                if held.disk.is_dirty(node):
+                    plan.asked = last
+                    break
+            if self._is_other_colder(space, slot_bytes, node):
+                plan.asked, plan.drain = None if node is None else last, True
+                break
+            if node is None:
+                break
+            plan.victims.append(last)
+            left -= each * min(last.pages, node.count)
+            if left <= 0 or limited or node.above is None:
+                break
+            leaving = Counter() if leaving is None else leaving
+            leaving[node.above] += 1
+            bared = leaving[node.above] >= node.above.children_in_memory
+            if bared and node.above is not space.root:
+                break  # it is a leaf then, which takes its rank from this one
+        return plan
+
+    def choose_own(self, space: PrefixTree) -> RoomPlan:
+        """A leaf of a space with limits."""
+        node = self._held.eviction.own_victim(space)
+        return RoomPlan(None, asked=None if node is None else Leaving(node, 1))
+
+    def choose_spill(self, wanted: RoomRequest) -> RoomPlan:
+        """The pages before the new ones that are on disk, the first ones first.
+
+        A prompt larger than memory has no leaf to give but itself. What is not on disk is written
+        before that. Its runs stay runs: one is split only behind the pages that go.
+        """
+        assert wanted.head is not None
+        disk, writes_left, plan = self._held.disk, SPILL_WRITES, RoomPlan(None)
+        for run in reversed(_runs_before(wanted.head)):
+            if wanted.slot_bytes not in classes(run) or not self._held.eviction.releasable(run):
+                continue
+            if not run.memory & ~run.on_disk:
+                each = slots_of_a_page(run, wanted.slot_bytes)
+                plan.victims.append(Leaving(run, min(run.count, -(-wanted.slots // each))))
+                break
+            if writes_left <= 0:
+                break
+            pages = run.count if disk.is_full else min(run.count, writes_left)
+            writes_left -= pages
+            plan.writes.append(Leaving(run, pages))
+        return plan
+
+    def _is_other_colder(self, space: PrefixTree, slot_bytes: int, own: PrefixNode | None) -> bool:
+        """Whether an extent of another class gives room, in the place of a victim of this one."""
+        draining, held = self._held.draining, self._held
+        if held.eviction.spared_since_ns:
+            return False
+        if draining.now is not None:
+            return draining.serves(space, slot_bytes)
+        return draining.colder(space, slot_bytes, own, held.moment.now_ns) is not None
+
+
+def _runs_before(head: PrefixNode) -> list[PrefixNode]:
+    """The last runs up to ``head`` that are in memory, the last one first."""
+    found: list[PrefixNode] = []
+    at, looked = head, 0
+    while at.above is not None and looked < SPILL_LOOKS:
+        looked += at.count
+        if at.memory:
+            found.append(at)
+        at = at.above
+    return found
