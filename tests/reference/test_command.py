@@ -48,8 +48,6 @@ def test_the_size_of_the_slab_may_have_a_unit() -> None:
         (["--events", "foo"], "--events: 'foo' is neither ipc:///path"),
         (["--host", "192.0.2.1"], "--host: "),
         (["--handoff", "push"], "--handoff-secret-file: --handoff push needs it"),
-        (["--handoff-warm-up"], "--handoff-warm-up: only with --handoff push"),
-        (["--handoff", "push", "--handoff-warm-up"], "--handoff-warm-up: not with --mode mono"),
         (
             ["--handoff-silence", "0.9"],
             "error: argument --handoff-silence: silence_s: 0.9 is less than 1",
