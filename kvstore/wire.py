@@ -17,12 +17,14 @@ from kvstore.errors import InvalidArgument, ProtocolError
 from kvstore.page import ALL_KEYS, KEY_BYTES, EngineLabel, ShardSpec, SpaceIdentity
 
 PROTOCOL_MAJOR: Final = 1
-PROTOCOL_MINOR: Final = 6
+PROTOCOL_MINOR: Final = 7
 SETTLED_MINOR: Final = 3
 """The minor version since which Settled has ``before``. It is not sent to an older node, which
 would settle too much."""
 COPIES_MINOR: Final = 6
 """The minor version since which a node understands Bring and Replicate."""
+AHEAD_MINOR: Final = 7
+"""The minor version since which a node reserves slots ahead, and understands StorePage."""
 FRAME_BYTES_MAX: Final = 16 << 20
 BATCH_KEYS_MAX: Final = 65_536
 HOLDER_CHARS_MAX: Final = 64
@@ -214,6 +216,8 @@ class CommitPut(msgspec.Struct, array_like=True, tag=12):
     """The granted pages are written; 16 bytes of digest each. ``ttl_ms`` 0 = no expiry.
 
     ``memory_only``: they are never written to disk (nor are pages with a TTL and read-once pages).
+    ``ahead``: number of a put for which a slot of the same shard is to be reserved; 0 = none (and
+    protocol 1.6 and older).
     """
 
     id: int
@@ -222,13 +226,18 @@ class CommitPut(msgspec.Struct, array_like=True, tag=12):
     ttl_ms: int = 0
     read_once: bool = False
     memory_only: bool = False
+    ahead: int = 0
 
 
 class Committed(msgspec.Struct, array_like=True, tag=13):
-    """Answer to CommitPut: a status byte for each granted page."""
+    """Answer to CommitPut and StorePage: a status byte for each granted page.
+
+    ``ahead``: the address of the slot that is reserved; empty = none is.
+    """
 
     id: int
     statuses: bytes
+    ahead: bytes = b""
 
 
 class AbortPut(msgspec.Struct, array_like=True, tag=14):
@@ -458,10 +467,32 @@ class Replicated(msgspec.Struct, array_like=True, tag=34):
     draining: int = 0
 
 
+class StorePage(msgspec.Struct, array_like=True, tag=35):
+    """Store a page whose bytes are written to the slot that was reserved for the put ``put``.
+
+    Answered with Committed: STORED, or why it is not; then the slot stays reserved, under the
+    number ``ahead``. ``ahead`` and the other fields are as in BeginPut and CommitPut; with an
+    ``ahead`` of 0 the slot is given back. Since 1.7.
+    """
+
+    id: int
+    put: int
+    space: int
+    shard: int
+    key: bytes
+    parent: bytes
+    digest: bytes
+    tokens: bytes = b""
+    ttl_ms: int = 0
+    read_once: bool = False
+    memory_only: bool = False
+    ahead: int = 0
+
+
 Request = (
     Hello | OpenSpace | Lookup | Acquire | Release | BeginPut | CommitPut | AbortPut | Corrupt
     | Settled | ReportPrefill | Stats | FetchExtents | Ping | Persist | PeerHello | FollowEvents
-    | Bring | Replicate
+    | Bring | Replicate | StorePage
 )  # fmt: skip
 Answer = (
     Welcome | SpaceOpened | Found | Acquired | PutGranted | Committed | StatsReply | ExtentsFollow

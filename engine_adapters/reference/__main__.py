@@ -34,6 +34,7 @@ from kvstore.engine.label import EngineSources, engine_label
 from kvstore.errors import ConfigError, InvalidArgument, KVStoreError
 from kvstore.handoff.greeting import read_secret
 from kvstore.handoff.states import Patience
+from kvstore.process.tls import CertificateFiles
 
 _log = logging.getLogger(__name__)
 _PROGRAM = "python -m engine_adapters.reference"
@@ -76,11 +77,25 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="tokens computed in one step")  # fmt: skip
     add("--max-running", type=_number(1), default=8)
     add("--max-waiting", type=_number(1), default=256)
+    _add_handoff(add)
+    add("--events", metavar="ENDPOINT", help="endpoint for KV events of the local prefix cache")
+    add("--events-replay", metavar="ENDPOINT", help="endpoint for replays of these events")
+    return parser.parse_args(argv)
+
+
+def _add_handoff(add: Callable[..., object]) -> None:
+    """The options of pushes."""
     add("--handoff", choices=("store", "push"), default="store",
         help="push: prefill sends K/V straight to decode, if the request says so")  # fmt: skip
     add("--handoff-secret-file", type=Path, metavar="FILE",
         help="file with the secret of all engines that push to each other, mode 600, 16 bytes"
         " or more")  # fmt: skip
+    for field, what in (("certificate", "with the certificate of this engine; with it, both engines"
+                         " of a push show one to each other"),
+                        ("key", "with its private key, not encrypted"),
+                        ("authority", "with the authority that has signed the certificates of all"
+                         " engines")):  # fmt: skip
+        add(f"--handoff-{field}", default="", metavar="FILE", help=f"PEM file {what}")
     add("--handoff-host", type=_host, metavar="ADDRESS",
         help="IP address for pushes, of a prefill engine; default: that of --host")  # fmt: skip
     add("--handoff-port", type=_number(0, 65_535), default=0, metavar="PORT",
@@ -102,9 +117,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="of --handoff-transport mooncake; tcp is for tests")  # fmt: skip
     add("--push-after", choices=get_args(PushAfter), default="layer",
         help="what a prefill engine computes before it pushes; not layer: to compare")  # fmt: skip
-    add("--events", metavar="ENDPOINT", help="endpoint for KV events of the local prefix cache")
-    add("--events-replay", metavar="ENDPOINT", help="endpoint for replays of these events")
-    return parser.parse_args(argv)
 
 
 def _number(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -124,7 +136,7 @@ def _number(least: int, most: int | None = None) -> Callable[[str], int]:
 
 def _seconds(text: str) -> float:
     try:
-        return Patience.of_silence(float(text)).silence_s
+        return Patience.of_silence(silence_s=float(text)).silence_s
     except ValueError as error:
         raise ArgumentTypeError(f"{text!r} is not a number of seconds") from error
     except InvalidArgument as error:
@@ -268,16 +280,40 @@ def _handoff_options(args: argparse.Namespace) -> HandoffOptions | None:
         secret = read_secret(args.handoff_secret_file)
     return HandoffOptions(
         secret=secret,
+        certificates=_certificates(args),
         host=args.handoff_host or args.host,
         registry_port=args.handoff_registry_port,
         port=args.handoff_port,
         transport=args.handoff_transport,
         mooncake_protocol=args.mooncake_protocol,
-        patience=Patience.of_silence(args.handoff_silence),
+        patience=Patience.of_silence(silence_s=args.handoff_silence),
         push_after=args.push_after,
         fake=args.handoff_fake,
         events=args.handoff_events,
     )
+
+
+def _certificates(args: argparse.Namespace) -> CertificateFiles | None:
+    """The files for TLS between engines; None = no TLS.
+
+    Raises:
+        ConfigError: one is missing, or cannot be used.
+    """
+    given = {
+        field: getattr(args, f"handoff_{field}") for field in CertificateFiles.__struct_fields__
+    }
+    if not any(given.values()):
+        return None
+    for field, path in given.items():
+        if not path:
+            what = "needed: TLS takes a certificate, its key and the authority"
+            raise ConfigError(f"--handoff-{field}: {what}")
+    files = CertificateFiles(**given)
+    try:
+        files.accepting()
+    except InvalidArgument as error:
+        raise ConfigError(f"--handoff-{error}") from error
+    return files
 
 
 def _connect(url: str, name: str, slab_bytes: int, block_tokens: int) -> KVStore:

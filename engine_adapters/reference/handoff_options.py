@@ -16,6 +16,7 @@ from kvstore.handoff.memory import HandoffPool
 from kvstore.handoff.mooncake import MooncakeLanding, MooncakeWriter
 from kvstore.handoff.ranks import INSTANCE_BYTES, RankGroup, RankPart
 from kvstore.handoff.states import Patience
+from kvstore.process.tls import CertificateFiles
 
 PushAfter = Literal["layer", "chunk", "prompt"]
 Transport = Literal["tcp", "mooncake"]
@@ -35,6 +36,8 @@ class HandoffOptions:
             ones.
         patience: deadlines.
         transport: ``mooncake``: K/V go over it to and from engines that have it too.
+        certificates: shown by both engines of a push to each other and to the registry, which must
+            be of one authority; None = no TLS.
         mooncake_protocol: of Mooncake: ``rdma``, or ``tcp`` for tests.
         push_after: what prefill computes before it pushes: each layer, each chunk of the prompt, or
             the whole prompt. Others than ``layer`` are for comparisons.
@@ -53,6 +56,7 @@ class HandoffOptions:
     events: bool = False
     transport: Transport = TCP
     mooncake_protocol: Protocol = "rdma"
+    certificates: CertificateFiles | None = None
 
     def writers(self, pool: PagedPool) -> Sequence[MooncakeWriter | None]:
         """Of each rank, prefill's end of the transport beside TCP; None = there is none.

@@ -112,6 +112,7 @@ class DecodePushes:
                             name=parts.name,
                             patience=options.patience,
                             engine=engine,
+                            certificates=options.certificates,
                         )
                     )
                 )

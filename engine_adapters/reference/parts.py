@@ -106,8 +106,6 @@ def build(
         raise InvalidArgument("ranks", what)
     if store is not None and options.ranks > 1:
         raise InvalidArgument("ranks", f"{options.ranks}: with a store only 1")
-    if handoff is not None and handoff.transport != TCP and options.ranks > 1:
-        raise InvalidArgument("ranks", f"{options.ranks}: over {handoff.transport} only 1")
     identity = SpaceIdentity(
         model=f"reference-{config.name}",
         revision=config.revision,

@@ -92,7 +92,11 @@ class PrefillPushes:
                 if writer is not None:
                     undo.callback(writer.close)
             self._registry = undo.enter_context(
-                closing(HandoffRegistry(options.host, options.registry_port, options.secret))
+                closing(
+                    HandoffRegistry(
+                        options.host, options.registry_port, options.secret, options.certificates
+                    )
+                )
             )
             self.registry = self._registry.url
             managers = [
@@ -103,10 +107,10 @@ class PrefillPushes:
                             parts.space,
                             options.secret,
                             registry=self.registry,
-                            host=options.host,
-                            port=options.port and options.port + rank,
+                            listen=(options.host, options.port and options.port + rank),
                             patience=options.patience,
                             writer=writers[rank],
+                            certificates=options.certificates,
                         )
                     )
                 )

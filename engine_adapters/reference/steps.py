@@ -55,10 +55,16 @@ class Steps:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether something in the background must be polled."""
-        return any(
-            part is not None and part.busy for part in (self._parts.store, self._parts.pushes)
-        )
+        """Whether something in the background must be polled, and may end soon."""
+        store, pushes = self._parts.store, self._parts.pushes
+        sends = isinstance(pushes, PrefillPushes) and pushes.busy
+        return sends or (store is not None and store.busy)
+
+    @property
+    def awaits_pushes(self) -> bool:
+        """Whether pushes to this engine must be polled."""
+        pushes = self._parts.pushes
+        return isinstance(pushes, DecodePushes) and pushes.busy
 
     def begin(self, request: Request) -> None:
         """Queue a submitted request."""

@@ -115,6 +115,7 @@ class Embedded:
 
     epoch = 1
     node_minor = wire.PROTOCOL_MINOR
+    reserved = None
 
     def __init__(self, host: HostConfig, name: str, ssd: SSDConfig | None = None) -> None:
         """Create the memory, recover the SSD tier, and send Hello to the node."""

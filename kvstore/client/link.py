@@ -20,6 +20,7 @@ from typing import Final, Protocol
 
 from kvstore import wire
 from kvstore.client import forks
+from kvstore.client.ahead import ReservedSlot, ReservedSlots
 from kvstore.client.endpoint import (
     CONNECT_TIMEOUT_S,
     as_transfer_error,
@@ -72,6 +73,10 @@ class NodeLink(Protocol):
     @property
     def node_minor(self) -> int:
         """Minor version of the node's protocol; 0 = unknown."""
+
+    @property
+    def reserved(self) -> ReservedSlots | None:
+        """Slots for the next single pages; None = a put here costs no round trip anyway."""
 
     def request(
         self, message: wire.Request, timeout_s: float, epoch: int | None = None
@@ -158,6 +163,7 @@ class Link:
         self.node_minor = 0
         self.why = "not connected yet"
         self._refusal = ""
+        self.reserved = ReservedSlots()
         self._locks()
         #: These three change together, under ``_state``.
         self._reconnecting = Reconnecting()
@@ -252,6 +258,7 @@ class Link:
         While a move or view is in progress the connection stays open, but no more requests are
         sent.
         """
+        self._give_back(self.reserved.close())
         with self._state:
             self.why = "the store is closed"
             effects = self._reconnecting.close()
@@ -262,6 +269,11 @@ class Link:
             thread.join(CONNECT_TIMEOUT_S * 3)
         if thread is None:
             self._tidy()
+
+    def _give_back(self, slots: list[ReservedSlot]) -> None:
+        """Slots that were reserved are not needed; nothing is being written to them."""
+        for slot in slots:
+            self.send(wire.AbortPut(slot.put), slot.epoch)
 
     # ---- connecting -------------------------------------------------------------------------
 
@@ -390,6 +402,7 @@ class Link:
                     self._lost(connection)
                 else:
                     connection.flush()
+                self._give_back(self.reserved.unused())
                 if monotonic() - asked > ASK_S:
                     self._ask()
                     asked = monotonic()

@@ -2,19 +2,18 @@
 
 from collections.abc import Sequence
 from time import monotonic, perf_counter
-from typing import Final, NamedTuple, overload
+from typing import Final, overload
 
-import numpy as np
 import numpy.typing as npt
 
 from kvstore import mover, wire
 from kvstore.client.device import BlocksOnDevice
 from kvstore.client.jobs import RestoreJob, StoreJob
 from kvstore.client.link import NodeLink
-from kvstore.client.loads import DISK_WAIT_S, Loader, LoadState, names
-from kvstore.client.mapping import Use
+from kvstore.client.loads import DISK_WAIT_S, Loader, LoadState
 from kvstore.client.resources import Opened, StoreResources
 from kvstore.client.results import MISS, Hit, PageViews, PutResult, RestoreResult
+from kvstore.client.stores import Keep, Storer
 from kvstore.config.cluster import NODES_MAX
 from kvstore.errors import CapacityError, InvalidArgument, KVStoreError, TooFewCopies
 from kvstore.mover.kvpool import KVPool
@@ -24,10 +23,8 @@ from kvstore.page import (
     SpaceIdentity,
     Tokens,
     page_keys,
-    page_seeds,
 )
 from kvstore.state.table.slab import PageSet
-from kvstore.state.tree.actions import PageStatus
 
 BATCH_BYTES: Final = 256 << 20
 """Maximum bytes pinned or reserved by one message: longer calls are split, to block less."""
@@ -37,14 +34,6 @@ REPLICATE_WAIT_S: Final = 10.0
 """Maximum wait until further nodes have a batch of pages."""
 REPLICATE_PAGES: Final = 4096
 """Maximum pages of one message that asks for copies."""
-
-
-class Keep(NamedTuple):
-    """How long pages are kept, and in which tiers; see :meth:`Space.put`."""
-
-    ttl_s: float = 0.0
-    read_once: bool = False
-    memory_only: bool = False
 
 
 class Space:
@@ -74,6 +63,7 @@ class Space:
         self.page_bytes = tuple(pages.page_bytes for pages in self.pages)
         self._opened: dict[int, Opened] = {}
         self._loads = Loader(services, self.pages, self.numbers)
+        self._stores = Storer(services, self.pages, self.numbers)
 
     def page_keys(
         self, tokens: Tokens, *, known: PrefixKeys | None = None, seed: bytes = b""
@@ -276,7 +266,7 @@ class Space:
             at, deadline = start, monotonic() + DISK_WAIT_S
             link, wait_s = self._services.link, 0.0
             while at < stop:
-                part, busy = self._put_batch(
+                part, busy = self._stores.put(
                     keys[at:stop], source.pages(at, stop), shard, keep, link, wait_s
                 )
                 decided = stop - at - part.refused
@@ -504,58 +494,3 @@ class Space:
     ) -> list[tuple[int, int]]:
         each = min(most, self._batch_pages(shard))
         return [(start, min(start + each, count)) for start in range(0, count, each)]
-
-    def _put_batch(
-        self, keys: PrefixKeys, source: mover.Pieces | BlocksOnDevice, shard: int, keep: Keep,
-        link: NodeLink, wait_s: float,
-    ) -> tuple[PutResult, bool]:  # fmt: skip
-        """Put pages on one connection; also returns whether slots for refused ones become free."""
-        # Open the space before using the memory, so that both belong to the same connection.
-        opened = self.numbers(link)
-        put = next(names)
-        tokens = b"" if keys.tokens is None else keys.tokens.tobytes()
-        with link.moving() as memory:
-            number = opened.shards[shard]
-            request = wire.BeginPut(
-                0, put, opened.space, number, keys.packed, keys.parent, tokens, int(wait_s * 1000)
-            )
-            try:
-                granted = link.request(request, self._services.timeout_s + wait_s, opened.epoch)
-                assert isinstance(granted, wire.PutGranted)
-                statuses = granted.statuses
-                if granted.addresses:
-                    digests = self._write(memory, granted, keys, source, shard)
-                    commit = wire.CommitPut(
-                        0, put, digests, int(keep.ttl_s * 1000), keep.read_once, keep.memory_only
-                    )
-                    committed = link.request(commit, self._services.timeout_s, opened.epoch)
-                    assert isinstance(committed, wire.Committed)
-                    statuses += committed.statuses
-            except BaseException:
-                link.send(wire.AbortPut(put), opened.epoch)  # nothing of it is being written
-                raise
-        refused = (PageStatus.NO_ROOM, PageStatus.NO_PARENT, PageStatus.DROPPED)
-        result = PutResult(
-            statuses.count(PageStatus.STORED),
-            statuses.count(PageStatus.EXISTS),
-            statuses.count(PageStatus.PENDING),
-            sum(statuses.count(status) for status in refused),
-        )
-        waits = PageStatus.NO_PARENT not in statuses and PageStatus.DROPPED not in statuses
-        return result, granted.busy and waits
-
-    def _write(
-        self, memory: Use, granted: wire.PutGranted, keys: PrefixKeys,
-        source: mover.Pieces | BlocksOnDevice, shard: int,
-    ) -> bytes:  # fmt: skip
-        targets = memory.locate(granted.addresses, self.page_bytes[shard], write=True)
-        seeds = page_seeds(keys.packed, self.pages[shard].seed)
-        if len(targets) < len(keys):
-            chosen = np.flatnonzero(
-                np.frombuffer(granted.statuses, dtype=np.uint8) == PageStatus.GRANTED
-            )
-            source, seeds = source.choose(chosen), seeds[chosen]
-        size = self.page_bytes[shard]
-        if isinstance(source, BlocksOnDevice):
-            return source.gather(targets, size, seeds).tobytes()
-        return mover.gather(targets, size, source, seeds).tobytes()

@@ -70,7 +70,7 @@ class Node:
         self.boot = boot
         self.limits = limits
         self.pages = PageTable(slots, policy)
-        self.pages.ghosts.policy = policy
+        self.pages.residents.ghosts.policy = policy
         self.sessions: dict[bytes, Session] = {}
         self.processes: dict[int, Process] = {}
         self.outbox: list[tuple[int, wire.Answer]] = []
@@ -100,6 +100,7 @@ class Node:
             wire.OpenSpace: lambda process, request, _: asked.open_space(process, request),
             wire.Release: lambda process, request, _: asked.release(process, request),
             wire.CommitPut: asked.commit_put,
+            wire.StorePage: asked.store_page,
             wire.AbortPut: lambda process, request, _: asked.abort_put(process, request),
             wire.Corrupt: lambda process, request, _: asked.corrupt(process, request),
             wire.Settled: self._settled,

@@ -19,18 +19,19 @@ from kvstore.errors import (
     ProtocolError,
     TransferTimeout,
 )
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.state.disk.jobs import Durable, SyncPolicy
 from kvstore.state.remote.jobs import Holding
 from kvstore.state.remote.located import LocatedChain, Span
 from kvstore.state.remote.pages import RemotePages
+from kvstore.state.table.ahead import PageAhead
 from kvstore.state.table.pages import PageTable
 from kvstore.state.table.runs import follows, leading_ready, ready_pages
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.match import awaited_key
 from kvstore.state.tree.node import ORDINARY, Retention
 from kvstore.state.tree.prefix_tree import PrefixTree
-from kvstore.state.tree.sessions import Fetch, Peer, Process
+from kvstore.state.tree.sessions import Fetch, Peer, Process, Put
 
 PUT_PAGES_MAX: Final = 128
 """Maximum pages granted by one BeginPut, because each may evict one; the client asks again."""
@@ -257,13 +258,46 @@ class Requests:
         return answer, ROOM if busy and not addresses else None
 
     def commit_put(self, process: Process, request: wire.CommitPut, now_ns: int) -> wire.Answer:
-        """Make written pages READY."""
-        if not 0 <= request.ttl_ms <= wire.TTL_MS_MAX:
-            raise InvalidArgument("ttl_ms", f"{request.ttl_ms} is outside 0..{wire.TTL_MS_MAX}")
-        expires_ns = now_ns + request.ttl_ms * _NS_PER_MS if request.ttl_ms else 0
-        keep = Retention(expires_ns, request.read_once, request.memory_only)
+        """Make written pages READY; a slot for the next one is reserved, if that is asked for."""
+        keep, put = _retention(request, now_ns), process.puts.get(request.put)
+        if request.ahead and request.ahead in process.puts:
+            raise InvalidArgument("ahead", f"{request.ahead} is in use")
         statuses = self._pages.commit_put(process, request.put, request.digests, keep)
-        return wire.Committed(request.id, bytes(statuses))
+        if not request.ahead or put is None:
+            return wire.Committed(request.id, bytes(statuses))
+        reserved = self._pages.ahead.reserve(process, request.ahead, put.space, put.shard)
+        return wire.Committed(request.id, bytes(statuses), self._addresses(reserved))
+
+    def store_page(self, process: Process, request: wire.StorePage, now_ns: int) -> wire.Answer:
+        """Make a page READY whose bytes are in a slot that was reserved ahead."""
+        space = self.space(process, request.space, [request.shard])
+        if len(request.key) != KEY_BYTES:
+            raise InvalidArgument("key", f"{len(request.key)} bytes are not a key")
+        wire.refuse_all_keys("key", request.key)
+        _check_parent(request.parent)
+        if request.tokens and len(request.tokens) != space.token_bytes:
+            raise InvalidArgument("tokens", f"{len(request.tokens)} bytes, not {space.token_bytes}")
+        if len(request.digest) != DIGEST_BYTES:
+            raise InvalidArgument("digest", f"{len(request.digest)} bytes")
+        if request.ahead and request.ahead in process.puts:
+            raise InvalidArgument("ahead", f"{request.ahead} is in use")
+        keep = _retention(request, now_ns)
+        key, parent = PrefixKey(request.key), PrefixKey(request.parent)
+        page = PageAhead(space, request.shard, key, parent, request.tokens)
+        status = self._pages.ahead.store(process, request.put, page)
+        if status is None:
+            [status] = self._pages.commit_put(process, request.put, request.digest, keep)
+        if not request.ahead:
+            self._pages.abort_put(process, request.put)
+            return wire.Committed(request.id, bytes([status]))
+        reserved = self._pages.ahead.go_on(
+            process, request.put, request.ahead, space, request.shard
+        )
+        return wire.Committed(request.id, bytes([status]), self._addresses(reserved))
+
+    def _addresses(self, put: Put | None) -> bytes:
+        """Where the slots of a put are; of none nothing."""
+        return b"" if put is None else wire.pack_addresses(self._pages.slots.addresses(put.slots))
 
     def abort_put(self, process: Process, request: wire.AbortPut) -> None:
         """Abort a put; the writer has stopped."""
@@ -370,6 +404,18 @@ def acknowledge(request: wire.Persist, durable: Durable) -> wire.Answer:
     if not durable.ended:
         raise TransferTimeout("the pages are not synced yet; they may be later")
     return wire.Persisted(request.id)
+
+
+def _retention(request: wire.CommitPut | wire.StorePage, now_ns: int) -> Retention:
+    """How long the pages of a put stay.
+
+    Raises:
+        InvalidArgument: their lifetime cannot be.
+    """
+    if not 0 <= request.ttl_ms <= wire.TTL_MS_MAX:
+        raise InvalidArgument("ttl_ms", f"{request.ttl_ms} is outside 0..{wire.TTL_MS_MAX}")
+    expires_ns = now_ns + request.ttl_ms * _NS_PER_MS if request.ttl_ms else 0
+    return Retention(expires_ns, request.read_once, request.memory_only)
 
 
 def _check_parent(parent: bytes) -> None:

@@ -302,6 +302,8 @@ class NodeStats(Answer, frozen=True):
     session_bytes: int
     leases: int
     puts: int
+    slots_ahead: int
+    slots_ahead_bytes: int
     waiting_requests: int
     waiting_bytes: int
     unwatched_processes: int

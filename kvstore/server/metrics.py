@@ -36,6 +36,7 @@ COUNTED: Final = {
     "lookup_pages": "Keys in answered lookups; a lookup that waits counts once.",
     "hit_pages": "Keys in answered lookups that were found on every requested shard, in any tier.",
     "stored_pages": "Pages of one shard that were stored by puts.",
+    "stored_ahead_pages": "Pages that were stored in a slot that had been reserved for them.",
     "stored_bytes": "Bytes of pages that were stored by puts.",
     "loaded_bytes": "Bytes of pages that were leased to engines.",
     "aborted_puts": "Aborted puts, including lost ones.",
@@ -64,8 +65,7 @@ COUNTED: Final = {
     "disk_seals_failed":
         "Segment files whose footer could not be written; a start reads the whole file.",
     "disk_drops_failed": "Segment files that could not be deleted.",
-    "orphaned_bytes":
-        "Bytes of records that the start ignored because a page before them is missing.",
+    "orphaned_bytes": "Bytes of records that a start ignored: a page before them is missing.",
     "recovery_refused_shards":
         "Shards on the SSDs that the start ignored because they do not match this node.",
     "locates": "Questions to the directory which peers have the pages that are missing here.",
@@ -181,8 +181,8 @@ def _open(stats: Mapping[str, Any]) -> Iterator[Metric]:
         ("leases", "leases", "Leases that were not released yet, including expired ones."),
         ("open_puts", "puts",
          "Puts neither committed nor aborted, including those of lost engines."),
-        ("waiting_requests", "waiting_requests",
-         "Requests that wait for pages, free slots or a sync."),
+        ("slots_ahead_bytes", "slots_ahead_bytes", "Slots reserved for the next pages of puts."),
+        ("waiting_requests", "waiting_requests", "Requests waiting for pages, slots or a sync."),
         ("waiting_bytes", "waiting_bytes", "Bytes of waiting requests."),
     ):  # fmt: skip
         yield _gauge(f"kvstore_{name}", help_text, stats[of])

@@ -214,9 +214,38 @@ class Engines:
             return
         ttl_ms = self._random.choice(self._habits.ttl_ms)
         commit = wire.CommitPut(0, put, digests, ttl_ms, self._random.random() < 0.1)
+        if len(chosen) < len(keys) or len(keys) % 2:
+            commit.ahead = next(process.names)
         committed = yield commit
         if isinstance(committed, wire.Committed):
             self._outcome.pages_stored += committed.statuses.count(PageStatus.STORED)
+            if committed.ahead:
+                yield from self._put_ahead(process, space, rank, commit.ahead, committed.ahead)
+
+    def _put_ahead(self, process: Actor, space: int, rank: int, put: int, address: bytes) -> Script:
+        """Put pages into slots that are reserved ahead, and give the last one back."""
+        shard, number = self._habits.shards[rank], process.shards[rank]
+        identity = _identity(process.tenant)
+        for _ in range(3):
+            key = self._prompt(process.tenant)[0]
+            [place] = self._map(process, address)
+            if place is None:
+                break
+            content = page_content(key, shard)
+            memory, offset = place
+            memory[offset : offset + len(content)] = content
+            yield self._piece_ns()
+            digest = self._habits.digest(identity, key, content, shard)
+            store = wire.StorePage(0, put, space, number, key, b"", digest)
+            store.ahead = next(process.names)
+            stored = yield store
+            if not isinstance(stored, wire.Committed):
+                return
+            self._outcome.pages_stored += stored.statuses.count(PageStatus.STORED)
+            put, address = store.ahead, stored.ahead
+            if not address:
+                return
+        self._tell(process, wire.AbortPut(put))
 
     def _read(self, process: Actor, space: int, keys: PrefixKeys) -> Script:
         lease = next(process.names)

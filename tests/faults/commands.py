@@ -15,6 +15,7 @@ import numpy as np
 
 import kvstore.client.space
 from kvstore import mover
+from kvstore.client import ahead
 from kvstore.client.space import PageViews
 from kvstore.client.store import KVStore
 from kvstore.errors import KVStoreError
@@ -71,6 +72,14 @@ class Client:
 
     def put(self, chain: int, count: int) -> dict[str, Any]:
         return self.space.put(content.keys(chain, count), content.pages(chain, count))._asdict()
+
+    def put_singles(self, chain: int, count: int) -> int:
+        """One put for each page; slots that are reserved for that are never idle."""
+        ahead.AHEAD_IDLE_S = 3600.0
+        names, stored = content.keys(chain, count), 0
+        for at in range(count):
+            stored += self.space.put(names[at : at + 1], [content.page(chain, at)]).stored
+        return stored
 
     def lookup(self, chain: int, count: int, wait_s: float = 0.0) -> int:
         return self.space.lookup(content.keys(chain, count), wait_s=wait_s).pages

@@ -36,11 +36,13 @@ class Client:
         self.chance = chance
         self.session = b""
         self.puts: list[tuple[int, int]] = []
+        self.reserved: list[int] = []
         self.leases: list[int] = []
         self.chains = [page_keys([chance.randrange(3) for _ in range(24)], 1) for _ in range(6)]
         self._makers: list[Callable[[], wire.Request]] = [
             self.open_space, self.lookup, self.lookup, self.acquire, self.acquire, self.begin_put,
-            self.begin_put, self.commit_put, self.commit_put, self.persist, self.release,
+            self.begin_put, self.commit_put, self.commit_put, self.store_page, self.store_page,
+            self.persist, self.release,
             self.abort_put, self.corrupt, self.settled, self.report, self.hello, self.ping,
         ]  # fmt: skip
 
@@ -75,6 +77,9 @@ class Client:
         elif isinstance(answer, wire.PutGranted) and answer.addresses:
             assert isinstance(request, wire.BeginPut)
             self.puts.append((request.put, len(answer.addresses) // 16))
+        elif isinstance(answer, wire.Committed) and answer.ahead:
+            assert isinstance(request, wire.CommitPut | wire.StorePage)
+            self.reserved.append(request.ahead)
         elif isinstance(answer, wire.Acquired) and answer.addresses:
             assert isinstance(request, wire.Acquire)
             self.leases.append(request.lease)
@@ -127,7 +132,15 @@ class Client:
         ttl_ms = chance.choice((0, 0, 0, 1, 50))
         once, memory_only = chance.random() < 0.1, chance.random() < 0.1
         digests = b"d" * 16 * count
-        return wire.CommitPut(self._id(), put, digests, ttl_ms, once, memory_only)
+        ahead = chance.choice((0, self._name()))
+        return wire.CommitPut(self._id(), put, digests, ttl_ms, once, memory_only, ahead)
+
+    def store_page(self) -> wire.Request:
+        put, keys = self.reserved.pop() if self.reserved else 1, self._keys()
+        return wire.StorePage(
+            self._id(), put, 0, self.chance.randrange(4), keys.packed[:32], keys.parent, b"d" * 16,
+            self.chance.choice((b"", bytes(4))), ahead=self.chance.choice((0, self._name())),
+        )  # fmt: skip
 
     def persist(self) -> wire.Request:
         shard, keys = self.chance.randrange(4), self._keys().packed

@@ -54,7 +54,9 @@ def describe(pages: PageTable, sessions: list[Session]) -> dict[str, Any]:
         ],
         "session_bytes": sum(session.used_bytes for session in sessions),
         "leases": sum(len(process.leases) for process in processes),
-        "puts": sum(len(process.puts) for process in processes),
+        "puts": sum(len(process.puts) for process in processes) - pages.ahead.slots,
+        "slots_ahead": pages.ahead.slots,
+        "slots_ahead_bytes": pages.ahead.size_bytes,
         "counts": dict(pages.counts),
         **pages.meter.stats(),
     }

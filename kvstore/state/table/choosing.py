@@ -6,7 +6,6 @@ where the next choice depends on what becomes of this one; then another is made.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from kvstore.state.choice.eviction import classes, slots_of_a_page
@@ -27,14 +26,13 @@ class RoomRequest(NamedTuple):
         space: whose pages come.
         slot_bytes: the class of their slots.
         slots: how many more.
-        head: the page that they continue, which is spared with all before it, unless only these
-            are left to give room; None = none is, the space itself is to shrink.
+        head: the page that they continue; what is before it gives room when nothing else does.
     """
 
     space: PrefixTree
     slot_bytes: int
     slots: int
-    head: PrefixNode | None
+    head: PrefixNode
 
 
 class Leaving(NamedTuple):
@@ -49,12 +47,14 @@ class Leaving(NamedTuple):
     pages: int
 
 
-@dataclass(slots=True)
 class RoomPlan:
     """What to do for room, in this order.
 
+    Args:
+        spared: the pages of a put continue it: no victim. None = nothing continues a page by that:
+            pages that are loaded follow one that is on disk.
+
     Attributes:
-        spared: leads to the pages that come: no victim of :attr:`victims`.
         writes: runs of the prompt itself, the first ones first, that the disk side is to write
             before more of it may leave; it ends when the disk side does not take one.
         victims: leave memory.
@@ -62,11 +62,18 @@ class RoomPlan:
         drain: an extent of another class is to be emptied in the place of :attr:`asked`.
     """
 
-    spared: PrefixNode | None
-    writes: list[Leaving] = field(default_factory=list)
-    victims: list[Leaving] = field(default_factory=list)
-    asked: Leaving | None = None
-    drain: bool = False
+    __slots__ = ("asked", "drain", "spared", "victims", "writes")
+
+    def __init__(self, spared: PrefixNode | None, asked: Leaving | None = None) -> None:
+        self.spared = spared
+        self.writes: list[Leaving] = []
+        self.victims: list[Leaving] = []
+        self.asked = asked
+        self.drain = False
+
+    def takes(self, node: PrefixNode) -> bool:
+        """Whether the node is a victim."""
+        return any(one.node is node for one in self.victims)
 
     def check(self) -> None:
         """Assert that no page leaves twice, and none that the new ones follow."""
@@ -74,7 +81,7 @@ class RoomPlan:
         if self.asked is not None:
             nodes.append(self.asked.node)
         assert len(nodes) < 2 or len(set(nodes)) == len(nodes)
-        assert self.spared is None or self.spared not in nodes
+        assert self.spared not in nodes or self.spared is None
 
 
 class RoomChooser:
@@ -89,11 +96,14 @@ class RoomChooser:
 
     def choose(self, wanted: RoomRequest) -> RoomPlan:
         """What gives room, as far as that can be said before any of it is done."""
-        held, plan = self._held, RoomPlan(wanted.head)
+        held = self._held
+        plan = RoomPlan(held.draining.spared)
         space, slot_bytes, left = wanted.space, wanted.slot_bytes, wanted.slots
         leaving: Counter[PrefixNode] | None = None
         while left > 0:
             node = held.eviction.victim(space, slot_bytes)
+            if node is not None and plan.takes(node):
+                continue  # it stood there twice, as what changed its queue may
             if node is not None:
                 # Of a space with limits each page is asked for: the next one may be reserved.
                 limited = held.quotas.is_limited(node.space)
@@ -121,7 +131,7 @@ class RoomChooser:
     def choose_own(self, space: PrefixTree) -> RoomPlan:
         """A leaf of a space with limits."""
         node = self._held.eviction.own_victim(space)
-        return RoomPlan(None, asked=None if node is None else Leaving(node, 1))
+        return RoomPlan(None, None if node is None else Leaving(node, 1))
 
     def choose_spill(self, wanted: RoomRequest) -> RoomPlan:
         """The pages before the new ones that are on disk, the first ones first.
@@ -129,7 +139,6 @@ class RoomChooser:
         A prompt larger than memory has no leaf to give but itself. What is not on disk is written
         before that. Its runs stay runs: one is split only behind the pages that go.
         """
-        assert wanted.head is not None
         disk, writes_left, plan = self._held.disk, SPILL_WRITES, RoomPlan(None)
         for run in reversed(_runs_before(wanted.head)):
             if wanted.slot_bytes not in classes(run) or not self._held.eviction.releasable(run):

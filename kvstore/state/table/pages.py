@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
-from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.choice.quotas import Pin, Pins
 from kvstore.state.disk.pages import DiskPages
+from kvstore.state.table.ahead import SlotsAhead
 from kvstore.state.table.deadlines import Deadlines
 from kvstore.state.table.residents import Residents
 from kvstore.state.table.room import Room
@@ -56,6 +56,7 @@ class PageTable:
         """
         self.residents = held = Residents(slots, policy)
         self.room, self.tiers = Room(held), Tiers(held)
+        self.ahead = SlotsAhead(held, self.room)
         self.slots, self.spaces, self.fetches = slots, held.spaces, held.fetches
         self.moment, self.meter, self.counts = held.moment, held.meter, held.counts
         self.actions, self.story = held.actions, held.story
@@ -67,11 +68,6 @@ class PageTable:
     def disk(self) -> DiskPages:
         """The disk side; without an SSD tier one that takes no page."""
         return self.residents.disk
-
-    @property
-    def ghosts(self) -> Ghosts:
-        """What left the index a while ago."""
-        return self.residents.ghosts
 
     @property
     def now_ns(self) -> int:
@@ -239,7 +235,7 @@ class PageTable:
             InvalidArgument: no such put, or not one digest a page; the put is left as it was.
         """
         put = process.puts.get(put_id)
-        if put is None:
+        if put is None or put.ahead:
             raise InvalidArgument("put", f"{put_id} is not open")
         pages, page_bytes = len(put.slots), put.space.shards[put.shard].page_bytes
         if len(digests) != pages * DIGEST_BYTES:
@@ -293,6 +289,9 @@ class PageTable:
         """
         put = process.puts.get(put_id)
         if put is None or put.lost:
+            return
+        if put.ahead:
+            self.ahead.end(process, put_id, writing=writing)
             return
         first = self.residents.owners.get(put.slots[0])
         for slot in reversed(put.slots):

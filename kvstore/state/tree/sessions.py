@@ -86,6 +86,7 @@ class Put:
         size_bytes: slot bytes, counted against the quota until the put is gone.
         since_ns: when its slots were granted.
         lost: its writer may still write, its slots are in LIMBO.
+        ahead: its slot is reserved for a page that is not known yet.
     """
 
     space: PrefixTree
@@ -95,6 +96,11 @@ class Put:
     size_bytes: int
     since_ns: int
     lost: bool = False
+    ahead: bool = False
+
+    def is_of(self, space: PrefixTree, shard: int) -> bool:
+        """Whether its pages are of a shard of a space."""
+        return self.space is space and self.shard == shard
 
     def part(self, pages: int) -> "Put":
         """A put of the leading pages, which are no longer of this one."""

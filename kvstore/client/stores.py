@@ -1,0 +1,168 @@
+"""Puts pages into the node's memory: with two round trips, or with one into a reserved slot."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvstore import mover, wire
+from kvstore.client.ahead import ReservedSlot, ReservedSlots
+from kvstore.client.device import BlocksOnDevice
+from kvstore.client.link import NodeLink
+from kvstore.client.loads import names
+from kvstore.client.mapping import Use
+from kvstore.client.resources import Opened, StoreResources
+from kvstore.client.results import PutResult
+from kvstore.page import PrefixKeys, page_seeds
+from kvstore.state.table.slab import PageSet
+from kvstore.state.tree.actions import PageStatus
+
+
+class Keep(NamedTuple):
+    """How long pages are kept, and in which tiers; see :meth:`kvstore.client.space.Space.put`."""
+
+    ttl_s: float = 0.0
+    read_once: bool = False
+    memory_only: bool = False
+
+
+class Storer:
+    """The puts of one space.
+
+    Args:
+        services: of its store.
+        pages: the pages of each shard.
+        numbers: the numbers of the space and its shards on a connection.
+    """
+
+    def __init__(
+        self, services: StoreResources, pages: Sequence[PageSet],
+        numbers: Callable[[NodeLink], Opened],
+    ) -> None:  # fmt: skip
+        self._services = services
+        self._pages = pages
+        self._numbers = numbers
+
+    def put(
+        self, keys: PrefixKeys, source: mover.Pieces | BlocksOnDevice, shard: int, keep: Keep,
+        link: NodeLink, wait_s: float,
+    ) -> tuple[PutResult, bool]:  # fmt: skip
+        """Put pages on one connection; also returns whether slots for refused ones become free."""
+        # Open the space before using the memory, so that both belong to the same connection.
+        opened = self._numbers(link)
+        single = len(keys) == 1 and not wait_s and link.node_minor >= wire.AHEAD_MINOR
+        reserved = link.reserved if single else None
+        if reserved is not None:
+            stored = self._put_reserved(keys, source, shard, keep, link, opened, reserved)
+            if stored is not None:
+                return stored, False
+        put, ahead = next(names), 0
+        tokens = b"" if keys.tokens is None else keys.tokens.tobytes()
+        with link.moving() as memory:
+            number = opened.shards[shard]
+            request = wire.BeginPut(
+                0, put, opened.space, number, keys.packed, keys.parent, tokens, int(wait_s * 1000)
+            )
+            try:
+                granted = link.request(request, self._services.timeout_s + wait_s, opened.epoch)
+                assert isinstance(granted, wire.PutGranted)
+                statuses = granted.statuses
+                if granted.addresses:
+                    digests = self._write(memory, granted, keys, source, shard)
+                    commit = wire.CommitPut(
+                        0, put, digests, int(keep.ttl_s * 1000), keep.read_once, keep.memory_only
+                    )
+                    if reserved is not None and reserved.is_worth_asking(opened.space, number):
+                        commit.ahead = ahead = next(names)
+                    committed = link.request(commit, self._services.timeout_s, opened.epoch)
+                    assert isinstance(committed, wire.Committed)
+                    statuses += committed.statuses
+                    if committed.ahead and reserved is not None:
+                        slot = ReservedSlot(
+                            ahead, opened.epoch, opened.space, number, committed.ahead
+                        )
+                        _keep(link, reserved, slot)
+            except BaseException:
+                link.send(wire.AbortPut(put), opened.epoch)  # nothing of it is being written
+                if ahead:
+                    link.send(wire.AbortPut(ahead), opened.epoch)
+                raise
+        waits = PageStatus.NO_PARENT not in statuses and PageStatus.DROPPED not in statuses
+        return _result(statuses), granted.busy and waits
+
+    def _put_reserved(
+        self, keys: PrefixKeys, source: mover.Pieces | BlocksOnDevice, shard: int, keep: Keep,
+        link: NodeLink, opened: Opened, reserved: ReservedSlots,
+    ) -> PutResult | None:  # fmt: skip
+        """Put one page into a slot that is reserved, in one round trip.
+
+        Returns:
+            None: there is no such slot, or the node has to make room first; put it with two.
+        """
+        number = opened.shards[shard]
+        slot = reserved.take(opened.epoch, opened.space, number)
+        if slot is None:
+            return None
+        following = next(names)
+        with link.moving() as memory:
+            if link.epoch != slot.epoch:  # a move of another connection does not keep the slot
+                return None
+            try:
+                there = wire.PutGranted(0, bytes([PageStatus.GRANTED]), slot.address)
+                digest = self._write(memory, there, keys, source, shard)
+                tokens = b"" if keys.tokens is None else keys.tokens.tobytes()
+                request = wire.StorePage(
+                    0, slot.put, opened.space, number, keys.packed, keys.parent, digest, tokens,
+                    int(keep.ttl_s * 1000), keep.read_once, keep.memory_only, following,
+                )  # fmt: skip
+                answer = link.request(request, self._services.timeout_s, opened.epoch)
+                assert isinstance(answer, wire.Committed)
+            except BaseException:
+                link.send(wire.AbortPut(slot.put), opened.epoch)  # nothing is being written
+                link.send(wire.AbortPut(following), opened.epoch)
+                raise
+        [status] = answer.statuses
+        if status == PageStatus.STORED:
+            reserved.is_worth_asking(opened.space, number)
+        else:  # the copy was in vain: ask before the next one
+            reserved.forget(opened.space, number)
+        if answer.ahead:
+            kept = slot._replace(put=following, address=answer.ahead)
+            if status == PageStatus.STORED:
+                _keep(link, reserved, kept)
+            else:
+                link.send(wire.AbortPut(following), opened.epoch)
+        return None if status == PageStatus.NO_ROOM else _result(answer.statuses)
+
+    def _write(
+        self, memory: Use, granted: wire.PutGranted, keys: PrefixKeys,
+        source: mover.Pieces | BlocksOnDevice, shard: int,
+    ) -> bytes:  # fmt: skip
+        targets = memory.locate(granted.addresses, self._pages[shard].page_bytes, write=True)
+        seeds = page_seeds(keys.packed, self._pages[shard].seed)
+        if len(targets) < len(keys):
+            chosen = np.flatnonzero(
+                np.frombuffer(granted.statuses, dtype=np.uint8) == PageStatus.GRANTED
+            )
+            source, seeds = source.choose(chosen), seeds[chosen]
+        size = self._pages[shard].page_bytes
+        if isinstance(source, BlocksOnDevice):
+            return source.gather(targets, size, seeds).tobytes()
+        return mover.gather(targets, size, source, seeds).tobytes()
+
+
+def _keep(link: NodeLink, reserved: ReservedSlots, slot: ReservedSlot) -> None:
+    """Keep a slot for the next page, or give it back."""
+    if not reserved.keep(slot):
+        link.send(wire.AbortPut(slot.put), slot.epoch)
+
+
+def _result(statuses: bytes) -> PutResult:
+    """What has become of pages with these statuses."""
+    refused = (PageStatus.NO_ROOM, PageStatus.NO_PARENT, PageStatus.DROPPED)
+    return PutResult(
+        statuses.count(PageStatus.STORED),
+        statuses.count(PageStatus.EXISTS),
+        statuses.count(PageStatus.PENDING),
+        sum(statuses.count(status) for status in refused),
+    )

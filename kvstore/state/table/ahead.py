@@ -1,0 +1,167 @@
+"""Slots that are reserved ahead: the next page of a client takes one round trip. Pure.
+
+A put of a page is two requests: one for a slot, one that says the bytes are there. A client that
+puts single pages is given the next slot with the second answer. It writes its next page there, and
+says in one request what the page is and that its bytes are there.
+
+A reserved slot is an open put of no page yet: its bytes are its client's alone until that stores a
+page in it, gives it back, or is known to touch it no more.
+"""
+
+from typing import NamedTuple
+
+from kvstore.errors import InvalidArgument
+from kvstore.page import PrefixKey
+from kvstore.state.table.residents import Residents
+from kvstore.state.table.room import Room
+from kvstore.state.table.runs import begin_pages, known_pages, new_pages
+from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.prefix_tree import PrefixTree
+from kvstore.state.tree.sessions import Process, Put
+
+AHEAD_MAX = 4
+"""Slots that are reserved for one connection, each for another space or shard."""
+AHEAD_SHARE = 32
+"""All that is reserved is at most this part of memory, and each slot at most this part of its
+session's quota: a client that waits with a slot costs the others little."""
+
+
+class PageAhead(NamedTuple):
+    """A page whose bytes are in a reserved slot.
+
+    Attributes:
+        space: its space.
+        shard: of it.
+        key: of the page.
+        parent: the key before it; empty at the start of a chain.
+        tokens: of the page, or empty.
+    """
+
+    space: PrefixTree
+    shard: int
+    key: PrefixKey
+    parent: PrefixKey
+    tokens: bytes = b""
+
+
+class SlotsAhead:
+    """The reserved slots of one node.
+
+    Args:
+        residents: the pages, and where they are.
+        room: gives slots.
+
+    Attributes:
+        size_bytes: of all reserved slots.
+        slots: how many there are.
+    """
+
+    def __init__(self, residents: Residents, room: Room) -> None:
+        self._held = residents
+        self._room = room
+        self.size_bytes = 0
+        self.slots = 0
+
+    def reserve(self, process: Process, put_id: int, space: PrefixTree, shard: int) -> Put | None:
+        """Reserve a slot for the next page of a shard; None when there is none to spare.
+
+        Raises:
+            InvalidArgument: a put has that number.
+        """
+        if put_id in process.puts:
+            raise InvalidArgument("ahead", f"{put_id} is in use")
+        size, held = space.shards[shard].slot_bytes, self._held
+        mine = [put for put in process.puts.values() if put.ahead]
+        if len(mine) >= AHEAD_MAX or any(put.is_of(space, shard) for put in mine):
+            return None
+        if (self.size_bytes + size) * AHEAD_SHARE > held.slots.capacity_bytes:
+            return None
+        session = process.session
+        if size * AHEAD_SHARE > session.quota_bytes or not session.admits(size):
+            return None
+        if held.quotas.is_limited(space):
+            return None
+        with held.eviction.sparing(max(1, held.moment.now_ns)):  # not what was stored just now
+            slots = self._room.allocate(space, space.root, size, 1)
+        if not slots:
+            return None
+        put = process.puts[put_id] = Put(
+            space, shard, [], slots, size, held.moment.now_ns, ahead=True
+        )
+        process.charge(size)
+        self._count(put, 1)
+        return put
+
+    def store(self, process: Process, put_id: int, page: PageAhead) -> PageStatus | None:
+        """Let a reserved slot be that of a page.
+
+        Returns:
+            None: the put is one of this page now, to be committed; else why it is not: the slot
+            stays reserved.
+
+        Raises:
+            InvalidArgument: there is no such slot, or it is reserved for another shard.
+        """
+        space, shard, key, parent, tokens = page
+        put = process.puts.get(put_id)
+        if put is None or not put.ahead or not put.is_of(space, shard):
+            raise InvalidArgument("put", f"{put_id} is no slot that is reserved for this shard")
+        self._held.moment.tick += 1
+        if process.session.prefill_s_per_token:
+            space.prefill_s_per_token = process.session.prefill_s_per_token
+        if parent == key:
+            raise InvalidArgument("parent", "is the key that is to follow it")
+        known = known_pages(space, shard, key, 0, self._held.moment.tick)
+        if known is not None:
+            return known[0]
+        new = new_pages(space, shard, [key], parent)
+        self._held.counts["contradicting_pages"] += new.contradicts
+        if new.refusal is not None:
+            return new.refusal
+        if not self._room.within_quota(space, space.shards[shard].slot_bytes, 1):
+            return PageStatus.NO_ROOM
+        new = new_pages(space, shard, [key], parent)  # a page before it may have left for that
+        if new.refusal is not None:
+            return new.refusal
+        begin_pages(space, shard, [key], put.slots, parent, tokens, unknown=new.unknown)
+        self._held.owners.add(put.slots, [key], space)
+        put.keys, put.ahead, put.since_ns = [key], False, self._held.moment.now_ns
+        self._count(put, -1)
+        self._held.counts["stored_ahead_pages"] += 1
+        return None
+
+    def go_on(
+        self, process: Process, put_id: int, ahead_id: int, space: PrefixTree, shard: int
+    ) -> Put | None:
+        """Reserve the next slot under ``ahead_id``: the one of ``put_id`` if it was not needed.
+
+        Raises:
+            InvalidArgument: a put has that number.
+        """
+        if ahead_id in process.puts:
+            raise InvalidArgument("ahead", f"{ahead_id} is in use")
+        put = process.puts.get(put_id)
+        if put is None or not put.ahead:
+            return self.reserve(process, ahead_id, space, shard)
+        process.puts[ahead_id] = process.puts.pop(put_id)
+        return put
+
+    def end(self, process: Process, put_id: int, *, writing: bool) -> None:
+        """A reserved slot is not needed; while ``writing``, its client may still write there."""
+        put = process.puts[put_id]
+        assert put.ahead
+        put.ahead = False
+        self._count(put, -1)
+        if writing:
+            self._held.slots.lose(put.slots)
+            put.lost = True
+        else:
+            self._held.slots.abort(put.slots)
+            del process.puts[put_id]
+            process.charge(-put.size_bytes)
+
+    def _count(self, put: Put, change: int) -> None:
+        self.slots += change
+        self.size_bytes += change * put.size_bytes
+        assert self.slots >= 0
+        assert self.size_bytes >= 0
