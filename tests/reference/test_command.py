@@ -8,8 +8,9 @@ import urllib.request
 
 import pytest
 
-from engine_adapters.reference.__main__ import parse_args
+from engine_adapters.reference.__main__ import _handoff_options, parse_args
 from engine_adapters.reference.server import ConductorAt, keep_registered
+from kvstore.errors import ConfigError
 from tests.cluster.nodes import CERTIFICATES
 
 TIMEOUT_S = 60.0
@@ -35,6 +36,18 @@ def test_a_value_that_does_not_fit_is_named_with_its_option(words, said, capsys)
 
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "--handoff-warm-up: only with --handoff push"),
+        (["--handoff", "push"], "--handoff-warm-up: not with --mode mono"),
+    ],
+)
+def test_a_warm_up_of_an_engine_without_pushes_is_refused(words, said) -> None:
+    with pytest.raises(ConfigError, match=said):
+        _handoff_options(parse_args(["--handoff-warm-up", *words]))
 
 
 def test_the_size_of_the_slab_may_have_a_unit() -> None:
