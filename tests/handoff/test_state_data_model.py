@@ -199,10 +199,12 @@ def test_state_data_outside_the_announcement_ends_the_handoff_and_is_read_into_n
 def test_state_data_that_another_transport_says_it_has_written_is_refused():
     cores = TwoCores()
     cores.receivers.linked("p", LINK, 0, writes=True)
-    cores.receivers.engine_up(1, LandingPlace("rdma", "h:1", bytes(32)))
+    cores.receivers.engine_up(1, LandingPlace("rdma", "h:1", (1 << 20).to_bytes(8, "little") * 4))
     cores.open(5)
     cores.announce(4, [1], {"mamba": [2], "window": [3, 5, 6], "index": [4]})
     right = head(RangesWritten, (STATE_PLANE, 0, 1))
+    assert cores.state == State.WAITING_FOR_INPUT
+    assert cores.receivers.arriving(LINK, head(RangesWritten, (0, 4, 1)), 0)[0] is not None
 
     assert cores.receivers.arriving(LINK, right, 0)[0] is None
     assert cores.state == State.FAILED

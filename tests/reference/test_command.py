@@ -8,8 +8,9 @@ import urllib.request
 
 import pytest
 
-from engine_adapters.reference.__main__ import parse_args
+from engine_adapters.reference.__main__ import _handoff_options, parse_args
 from engine_adapters.reference.server import ConductorAt, keep_registered
+from kvstore.errors import ConfigError
 from tests.cluster.nodes import CERTIFICATES
 
 TIMEOUT_S = 60.0
@@ -37,6 +38,18 @@ def test_a_value_that_does_not_fit_is_named_with_its_option(words, said, capsys)
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "--handoff-warm-up: only with --handoff push"),
+        (["--handoff", "push"], "--handoff-warm-up: not with --mode mono"),
+    ],
+)
+def test_a_warm_up_of_an_engine_without_pushes_is_refused(words, said) -> None:
+    with pytest.raises(ConfigError, match=said):
+        _handoff_options(parse_args(["--handoff-warm-up", *words]))
+
+
 def test_the_size_of_the_slab_may_have_a_unit() -> None:
     assert parse_args(["--device-slab", "1GiB"]).device_slab == 1 << 30
     assert parse_args([]).device_slab == 0
@@ -49,8 +62,6 @@ def test_the_size_of_the_slab_may_have_a_unit() -> None:
         (["--events", "foo"], "--events: 'foo' is neither ipc:///path"),
         (["--host", "192.0.2.1"], "--host: "),
         (["--handoff", "push"], "--handoff-secret-file: --handoff push needs it"),
-        (["--handoff-warm-up"], "--handoff-warm-up: only with --handoff push"),
-        (["--handoff", "push", "--handoff-warm-up"], "--handoff-warm-up: not with --mode mono"),
         (
             ["--handoff-silence", "0.9"],
             "error: argument --handoff-silence: silence_s: 0.9 is less than 1",
