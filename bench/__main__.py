@@ -32,6 +32,7 @@ GROUPS: Final = {
     "remote": "bench.remote",
     "replay": "bench.replay",
     "simulate": "bench.simulate",
+    "scheduling": "bench.scheduling",
     "slab": "bench.slab",
     "snapshot": "bench.snapshot",
     "ssd": "bench.ssd",

@@ -19,10 +19,11 @@ from bench.index_ours import Cores, LastBlocks, OurIndex
 from conductor.costs.book import CostBook
 from conductor.routing.choices import Assign
 from conductor.routing.decisions import DecisionLog
-from conductor.routing.dispatcher import Dispatcher, DispatchLimits, Request
+from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.policy import POLICIES
 from conductor.routing.prefixes import PrefixView
+from conductor.routing.requests import DispatchLimits, Request
 from conductor.routing.scheduler import Scheduler
 from kvstore.index.face import PrefixIndex
 

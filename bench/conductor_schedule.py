@@ -9,9 +9,10 @@ import numpy as np
 
 from conductor.routing.choices import Assign, Continue
 from conductor.routing.columns import Prefix
-from conductor.routing.dispatcher import Dispatcher, DispatchLimits, Request
+from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.policy import POLICIES
+from conductor.routing.requests import DispatchLimits, Request
 from conductor.routing.scheduler import Scheduler
 from kvstore.index.layout import Words
 

@@ -45,6 +45,8 @@ Model = Annotated[
 Token = Annotated[str, Meta(pattern=r"^[!-~]{1,255}$(?!\n)")]
 Running = Annotated[int, Meta(ge=1, le=100_000)]
 Count = Annotated[int, Meta(ge=1)]
+LENGTH_MAX: Final = 1 << 24
+Length = Annotated[int, Meta(ge=1, le=LENGTH_MAX)]
 _CLASSES_MAX: Final = 64
 
 
@@ -372,6 +374,7 @@ class EngineEntry(Section, frozen=True):
         events_replay: endpoint for missed batches.
         node: id of the kvstore node on its machine.
         max_running: maximum requests in flight at it.
+        max_model_len: maximum tokens of a prompt and its answer.
         protocol: how it hands KV over in a pair, one of ``conductor.protocols.own_protocols()``;
             default: as it says, else ``reference`` if it has ``GET /v1/engine``, else ``vllm``.
         handoff: what it offers over its protocol: ``{"push": {"registry": "http://host:port"}}`` of
@@ -392,6 +395,7 @@ class EngineEntry(Section, frozen=True):
     events_replay: Endpoint | None = None
     node: Name | None = None
     max_running: Running | None = None
+    max_model_len: Length | None = None
     protocol: str | None = None
     shape: str | None = None
     hardware: str | None = None

@@ -32,10 +32,11 @@ from conductor.front.waiting import RequestQueue
 from conductor.protocols import PROTOCOLS
 from conductor.routing.admission import AdmissionRules, ServiceClass
 from conductor.routing.decisions import DecisionLog
-from conductor.routing.dispatcher import Dispatcher, DispatchLimits
+from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineRegistry
 from conductor.routing.policy import POLICIES
 from conductor.routing.prefixes import PrefixView
+from conductor.routing.requests import DispatchLimits
 from conductor.routing.scheduler import Scheduler
 from conductor.simulator import command as simulate
 from kvstore.cluster.store import RecordStore

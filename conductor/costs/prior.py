@@ -150,8 +150,20 @@ class CostPrior:
 
     def step_terms(self, batch: float, context_tokens: float) -> tuple[float, float, float]:
         """Seconds of a step beside the computation, of the weights, and of the KV."""
-        read_s = self.shape.weights_read(batch) * self.shape.weight_bytes / self._read_per_s
-        return self._step_s, max(self._token_s * batch, read_s), self._context_s * context_tokens
+        weights_s = max(self._token_s * batch, self.read_seconds(batch))
+        return self._step_s, weights_s, self._context_s * context_tokens
+
+    @property
+    def step_line(self) -> tuple[float, float, float]:
+        """Of :meth:`step_terms`: the first, seconds of each request, and of each token of context.
+
+        The second term is not less than :meth:`read_seconds`.
+        """
+        return self._step_s, self._token_s, self._context_s
+
+    def read_seconds(self, batch: float) -> float:
+        """Seconds to read the weights that a step of so many requests needs."""
+        return self.shape.weights_read(batch) * self.shape.weight_bytes / self._read_per_s
 
     def kv_bytes(self, tokens: float) -> float:
         """Bytes of the KV of some tokens."""

@@ -422,6 +422,7 @@ def _combine(registration: _Registration, config: ConductorConfig) -> EngineInfo
         node=registration.node,
         peers=registration.peers,
         max_running=entry.max_running or said.max_running or _MAX_RUNNING_DEFAULT,
+        max_model_len=entry.max_model_len or said.max_model_len or 0,
         protocol=protocol,
         shape=entry.shape or "",
         hardware=entry.hardware or "",

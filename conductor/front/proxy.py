@@ -26,11 +26,12 @@ from conductor.front.openai import (
     parse_completion,
     read_body,
 )
-from conductor.front.sending import Parts, Run, Sender
+from conductor.front.runs import Run
+from conductor.front.sending import Parts, Sender
 from conductor.front.tracing import TOKENS_MAX, AnsweredRequest
 from conductor.front.upstream import EngineError, EngineRefusedError
 from conductor.front.waiting import Lease, RejectedError
-from conductor.routing.dispatcher import Request
+from conductor.routing.requests import Request
 
 _SERVICE_CLASS: Final = "X-Service-Class"
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -173,7 +174,7 @@ class Proxy:
                 if run.last_error is not None and str(run.last_error) not in why:
                     why = f"{why}; last failure: {run.last_error}"
                 return await self._give_up(
-                    run, error.status, error.code, why, retry_after_s=error.retry_after_s
+                    run, error.status, error.code, why, retry_after_s=error.retry_after_s or None
                 )
             except EngineRefusedError as error:
                 run.decision.attempts[-1].outcome = str(error)

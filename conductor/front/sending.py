@@ -20,7 +20,6 @@ from conductor.config import DeadlineConfig
 from conductor.front.membership import Membership
 from conductor.front.metrics import Metrics
 from conductor.front.openai import (
-    Completion,
     EngineAnswer,
     events_without_transfer,
     read_answer,
@@ -31,21 +30,20 @@ from conductor.front.openai import (
 )
 from conductor.front.pairs import PairTasks
 from conductor.front.prompts import Prompts
+from conductor.front.runs import Run
 from conductor.front.tracing import TraceFile
 from conductor.front.upstream import EngineError, EngineRefusedError, IdleDeadline, Upstream
 from conductor.front.waiting import Lease, RequestQueue
 from conductor.protocols import PROTOCOLS
 from conductor.protocols.base import Fields, PairProtocol, PairRequest
 from conductor.routing.choices import Assign, Plan
-from conductor.routing.columns import NO_KEYS
-from conductor.routing.decisions import Attempt, Decision, DecisionLog, HandoffReport
+from conductor.routing.decisions import Attempt, DecisionLog, HandoffReport
 from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineRegistry
 from conductor.routing.prefixes import PrefixView
 from kvstore.errors import CapacityError
 from kvstore.handoff.rooms import BOOT_MAX, RoomNumbers
 from kvstore.index.face import PrefixIndex
-from kvstore.index.layout import Words
 
 _RANK_HEADER: Final = "X-data-parallel-rank"
 """vLLM runs a request on the data-parallel rank that this header names."""
@@ -82,50 +80,6 @@ class Parts(NamedTuple):
     membership: Membership
     clock: Callable[[], float]
     trace: TraceFile | None = None
-
-
-class Run:
-    """One completion in progress, with the times for its decision.
-
-    Attributes:
-        elsewhere_s: seconds in which the Conductor itself had nothing to do for it so far.
-        response: what its client gets; set before the first byte.
-        prefill_done: called with the first byte: then a prefill engine that is asked at once with
-            the decode engine has done its part.
-        last_error: why the last attempt failed.
-        keys: a chain value for each leading page of its prompt.
-    """
-
-    def __init__(
-        self, http: web.Request, body: Completion, decision: Decision, arrived: float, number: int
-    ) -> None:
-        self.http = http
-        self.body = body
-        self.decision = decision
-        self.arrived = arrived
-        self.number = number
-        self.elsewhere_s = 0.0
-        self.response: web.StreamResponse | None = None
-        self.prefill_done: Callable[[], None] | None = None
-        self.last_error: EngineError | None = None
-        self.keys: Words = NO_KEYS
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Headers for engines and the client."""
-        return {"X-Request-Id": self.decision.id}
-
-    def waited(self, seconds: float) -> None:
-        """It waited for a place at an engine."""
-        self.decision.queue_s += seconds
-        self.elsewhere_s += seconds
-
-    def first_byte(self, now: float) -> None:
-        """The client gets the first byte."""
-        self.decision.ttft_s = now - self.arrived
-        self.decision.conductor_s = self.decision.ttft_s - self.elsewhere_s
-        if self.prefill_done is not None:
-            self.prefill_done()
 
 
 class _Half(NamedTuple):
@@ -241,10 +195,17 @@ class Sender:
         return await self._pairs.run(
             assign.prefill,
             lease.detach(assign.prefill),
-            _if_understood(self._prefill(run, first, attempt)),
+            _if_understood(self._push(run, first, attempt)),
             _if_understood(self._serve(run, second, attempt)),
             lambda: run.response is not None,
         )
+
+    async def _push(self, run: Run, half: _Half, attempt: Attempt) -> None:
+        """Ask the prefill engine of a pair that is asked at once; it has pushed when it answers."""
+        await self._prefill(run, half, attempt)
+        if run.response is None:  # the decode engine has the KV, and has not told us
+            prefilled = attempt.prefilled
+            self._parts.queue.began(run.number, prefilled.hit_tokens if prefilled else None)
 
     def _room(self) -> int:
         try:

@@ -18,7 +18,17 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from conductor.config import Endpoint, EngineEntry, Model, Name, Running, Space, Tokens
+from conductor.config import (
+    LENGTH_MAX,
+    Endpoint,
+    EngineEntry,
+    Length,
+    Model,
+    Name,
+    Running,
+    Space,
+    Tokens,
+)
 from conductor.front.openai import BadRequestError
 from conductor.front.upstream import EngineError, Upstream
 from conductor.protocols import own_protocols
@@ -53,6 +63,7 @@ class DescribedEngine(msgspec.Struct):
     events_replay: Endpoint | None = None
     node: Name | None = None
     max_running: Running | None = None
+    max_model_len: Length | None = None
     protocol: str | None = None
     handoff: HandoffOffer | None = None
 
@@ -61,6 +72,7 @@ class _Model(msgspec.Struct):
     id: Model
     parent: str | None = None
     root: object = None
+    max_model_len: object = None
 
 
 class _Models(msgspec.Struct):
@@ -88,10 +100,11 @@ class SaidEngine(NamedTuple):
 
 
 class ServedModels(NamedTuple):
-    """What an engine serves; ``model`` None = it names no model."""
+    """What an engine serves; None = it does not tell."""
 
     model: str | None
     adapters: dict[str, LoraAdapter]
+    max_model_len: int | None = None
 
 
 class ServedReader:
@@ -136,7 +149,8 @@ class ServedReader:
             if entry.model is None:
                 raise _unnamed(entry, error) from error
             return SaidEngine(DescribedEngine(), None, lists=True)
-        return SaidEngine(DescribedEngine(model=served.model), served.adapters, lists=True)
+        said = DescribedEngine(model=served.model, max_model_len=served.max_model_len)
+        return SaidEngine(said, served.adapters, lists=True)
 
     async def read(self, engine: str, url: str) -> ServedModels:
         """Ask one engine.
@@ -165,7 +179,10 @@ class ServedReader:
             name: LoraAdapter(path, weights.get(path) if path else None)
             for name, path in paths.items()
         }
-        return ServedModels(next((one.id for one in models if one.parent is None), None), adapters)
+        first = next((one for one in models if one.parent is None), None)
+        if first is None:
+            return ServedModels(None, adapters)
+        return ServedModels(first.id, adapters, _length(first))
 
     async def _weights(self, paths: Collection[str]) -> _Weights:
         """Fingerprints of the files at these paths; those that are not read in time are absent."""
@@ -191,6 +208,11 @@ class ServedReader:
 
 def _path(root: object) -> str | None:
     return root if isinstance(root, str) and 0 < len(root) <= _PATH_MAX else None
+
+
+def _length(model: _Model) -> int | None:
+    length = model.max_model_len
+    return length if isinstance(length, int) and 0 < length <= LENGTH_MAX else None
 
 
 def _in_thread(fingerprint: Callable[[str], str], paths: Iterable[str]) -> asyncio.Future[_Weights]:

@@ -10,11 +10,12 @@ One event loop owns everything; there are no locks.
 import asyncio
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from conductor.routing.choices import Assign, Continue, Reject
 from conductor.routing.columns import Matches
-from conductor.routing.dispatcher import Dispatcher, Request
+from conductor.routing.dispatcher import Dispatcher
+from conductor.routing.requests import Request
 
 
 class RejectedError(Exception):
@@ -28,6 +29,8 @@ class RejectedError(Exception):
         self.judgement = reject.judgement
 
 
+_AGAIN_S: Final = 0.1
+"""When is decided again after that has failed."""
 _Answer = asyncio.Future[Assign | Continue]
 
 
@@ -138,7 +141,12 @@ class RequestQueue:
     def enter(self, request: Request) -> Lease:
         """A request arrives; enter the lease at once."""
         self.dispatcher.arrive(request)
-        return Lease(self, request.number, self._wait(request.number))
+        try:
+            return Lease(self, request.number, self._wait(request.number))
+        except BaseException:
+            self._answers.pop(request.number, None)
+            self.dispatcher.left(request.number, self._clock())
+            raise
 
     def prefilled(self, number: int, hit_tokens: int | None) -> _Answer:
         """The prefill engine of a pair has done its part, but for ``hit_tokens``."""
@@ -157,9 +165,14 @@ class RequestQueue:
         self.pump()
         return answer
 
-    def began(self, number: int) -> None:
-        """A request has its first token."""
-        self.dispatcher.began(number, self._clock())
+    def began(self, number: int, hit_tokens: int | None = None) -> None:
+        """A request has its first token, or its decode engine the KV; may be called again.
+
+        Args:
+            number: of the request; an unknown one does nothing.
+            hit_tokens: prompt tokens that were not computed; None = unknown.
+        """
+        self.dispatcher.began(number, self._clock(), hit_tokens)
         self.pump()
 
     def untold(self, number: int, engine_id: str) -> None:
@@ -184,7 +197,18 @@ class RequestQueue:
         self.pump()
 
     def pump(self) -> None:
-        """Decide what can be decided now; does not block."""
+        """Decide what can be decided now; does not block.
+
+        If this fails, who waits is looked at again soon.
+        """
+        failed = True
+        try:
+            self._decide()
+            failed = False
+        finally:
+            self._set_timer(failed=failed)
+
+    def _decide(self) -> None:
         now = self._clock()
         for number in [n for n, answer in self._answers.items() if answer.done()]:
             del self._answers[number]  # its client has disconnected
@@ -199,16 +223,15 @@ class RequestQueue:
                 answer.set_exception(RejectedError(effect))
             else:
                 answer.set_result(effect)
-        self._set_timer()
 
-    def _set_timer(self) -> None:
-        """Pump again when the first deadline passes."""
+    def _set_timer(self, *, failed: bool) -> None:
+        """Pump again when the first deadline passes, or after a failure."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         wake_at = self.dispatcher.wake_at
         if wake_at is not None:
-            wait_s = max(0.0, wake_at - self._clock())
+            wait_s = _AGAIN_S if failed else max(0.0, wake_at - self._clock())
             self._timer = asyncio.get_running_loop().call_later(wait_s, self.pump)
 
     def close(self) -> None:

@@ -36,14 +36,15 @@ from conductor.routing.outlook import Ahead, Outlook, enter
 from conductor.routing.output_lengths import TOKENS_MAX, OutputLengths
 from conductor.routing.policy import Policy
 from conductor.routing.recent import LoadSample, RecentLoad
-from conductor.routing.shares import OUTPUT_WEIGHT, FairShares
+from conductor.routing.shares import HALF_S, OUTPUT_WEIGHT, FairShares
 
 _RETRY_AFTER_S_MAX: Final = 300
 OVERLOADED: Final = "overloaded"
 """Code of the error of a request that is refused here."""
 _NEW_PART_WEIGHT: Final = 0.02
 """Of the newest prompt in the moving average of the part that is computed."""
-_OUTCOMES: Final = ("admitted", "prefill", "decode", "late")
+_ADMITTED: Final = "admitted"
+_OUTCOMES: Final = (_ADMITTED, "prefill", "decode", "late")
 
 
 class AdmissionMode(enum.StrEnum):
@@ -107,7 +108,10 @@ class _Asked:
             length of its prompt until it is assigned.
         need_s: seconds of its prompt at its best engine; 0 = not judged.
         ready_at: when its KV was thought to be where it decodes; 0 = not judged.
-        charged: what its tenant was charged for its answer.
+        charged: what its tenant was charged for the prompt and the answer of its present try.
+        charged_at: when.
+        counted: whether its outcome was counted.
+        failed: whether an engine failed it.
         answered: tokens of its answer; 0 = it has not ended.
         model: of the engines that it has; empty = none.
         judgement: None = not judged yet.
@@ -122,7 +126,10 @@ class _Asked:
     computed: tuple[int, int]
     need_s: float = 0.0
     ready_at: float = 0.0
-    charged: float = 0.0
+    charged: tuple[float, float] = (0.0, 0.0)
+    charged_at: float = 0.0
+    counted: bool = False
+    failed: bool = False
     answered: int = 0
     model: str = ""
     judgement: Judgement | None = None
@@ -290,7 +297,6 @@ class Admission:
             refused=why,
         )
         self._loads_seen[seen.pool.model] = (seen.queue_s / service.ttft_s, load)
-        self._counts[service.name, why or "admitted"] += 1
         return self._refuse(number, asked, again_s) if why else None
 
     def _too_late(self, waiting: Waiting, row: int, now: float) -> Reject | None:
@@ -298,19 +304,19 @@ class Admission:
 
         One that has failed at an engine is served, however late it is.
         """
-        if self._rules.mode is not AdmissionMode.PREDICTION or waiting.excluded[row]:
-            return None
         asked = self._asked[waiting.numbers[row]]
+        if self._rules.mode is not AdmissionMode.PREDICTION or asked.failed:
+            return None
         waited_s = now - waiting.arrived[row]
         if waited_s + asked.need_s <= asked.service.ttft_s or asked.judgement is None:
             return None
         asked.judgement = msgspec.structs.replace(asked.judgement, refused="late")
-        self._counts[asked.service.name, "late"] += 1
         return self._refuse(waiting.numbers[row], asked, asked.need_s)
 
     def _refuse(self, number: int, asked: _Asked, again_s: float) -> Reject:
         seen, service = asked.judgement, asked.service
         assert seen is not None
+        self._count(asked, seen.refused)
         again = min(_RETRY_AFTER_S_MAX, max(1, ceil(again_s)))
         if seen.refused == "late":
             why = f"it waited too long to get its first token within {service.ttft_s:g} s"
@@ -323,6 +329,12 @@ class Admission:
             why = f"prompts wait for {(seen.prefill_load or 0) * service.ttft_s:.1f} s already"
         reason = f"overloaded: {why} (class {service.name})"
         return Reject(number, reason, again, OVERLOADED, status=429, judgement=seen)
+
+    def _count(self, asked: _Asked, outcome: str) -> None:
+        """Count what became of a request that was judged, once."""
+        if asked.judgement is not None and not asked.counted:
+            asked.counted = True
+            self._counts[asked.service.name, outcome] += 1
 
     def _demand_of(self, model: str, now: float) -> DecodeDemand:
         demand = self._demand.setdefault(model, DecodeDemand())
@@ -347,13 +359,14 @@ class Admission:
         if tokens:
             self._new_part += _NEW_PART_WEIGHT * (new / tokens - self._new_part)
         asked.model = model
+        self._count(asked, _ADMITTED)
         if self.judges:
             starts_at = now + assign.ttft_s if assign.ttft_s else asked.ready_at
             stays_s = asked.output * step_s
             demand = self._demand_of(model, now)
             demand.comes(assign.request, tokens + asked.output, starts_at, stays_s)
         if self._rules.fair:
-            asked.charged = asked.output
+            asked.charged, asked.charged_at = (float(new), asked.output), now
             self._shares.charge(asked.tenant, new + OUTPUT_WEIGHT * asked.output, now)
 
     def decodes(
@@ -381,8 +394,17 @@ class Admission:
         one.answered = output_tokens
         self.lengths.learn(one.tenant, one.session, one.limit, one.output, output_tokens)
         if self._rules.fair:
-            more = output_tokens - one.charged
+            more = output_tokens - one.charged[1]
             self._shares.charge(one.tenant, OUTPUT_WEIGHT * more, now)
+
+    def failed(self, number: int, now: float) -> None:
+        """An engine failed a request: its tenant gets back what is left of its charge."""
+        one = self._asked[number]
+        prompt, answer = one.charged
+        left = 0.5 ** ((now - one.charged_at) / HALF_S)
+        one.charged, one.failed = (0.0, 0.0), True
+        if self._rules.fair:
+            self._shares.charge(one.tenant, -left * (prompt + OUTPUT_WEIGHT * answer), now)
 
     def stopped(self, number: int) -> None:
         """A request has no engines any more."""
@@ -396,6 +418,7 @@ class Admission:
         self.stopped(number)
         self._fresh.discard(number)
         asked = self._asked.pop(number)
+        self._count(asked, _ADMITTED)
         output = asked.answered or round(asked.output)
         self.recent.ended(asked.wanted, LoadSample(*asked.computed, output))
         if self._rules.fair:

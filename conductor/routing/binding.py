@@ -1,15 +1,17 @@
 """Chooses engines by seconds: one that has room now, or one that is worth waiting for. Pure."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from conductor.routing.columns import NO_KEYS, Column, Offers, View, Waiting
 from conductor.routing.engines import Role
+from conductor.routing.groups import PairRows, Pairs, pair_rows, serving
 from conductor.routing.policy import Binding, Policy
-from conductor.routing.pricing import PairRows, Pairs, PricedEngines, Prices, Prompt, pair_rows
+from conductor.routing.pricing import PricedEngines, Prices, Prompt
+from kvstore.index.layout import Flags
 
 AHEAD_S: Final = 0.02
 """A late binding policy gives an engine its next prompt so long before it has computed the last."""
@@ -48,16 +50,16 @@ class _Choices(NamedTuple):
 
     Attributes:
         pairs: first ones, and those that can decode after them.
-        firsts: the position of each first one among all.
         rows: the same, as arrays.
-        free: first ones that can be given a prompt.
+        free: whether each first one can be given a prompt.
+        any_free: whether one can.
         full: 1 for first ones that have no room.
     """
 
     pairs: Pairs
     rows: PairRows
-    firsts: dict[int, int]
-    free: set[int]
+    free: Flags
+    any_free: bool
     full: Column
 
 
@@ -68,7 +70,7 @@ class SecondsChooser:
         self,
         policy: Policy,
         view: View,
-        has_room: Callable[[int], bool],
+        room: Flags,
         least: Callable[[Sequence[Column], Sequence[int]], int],
     ) -> None:
         """Begin with what the engines have.
@@ -76,86 +78,94 @@ class SecondsChooser:
         Args:
             policy: with costs in seconds.
             view: the engines, with their costs.
-            has_room: whether the engine in a row has a free place now.
+            room: whether each engine has a free place now; who gives places keeps it so.
             least: which of the engines in some rows has the least costs.
         """
         assert view.costs is not None
         assert policy.fetches is not None
         self._policy = policy
         self._view = view
-        self._has_room = has_room
+        self._room = room
         self._least = least
         self._late = policy.binds is Binding.LATE
         self._prices = Prices(view.costs, policy.fetches)
         self._choices: dict[Key, _Choices] = {}
         self._in_vain: Counter[Key] = Counter()
-        self._alone: dict[tuple[int, ...], PairRows] = {}
         self._roomless: set[Key] = set()  # no first engine has a place; places only get fewer
 
     def choose(
-        self, waiting: Waiting, row: int, pairs: Callable[[], Pairs], now: float
+        self,
+        waiting: Waiting,
+        row: int,
+        pairs: Callable[[], tuple[Pairs, PairRows]],
+        now: float,
     ) -> ChosenEngines:
         """Choose for one request; what is chosen counts for those that come later.
 
         Args:
             waiting: the requests.
             row: of this one.
-            pairs: engines that could serve it, whether the first ones have room or not.
+            pairs: engines that could serve it, whether the first ones have room or not; and the
+                same as arrays.
             now: time on the clock of the deadlines.
         """
         key = (waiting.models[row], waiting.excluded[row])
         if key not in self._choices:
-            self._choices[key] = self._possible(pairs(), self.is_free)
+            self._choices[key] = self._possible(*pairs())
         choices = self._choices[key]
         bound = self.bound(waiting, row)
-        if bound in choices.firsts:
-            takers = {bound} if self._has_room(bound) else set[int]()
+        if bound in choices.rows.at:
+            takers = {bound} if self._room[bound] else set[int]()
             if not takers and key not in self._roomless and waiting.waits_long(row, now):
-                takers = set(filter(self._has_room, choices.firsts))
+                takers = {one for one in choices.rows.firsts if self._room[one]}
                 if not takers:
                     self._roomless.add(key)
             if not takers:
                 return ChosenEngines(waits_for=bound)
             only = [([one for one in some if one in takers], then) for some, then in choices.pairs]
-            choices = self._possible(only, takers.__contains__)
-        in_vain = self._late and (not choices.free or self._in_vain[key] >= _IN_VAIN_MAX)
-        if not choices.firsts or in_vain:
+            choices = self._possible(only, pair_rows(only), takers)
+        in_vain = self._late and (not choices.any_free or self._in_vain[key] >= _IN_VAIN_MAX)
+        if not choices.rows.firsts or in_vain:
             return ChosenEngines(full=True)
-        prompt = self._prompt(waiting, row)
+        prompt = prompt_of(self._view, waiting, row)
         priced = self._prices.pairs(prompt, choices.rows)
         costs = self._policy.costs(waiting, row, _NO_OFFERS._replace(terms=priced.terms))
         first = self._least((*costs, choices.full), choices.rows.firsts)
-        at = choices.firsts[first]
+        at = choices.rows.at[first]
         if bound >= 0:  # it has been counted as waiting
             self._prices.think(bound, -waiting.least_s[row], NO_KEYS)
         seconds = float(priced.terms.fetch_s[at] + priced.terms.prefill_s[at])
-        if first not in choices.free:
+        if not choices.free[at]:
             self._prices.think(first, seconds, prompt.keys)
             self._in_vain[key] += 1
             return ChosenEngines(waits_for=-1 if self._late else first)
         second = first
         if self._view.roles[first] is not Role.MIXED:
             decoders = next(then for some, then in choices.pairs if first in some)
-            second = self._least(self._prices.decoding(first, decoders, prompt), decoders)
+            rows = next(then for mine, then in choices.rows.parts if mine.start <= at < mine.stop)
+            second = self._least(self._prices.decoding(first, rows, prompt), decoders)
             self._prices.send(second, prompt.tokens)
         self._prices.give(first, seconds, prompt.keys)
         self._choices.clear()
         return ChosenEngines(first, second, priced)
 
-    def _prompt(self, waiting: Waiting, row: int) -> Prompt:
-        found = waiting.prefixes(row, self._view.ids)
-        tokens, output = waiting.tokens[row] or 0, waiting.outputs[row]
-        return Prompt(tokens, found.usable, found.peer, waiting.keys[row], output)
-
-    def _possible(self, pairs: Pairs, is_free: Callable[[int], bool]) -> _Choices:
-        rows = pair_rows(pairs)
-        firsts = {one: at for at, one in enumerate(rows.firsts)}
-        full = np.array([not self._has_room(row) for row in rows.firsts], dtype=np.float64)
-        return _Choices(pairs, rows, firsts, set(filter(is_free, firsts)), full)
+    def _possible(
+        self, pairs: Pairs, rows: PairRows, takers: Collection[int] | None = None
+    ) -> _Choices:
+        """Choices among these; ``takers`` alone can be given a prompt, None = who is free."""
+        room = self._room.take(rows.rows)
+        free = room
+        if takers is not None:
+            free = np.array([one in takers for one in rows.firsts], dtype=np.bool_)
+        elif self._late:
+            free = room & (self._prices.backlog_s.take(rows.rows) <= AHEAD_S + _ROUNDING_S)
+        return _Choices(pairs, rows, free, bool(free.any()), (~room).astype(np.float64))
 
     def receiver(self, waiting: Waiting, row: int, seconds: Sequence[int]) -> int:
         """Row of the best of some engines to decode a request whose KV was computed elsewhere."""
-        return self._least(self._prices.receiving(seconds, self._prompt(waiting, row)), seconds)
+        return self._least(
+            self._prices.receiving(seconds, prompt_of(self._view, waiting, row)), seconds
+        )
 
     def bound(self, waiting: Waiting, row: int) -> int:
         """Row of the engine for which a request waits; negative = none."""
@@ -171,12 +181,28 @@ class SecondsChooser:
     def is_free(self, row: int) -> bool:
         """Whether an engine can be given a prompt."""
         idle = not self._late or self._prices.backlog_s[row] <= AHEAD_S + _ROUNDING_S
-        return bool(idle) and self._has_room(row)
+        return bool(idle) and bool(self._room[row])
 
-    def least_s(self, waiting: Waiting, row: int, firsts: list[int]) -> float:
-        """Seconds of a prompt at that of some engines that needs the fewest, queues left out."""
-        key = tuple(firsts)
-        if key not in self._alone:
-            self._alone[key] = pair_rows([(firsts, [])])
-        terms = self._prices.pairs(self._prompt(waiting, row), self._alone[key]).terms
-        return float((terms.fetch_s + terms.prefill_s).min())
+
+def least_seconds(
+    policy: Policy, view: View, waiting: Waiting, rows: Sequence[int]
+) -> Sequence[float]:
+    """Seconds of prompts at the engine that needs the fewest, queues left out; 0 = unknown."""
+    if not rows or policy.fetches is None or view.costs is None:
+        return [0.0] * len(rows)
+    prices, seconds = Prices(view.costs, policy.fetches), []
+    for row in rows:
+        firsts = serving(view, waiting.models[row]).computing
+        if firsts.firsts:
+            terms = prices.pairs(prompt_of(view, waiting, row), firsts).terms
+            seconds.append(float((terms.fetch_s + terms.prefill_s).min()))
+        else:
+            seconds.append(0.0)
+    return seconds
+
+
+def prompt_of(view: View, waiting: Waiting, row: int) -> Prompt:
+    """The prompt of a request, as engines are priced for it."""
+    found = waiting.prefixes(row, view.ids)
+    tokens, output = waiting.tokens[row] or 0, waiting.outputs[row]
+    return Prompt(tokens, found.usable, found.peer, waiting.keys[row], output)

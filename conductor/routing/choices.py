@@ -1,10 +1,10 @@
 """What can be decided on a request: values, with the numbers behind them."""
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import isnan
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -70,6 +70,24 @@ VERDICTS: Final = (
 """What can become of a candidate."""
 
 
+class CandidateColumns(NamedTuple):
+    """See :class:`Candidates`."""
+
+    engines: tuple[str, ...]
+    roles: tuple[Role, ...]
+    health: tuple[Health, ...]
+    numbers: npt.NDArray[np.int32]
+    verdicts: npt.NDArray[np.uint8]
+    seconds: npt.NDArray[np.float32] | None
+
+    def terms(self, at: int) -> list[float | None]:
+        """The seconds of one engine."""
+        if self.seconds is None:
+            return []
+        seconds = self.seconds[:, at].tolist()
+        return [None if isnan(one) else round(one, 6) for one in seconds]
+
+
 class Candidates:
     """The engines that serve a model at the time of a decision, in columns: one row for each.
 
@@ -77,7 +95,7 @@ class Candidates:
     :class:`Candidate`.
     """
 
-    __slots__ = ("_engines", "_health", "_numbers", "_roles", "_seconds", "_verdicts")
+    __slots__ = ("_columns", "_later")
 
     def __init__(
         self,
@@ -100,31 +118,43 @@ class Candidates:
                 number = it could not be chosen. None if the policy does not use costs.
         """
         assert numbers.shape == (6, len(engines))
-        self._engines = engines
-        self._roles = roles
-        self._health = health
-        self._numbers = numbers
-        self._verdicts = verdicts
-        self._seconds = seconds
+        self._columns: CandidateColumns | None = CandidateColumns(
+            engines, roles, health, numbers, verdicts, seconds
+        )
+        self._later: Callable[[], Candidates] | None = None
+
+    @classmethod
+    def later(cls, make: "Callable[[], Candidates]") -> "Candidates":
+        """Columns that are made when somebody reads them, which a decision need not wait for.
+
+        Args:
+            make: makes them of what does not change any more; called at most once.
+        """
+        candidates = cls.__new__(cls)
+        candidates._columns, candidates._later = None, make  # noqa: SLF001 # its own
+        return candidates
+
+    @property
+    def columns(self) -> "CandidateColumns":
+        """The columns."""
+        if self._columns is None:
+            assert self._later is not None
+            self._columns, self._later = self._later().columns, None
+        return self._columns
 
     def __iter__(self) -> Iterator[Candidate]:
         """Each engine's numbers."""
-        named = zip(self._engines, self._roles, self._health, strict=True)
-        rows = zip(self._numbers.T.tolist(), self._verdicts.tolist(), strict=True)
+        columns = self.columns
+        named = zip(columns.engines, columns.roles, columns.health, strict=True)
+        rows = zip(columns.numbers.T.tolist(), columns.verdicts.tolist(), strict=True)
         for at, ((engine, role, health), (numbers, verdict)) in enumerate(
             zip(named, rows, strict=True)
         ):
             count, places, local, node, usable, peer = numbers
             yield Candidate(
                 engine, role, health, count, places, round(count / places, 3), local, node, usable,
-                peer, VERDICTS[verdict], *self._terms(at),
+                peer, VERDICTS[verdict], *columns.terms(at),
             )  # fmt: skip
-
-    def _terms(self, at: int) -> list[float | None]:
-        if self._seconds is None:
-            return []
-        seconds = self._seconds[:, at].tolist()
-        return [None if isnan(one) else round(one, 6) for one in seconds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +253,7 @@ class Reject:
     Attributes:
         request: its number.
         reason: for the client.
-        retry_after_s: when the client may try again.
+        retry_after_s: when the client may try again; 0 = it need not.
         code: the error's code.
         status: HTTP status.
         judgement: what was foreseen, if it is refused for that.

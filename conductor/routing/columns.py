@@ -43,6 +43,21 @@ Matches = Mapping[str, Prefix]
 """A request's prefix at each engine, by id; absent = none."""
 
 
+@dataclass(slots=True)
+class GatheredCosts:
+    """What :class:`conductor.routing.pricing.Prices` found out of columns of costs.
+
+    Attributes:
+        all: those that do not change during a call, as one array.
+        of_rows: of the rows in an array, by its id, with the array, so that no other one has it.
+        computing: the newest prompt.
+    """
+
+    all: Any = None
+    of_rows: dict[int, Any] = field(default_factory=dict)
+    computing: Any = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostColumns:
     """What the engines' costs depend on, in columns; all float64 [engines].
@@ -59,6 +74,7 @@ class CostColumns:
         token_bytes: bytes of one token's KV.
         network_bytes_per_s: of its links to others.
         coming_bytes: KV on its way to it.
+        kept: what was found out of these.
     """
 
     backlog_s: Column
@@ -71,6 +87,7 @@ class CostColumns:
     token_bytes: Column
     network_bytes_per_s: Column
     coming_bytes: Column
+    kept: GatheredCosts = field(default_factory=GatheredCosts, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +114,7 @@ class View:
             others.
         kept: what was found out of ids, models, adapters, protocols, offers and roles, by model;
             and ``rows``, of ids. Views that have these in common share both.
+        kept_groups: what was found out of these and of health.
     """
 
     ids: Sequence[str]
@@ -116,6 +134,7 @@ class View:
     over: Mapping[str, int] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     rows: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+    kept_groups: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def row_of(self, engine_id: str) -> int | None:
         """The row of an engine; None if it is not there."""

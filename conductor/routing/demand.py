@@ -10,8 +10,13 @@ costs one look at each step, whatever the number of requests.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import exp, floor, inf
+from math import ceil, exp, floor, inf
 from typing import Final, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Column = npt.NDArray[np.float64]
 
 STEP_S: Final = 0.5
 HORIZON_S: Final = 300.0
@@ -201,6 +206,29 @@ class DecodeDemand:
             if moment is not None:
                 came, went = _sum(moment.starts), _sum(moment.ends)
                 punctual = punctual.plus(came).plus(went, -1)
+
+    def forecast(self, now: float, until: float) -> tuple[Column, Column, Column]:
+        """The same as :meth:`ahead` in columns: times, and size and tokens of who decodes then."""
+        count = max(1, ceil(until / STEP_S) - self._passed)  # steps up to the one of `until`
+        steps = np.arange(self._passed, self._passed + count + 1)
+        times = np.minimum(until, np.maximum(now, steps * STEP_S))
+        times[0] = now
+        changes = np.zeros((2, len(steps)))
+        for step, moment in self._moments.items():
+            if self._passed < step <= self._passed + count:
+                came, went = _sum(moment.starts), _sum(moment.ends)
+                changes[:, step - self._passed] = came.size - went.size, came.tokens - went.tokens
+        late = self._late
+        changes[:, 0] = (
+            self.now.size - (late.size - self._due.size),
+            self.now.tokens - (late.tokens - self._due.tokens),
+        )
+        sizes, tokens = changes.cumsum(axis=1)  # exact: all are whole numbers
+        if late != NOBODY:
+            fading_s = max(STEP_S, self.typical_s)
+            left = np.array([exp(-(at - now) / fading_s) for at in times.tolist()])
+            sizes, tokens = sizes + left * late.size, tokens + left * late.tokens
+        return times, sizes, tokens
 
     def at(self, now: float, when: float) -> Crowd:
         """Those who will decode at a time, at most :data:`HORIZON_S` ahead."""

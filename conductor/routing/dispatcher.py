@@ -24,93 +24,25 @@ Pure: the caller passes the time. The asyncio queue is one caller, a simulator i
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Final
 
 from conductor.costs.book import CostBook
 from conductor.routing.admission import EVERYBODY, Admission, AdmissionRules
 from conductor.routing.binding import AHEAD_S
 from conductor.routing.choices import Assign, Continue, Effect, Hold, Reject
-from conductor.routing.columns import NO_KEYS, Matches, View, Waiting
-from conductor.routing.engines import EngineRegistry
+from conductor.routing.columns import Matches, View, Waiting
+from conductor.routing.engines import EngineInfo, EngineRegistry
 from conductor.routing.load import EngineLoads
 from conductor.routing.occupancy import Occupancy
 from conductor.routing.pending import WaitingRow, WaitingRows
 from conductor.routing.policy import Binding
-from conductor.routing.scheduler import Handoff, Scheduler
-from kvstore.index.layout import Words
+from conductor.routing.requests import DispatchLimits, KnownRequest, Request, reach, too_short
+from conductor.routing.scheduler import Scheduler
 
 _RETRY_AFTER_S_MAX: Final = 60
 _PACE_WEIGHT: Final = 0.1
 """Weight of the newest completion in the moving average of the time between completions."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """A request that arrives.
-
-    Attributes:
-        number: unique; increases in order of arrival.
-        model: requested model, or LoRA adapter.
-        arrived: time of arrival, seconds.
-        tokens: tokens of the prompt; None = unknown.
-        keys: a chain value for each leading page of the prompt; empty = unknown.
-        tenant: on whose behalf; empty = unknown.
-        session: conversation that it belongs to; empty = unknown.
-        service: name of its class; empty = the first one.
-        output_max: maximum tokens of its answer; None = no limit is known.
-    """
-
-    number: int
-    model: str
-    arrived: float
-    tokens: int | None = None
-    keys: Words = field(default_factory=lambda: NO_KEYS)
-    tenant: str = ""
-    session: str = ""
-    service: str = ""
-    output_max: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DispatchLimits:
-    """Bounds of the dispatcher.
-
-    Attributes:
-        waiting_max: maximum waiting requests; those that failed at an engine may exceed it.
-        wait_s: maximum seconds of one wait.
-        tries: maximum assignments of one request.
-    """
-
-    waiting_max: int
-    wait_s: float
-    tries: int
-
-
-@dataclass(slots=True)
-class _Known:
-    """A request that has not ended.
-
-    Attributes:
-        assign: its present assignment; None = it waits for one.
-        held: engines at which it has a place.
-        promised: its decode engine, at which it has none yet.
-        arrived: whether its KV has arrived, so that it waits for this place.
-        least_s: seconds of its prompt where it needs the fewest; 0 = unknown.
-        bound: engine for which it waits; empty = none has been chosen.
-    """
-
-    request: Request
-    deadline: float
-    excluded: frozenset[str] = frozenset()
-    tries: int = 0
-    matches: Matches = field(default_factory=dict)
-    assign: Assign | None = None
-    held: list[str] = field(default_factory=list)
-    promised: str | None = None
-    arrived: bool = False
-    least_s: float = 0.0
-    bound: str = ""
 
 
 class Dispatcher:
@@ -145,10 +77,10 @@ class Dispatcher:
         self.admission = Admission(rules, self.loads, scheduler.policy)
         self._learned: set[int] = set()  # since the last step, without an assignment
         self._stepped_at = -math.inf
-        self._known: dict[int, _Known] = {}
-        self._waiting: dict[int, _Known] = {}  # without an assignment
+        self._known: dict[int, KnownRequest] = {}
+        self._waiting: dict[int, KnownRequest] = {}  # without an assignment
         self._rows = WaitingRows()  # these, as columns
-        self._arrived: dict[int, _Known] = {}  # whose KV waits for a decode engine
+        self._arrived: dict[int, KnownRequest] = {}  # whose KV waits for a decode engine
         self._refused: list[Reject] = []  # until the next step
         self._places = Occupancy()
         self._released_at: float | None = None
@@ -197,14 +129,29 @@ class Dispatcher:
             why = f"{len(self._waiting)} requests are waiting already"
             again = self.retry_after_s
             self._refused.append(Reject(request.number, why, again, "queue_full", status=429))
+        elif (long := self._too_long(request)) is not None:
+            self._refused.append(long)
         else:
-            known = _Known(request, request.arrived + self._limits.wait_s)
+            short = too_short(self._infos(request.model), request.length)
+            known = KnownRequest(request, request.arrived + self._limits.wait_s, short)
             self._known[request.number] = known
             self.admission.arrived(
                 request.number, (request.model, request.tokens or 0), tenant=request.tenant,
                 session=request.session, limit=request.output_max, service=request.service,
             )  # fmt: skip
             self._wait(known)
+
+    def _infos(self, model: str) -> list[EngineInfo]:
+        return [engine.info for engine in self._registry.of_model(model)]
+
+    def _too_long(self, request: Request) -> Reject | None:
+        """The refusal of a request that no engine takes."""
+        infos = self._infos(request.model)
+        most = reach(infos)
+        if not infos or request.length <= most:
+            return None
+        why = f"{request.length} tokens with its answer, at most {most:.0f} are possible"
+        return Reject(request.number, f"prompt: {why}", 0, "context_length_exceeded", status=400)
 
     def began(self, number: int, now: float, hit_tokens: int | None = None) -> None:
         """A request has its first token, so that its prompt is computed; may be called again.
@@ -227,7 +174,7 @@ class Dispatcher:
             self.loads.decoded(number, engine_id, output_tokens, now)
         self.admission.ended(number, output_tokens, now)
 
-    def _decodes(self, known: _Known, engine_id: str, now: float) -> None:
+    def _decodes(self, known: KnownRequest, engine_id: str, now: float) -> None:
         engine = self._registry.get(engine_id)
         if engine is not None:
             tokens = known.request.tokens or 0
@@ -282,6 +229,7 @@ class Dispatcher:
         """An engine failed a request: it waits for others, or is rejected after the last try."""
         known = self._known[number]
         self._give_back(known, now)
+        self.admission.failed(number, now)
         if self._closed:
             self._refuse(known, self._closing(number))
         elif known.tries >= self._limits.tries:
@@ -384,7 +332,7 @@ class Dispatcher:
         if not self._arrived:
             return effects
         waiting = WaitingRows(map(self._row, self._arrived.values())).columns
-        handoffs = [_handoff(self._arrived[number]) for number in waiting.numbers]
+        handoffs = [self._arrived[number].handoff for number in waiting.numbers]
         choices = self._scheduler.receive(self.view(now), waiting, handoffs, now)
         for row, choice in choices.items():
             known = self._known[waiting.numbers[row]]
@@ -396,7 +344,7 @@ class Dispatcher:
                 effects.append(self._continue(known, choice, now))
         return effects
 
-    def _continue(self, known: _Known, decode: str, now: float) -> Continue:
+    def _continue(self, known: KnownRequest, decode: str, now: float) -> Continue:
         assert known.assign is not None
         assert known.promised is not None
         if decode != known.promised:
@@ -432,7 +380,7 @@ class Dispatcher:
                 known.promised = engine_id
                 self._places.promise(engine_id)
 
-    def _load(self, known: _Known, assign: Assign, now: float) -> None:
+    def _load(self, known: KnownRequest, assign: Assign, now: float) -> None:
         """Count what an assignment brings its engines."""
         first, second = self._registry.get(assign.prefill), self._registry.get(assign.decode)
         tokens = known.request.tokens or 0
@@ -450,7 +398,7 @@ class Dispatcher:
             step_s = self.loads.step_s(second.info)
             self.admission.assigned(assign, second.info.model, tokens, step_s, now)
 
-    def _give_back(self, known: _Known, now: float) -> None:
+    def _give_back(self, known: KnownRequest, now: float) -> None:
         """Give all places of a request back."""
         self.admission.stopped(known.request.number)
         for engine_id in tuple(known.held):
@@ -461,14 +409,14 @@ class Dispatcher:
             known.promised, known.arrived = None, False
         self._arrived.pop(known.request.number, None)
 
-    def _refuse(self, known: _Known, reject: Reject) -> None:
+    def _refuse(self, known: KnownRequest, reject: Reject) -> None:
         if known.promised is not None:
             self.loads.left(known.request.number, known.promised, self._stepped_at)
             self._places.unpromise(known.promised)
         self._remove(known)
         self._refused.append(reject)
 
-    def _remove(self, known: _Known) -> None:
+    def _remove(self, known: KnownRequest) -> None:
         number = known.request.number
         del self._known[number]
         self.admission.left(number)
@@ -479,17 +427,13 @@ class Dispatcher:
     def _closing(self, number: int) -> Reject:
         return Reject(number, "the Conductor is shutting down", 1, "shutting_down")
 
-    def _wait(self, known: _Known) -> None:
+    def _wait(self, known: KnownRequest) -> None:
         self._waiting[known.request.number] = known
         self._rows.add(self._row(known))
 
-    def _row(self, known: _Known) -> WaitingRow:
-        one, admission = known.request, self.admission
-        return WaitingRow(
-            one.number, one.model, one.arrived, known.deadline, (one.arrived + known.deadline) / 2,
-            known.excluded, one.tokens, one.keys, admission.priority(one.number), one.tenant,
-            one.session, known.matches, known.least_s, known.bound, admission.output(one.number),
-        )  # fmt: skip
+    def _row(self, known: KnownRequest) -> WaitingRow:
+        number, admission = known.request.number, self.admission
+        return known.row(admission.priority(number), admission.output(number))
 
     def view(self, now: float) -> View:
         """The engines, in columns."""
@@ -514,9 +458,3 @@ class Dispatcher:
         self.loads.check()
         self.admission.check(self._known)
         self._rows.check([self._row(known) for known in self._waiting.values()])
-
-
-def _handoff(known: _Known) -> Handoff:
-    assert known.assign is not None
-    assert known.promised is not None
-    return Handoff(known.assign.protocol, known.promised)

@@ -101,6 +101,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         node: id of the kvstore node it uses, or None.
         peers: ids of the other followed nodes of that node's cluster, sorted.
         max_running: maximum requests in flight, at least 1.
+        max_model_len: maximum tokens of a prompt and its answer; 0 = unknown.
         protocol: name of the protocol by which it hands KV over
             (:data:`conductor.protocols.PROTOCOLS`).
         shape: name of the shape of its model (:data:`conductor.costs.shapes.SHAPES`), and
@@ -127,6 +128,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     node: str | None = None
     peers: tuple[str, ...] = ()
     max_running: int = 8
+    max_model_len: int = 0
     protocol: str = "reference"
     shape: str = ""
     hardware: str = ""
@@ -192,6 +194,10 @@ class Engine:
     gaps: tuple[Gap, ...] = ()
 
 
+_MODELS_KEPT: Final = 1_024
+"""Models and LoRA adapters whose engines are kept; a client may ask for any name."""
+
+
 @dataclass(slots=True)
 class EngineRegistry:
     """The registered engines.
@@ -210,6 +216,8 @@ class EngineRegistry:
     engines_max: int = 1024
     changes: int = 0
     _engines: dict[str, Engine] = field(default_factory=dict)
+    _of_models: dict[str, list[Engine]] = field(default_factory=dict)
+    _of_models_at: int = -1  # of `changes`
 
     def register(self, info: EngineInfo, now: float) -> EngineInfo | None:
         """Add an engine, or replace and revive the one with this id.
@@ -259,9 +267,19 @@ class EngineRegistry:
 
         Args:
             model: a model; or the name of a LoRA adapter, if no model has this name.
+
+        Returns:
+            Not to be changed; the same object until an engine is registered, updated or removed.
         """
-        of_base = [engine for engine in self if engine.info.model == model]
-        return of_base or [engine for engine in self if model in engine.info.adapters]
+        if self._of_models_at != self.changes or len(self._of_models) >= _MODELS_KEPT:
+            self._of_models.clear()
+            self._of_models_at = self.changes
+        known = self._of_models.get(model)
+        if known is None:
+            of_base = [engine for engine in self if engine.info.model == model]
+            known = of_base or [engine for engine in self if model in engine.info.adapters]
+            self._of_models[model] = known
+        return known
 
     def models(self) -> list[str]:
         """All served models without LoRA adapters, sorted."""

@@ -1,6 +1,6 @@
 """What a decision shows of each engine that serves the model. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -8,9 +8,9 @@ import numpy as np
 from conductor.routing.choices import VERDICTS, Candidates
 from conductor.routing.columns import PrefixColumns, View
 from conductor.routing.engines import Health
-from conductor.routing.groups import ServingEngines
+from conductor.routing.groups import EngineGroup, ServingEngines
 from conductor.routing.pricing import PricedEngines
-from kvstore.index.layout import Flags
+from kvstore.index.layout import Flags, Numbers
 
 _PASSED, _FULL, _FAILED, _SUSPECT, _DEAD, _PREFILLS, _DECODES, _ALONE = range(len(VERDICTS))
 
@@ -24,14 +24,14 @@ class Places(NamedTuple):
         max_running: how many there are.
     """
 
-    in_flight: Sequence[int]
-    promised: Sequence[int]
-    max_running: Sequence[int]
+    in_flight: Numbers
+    promised: Numbers
+    max_running: Numbers
 
 
-def explained(
+def explained_later(
     view: View,
-    serving: ServingEngines,
+    group: EngineGroup,
     pair: tuple[int, int],
     places: Places,
     at_once: Callable[[str], bool],
@@ -39,32 +39,52 @@ def explained(
     found: PrefixColumns | None,
     priced: PricedEngines | None,
 ) -> Candidates:
+    """The same as :func:`explained`, made when somebody reads it."""
+    offer = view.offers[pair[0]]
+    copies = Places(places.in_flight.copy(), places.promised.copy(), places.max_running)
+    numbers = found.numbers if found is not None else None
+    return Candidates.later(
+        lambda: explained(group, pair, copies, offer, at_once, excluded, numbers, priced)
+    )
+
+
+def explained(
+    group: EngineGroup,
+    pair: tuple[int, int],
+    places: Places,
+    offer: str,
+    at_once: Callable[[str], bool],
+    excluded: frozenset[str],
+    found: Numbers | None,
+    priced: PricedEngines | None,
+) -> Candidates:
     """The numbers of all engines that serve the model.
 
     Args:
-        view: all engines.
-        serving: those that serve the model.
+        group: those that serve the model.
         pair: rows of the engines that were chosen; equal if one serves alone.
         places: of all engines.
+        offer: protocol that the first one of the pair offers over its own; empty = none.
         at_once: whether a protocol asks both engines of a pair at once.
         excluded: ids of the engines that have failed the request.
-        found: its prefixes; None = the policy does not use them.
+        found: int64 [4, all engines]: its prefixes; None = the policy does not use them.
         priced: its seconds, likewise.
     """
+    serving, health = group.serving, group.health
     rows = serving.rows
-    in_flight, promised, most = (np.array(one)[serving.at] for one in places)
+    in_flight, promised, most = (one.take(serving.at) for one in places)
     numbers = np.zeros((6, len(rows)), dtype=np.int32)
     numbers[0] = in_flight + promised
     numbers[1] = most
     if found is not None:
-        numbers[2:] = found.numbers[:, serving.at]
+        numbers[2:] = found.take(serving.at, axis=1)
     room, takes = in_flight < most, promised < most
-    takes = np.where(_asked_at_once(view, serving, pair[0], at_once), room, takes)
+    takes = np.where(_asked_at_once(serving, offer, at_once), room, takes)
     verdicts = np.where(np.where(serving.decodes, takes, room), _PASSED, _FULL).astype(np.uint8)
-    health = tuple([view.health[one] for one in rows])
-    for at, state in enumerate(health):
-        if state is not Health.ALIVE:
-            verdicts[at] = _SUSPECT if state is Health.SUSPECT else _DEAD
+    if health.count(Health.ALIVE) < len(health):
+        for at, state in enumerate(health):
+            if state is not Health.ALIVE:
+                verdicts[at] = _SUSPECT if state is Health.SUSPECT else _DEAD
     for at in [at for at, one in enumerate(serving.ids) if one in excluded] if excluded else ():
         verdicts[at] = _FAILED
     first, second = rows.index(pair[0]), rows.index(pair[1])
@@ -77,19 +97,16 @@ def explained(
         health,
         numbers,
         verdicts,
-        priced.shown(rows) if priced is not None else None,
+        priced.shown(serving.at) if priced is not None else None,
     )
 
 
-def _asked_at_once(
-    view: View, serving: ServingEngines, first: int, at_once: Callable[[str], bool]
-) -> Flags:
+def _asked_at_once(serving: ServingEngines, offer: str, at_once: Callable[[str], bool]) -> Flags:
     """Whether each engine would be asked at once with this first one."""
     result: Flags = np.zeros(len(serving.rows), dtype=np.bool_)
     for protocol, those in serving.of_protocol.items():
         if at_once(protocol):
             result |= those
-    offer = view.offers[first]
     if offer:
         result = np.where(serving.of_offer[offer], at_once(offer), result)
     return result

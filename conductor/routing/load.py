@@ -225,6 +225,7 @@ class EngineLoads:
         self._infos: Sequence[EngineInfo] | None = None  # of the rows
         self._at: dict[str, int] = {}  # the row of each
         self._rows = np.zeros((0, 0))
+        self._by_name: Any = None  # the columns of these, as a `_Row`
         self._stale: set[str] = set()  # engines whose rows are to be made again
 
     def _changed(self, engine_id: str) -> None:
@@ -248,10 +249,13 @@ class EngineLoads:
         if self._infos is not infos:
             self._infos, self._at = infos, {info.id: at for at, info in enumerate(infos)}
             self._rows = np.zeros((len(_Row._fields), len(infos)))
+            self._by_name = _Row._make(self._rows)
             self._stale = set(self._at)
-        rows: Any = _Row._make(self._rows)  # of columns, not of numbers
-        late = np.flatnonzero(now >= rows.late_at).tolist()
-        for at in {self._at[one] for one in self._stale if one in self._at}.union(late):
+        rows, changed = self._by_name, {self._at[one] for one in self._stale if one in self._at}
+        late = now >= rows.late_at
+        if late.any():
+            changed.update(np.flatnonzero(late).tolist())
+        for at in changed:
             load = self._of(infos[at])
             load.pass_late(now)
             self._rows[:, at] = load.row()
@@ -403,6 +407,11 @@ class EngineLoads:
         if load is None:
             return 0.0
         return load.costs.step_seconds(ceil(batch / load.ranks), tokens / load.ranks)
+
+    def step_costs(self, engine_id: str) -> tuple[EngineCosts | None, int]:
+        """What is known of the speed of an engine, None = nothing; and its ranks."""
+        load = self._loads.get(engine_id)
+        return (None, 1) if load is None else (load.costs, load.ranks)
 
     def free_at(self, ahead_s: float, after: float) -> float:
         """When an engine is the next to have computed its prompts, less ``ahead_s``, or its first.

@@ -1,7 +1,7 @@
 """Which places at engines are taken or promised, and all engines as columns. Pure."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ class _Fixed(NamedTuple):
     roles: list[Role]
     max_running: Numbers
     kept: dict[str, Any]
+    kept_groups: dict[Any, Any]
     rows: dict[str, int]
 
 
@@ -45,13 +46,15 @@ class Occupancy:
         self._last_assigned: dict[str, int] = {}
         self._assigned = 0
         self._changes = 0
+        self._stale: set[str] = set()  # engines whose counts have changed since the last view
+        self._counts: Numbers = np.zeros((3, 0), dtype=np.int64)
         self._fixed: _Fixed | None = None
         self._view: tuple[tuple[float, ...], View] | None = None
 
     def take(self, engine_id: str) -> None:
         """A request gets a place."""
         self.in_flight[engine_id] += 1
-        self._changes += 1
+        self._changed(engine_id)
 
     def free(self, engine_id: str) -> None:
         """A place is free again."""
@@ -60,7 +63,7 @@ class Occupancy:
     def promise(self, engine_id: str) -> None:
         """A request will need a place."""
         self.promised[engine_id] += 1
-        self._changes += 1
+        self._changed(engine_id)
 
     def unpromise(self, engine_id: str) -> None:
         """It has got one, here or elsewhere, or needs none any more."""
@@ -69,7 +72,7 @@ class Occupancy:
     def detach(self, engine_id: str) -> None:
         """A place no longer belongs to a request."""
         self.detached[engine_id] += 1
-        self._changes += 1
+        self._changed(engine_id)
 
     def undetach(self, engine_id: str) -> None:
         """Such a place is about to be free."""
@@ -81,11 +84,12 @@ class Occupancy:
         self._changes += 1
         for engine_id in engine_ids:
             self._last_assigned[engine_id] = self._assigned
+            self._changed(engine_id)
 
     def forget(self, engine_id: str) -> None:
         """An engine was removed; its places stay taken."""
         self._last_assigned.pop(engine_id, None)
-        self._changes += 1
+        self._changed(engine_id)
 
     def view(
         self, registry: EngineRegistry, loads: EngineLoads | None, retry_after_s: int, now: float
@@ -107,6 +111,7 @@ class Occupancy:
             now,
         )
         if self._view is None or self._view[0] != state or self._view[1].health != health:
+            in_flight, promised, last_assigned = self._columns(fixed.rows)
             view = View(
                 ids=fixed.ids,
                 models=fixed.models,
@@ -115,12 +120,13 @@ class Occupancy:
                 offers=fixed.offers,
                 roles=fixed.roles,
                 health=health,
-                in_flight=_numbers(self.in_flight, fixed.ids),
-                promised=_numbers(self.promised, fixed.ids),
+                in_flight=in_flight,
+                promised=promised,
                 max_running=fixed.max_running,
                 kept=fixed.kept,
+                kept_groups=fixed.kept_groups,
                 rows=fixed.rows,
-                last_assigned=_numbers(self._last_assigned, fixed.ids),
+                last_assigned=last_assigned,
                 assigned=self._assigned,
                 retry_after_s=retry_after_s,
                 costs=loads.columns(fixed.infos, now) if loads is not None else None,
@@ -153,8 +159,11 @@ class Occupancy:
                 roles=[info.role for info in infos],
                 max_running=np.array([info.max_running for info in infos], dtype=np.int64),
                 kept={},
-                rows={},
+                kept_groups={},
+                rows={info.id: row for row, info in enumerate(infos)},
             )
+            self._counts = np.zeros((3, len(infos)), dtype=np.int64)
+            self._stale = set(known.rows)
             self._view = None
         return known
 
@@ -164,8 +173,21 @@ class Occupancy:
         assert counts[engine_id] >= 0, engine_id
         if not counts[engine_id]:
             del counts[engine_id]
+        self._changed(engine_id)
+
+    def _changed(self, engine_id: str) -> None:
         self._changes += 1
+        self._stale.add(engine_id)
 
-
-def _numbers(counts: Mapping[str, int], ids: Sequence[str]) -> Numbers:
-    return np.array([counts.get(one, 0) for one in ids], dtype=np.int64)
+    def _columns(self, rows: Mapping[str, int]) -> Numbers:
+        """Requests that have a place, those that will, and the last assignment, of each engine."""
+        for engine_id in self._stale:
+            row = rows.get(engine_id)
+            if row is not None:
+                self._counts[:, row] = (
+                    self.in_flight.get(engine_id, 0),
+                    self.promised.get(engine_id, 0),
+                    self._last_assigned.get(engine_id, 0),
+                )
+        self._stale.clear()
+        return self._counts.copy()

@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from conductor.costs.prior import CostPrior
 from conductor.routing.columns import Column, View, Waiting
 from conductor.routing.demand import HORIZON_S, NOBODY, STEP_S, Crowd, DecodeDemand
 from conductor.routing.engines import Health, Role
-from conductor.routing.groups import serving
+from conductor.routing.groups import PairRows, pair_rows, serving
 from conductor.routing.load import EngineLoads
 from conductor.routing.policy import Policy, never_fetches
-from conductor.routing.pricing import PairRows, Prices, Prompt, pair_rows
+from conductor.routing.pricing import Prices, Prompt
 
 
 @dataclass(slots=True)
@@ -59,6 +60,7 @@ class DecodePool:
         places = view.max_running[np.array(rows, dtype=np.intp)]
         self._places = float(places.sum())
         self._shares = (places / self._places).tolist()
+        self._steps: _Steps | None = None
         self._room = sum(loads.kv_tokens_max(one) for one in self._ids)
 
     def filled(self, crowd: Crowd) -> float:
@@ -75,6 +77,58 @@ class DecodePool:
             self._loads.step_seconds(one, max(1.0, crowd.size * share), crowd.tokens * share)
             for one, share in zip(self._ids, self._shares, strict=True)
         )
+
+    def loads(self, sizes: Column, tokens: Column, tbt_s: float) -> Column:
+        """:meth:`load` with several crowds."""
+        if self._steps is None:
+            self._steps = _Steps(self._loads, self._ids, self._shares)
+        filled = np.maximum(sizes / self._places, tokens / self._room)
+        full: Column = np.maximum(filled, self._steps.seconds(sizes, tokens) / tbt_s)
+        return full
+
+
+class _Steps:
+    """Steps of the engines of a pool; those of which the same is known are one."""
+
+    def __init__(
+        self, loads: EngineLoads, engine_ids: Sequence[str], shares: Sequence[float]
+    ) -> None:
+        priors: list[CostPrior | None] = []
+        rows: dict[tuple[object, ...], list[float]] = {}
+        for engine_id, share in zip(engine_ids, shares, strict=True):
+            costs, ranks = loads.step_costs(engine_id)
+            line, factors = (0.0, 0.0, 0.0), [0.0, 0.0, 0.0]
+            if costs is not None:
+                line, factors = costs.prior.step_line, costs.step_fit.factors.tolist()
+            machine = costs.machine if costs is not None else None
+            key = (machine, ranks, share, *factors)
+            if key not in rows:
+                rows[key] = [share, ranks, *line, *factors]
+                priors.append(costs.prior if costs is not None else None)
+        self._columns = np.array(list(rows.values())).T[:, :, None]
+        read_s = [one.read_seconds(1) if one is not None else 0.0 for one in priors]
+        self._read_s = np.array(read_s)[:, None]
+        #: rows and priors of models with experts
+        self._chosen = [
+            (row, one) for row, one in enumerate(priors) if one is not None and one.shape.experts
+        ]
+
+    def seconds(self, sizes: Column, tokens: Column) -> Column:
+        """Of the fastest with its share of each crowd: as ``EngineLoads.step_seconds``."""
+        share, ranks, constant_s, token_s, context_s, first, second, third = self._columns
+        batch = np.ceil(np.maximum(1.0, sizes * share) / ranks)
+        read_s = self._read_s
+        if self._chosen:  # whose batch says how many weights are read
+            read_s = np.repeat(read_s, len(sizes), axis=1)
+            for row, prior in self._chosen:
+                several, which = np.unique(batch[row], return_inverse=True)
+                each = [prior.read_seconds(int(one)) for one in several.tolist()]
+                read_s[row] = np.array(each)[which]
+        weights_s = np.maximum(token_s * batch, read_s)
+        context = tokens * share / ranks
+        terms = first * constant_s + second * weights_s + third * (context_s * context)
+        seconds: Column = terms.min(axis=0)
+        return seconds
 
 
 class Seen(NamedTuple):
@@ -190,16 +244,28 @@ def enter(
     stay_s = max(demand.typical_s, 1e-3)
     # Of those who come evenly until then, who came longer ago than a stay has left.
     there = min(1.0, stay_s / max(at - now, stay_s))
-    first: Crowd | None = None
-    load = 0.0
+    first: tuple[float, Crowd] | None = None
     for when, crowd in demand.ahead(now, now + HORIZON_S):
-        if when + STEP_S <= at:
-            continue
-        left = there * max(0.0, 1.0 - (when - at) / stay_s)
-        then = crowd.plus(ahead, left).plus(mine)
-        full = seen.pool.load(then, tbt_s)
-        if first is None:
-            first, load = then, full
-        if full <= 1.0:
-            return Entry(load, max(0.0, when - at), seen.pool.step_s(then))
-    return Entry(load, HORIZON_S, seen.pool.step_s(first or mine))
+        if when + STEP_S > at:
+            left = there * max(0.0, 1.0 - (when - at) / stay_s)
+            first = (when, crowd.plus(ahead, left).plus(mine))
+            break
+    assert first is not None, "the last time is not before"
+    when, then = first
+    load = seen.pool.load(then, tbt_s)
+    if load <= 1.0:
+        return Entry(load, max(0.0, when - at), seen.pool.step_s(then))
+    times, sizes, tokens = demand.forecast(now, now + HORIZON_S)
+    later = int(np.searchsorted(times, when, "right"))
+    times, sizes, tokens = times[later:], sizes[later:], tokens[later:]
+    part = there * np.maximum(0.0, 1.0 - (times - at) / stay_s)
+    sizes, tokens = (
+        sizes + part * ahead.size + mine.size,
+        tokens + part * ahead.tokens + mine.tokens,
+    )  # fmt: skip
+    fits = np.flatnonzero(seen.pool.loads(sizes, tokens, tbt_s) <= 1.0)
+    if not len(fits):
+        return Entry(load, HORIZON_S, seen.pool.step_s(then))
+    row = int(fits[0])
+    wait_s = max(0.0, float(times[row]) - at)
+    return Entry(load, wait_s, seen.pool.step_s(Crowd(float(sizes[row]), float(tokens[row]))))

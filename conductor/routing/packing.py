@@ -6,12 +6,12 @@ is kept if all are equal, else as many bytes a number as the largest one needs.
 """
 
 from collections.abc import Hashable, Iterator
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from conductor.routing.choices import Candidate, Candidates
+from conductor.routing.choices import Candidate, CandidateColumns, Candidates
 
 _SHARED_MAX: Final = 256
 _NARROW: Final = (np.uint8, np.uint16)
@@ -54,15 +54,16 @@ class PackedCandidates:
             shared: of all decisions that are kept together.
         """
         self._columns: tuple[object, ...] = tuple(
-            _packed(name, getattr(candidates, name), shared) for name in Candidates.__slots__
+            _packed(name, column, shared)
+            for name, column in zip(CandidateColumns._fields, candidates.columns, strict=True)
         )
 
     def __iter__(self) -> Iterator[Candidate]:
         """Each engine's numbers."""
-        candidates = Candidates.__new__(Candidates)
-        for name, column in zip(Candidates.__slots__, self._columns, strict=True):
-            setattr(candidates, name, _unpacked(column) if isinstance(column, _Table) else column)
-        return iter(candidates)
+        columns: list[Any] = [
+            _unpacked(one) if isinstance(one, _Table) else one for one in self._columns
+        ]
+        return iter(Candidates(*columns))
 
 
 def _packed(name: str, column: object, shared: SharedValues) -> object:

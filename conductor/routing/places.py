@@ -14,7 +14,7 @@ from kvstore.index.apply import shard_name
 from kvstore.index.control import FollowedWorker, IndexReport
 from kvstore.index.directory import HolderDirectory, PageHolder
 from kvstore.index.feed import EXPECTED
-from kvstore.index.layout import Flags, Numbers
+from kvstore.index.layout import Numbers
 from kvstore.index.runs import PartNeed, PrefixNeeds
 
 
@@ -71,11 +71,13 @@ class RankPart(NamedTuple):
 
     Attributes:
         ranks: their rows, in the same order as the candidates.
+        of_all: whether these are all ranks, in order.
     """
 
     scope: PromptScope
     ranks: Numbers
     needs: PrefixNeeds
+    of_all: bool
 
 
 class RankPeers(NamedTuple):
@@ -83,12 +85,13 @@ class RankPeers(NamedTuple):
 
     Attributes:
         needs: what a hit needs of each node's pages; a row for each node and sort of reader.
-        whose: bool [ranks, rows], whether the pages of a row can be fetched for a rank.
+        whose: int64 [rows, ranks]: -1 (all bits) if the pages of a row can be fetched for a rank,
+            else 0.
     """
 
     scope: PromptScope
     needs: PrefixNeeds
-    whose: Flags
+    whose: Numbers
 
 
 class PrefixPlan:
@@ -102,10 +105,12 @@ class PrefixPlan:
         directory: HolderDirectory,
     ) -> None:
         workers = {one.worker: one for one in report.workers}
+        self._engines = engines
         self.infos = [engine.info for engine in engines]
         self.ids = [info.id for info in self.infos]
         self.directory = directory
-        self.report = report
+        self._report = report
+        self._shapes = _shapes(report)
         self.ranks: list[_Rank] = []
         rows: dict[str, dict[PromptScope, list[tuple[int, list[PartNeed]]]]] = {}
         for number, info in enumerate(self.infos):
@@ -114,8 +119,9 @@ class PrefixPlan:
                     of_scope = rows.setdefault(place.kind, {}).setdefault(place.scope, [])
                     of_scope.append((len(self.ranks), place.needs))
                 self.ranks.append(_Rank(number, rank))
+        self.numbered: list[int | None] = [rank.number for rank in self.ranks]
         self.own, self.on_node, self.expected = (
-            _parts(rows.get(kind, {})) for kind in ("own", "node", "expected")
+            _parts(rows.get(kind, {}), len(self.ranks)) for kind in ("own", "node", "expected")
         )
         self.peers = _peers(self.infos, model, [rank.engine for rank in self.ranks], directory)
 
@@ -123,13 +129,18 @@ class PrefixPlan:
         self, engines: Sequence[Engine], report: IndexReport, directory: HolderDirectory
     ) -> bool:
         """Whether nothing has changed that matters."""
-        if self.directory is not directory or len(engines) != len(self.infos):
+        if self.directory is not directory:
             return False
-        if any(one.info is not info for one, info in zip(engines, self.infos, strict=True)):
-            return False
-        if report is not self.report and _shapes(report) != _shapes(self.report):
-            return False
-        self.report = report
+        if engines is not self._engines:  # of another state of the registry
+            if len(engines) != len(self.infos):
+                return False
+            if any(one.info is not info for one, info in zip(engines, self.infos, strict=True)):
+                return False
+            self._engines = engines
+        if report is not self._report:
+            if _shapes(report) != self._shapes:
+                return False
+            self._report = report
         return True
 
 
@@ -159,24 +170,27 @@ def _peers(
         RankPeers(
             scope,
             PrefixNeeds(list(of_scope.values())),
-            np.array(
+            -np.array(
                 [
-                    [of_engine[one][0] == scope and row in of_engine[one][1] for row in of_scope]
-                    for one in engines
+                    [of_engine[one][0] == scope and row in of_engine[one][1] for one in engines]
+                    for row in of_scope
                 ],
-                dtype=np.bool_,
+                dtype=np.int64,
             ),
         )
         for scope, of_scope in rows.items()
     ]
 
 
-def _parts(by_scope: dict[PromptScope, list[tuple[int, list[PartNeed]]]]) -> list[RankPart]:
+def _parts(
+    by_scope: dict[PromptScope, list[tuple[int, list[PartNeed]]]], ranks: int
+) -> list[RankPart]:
     return [
         RankPart(
             scope,
             np.array([row for row, _ in rows], dtype=np.int64),
             PrefixNeeds([needs for _, needs in rows]),
+            of_all=len(rows) == ranks,  # each has one place of a kind in a scope, in its order
         )
         for scope, rows in by_scope.items()
     ]

@@ -39,7 +39,7 @@ from conductor.routing.places import (
 )
 from kvstore.index.control import Expect, IndexReport
 from kvstore.index.directory import HolderDirectory
-from kvstore.index.face import PrefixIndex
+from kvstore.index.face import PrefixIndex, PresentIndex
 from kvstore.index.layout import Flags, Numbers, Words
 from kvstore.index.runs import HolderRuns, PartNeed, PrefixNeeds
 from kvstore.index.scope import key_chains
@@ -131,6 +131,8 @@ class PrefixView:
         self._registry = registry
         self._prompts: dict[int, NamedPrompt] = {}
         self._plans: dict[str, PrefixPlan] = {}
+        #: model → engines and report for which it is so, and how the first one names its blocks
+        self._scopes: dict[str, tuple[list[Engine], IndexReport, PromptScope]] = {}
         self._secret = 0
         self.needed = needed
 
@@ -153,18 +155,28 @@ class PrefixView:
         if not self.needed or prompt is None or present.table is None or not engines:
             return NO_KEYS
         self._keep_secret(present.table)
-        info = engines[0].info
-        scope = own_scope(info, lora_of(info, model), present.worker(engine_worker(info.id)))
-        return prompt.named(scope, self._secret)
+        return prompt.named(self._scope_of_first(model, engines, present), self._secret)
+
+    def _scope_of_first(
+        self, model: str, engines: list[Engine], present: PresentIndex
+    ) -> PromptScope:
+        """How the first engine of a model names its own blocks."""
+        known = self._scopes.get(model)
+        if known is None or known[0] is not engines or known[1] is not present.report:
+            info = engines[0].info
+            worker = present.worker(engine_worker(info.id))
+            known = (engines, present.report, own_scope(info, lora_of(info, model), worker))
+            if len(self._scopes) >= _PLANS_MAX:
+                self._scopes.clear()
+            self._scopes[model] = known
+        return known[2]
 
     def key_tokens(self, model: str) -> int:
         """Tokens of the pages that :meth:`keys` names; 0 if no engine serves the model."""
         engines = self._registry.of_model(model)
         if not engines:
             return 0
-        info, present = engines[0].info, self._index.present()
-        worker = present.worker(engine_worker(info.id))
-        return own_scope(info, lora_of(info, model), worker).block_tokens
+        return self._scope_of_first(model, engines, self._index.present()).block_tokens
 
     def find(self, number: int, model: str) -> Matches:
         """A request's prefix at each engine of the model; empty if nothing is known of it."""
@@ -287,6 +299,8 @@ class _Lookup:
         self._found: dict[PromptScope, HolderRuns] = {}
         #: (ends in tokens, rows of ranks, whether each has each stretch)
         self._there: list[tuple[Numbers, Numbers, Flags]] = []
+        self._torn = False  # somebody has a stretch after one that it has not
+        self._leading = np.zeros(count, dtype=np.int64)  # leading tokens in blocks of one part
 
     def prefixes(self) -> FoundPrefixes:
         """The best rank of each engine; no rank if all have the same."""
@@ -299,12 +313,14 @@ class _Lookup:
             self._add(part, None)
         for peers in plan.peers:
             self._add_peers(peers)
-        usable = np.maximum(self._covered(), np.maximum(self._own, self._node))
+        # Without a stretch after a gap, two prefixes together are no longer than the longer one.
+        covered = self._covered() if self._torn else self._leading
+        usable = np.maximum(covered, np.maximum(self._own, self._node))
         peer = np.maximum(self._peer - usable, 0)
-        numbers = np.stack([self._own, self._node, usable, peer])
-        numbered: list[int | None] = [rank.number for rank in plan.ranks]
+        numbers = np.array((self._own, self._node, usable, peer))
         if len(plan.ranks) == len(plan.ids):
-            return FoundPrefixes(plan.ids, numbers, numbered)
+            return FoundPrefixes(plan.ids, numbers, plan.numbered)
+        numbered: list[int | None] = [*plan.numbered]
         chosen = []
         for _, ranks in groupby(enumerate(plan.ranks), key=lambda one: one[1].engine):
             rows = [row for row, _ in ranks]
@@ -323,10 +339,18 @@ class _Lookup:
         if found is None:
             return
         size = part.scope.block_tokens
-        blocks, there = part.needs.prefixes_and_runs(found)
+        runs = part.needs.prefixes_and_runs(found)
         if longest is not None:
-            longest[part.ranks] = np.maximum(longest[part.ranks], blocks * size)
-        self._there.append((found.ends * size, part.ranks, there))
+            self._raise(longest, part, runs.prefixes * size)
+        self._raise(self._leading, part, runs.leading * size)
+        self._torn |= runs.torn
+        self._there.append((found.ends * size, part.ranks, runs.there))
+
+    def _raise(self, longest: Numbers, part: RankPart, tokens: Numbers) -> None:
+        if part.of_all:
+            np.maximum(longest, tokens, out=longest)
+        else:
+            longest[part.ranks] = np.maximum(longest[part.ranks], tokens)
 
     def _add_peers(self, peers: RankPeers) -> None:
         """Of each rank, the longest prefix that one of its peers has by itself."""
@@ -334,8 +358,8 @@ class _Lookup:
         found = self._find(peers.scope) if peers.needs.known else None
         if found is not None:
             tokens = peers.needs.prefixes(found) * peers.scope.block_tokens
-            longest = np.where(peers.whose, tokens, 0).max(axis=1)
-            self._peer = np.maximum(self._peer, longest)
+            longest = (peers.whose & tokens[:, None]).max(axis=0)
+            np.maximum(self._peer, longest, out=self._peer)
 
     def _find(self, scope: PromptScope) -> HolderRuns | None:
         """Who holds the prompt's blocks; None if it is shorter than one."""
@@ -350,8 +374,6 @@ class _Lookup:
     def _covered(self) -> Numbers:
         """For each rank, how many leading tokens are in one of its blocks or pages."""
         count = len(self._plan.ranks)
-        if not self._there:
-            return np.zeros(count, dtype=np.int64)
         bounds = np.unique(np.concatenate([ends for ends, _, _ in self._there]))
         covered = np.zeros((count, len(bounds) + 1), dtype=np.bool_)
         for ends, ranks, there in self._there:

@@ -6,20 +6,18 @@ considered earlier are thought to bring them.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from conductor.routing.columns import Column, CostColumns, Terms
+from conductor.routing.groups import PairRows, Rows
 from conductor.routing.policy import Fetches
 from kvstore.index.layout import Words
 
-Rows = npt.NDArray[np.intp]
-"""Rows of engines in the view."""
-Pairs = list[tuple[list[int], list[int]]]
-"""Rows of engines that can be first, and of those that can decode after them (none = they do)."""
+_ROWS_KEPT: Final = 64
+"""Arrays of rows whose columns are kept."""
 _PROMPTS_COMPARED: Final = 8
 """Prompts of this call that later ones are compared with."""
 
@@ -42,31 +40,6 @@ class Prompt(NamedTuple):
     output: float
 
 
-class PairRows(NamedTuple):
-    """The same as arrays.
-
-    Attributes:
-        firsts: all that can be first, those of each pair together.
-        rows: these.
-        parts: of each pair: which of the firsts, and those that can decode after them, if any.
-    """
-
-    firsts: list[int]
-    rows: Rows
-    parts: list[tuple[slice, Rows]]
-
-
-def pair_rows(pairs: Pairs) -> PairRows:
-    """Pairs as arrays."""
-    firsts, parts = list[int](), []
-    for some, seconds in pairs:
-        mine = slice(len(firsts), len(firsts) + len(some))
-        firsts += some
-        if some and seconds:
-            parts.append((mine, np.array(seconds, dtype=np.intp)))
-    return PairRows(firsts, np.array(firsts, dtype=np.intp), parts)
-
-
 class _Fixed(NamedTuple):
     """What does not change during a call, of some engines; see :class:`CostColumns`."""
 
@@ -77,6 +50,37 @@ class _Fixed(NamedTuple):
     token_bytes: Column
     network_bytes_per_s: Column
     step_s: Column
+
+
+class Computing(NamedTuple):
+    """What some engines would take to compute one prompt, if no other one comes before it.
+
+    Attributes:
+        prompt: this one.
+        rows: of the engines.
+        fetches: decided whether they fetch.
+        fetch_s: see :class:`Terms`.
+        prefill_s: likewise.
+        fetched: prompt tokens that each fetches; float64.
+    """
+
+    prompt: Prompt
+    rows: Rows
+    fetches: Fetches
+    fetch_s: Column
+    prefill_s: Column
+    fetched: Column
+
+    def fits(self, prompt: Prompt, rows: Rows, fetches: Fetches) -> bool:
+        """Whether it is of this prompt, of these engines."""
+        mine = self.prompt
+        return (
+            mine.usable is prompt.usable
+            and mine.peer is prompt.peer
+            and mine.tokens == prompt.tokens
+            and self.fetches is fetches
+            and (self.rows is rows or np.array_equal(self.rows, rows))
+        )
 
 
 class PricedEngines:
@@ -100,11 +104,11 @@ class PricedEngines:
         fetch_s, prefill_s, ttft_s = terms.fetch_s[at], terms.prefill_s[at], terms.ttft_s[at]
         return int(self.fetched[at]), float(fetch_s), float(prefill_s), float(ttft_s)
 
-    def shown(self, rows: Sequence[int]) -> npt.NDArray[np.float32]:
+    def shown(self, rows: Rows) -> npt.NDArray[np.float32]:
         """The terms of other rows, float32 [5, rows]; not a number for engines that have none."""
-        every = np.full((len(self.terms), max(rows) + 1), np.nan, dtype=np.float32)
+        every = np.full((len(self.terms), int(rows.max()) + 1), np.nan, dtype=np.float32)
         every[:, self.rows] = self.terms
-        return every[:, np.array(rows, dtype=np.intp)]
+        return every.take(rows, axis=1)
 
 
 class Prices:
@@ -121,11 +125,13 @@ class Prices:
             costs: of all engines.
             fetches: decides for each engine whether it fetches or computes.
         """
-        self._costs = replace(
-            costs, kv_room=costs.kv_room.copy(), coming_bytes=costs.coming_bytes.copy()
-        )
+        self._kv_room, self._coming_bytes = costs.kv_room.copy(), costs.coming_bytes.copy()
+        self._costs = costs
+        self._sent = False  # a prompt was sent in this call
         self._fetches = fetches
-        self._fixed: dict[bytes, _Fixed] = {}
+        self._kept = costs.kept
+        if self._kept.all is None:
+            self._kept.all = np.array([getattr(costs, name) for name in _Fixed._fields])
         self._thought_s = costs.backlog_s.copy()
         self._given: deque[tuple[int, Words]] = deque(maxlen=_PROMPTS_COMPARED)
         self.backlog_s = costs.backlog_s.copy()
@@ -139,34 +145,35 @@ class Prices:
         """
         rows = choices.rows
         handoff_s, tbt_s = np.zeros(len(rows)), self._of(rows).step_s.copy()
+        sends_s = self._sends_s(rows, prompt) if choices.parts else handoff_s
         for mine, decode in choices.parts:
             comes_s = self._comes_s(decode, prompt)
             full, seconds = self._decoding(decode, comes_s, prompt)
             best = int(seconds.argmin())
             if full.any():
                 best = int(np.lexsort((seconds, full))[0])
-            handoff_s[mine] = np.maximum(comes_s[best], self._sends_s(rows[mine], prompt))
+            handoff_s[mine] = np.maximum(comes_s[best], sends_s[mine])
             tbt_s[mine] = self._of(decode).step_s[best]
         return self._computing(prompt, rows, handoff_s, tbt_s)
 
     def _of(self, rows: Rows) -> _Fixed:
-        key = rows.tobytes()
-        known = self._fixed.get(key)
+        fixed = self._kept.of_rows
+        known = fixed.get(id(rows))
         if known is None:
-            costs = self._costs
-            known = self._fixed[key] = _Fixed(
-                *(getattr(costs, name)[rows] for name in _Fixed._fields)
-            )
-        return known
+            if len(fixed) >= _ROWS_KEPT:
+                fixed.clear()
+            known = fixed[id(rows)] = (rows, _Fixed(*self._kept.all.take(rows, axis=1)))
+        found: _Fixed = known[1]
+        return found
 
-    def decoding(self, first: int, seconds: Sequence[int], prompt: Prompt) -> tuple[Column, Column]:
+    def decoding(self, first: int, decode: Rows, prompt: Prompt) -> tuple[Column, Column]:
         """What it costs to decode at each of some engines what ``first`` computes.
 
         Returns:
             Whether the KV has no room there; then seconds.
         """
-        decode = np.array(seconds, dtype=np.intp)
-        sends_s = self._sends_s(np.array([first], dtype=np.intp), prompt)
+        costs = self._costs
+        sends_s = prompt.tokens * costs.token_bytes[first] / costs.network_bytes_per_s[first]
         return self._decoding(decode, np.maximum(self._comes_s(decode, prompt), sends_s), prompt)
 
     def receiving(self, seconds: Sequence[int], prompt: Prompt) -> tuple[Column, Column]:
@@ -177,38 +184,48 @@ class Prices:
     def _computing(
         self, prompt: Prompt, rows: Rows, handoff_s: Column, tbt_s: Column
     ) -> PricedEngines:
+        expects = bool(len(prompt.keys) and self._given)
+        kept: Computing | None = self._kept.computing
+        if expects or self._sent:
+            known = self._computed(prompt, rows)
+        elif kept is not None and kept.fits(prompt, rows, self._fetches):
+            known = kept
+        else:
+            known = self._kept.computing = self._computed(prompt, rows)
+        queue_s = self._thought_s.take(rows)
+        terms = Terms(queue_s, known.fetch_s, known.prefill_s, handoff_s, tbt_s)
+        return PricedEngines(rows, terms, known.fetched)
+
+    def _computed(self, prompt: Prompt, rows: Rows) -> Computing:
         tokens = prompt.tokens
-        usable, peer = prompt.usable[rows], prompt.peer[rows]
+        usable, peer = prompt.usable.take(rows), prompt.peer.take(rows)
         if len(prompt.keys) and self._given:
             self._expect(usable, rows, prompt)
         last = max(0, tokens - 1)
         np.minimum(usable, last, out=usable)
-        queue_s, computed_s = self._thought_s[rows], self._prefill_s(rows, tokens, usable)
+        computed_s = self._prefill_s(rows, tokens, usable)
         reached = np.minimum(usable + peer, last)
         longer = reached > usable
         if not longer.any():
             nothing = np.zeros(len(rows))
-            terms = Terms(queue_s, nothing, computed_s, handoff_s, tbt_s)
-            return PricedEngines(rows, terms, nothing)
+            return Computing(prompt, rows, self._fetches, nothing, computed_s, nothing)
         fixed = self._of(rows)
-        size = (reached - usable) * fixed.token_bytes + self._costs.coming_bytes[rows]
+        size = (reached - usable) * fixed.token_bytes + self._coming_bytes[rows]
         fetch_s = np.where(longer, size / fixed.network_bytes_per_s, 0.0)
         rest_s = self._prefill_s(rows, tokens, reached)
         fetched = longer & self._fetches(usable, reached, fetch_s + rest_s, computed_s)
-        terms = Terms(
-            queue_s=queue_s,
+        return Computing(
+            prompt, rows, self._fetches,
             fetch_s=np.where(fetched, fetch_s, 0.0),
             prefill_s=np.where(fetched, rest_s, computed_s),
-            handoff_s=handoff_s,
-            tbt_s=tbt_s,
-        )
-        return PricedEngines(rows, terms, np.where(fetched, reached - usable, 0.0))
+            fetched=np.where(fetched, reached - usable, 0.0),
+        )  # fmt: skip
 
     def _comes_s(self, rows: Rows, prompt: Prompt) -> Column:
         """Seconds until the KV of a prompt has come to each of these engines, by their links."""
         missing = np.maximum(prompt.tokens - prompt.usable[rows], 0.0)
         fixed = self._of(rows)
-        size = missing * fixed.token_bytes + self._costs.coming_bytes[rows]
+        size = missing * fixed.token_bytes + self._coming_bytes[rows]
         seconds: Column = size / fixed.network_bytes_per_s
         return seconds
 
@@ -219,7 +236,7 @@ class Prices:
         return seconds
 
     def _decoding(self, rows: Rows, comes_s: Column, prompt: Prompt) -> tuple[Column, Column]:
-        full = (self._costs.kv_room[rows] < prompt.tokens + prompt.output).astype(np.float64)
+        full = (self._kv_room[rows] < prompt.tokens + prompt.output).astype(np.float64)
         return full, comes_s + prompt.output * self._of(rows).step_s
 
     def give(self, row: int, seconds: float, keys: Words) -> None:
@@ -241,8 +258,9 @@ class Prices:
 
     def send(self, row: int, tokens: int) -> None:
         """A decode engine gets the KV of a prompt."""
-        self._costs.coming_bytes[row] += tokens * self._costs.token_bytes[row]
-        self._costs.kv_room[row] -= tokens
+        self._sent = True
+        self._coming_bytes[row] += tokens * self._costs.token_bytes[row]
+        self._kv_room[row] -= tokens
 
     def _prefill_s(self, rows: Rows, tokens: int, prefix: Column) -> Column:
         """Seconds to compute the end of a prompt, as ``CostPrior.prefill_seconds``."""

@@ -19,8 +19,9 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from conductor.routing.binding import Key, SecondsChooser
+from conductor.routing.binding import Key, SecondsChooser, least_seconds
 from conductor.routing.choices import Assign, Decision, Hold, Plan, Reject
 from conductor.routing.columns import (
     NO_PREFIX,
@@ -32,10 +33,19 @@ from conductor.routing.columns import (
     Waiting,
 )
 from conductor.routing.engines import Health, Role
-from conductor.routing.explaining import Places, explained
-from conductor.routing.groups import EngineGroup, grouped, serving
+from conductor.routing.explaining import Places, explained_later
+from conductor.routing.groups import (
+    EngineGroup,
+    Kinds,
+    PairRows,
+    Pairs,
+    grouped,
+    pair_rows,
+    serving,
+    way,
+)
 from conductor.routing.policy import Binding, Policy
-from conductor.routing.pricing import Pairs, PricedEngines
+from conductor.routing.pricing import PricedEngines
 from conductor.routing.shares import in_turn
 
 _FULL: Final = "every engine that could serve it is full"
@@ -72,7 +82,7 @@ class Scheduler:
                 takes its place at both when it is assigned.
         """
         self.policy = policy
-        self._at_once = at_once
+        self.kinds = Kinds(frozenset(at_once), _IN_TURN)
 
     def due(self, view: View, waiting: Waiting, now: float) -> list[int]:
         """Rows of requests that could be given a place now: their ``matches`` must be up to date.
@@ -81,8 +91,10 @@ class Scheduler:
         """
         if not self.policy.needs_prefixes:
             return []
-        call = _Call(self, view, waiting)
         new, free, shut = self.policy.new_rows(waiting), dict[Key, int](), set[int]()
+        if len(new) == len(waiting):
+            return [row for row in self.order(view, waiting, now) if row in new]
+        call = _Call(self, view, waiting)
         long = call.first_long(now)
         due: list[int] = []
         for row in self.order(view, waiting, now):
@@ -145,14 +157,9 @@ class Scheduler:
         rows = self.order(view, waiting, now)
         return {row: call.receive(row, handoffs[row], now) for row in rows}
 
-    def least_s(self, view: View, waiting: Waiting, rows: Sequence[int]) -> list[float]:
+    def least_s(self, view: View, waiting: Waiting, rows: Sequence[int]) -> Sequence[float]:
         """Seconds of prompts at the engine that needs the fewest, queues left out; 0 = unknown."""
-        call = _Call(self, view, waiting)
-        return [call.least_s(row) for row in rows]
-
-    def kind(self, protocol: str) -> str:
-        """The protocol if it asks both engines of a pair at once; empty for all others."""
-        return protocol if protocol in self._at_once else _IN_TURN
+        return least_seconds(self.policy, view, waiting, rows)
 
 
 class _Call:
@@ -167,11 +174,15 @@ class _Call:
         self._promised = view.promised.tolist()
         self._max_running = view.max_running.tolist()
         self._last_assigned = view.last_assigned.tolist()
+        # The same as arrays.
+        self._places = Places(view.in_flight.copy(), view.promised.copy(), view.max_running)
+        self._room = view.in_flight < view.max_running
+        self._promisable = view.promised < view.max_running
         self._assigned = view.assigned
         self._groups: dict[Key, EngineGroup] = {}
         self._chooser: SecondsChooser | None = None
         if self._policy.fetches is not None and view.costs is not None:
-            self._chooser = SecondsChooser(self._policy, view, self.has_room, self._least)
+            self._chooser = SecondsChooser(self._policy, view, self._room, self._least)
             self._chooser.keep(waiting)
         # Free places only get fewer during a call: later requests for the same engines are held.
         self._full: set[Key] = set()
@@ -196,13 +207,6 @@ class _Call:
                 done.add(kind)
                 if len(done) == len(waiting.of_kind) and not long:
                     return
-
-    def least_s(self, row: int) -> float:
-        """Seconds of a prompt at the engine that needs the fewest."""
-        firsts = serving(self._view, self._waiting.models[row]).firsts
-        if self._chooser is None or not firsts:
-            return 0.0
-        return self._chooser.least_s(self._waiting, row, firsts)
 
     def waits_for_full(self, row: int) -> bool:
         """Whether the engine for which a request waits has no free place."""
@@ -237,7 +241,7 @@ class _Call:
         for pairs in group.pairs.values():
             usable = {
                 offer for offer, first in pairs.offering.items()
-                if any(self._takes(one, self.way(first, one)) for one in pairs.decode)
+                if any(self._takes(one, way(self._view, first, one)) for one in pairs.decode)
             }  # fmt: skip
             offers = self._view.offers
             firsts += [one for one in pairs.prefill if offers[one] in usable and self.has_room(one)]
@@ -246,8 +250,8 @@ class _Call:
             return self.hold(row, now, _FULL)
         first = second = self.cheapest(row, firsts)
         if self._view.roles[first] is not Role.MIXED:
-            pairs = group.pairs[self._scheduler.kind(self._view.protocols[first])]
-            takers = [one for one in pairs.decode if self._takes(one, self.way(first, one))]
+            pairs = group.pairs[self._scheduler.kinds.of(self._view.protocols[first])]
+            takers = [one for one in pairs.decode if self._takes(one, way(self._view, first, one))]
             second = self.cheapest(row, takers)
         return self._assign(row, first, second, group)
 
@@ -265,16 +269,24 @@ class _Call:
             return self.hold(row, now, _FULL, waits_for)
         return self._assign(row, chosen.first, chosen.second, group, chosen.priced)
 
-    def _possible(self, group: EngineGroup) -> Pairs:
-        """First engines, whether they have room or not, and those that can decode after them."""
-        found: Pairs = [(group.alone, [])]
-        for pairs in group.pairs.values():
-            for offer, example in pairs.offering.items():
-                takers = [one for one in pairs.decode if self._takes(one, self.way(example, one))]
-                if takers:
-                    offering = [one for one in pairs.prefill if self._view.offers[one] == offer]
-                    found.append((offering, takers))
-        return found
+    def _possible(self, group: EngineGroup) -> tuple[Pairs, PairRows]:
+        """First engines, whether they have room or not, and those that can decode after them.
+
+        At once, these need a free place. Else requests get theirs when their KV arrives; so that
+        engines prefill while others decode, as many may be promised as there are places.
+        """
+        takes = [
+            np.where(one.at_once, self._room.take(one.rows), self._promisable.take(one.rows))
+            for one in group.takers
+        ]
+        if all(some.all() for some in takes):
+            return group.whole
+        pairs: Pairs = [(group.alone, [])]
+        for one, some in zip(group.takers, takes, strict=True):
+            decode = one.rows[some].tolist()
+            if decode:
+                pairs.append((one.prefill, decode))
+        return pairs, pair_rows(pairs)
 
     def hold(self, row: int, now: float, why: str, engine: str = "") -> Hold | Reject:
         """All engines are full, or ``engine`` has no room yet: hold or reject."""
@@ -291,7 +303,7 @@ class _Call:
         lives = wanted is not None and view.health[wanted] is not Health.DEAD
         if wanted is not None and lives and self.has_room(wanted):
             return self._receive(wanted, wanted)
-        pairs = self._group(row).pairs.get(self._scheduler.kind(handoff.protocol))
+        pairs = self._group(row).pairs.get(self._scheduler.kinds.of(handoff.protocol))
         if pairs is None and not lives:
             why = "no engine is left to decode it"
             return Reject(self._waiting.numbers[row], why, view.retry_after_s)
@@ -304,9 +316,19 @@ class _Call:
 
     def _receive(self, chosen: int, wanted: int | None) -> str:
         self._in_flight[chosen] += 1
+        self._changed(chosen)
         if wanted is not None:
             self._promised[wanted] -= 1
+            self._changed(wanted)
         return self._view.ids[chosen]
+
+    def _changed(self, row: int) -> None:
+        """Keep the arrays as the lists are."""
+        in_flight, promised, most = (
+            self._in_flight[row], self._promised[row], self._max_running[row],
+        )  # fmt: skip
+        self._places.in_flight[row], self._places.promised[row] = in_flight, promised
+        self._room[row], self._promisable[row] = in_flight < most, promised < most
 
     def cheapest(self, row: int, engines: Sequence[int]) -> int:
         """The cheapest of these engines for a request."""
@@ -331,20 +353,18 @@ class _Call:
 
         Of equal ones, a mixed one (no handoff), then the one that was assigned longest ago.
         """
-        left = np.arange(len(engines))
+        left: npt.NDArray[np.intp] | None = None
         for column in costs:
-            left = left[column[left] == column[left].min()]
-        return engines[min(left.tolist(), key=lambda at: self._tie(engines[at]))]
-
-    def _tie(self, row: int) -> tuple[bool, int, str]:
-        mixed = self._view.roles[row] is Role.MIXED
-        return (not mixed, self._last_assigned[row], self._view.ids[row])
-
-    def way(self, first: int, second: int) -> str:
-        """The protocol by which a pair is asked."""
-        view = self._view
-        offer = view.offers[first]
-        return offer if offer and offer == view.offers[second] else view.protocols[first]
+            some = column if left is None else column[left]
+            best = np.flatnonzero(some == some.min())
+            left = best if left is None else left[best]
+            if len(left) == 1:
+                return engines[int(left[0])]
+        equal = [engines[at] for at in (left.tolist() if left is not None else range(len(engines)))]
+        roles, last, ids = self._view.roles, self._last_assigned, self._view.ids
+        equal = [one for one in equal if roles[one] is Role.MIXED] or equal
+        longest_ago = min(last[one] for one in equal)
+        return min((one for one in equal if last[one] == longest_ago), key=ids.__getitem__)
 
     def _takes(self, row: int, way: str) -> bool:
         """Whether an engine may be assigned to decode.
@@ -352,7 +372,7 @@ class _Call:
         At once, it needs a free place. Else requests get theirs when their KV arrives; so that
         engines prefill while others decode, as many may be promised as there are places.
         """
-        if self._scheduler.kind(way) != _IN_TURN:
+        if self._scheduler.kinds.of(way) != _IN_TURN:
             return self.has_room(row)
         return bool(self._promised[row] < self._max_running[row])
 
@@ -372,7 +392,7 @@ class _Call:
         key = self._key(row)
         group = self._groups.get(key)
         if group is None:
-            group = self._groups[key] = grouped(self._view, *key, self._scheduler.kind)
+            group = self._groups[key] = grouped(self._view, *key, self._scheduler.kinds)
         return group
 
     def _assign(
@@ -384,24 +404,25 @@ class _Call:
         priced: PricedEngines | None = None,
     ) -> Assign:
         view, matches = self._view, self._matches(row)
-        candidates = explained(
+        candidates = explained_later(
             view,
-            group.serving,
+            group,
             (first, second),
-            Places(self._in_flight, self._promised, self._max_running),
-            lambda way: self._scheduler.kind(way) != _IN_TURN,
+            self._places,
+            lambda way: self._scheduler.kinds.of(way) != _IN_TURN,
             self._waiting.excluded[row],
             self._found(row) if self._policy.needs_prefixes else None,
             priced,
         )
-        protocol = self.way(first, second) if first != second else view.protocols[first]
-        at_once = first == second or self._scheduler.kind(protocol) != _IN_TURN
+        protocol = way(view, first, second) if first != second else view.protocols[first]
+        at_once = first == second or self._scheduler.kinds.of(protocol) != _IN_TURN
         self._assigned += 1
         self._in_flight[first] += 1
         if second != first:
             (self._in_flight if at_once else self._promised)[second] += 1
         for one in (first, second):
             self._last_assigned[one] = self._assigned
+            self._changed(one)
         fetched, fetch_s, prefill_s, ttft_s = priced.at(first) if priced else (0, 0.0, 0.0, 0.0)
         return Assign(
             request=self._waiting.numbers[row],

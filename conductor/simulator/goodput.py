@@ -22,7 +22,9 @@ class Highest(NamedTuple):
     effective: float
 
 
-def highest_speed(effective: Callable[[float], float], first: float = 1.0) -> Highest:
+def highest_speed(
+    effective: Callable[[float], float], first: float = 1.0, precision: float = PRECISION
+) -> Highest:
     """Search the highest speed at which :data:`ATTAINED` of the requests are effective.
 
     It doubles or halves the speed until the limit lies between two, and then halves the distance.
@@ -31,8 +33,10 @@ def highest_speed(effective: Callable[[float], float], first: float = 1.0) -> Hi
     Args:
         effective: simulates a speed, returns the part of the requests that is effective.
         first: speed to begin with, more than 0.
+        precision: by which part the result may be too low, more than 0.
     """
     assert first > 0
+    assert precision > 0
     good, bad = Highest(0.0, 0.0), 0.0
     speed = first
     while SPEED_MIN <= speed <= SPEED_MAX and not (good.speed and bad):
@@ -41,7 +45,7 @@ def highest_speed(effective: Callable[[float], float], first: float = 1.0) -> Hi
             good, speed = Highest(speed, part), speed * 2
         else:
             bad, speed = speed, speed / 2
-    while good.speed and bad and bad / good.speed > 1 + PRECISION:
+    while good.speed and bad and bad / good.speed > 1 + precision:
         speed = (good.speed * bad) ** 0.5
         part = effective(speed)
         if part >= ATTAINED:

@@ -7,18 +7,21 @@ the same inputs and compares the effects.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from conductor.routing.admission import EVERYBODY, AdmissionRules
 from conductor.routing.choices import Assign, Continue, Effect
 from conductor.routing.columns import Matches, Prefix
-from conductor.routing.dispatcher import Dispatcher, DispatchLimits, Request
+from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineInfo, EngineRegistry
 from conductor.routing.policy import POLICIES
+from conductor.routing.requests import DispatchLimits, Request
 from conductor.routing.scheduler import Scheduler
+from conductor.simulator.skew import SkewedBook
 from kvstore.errors import InvalidArgument
 
 
@@ -136,7 +139,10 @@ def _shown(effect: Effect) -> list[str]:
 
 
 class JournalHead(msgspec.Struct, frozen=True, tag="head"):
-    """What a dispatcher was made of; the first line of a file. ``wait_s`` None = for ever."""
+    """What a dispatcher was made of; the first line of a file. ``wait_s`` None = for ever.
+
+    ``skew``: by which part its estimates are off; see :class:`SkewedBook`.
+    """
 
     policy: str
     engines: list[EngineInfo]
@@ -144,6 +150,7 @@ class JournalHead(msgspec.Struct, frozen=True, tag="head"):
     wait_s: float | None
     tries: int
     rules: AdmissionRules = EVERYBODY
+    skew: Annotated[float, Meta(ge=0, lt=1)] = 0.0
 
     def dispatcher(self) -> tuple[Dispatcher, EngineRegistry]:
         """A new one like it, and its engines."""
@@ -153,7 +160,8 @@ class JournalHead(msgspec.Struct, frozen=True, tag="head"):
         wait_s = math.inf if self.wait_s is None else self.wait_s
         limits = DispatchLimits(self.waiting_max, wait_s, self.tries)
         scheduler = Scheduler(POLICIES[self.policy])
-        return Dispatcher(registry, scheduler, limits, rules=self.rules), registry
+        book = SkewedBook(self.skew) if self.skew else None
+        return Dispatcher(registry, scheduler, limits, book, self.rules), registry
 
 
 class Difference(NamedTuple):

@@ -47,6 +47,8 @@ class Scenario:
         sample_s: seconds between two samples of load; 0 = none.
         journal: whether inputs and decisions of the dispatcher are kept.
         rules: who is admitted, and who comes first.
+        skew: by which part the dispatcher's estimates are off for ever, 0 to less than 1: of every
+            other engine too high, of those between too low.
     """
 
     policy: str = "longest-prefix"
@@ -64,6 +66,7 @@ class Scenario:
     sample_s: float = 0.0
     journal: bool = False
     rules: AdmissionRules = EVERYBODY
+    skew: float = 0.0
 
 
 @dataclass(slots=True)

@@ -14,8 +14,8 @@ import numpy as np
 
 from conductor.routing.choices import Assign, Continue, Reject
 from conductor.routing.columns import Matches
-from conductor.routing.dispatcher import Request
 from conductor.routing.policy import POLICIES, Binding
+from conductor.routing.requests import Request
 from conductor.simulator.batching import BatchEngine, EngineLimits, Work
 from conductor.simulator.caching import CacheLimits, Caching
 from conductor.simulator.fleet import SimulatedEngine
@@ -60,6 +60,7 @@ class Simulation:
         self.head = JournalHead(
             scenario.policy, [one.info for one in engines], scenario.waiting_max,
             scenario.wait_s if scenario.wait_s < NEVER else None, scenario.tries, scenario.rules,
+            scenario.skew,
         )  # fmt: skip
         dispatcher, registry = self.head.dispatcher()
         if not registry.can_serve():

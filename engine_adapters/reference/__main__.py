@@ -116,7 +116,7 @@ def _number(least: int, most: int | None = None) -> Callable[[str], int]:
 
 def _seconds(text: str) -> float:
     try:
-        return Patience(silence_s=float(text)).silence_s
+        return Patience.of_silence(float(text)).silence_s
     except ValueError as error:
         raise ArgumentTypeError(f"{text!r} is not a number of seconds") from error
     except InvalidArgument as error:
@@ -249,7 +249,7 @@ def _handoff_options(args: argparse.Namespace) -> HandoffOptions | None:
         port=args.handoff_port,
         transport=args.handoff_transport,
         mooncake_protocol=args.mooncake_protocol,
-        patience=Patience(silence_s=args.handoff_silence),
+        patience=Patience.of_silence(args.handoff_silence),
         push_after=args.push_after,
         fake=args.handoff_fake,
     )

@@ -105,9 +105,14 @@ class Engine:
         """Where each push is."""
         return self.parts.pushes.describe() if self.parts.pushes is not None else []
 
+    @property
+    def max_model_len(self) -> int:
+        """Maximum tokens of a request, prompt and output, that can ever be served."""
+        return min(self.config.max_model_len, self.parts.scheduler.tokens_max)
+
     def fits(self, tokens: int) -> bool:
         """Whether a request of ``tokens``, prompt and output, can ever be served."""
-        return tokens <= self.config.max_model_len and self.parts.scheduler.fits(tokens)
+        return tokens <= self.max_model_len
 
     def submit(self, request: Request) -> None:
         """Queue a request; its ``emit`` gets at least one output with a finish reason.

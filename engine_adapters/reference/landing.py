@@ -9,6 +9,7 @@ from the store or computed.
 """
 
 import logging
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -90,24 +91,35 @@ class DecodePushes:
     def __init__(self, options: HandoffOptions, parts: PushParts, queues: DecodeQueues) -> None:
         """Begin with no connection: each prefill engine is connected to when it is named."""
         self._pool = parts.pool
-        engines = options.landings(parts.pool)
         self._allocator = parts.allocator
         self._metrics = parts.metrics
         self._queues = queues
         self._fake = options.fake
         self._begun: dict[Request, RankReceivers | None] = {}  # not read from the inbox yet
         self._pushes: dict[Request, _Incoming] = {}
-        self._managers = [
-            DecodeManager(
-                pool,
-                parts.space,
-                options.secret,
-                name=parts.name,
-                patience=options.patience,
-                engine=engine,
-            )
-            for pool, engine in zip(parts.handoff_pools(fake=options.fake), engines, strict=True)
-        ]
+        with ExitStack() as undo:
+            engines = options.landings(parts.pool)
+            for engine in engines:
+                if engine is not None:
+                    undo.callback(engine.close)
+            self._managers = [
+                undo.enter_context(
+                    closing(
+                        DecodeManager(
+                            pool,
+                            parts.space,
+                            options.secret,
+                            name=parts.name,
+                            patience=options.patience,
+                            engine=engine,
+                        )
+                    )
+                )
+                for pool, engine in zip(
+                    parts.handoff_pools(fake=options.fake), engines, strict=True
+                )
+            ]
+            undo.pop_all()
         parts.metrics.limbo_blocks.set_function(
             lambda: max(manager.stats()["limbo_blocks"] for manager in self._managers)
         )

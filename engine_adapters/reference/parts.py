@@ -1,5 +1,6 @@
 """What an engine is made of, and its options."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -126,15 +127,18 @@ def build(
     parts = EngineParts(
         options, config, identity, metrics, Model(config), pool, allocator, tree, scheduler
     )
-    if handoff is not None and options.mode != "mono":
-        _add_pushes(parts, handoff)
-    if store is not None:
-        shard = ShardSpec(
-            layout=CanonicalLayout(head_dim=config.head_dim),
-            layers=(0, config.layers),
-            heads=(0, config.kv_heads),
-        )
-        parts.store = StoreAdapter(store, identity, shard, pool, allocator, metrics)
+    with ExitStack() as undo:
+        undo.callback(parts.close, 0)
+        if handoff is not None and options.mode != "mono":
+            _add_pushes(parts, handoff)
+        if store is not None:
+            shard = ShardSpec(
+                layout=CanonicalLayout(head_dim=config.head_dim),
+                layers=(0, config.layers),
+                heads=(0, config.kv_heads),
+            )
+            parts.store = StoreAdapter(store, identity, shard, pool, allocator, metrics)
+        undo.pop_all()
     return parts
 
 

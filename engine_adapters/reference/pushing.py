@@ -5,6 +5,7 @@ whatever happens to its request.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,7 +18,6 @@ from engine_adapters.reference.handoff_options import (
 from engine_adapters.reference.push_queues import PrefillQueues
 from engine_adapters.reference.rank_pushes import RankSenders, joint_status
 from engine_adapters.reference.request import Request, State
-from kvstore.errors import KVStoreError
 from kvstore.handoff.aux_data import AuxData, prompt_digest
 from kvstore.handoff.prefill import PrefillManager
 from kvstore.handoff.registry import HandoffRegistry
@@ -85,32 +85,33 @@ class PrefillPushes:
         self._queues = queues
         self._begun: dict[Request, RankSenders] = {}  # not read from the inbox yet
         self._pushes: dict[Request, _Outgoing] = {}
-        writers = options.writers(parts.pool)
-        self._registry = HandoffRegistry(options.host, options.registry_port, options.secret)
-        self.registry = self._registry.url
-        managers: list[PrefillManager] = []
-        try:
-            for rank, pool in enumerate(parts.handoff_pools(fake=options.fake)):
-                managers.append(
-                    PrefillManager(
-                        pool,
-                        parts.space,
-                        options.secret,
-                        registry=self.registry,
-                        host=options.host,
-                        port=options.port and options.port + rank,
-                        patience=options.patience,
-                        writer=writers[rank],
-                    )
-                )
-        except KVStoreError:
-            for manager in managers:
-                manager.close()
-            self._registry.close()
+        with ExitStack() as undo:
+            writers = options.writers(parts.pool)
             for writer in writers:
                 if writer is not None:
-                    writer.close()
-            raise
+                    undo.callback(writer.close)
+            self._registry = undo.enter_context(
+                closing(HandoffRegistry(options.host, options.registry_port, options.secret))
+            )
+            self.registry = self._registry.url
+            managers = [
+                undo.enter_context(
+                    closing(
+                        PrefillManager(
+                            pool,
+                            parts.space,
+                            options.secret,
+                            registry=self.registry,
+                            host=options.host,
+                            port=options.port and options.port + rank,
+                            patience=options.patience,
+                            writer=writers[rank],
+                        )
+                    )
+                )
+                for rank, pool in enumerate(parts.handoff_pools(fake=options.fake))
+            ]
+            undo.pop_all()
         self._managers = managers
         parts.metrics.written_push_jobs.set_function(
             lambda: sum(manager.stats()["written_jobs"] for manager in managers)

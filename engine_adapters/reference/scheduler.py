@@ -112,9 +112,10 @@ class Scheduler:
         yield from self._running
         yield from self._waiting
 
-    def fits(self, tokens: int) -> bool:
-        """Whether a request of ``tokens``, prompt and output, could run alone."""
-        return self.blocks_of(tokens) <= self._allocator.count
+    @property
+    def tokens_max(self) -> int:
+        """Tokens of the longest request, prompt and output, that could run alone."""
+        return self._allocator.count // self._page_blocks * self._page_tokens
 
     def add(self, request: Request) -> bool:
         """Queue a request; returns False if the queue is full."""

@@ -142,6 +142,7 @@ class Server:
                 "events_replay": identity.events_replay,
                 "node": identity.node,
                 "max_running": engine.options.limits.running_max,
+                "max_model_len": engine.max_model_len,
                 "handoff": engine.handoff,
             }
         )

@@ -1,39 +1,57 @@
-"""Connections of a rank of decode to one of prefill."""
+"""Connections of a rank of decode to those of prefill."""
 
+import contextlib
 import os
 import time
+from collections.abc import Sequence
 from typing import Final
 
 from kvstore.errors import PeerUnreachable
 from kvstore.handoff.greeting import Greeter, Purpose
 from kvstore.handoff.links import PushLink
 from kvstore.handoff.peers import PeerRank
-from kvstore.transport.streams import DataStream, connect, host_and_port
+from kvstore.transport.streams import connect, host_and_port
 
 CONNECT_S: Final = 2.0
 """For one connection and its greeting."""
 PURPOSES: Final[tuple[Purpose, ...]] = ("messages", "pushes")
 
 
-def link_to(rank: PeerRank, peer: str, greeter: Greeter, streams: list[DataStream]) -> PushLink:
+def link_to(rank: PeerRank, peer: str, greeter: Greeter) -> PushLink:
     """Make both connections of a link to one rank of prefill.
 
     Args:
         rank: as registered.
         peer: whose rank it is, for logs.
         greeter: of this rank of decode.
-        streams: gets every connection as soon as it is made; the caller closes them.
 
     Raises:
-        KVStoreError: that did not succeed.
+        KVStoreError: that did not succeed; no connection is left.
     """
     link = PushLink(os.urandom(16), peer)
-    for purpose in PURPOSES:
-        until_ns = time.monotonic_ns() + int(CONNECT_S * 1e9)
-        stream = connect(*host_and_port(rank.record.address), None, until_ns)
-        streams.append(stream)
-        boot = bytes.fromhex(rank.record.boot)
-        sealed = greeter.greet(stream, purpose, link.number, boot, rank.share)
-        if not link.add(purpose, sealed):
-            raise PeerUnreachable("the link was closed")
+    with contextlib.ExitStack() as undo:
+        for purpose in PURPOSES:
+            until_ns = time.monotonic_ns() + int(CONNECT_S * 1e9)
+            stream = connect(*host_and_port(rank.record.address), None, until_ns)
+            undo.callback(stream.close)
+            boot = bytes.fromhex(rank.record.boot)
+            sealed = greeter.greet(stream, purpose, link.number, boot, rank.share)
+            if not link.add(purpose, sealed):
+                raise PeerUnreachable("the link was closed")
+        undo.pop_all()
     return link
+
+
+def end_links(links: Sequence[PushLink]) -> None:
+    """Close links of decode, wait for their writers, and free their descriptors.
+
+    Args:
+        links: nobody reads them.
+    """
+    for link in links:
+        link.close()
+    for link in links:
+        if link.writer is not None:
+            link.writer.join()
+        for purpose in PURPOSES:
+            link.stream(purpose).close()

@@ -3,11 +3,13 @@
 One object for each rank. No method waits for the network.
 """
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Final
 
 from kvstore.errors import (
@@ -18,11 +20,10 @@ from kvstore.errors import (
     ProtocolError,
 )
 from kvstore.handoff.aux_data import AUX_BYTES_MAX, AuxData, decode_aux
-from kvstore.handoff.connecting import CONNECT_S, PURPOSES, link_to
+from kvstore.handoff.connecting import CONNECT_S, end_links, link_to
 from kvstore.handoff.effects import Effect, EndEngine, EndLink, Landing, SendTo
 from kvstore.handoff.greeting import Greeter, SealedStream
 from kvstore.handoff.links import (
-    SEND_S,
     LinkThreads,
     PeerLinks,
     PushLink,
@@ -30,6 +31,7 @@ from kvstore.handoff.links import (
     cause_of,
     note_refused,
     refusals,
+    send_limit_s,
 )
 from kvstore.handoff.memory import AuxSlots, HandoffPool
 from kvstore.handoff.messages import (
@@ -53,10 +55,8 @@ from kvstore.handoff.states import (
     State,
     agreed,
 )
-from kvstore.handoff.tables import LinkSource
 from kvstore.handoff.writing import LandingEngine
 from kvstore.process.faults import Faults
-from kvstore.transport.streams import DataStream
 
 PEERS_MAX: Final = 64
 """Prefill instances at a time."""
@@ -80,7 +80,7 @@ class DecodeManager:
         aux_slots: handoffs at a time; each has 128 KiB for its aux data.
         patience: deadlines.
         engine: another transport, by which prefill engines that have it too write KV to the pool;
-            the manager closes it. None = all comes over TCP.
+            the manager closes it, also if this raises. None = all comes over TCP.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class DecodeManager:
         self._greeter = Greeter(secret, space, pool.shape, self._group, name=name)
         self._aux = AuxSlots(aux_slots, AUX_BYTES_MAX)
         patience, rank = patience or Patience(), self._group.rank
-        self._silence_s = patience.silence_s
+        self._silence_s, self._send_s = patience.silence_s, send_limit_s(patience)
         self._core = Receivers(pool.shape, aux_slots, AUX_BYTES_MAX, patience, rank)
         self._lock = threading.Lock()
         self._links: dict[str, PeerLinks] = {}  # peer → the links that are up or being made
@@ -103,9 +103,14 @@ class DecodeManager:
         self.faults = Faults(_LOG, "handoff, decode")
         self._engine = engine
         self._transport = engine.transport if engine is not None else ""
-        self._ticker = Ticker(self._tick, "kvstore-handoff-ticker")
-        if engine is not None:
-            engine.begin(self._engine_up, self._engine_ended)
+        with contextlib.ExitStack() as undo:
+            if engine is not None:
+                undo.callback(engine.close)
+            self._ticker = Ticker(self._tick, "kvstore-handoff-ticker")
+            undo.callback(self._ticker.close)
+            if engine is not None:
+                engine.begin(self._engine_up, self._engine_ended)
+            undo.pop_all()
 
     # ---- the engine -------------------------------------------------------------------------
 
@@ -157,6 +162,7 @@ class DecodeManager:
                 **self._core.counts, **self.faults.counts,
                 "links": sum(len(peer.links) for peer in self._links.values()),
                 "threads": len(self._threads), "limbo_blocks": self._core.limbo_blocks(),
+                "limbo_states": self._core.limbo().total() - self._core.limbo_blocks(),
                 "aux_slots": self._aux.count - len(self._core.free_slots),
             }  # fmt: skip
 
@@ -220,9 +226,10 @@ class DecodeManager:
 
     def _serve(self, peer: PeerLinks, client: RegistryClient) -> None:
         """Make the links to a peer, and read what prefill sends on the first until it ends."""
-        streams: list[DataStream] = []
+        made: list[tuple[PeerRank, PushLink]] = []
         try:
-            sources = self._connect(peer, client, streams)
+            self._connect(peer, client, made)
+            sources = {link.number: rank.source for rank, link in made}
             with self._lock:
                 if peer.is_closed:  # nobody would tell the core of its end
                     raise PeerUnreachable("the manager was closed")
@@ -233,8 +240,7 @@ class DecodeManager:
                 error = PeerUnreachable(repr(error)[:200])
             with self._lock:
                 self._give_up(peer, error)
-            for stream in streams:
-                stream.close()
+            end_links([link for _, link in made])
             return
         for link in peer.links[1:]:
             try:
@@ -245,23 +251,16 @@ class DecodeManager:
         self._use(peer, peer.links[0])
 
     def _use(self, peer: PeerLinks, link: PushLink) -> None:
-        """Read what one rank of prefill sends until its link ends, and write to it."""
-        writer: threading.Thread | None = None
+        """Read what one rank of prefill sends until its link ends."""
         try:
-            writer = self._threads.start(partial(self._write, peer, link), "kvstore-handoff-writer")
             self._read(peer, link)
-        except PeerUnreachable as error:
-            self._fault(peer, FailureCode.UNREACHABLE, str(error))
         finally:
             self._drop(peer, FailureCode.PEER_CLOSED, "its reader has ended")
-            if writer is not None:
-                writer.join()
             self._settle(link)
 
     def _settle(self, link: PushLink) -> None:
         """Nothing arrives over a link any more."""
-        for purpose in PURPOSES:
-            link.stream(purpose).close()
+        end_links([link])
         with self._lock:
             self._core.settled(link.number)
 
@@ -274,9 +273,14 @@ class DecodeManager:
         peer.close()
 
     def _connect(
-        self, peer: PeerLinks, client: RegistryClient, streams: list[DataStream]
-    ) -> dict[bytes, LinkSource]:
-        """Ask the registry and make all connections, a few times if that fails soon.
+        self, peer: PeerLinks, client: RegistryClient, made: list[tuple[PeerRank, PushLink]]
+    ) -> None:
+        """Ask the registry and make all links, a few times if that fails soon.
+
+        Args:
+            peer: whose links they are.
+            client: of its registry.
+            made: gets every link as soon as it is made; the caller ends them if this raises.
 
         Raises:
             KVStoreError: that did not succeed.
@@ -284,8 +288,12 @@ class DecodeManager:
         begun = time.monotonic()
         for attempt in range(TRIES_MAX):
             try:
-                ranks = peer_ranks(client.ranks(), self._group, self._pool.shape, self._transport)
-                made = [(one, link_to(one, peer.peer, self._greeter, streams)) for one in ranks]
+                for rank in peer_ranks(
+                    client.ranks(), self._group, self._pool.shape, self._transport
+                ):
+                    self._make(peer, rank, made)
+                if any(link.is_closed for _, link in made):
+                    raise PeerUnreachable("a link was closed while others were made")
             except ValueError as error:
                 raise ProtocolError(f"the registration cannot be read: {error}") from error
             except KVStoreError as error:
@@ -294,16 +302,27 @@ class DecodeManager:
                 last = refused or silent or attempt + 1 == TRIES_MAX
                 if last or self._over.wait(_PAUSE_S):
                     raise
-                for stream in streams:
-                    stream.close()
-                streams.clear()
+                end_links([link for _, link in made])
+                made.clear()
             else:
-                return self._add(peer, made)
+                self._add(peer, [link for _, link in made])
+                return
         raise AssertionError("the last attempt returns or raises")
 
-    def _add(
-        self, peer: PeerLinks, made: list[tuple[PeerRank, PushLink]]
-    ) -> dict[bytes, LinkSource]:
+    def _make(self, peer: PeerLinks, rank: PeerRank, made: list[tuple[PeerRank, PushLink]]) -> None:
+        """Make one link; its writer pings from now on, or prefill would give it up as silent.
+
+        Raises:
+            KVStoreError: that did not succeed, or the manager was closed.
+        """
+        if peer.is_closed:
+            raise PeerUnreachable("the manager was closed")
+        link = link_to(rank, peer.peer, self._greeter)
+        made.append((rank, link))
+        name = "kvstore-handoff-writer"
+        link.writer = self._threads.start(partial(self._write, peer, link), name)
+
+    def _add(self, peer: PeerLinks, links: list[PushLink]) -> None:
         """Count connected links as those of a peer.
 
         Raises:
@@ -311,11 +330,10 @@ class DecodeManager:
         """
         with self._lock:
             there = sum(len(one.links) for one in self._links.values())
-            if there + len(made) > LINKS_MAX:
-                raise PeerUnreachable(f"{there} links are in use, {len(made)} more are too many")
-            if not all(peer.add(link) for _, link in made):
+            if there + len(links) > LINKS_MAX:
+                raise PeerUnreachable(f"{there} links are in use, {len(links)} more are too many")
+            if not all(map(peer.add, links)):
                 raise PeerUnreachable("the manager was closed")
-        return {link.number: rank.source for rank, link in made}
 
     def _drop(self, peer: PeerLinks, code: FailureCode, why: str) -> None:
         """Close the links to a peer, and fail what lives on them."""
@@ -334,9 +352,11 @@ class DecodeManager:
         while (item := link.outbox.next()) is not None:
             assert isinstance(item, bytes)
             try:
-                sealed.send(item, [], SEND_S)
+                sealed.send(item, [], self._send_s)
             except KVStoreError as error:
-                self._fault(peer, FailureCode.PEER_CLOSED, str(error))
+                if link in peer.links:
+                    self._fault(peer, FailureCode.PEER_CLOSED, str(error))
+                link.close()  # while others are made, who makes them finds it closed
 
     def _read(self, peer: PeerLinks, link: PushLink) -> None:
         sealed, staging = link.stream("pushes"), Staging()
@@ -427,18 +447,26 @@ class Receiver:
         """Whether bytes may still arrive in the announced blocks: do not give them away before."""
         return self._manager.holds_blocks(self.room)
 
-    def announce(self, first_token: int, blocks: Sequence[int]) -> None:
-        """Say where the KV belongs; bytes arrive there until :attr:`holds_blocks` is False.
+    def announce(
+        self, first_token: int, blocks: Sequence[int],
+        states: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        """Say where KV and state data belong; they arrive until :attr:`holds_blocks` is False.
 
         Args:
             first_token: KV of tokens before it is not needed; the block with it comes completely.
             blocks: block of each position from that of ``first_token`` to the end of the prompt;
                 empty if nothing is needed.
+            states: blocks in each state buffer, by its name: of the kind ``slot`` one, of ``last``
+                one for each of the last positions, in their order, of ``every`` as ``blocks``.
 
         Raises:
-            InvalidArgument: a block is not in the pool, named twice, or of another handoff.
+            InvalidArgument: a block is not in the pool, named twice, or of another handoff; or
+                blocks of a state buffer are missing.
         """
-        self._manager.act(lambda core, now: core.announce(self.room, first_token, blocks, now))
+        self._manager.act(
+            lambda core, now: core.announce(self.room, first_token, blocks, now, states)
+        )
 
     def renew(self) -> None:
         """The request waits for memory; call it in each step, so that prefill waits."""

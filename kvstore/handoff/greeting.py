@@ -22,6 +22,7 @@ from kvstore.errors import ConfigError, InvalidArgument, PeerUnreachable, Protoc
 from kvstore.handoff.messages import MESSAGE_BYTES_MAX
 from kvstore.handoff.ranks import RankGroup, RankPart, Share, plan_ranks
 from kvstore.handoff.shape import PoolShape
+from kvstore.handoff.state_data import check_alike
 from kvstore.handoff.tables import LinkTarget
 from kvstore.transport.streams import DataStream, receive_bytes
 
@@ -248,11 +249,14 @@ class Greeter(NamedTuple):
             raise PeerUnreachable("another process of prefill is at this address now")
         return SealedStream(stream, proof_of(self.secret, b"key", challenge.nonce, nonce))
 
-    def answer(self, stream: DataStream) -> tuple[LinkGreeting, SealedStream]:
+    def answer(self, stream: DataStream) -> tuple[LinkGreeting, LinkTarget, SealedStream]:
         """Prefill's side of a greeting.
 
         Args:
             stream: a new connection; the caller closes it if this raises.
+
+        Returns:
+            What decode has said, whom the link leads to, and the connection.
 
         Raises:
             ProtocolError: it is not a greeting, or decode does not know the secret.
@@ -274,7 +278,7 @@ class Greeter(NamedTuple):
             _send_plain(stream, _encode(refusal), deadline_ns)
             raise ProtocolError(refusal.message)
         try:
-            self.target(greeting)
+            target = self.target(greeting)
         except InvalidArgument as error:
             message = str(error).removeprefix(f"{error.field}: ")[:200]
             refused = GreetingRefused(error.field, message)
@@ -282,7 +286,8 @@ class Greeter(NamedTuple):
             raise
         proof = proof_of(self.secret, b"prefill", greeting.nonce, nonce, self.boot)
         _send_plain(stream, _encode(Greeted(self.boot, proof)), deadline_ns)
-        return greeting, SealedStream(stream, proof_of(self.secret, b"key", nonce, greeting.nonce))
+        key = proof_of(self.secret, b"key", nonce, greeting.nonce)
+        return greeting, target, SealedStream(stream, key)
 
     def target(self, greeting: LinkGreeting) -> LinkTarget:
         """At prefill: whom a link leads to, and what it moves.
@@ -302,6 +307,7 @@ class Greeter(NamedTuple):
         for field, differs in unlike.items():
             if differs:
                 raise InvalidArgument(field, f"{field} of decode is not that of prefill")
+        check_alike(self.shape.states, shape.states)
         group.check(shape.plane_count // shape.planes_per_layer)
         if group.part != shape.part:
             raise InvalidArgument("ranks", "the pool of decode is not that of its rank")

@@ -35,27 +35,29 @@ class JobQueues:
 
     def add(self, room: int, leg: SendingLeg, part: SentPart) -> None:
         """Queue the ranges of a part that the other side needs."""
-        assert leg.there is not None
-        share = leg.target.share
-        stop = min(part.positions.stop, leg.first + len(leg.there))
-        positions = range(max(part.positions.start, leg.first), stop)
+        wanted = leg.wanted(part.planes.start)
+        if wanted is None:
+            return
+        share, start, blocks, place = wanted
+        stop = min(part.positions.stop, start + len(blocks))
+        positions = range(max(part.positions.start, start), stop)
         planes = _common(part.planes, share.planes)
         if not positions or not planes:
             return
         leg.left -= len(positions) * len(planes)
         offset = positions.start - part.positions.start
         here = part.blocks[offset : offset + len(positions)]
-        there = leg.there[positions.start - leg.first :][: len(positions)]
+        there = blocks[positions.start - start :][: len(positions)]
         generations = part.generations[offset : offset + len(positions)]
         blocks_max = max(RANGES_BYTES_MAX // max(share.block_bytes, 1), 1)
         runs = _joined(positions, here.tolist(), there, blocks_max, share)
         for ranges in batches(planes, runs, blocks_max, RANGES_MAX):
             sources = [int(here[one.first - positions.start]) for one in ranges]
-            targets = [leg.there[one.first - leg.first] for one in ranges]
+            targets = [blocks[one.first - start] for one in ranges]
             rows = [here[one.first - positions.start :][: one.size] for one in ranges]
             job = PushJob(
                 next(self._numbers), leg.link, room, ranges, sources, here, generations, share,
-                rows if share.is_staged else [], b"", targets, leg.place,
+                rows if share.is_staged else [], b"", targets, place,
             )  # fmt: skip
             self._put(leg, job)
 
@@ -107,7 +109,8 @@ class JobQueues:
     def _put(self, leg: SendingLeg, job: PushJob) -> None:
         waiting = self._waiting.setdefault(leg.link, deque())
         last = waiting[-1] if waiting else None
-        if last and last.room == job.room and not (last.aux or job.aux) and _is_small(last, job):
+        alike = last and last.room == job.room and last.share.planes == job.share.planes
+        if last and alike and not (last.aux or job.aux) and _is_small(last, job):
             waiting[-1] = last.joined(job)
             return
         waiting.append(job)

@@ -16,13 +16,13 @@ from kvstore.errors import KVStoreError, PeerUnreachable, ProtocolError, Transfe
 from kvstore.handoff.effects import PushJob
 from kvstore.handoff.greeting import SealedStream
 from kvstore.handoff.messages import FromDecode, FromPrefill, HandoffPing, encode_message
-from kvstore.handoff.states import FailureCode
+from kvstore.handoff.states import FailureCode, Patience
 from kvstore.process.faults import Faults
 
 PING_S: Final = 0.4
 """A ping is sent when nothing else was for so long: twice within the shortest silence allowed."""
 SEND_S: Final = 15.0
-"""A frame that is not written after so long closes its link."""
+"""A frame that is not written after so long closes its link, unless the silence is longer."""
 MESSAGES_MAX: Final = 4_096
 """Messages that wait to be written; a peer that reads no more than that has its link closed."""
 _REFUSALS: Final = ("foreign_messages", "repeated_messages", "failed_protocol", "failed_refused")
@@ -41,6 +41,11 @@ def fit_send_buffer(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):  # it is broken already: whoever uses it finds out
         if connection.getsockname()[0] == connection.getpeername()[0]:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _NEAR_BYTES)
+
+
+def send_limit_s(patience: Patience) -> float:
+    """Seconds after which a frame that is not written closes its link."""
+    return max(SEND_S, patience.silence_s)
 
 
 def refusals(counts: Counter[str]) -> int:
@@ -128,9 +133,11 @@ class PushLink:
     Attributes:
         outbox: what waits to be written.
         connected: set when both connections are there, or it was closed.
+        writer: at decode, the thread that writes messages; None = none was started.
     """
 
     def __init__(self, number: bytes, peer: str) -> None:
+        self.writer: threading.Thread | None = None
         self.number = number
         self.peer = peer
         self.outbox = Outbox()

@@ -11,9 +11,17 @@ from kvstore import mover
 from kvstore.errors import InvalidArgument
 from kvstore.handoff.effects import Landing, PushJob
 from kvstore.handoff.messages import LandingPlace
-from kvstore.handoff.places import AUX_PLANE, PushRange, range_seeds
+from kvstore.handoff.places import (
+    AUX_PLANE,
+    PLANES_MAX,
+    STATE_PLANE,
+    PushRange,
+    range_seeds,
+    state_of,
+)
 from kvstore.handoff.ranks import INSTANCE_BYTES, RankGroup, RankPart, Span
 from kvstore.handoff.shape import PoolShape
+from kvstore.handoff.state_data import StateBuffer
 from kvstore.handoff.writing import BlockWrite
 from kvstore.mover import Pieces
 from kvstore.mover.kvpool import HeadRows, KVPool
@@ -37,6 +45,7 @@ class HandoffPool:
         group: all ranks of the engine, which of them has this pool, and so which layers and heads
             it has. A block has one row a token, and in a row head after head. None = there is one
             rank, and so there is at the engines that it exchanges KV with.
+        states: memory of what a request has besides KV, in the same order at both sides.
         fake: move no byte of KV, for tests and warm-up: handoffs go through all states, with their
             aux data, and nothing in the pool is read or written. The pools of both sides must be.
 
@@ -56,6 +65,7 @@ class HandoffPool:
         generations: npt.NDArray[np.uint64] | None = None,
         group: RankGroup | None = None,
         *,
+        states: Sequence[StateBuffer] = (),
         fake: bool = False,
     ) -> None:
         if pool.device != "cpu":
@@ -79,9 +89,16 @@ class HandoffPool:
             pool.block_count,
             part.layers[0],
             part.heads,
+            tuple((one._replace(block_bytes=0) if fake else one).shape for one in states),
         )
-        if generations is not None and generations.shape != (pool.block_count,):
-            raise InvalidArgument("generations", f"{generations.shape}, not ({pool.block_count},)")
+        _check_generations("generations", generations, pool.block_count)
+        for one in states:
+            field = f"states.{one.name}.generations"
+            _check_generations(field, one.generations, one.block_count)
+        self._states = [
+            StateMemory(one, index, 0 if fake else one.block_bytes)
+            for index, one in enumerate(states)
+        ]
         self._pool = pool
         self._planes = pool.planes
         self._memory = [memory_at(plane, pool.block_count * size) for plane in pool.planes]
@@ -101,11 +118,24 @@ class HandoffPool:
             return np.zeros(0, dtype=np.uint64)
         return self._generations[numbers]
 
+    def state_generations(self, name: str, blocks: Sequence[int]) -> npt.NDArray[np.uint64]:
+        """The generations of blocks of a state buffer now; empty if it has none.
+
+        Raises:
+            InvalidArgument: there is no such buffer, or a block is not in it.
+        """
+        for one in self._states:
+            if one.buffer.name == name:
+                return one.generations(blocks)
+        raise InvalidArgument("states", f"{name[:40]!r} is no state buffer")
+
     def is_unchanged(self, job: PushJob) -> bool:
         """Whether the blocks of a job are still those that its KV was written to."""
-        if self._generations is None or not len(job.generations):
+        index = state_of(job.ranges[0].plane)
+        now = self._generations if index < 0 else self._states[index].buffer.generations
+        if now is None or not len(job.generations):
             return True
-        return bool((self._generations[job.blocks] == job.generations).all())
+        return bool((now[job.blocks] == job.generations).all())
 
     def write_of(self, job: PushJob, place: LandingPlace) -> BlockWrite:
         """A job as blocks to write, where decode has announced them."""
@@ -130,7 +160,12 @@ class HandoffPool:
         )  # fmt: skip
 
     def places(self, ranges: Sequence[PushRange], firsts: Sequence[int]) -> Places:
-        """Where ranges are in this pool, given the first block of each."""
+        """Where ranges are in this pool, given the first block of each.
+
+        Either all are of KV, or all are of one state buffer; so with :meth:`views`.
+        """
+        if ranges[0].plane >= STATE_PLANE:
+            return self._states[state_of(ranges[0].plane)].places(ranges, firsts)
         size, first_plane = self._block_bytes, self.shape.first_plane
         return [
             (self._planes[one.plane - first_plane] + first * size, one.size * size)
@@ -139,6 +174,8 @@ class HandoffPool:
 
     def views(self, ranges: Sequence[PushRange], firsts: Sequence[int]) -> list[memoryview]:
         """The memory of ranges in this pool, given the first block of each."""
+        if ranges[0].plane >= STATE_PLANE:
+            return [memory_at(*place) for place in self.places(ranges, firsts)]
         size, first_plane = self._block_bytes, self.shape.first_plane
         return [
             self._memory[plane - first_plane][first * size : (first + count) * size]
@@ -163,6 +200,38 @@ class HandoffPool:
         )
 
 
+class StateMemory:
+    """A state buffer by ranges.
+
+    Args:
+        buffer: of the engine.
+        index: of the buffer.
+        block_bytes: that are moved of each block; 0 = nothing is.
+    """
+
+    def __init__(self, buffer: StateBuffer, index: int, block_bytes: int) -> None:
+        self.buffer = buffer
+        self._first_plane = STATE_PLANE + index * PLANES_MAX
+        self._block_bytes = block_bytes
+
+    def generations(self, blocks: Sequence[int]) -> npt.NDArray[np.uint64]:
+        """As :meth:`HandoffPool.state_generations`."""
+        numbers = np.asarray(blocks, dtype=np.int64)
+        if ((numbers < 0) | (numbers >= self.buffer.block_count)).any():
+            raise InvalidArgument(f"states.{self.buffer.name}", "a block is not in the buffer")
+        if self.buffer.generations is None:
+            return np.zeros(0, dtype=np.uint64)
+        return self.buffer.generations[numbers]
+
+    def places(self, ranges: Sequence[PushRange], firsts: Sequence[int]) -> Places:
+        """As :meth:`HandoffPool.places`."""
+        size, planes = self._block_bytes, self.buffer.planes
+        return [
+            (planes[one.plane - self._first_plane] + first * size, one.size * size)
+            for one, first in zip(ranges, firsts, strict=True)
+        ]
+
+
 class AuxSlots:
     """Memory for aux data at decode, of our own.
 
@@ -185,6 +254,12 @@ class AuxSlots:
     def read(self, slot: int, size: int) -> bytes:
         """A copy of the data in a slot."""
         return self._memory[slot, :size].tobytes()
+
+
+def _check_generations(field: str, numbers: npt.NDArray[np.uint64] | None, count: int) -> None:
+    """Refuse generations that are not one for each block."""
+    if numbers is not None and numbers.shape != (count,):
+        raise InvalidArgument(field, f"{numbers.shape}, not ({count},)")
 
 
 def landing_places(pool: HandoffPool, aux: AuxSlots, landing: Landing) -> Places:

@@ -55,6 +55,7 @@ class Announce(msgspec.Struct, frozen=True, array_like=True, tag=3):
         blocks: block of each position from that of ``first_token`` on, 4 bytes each.
         aux_slot: slot of the aux data.
         place: where another transport may write the KV; None = all comes over this link.
+        states: blocks in each state buffer, 4 bytes each; empty if the link moves no state data.
     """
 
     room: int
@@ -63,6 +64,7 @@ class Announce(msgspec.Struct, frozen=True, array_like=True, tag=3):
     blocks: bytes
     aux_slot: int
     place: LandingPlace | None = None
+    states: list[bytes] = []
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=4):

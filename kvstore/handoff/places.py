@@ -18,6 +18,8 @@ from kvstore.page import DIGEST_BYTES
 AUX_PLANE: Final = 0xFFFF_FFFF
 """Stands for the aux data in place of a plane; ``first`` is the slot, ``size`` its bytes."""
 PLANES_MAX: Final = 4_096
+STATE_PLANE: Final = 0x8000_0000
+"""First plane of the state data; each state buffer has :data:`PLANES_MAX` numbers."""
 BLOCKS_MAX: Final = 1 << 20
 """Blocks of one request."""
 _NUMBERS: Final = np.dtype("<u4")
@@ -35,7 +37,8 @@ class PushRange(NamedTuple):
     """Neighbouring blocks of one plane.
 
     Attributes:
-        plane: number among the planes of all ranks, or :data:`AUX_PLANE`.
+        plane: number among the planes of all ranks, :data:`AUX_PLANE`, or from :data:`STATE_PLANE`
+            on.
         first: position of the first block.
         size: number of blocks, or bytes of the aux data.
     """
@@ -43,6 +46,21 @@ class PushRange(NamedTuple):
     plane: int
     first: int
     size: int
+
+
+def state_of(plane: int) -> int:
+    """Index of the state buffer that a plane is of; -1 = it is of KV, or the aux data."""
+    return (plane - STATE_PLANE) // PLANES_MAX if STATE_PLANE <= plane < AUX_PLANE else -1
+
+
+def check_one_kind(ranges: Sequence[PushRange]) -> None:
+    """Refuse ranges of one head of which nobody knows how many bytes they are.
+
+    Raises:
+        ProtocolError: they are of several state buffers, or of one and of something else.
+    """
+    if len({state_of(one.plane) for one in ranges}) > 1:
+        raise ProtocolError("a head has ranges of state data and others")
 
 
 def range_seeds(seed: int, ranges: Sequence[PushRange]) -> npt.NDArray[np.uint64]:

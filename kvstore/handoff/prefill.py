@@ -19,7 +19,6 @@ from kvstore.handoff.aux_data import AuxData, encode_aux
 from kvstore.handoff.effects import Effect, PushJob, SendTo, Submit
 from kvstore.handoff.greeting import GREETING_S, PROTOCOL, Greeter, SealedStream
 from kvstore.handoff.links import (
-    SEND_S,
     LinkThreads,
     PushLink,
     Ticker,
@@ -27,6 +26,7 @@ from kvstore.handoff.links import (
     fit_send_buffer,
     note_refused,
     refusals,
+    send_limit_s,
 )
 from kvstore.handoff.memory import HandoffPool
 from kvstore.handoff.messages import RangesHead, RangesWritten, encode_message, read_from_decode
@@ -71,14 +71,14 @@ class PrefillManager:
         host: address to listen at, and to be reached at.
         port: 0 = any free one.
         patience: deadlines.
-        writer: another transport, for decode engines that have it too; the manager closes it.
-            None = all goes over TCP.
+        writer: another transport, for decode engines that have it too; the manager closes it, also
+            if this raises. None = all goes over TCP.
 
     Attributes:
         address: ``host:port`` of the manager.
 
     Raises:
-        InvalidArgument: it cannot listen there.
+        InvalidArgument: it cannot listen there, or ``registry`` is no URL.
     """
 
     def __init__(
@@ -91,9 +91,8 @@ class PrefillManager:
         self._boot = os.urandom(16)
         self._greeter = Greeter(secret, space, pool.shape, self._group, boot=self._boot)
         patience = patience or Patience()
-        self._silence_s = patience.silence_s
+        self._silence_s, self._send_s = patience.silence_s, send_limit_s(patience)
         self._core = Senders(pool.shape, patience, self._group.rank)
-        self._writes = PushWrites(writer, pool, self._written)
         self._lock = threading.Lock()
         self._links: dict[bytes, PushLink] = {}
         self._threads = LinkThreads()
@@ -101,22 +100,30 @@ class PrefillManager:
         self._closed = False
         self._over = threading.Event()
         self.faults = Faults(_LOG, "handoff, prefill")
-        try:
-            self._listener = socket.create_server((host, port), backlog=64)
-        except OSError as error:
-            raise InvalidArgument("port", f"cannot listen: {reason(error)}") from error
-        self._listener.settimeout(None)
-        at = self._listener.getsockname()[1]
-        self.address = f"[{host}]:{at}" if ":" in host else f"{host}:{at}"
-        self._acceptor = threading.Thread(
-            target=self._accept, name="kvstore-handoff-acceptor", daemon=True
-        )
-        self._acceptor.start()
-        self._ticker = Ticker(self._tick, "kvstore-handoff-ticker")
-        self._registration: RankLease | None = None
-        if registry:
-            client = RegistryClient(registry, secret)
-            self._registration = RankLease(client, self._record(), self.faults)
+        with contextlib.ExitStack() as undo:
+            if writer is not None:
+                undo.callback(writer.close)
+            client = RegistryClient(registry, secret) if registry else None
+            try:
+                self._listener = socket.create_server((host, port), backlog=64)
+            except OSError as error:
+                raise InvalidArgument("port", f"cannot listen: {reason(error)}") from error
+            undo.callback(self._listener.close)
+            self._listener.settimeout(None)
+            at = self._listener.getsockname()[1]
+            self.address = f"[{host}]:{at}" if ":" in host else f"{host}:{at}"
+            self._writes = PushWrites(writer, pool, self._written)
+            self._acceptor = threading.Thread(
+                target=self._accept, name="kvstore-handoff-acceptor", daemon=True
+            )
+            self._acceptor.start()
+            undo.callback(self._stop_listening)
+            self._ticker = Ticker(self._tick, "kvstore-handoff-ticker")
+            undo.callback(self._ticker.close)
+            self._registration: RankLease | None = None
+            if client is not None:
+                self._registration = RankLease(client, self._record(), self.faults)
+            undo.pop_all()
 
     # ---- the engine -------------------------------------------------------------------------
 
@@ -164,13 +171,9 @@ class PrefillManager:
             self._registration.close()
         with self._lock:
             self._closed = True
-            self._over.set()
             links = list(self._links.values())
             greeting = list(self._greeting)
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._acceptor.join()
-        self._listener.close()
+        self._stop_listening()
         for connection in greeting:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -193,6 +196,11 @@ class PrefillManager:
         """See :meth:`Sender.send`."""
         generations = self._pool.generations(blocks)
         self.act(lambda core, now: core.push(room, layers, positions, blocks, generations, now))
+
+    def push_state(self, room: int, name: str, positions: range, blocks: Sequence[int]) -> None:
+        """See :meth:`Sender.send_state`."""
+        numbers = self._pool.state_generations(name, blocks)
+        self.act(lambda core, now: core.push_state(room, name, positions, blocks, numbers, now))
 
     def abort(self, room: int) -> None:
         """See :meth:`Sender.abort`."""
@@ -233,6 +241,13 @@ class PrefillManager:
             len(group.parts), group.data_rank, group.data_ranks,
         )  # fmt: skip
 
+    def _stop_listening(self) -> None:
+        self._over.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._acceptor.join()
+        self._listener.close()
+
     def _accept(self) -> None:
         while True:
             try:
@@ -270,7 +285,7 @@ class PrefillManager:
                 self._greeting.discard(connection)
             return
         try:
-            greeting, sealed = self._greeter.answer(stream)
+            greeting, target, sealed = self._greeter.answer(stream)
         except KVStoreError as error:
             self.faults.note("greeting", f"{peer}: {error}")
             stream.close()
@@ -285,7 +300,7 @@ class PrefillManager:
             return
         with self._lock:
             if not link.is_closed:
-                self._core.linked(link.number, self._greeter.target(greeting))
+                self._core.linked(link.number, target)
         try:
             if not link.connected.wait(GREETING_S):
                 self._fault(link, FailureCode.PEER_CLOSED, "it made one connection only")
@@ -338,7 +353,7 @@ class PrefillManager:
             failure = self._failure(FailureCode.CLOSED, "its writer has ended")
             try:
                 if isinstance(item, bytes):
-                    sealed.send(item, [], SEND_S)
+                    sealed.send(item, [], self._send_s)
                 elif self._writes.submit(item):
                     item = b""  # its end is told by the other transport
                 else:
@@ -357,7 +372,7 @@ class PrefillManager:
             why = "a block was given away before it was sent"
             return self._failure(FailureCode.BLOCKS_REUSED, why)
         head = encode_message(RangesHead(job.room, pack_numbers(job.ranges), digests))
-        sealed.send(head, views, SEND_S)
+        sealed.send(head, views, self._send_s)
         return None
 
     def _written(self, job: PushJob, message: RangesWritten, why: str) -> None:
@@ -431,8 +446,22 @@ class Sender:
         """
         self._manager.push(self.room, layers, positions, blocks)
 
+    def send_state(self, name: str, positions: range, blocks: Sequence[int]) -> None:
+        """Push state data, when all its layers are in the buffer; otherwise as :meth:`send`.
+
+        Args:
+            name: of the state buffer.
+            positions: of the kind ``slot``: ``range(1)``; of ``last``: among the last positions of
+                the prompt; of ``every``: any. Adjacent, each once.
+            blocks: block of the buffer for each position.
+
+        Raises:
+            InvalidArgument: something is outside the request or the buffer, or was sent before.
+        """
+        self._manager.push_state(self.room, name, positions, blocks)
+
     def finish(self, aux: AuxData) -> None:
-        """Send the aux data, after all layers of all positions.
+        """Send the aux data, after all layers of all positions, and all state data.
 
         Raises:
             InvalidArgument: something was not sent, or the aux data is too large.

@@ -12,6 +12,7 @@ write wait for the end of decode's engine besides, if a write may not have ended
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
@@ -32,11 +33,8 @@ from kvstore.handoff.messages import (
     RangesWritten,
     RenewRoom,
 )
-from kvstore.handoff.places import (
-    BLOCKS_MAX,
-    RANGE_BYTES,
-    unpack_ranges,
-)
+from kvstore.handoff.owners import BlockOwners, limbo_of, refuse_for_limbo
+from kvstore.handoff.places import BLOCKS_MAX, RANGE_BYTES, check_one_kind, unpack_ranges
 from kvstore.handoff.rooms import SeenRooms, check_room
 from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.states import (
@@ -49,12 +47,10 @@ from kvstore.handoff.states import (
     Patience,
     State,
 )
-from kvstore.handoff.tables import LinkSource, LinkSources, ReceivingRoom
+from kvstore.handoff.tables import LinkSource, LinkSources, ReceivingRoom, block_names
 
 ROOMS_MAX = 1_024
 """Handoffs in the table."""
-LIMBO_SHARE: Final = 10
-"""One block in so many may be in LIMBO because of one peer."""
 ABORTS_MAX: Final = 5
 """An abort is sent so often; then the link is closed, once no handoff lives on it."""
 LIMBO_S_MAX: Final = 30
@@ -88,7 +84,7 @@ class Receivers:
         self.free_slots = list(range(aux_slots))
         self._rooms: dict[int, ReceivingRoom] = {}
         self._seen = SeenRooms()
-        self._owned: dict[int, int] = {}  # block → room
+        self._owners = BlockOwners()
         self._sources = LinkSources()
         self._engines = LandingEngines(shape.block_count)
         self.counts: Counter[str] = Counter()
@@ -111,9 +107,7 @@ class Receivers:
             raise InvalidArgument("room", f"{room} was used before")
         if len(self._rooms) >= ROOMS_MAX or not self.free_slots:
             raise CapacityError(f"{len(self._rooms)} handoffs are under way", "aux_slots")
-        limbo = self.limbo_blocks(peer)
-        if limbo * LIMBO_SHARE > self._shape.block_count:
-            raise CapacityError(f"{limbo} blocks wait until {peer} has drained them", "limbo")
+        refuse_for_limbo(self.limbo(peer), self._shape, peer)
         slot = self.free_slots.pop()
         progress = HandoffProgress(self._patience, now_ns)
         one = self._rooms[room] = ReceivingRoom(room, peer, token_count, slot, progress)
@@ -122,8 +116,9 @@ class Receivers:
         return progress, self._say(one, now_ns)
 
     def announce(
-        self, room: int, first_token: int, blocks: Sequence[int], now_ns: int
-    ) -> list[Effect]:
+        self, room: int, first_token: int, blocks: Sequence[int], now_ns: int,
+        states: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    ) -> list[Effect]:  # fmt: skip
         """The engine has memory for a request; nothing happens if the handoff has ended.
 
         Args:
@@ -131,6 +126,7 @@ class Receivers:
             first_token: KV of tokens before it is not needed.
             blocks: block of each position from that of ``first_token`` on.
             now_ns: the time.
+            states: blocks in each state buffer, by its name.
 
         Raises:
             InvalidArgument: a block is not in the pool, named twice, or of another handoff.
@@ -141,13 +137,11 @@ class Receivers:
         if one.blocks is not None:
             raise InvalidArgument("room", f"{room} was announced before")
         first, numbers = self._shape.wanted(one.token_count, first_token, blocks)
-        if not self._owned.keys().isdisjoint(numbers):
-            raise InvalidArgument("blocks", "one is of another handoff")
-        one.first_token, one.first, one.blocks = first_token, first, numbers
+        parts = self._shape.wanted_states(one.token_count, first, states)
+        self._owners.take(room, block_names(numbers, parts))
+        one.first_token, one.first, one.blocks, one.states = first_token, first, numbers, parts
         for leg in one.legs.values():
             one.expect(leg)
-        for block in one.blocks:
-            self._owned[block] = room
         one.progress.heard(now_ns)
         return self._say(one, now_ns)
 
@@ -185,10 +179,13 @@ class Receivers:
         assert one.progress.state == State.SUCCESS
         return one.slot, one.aux_bytes
 
+    def limbo(self, peer: str | None = None) -> Counter[int]:
+        """Blocks in LIMBO because of one peer or of all: of the pool (-1), of each state buffer."""
+        return limbo_of(self._rooms.values(), peer)
+
     def limbo_blocks(self, peer: str | None = None) -> int:
-        """Blocks in LIMBO, because of one peer or of all."""
-        rooms = [one for one in self._rooms.values() if peer in (None, one.peer)]
-        return sum(one.limbo_blocks for one in rooms)
+        """Of these, those of the pool."""
+        return self.limbo(peer)[-1]
 
     # ---- links ------------------------------------------------------------------------------
 
@@ -299,20 +296,22 @@ class Receivers:
         if len(head.ranges) > RANGES_MAX * RANGE_BYTES:  # before they are unpacked
             raise ProtocolError(f"{len(head.ranges)} bytes of ranges in one head")
         ranges = unpack_ranges(head.ranges, head.digests)
-        share = self._sources.share_of(link) or self._shape.whole
+        share = (self._sources.share_of(link) or self._shape.whole).of_plane(ranges[0].plane)
         size = sum(map(share.range_bytes, ranges))
-        most = max(RANGES_BYTES_MAX, self._shape.block_bytes, self._aux_bytes)
+        most = max(RANGES_BYTES_MAX, share.block_bytes, self._aux_bytes)
         if size > most or len(ranges) > RANGES_MAX:
             raise ProtocolError(f"{len(ranges)} ranges of {size} bytes in one head")
         one = self._rooms.get(head.room)
         leg = one.legs.get(link) if one is not None else None
         if one is None or leg is None or one.progress.ended:
+            check_one_kind(ranges)
             self.counts["foreign_messages"] += one is not None and leg is None
             self.counts["late_ranges"] += len(ranges)
             return None, size, []
         written = isinstance(head, RangesWritten)
         foreign = written and not (leg.source.writes and self._engines.holds(one.room))
         if foreign or not one.claim(leg, ranges, 0 if written else self._aux_bytes):
+            check_one_kind(ranges)
             why = "a range is not one of the request's, or has come before"
             return None, size, self._fail(one, FailureCode.PROTOCOL, Layer.PROTOCOL, why, now_ns)
         one.progress.advance(State.TRANSFERRING, now_ns)
@@ -349,9 +348,9 @@ class Receivers:
         assert not one.landing, "everything has arrived, so nothing is arriving"
         one.progress.advance(State.SUCCESS, now_ns)
         self._engines.leave(one.room)
-        self._give_back(one)
+        self._owners.give_back(one.held)
         self.counts["succeeded"] += 1
-        return [SendTo(link, Done(one.room)) for link in one.legs]
+        return [SendTo(link, Done(one.room)) for link in one.sending]
 
     def tick(self, now_ns: int) -> list[Effect]:
         """Time has passed: end what is late, ask again for what was not answered."""
@@ -374,17 +373,11 @@ class Receivers:
 
     def check(self) -> None:
         """Assert what always holds."""
-        owned: Counter[int] = Counter()
+        self._owners.check(self._rooms.values())
         for room, one in self._rooms.items():
-            if one.is_holding:
-                assert one.blocks is not None
-                assert all(self._owned[block] == room for block in one.blocks)
-                owned.update(one.blocks)
             assert one.landing == 0 or one.is_holding
             assert one.is_holding or not self._engines.holds(room)
             assert all(leg.left >= 0 and leg.landing >= 0 for leg in one.legs.values())
-        assert len(owned) == len(self._owned)
-        assert all(number == 1 for number in owned.values()), "a block has two owners"
 
     # ---- inside -----------------------------------------------------------------------------
 
@@ -476,14 +469,10 @@ class Receivers:
         assert one.progress.ended
         assert not one.landing
         if one.progress.state == State.FAILED:
-            self._give_back(one)
-            one.blocks = None
+            self._owners.give_back(one.held)
+            one.blocks, one.states = None, []
             self._give_slot(one)
         self._forget(one)
-
-    def _give_back(self, one: ReceivingRoom) -> None:
-        for block in one.blocks or ():
-            del self._owned[block]
 
     def _give_slot(self, one: ReceivingRoom) -> None:
         if one.slot >= 0:

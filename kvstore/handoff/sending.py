@@ -28,9 +28,9 @@ from kvstore.handoff.messages import (
     HandoffPing,
     RenewRoom,
 )
-from kvstore.handoff.places import BLOCKS_MAX, Coverage
+from kvstore.handoff.places import BLOCKS_MAX, PushRange
 from kvstore.handoff.rooms import SeenRooms, check_room
-from kvstore.handoff.shape import PoolShape, announced_blocks, check_place
+from kvstore.handoff.shape import PoolShape, announced_blocks, announced_states, check_place
 from kvstore.handoff.states import (
     FailureCode,
     HandoffFailure,
@@ -106,7 +106,7 @@ class Senders:
             return one.progress, self._fail(one, FailureCode.REFUSED, Layer.PROTOCOL, why, now_ns)
         one.token_count = token_count
         blocks = self._shape.blocks_of(token_count)
-        one.coverage = Coverage(self._shape.plane_count, 0, blocks)
+        one.expect(self._shape.plane_count, self._shape.states, blocks)
         return one.progress, []
 
     def push(
@@ -143,13 +143,27 @@ class Senders:
             raise InvalidArgument("positions", f"{layers} of {positions} is outside, or was sent")
         first = self._shape.first_plane
         planes = range(planes.start + first, planes.stop + first)
-        part = SentPart(planes, positions, numbers, generations)
-        if not one.is_announced:
-            one.parts.append(part)
+        return self._pushed(one, SentPart(planes, positions, numbers, generations), now_ns)
+
+    def push_state(
+        self, room: int, name: str, positions: range, blocks: Sequence[int],
+        generations: npt.NDArray[np.uint64], now_ns: int,
+    ) -> list[Effect]:  # fmt: skip
+        """State data of these positions is in these blocks of its buffer; as :meth:`push`."""
+        one = self._rooms[room]
+        assert one.opened
+        if one.progress.ended or one.coverage is None:
             return []
-        for leg in one.legs.values():
-            self._jobs.add(room, leg, part)
-        return self._submit_all(one, now_ns)
+        field = f"states.{name}"
+        index = [state.name for state in self._shape.states].index(name)
+        place = PushRange(0, positions.start, len(positions))
+        if positions.step != 1 or not positions or len(blocks) != len(positions):
+            raise InvalidArgument(field, f"{len(blocks)} blocks for {positions}")
+        if not one.states[index].claim([place]):
+            raise InvalidArgument(field, f"{positions} is outside, or was sent")
+        planes = self._shape.state_shares[index].planes
+        numbers = np.asarray(blocks, dtype=np.int64)
+        return self._pushed(one, SentPart(planes, positions, numbers, generations), now_ns)
 
     def finish(self, room: int, aux: bytes, now_ns: int) -> list[Effect]:
         """Everything was pushed; send the aux data.
@@ -161,8 +175,8 @@ class Senders:
         assert one.opened
         if one.progress.ended or one.coverage is None:
             return []
-        if one.coverage.missing or one.aux is not None:
-            missing = f"{one.coverage.missing} blocks of planes were not sent"
+        if one.missing_blocks or one.aux is not None:
+            missing = f"{one.missing_blocks} blocks of planes and state data were not sent"
             raise InvalidArgument("room", missing if one.aux is None else "it was finished before")
         one.aux = aux
         if not one.is_announced:
@@ -346,17 +360,14 @@ class Senders:
             return []
         try:
             blocks = announced_blocks(self._shape, message, one.token_count)
+            states = announced_states(self._shape, message, leg.target.share)
             if message.place is not None:
                 check_place(self._shape, message.place, blocks)
         except ProtocolError as error:
             return self._fail(one, FailureCode.REFUSED, Layer.PROTOCOL, str(error), now_ns)
         one.token_count = message.token_count
-        leg.there = blocks
-        leg.first = message.first_token // self._shape.block_tokens
-        leg.slot = message.aux_slot
+        leg.announced(blocks, message.first_token // self._shape.block_tokens, states, message)
         leg.place = message.place if leg.target.share.is_all_of(self._shape) else None
-        leg.left = len(blocks) * len(leg.target.share.planes)
-        leg.done = leg.target.share.is_idle
         if not one.is_announced:
             return []
         one.progress.advance(State.WAITING_FOR_INPUT, now_ns)
@@ -367,6 +378,14 @@ class Senders:
         if one.aux is not None:
             self._queue_aux(one)
         return self._submit_all(one, now_ns) + self._succeed(one, now_ns)
+
+    def _pushed(self, one: SendingRoom, part: SentPart, now_ns: int) -> list[Effect]:
+        if not one.is_announced:
+            one.parts.append(part)
+            return []
+        for leg in one.legs.values():
+            self._jobs.add(one.room, leg, part)
+        return self._submit_all(one, now_ns)
 
     def _queue_aux(self, one: SendingRoom) -> None:
         assert one.aux is not None

@@ -1,7 +1,7 @@
 """The shape of a pool, as both cores know it: numbers of planes, blocks and tokens. Pure."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -15,10 +15,18 @@ from kvstore.handoff.places import (
     AUX_PLANE,
     BLOCKS_MAX,
     PLANES_MAX,
+    STATE_PLANE,
     PushRange,
+    state_of,
     unpack_numbers,
 )
 from kvstore.handoff.ranks import RankPart, Share, Span
+from kvstore.handoff.state_data import (
+    StatePart,
+    StateShape,
+    check_names,
+    wanted_states,
+)
 
 _ENDPOINT: Final = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:.]+\]):(\d{1,5})", re.ASCII)
 _ADDRESS_MAX: Final = 1 << 56
@@ -40,6 +48,7 @@ class PoolShape:
         block_count: blocks of the pool.
         first_layer: of this rank.
         heads: KV heads of this rank: the first, and the one after the last; (0, 1) for latents.
+        states: the state buffers of this rank.
     """
 
     plane_count: int
@@ -49,6 +58,7 @@ class PoolShape:
     block_count: int
     first_layer: int = 0
     heads: Span = (0, 1)
+    states: tuple[StateShape, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the numbers.
@@ -67,6 +77,7 @@ class PoolShape:
         if self.head_count > 1 and self.block_bytes % (self.head_count * self.block_tokens):
             what = f"{self.head_count} heads of {self.block_tokens} tokens"
             raise InvalidArgument("heads", f"{self.block_bytes} bytes of a block are not {what}")
+        check_names(self.states)
 
     @property
     def head_count(self) -> int:
@@ -86,9 +97,20 @@ class PoolShape:
 
     @property
     def whole(self) -> "LinkShare":
-        """All of the pool, and the aux data."""
+        """All of the pool, the state data and the aux data."""
         planes = range(self.first_plane, self.first_plane + self.plane_count)
-        return LinkShare(planes, self.heads, self.block_bytes, is_staged=False, has_aux=True)
+        size, states = self.block_bytes, self.state_shares
+        return LinkShare(planes, self.heads, size, is_staged=False, has_aux=True, states=states)
+
+    @property
+    def state_shares(self) -> tuple["LinkShare", ...]:
+        """What is moved of each state buffer."""
+        found: list[LinkShare] = []
+        for index, state in enumerate(self.states):
+            first = STATE_PLANE + index * PLANES_MAX
+            planes, size = range(first, first + state.plane_count), state.block_bytes
+            found.append(LinkShare(planes, self.heads, size, is_staged=False, has_aux=False))
+        return tuple(found)
 
     def share(self, share: Share, there: RankPart) -> "LinkShare":
         """What a link moves.
@@ -96,6 +118,9 @@ class PoolShape:
         Args:
             share: of a plan in which this rank has this pool.
             there: what the other rank holds.
+
+        Raises:
+            InvalidArgument: ``states``: there is state data, and the ranks hold not the same.
         """
         if share.part is None:
             return LinkShare(range(0), (0, 0), 1, is_staged=False, has_aux=share.has_aux)
@@ -103,7 +128,11 @@ class PoolShape:
         planes = range(share.part.layers[0] * each, share.part.layers[1] * each)
         size = self.block_bytes * (heads[1] - heads[0]) // self.head_count
         staged = heads != self.heads or heads != there.heads
-        return LinkShare(planes, heads, size, is_staged=staged, has_aux=share.has_aux)
+        if self.states and not share.part == there == self.part:
+            what = "state data is moved only between ranks with the same layers and heads"
+            raise InvalidArgument("states", what)
+        states, has_aux = self.state_shares, share.has_aux
+        return LinkShare(planes, heads, size, is_staged=staged, has_aux=has_aux, states=states)
 
     def blocks_of(self, token_count: int) -> int:
         """Blocks that so many tokens need."""
@@ -130,6 +159,16 @@ class PoolShape:
             raise InvalidArgument("blocks", "one is not in the pool")
         return first, numbers
 
+    def wanted_states(
+        self, token_count: int, first: int, states: Mapping[str, Sequence[int]]
+    ) -> list[StatePart]:
+        """The blocks of state data of a request of which KV is wanted from a position on.
+
+        Raises:
+            InvalidArgument: they are not as many different ones of each buffer as it takes.
+        """
+        return wanted_states(self.states, states, self.blocks_of(token_count), first)
+
     def has(self, blocks: npt.NDArray[np.int64]) -> bool:
         """Whether all blocks are in the pool."""
         return not len(blocks) or (int(blocks.min()) >= 0 and int(blocks.max()) < self.block_count)
@@ -145,6 +184,7 @@ class LinkShare(NamedTuple):
         is_staged: these are not all heads of both pools. Then the heads of a range are gathered
             into one piece of memory, sent, and scattered.
         has_aux: the aux data come over this link.
+        states: likewise, what it moves of each state buffer; empty if it moves none.
     """
 
     planes: range
@@ -152,6 +192,7 @@ class LinkShare(NamedTuple):
     block_bytes: int
     is_staged: bool
     has_aux: bool
+    states: tuple["LinkShare", ...] = ()
 
     @property
     def is_idle(self) -> bool:
@@ -161,6 +202,19 @@ class LinkShare(NamedTuple):
     def is_all_of(self, shape: PoolShape) -> bool:
         """Whether the link moves all KV of a pool, straight from pool to pool."""
         return not self.is_staged and self.planes == shape.whole.planes
+
+    def of_plane(self, plane: int) -> "LinkShare":
+        """What is moved of the state buffer that a plane is of; of other planes, this share.
+
+        Raises:
+            ProtocolError: the link moves no such state data.
+        """
+        index = state_of(plane)
+        if index < 0:
+            return self
+        if index >= len(self.states):
+            raise ProtocolError(f"plane {plane:#x} is of state data that the link does not move")
+        return self.states[index]
 
     def range_bytes(self, place: PushRange) -> int:
         """Bytes of a range of blocks, or of aux data."""
@@ -195,6 +249,33 @@ def announced_blocks(shape: PoolShape, message: Announce, token_count: int) -> l
     if len(blocks) != wanted or len(set(blocks)) != len(blocks):
         raise ProtocolError(f"{len(blocks)} blocks, {wanted} different ones are needed")
     return blocks
+
+
+def announced_states(shape: PoolShape, message: Announce, share: LinkShare) -> list[StatePart]:
+    """The blocks of an announcement in each state buffer.
+
+    Args:
+        shape: of the pools of both sides.
+        message: an announcement whose numbers of tokens were checked.
+        share: what the link moves.
+
+    Raises:
+        ProtocolError: a field is wrong.
+    """
+    states = shape.states if share.states else ()
+    if len(message.states) != len(states):
+        raise ProtocolError(f"blocks of {len(message.states)} state buffers, not {len(states)}")
+    stop = shape.blocks_of(message.token_count)
+    tokens, first = message.token_count, message.first_token
+    first = stop if first == tokens else first // shape.block_tokens
+    found: list[StatePart] = []
+    for state, packed in zip(states, message.states, strict=True):
+        blocks, wanted = unpack_numbers(packed), state.positions(stop, first)
+        if len(blocks) != len(wanted) or len(set(blocks)) != len(blocks):
+            what = f"{len(blocks)} blocks of {state.name}, {len(wanted)} different ones are needed"
+            raise ProtocolError(what)
+        found.append(StatePart(wanted.start, blocks))
+    return found
 
 
 def check_place(shape: PoolShape, place: LandingPlace, blocks: list[int]) -> None:

@@ -127,11 +127,12 @@ class Patience:
         transferring_s: TRANSFERRING.
         total_s: the whole handoff, whoever says what.
         silence_s: a connection on which nothing comes for so long is closed, with all handoffs that
-            use it; at least 1 s, because the other side may write only each half second. More for
-            engines that stand for seconds, less to notice a stopped one sooner.
+            use it; at least 1 s, because the other side may write only each half second, and at
+            most ``transferring_s``, which would end a handoff before. More for engines that stand
+            for seconds, less to notice a stopped one sooner.
 
     Raises:
-        InvalidArgument: ``silence_s`` is too short.
+        InvalidArgument: ``silence_s`` is too short or too long.
     """
 
     bootstrapping_s: float = 30.0
@@ -144,6 +145,24 @@ class Patience:
         """Check the silence."""
         if not SILENCE_S_MIN <= self.silence_s < math.inf:
             raise InvalidArgument("silence_s", f"{self.silence_s} is less than {SILENCE_S_MIN}")
+        if self.silence_s > self.transferring_s:
+            what = f"{self.silence_s} is more than transferring_s, {self.transferring_s}"
+            raise InvalidArgument("silence_s", what)
+
+    @classmethod
+    def of_silence(cls, silence_s: float) -> "Patience":
+        """The usual deadlines, and none that ends a handoff before this silence.
+
+        Raises:
+            InvalidArgument: it is too short, or not shorter than the whole handoff may be.
+        """
+        usual = cls()
+        if silence_s >= usual.total_s:
+            raise InvalidArgument("silence_s", f"{silence_s} is not less than {usual.total_s}")
+        bootstrapping_s = max(usual.bootstrapping_s, silence_s)
+        waiting_s = max(usual.waiting_s, silence_s)
+        transferring_s = max(usual.transferring_s, silence_s)
+        return cls(bootstrapping_s, waiting_s, transferring_s, usual.total_s, silence_s)
 
     def silence_ns(self, state: State) -> int:
         """Nanoseconds of silence that a state allows."""

@@ -1,5 +1,6 @@
 """What each side remembers of one room. Pure."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -7,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.handoff.messages import Announce, LandingPlace, RenewRoom
-from kvstore.handoff.places import AUX_PLANE, Coverage, PushRange, pack_numbers
+from kvstore.handoff.places import AUX_PLANE, Coverage, PushRange, pack_numbers, state_of
 from kvstore.handoff.ranks import data_rank_of
 from kvstore.handoff.shape import LinkShare
+from kvstore.handoff.state_data import StatePart, StateShape
 from kvstore.handoff.states import HandoffProgress, State
 
 
@@ -49,7 +51,7 @@ class LinkSource(NamedTuple):
 
 
 class SentPart(NamedTuple):
-    """KV of some layers and positions that the engine has written."""
+    """KV, or state data, of some planes and positions that the engine has written."""
 
     planes: range
     positions: range
@@ -57,11 +59,27 @@ class SentPart(NamedTuple):
     generations: npt.NDArray[np.uint64]
 
 
+class Wanted(NamedTuple):
+    """What a rank of decode wants of the KV, or of one kind of state data.
+
+    Attributes:
+        share: what is moved.
+        first: position of the first block.
+        blocks: at decode.
+        place: where another transport may write them; None = over the link.
+    """
+
+    share: LinkShare
+    first: int
+    blocks: list[int]
+    place: LandingPlace | None
+
+
 class SendingLeg:
     """One room at prefill, towards one rank of decode."""
 
     __slots__ = (
-        "done", "doubtful", "drained", "first", "gone", "left", "link", "place", "slot",
+        "done", "doubtful", "drained", "first", "gone", "left", "link", "place", "slot", "states",
         "submitted", "target", "there", "waiting",
     )  # fmt: skip
 
@@ -75,6 +93,28 @@ class SendingLeg:
         self.done = self.drained = self.gone = False
         self.doubtful = False  # bytes of a write may arrive that no longer runs
         self.place: LandingPlace | None = None  # where another transport may write
+        self.states: list[StatePart] = []
+
+    def announced(
+        self, blocks: list[int], first: int, states: list[StatePart], message: Announce
+    ) -> None:
+        """Decode wants this, which was checked."""
+        share = self.target.share
+        self.there, self.first, self.states, self.slot = blocks, first, states, message.aux_slot
+        self.left = len(blocks) * len(share.planes)
+        for part, moved in zip(states, share.states, strict=True):
+            self.left += len(part.blocks) * len(moved.planes)
+        self.done = share.is_idle
+
+    def wanted(self, plane: int) -> Wanted | None:
+        """What decode wants of the memory that a plane is of; None = nothing over this link."""
+        assert self.there is not None
+        index = state_of(plane)
+        if index < 0:
+            return Wanted(self.target.share, self.first, self.there, self.place)
+        if not self.states:
+            return None
+        return Wanted(self.target.share.states[index], *self.states[index], None)
 
 
 class SendingRoom:
@@ -82,7 +122,7 @@ class SendingRoom:
 
     __slots__ = (
         "aux", "closed", "coverage", "legs", "opened", "parts", "progress", "room", "said_ns",
-        "token_count",
+        "states", "token_count",
     )  # fmt: skip
 
     def __init__(self, room: int, progress: HandoffProgress) -> None:
@@ -93,8 +133,22 @@ class SendingRoom:
         self.token_count = -1
         self.coverage: Coverage | None = None
         self.parts: list[SentPart] = []  # not yet split: not all receivers have announced
+        self.states: list[Coverage] = []  # of each state buffer
         self.aux: bytes | None = None
         self.said_ns = 0
+
+    def expect(self, planes: int, states: Sequence[StateShape], blocks: int) -> None:
+        """The request has so many positions: note what the engine is to push."""
+        self.coverage = Coverage(planes, 0, blocks)
+        for state in states:
+            wanted = state.positions(blocks, 0)
+            self.states.append(Coverage(1, wanted.start, wanted.stop))
+
+    @property
+    def missing_blocks(self) -> int:
+        """Blocks that the engine has not pushed."""
+        assert self.coverage is not None
+        return self.coverage.missing + sum(one.missing for one in self.states)
 
     @property
     def submitted(self) -> int:
@@ -115,14 +169,27 @@ class SendingRoom:
         return bool(legs) and told == len(legs[0].target.receivers)
 
 
+BlockName = tuple[int, int]
+"""Index of a state buffer, -1 = the pool; and the number of a block in it."""
+
+
+def block_names(blocks: Sequence[int], states: Sequence[StatePart]) -> list[BlockName]:
+    """The names of blocks of the pool, and of those in each state buffer."""
+    found = [(-1, block) for block in blocks]
+    for index, part in enumerate(states):
+        found += [(index, block) for block in part.blocks]
+    return found
+
+
 class ReceivingLeg:
     """One room at decode, from one rank of prefill."""
 
-    __slots__ = ("coverage", "drained", "landing", "left", "source")
+    __slots__ = ("coverage", "drained", "landing", "left", "source", "states")
 
     def __init__(self, source: LinkSource) -> None:
         self.source = source
         self.coverage: Coverage | None = None
+        self.states: list[Coverage] = []  # of each state buffer
         self.left = 0  # planes of blocks that have not arrived
         self.landing = 0  # heads whose bytes are being written
         self.drained = source.share.is_idle
@@ -133,7 +200,7 @@ class ReceivingRoom:
 
     __slots__ = (
         "aborts", "aux_bytes", "aux_claimed", "blocks", "closed", "first", "first_token", "legs",
-        "next_abort_ns", "peer", "progress", "room", "said_ns", "slot", "token_count",
+        "next_abort_ns", "peer", "progress", "room", "said_ns", "slot", "states", "token_count",
     )  # fmt: skip
 
     def __init__(
@@ -147,6 +214,7 @@ class ReceivingRoom:
         self.progress = now
         self.first_token = self.first = 0
         self.blocks: list[int] | None = None  # from position first on; None = not announced
+        self.states: list[StatePart] = []  # of each state buffer
         self.aux_claimed = self.closed = False
         self.aux_bytes = -1  # how many have arrived
         self.said_ns = self.next_abort_ns = self.aborts = 0
@@ -158,6 +226,16 @@ class ReceivingRoom:
         numbers = None if share.is_staged else np.array(self.blocks, dtype=np.int64)
         leg.coverage = Coverage(len(share.planes), self.first, stop, numbers, share.planes.start)
         leg.left = leg.coverage.missing
+        for part, moved in zip(self.states, share.states, strict=bool(share.states)):
+            stop, numbers = part.first + len(part.blocks), np.array(part.blocks, dtype=np.int64)
+            first = moved.planes.start
+            leg.states.append(Coverage(len(moved.planes), part.first, stop, numbers, first))
+            leg.left += leg.states[-1].missing
+
+    @property
+    def sending(self) -> list[bytes]:
+        """The links over which something comes."""
+        return [link for link, leg in self.legs.items() if not leg.source.share.is_idle]
 
     @property
     def is_holding(self) -> bool:
@@ -165,9 +243,15 @@ class ReceivingRoom:
         return self.blocks is not None and self.progress.state != State.SUCCESS
 
     @property
-    def limbo_blocks(self) -> int:
-        """Blocks that it holds although it has ended."""
-        return len(self.blocks or ()) if self.progress.ended and self.is_holding else 0
+    def held(self) -> list[BlockName]:
+        """All blocks of the announcement, of the pool and of state buffers."""
+        return block_names(self.blocks or (), self.states)
+
+    @property
+    def limbo(self) -> Counter[int]:
+        """How many blocks it holds although it has ended: of the pool (-1), of each buffer."""
+        ended = self.progress.ended and self.is_holding
+        return Counter(index for index, _ in self.held) if ended else Counter()
 
     def said_to(self, leg: ReceivingLeg, place: LandingPlace | None) -> RenewRoom | Announce:
         """What a rank of prefill must know now; nothing is needed from one that sends no KV."""
@@ -175,8 +259,14 @@ class ReceivingRoom:
             return RenewRoom(self.room)
         if not leg.source.share.planes:
             return Announce(self.room, self.token_count, self.token_count, b"", self.slot)
-        packed = pack_numbers(self.blocks)
-        return Announce(self.room, self.token_count, self.first_token, packed, self.slot, place)
+        packed, states = (
+            pack_numbers(self.blocks),
+            [pack_numbers(one.blocks) for one in self.states],
+        )
+        return Announce(
+            self.room, self.token_count, self.first_token, packed, self.slot, place,
+            states if leg.source.share.states else [],
+        )  # fmt: skip
 
     def claim(self, leg: ReceivingLeg, ranges: Sequence[PushRange], aux_bytes: int) -> bool:
         """Note that ranges arrive; False, and nothing is noted, if one may not.
@@ -184,11 +274,15 @@ class ReceivingRoom:
         Args:
             leg: over which they come.
             ranges: at least one.
-            aux_bytes: so many bytes the aux data may have; 0 = they may not come.
+            aux_bytes: so many bytes the aux data may have; 0 = another transport has written the
+                ranges, which carries neither aux nor state data.
         """
         if leg.coverage is None:
             return False
         share = leg.source.share
+        index = state_of(ranges[0].plane)
+        if index >= 0:
+            return bool(aux_bytes) and leg.states[index].claim(ranges)
         aux = [place for place in ranges if place.plane == AUX_PLANE]
         blocks = [place for place in ranges if place.plane != AUX_PLANE]
         if aux:
@@ -206,6 +300,10 @@ class ReceivingRoom:
     ) -> tuple[list[int], list[npt.NDArray[np.int64]]]:
         """First block, or slot, of each range that was claimed; and if staged, all its blocks."""
         assert self.blocks is not None
+        index = state_of(ranges[0].plane)
+        if index >= 0:
+            part = self.states[index]
+            return [part.blocks[place.first - part.first] for place in ranges], []
         targets = [
             place.first if place.plane == AUX_PLANE else self.blocks[place.first - self.first]
             for place in ranges
@@ -221,7 +319,8 @@ class ReceivingRoom:
         if aux:
             self.aux_bytes = aux[0]
         leg.left -= sum(place.size for place in ranges) - sum(aux)
-        self.progress.moved_bytes += sum(map(leg.source.share.range_bytes, ranges))
+        share = leg.source.share.of_plane(ranges[0].plane)
+        self.progress.moved_bytes += sum(map(share.range_bytes, ranges))
 
     @property
     def landing(self) -> int:

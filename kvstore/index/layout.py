@@ -17,6 +17,8 @@ from typing import Final, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.mover.lookup import TableAddresses
+
 Words = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -166,6 +168,10 @@ class TableView:
         self._factor = np.uint64((2 * int(self.header[Field.SECRET]) + 1) % (1 << 64))
         self._tag_shift = np.uint64(24 - layout.segment_bits)
         self._segment_shift = np.uint64(63 - layout.segment_bits)
+        self.addresses = TableAddresses(
+            (self.states, self.rows, self.slots), self.region_lines, int(self._factor),
+            (int(self._segment_shift), int(self._tag_shift)),
+        )  # fmt: skip
         self._geometry = Geometry(np.zeros_like(self.states), self.region_lines)
 
     def geometry(self) -> Geometry:

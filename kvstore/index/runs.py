@@ -13,8 +13,11 @@ import numpy as np
 
 from kvstore.index.directory import HolderDirectory, PageHolder
 from kvstore.index.layout import ROW_WORDS, Bytes, Flags, Numbers, Words
+from kvstore.mover.lookup import LOOKUP, NativeNeeds
 
 _RUNS_AT_ONCE: Final = 512
+_Parts = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+"""Of each part its window, 0 = none, and bytes of a row with the bits that can provide it."""
 
 
 class PartNeed(NamedTuple):
@@ -47,6 +50,23 @@ class HolderRuns:
         self.undecided = undecided
 
 
+class UsableRuns(NamedTuple):
+    """How far some candidates can use a prompt.
+
+    Attributes:
+        prefixes: blocks of the longest usable prefix of each; int64 [candidates].
+        leading: leading blocks of which each has every part, whatever their windows; likewise.
+        torn: whether some candidate has every part in a run after one in which it has not.
+        there: whether each has every part in each run, whatever their windows: bool
+            [candidates, runs].
+    """
+
+    prefixes: Numbers
+    leading: Numbers
+    torn: bool
+    there: Flags
+
+
 class PrefixNeeds:
     """What some candidates need; prepared once for each version of the holder directory."""
 
@@ -58,6 +78,7 @@ class PrefixNeeds:
         """
         self._needs = [tuple(parts) for parts in candidates]
         self._version: int | None = None
+        self._native: NativeNeeds | None = None
 
     def __len__(self) -> int:
         """Number of candidates."""
@@ -68,10 +89,29 @@ class PrefixNeeds:
         if self._version == directory.version:
             return
         self._version = directory.version
+        candidates = [
+            tuple(
+                (need.window or 0, tuple(sorted(_byte_masks(need.holders, directory).items())))
+                for need in needs
+            )
+            for needs in self._needs
+        ]
+        self._known = any(masks for parts in candidates for _, masks in parts)
+        # Engines that share a node need the same there: each need is looked at once.
+        distinct = {parts: at for at, parts in enumerate(dict.fromkeys(candidates))}
+        self._which = np.array([distinct[parts] for parts in candidates], dtype=np.int64)
+        self._all_differ = len(distinct) == len(candidates)
+        if LOOKUP is not None:
+            self._native = NativeNeeds(LOOKUP, [_of_words(parts) for parts in distinct])
+        else:
+            self._prepare(list(distinct))
+
+    def _prepare(self, distinct: Sequence[_Parts]) -> None:
+        """Lay distinct candidates out for numpy."""
         parts = [
-            (number, need.window or 0, sorted(_byte_masks(need.holders, directory).items()))
-            for number, needs in enumerate(self._needs)
-            for need in needs
+            (number, window, masks)
+            for number, needs in enumerate(distinct)
+            for window, masks in needs
         ]
         # The parts with the most bytes first: the layers are slices then.
         parts.sort(key=lambda part: -len(part[2]))
@@ -89,43 +129,61 @@ class PrefixNeeds:
         # Parts in the order of their candidates, for one reduction over each.
         self._order = np.argsort(owners, kind="stable")
         self._owners, self._starts = np.unique(owners[self._order], return_index=True)
+        self._count = len(distinct)
         windows = np.array([window for _, window, _ in parts], dtype=np.int64)
         self._windows: Numbers | None = windows if windows.any() else None
+
+    @property
+    def known(self) -> bool:
+        """Whether the prepared directory has any of the holders; without, all prefixes are 0."""
+        return self._known
 
     def prefixes(self, found: HolderRuns) -> Numbers:
         """Number of leading blocks that are usable by each candidate: int64 [candidates].
 
         All are 0 if ``found`` belongs to another version of the directory than the prepared one.
         """
-        result = np.zeros(len(self._needs), dtype=np.int64)
-        if found.version != self._version or not len(self._owners) or not len(found.ends):
-            return result
-        ends = np.concatenate(([0], found.ends))
-        if self._windows is None:
+        if found.version != self._version or not self._known or not len(found.ends):
+            return np.zeros(len(self._needs), dtype=np.int64)
+        if self._native is not None:
+            prefixes = self._native.usable(found.rows, found.ends)[0]
+        elif self._windows is None:
             runs = self._leading_runs(found.rows)
+            prefixes = np.zeros(self._count, dtype=np.int64)
             usable = np.minimum.reduceat(runs[self._order], self._starts)
+            prefixes[self._owners] = np.concatenate(([0], found.ends))[usable]
         else:
-            present = self._present(found.rows)[:, :-1] != 0
-            usable = self._windowed(self._windows, present, ends)
-        result[self._owners] = ends[usable]
-        return result
+            prefixes = self._counted(found)[0]
+        return prefixes if self._all_differ else prefixes.take(self._which)
 
-    @property
-    def known(self) -> bool:
-        """Whether the prepared directory has any of the holders; without, all prefixes are 0."""
-        return bool(len(self._bytes))
-
-    def prefixes_and_runs(self, found: HolderRuns) -> tuple[Numbers, Flags]:
+    def prefixes_and_runs(self, found: HolderRuns) -> UsableRuns:
         """The same as :meth:`prefixes`, and which runs each candidate has.
 
-        Returns:
-            int64 [candidates], and whether each candidate has every part in each run, whatever
-            their windows: bool [candidates, runs]. Zeros for another version of the directory.
+        Zeros for another version of the directory.
         """
-        prefixes = np.zeros(len(self._needs), dtype=np.int64)
-        result = np.zeros((len(self._needs), len(found.ends)), dtype=np.bool_)
-        if found.version != self._version or not len(self._owners) or not len(found.ends):
-            return prefixes, result
+        if found.version != self._version or not self._known or not len(found.ends):
+            none = np.zeros(len(self._needs), dtype=np.int64)
+            return UsableRuns(none, none, torn=False, there=np.zeros(
+                (len(self._needs), len(found.ends)), dtype=np.bool_
+            ))  # fmt: skip
+        if self._native is not None:
+            prefixes, leading, bytes_there, torn_runs = self._native.usable(found.rows, found.ends)
+            there, torn = bytes_there.view(np.bool_), torn_runs > 0
+        else:
+            prefixes, there = self._counted(found)
+            head = np.where(there.all(axis=1), there.shape[1], there.argmin(axis=1))
+            leading = np.concatenate(([0], found.ends))[head]
+            torn = bool((np.count_nonzero(there, axis=1) != head).any())
+        if not self._all_differ:
+            which = self._which
+            prefixes, leading = prefixes.take(which), leading.take(which)
+            there = there.take(which, axis=0)
+        return UsableRuns(prefixes, leading, torn, there)
+
+    def _counted(self, found: HolderRuns) -> tuple[Numbers, Flags]:
+        """Blocks that distinct candidates can use, and the runs that they have."""
+        prefixes = np.zeros(self._count, dtype=np.int64)
+        result = np.zeros((self._count, len(found.ends)), dtype=np.bool_)
         parts = self._present(found.rows)[:, :-1] != 0
         every = np.logical_and.reduceat(parts[self._order], self._starts, axis=0)
         result[self._owners] = every
@@ -183,3 +241,14 @@ def _byte_masks(holders: Sequence[PageHolder], directory: HolderDirectory) -> di
         if bit is not None:
             masks[bit // 8] = masks.get(bit // 8, 0) | 1 << bit % 8
     return masks
+
+
+def _of_words(parts: _Parts) -> list[tuple[int, dict[int, int]]]:
+    """The same by words of a row."""
+    result = []
+    for window, masks in parts:
+        words: dict[int, int] = {}
+        for byte, bits in masks:
+            words[byte // 8] = words.get(byte // 8, 0) | bits << 8 * (byte % 8)
+        result.append((window, words))
+    return result

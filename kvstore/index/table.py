@@ -22,6 +22,7 @@ from kvstore.index.layout import (
     open_table,
 )
 from kvstore.index.runs import HolderRuns, PrefixNeeds
+from kvstore.mover.lookup import LOOKUP, NativeLookup
 
 _TRIES: Final = 8
 """How often a reader looks at what is being changed."""
@@ -43,6 +44,7 @@ class IndexReader:
         """
         self._buffer = buffer
         self._mapped: TableView | None = None
+        self._native = NativeLookup(LOOKUP) if LOOKUP is not None else None
         self._directory = _NOTHING
         self.undecided = 0
 
@@ -99,6 +101,12 @@ class IndexReader:
         table = self._table()
         if table is None:
             return [_absent(length, _UNREADABLE) for length in lengths]
+        if self._native is not None:
+            found = self._find_natively(table, self._native, prompts)
+            if found is not None:
+                return found
+            self.undecided += total
+            return [_absent(length, _UNREADABLE) for length in lengths]
         chains = prompts[0] if len(prompts) == 1 else np.concatenate([_NO_CHAINS, *prompts])
         cuts = ends[(ends > 0) & (ends < total)] if len(prompts) > 1 else _NONE
         for _ in range(_TRIES):
@@ -116,6 +124,20 @@ class IndexReader:
                 return _by_prompt(starts, rows, ends, Switch.read(directory).version, undecided)
         self.undecided += total
         return [_absent(length, _UNREADABLE) for length in lengths]
+
+    def _find_natively(
+        self, table: TableView, native: NativeLookup, prompts: Sequence[Words]
+    ) -> list[HolderRuns] | None:
+        """The same in C; None if the table has changed at each look."""
+        addresses, header = table.addresses, table.header
+        for _ in range(_TRIES):
+            recycled, directory = header[Field.RECYCLED], header[Field.DIRECTORY]
+            found = [native.find(addresses, chains, _TRIES) for chains in prompts]
+            if header[Field.RECYCLED] == recycled and header[Field.DIRECTORY] == directory:
+                version = Switch.read(directory).version
+                self.undecided += sum(undecided for _, _, undecided in found)
+                return [HolderRuns(ends, rows, version, left) for ends, rows, left in found]
+        return None
 
     def match(self, prompts: Sequence[Words], needs: PrefixNeeds) -> Numbers:
         """Number of leading blocks of each prompt that are usable by each candidate.

@@ -21,7 +21,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 enum {
-    VERSION = 3,             /* of this library's interface; binary.py refuses any other */
+    VERSION = 4,             /* of this library's interface; binary.py refuses any other */
     STEP = 256 * 1024,       /* bytes between two checks of the cancel flag; whole blocks */
     AHEAD = 2048,            /* prefetch distance in bytes; measured */
     STREAM_MIN = 256 * 1024, /* smaller jobs use ordinary stores: their bytes may be read soon */

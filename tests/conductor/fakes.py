@@ -32,6 +32,7 @@ class FakeEngine:
         keyed: whether it refuses to describe itself without a key of its own.
         describes: whether it has ``GET /v1/engine``; vLLM has not.
         adapters: its LoRA adapters in ``GET /v1/models``, with their paths.
+        listed: what it says of its model there besides.
         models_status: status of its answer to that request.
         like_openai: streams end with an event of usage if that is asked for, and tell none else.
         report: how it says that a push went on its side; None = nothing.
@@ -55,6 +56,7 @@ class FakeEngine:
         }
         self.describes = True
         self.adapters: dict[str, object] = {"adapter": None}
+        self.listed: dict[str, object] = {}
         self.models_status = 200
         self.keyed = False
         self.role = role
@@ -115,7 +117,8 @@ class FakeEngine:
         adapters = [
             {"id": name, "parent": model, "root": path} for name, path in self.adapters.items()
         ]
-        models = [*adapters, {"id": model, "root": "/the/model", "parent": None}]
+        base = {"id": model, "root": "/the/model", "parent": None, **self.listed}
+        models = [*adapters, base]
         answer = {"object": "list", "data": models}
         return web.json_response(answer, status=self.models_status)
 

@@ -10,10 +10,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from conductor.routing.admission import AdmissionMode, AdmissionRules, ServiceClass
 from conductor.routing.choices import Assign, Continue, Effect, Reject
-from conductor.routing.dispatcher import Dispatcher, DispatchLimits, Request
+from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.policy import POLICIES
+from conductor.routing.requests import DispatchLimits, Request
 from conductor.routing.scheduler import Scheduler
+from conductor.routing.shares import HALF_S
 
 FAST = ServiceClass("fast", ttft_s=2.0, tbt_s=0.1, priority=-1)
 SLOW = ServiceClass("slow", ttft_s=30.0, tbt_s=0.1)
@@ -168,7 +170,18 @@ def test_who_waited_too_long_is_refused_and_who_failed_at_an_engine_is_not() -> 
     assert late.judgement is not None
     assert late.judgement.refused == "late"
     counts = case.dispatcher.admission.gauges()["admission"]
-    assert (counts["slow", "admitted"], counts["slow", "late"]) == (3, 1)
+    assert (counts["slow", "admitted"], counts["slow", "late"]) == (2, 1)
+
+
+def test_each_request_is_counted_once() -> None:
+    case = Case(engines=[engine("m", "mixed", 1)], classes=[ServiceClass(ttft_s=1e4)])
+    case.arrive(tokens=100)
+    case.arrive(tokens=100)
+    case.dispatcher.failed(1, "m", "cut", 0.1)
+    case.dispatcher.left(1, 0.2)
+    case.dispatcher.left(2, 0.3)
+    counts = case.dispatcher.admission.gauges()["admission"]
+    assert {outcome: count for (_, outcome), count in counts.items() if count} == {"admitted": 2}
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -203,6 +216,23 @@ def test_a_tenant_above_its_share_waits_behind_others() -> None:
     case.dispatcher.left(1, 1.0)
     [assign] = case.step(1.0)
     assert assign.request == 3
+
+
+def test_a_tenant_gets_back_what_an_engine_that_failed_was_to_give_it() -> None:
+    engines = [engine("m", "mixed", 1), engine("n", "mixed", 1)]
+    case = Case("none", engines, "least-loaded", fair=True)
+    case.arrive(tenant="unlucky", tokens=1_000)
+    got = case.dispatcher.admission._shares._got
+    once = got["unlucky"]
+    case.dispatcher.failed(1, "m", "cut", 0.0)
+    assert got["unlucky"] == pytest.approx(0, abs=1e-6)
+    [assign] = case.step(0.0)
+    assert (assign.request, got["unlucky"]) == (1, once), "charged for one try"
+    case.dispatcher.left(1, 0.0)
+    assert got["unlucky"] == once, "a client that goes was served"
+    case.arrive(0.0, tokens=1_000, tenant="unlucky")
+    case.dispatcher.failed(2, "m", "cut", HALF_S)
+    assert got["unlucky"] == pytest.approx(once, rel=1e-6), "of what is left of it"
 
 
 @pytest.mark.parametrize("said", [-5_000_000, -(10**400), 10**400])

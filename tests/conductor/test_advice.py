@@ -12,7 +12,7 @@ from conductor.advice.capacity import EngineKind, Needs, Targets, batch_max, cap
 from conductor.costs.prior import PrefillLine
 from conductor.front.advising import KEPT_S, Adviser
 from conductor.routing.admission import ServiceClass
-from conductor.routing.dispatcher import Dispatcher, DispatchLimits
+from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineRegistry, Role
 from conductor.routing.policy import POLICIES
 from conductor.routing.recent import (
@@ -23,6 +23,7 @@ from conductor.routing.recent import (
     LoadShape,
     RecentLoad,
 )
+from conductor.routing.requests import DispatchLimits
 from conductor.routing.scheduler import Scheduler
 from conductor.simulator.fleet import Running, engines_of
 from conductor.simulator.report import (

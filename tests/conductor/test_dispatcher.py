@@ -7,9 +7,10 @@ import pytest
 
 from conductor.routing.choices import Assign, Continue, Effect, Plan, Reject
 from conductor.routing.columns import Prefix
-from conductor.routing.dispatcher import Dispatcher, DispatchLimits, Request
+from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineInfo, EngineRegistry, HandoffOffer, PushOffer, Role
 from conductor.routing.policy import POLICIES, Policy
+from conductor.routing.requests import DispatchLimits, Request
 from conductor.routing.scheduler import Scheduler
 
 WAIT_S = 5.0

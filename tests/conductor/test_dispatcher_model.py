@@ -9,9 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from conductor.routing.choices import Assign, Continue, Plan
 from conductor.routing.columns import Prefix
-from conductor.routing.dispatcher import Dispatcher, DispatchLimits, Request
+from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineInfo, EngineRegistry, Health, Role
 from conductor.routing.policy import POLICIES
+from conductor.routing.requests import DispatchLimits, Request
 from conductor.routing.scheduler import Scheduler
 from tests.conductor.test_dispatcher import TRIES, WAIT_S, WAITING_MAX, info
 

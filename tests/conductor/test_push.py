@@ -54,6 +54,20 @@ async def later(client: Client, *engines: FakeEngine) -> AsyncIterator[None]:
             await engine.stop()
 
 
+@in_loop
+async def test_kv_that_was_pushed_is_not_on_its_way_any_more_while_the_answer_is_written() -> None:
+    p, d = prefill(), decode()
+    async with serving(p, d, policy={"name": "earliest-first-token"}) as client:
+        d.gate.clear()
+        asked = asyncio.create_task(client.complete("hi there", stream=False))
+        await eventually(lambda: in_flight(client, p, d) == [0, 1])
+        load = client.conductor.queue.dispatcher.loads._loads["d"]
+        assert not load.coming
+        assert len(load.decoding) == 1
+        d.gate.set()
+        assert (await asked)[0] == 200
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @in_loop
 async def test_both_get_the_request_at_once_with_one_room_and_tell_how_it_went(

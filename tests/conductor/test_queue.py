@@ -2,20 +2,23 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import pytest
 
 from conductor.front.waiting import Lease, RejectedError, RequestQueue
-from conductor.routing.dispatcher import Dispatcher, DispatchLimits, Request
+from conductor.routing.columns import Matches
+from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.policy import POLICIES
+from conductor.routing.requests import DispatchLimits, Request
 from conductor.routing.scheduler import Scheduler
 from tests.loops import in_loop
 
 
 def queue_over(
     waiting_max: int = 10, wait_s: float = 60.0, policy: str = "round-robin",
-    **engines: tuple[str, int],
+    find: Callable[[int, str], Matches] | None = None, **engines: tuple[str, int],
 ):  # fmt: skip
     """A queue over engines: their roles and places; one mixed engine "e" with one by default."""
     registry = EngineRegistry()
@@ -27,7 +30,7 @@ def queue_over(
         registry.register(info, 0.0)
     limits = DispatchLimits(waiting_max, wait_s, tries=2)
     dispatcher = Dispatcher(registry, Scheduler(POLICIES[policy]), limits)
-    return RequestQueue(dispatcher, lambda *_: {}, time.monotonic)
+    return RequestQueue(dispatcher, find or (lambda *_: {}), time.monotonic)
 
 
 def request(number: int, tokens: int | None = None) -> Request:
@@ -148,6 +151,30 @@ async def test_who_waits_too_long_is_refused_without_any_other_event() -> None:
         with pytest.raises(RejectedError, match="waited too long") as refused:
             await take(queue, 2)
         assert (refused.value.status, refused.value.code) == (503, "queue_timeout")
+
+
+@in_loop
+async def test_who_waits_is_served_although_the_index_could_not_be_read_for_a_moment() -> None:
+    broken = False
+
+    def find(*_: object) -> Matches:
+        if broken:
+            raise OSError("the index cannot be read")
+        return {}
+
+    queue = queue_over(policy="longest-prefix", find=find)
+    with await take(queue, 1) as first:
+        waiting = asyncio.create_task(use(queue, 2))
+        await asyncio.sleep(0)
+        broken = True
+        with pytest.raises(OSError, match="cannot be read"):
+            first.release("e")
+        with pytest.raises(OSError, match="cannot be read"):
+            queue.enter(request(3))
+        assert len(queue) == 1, "who could not enter is not there"
+        broken = False
+        await waiting
+    queue.dispatcher.check()
 
 
 @in_loop

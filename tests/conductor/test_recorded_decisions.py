@@ -13,8 +13,9 @@ from collections.abc import Iterator
 import pytest
 
 from conductor.routing.choices import Assign, Continue
-from conductor.routing.dispatcher import Dispatcher, DispatchLimits, Request
+from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.policy import POLICIES
+from conductor.routing.requests import DispatchLimits, Request
 from conductor.routing.scheduler import Scheduler
 from tests.conductor.seeded_load import (
     LOADS,

@@ -13,11 +13,12 @@ from conductor.costs.book import CostBook, EngineCosts, Machine
 from conductor.costs.prior import transfer_seconds
 from conductor.routing.choices import Assign, Hold
 from conductor.routing.columns import Matches, Prefix
-from conductor.routing.dispatcher import Dispatcher, DispatchLimits, Request
+from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.joining import RankEvents
 from conductor.routing.load import EngineLoads
 from conductor.routing.policy import AGING, KVCACHE_BALANCING_THRESHOLD, POLICIES, WORK
+from conductor.routing.requests import DispatchLimits, Request
 from conductor.routing.scheduler import Scheduler
 from tests.conductor.columns import NOW, EngineRow, engine, request, schedule
 from tests.conductor.seeded_load import LOADS, SeededLoad

@@ -436,6 +436,7 @@ def test_the_command_searches_goodput(capsys: pytest.CaptureFixture[str]):
         (["--mixed", "1xh800", "--chunk-tokens", "0"], "chunk_tokens"),
         (["--mixed", "1xh800", "--mixed-running", "0"], "mixed_running"),
         (["--mixed", "1xh800", "--wait-s", "nan"], "wait_s"),
+        (["--mixed", "1xh800", "--skew", "1"], "skew"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(

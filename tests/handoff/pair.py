@@ -78,9 +78,14 @@ def push_all(sender: Sender, memory: Memory, blocks: list[int], chunk: int = 8) 
 class Pair:
     """A registry, a prefill and a decode manager in this process."""
 
-    def __init__(self, patience: Patience = PATIENCE) -> None:
+    def __init__(
+        self,
+        patience: Patience = PATIENCE,
+        here: Memory | None = None,
+        there: Memory | None = None,
+    ) -> None:
         self.registry = HandoffRegistry("127.0.0.1", 0, SECRET)
-        self.here, self.there = Memory(), Memory()
+        self.here, self.there = here or Memory(), there or Memory()
         self.prefill = PrefillManager(
             self.here.pool, SPACE, SECRET, registry=self.registry.url, patience=patience
         )

@@ -45,7 +45,7 @@ def objects() -> int:
 
 def test_a_thousand_handoffs_leave_no_more_than_a_hundred_did():
     numbers = RoomNumbers(5)
-    with managers(replace(PATIENCE, silence_s=WAIT_S)) as pair:
+    with managers(replace(PATIENCE, silence_s=WAIT_S, transferring_s=WAIT_S)) as pair:
         for _ in range(100):
             hand_over(pair, [numbers.draw()])
         held, before = Held.now(), objects()

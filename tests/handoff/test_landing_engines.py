@@ -25,8 +25,9 @@ from kvstore.handoff.messages import (
     RangesHead,
     RangesWritten,
 )
+from kvstore.handoff.owners import LIMBO_SHARE
 from kvstore.handoff.places import AUX_PLANE, PushRange, pack_numbers
-from kvstore.handoff.receiving import LIMBO_SHARE, Receivers
+from kvstore.handoff.receiving import Receivers
 from kvstore.handoff.sending import Senders
 from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.states import FailureCode, HandoffFailure, HandoffSide, Layer, Patience, State

@@ -233,6 +233,7 @@ def test_a_room_of_several_ranks_succeeds_whole_or_fails_whole(sides, data):
     both = [*world.senders, *world.receivers]
     if not trouble or at >= step:
         assert {one.state for one in both} == {State.SUCCESS}
+        assert not any(core.counts["late_messages"] for core in (*world.prefill, *world.decode))
     for core, one in zip((*world.prefill, *world.decode), both, strict=True):
         if not one.ended:  # the failed ranks have nothing to do with it; the engine tells it
             one_side = core in world.prefill

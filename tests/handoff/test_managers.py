@@ -255,8 +255,8 @@ def test_a_link_that_is_made_while_its_manager_closes_is_not_used(wait_until, mo
     with managers() as pair:
         connect = pair.decode._connect
 
-        def slow(link, client, streams):
-            connect(link, client, streams)
+        def slow(link, client, made):
+            connect(link, client, made)
             pair.decode._drop(link, FailureCode.CLOSED, "for a test: it closes just now")
 
         monkeypatch.setattr(pair.decode, "_connect", slow)
@@ -267,7 +267,7 @@ def test_a_link_that_is_made_while_its_manager_closes_is_not_used(wait_until, mo
 
 
 def test_deadlines_are_kept_after_a_fault_of_ours_in_the_ticker(wait_until, monkeypatch, caplog):
-    with managers(Patience(0.5, 0.5, 0.5, 20)) as pair:
+    with managers(Patience(0.5, 0.5, 2, 20)) as pair:
         tick, faults = pair.prefill._core.tick, iter([RuntimeError("a fault of ours")])
 
         def faulty(now):

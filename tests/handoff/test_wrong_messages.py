@@ -51,7 +51,8 @@ def right(room: int) -> list[msgspec.Struct]:
     packed = pack_numbers([number for one in ranges for number in one])
     place = LandingPlace("rdma", "h:1", bytes(32))
     return [
-        HandoffPing(), RenewRoom(room), Announce(room, 48, 0, pack_numbers([7, 8, 9]), 2, place),
+        HandoffPing(), RenewRoom(room),
+        Announce(room, 48, 0, pack_numbers([7, 8, 9]), 2, place, []),
         Abort(room, FAILURE), Done(room), Failed(room, FAILURE), Drained(room),
         RangesHead(room, packed, bytes(32)), RangesWritten(room, packed, bytes(32)),
     ]  # fmt: skip

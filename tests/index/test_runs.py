@@ -1,9 +1,13 @@
 """Usable prefixes against a count by hand, block by block."""
 
+from typing import Any
+
 import numpy as np
-from hypothesis import given
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvstore.index import runs as runs_module
 from kvstore.index.directory import HolderDirectory, PageHolder
 from kvstore.index.runs import HolderRuns, PartNeed, PrefixNeeds
 
@@ -52,36 +56,52 @@ def usable(blocks: list[set[int]], parts: list[tuple[list[int], int | None]]) ->
     )
 
 
+@pytest.fixture(params=["native", "plain"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """In C, and without the library."""
+    if request.param == "plain":
+        monkeypatch.setattr(runs_module, "LOOKUP", None)
+    elif runs_module.LOOKUP is None:
+        pytest.skip("built without a compiler")
+    return str(request.param)
+
+
+_CHECKED = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def check_all(runs: list[tuple[int, set[int]]], candidates: list[list[Any]]) -> None:
+    blocks = [holders for length, holders in runs for _ in range(length)]
+
+    needs, found = prepared(candidates), runs_of(runs)
+    counted = [usable(blocks, parts) for parts in candidates]
+    assert needs.prefixes(found).tolist() == counted
+    prefixes, leading, torn, there = needs.prefixes_and_runs(found)
+    assert prefixes.tolist() == counted
+    every = [
+        [bool(parts) and all(held & set(one) - {11} for one, _ in parts) for _, held in runs]
+        for parts in candidates
+    ]
+    assert there.tolist() == every
+    heads = [[*one, False].index(False) for one in every]
+    assert leading.tolist() == [sum(length for length, _ in runs[:head]) for head in heads]
+    assert torn == any(any(one[head:]) for one, head in zip(every, heads, strict=True))
+
+
+@pytest.mark.usefixtures("implementation")
+@_CHECKED
 @given(sets_of_runs, st.lists(st.lists(part, max_size=3), max_size=6))
 def test_prefixes_are_those_counted_block_by_block(runs, candidates) -> None:
-    blocks = [holders for length, holders in runs for _ in range(length)]
-
-    needs, found = prepared(candidates), runs_of(runs)
-    counted = [usable(blocks, parts) for parts in candidates]
-    assert needs.prefixes(found).tolist() == counted
-    prefixes, there = needs.prefixes_and_runs(found)
-    assert prefixes.tolist() == counted
-    assert there.tolist() == [
-        [bool(parts) and all(held & set(one) - {11} for one, _ in parts) for _, held in runs]
-        for parts in candidates
-    ]
+    check_all(runs, candidates)
 
 
+@pytest.mark.usefixtures("implementation")
+@_CHECKED
 @given(sets_of_runs, st.lists(st.lists(st.tuples(part.map(lambda p: p[0]), st.none()), max_size=3)))
 def test_prefixes_without_windows_are_those_counted_block_by_block(runs, candidates) -> None:
-    blocks = [holders for length, holders in runs for _ in range(length)]
-
-    needs, found = prepared(candidates), runs_of(runs)
-    counted = [usable(blocks, parts) for parts in candidates]
-    assert needs.prefixes(found).tolist() == counted
-    prefixes, there = needs.prefixes_and_runs(found)
-    assert prefixes.tolist() == counted
-    assert there.tolist() == [
-        [bool(parts) and all(held & set(one) - {11} for one, _ in parts) for _, held in runs]
-        for parts in candidates
-    ]
+    check_all(runs, candidates)
 
 
+@pytest.mark.usefixtures("implementation")
 def test_many_runs_are_looked_at_in_several_steps() -> None:
     runs = [(1, {0, 1 + run % 2} if run < 1700 else {1 + run % 2}) for run in range(2000)]
     candidates = [[([0], None)], [([1, 2], None)], [([1], None)], [([0], None), ([1, 2], None)]]
@@ -89,13 +109,16 @@ def test_many_runs_are_looked_at_in_several_steps() -> None:
     assert prepared(candidates).prefixes(runs_of(runs)).tolist() == [1700, 2000, 1, 1700]
 
 
+@pytest.mark.usefixtures("implementation")
 def test_runs_of_another_directory_have_no_prefix() -> None:
     needs, found = prepared([[([0], None)]]), runs_of([(5, {0})], version=5)
     assert needs.prefixes(found).tolist() == [0]
-    prefixes, there = needs.prefixes_and_runs(found)
-    assert (prefixes.tolist(), there.tolist()) == ([0], [[False]])
+    prefixes, leading, torn, there = needs.prefixes_and_runs(found)
+    assert (prefixes.tolist(), leading.tolist(), torn) == ([0], [0], False)
+    assert there.tolist() == [[False]]
 
 
+@pytest.mark.usefixtures("implementation")
 def test_a_group_with_a_window_counts_again_after_a_gap() -> None:
     runs = [(4, {0, 1}), (2, {0}), (3, {0, 1})]
     candidates = [[([0], None), ([1], window)] for window in (1, 3, 4, None)]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore.index import layout, sets, writer
+from kvstore.index import table as reading
 from kvstore.index.directory import PageHolder
 from kvstore.index.layout import HOLDER_BITS_MAX, TableLayout
 from kvstore.index.memory import TableMemory
@@ -308,6 +309,23 @@ def test_a_reader_of_what_is_no_table_yet_finds_nothing() -> None:
     IndexWriter(memory, 100, secret=1, sets_max=16)
     assert reader.find(CHAINS[:5]).undecided == 0
     memory.close()
+
+
+def test_c_and_numpy_find_the_same(
+    opened: list[TableMemory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, native = open_table(opened, 4000)
+    monkeypatch.setattr(reading, "LOOKUP", None)
+    plain = IndexReader(opened[-1].buffer)
+    random = np.random.default_rng(7)
+    for _ in range(6):  # segments grow and are rebuilt, entries die
+        made.apply(*arrays(made, random_ops(random, made, 3000)))
+        for prompt in (CHAINS, CHAINS[::-3], np.repeat(CHAINS[:40], 3), CHAINS[:0]):
+            ours, theirs = native.find(prompt), plain.find(prompt)
+            assert ours.ends.tolist() == theirs.ends.tolist()
+            assert ours.rows.tolist() == theirs.rows.tolist()
+            assert (ours.version, ours.undecided) == (theirs.version, theirs.undecided)
+    assert made.stats().rebuilds > 0
 
 
 def test_several_prompts_are_found_as_one_by_one(opened: list[TableMemory]) -> None:

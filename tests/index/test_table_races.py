@@ -6,16 +6,18 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvstore.index import layout
+from kvstore.index import layout, table
 from kvstore.index.directory import PageHolder
 from kvstore.index.layout import TableView
 from kvstore.index.memory import TableMemory
 from kvstore.index.runs import HolderRuns, PartNeed, PrefixNeeds
 from kvstore.index.table import IndexReader
+from kvstore.mover.lookup import LOOKUP, NativeLookup
 from tests.conftest import Process, Spawn
 from tests.index import table_writer
 from tests.index.table_writer import CHAINS, CLASSES, NEVER, STABLE, Model, changes, holder
@@ -31,6 +33,15 @@ STEPS = {
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "SEGMENT_ENTRIES", 1500)
+
+
+@pytest.fixture(params=["native", "plain"])
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers in C, and those without the library."""
+    if request.param == "plain":
+        monkeypatch.setattr(table, "LOOKUP", None)
+    elif LOOKUP is None:
+        pytest.skip("built without a compiler")
 
 
 def attached(process: Process) -> TableMemory:
@@ -51,6 +62,7 @@ def seen(reader: IndexReader, chains: np.ndarray) -> tuple[list[set[PageHolder]]
     return each, found
 
 
+@pytest.mark.usefixtures("either")
 def test_what_a_reader_sees_was_true_while_a_writer_changes_everything(spawn: Spawn) -> None:
     process = spawn(WRITER, ready=r"^table (\d+) (\d+)$")
     memory = attached(process)
@@ -108,7 +120,13 @@ def test_a_writer_killed_at_any_step_leaves_the_reader_right(spawn: Spawn, step:
 def between(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None:
     """Act when a reader has read slots, and has not looked whether they have changed meanwhile."""
     times = [0]
-    locate = TableView.locate
+    locate, find = TableView.locate, NativeLookup.find
+
+    def acting_natively(self: NativeLookup, *arguments: Any) -> Any:
+        found = find(self, *arguments)
+        times[0] += 1
+        act(times[0])
+        return found
 
     def acting(self: TableView, *arguments: np.ndarray) -> layout.Located:
         found = locate(self, *arguments)
@@ -118,6 +136,7 @@ def between(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None
         return found
 
     monkeypatch.setattr(TableView, "locate", acting)
+    monkeypatch.setattr(NativeLookup, "find", acting_natively)
 
 
 class Raced:
@@ -141,7 +160,7 @@ class Raced:
 
 
 @pytest.fixture
-def raced() -> Iterator[Raced]:
+def raced(either: None) -> Iterator[Raced]:
     made = Raced()
     yield made
     made.memory.close()
@@ -159,7 +178,9 @@ def test_segments_rebuilt_during_a_match_are_read_again(raced, monkeypatch) -> N
     assert raced.reader.undecided == 0
 
 
-def test_segments_rebuilt_again_and_again_are_absent_and_counted(raced, monkeypatch) -> None:
+def test_segments_rebuilt_again_and_again_are_absent_and_counted(monkeypatch) -> None:
+    monkeypatch.setattr(table, "LOOKUP", None)  # nothing can be done between two looks of C
+    raced = Raced()
     segment = int(raced.writer._table.hashed(CHAINS[7:8])[0][0])
     between(monkeypatch, lambda _: raced.writer._segments._rebuild(segment, 0))
 
@@ -169,6 +190,22 @@ def test_segments_rebuilt_again_and_again_are_absent_and_counted(raced, monkeypa
     assert raced.reader.undecided == np.count_nonzero(
         raced.writer._table.hashed(CHAINS[:1000])[0] == segment
     )
+    raced.memory.close()
+    vars(raced).clear()
+
+
+@pytest.mark.skipif(LOOKUP is None, reason="built without a compiler")
+@pytest.mark.parametrize("pages", [0, 1 << 20, (1 << 31) - 1])
+def test_segments_of_impossible_sizes_are_absent_and_counted(raced, pages: int) -> None:
+    if raced.reader._native is None:
+        return  # numpy says that a position is out of bounds
+    states = raced.writer._table.states
+    before = states.copy()
+    states[:] = (before & ~np.uint64((1 << 31) - 1)) | np.uint64(pages)
+    found = raced.reader.find(CHAINS[:1000])
+    assert (found.undecided, found.ends.tolist()) == (1000, [1000])
+    states[:] = before
+    assert raced.match() == [1000, 0]
 
 
 def test_a_holder_that_takes_a_dropped_ones_bit_during_a_match_does_not_get_its_pages(

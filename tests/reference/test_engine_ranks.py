@@ -1,9 +1,11 @@
 """Goal: engines whose K/V heads are split over ranks give the tokens of one, byte for byte."""
 
+import socket
 import time
 
 import pytest
 
+from engine_adapters.reference.handoff_options import HandoffOptions
 from engine_adapters.reference.sampler import Sampling
 from engine_adapters.reference.scheduler import Limits
 from kvstore.errors import InvalidArgument
@@ -11,7 +13,7 @@ from kvstore.handoff.states import State
 from tests.conftest import WaitUntil
 from tests.reference.conftest import Ask, MakeEngine
 from tests.reference.fake_store import FakeNode, FakeStore
-from tests.reference.pushed import kept_hashes, pair_of, report
+from tests.reference.pushed import SECRET, kept_hashes, pair_of, report
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 5
 SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=1234)
@@ -92,3 +94,35 @@ def test_ranks_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(InvalidArgument, match="ranks"):
         make_engine(store, ranks=ranks)
+
+
+class OpenTransport:
+    transport = "for tests"
+    closed = False
+
+    def begin(self, *_: object) -> None:
+        """Nothing to tell."""
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("what", ["registry", "second rank", "second landing"])
+def test_an_engine_that_cannot_start_leaves_no_transport_open(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    made = [OpenTransport(), OpenTransport()]
+    for name in ("writers", "landings"):
+        monkeypatch.setattr(HandoffOptions, name, lambda *_: made)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = HandoffOptions(secret=SECRET, registry_port=port)
+        if what == "second rank":
+            options = HandoffOptions(secret=SECRET, port=port - 1)
+        mode = "prefill"
+        if what == "second landing":
+            mode, options = "decode", HandoffOptions(secret=SECRET)
+            monkeypatch.setattr(made[1], "begin", None)
+        with pytest.raises((InvalidArgument, TypeError)):
+            make_engine(mode=mode, ranks=2, handoff=options)
+    assert [one.closed for one in made] == [True, True]

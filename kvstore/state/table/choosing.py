@@ -19,21 +19,20 @@ SPILL_WRITES: Final = 64
 """Of those, pages that are asked to be written to disk for one that needs room."""
 
 
-class Wanted(NamedTuple):
+class RoomRequest(NamedTuple):
     """Room that somebody needs.
 
     Attributes:
         space: whose pages come.
         slot_bytes: the class of their slots.
         slots: how many more.
-        head: the page that they continue, which is spared with all before it, unless only these
-            are left to give room; None = none is, the space itself is to shrink.
+        head: the page that they continue; what is before it gives room when nothing else does.
     """
 
     space: PrefixTree
     slot_bytes: int
     slots: int
-    head: PrefixNode | None
+    head: PrefixNode
 
 
 class Leaving(NamedTuple):
@@ -52,7 +51,8 @@ class RoomPlan:
     """What to do for room, in this order.
 
     Args:
-        spared: leads to the pages that come: no victim.
+        spared: the pages of a put continue it: no victim. None = nothing continues a page by that:
+            pages that are loaded follow one that is on disk.
 
     Attributes:
         writes: runs of the prompt itself, the first ones first, that the disk side is to write
@@ -70,6 +70,10 @@ class RoomPlan:
         self.victims: list[Leaving] = []
         self.asked = asked
         self.drain = False
+
+    def takes(self, node: PrefixNode) -> bool:
+        """Whether the node is a victim."""
+        return bool(self.victims) and any(one.node is node for one in self.victims)
 
     def check(self) -> None:
         """Assert that no page leaves twice, and none that the new ones follow."""
@@ -90,13 +94,16 @@ class RoomChooser:
     def __init__(self, residents: Residents) -> None:
         self._held = residents
 
-    def choose(self, wanted: Wanted) -> RoomPlan:
+    def choose(self, wanted: RoomRequest) -> RoomPlan:
         """What gives room, as far as that can be said before any of it is done."""
-        held, plan = self._held, RoomPlan(wanted.head)
+        held = self._held
+        plan = RoomPlan(held.draining.spared)
         space, slot_bytes, left = wanted.space, wanted.slot_bytes, wanted.slots
         leaving: Counter[PrefixNode] | None = None
         while left > 0:
             node = held.eviction.victim(space, slot_bytes)
+            if node is not None and plan.takes(node):
+                continue  # it stood there twice, as what changed its queue may
             if node is not None:
                 # Of a space with limits each page is asked for: the next one may be reserved.
                 limited = held.quotas.is_limited(node.space)
@@ -126,13 +133,12 @@ class RoomChooser:
         node = self._held.eviction.own_victim(space)
         return RoomPlan(None, None if node is None else Leaving(node, 1))
 
-    def choose_spill(self, wanted: Wanted) -> RoomPlan:
+    def choose_spill(self, wanted: RoomRequest) -> RoomPlan:
         """The pages before the new ones that are on disk, the first ones first.
 
         A prompt larger than memory has no leaf to give but itself. What is not on disk is written
         before that. Its runs stay runs: one is split only behind the pages that go.
         """
-        assert wanted.head is not None
         disk, writes_left, plan = self._held.disk, SPILL_WRITES, RoomPlan(None)
         for run in reversed(_runs_before(wanted.head)):
             if wanted.slot_bytes not in classes(run) or not self._held.eviction.releasable(run):

@@ -11,7 +11,7 @@ from typing import Final
 from kvstore.state.choice.quotas import SHRINK_MAX
 from kvstore.state.disk.jobs import Verdict
 from kvstore.state.disk.loads import LOADS_TURN, DiskLoads
-from kvstore.state.table.choosing import RoomChooser, RoomPlan, Wanted
+from kvstore.state.table.choosing import RoomChooser, RoomPlan, RoomRequest
 from kvstore.state.table.draining import LOOKS
 from kvstore.state.table.residents import Residents
 from kvstore.state.table.runs import leading_ready
@@ -58,12 +58,12 @@ class Room:
         plans_left = count + EMPTY_MAX  # what leaves an extent that is drained makes no room yet
         while len(taken) < count and plans_left > 0:
             plans_left -= 1
-            more = self._make_room(Wanted(space, slot_bytes, count - len(taken), head))
+            more = self._make_room(RoomRequest(space, slot_bytes, count - len(taken), head))
             taken += held.slots.allocate(count - len(taken), tenant, slot_bytes)
             if not more and len(taken) < count:
                 if held.draining.serves(space, slot_bytes) or held.eviction.spared_since_ns:
                     break
-                if not self._spill(Wanted(space, slot_bytes, count - len(taken), head)):
+                if not self._spill(RoomRequest(space, slot_bytes, count - len(taken), head)):
                     break
                 taken += held.slots.allocate(count - len(taken), tenant, slot_bytes)
         held.eviction.end_choice()
@@ -98,7 +98,7 @@ class Room:
             self._held.ghosts.wanted = None
         return verdict is not Verdict.FULL
 
-    def _make_room(self, wanted: Wanted) -> bool:
+    def _make_room(self, wanted: RoomRequest) -> bool:
         """Choose what gives room, and do it; False when there is nothing, or nothing yet."""
         while True:
             plan = self._chooser.choose(wanted)
@@ -109,7 +109,7 @@ class Room:
             if verdict is not Verdict.WRITING:
                 return verdict is Verdict.EVICT
 
-    def _carry_out(self, plan: RoomPlan, wanted: Wanted) -> Verdict:
+    def _carry_out(self, plan: RoomPlan, wanted: RoomRequest) -> Verdict:
         """Do what a plan says.
 
         Returns:
@@ -137,7 +137,7 @@ class Room:
             held.evict(*asked)
         return Verdict.EVICT if asked is not None or plan.victims else Verdict.FULL
 
-    def _spill(self, wanted: Wanted) -> bool:
+    def _spill(self, wanted: RoomRequest) -> bool:
         """Take the memory of pages before the new ones; whether some gave room."""
         held, plan = self._held, self._chooser.choose_spill(wanted)
         for run, pages in plan.writes:
@@ -156,7 +156,7 @@ class Room:
             self._held.add_candidate(node)
         return verdict
 
-    def _take_extent(self, wanted: Wanted, own: PrefixNode | None) -> bool:
+    def _take_extent(self, wanted: RoomRequest, own: PrefixNode | None) -> bool:
         """Whether an extent of another class, colder than ``own``, is empty or is being drained."""
         space, slot_bytes = wanted.space, wanted.slot_bytes
         draining, left, now_ns = self._held.draining, EMPTY_MAX, self._held.moment.now_ns

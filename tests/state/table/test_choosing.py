@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.state.table.choosing import RoomChooser, RoomPlan, Wanted
+from kvstore.state.table.choosing import RoomChooser, RoomPlan, RoomRequest
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import Removed
 from kvstore.state.tree.node import PrefixNode
@@ -52,7 +52,7 @@ class Drawn:
         table = self.world.table
         table.eviction.now_ns = table.moment.now_ns
         head.hold()
-        plan = RoomChooser(table.residents).choose(Wanted(self.space, PAGE, slots, head))
+        plan = RoomChooser(table.residents).choose(RoomRequest(self.space, PAGE, slots, head))
         head.unhold()
         table.eviction.end_choice()
         return plan

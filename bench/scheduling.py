@@ -1,0 +1,226 @@
+"""Does our policy keep its promises against all others, on loads, hardware and wrong estimates?
+
+With ``--trace``: at the speed at which ``cache-global`` just holds 90 % effective, rows
+``promise/ttft``, ``/p99``, ``/effective`` and ``/longest`` (effective of the longest tenth of the
+prompts) compare the two policies, and ``promise/load`` the speeds at which each just holds 90 %.
+
+Without it: rows ``shape/LOAD/FLEET/SKEW/PART/ttft`` and ``/effective`` compare ours with the best
+other policy on made-up loads. A fleet is ``equal`` or ``unequal`` in hardware, pairs or
+``mixed``; ``SKEW`` is by which part the policy's estimates stay off; ``PART`` is of the speed at
+which ``cache-global`` just holds 90 % there. Everybody waits as long as it takes, so that the mean
+is of the same requests for all.
+
+``ratio`` is 1 where both are equal and more where ours is better; ``kept`` is whether it is at
+least ``floor``. Everything is simulated; the exit status is 1 if a promise is not kept.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from bench.measure import Progress, Report, Result
+from conductor.routing.engines import Role
+from conductor.routing.policy import POLICIES
+from conductor.simulator.fleet import Running, SimulatedEngine, engines_of
+from conductor.simulator.goodput import PRECISION, Highest, highest_speed
+from conductor.simulator.report import Objectives, Summary, run_while_attained, summary_of
+from conductor.simulator.scenario import NEVER, Scenario
+from conductor.simulator.simulation import Simulation
+from conductor.simulator.trace import TracedRequest, read_trace
+from conductor.simulator.workloads import made_up
+from kvstore.errors import InvalidArgument, reason
+
+OURS: Final = "earliest-first-token"
+BESIDE: Final = "cache-global"
+"""The policy whose limit is the speed of a comparison."""
+MODEL: Final = "llama3-70b"
+FLEETS: Final[dict[str, dict[Role, str]]] = {
+    "equal": {Role.PREFILL: "4xa800", Role.DECODE: "4xa800"},
+    "unequal": {Role.PREFILL: "2xa800,2xh800", Role.DECODE: "2xh800,2xa800"},
+    "mixed": {Role.MIXED: "3xa800,3xh800"},
+}
+
+
+class Load(NamedTuple):
+    """A made-up load.
+
+    Attributes:
+        ttft_s: maximum seconds to the first token.
+        requests: how many, unless the options say.
+        first: speed with which the search for the limit begins.
+    """
+
+    ttft_s: float
+    requests: int
+    first: float
+
+
+LOADS: Final = {
+    "short": Load(2.0, 1500, 100.0),
+    "mixed": Load(5.0, 500, 8.0),
+    "long": Load(20.0, 500, 1.0),
+    "sessions": Load(5.0, 500, 9.0),
+    "hot": Load(5.0, 500, 9.0),
+    "burst": Load(10.0, 500, 9.0),
+}
+PARTS: Final = (0.5, 1.0)
+SKEWS: Final = (0.0, 0.3)
+_TBT_S: Final = 0.1
+_ROUGHLY: Final = 0.08
+"""So precise are the limits on made-up loads."""
+_BEARABLE: Final = 0.97
+"""Our policy is never over 3 % worse than the best other one."""
+
+
+class Case(NamedTuple):
+    """What is simulated with different policies and speeds."""
+
+    trace: Sequence[TracedRequest]
+    engines: Sequence[SimulatedEngine]
+    objectives: Objectives
+    wait_s: float
+    skew: float = 0.0
+
+    def simulation(self, policy: str, speed: float) -> Simulation:
+        """One simulation, not yet run."""
+        scenario = Scenario(policy=policy, speed=speed, wait_s=self.wait_s, skew=self.skew)
+        return Simulation(self.trace, self.engines, scenario)
+
+    def summary(self, policy: str, speed: float) -> Summary:
+        """The figures of one policy at one speed."""
+        simulation = self.simulation(policy, speed)
+        simulation.run()
+        return summary_of(simulation, self.objectives)
+
+    def highest(self, policy: str, first: float, precision: float = PRECISION) -> Highest:
+        """The highest speed at which a policy holds 90 % effective; the search begins at one."""
+
+        def effective(speed: float) -> float:
+            simulation = self.simulation(policy, speed)
+            run_while_attained(simulation, self.objectives)
+            return summary_of(simulation, self.objectives).effective
+
+        return highest_speed(effective, first, precision)
+
+
+class Promise(Result, frozen=True, kw_only=True):
+    """Adds what the ratio must be at least, and whether it is."""
+
+    floor: float
+    kept: bool
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--trace", type=Path, help="JSON lines, as Mooncake's traces")
+    parser.add_argument(
+        "--requests", type=int, help="the first so many; default: all, or 500 (1500)"
+    )
+    parser.add_argument("--prefill", default="8xa800", help="of the trace; default: %(default)s")
+    parser.add_argument("--decode", default="8xa800", help="likewise")
+    parser.add_argument("--wait-s", type=float, default=30.0,
+                        help="that requests of it may wait; default: %(default)s")  # fmt: skip
+    parser.add_argument("--loads", default=",".join(LOADS), help="default: %(default)s")
+    parser.add_argument("--fleets", default=",".join(FLEETS), help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of the made-up loads")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Simulate and print; exit status 1 if a promise is not kept, 2 if an option is wrong."""
+    kept = True
+    try:
+        wanted = promises(options) if options.trace is not None else shapes(options)
+        with Report(json=options.json) as report:
+            for one in wanted:
+                report.add(one)
+                kept = kept and one.kept
+    except InvalidArgument as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    except OSError as error:
+        sys.stderr.write(f"{reason(error)}\n")
+        return 1
+    return 0 if kept else 1
+
+
+def promises(options: argparse.Namespace) -> Iterator[Promise]:
+    """Compare two policies on a trace."""
+    trace = read_trace(options.trace, options.requests)
+    if not trace:
+        raise InvalidArgument("trace", f"{options.trace} is empty")
+    specs = {Role.PREFILL: options.prefill, Role.DECODE: options.decode}
+    engines = engines_of(specs, MODEL, Running())
+    case = Case(trace, engines, Objectives(), options.wait_s)
+    with Progress("search", 4) as progress:
+        progress.step(f"the limit of {BESIDE}")
+        limit = case.highest(BESIDE, 1.5)
+        progress.note(f"{BESIDE} holds {limit.effective:.1%} at speed {limit.speed:.4g}")
+        progress.step(f"{BESIDE} there")
+        theirs = case.summary(BESIDE, limit.speed)
+        progress.step(f"{OURS} there")
+        ours = case.summary(OURS, limit.speed)
+        yield _lower("promise/ttft", ours.ttft, theirs.ttft, 1 / 0.7)
+        yield _lower("promise/p99", ours.p99, theirs.p99, 1 / 1.03)
+        yield _higher("promise/effective", ours.effective, theirs.effective, 1.0)
+        lost = theirs.long_effective - 0.02
+        yield _higher("promise/longest", ours.long_effective, theirs.long_effective,
+                      lost / theirs.long_effective)  # fmt: skip
+        progress.step(f"the limit of {OURS}")
+        best = case.highest(OURS, limit.speed * 1.2)
+        yield _higher("promise/load", best.speed, limit.speed, 1.1, unit="x")
+
+
+def shapes(options: argparse.Namespace) -> Iterator[Promise]:
+    """Compare ours with the best other policy on made-up loads."""
+    loads, fleets = options.loads.split(","), options.fleets.split(",")
+    for name, given, known in (("loads", loads, LOADS), ("fleets", fleets, FLEETS)):
+        if not set(given) <= set(known):
+            raise InvalidArgument(name, f"{', '.join(known)} are possible")
+    with Progress("shape", len(loads) * len(fleets)) as progress:
+        for load in loads:
+            ttft_s, requests, first = LOADS[load]
+            trace = made_up(load, options.requests or requests, options.seed)
+            for fleet in fleets:
+                progress.step(f"{load}/{fleet}")
+                engines = engines_of(FLEETS[fleet], MODEL, Running())
+                case = Case(trace, engines, Objectives(ttft_s, _TBT_S), NEVER)
+                limit = case.highest(BESIDE, first, _ROUGHLY)
+                progress.note(f"{load}/{fleet}: {BESIDE} holds 90 % at speed {limit.speed:.4g}")
+                for skew in SKEWS:
+                    for part in PARTS:
+                        yield from _against_all(
+                            f"shape/{load}/{fleet}/{skew:g}/{part:g}",
+                            case._replace(skew=skew),
+                            limit.speed * part,
+                        )
+
+
+def _against_all(name: str, case: Case, speed: float) -> Iterator[Promise]:
+    """Ours and the best of the others, each figure by itself."""
+    found = {policy: case.summary(policy, speed) for policy in POLICIES}
+    ours = found.pop(OURS)
+    best = min(found, key=lambda one: found[one].ttft)
+    yield _lower(f"{name}/ttft", ours.ttft, found[best].ttft, _BEARABLE, best)
+    best = max(found, key=lambda one: found[one].effective)
+    yield _higher(f"{name}/effective", ours.effective, found[best].effective, _BEARABLE, best)
+
+
+def _lower(case: str, ours: float, theirs: float, floor: float, beside: str = BESIDE) -> Promise:
+    """A figure in seconds: the lower one is better."""
+    ratio = theirs / ours if ours else math.inf
+    return Promise(
+        case, ours, "s", beside, theirs, ratio, floor=round(floor, 3), kept=ratio >= floor
+    )
+
+
+def _higher(
+    case: str, ours: float, theirs: float, floor: float, beside: str = BESIDE, unit: str = ""
+) -> Promise:
+    """A figure of which more is better."""
+    ratio = ours / theirs if theirs else math.inf
+    return Promise(
+        case, ours, unit, beside, theirs, ratio, floor=round(floor, 3), kept=ratio >= floor
+    )

@@ -1,0 +1,120 @@
+"""Requests, as the dispatcher knows them. Pure."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import inf
+
+from conductor.routing.choices import Assign
+from conductor.routing.columns import NO_KEYS, Matches
+from conductor.routing.engines import EngineInfo, Role
+from conductor.routing.pending import WaitingRow
+from conductor.routing.scheduler import Handoff
+from kvstore.index.layout import Words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A request that arrives.
+
+    Attributes:
+        number: unique; increases in order of arrival.
+        model: requested model, or LoRA adapter.
+        arrived: time of arrival, seconds.
+        tokens: tokens of the prompt; None = unknown.
+        keys: a chain value for each leading page of the prompt; empty = unknown.
+        tenant: on whose behalf; empty = unknown.
+        session: conversation that it belongs to; empty = unknown.
+        service: name of its class; empty = the first one.
+        output_max: maximum tokens of its answer; None = no limit is known.
+    """
+
+    number: int
+    model: str
+    arrived: float
+    tokens: int | None = None
+    keys: Words = field(default_factory=lambda: NO_KEYS)
+    tenant: str = ""
+    session: str = ""
+    service: str = ""
+    output_max: int | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and its answer, as far as they are known."""
+        return 0 if self.tokens is None else self.tokens + (self.output_max or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchLimits:
+    """Bounds of the dispatcher.
+
+    Attributes:
+        waiting_max: maximum waiting requests; those that failed at an engine may exceed it.
+        wait_s: maximum seconds of one wait.
+        tries: maximum assignments of one request.
+    """
+
+    waiting_max: int
+    wait_s: float
+    tries: int
+
+
+@dataclass(slots=True)
+class KnownRequest:
+    """A request that has not ended.
+
+    Attributes:
+        assign: its present assignment; None = it waits for one.
+        excluded: engines that failed it, or do not take so many tokens.
+        held: engines at which it has a place.
+        promised: its decode engine, at which it has none yet.
+        arrived: whether its KV has arrived, so that it waits for this place.
+        least_s: seconds of its prompt where it needs the fewest; 0 = unknown.
+        bound: engine for which it waits; empty = none has been chosen.
+    """
+
+    request: Request
+    deadline: float
+    excluded: frozenset[str] = frozenset()
+    tries: int = 0
+    matches: Matches = field(default_factory=dict)
+    assign: Assign | None = None
+    held: list[str] = field(default_factory=list)
+    promised: str | None = None
+    arrived: bool = False
+    least_s: float = 0.0
+    bound: str = ""
+
+    def row(self, priority: int, output: float) -> WaitingRow:
+        """What the scheduler sees of it.
+
+        Args:
+            priority: lower is more urgent.
+            output: tokens that its answer is expected to have.
+        """
+        one = self.request
+        return WaitingRow(
+            one.number, one.model, one.arrived, self.deadline, (one.arrived + self.deadline) / 2,
+            self.excluded, one.tokens, one.keys, priority, one.tenant, one.session, self.matches,
+            self.least_s, self.bound, output,
+        )  # fmt: skip
+
+    @property
+    def handoff(self) -> Handoff:
+        """Whose KV has arrived, and for which engine."""
+        assert self.assign is not None
+        assert self.promised is not None
+        return Handoff(self.assign.protocol, self.promised)
+
+
+def reach(engines: Iterable[EngineInfo]) -> float:
+    """Maximum tokens of a prompt and its answer that an engine or a pair takes; may be infinite."""
+    longest = dict.fromkeys(Role, 0.0)
+    for info in engines:
+        longest[info.role] = max(longest[info.role], info.max_model_len or inf)
+    return max(longest[Role.MIXED], min(longest[Role.PREFILL], longest[Role.DECODE]))
+
+
+def too_short(engines: Iterable[EngineInfo], tokens: int) -> frozenset[str]:
+    """Engines that do not take so many tokens of a prompt and its answer."""
+    return frozenset(info.id for info in engines if 0 < info.max_model_len < tokens)

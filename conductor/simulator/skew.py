@@ -1,0 +1,48 @@
+"""Estimates that stay wrong, whatever is measured: what a policy is worth if they are. Pure."""
+
+from conductor.costs.book import CostBook, EngineCosts, Machine
+from conductor.costs.prior import PrefillLine
+
+
+class SkewedCosts(EngineCosts):
+    """Costs that are off by a factor from what was measured."""
+
+    def __init__(self, machine: Machine, factor: float) -> None:
+        """Start with the prior of a machine, and ``factor``, more than 0."""
+        assert factor > 0
+        super().__init__(machine)
+        self._factor = factor
+
+    @property
+    def prefill_line(self) -> PrefillLine:
+        """What prompts are thought to take."""
+        return PrefillLine(*(self._factor * one for one in super().prefill_line))
+
+    def step_seconds(self, batch: float, context_tokens: float) -> float:
+        """Seconds that a decode step is thought to take; see :class:`EngineCosts`."""
+        return self._factor * super().step_seconds(batch, context_tokens)
+
+
+class SkewedBook(CostBook):
+    """The costs of all engines, of which every other one seems slower, and those between faster."""
+
+    def __init__(self, skew: float) -> None:
+        """Start without engines.
+
+        Args:
+            skew: by which part estimates are off, 0 to less than 1: those of the first engine that
+                is asked for are ``1 + skew`` times the truth, those of the second ``1 - skew``
+                times, and so on.
+        """
+        assert 0 <= skew < 1
+        super().__init__()
+        self._skew = skew
+        self._skewed: dict[str, SkewedCosts] = {}
+
+    def of(self, engine_id: str, machine: Machine) -> EngineCosts:
+        """The costs of an engine."""
+        known = self._skewed.get(engine_id)
+        if known is None or known.machine != machine:
+            sign = -1 if len(self._skewed) % 2 else 1
+            known = self._skewed[engine_id] = SkewedCosts(machine, 1 + sign * self._skew)
+        return known

@@ -1,0 +1,199 @@
+"""State data: what a request has besides KV, in buffers with blocks of their own. Pure.
+
+Three kinds: one block for the whole request (the state of a recurrent layer, as Mamba's), blocks of
+the last positions (KV of layers with a sliding window, in a pool of their own), and a block for
+every position (an index, as that of NSA).
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import InvalidArgument
+from kvstore.handoff.places import PLANES_MAX
+
+STATES_MAX: Final = 16
+"""State buffers of an engine."""
+_NAME: Final = re.compile(r"[a-z0-9_]{1,32}", re.ASCII)
+_BLOCK_BYTES_MAX: Final = 1 << 30
+
+
+class StateKind(StrEnum):
+    """Which blocks a request has in a state buffer."""
+
+    SLOT = "slot"
+    """One."""
+    LAST = "last"
+    """One for each of its last positions."""
+    EVERY = "every"
+    """One for each position."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """The numbers of a state buffer; both sides have the same but for ``block_count``.
+
+    Attributes:
+        name: 1 to 32 of ``a-z0-9_``.
+        kind: which blocks a request has.
+        plane_count: planes, all layers of this rank together.
+        block_bytes: bytes of one block in one plane; 0 = nothing is moved.
+        block_count: blocks of the buffer.
+        last: of kind ``last``, how many positions at the end of the prompt; otherwise 0.
+    """
+
+    name: str
+    kind: StateKind
+    plane_count: int
+    block_bytes: int
+    block_count: int
+    last: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            InvalidArgument: one is outside what messages can name.
+        """
+        if not _NAME.fullmatch(self.name):
+            raise InvalidArgument("states", f"{self.name[:40]!r} is not 1 to 32 of a-z0-9_")
+        for field, number, least, most in (
+            ("plane_count", self.plane_count, 1, PLANES_MAX),
+            ("block_bytes", self.block_bytes, 0, _BLOCK_BYTES_MAX),
+            ("block_count", self.block_count, 1, (1 << 32) - 1),
+            ("last", self.last, int(self.kind is StateKind.LAST), (1 << 20)),
+        ):
+            if not least <= number <= most:
+                what = f"{number} is not {least} to {most}"
+                raise InvalidArgument(f"states.{self.name}.{field}", what)
+        if self.last and self.kind is not StateKind.LAST:
+            raise InvalidArgument(f"states.{self.name}.last", f"{self.kind} has none")
+
+    def positions(self, blocks: int, first: int) -> range:
+        """What is moved for a request.
+
+        Args:
+            blocks: positions of the request.
+            first: position from which KV is needed; of the kinds ``slot`` and ``last`` all is
+                moved in any case.
+        """
+        match self.kind:
+            case StateKind.SLOT:
+                return range(1)
+            case StateKind.LAST:
+                return range(max(blocks - self.last, 0), blocks)
+            case StateKind.EVERY:
+                return range(first, blocks)
+
+
+class StateBuffer(NamedTuple):
+    """Memory of an engine for one kind of state data, at one rank.
+
+    Attributes:
+        name: 1 to 32 of ``a-z0-9_``; the same at both sides.
+        kind: which blocks a request has.
+        planes: address of each plane, all layers of this rank together; the blocks of a plane are
+            adjacent. The engine owns the memory and keeps it until its manager was closed.
+        block_bytes: bytes of one block in one plane.
+        block_count: blocks of the buffer; they are numbered for themselves, from 0.
+        last: of kind ``last``, how many positions at the end of the prompt.
+        generations: as of :class:`~kvstore.handoff.memory.HandoffPool`, of these blocks.
+    """
+
+    name: str
+    kind: StateKind
+    planes: tuple[int, ...]
+    block_bytes: int
+    block_count: int
+    last: int = 0
+    generations: npt.NDArray[np.uint64] | None = None
+
+    @property
+    def shape(self) -> StateShape:
+        """Its numbers.
+
+        Raises:
+            InvalidArgument: one is wrong.
+        """
+        count = len(self.planes)
+        size = self.block_bytes
+        return StateShape(self.name, self.kind, count, size, self.block_count, self.last)
+
+
+class StatePart(NamedTuple):
+    """Blocks of a request in one state buffer.
+
+    Attributes:
+        first: position of the first.
+        blocks: block of each position from there on.
+    """
+
+    first: int
+    blocks: list[int]
+
+
+def check_names(states: Sequence[StateShape]) -> None:
+    """Refuse state buffers that cannot be told apart.
+
+    Raises:
+        InvalidArgument: there are too many, or two have one name.
+    """
+    names = {state.name for state in states}
+    if len(states) > STATES_MAX or len(names) != len(states):
+        raise InvalidArgument(
+            "states", f"{len(states)} of {len(names)} names; {STATES_MAX} at most"
+        )
+
+
+def check_alike(prefill: Sequence[StateShape], decode: Sequence[StateShape]) -> None:
+    """Refuse a decode engine whose state data is not that of prefill.
+
+    Raises:
+        InvalidArgument: with the field, for example ``states.mamba.block_bytes``.
+    """
+    if [state.name for state in prefill] != [state.name for state in decode]:
+        names = [
+            ", ".join(state.name for state in states) or "none" for states in (prefill, decode)
+        ]
+        raise InvalidArgument("states", f"prefill has {names[0]}, decode has {names[1]}"[:200])
+    for here, there in zip(prefill, decode, strict=True):
+        for field in (one.name for one in fields(StateShape) if one.name != "block_count"):
+            numbers = getattr(here, field), getattr(there, field)
+            if numbers[0] != numbers[1]:
+                what = f"{numbers[0]} of prefill, {numbers[1]} of decode"
+                raise InvalidArgument(f"states.{here.name}.{field}", what)
+
+
+def wanted_states(
+    states: Sequence[StateShape], given: Mapping[str, Sequence[int]], blocks: int, first: int
+) -> list[StatePart]:
+    """The blocks of an announcement, in the order of the buffers.
+
+    Args:
+        states: of the own pool.
+        given: blocks of the request by name of the buffer.
+        blocks: positions of the request.
+        first: position from which KV is needed.
+
+    Raises:
+        InvalidArgument: they are not as many different ones of each buffer as it takes.
+    """
+    unknown = given.keys() - {state.name for state in states}
+    if unknown:
+        raise InvalidArgument("states", f"{min(unknown)[:40]!r} is no state buffer")
+    found: list[StatePart] = []
+    for state in states:
+        wanted = state.positions(blocks, first)
+        numbers = [int(block) for block in given.get(state.name, ())]
+        if len(numbers) != len(wanted) or len(set(numbers)) != len(numbers):
+            what = f"{len(numbers)} blocks, {len(wanted)} different ones are needed"
+            raise InvalidArgument(f"states.{state.name}", what)
+        if numbers and not 0 <= min(numbers) <= max(numbers) < state.block_count:
+            raise InvalidArgument(f"states.{state.name}", "a block is not in the buffer")
+        found.append(StatePart(wanted.start, numbers))
+    return found
