@@ -39,8 +39,13 @@ What is not read counts as ``Any``, which is slower, not wrong."""
 
 MOVER = Extension(
     "kvstore.mover._mover",
-    ["kvstore/mover/_mover.c", "kvstore/mover/_chains.c", "kvstore/mover/_table.c"],
-    depends=["kvstore/mover/_xxh3.h"],
+    [
+        "kvstore/mover/_mover.c",
+        "kvstore/mover/_chains.c",
+        "kvstore/mover/_ranges.c",
+        "kvstore/mover/_table.c",
+    ],
+    depends=["kvstore/mover/_pages.h", "kvstore/mover/_xxh3.h"],
     extra_compile_args=["-O3", "-std=c11", "-fvisibility=hidden", "-Wall", "-Wextra"],
     optional=True,
 )

@@ -26,6 +26,7 @@ GROUPS: Final = {
     "index": "bench.index",
     "keys": "bench.keys",
     "kvpool": "bench.kvpool",
+    "live": "bench.live",
     "node": "bench.node",
     "policy": "bench.policy",
     "reclaim": "bench.reclaim",

@@ -137,6 +137,7 @@ class Options:
         decodes: number of decode engines.
         kv_blocks: blocks of 16 tokens in each engine's pool.
         policy: of the Conductor.
+        conductor: further settings of the Conductor, each ``section.key=value``.
         prefix_cache: whether the engines' own prefix caches are on; off, every reused token came
             through the store.
         kv_hashes: whether engines hash each request's K and V.
@@ -156,6 +157,7 @@ class Options:
     decodes: int = 1
     kv_blocks: int = 640
     policy: str = "longest-prefix"
+    conductor: tuple[str, ...] = ()
     prefix_cache: bool = False
     kv_hashes: bool = True
     handoff: str = "store"
@@ -211,6 +213,7 @@ class Cluster:
             "conductor",
             [script("kvstore-conductor"), "--port", "0", "--policy", options.policy],
             LISTENING,
+            *options.conductor,
         )
         for name, daemon in daemons.items():
             socket, url, _, _ = daemon.wait_ready().groups()

@@ -3,7 +3,11 @@
 ``decision/128k``: 64 prefill and 64 decode engines and 64 nodes have prefixes of different length
 of a prompt of 131,072 tokens, in an index of 10 million pages of 64 tokens to which 100,000 blocks
 a second are written. From the prompt's keys, or with ``tokens`` from its tokens as an array, to the
-pair with all terms and the entry in the log.
+pair with all terms and the entry in the log. The index process and the publishers run on the first
+core, who decides on the others. The bound is ``select_and_reserve`` of Dynamo's
+``SelectionService`` (``--peers dynamo``, in an environment that is made when it is absent): one of
+the 128 engines, not a pair, as it knows no nodes; on the same events, on the first core, the
+publishers on the others.
 
 ``front/added-ttft``: 100 requests a second with prompts of 2,000 tokens are asked of a stand-in
 engine directly, through a bare relay with aiohttp and through the Conductor, in turns; the
@@ -38,6 +42,7 @@ from bench.conductor_front import (
 )
 from bench.conductor_schedule import scheduled
 from bench.index_feed import FeedError
+from bench.index_peer import PEERS, dynamo_lines
 from bench.measure import Progress, Report, Result, percentile
 from conductor.routing.policy import POLICIES
 
@@ -54,6 +59,7 @@ ASKED: Final = {
     "front/streams/long": 0.98,
 }
 _RELAY: Final = "bare relay"
+_DYNAMO: Final = "Dynamo's SelectionService"
 
 
 class ConductorResult(Result, frozen=True):
@@ -78,6 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pages", type=int, default=10_000_000,
                         help="of the index, for decision")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=5, help="alternately with the bound")
+    parser.add_argument("--peers", choices=PEERS, action="append", default=[],
+                        help="decide with this one too")  # fmt: skip
     parser.add_argument("--streams", type=int, default=256, help="at a time")
 
 
@@ -115,7 +123,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _decision(options: argparse.Namespace, progress: Progress) -> list[ConductorResult]:
-    found = decided(options.pages, options.seconds, progress.note)
+    peer = dynamo_lines(options.peers, progress)
+    found = decided(options.pages, options.seconds, progress.note, peer)
     progress.note(
         f"decision/128k: {found.blocks_per_s:,.0f} blocks/s were written meanwhile; {found.held} of"
         f" {len(found.known) + len(found.of_tokens)} decisions chose no pair"
@@ -127,12 +136,14 @@ def _decision(options: argparse.Namespace, progress: Progress) -> list[Conductor
         wall, cpu = (
             (found.of_tokens, found.of_tokens_cpu) if of_tokens else (found.known, found.known_cpu)
         )
-        results.append(
-            ConductorResult(
-                name, percentile(wall, percent), "ms", asked=ASKED[name],
-                cpu_ms=percentile(cpu, percent),
-            )
-        )  # fmt: skip
+        value, theirs = (
+            percentile(wall, percent),
+            found.peer.get("tokens" if of_tokens else "hashes"),
+        )
+        result = ConductorResult(name, value, "ms", asked=ASKED[name])
+        if theirs:
+            result = _beside(name, value, "ms", _DYNAMO, percentile(theirs, percent))
+        results.append(msgspec.structs.replace(result, cpu_ms=percentile(cpu, percent)))
     return results
 
 

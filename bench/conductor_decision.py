@@ -1,9 +1,11 @@
 """One decision of the Conductor on a prompt of 131,072 tokens, while the index is written to."""
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from typing import Final, NamedTuple
 
 from bench.index_feed import MODEL, SPACE, Lines, feed
@@ -26,6 +28,7 @@ from conductor.routing.prefixes import PrefixView
 from conductor.routing.requests import DispatchLimits, Request
 from conductor.routing.scheduler import Scheduler
 from kvstore.index.face import PrefixIndex
+from kvstore.process.collector import look_seldom
 
 BLOCKS_PER_S: Final = 100_000
 POLICY: Final = "earliest-first-token"
@@ -35,6 +38,8 @@ _BLOCKS: Final = 128
 _MODEL: Final = MODEL.removeprefix("model:")
 _ENGINES: Final = PREFILL_ENGINES + DECODE_ENGINES
 _KEPT: Final = 4_096
+_PIECE: Final = 4_096
+"""Messages that are on their way to the index at a time; twice as many at most."""
 
 
 class Decided(NamedTuple):
@@ -45,6 +50,7 @@ class Decided(NamedTuple):
         known_cpu: likewise, CPU time.
         of_tokens: hashing included.
         of_tokens_cpu: likewise, CPU time.
+        peer: those of another program by ``hashes`` and from ``tokens``; none if it was not asked.
         blocks_per_s: that were written meanwhile.
         held: decisions that chose no pair.
     """
@@ -53,6 +59,7 @@ class Decided(NamedTuple):
     known_cpu: list[float]
     of_tokens: list[float]
     of_tokens_cpu: list[float]
+    peer: dict[str, list[float]]
     blocks_per_s: float
     held: int
 
@@ -143,22 +150,67 @@ def _engine(name: str, role: Role, node: str, peers: tuple[str, ...]) -> EngineI
     )  # fmt: skip
 
 
-def decided(pages: int, seconds: float, note: Callable[[str], None]) -> Decided:
+def decided(
+    pages: int,
+    seconds: float,
+    note: Callable[[str], None],
+    peer: Callable[[], Lines] | None = None,
+) -> Decided:
     """Fill an index with so many pages, and decide while it is written to.
+
+    Args:
+        pages: of all workers.
+        seconds: for each case.
+        note: tells what goes on.
+        peer: starts Dynamo, which decides afterwards on the same events; None = it does not.
 
     Raises:
         FeedError: the index does not become ready.
     """
-    with feed(Cores.present().others) as publisher:
-        return asyncio.run(_measured(publisher, pages, seconds, note))
+    cores, mine = Cores.present(), os.sched_getaffinity(0)
+    with feed(cores.others) as publisher:
+        end = look_seldom()  # as the Conductor does
+        os.sched_setaffinity(0, cores.others or mine)  # the index has the other core
+        try:
+            ours = asyncio.run(_measured(publisher, pages, seconds, note))
+            if peer is None:
+                return ours
+            note(f"{pages * _ENGINES // (_ENGINES + NODES):,} pages come in at Dynamo")
+            with peer() as dynamo:
+                return ours._replace(peer=_of_peer(publisher, dynamo, pages, seconds))
+        finally:
+            os.sched_setaffinity(0, mine)
+            end()
+
+
+def _fleets(pages: int, seconds: float) -> tuple[Fleet, Fleet]:
+    """What is there, and what is written meanwhile."""
+    fleet = Fleet(_ENGINES, NODES, pages, shared=True)
+    enough = int(BLOCKS_PER_S * (2 * seconds + 2))
+    return fleet, fleet._replace(pages=enough, shared=False, seed=1)
+
+
+def _of_peer(publisher: Lines, dynamo: Lines, pages: int, seconds: float) -> dict[str, list[float]]:
+    """Milliseconds in which Dynamo chooses an engine; it knows engines only."""
+    fleet, written = _fleets(pages, seconds)
+    engines = fleet._replace(nodes=0, pages=pages // len(fleet.workers()) * _ENGINES)
+    publisher.pin(Cores.present().others)
+    endpoints = publisher.ask("open", fleet=fleet)
+    dynamo.ask("follow", endpoints=[events for events, _ in endpoints[:_ENGINES]])
+    publisher.ask("wait_subscribed", workers=_ENGINES)
+    publisher.ask("make", fleet=written, blocks=_BLOCKS)
+    publisher.ask("stream", fleet=engines, blocks=_BLOCKS)
+    dynamo.ask("visible", fleet=engines)
+    publisher.ask("steady", rate=BLOCKS_PER_S / _BLOCKS)
+    found: dict[str, list[float]] = dynamo.ask("select", fleet=engines, seconds=seconds)
+    publisher.ask("stop")
+    return found
 
 
 async def _measured(
     publisher: Lines, pages: int, seconds: float, note: Callable[[str], None]
 ) -> Decided:
-    fleet = Fleet(_ENGINES, NODES, pages, shared=True)
-    enough = int(BLOCKS_PER_S * (2 * seconds + 2))
-    written = fleet._replace(pages=enough, shared=False, seed=1)
+    fleet, written = _fleets(pages, seconds)
 
     async def ask(do: str, **arguments: object) -> object:
         return await asyncio.to_thread(publisher.ask, do, **arguments)
@@ -169,17 +221,27 @@ async def _measured(
         await ask("wait_subscribed", workers=len(fleet.workers()))
         await ask("make", fleet=written, blocks=_BLOCKS)
         note(f"{pages:,} pages come in first")
-        await ask("stream", fleet=fleet, blocks=_BLOCKS)
+        await ask("begin", fleet=fleet, blocks=_BLOCKS)
+        sent = 0
+        while piece := await ask("piece", most=_PIECE):
+            assert isinstance(piece, int)
+            sent += piece
+            await ours.wait_seen(partial(_applied, ours.index, sent - _PIECE))
         await ours.wait_seen(LastBlocks(await ours.table(), fleet).seen)
         decider = Decider(ours.index, fleet)
         await ours.wait_seen(decider.some)
-        publisher.pin(Cores.present().indexer)  # who decides has the other core
+        publisher.pin(Cores.present().indexer)  # who decides has the other core to itself
         await ask("steady", rate=BLOCKS_PER_S / _BLOCKS)
         known = await _times(decider.known, seconds)
         of_tokens = await _times(decider.of_tokens, seconds)
         rate = await ask("stop")
         assert isinstance(rate, float)
-    return Decided(*known, *of_tokens, rate * _BLOCKS, decider.held)
+    return Decided(*known, *of_tokens, {}, rate * _BLOCKS, decider.held)
+
+
+def _applied(index: PrefixIndex, messages: int) -> bool:
+    """Whether so many messages have been applied, all workers together."""
+    return sum(one.batches for one in index.present().report.workers) >= messages
 
 
 async def _times(

@@ -35,16 +35,25 @@ TURNS_MIN: Final = 5
 _PAUSE_S: Final = 0.0002
 _SEND_US: Final = 100.0
 _POLL_US: Final = 50.0
+POOL_BYTES: Final = 2 * LAYERS * POOL_BLOCKS * BLOCK_BYTES
 PROMPT_BYTES: Final = 2 * LAYERS * PROMPT_BLOCKS * BLOCK_BYTES
 
 
 def new_pool() -> tuple[HandoffPool, npt.NDArray[np.uint8]]:
     """A pool of the demo model's shape; keep the array as long as the pool is used."""
-    memory = prefaulted(2 * LAYERS * POOL_BLOCKS * BLOCK_BYTES)
-    step = POOL_BLOCKS * BLOCK_BYTES
-    planes = tuple(int(memory.ctypes.data) + step * plane for plane in range(2 * LAYERS))
-    pool = KVPool(planes, BLOCK_BYTES, BLOCK_BYTES, POOL_BLOCKS)
-    return HandoffPool(pool, BLOCK_TOKENS, np.zeros(POOL_BLOCKS, dtype=np.uint64)), memory
+    memory = prefaulted(POOL_BYTES)
+    return pool_at(int(memory.ctypes.data)), memory
+
+
+def planes_at(address: int) -> tuple[int, ...]:
+    """Address of block 0 of each plane of a pool that begins there."""
+    return tuple(address + POOL_BLOCKS * BLOCK_BYTES * plane for plane in range(2 * LAYERS))
+
+
+def pool_at(address: int) -> HandoffPool:
+    """A pool of the demo model's shape in memory of :data:`POOL_BYTES`."""
+    pool = KVPool(planes_at(address), BLOCK_BYTES, BLOCK_BYTES, POOL_BLOCKS)
+    return HandoffPool(pool, BLOCK_TOKENS, np.zeros(POOL_BLOCKS, dtype=np.uint64))
 
 
 class PushedPools:

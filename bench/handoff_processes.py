@@ -28,10 +28,10 @@ from kvstore.handoff.registry import HandoffRegistry
 from kvstore.handoff.rooms import RoomNumbers
 from kvstore.handoff.states import State
 
-_SPACE: Final = b"demo"
+SPACE: Final = b"demo"
 
 
-class _Push:
+class Push:
     """Calling it pushes a prompt's KV; seconds from the first layer until decode has everything."""
 
     def __init__(self, prefill: PrefillManager, pipe: Connection, orders: "Orders") -> None:
@@ -84,18 +84,18 @@ class Orders:
 
 
 @contextmanager
-def pushing(*, permuted: bool) -> Iterator[_Push]:
+def pushing(*, permuted: bool) -> Iterator[Push]:
     """What pushes a prompt's KV; both processes have their pool until the block ends."""
     secret = secrets.token_bytes(32)
     context = multiprocessing.get_context("spawn")
     registry = HandoffRegistry("127.0.0.1", 0, secret)
     pool, _memory = new_pool()
-    prefill = PrefillManager(pool, _SPACE, secret, registry=registry.url)
+    prefill = PrefillManager(pool, SPACE, secret, registry=registry.url)
     here, there = context.Pipe()
     decode = context.Process(target=_decode, args=(there, registry.url, secret, permuted))
     decode.start()
     try:
-        yield _Push(prefill, here, Orders(permuted=permuted, seed=1))
+        yield Push(prefill, here, Orders(permuted=permuted, seed=1))
     finally:
         here.send(None)
         decode.join(WAIT_S)
@@ -116,7 +116,13 @@ def pushes(name: str, seconds: float) -> Iterator[Result]:
 def _decode(pipe: Connection, registry: str, secret: bytes, permuted: bool) -> None:  # noqa: FBT001
     """Decode's process: take pushes until there is no room."""
     pool, _memory = new_pool()
-    manager = DecodeManager(pool, _SPACE, secret, name="bench")
+    manager = DecodeManager(pool, SPACE, secret, name="bench")
+    take_pushes(manager, pipe, registry, permuted=permuted)
+    manager.close()
+
+
+def take_pushes(manager: DecodeManager, pipe: Connection, registry: str, *, permuted: bool) -> None:
+    """Take a push for each room that comes, until None comes."""
     orders = Orders(permuted=permuted, seed=2)
     while (room := pipe.recv()) is not None:
         receiver = manager.receiver(room, registry, TOKENS)
@@ -126,4 +132,3 @@ def _decode(pipe: Connection, registry: str, secret: bytes, permuted: bool) -> N
         assert receiver.state is State.SUCCESS, receiver.failure
         pipe.send(room)
         receiver.close()
-    manager.close()

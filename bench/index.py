@@ -30,7 +30,6 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from bench import environments
 from bench.index_feed import FeedError, Lines, feed
 from bench.index_fleet import DECODE_ENGINES, NODES, PREFILL_ENGINES, Fleet
 from bench.index_ours import (
@@ -41,6 +40,7 @@ from bench.index_ours import (
     core_seconds,
     resident_bytes,
 )
+from bench.index_peer import PEERS, dynamo_lines
 from bench.measure import Progress, Report, Result, percentile
 
 ENTRIES: Final = 10_000_000
@@ -60,7 +60,6 @@ ASKED: Final = {
     "memory/keys": 40.0, "memory/tokens": 40.0,
     "rebuild/1M": 10.0, "snapshot/1M": 5.0, "snapshot/1M/turn": 5.0,
 }  # fmt: skip
-PEERS: Final = ("dynamo",)
 _DYNAMO: Final = "Dynamo"
 _DECODING: Final = "decoding alone"
 _SNAPSHOT_S: Final = 600.0
@@ -106,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
         Progress("index", len({_step(name) for name in wanted})) as progress,
         feed(Cores.present().others) as publisher,
     ):
-        peer = _peer(options.peers, progress)
+        peer = dynamo_lines(options.peers, progress)
         entries, rounds = max(options.entries, ENTRIES_MIN), max(options.rounds, 1)
         bench = Bench(publisher, peer, entries, rounds, options.seconds, progress)
         try:
@@ -120,20 +119,6 @@ def run(options: argparse.Namespace) -> int:
 def _step(case: str) -> str:
     """What is measured at once: some cases come from the same run."""
     return case if case.startswith(("ingest/", "memory/")) else case.partition("/")[0]
-
-
-def _peer(peers: list[str], progress: Progress) -> Callable[[], Lines] | None:
-    """What starts Dynamo's indexer, on the core of ours; None if nobody asked, or it cannot."""
-    if not peers:
-        return None
-    try:
-        python = environments.dynamo()
-        command = [str(python), "-m", "bench.index_dynamo"]
-        subprocess.run([str(python), "-c", "import dynamo.llm"], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        progress.note(f"Dynamo does not run here, the bound is decoding alone: {error}")
-        return None
-    return lambda: Lines(command, cores=Cores.present().indexer)
 
 
 class Bench(NamedTuple):

@@ -80,6 +80,24 @@ class Dynamo:
                 await asyncio.sleep(0)
         return found
 
+    async def select(self, fleet: list[Any], seconds: float) -> dict[str, list[float]]:
+        """Milliseconds of ``select_and_reserve`` for the fleet's document, as :meth:`match`."""
+        given = Fleet(*fleet)
+        prompt = given.document()
+        requests = {"hashes": _by_hashes(prompt), "tokens": _by_tokens(prompt)}
+        assert len(await self._depths(requests["hashes"])) == given.engines, "all have a part"
+        found: dict[str, list[float]] = {}
+        for name, request in requests.items():
+            until = time.monotonic() + seconds
+            found[name] = []
+            while time.monotonic() < until:
+                began = time.perf_counter()
+                chosen = await self._service.select_and_reserve(request)
+                found[name].append(1e3 * (time.perf_counter() - began))
+                await self._service.free_reservation(chosen["selection_id"])
+                await asyncio.sleep(0)
+        return found
+
     async def _depths(self, request: dict[str, Any]) -> dict[int, int]:
         found = await self._service.overlap_scores(request)
         return {
@@ -144,7 +162,7 @@ async def _main() -> None:
     dynamo = Dynamo()
     commands: dict[str, Callable[..., Any]] = {
         "follow": dynamo.follow, "visible": dynamo.visible, "match": dynamo.match,
-        "find_matches": dynamo.find_matches,
+        "find_matches": dynamo.find_matches, "select": dynamo.select,
     }  # fmt: skip
     while line := await asyncio.to_thread(sys.stdin.readline):
         command = json.loads(line)

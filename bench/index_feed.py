@@ -231,6 +231,7 @@ class _Process:
         self._context: zmq.Context[Any] = zmq.Context(2)
         self._sockets: Sockets | None = None
         self._made: list[tuple[int, bytes]] = []
+        self._pieces: Iterator[tuple[int, bytes]] = iter(())
         self._steady: Iterator[tuple[int, bytes]] = iter(())
         self._steady_from = 0.0
         self._steady_sent = 0
@@ -315,6 +316,20 @@ class _Process:
         assert self._sockets is not None, "opened before"
         count = 0
         for index, payload in messages(Fleet(*fleet), blocks):
+            self._sockets.send(index, payload, keep=False)
+            count += 1
+        return count
+
+    def do_begin(self, fleet: list[Any], blocks: int) -> bool:
+        """Prepare to publish a fleet piece by piece."""
+        self._pieces = messages(Fleet(*fleet), blocks)
+        return True
+
+    def do_piece(self, most: int) -> int:
+        """Publish so many messages of that fleet, or what is left of it; how many they were."""
+        assert self._sockets is not None, "opened before"
+        count = 0
+        for index, payload in itertools.islice(self._pieces, most):
             self._sockets.send(index, payload, keep=False)
             count += 1
         return count

@@ -187,7 +187,7 @@ class LoneNode:
         )
         node.pages.pins.budget_bytes = capacity_bytes // 4
         node.pages.residents.ghosts = Ghosts(AdminConfig().ghosts_max)
-        node.pages.ghosts.policy = policy
+        node.pages.residents.ghosts.policy = policy
         self._later: deque[Callable[[], None]] = deque()
         self.pages_max = capacity_bytes // PAGE_BYTES
         self.extent_bytes = extent_bytes

@@ -5,10 +5,10 @@ With ``--trace``: at the speed at which ``cache-global`` just holds 90 % effecti
 prompts) compare the two policies, and ``promise/load`` the speeds at which each just holds 90 %.
 
 Without it: rows ``shape/LOAD/FLEET/SKEW/PART/ttft`` and ``/effective`` compare ours with the best
-other policy on made-up loads. A fleet is ``equal`` or ``unequal`` in hardware, pairs or
-``mixed``; ``SKEW`` is by which part the policy's estimates stay off; ``PART`` is of the speed at
-which ``cache-global`` just holds 90 % there. Everybody waits as long as it takes, so that the mean
-is of the same requests for all.
+other policy on made-up loads, as means over some seeds. A fleet is ``equal`` or ``unequal`` in
+hardware, pairs or ``mixed``; ``SKEW`` is by which part the policy's estimates stay off; ``PART`` is
+of the speed at which ``cache-global`` just holds 90 % there. Everybody waits as long as it takes,
+so that the mean is of the same requests for all.
 
 ``ratio`` is 1 where both are equal and more where ours is better; ``kept`` is whether it is at
 least ``floor``. Everything is simulated; the exit status is 1 if a promise is not kept.
@@ -19,6 +19,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Final, NamedTuple
 
 from bench.measure import Progress, Report, Result
@@ -59,15 +60,17 @@ class Load(NamedTuple):
 
 
 LOADS: Final = {
-    "short": Load(2.0, 1500, 100.0),
-    "mixed": Load(5.0, 500, 8.0),
-    "long": Load(20.0, 500, 1.0),
-    "sessions": Load(5.0, 500, 9.0),
-    "hot": Load(5.0, 500, 9.0),
-    "burst": Load(10.0, 500, 9.0),
+    "short": Load(2.0, 1200, 100.0),
+    "mixed": Load(5.0, 400, 8.0),
+    "long": Load(20.0, 400, 1.0),
+    "sessions": Load(5.0, 400, 9.0),
+    "hot": Load(5.0, 400, 9.0),
+    "burst": Load(10.0, 400, 9.0),
 }
 PARTS: Final = (0.5, 1.0)
 SKEWS: Final = (0.0, 0.3)
+OTHERS: Final = tuple(name for name in POLICIES if name not in (OURS, "random", "round-robin"))
+"""Policies that somebody would choose; the two that look at nothing are never the best."""
 _TBT_S: Final = 0.1
 _ROUGHLY: Final = 0.08
 """So precise are the limits on made-up loads."""
@@ -117,15 +120,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--trace", type=Path, help="JSON lines, as Mooncake's traces")
     parser.add_argument(
-        "--requests", type=int, help="the first so many; default: all, or 500 (1500)"
+        "--requests", type=int, help="the first so many; default: all, or 400 (1200)"
     )
     parser.add_argument("--prefill", default="8xa800", help="of the trace; default: %(default)s")
     parser.add_argument("--decode", default="8xa800", help="likewise")
     parser.add_argument("--wait-s", type=float, default=30.0,
                         help="that requests of it may wait; default: %(default)s")  # fmt: skip
+    parser.add_argument("--first", type=float, default=1.9,
+                        help="speed of the first try; default: %(default)s")  # fmt: skip
     parser.add_argument("--loads", default=",".join(LOADS), help="default: %(default)s")
     parser.add_argument("--fleets", default=",".join(FLEETS), help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of the made-up loads")
+    parser.add_argument("--seeds", default="1,2", help="of the made-up loads; default: %(default)s")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -148,6 +153,8 @@ def run(options: argparse.Namespace) -> int:
 
 def promises(options: argparse.Namespace) -> Iterator[Promise]:
     """Compare two policies on a trace."""
+    if not 0 < options.first < math.inf:
+        raise InvalidArgument("first", "a number above 0 is needed")
     trace = read_trace(options.trace, options.requests)
     if not trace:
         raise InvalidArgument("trace", f"{options.trace} is empty")
@@ -156,7 +163,7 @@ def promises(options: argparse.Namespace) -> Iterator[Promise]:
     case = Case(trace, engines, Objectives(), options.wait_s)
     with Progress("search", 4) as progress:
         progress.step(f"the limit of {BESIDE}")
-        limit = case.highest(BESIDE, 1.5)
+        limit = case.highest(BESIDE, options.first)
         progress.note(f"{BESIDE} holds {limit.effective:.1%} at speed {limit.speed:.4g}")
         progress.step(f"{BESIDE} there")
         theirs = case.summary(BESIDE, limit.speed)
@@ -176,36 +183,61 @@ def promises(options: argparse.Namespace) -> Iterator[Promise]:
 def shapes(options: argparse.Namespace) -> Iterator[Promise]:
     """Compare ours with the best other policy on made-up loads."""
     loads, fleets = options.loads.split(","), options.fleets.split(",")
+    if not options.seeds.replace(",", "").isdecimal():
+        raise InvalidArgument("seeds", f"{options.seeds!r} is not like 1,2")
+    seeds = [int(seed) for seed in options.seeds.split(",")]
     for name, given, known in (("loads", loads, LOADS), ("fleets", fleets, FLEETS)):
         if not set(given) <= set(known):
             raise InvalidArgument(name, f"{', '.join(known)} are possible")
     with Progress("shape", len(loads) * len(fleets)) as progress:
         for load in loads:
             ttft_s, requests, first = LOADS[load]
-            trace = made_up(load, options.requests or requests, options.seed)
+            count, objectives = options.requests or requests, Objectives(ttft_s, _TBT_S)
+            traces = [made_up(load, count, seed) for seed in seeds]
             for fleet in fleets:
                 progress.step(f"{load}/{fleet}")
                 engines = engines_of(FLEETS[fleet], MODEL, Running())
-                case = Case(trace, engines, Objectives(ttft_s, _TBT_S), NEVER)
-                limit = case.highest(BESIDE, first, _ROUGHLY)
-                progress.note(f"{load}/{fleet}: {BESIDE} holds 90 % at speed {limit.speed:.4g}")
+                cases = [Case(trace, engines, objectives, NEVER) for trace in traces]
+                limit = cases[0].highest(BESIDE, first, _ROUGHLY).speed
+                progress.note(f"{load}/{fleet}: {BESIDE} holds 90 % at speed {limit:.4g}")
+                found: dict[str, Means] = {}
                 for skew in SKEWS:
+                    cases = [one._replace(skew=skew) for one in cases]
                     for part in PARTS:
-                        yield from _against_all(
-                            f"shape/{load}/{fleet}/{skew:g}/{part:g}",
-                            case._replace(skew=skew),
-                            limit.speed * part,
-                        )
+                        name = f"shape/{load}/{fleet}/{skew:g}/{part:g}"
+                        yield from _against_all(name, cases, limit * part, found)
 
 
-def _against_all(name: str, case: Case, speed: float) -> Iterator[Promise]:
-    """Ours and the best of the others, each figure by itself."""
-    found = {policy: case.summary(policy, speed) for policy in POLICIES}
-    ours = found.pop(OURS)
-    best = min(found, key=lambda one: found[one].ttft)
-    yield _lower(f"{name}/ttft", ours.ttft, found[best].ttft, _BEARABLE, best)
-    best = max(found, key=lambda one: found[one].effective)
-    yield _higher(f"{name}/effective", ours.effective, found[best].effective, _BEARABLE, best)
+class Means(NamedTuple):
+    """Means of a policy over some seeds: of its mean TTFT, and of the part that is effective."""
+
+    ttft: float
+    effective: float
+
+
+def _means(cases: Sequence[Case], policy: str, speed: float) -> Means:
+    found = [case.summary(policy, speed) for case in cases]
+    return Means(fmean(one.ttft for one in found), fmean(one.effective for one in found))
+
+
+def _against_all(
+    name: str, cases: Sequence[Case], speed: float, known: dict[str, Means]
+) -> Iterator[Promise]:
+    """Ours and the best of the others, each figure by itself.
+
+    ``known`` has what does not depend on estimates, by policy and speed.
+    """
+    others: dict[str, Means] = {}
+    for policy in OTHERS:
+        key = f"{policy}/{speed}"
+        others[policy] = known[key] if key in known else _means(cases, policy, speed)
+        if POLICIES[policy].fetches is None:
+            known[key] = others[policy]
+    ours = _means(cases, OURS, speed)
+    best = min(others, key=lambda one: others[one].ttft)
+    yield _lower(f"{name}/ttft", ours.ttft, others[best].ttft, _BEARABLE, best)
+    best = max(others, key=lambda one: others[one].effective)
+    yield _higher(f"{name}/effective", ours.effective, others[best].effective, _BEARABLE, best)
 
 
 def _lower(case: str, ours: float, theirs: float, floor: float, beside: str = BESIDE) -> Promise:

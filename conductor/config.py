@@ -236,6 +236,36 @@ class CostsConfig(Section, frozen=True):
     file: Annotated[str, Meta(max_length=1024)] = ""
 
 
+class BringConfig(Section, frozen=True):
+    """KV that nodes are asked to bring before an engine asks for it.
+
+    Off by default: it changes nodes, for which the Conductor needs their operate tokens, and what
+    it gains depends on disks and links. A node's own engines and operators come first: at most
+    ``jobs_max`` of its jobs are ours.
+
+    Attributes:
+        prefetches: whether pages of requests that wait are loaded from the disk of the node that
+            will most likely serve them, or copied there from another node.
+        replicates: whether prefixes that many requests have are copied to more nodes.
+        bytes_max: maximum bytes of prefetches under way.
+        jobs_max: maximum jobs at one node.
+        deadline_s: maximum seconds of one job.
+        after_s: seconds that a request has waited at least.
+        hot_rate: requests a second with a prefix from which on two nodes are to have it; three from
+            twice as many on, and so forth. Half of that again is needed to forget it.
+        copies_max: maximum nodes that are to have a prefix.
+    """
+
+    prefetches: bool = False
+    replicates: bool = False
+    bytes_max: Count = 4 << 30
+    jobs_max: Annotated[int, Meta(ge=1, le=64)] = 4
+    deadline_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
+    after_s: Annotated[float, Meta(ge=0, le=60)] = 0.05
+    hot_rate: Positive = 1.0
+    copies_max: Annotated[int, Meta(ge=2, le=16)] = 2
+
+
 class IndexConfig(Section, frozen=True):
     """The prefix index.
 
@@ -422,6 +452,7 @@ class NodeEntry(Section, frozen=True):
         id: the ``node`` that engines report; default: the node's name.
         url: its admin API: ``http://host:port``, or ``unix:///path`` of its admin socket.
         read_token: the node's ``http.read_token``; a Unix socket needs none.
+        operate_token: the node's ``http.operate_token``, for ``bring``; a Unix socket needs none.
         events: endpoint of its KV events.
         events_replay: endpoint for missed batches.
         events_token: the node's ``events.follow_token``, if it publishes over TCP.
@@ -430,6 +461,7 @@ class NodeEntry(Section, frozen=True):
     id: Name | None = None
     url: Url | None = None
     read_token: Token | None = None
+    operate_token: Token | None = None
     events: Endpoint | None = None
     events_replay: Endpoint | None = None
     events_token: Token | None = None
@@ -457,6 +489,7 @@ class ConductorConfig(Section, frozen=True):
     handoff: HandoffConfig = HandoffConfig()
     health: HealthConfig = HealthConfig()
     costs: CostsConfig = CostsConfig()
+    bring: BringConfig = BringConfig()
     index: IndexConfig = IndexConfig()
     events: EventsConfig = EventsConfig()
     decisions: DecisionsConfig = DecisionsConfig()

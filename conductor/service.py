@@ -19,6 +19,7 @@ from conductor.costs.book import CostBook
 from conductor.front.admin import Admin, errors_as_json
 from conductor.front.advising import Adviser
 from conductor.front.auth import Auth, MadeToken
+from conductor.front.bringing import Bringer
 from conductor.front.connections import CAUSES, CONNECTIONS_MAX, KEEPALIVE_S, Front, complaints
 from conductor.front.kept_costs import KeptCosts
 from conductor.front.membership import Membership
@@ -46,6 +47,7 @@ from kvstore.errors import ConfigError, reason
 from kvstore.index.control import IndexSettings, SourceBounds
 from kvstore.index.face import PrefixIndex
 from kvstore.index.process import IndexProcess
+from kvstore.process.collector import look_seldom
 from kvstore.process.faults import Faults
 
 _LAG_PERIOD_S: Final = 0.05
@@ -117,20 +119,14 @@ class Conductor:
         prompts = Prompts(
             self.registry, self._upstream, self.membership, config.deadline.tokenize_s
         )
+        self._bringer = Bringer(
+            config.bring, self.registry, dispatcher, prefixes, self.membership.nodes,
+            health.probe_timeout_s, clock,
+        )  # fmt: skip
         parts = Parts(
-            self.registry,
-            self.index,
-            self.queue,
-            dispatcher,
-            prefixes,
-            prompts,
-            self._upstream,
-            self.decisions,
-            self.metrics,
-            self.membership,
-            clock,
-            self.trace,
-        )
+            self.registry, self.index, self.queue, dispatcher, prefixes, prompts, self._upstream,
+            self.decisions, self.metrics, self.membership, clock, self._bringer, self.trace,
+        )  # fmt: skip
         names = [one.name for one in rules.classes]
         self.proxy = Proxy(parts, config.policy.name, config.queue, config.deadline, names)
         self._adviser = Adviser(self.registry, dispatcher, rules.classes[0], clock)
@@ -174,6 +170,7 @@ class Conductor:
             **self.queue.dispatcher.loads.gauges(),
             **self.queue.dispatcher.admission.gauges(),
             **self._adviser.gauges(),
+            **self._bringer.gauges(),
             "costs_file_faults": {(): float(self._kept_costs.faults)},
             **index_gauges(self.index),
         }
@@ -215,6 +212,7 @@ class Conductor:
                     tasks.create_task(self._kept_costs.run(), name="costs"),
                     tasks.create_task(self._watch_lag(), name="loop lag"),
                     tasks.create_task(self._adviser.run(), name="advice"),
+                    tasks.create_task(self._bringer.run(), name="bringer"),
                 ]
                 host = f"[{http.host}]" if ":" in http.host else http.host
                 ready(f"http://{host}:{port}")
@@ -359,6 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.print_config:
             sys.stdout.write(show(loaded))
             return 0
+        look_seldom()
         return uvloop.run(run(loaded.config))
     except ConfigError as error:
         sys.stderr.write(f"kvstore-conductor: {error}\n")

@@ -306,7 +306,7 @@ def test_a_pattern_that_no_case_matches_is_refused(group):
 
 
 def test_handoffs_are_measured_between_two_pools_of_one_process():
-    results = measured("handoff", "--cases", "push|send|poll|abort|reshard")
+    results = measured("handoff", "--cases", "push/block|send|poll|abort|reshard")
 
     for result in results:
         assert_keeps_the_contract(result)

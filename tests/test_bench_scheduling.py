@@ -21,9 +21,10 @@ def options(*given: str) -> argparse.Namespace:
 def test_ours_is_compared_with_the_best_other_policy_in_each_figure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    few = ("session", "cache-global", OURS)
-    monkeypatch.setattr(scheduling, "POLICIES", {name: POLICIES[name] for name in few})
-    given = options("--loads", "sessions", "--fleets", "mixed", "--requests", "12", "--seed", "3")
+    monkeypatch.setattr(scheduling, "OTHERS", ("session", "cache-global"))
+    given = options(
+        "--loads", "sessions", "--fleets", "mixed", "--requests", "12", "--seeds", "3,4"
+    )
 
     found = list(shapes(given))
 
@@ -69,6 +70,7 @@ def test_what_cannot_be_compared_is_refused_by_name(
 
     assert run(options("--trace", str(tmp_path / "empty"))) == 2
     assert run(options("--trace", str(tmp_path / "missing"))) == 1
+    assert run(options("--seeds", "one")) == 2
     assert run(options("--fleets", "paper")) == 2
     assert "fleets" in capsys.readouterr().err
     assert "unequal" in FLEETS

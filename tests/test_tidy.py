@@ -95,12 +95,33 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 Documented = ast.Module | ast.ClassDef | Function
 
 
+def children(node: ast.AST) -> list[ast.AST]:
+    """As ``ast.iter_child_nodes``, and faster, without contexts and operators."""
+    found: list[ast.AST] = []
+    for field in node._fields:
+        value = getattr(node, field, None)
+        if isinstance(value, list):
+            found += [one for one in value if isinstance(one, ast.AST)]
+        elif isinstance(value, ast.AST) and value._fields:
+            found.append(value)
+    return found
+
+
+def walk(node: ast.AST) -> Iterator[ast.AST]:
+    """The node and all below it, except those without content: ``ast.Load()``, operators."""
+    left = [node]
+    while left:
+        node = left.pop()
+        yield node
+        left += children(node)
+
+
 def nodes(path: Path) -> Iterator[tuple[ast.AST, str]]:
     """Every node with the dotted name of the function or class it is in."""
     within: list[tuple[ast.AST, str]] = [(tree_of(path), "")]
     while within:
         node, name = within.pop()
-        for child in ast.iter_child_nodes(node):
+        for child in children(node):
             inner = name
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 inner = f"{name}.{child.name}".lstrip(".")
@@ -171,7 +192,7 @@ def code_lines(path: Path) -> int:
     """Lines that are no docstring, comment, blank or, in the product, assertion."""
     prose: set[int] = set()
     product = path.relative_to(ROOT).parts[0] in PRODUCT
-    for node in ast.walk(tree_of(path)):
+    for node in walk(tree_of(path)):
         if isinstance(node, ast.Assert) and product:
             prose |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
         if isinstance(node, Documented) and node.body:

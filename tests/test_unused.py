@@ -10,6 +10,7 @@ import importlib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from tests.test_tidy import (
     resolved,
     shown,
     tree_of,
+    walk,
 )
 
 _PRINTED = "printed as JSON: docs/performance.md"
@@ -127,9 +129,10 @@ def uses(paths: Sequence[Path]) -> Uses:
     for path in paths:
         here = full_names(path)
         names |= set(here.values())
-        for node in ast.walk(tree_of(path)):
-            found.reads.update(reads(node))
-            found.calls.update(calls(node))
+        whole = list(walk(tree_of(path)))
+        found.reads.update(chain.from_iterable(map(reads, whole)))
+        found.calls.update(chain.from_iterable(map(calls, whole)))
+        for node in whole:
             if isinstance(node, ast.Attribute):
                 names.add(resolved(node, here))
             elif isinstance(node, ast.ClassDef):
@@ -193,7 +196,7 @@ def unused(path: Path, used: Uses) -> Iterator[str]:
     module = module_of(path)
     loads = [
         (node.id, node.lineno)
-        for node in ast.walk(tree_of(path))
+        for node in walk(tree_of(path))
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
     ]
     for name, node in definitions(tree_of(path).body):
@@ -201,7 +204,7 @@ def unused(path: Path, used: Uses) -> Iterator[str]:
         loaded = any(of == name and at not in lines for of, at in loads)
         if not loaded and f"{module}.{name}" not in used.names and not is_special(name):
             yield name
-    for node in ast.walk(tree_of(path)):
+    for node in walk(tree_of(path)):
         if isinstance(node, ast.ClassDef):
             yield from (f"{node.name}.{name}" for name in unused_members(node, used))
 
@@ -210,26 +213,28 @@ def unused_members(of: ast.ClassDef, used: Uses) -> Iterator[str]:
     ancestors = used.ancestors[of.name]
     if any(one.partition(".")[0] not in OWN_ROOTS for one in ancestors if "." in one):
         return
+    of_self = counted(reads_of_self, of)
     for name, node in members(of):
         if is_special(name) or (ancestors & ENCODED and not isinstance(node, Function)):
             continue
-        read = used.reads[name] - count(reads, name, node)
         if is_method(node) and name in used.data:  # others read what is no method
-            called = used.calls[name] - count(calls, name, node)
-            read = called + count(reads_of_self, name, of) - count(reads_of_self, name, node)
+            read = used.calls[name] - counted(calls, node)[name]
+            read += of_self[name] - counted(reads_of_self, node)[name]
+        else:
+            read = used.reads[name] and used.reads[name] - counted(reads, node)[name]
         if not read and (is_method(node) or name not in used.documented):
             yield name
 
 
-def count(what: Callable[[ast.AST], list[str]], name: str, within: ast.AST) -> int:
-    return sum(what(node).count(name) for node in ast.walk(within))
+def counted(what: Callable[[ast.AST], list[str]], within: ast.AST) -> Counter[str]:
+    return Counter(chain.from_iterable(map(what, walk(within))))
 
 
 def members(of: ast.ClassDef) -> list[tuple[str, ast.AST]]:
     """What a class defines, and what its methods keep in ``self``."""
     stores = {
         node.attr: node
-        for node in ast.walk(of)
+        for node in walk(of)
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Store)
         and dotted(node.value) == "self"

@@ -25,7 +25,7 @@ from conductor.front.cluster import ClusterNodes
 from conductor.front.nodes import Nodes
 from conductor.front.offers import offer_of
 from conductor.front.openai import BadRequestError
-from conductor.front.served import DescribedEngine, ServedReader, protocol_of
+from conductor.front.served import DescribedEngine, ServedReader, machine, protocol_of
 from conductor.front.upstream import EngineError, Upstream
 from conductor.routing.engines import (
     Engine,
@@ -403,6 +403,7 @@ def _combine(registration: _Registration, config: ConductorConfig) -> EngineInfo
     events, events_bind, events_replay = _events(entry, said, found)
     page_tokens = entry.page_tokens or said.page_tokens or (opened.page_tokens if opened else 0)
     protocol = protocol_of(entry, said, listed=registration.read_at is not None)
+    shape, hardware = machine(entry, said)
     return EngineInfo(
         id=entry.id,
         role=entry.role,
@@ -424,8 +425,8 @@ def _combine(registration: _Registration, config: ConductorConfig) -> EngineInfo
         max_running=entry.max_running or said.max_running or _MAX_RUNNING_DEFAULT,
         max_model_len=entry.max_model_len or said.max_model_len or 0,
         protocol=protocol,
-        shape=entry.shape or "",
-        hardware=entry.hardware or "",
+        shape=shape,
+        hardware=hardware,
         handoff=offer_of(entry, said, protocol, config.handoff.registry_hosts),
     )
 

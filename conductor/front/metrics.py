@@ -2,6 +2,7 @@
 
 import contextlib
 import platform
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -18,17 +19,15 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from conductor.routing.decisions import Decision, HandoffReport
+from conductor.front.handoffs import SECONDS, HandoffMetrics
+from conductor.routing.decisions import Decision
 from kvstore.config.machine import version_of
-from kvstore.handoff.states import FailureCode
 from kvstore.index.face import INDEX_FAULTS, PrefixIndex
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _OWN_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 
-_CODES: Final = frozenset((*FailureCode, ""))
-"""Codes of failed pushes that are labels; an engine may say any."""
-
+_ERRORS_KEPT: Final = 256
+_PARTS: Final = (0.5, 0.9)
 Snapshot = Callable[[], dict[str, dict[tuple[str, ...], float]]]
 """Values read at a scrape: name → label values → value."""
 
@@ -68,6 +67,11 @@ _GAUGES: Final = {
         " they were learned from.",
         ("engine", "what", "quantile"),
     ),
+    "ttft_error": (
+        "Relative error of the seconds to the first token of the newest 256 streams, as predicted"
+        " when they were assigned.",
+        ("quantile",),
+    ),
     "cost_factor": (
         "Measured seconds of each term of the costs as a multiple of the first estimate.",
         ("engine", "what", "term"),
@@ -100,6 +104,7 @@ _GAUGES: Final = {
         " role, as a multiple of the present ones; 0 = none is served now.",
         ("model", "change", "role", "hardware", "was"),
     ),
+    "bring_bytes": ("Bytes of prefetches under way at nodes, as estimated.", ()),
     "costs_file_faults": ("Times that the file of costs could not be read or written.", ()),
     "index_up": ("1 while the prefix index can be read, else 0.", ()),
     "index_entries": ("Pages in the prefix index; a page of several workers counts once.", ()),
@@ -131,6 +136,11 @@ _GAUGES: Final = {
     ),
 }  # fmt: skip
 _COUNTS: Final = {
+    "brought": (
+        "Jobs that nodes were asked to do: to load pages for a request that waits, to copy them to"
+        " another node for it, to replicate a prefix that many have; by how they ended.",
+        ("kind", "outcome"),
+    ),
     "advice_faults": ("Times that no advice could be computed; a bug.", ()),
     "admission": (
         "Requests that were judged: admitted, or refused because prompts would be computed too"
@@ -224,39 +234,6 @@ def index_gauges(index: PrefixIndex) -> dict[str, dict[tuple[str, ...], float]]:
     }
 
 
-class HandoffMetrics:
-    """How the KV of pairs went, and how it ended."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._count = Counter(
-            "kvstore_conductor_handoffs",
-            "Handoffs between engines of pairs: how the KV went, and how it ended at each side.",
-            ("way", "side", "state", "code"), registry=registry,
-        )  # fmt: skip
-        self._seconds = Histogram(
-            "kvstore_conductor_handoff_state_seconds",
-            "Seconds that pushes of KV were in each state, as each side says.",
-            ("side", "state"), buckets=_SECONDS, registry=registry,
-        )  # fmt: skip
-
-    def ended(self, way: str, side: str, report: HandoffReport | None, why: str) -> None:
-        """A handoff has ended at one side.
-
-        Args:
-            way: how the KV went.
-            side: ``prefill`` or ``decode``.
-            report: what the engine says; None = nothing.
-            why: in this case, the code of the failure; empty = it has not failed.
-        """
-        if report is None:
-            self._count.labels(way, side, "failed" if why else "success", why).inc()
-            return
-        code = report.code if report.code in _CODES else "other"
-        self._count.labels(way, side, report.state, code).inc()
-        for state, seconds in report.seconds.items():
-            self._seconds.labels(side, state).observe(seconds)
-
-
 class Metrics(Collector):
     """All metrics of one Conductor, in a separate registry.
 
@@ -273,6 +250,7 @@ class Metrics(Collector):
         """
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._snapshot = snapshot
+        self._ttft_errors: deque[float] = deque(maxlen=_ERRORS_KEPT)
         self.registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -306,7 +284,7 @@ class Metrics(Collector):
         self._ttft = histogram(
             "ttft_seconds",
             "Seconds from a request's arrival to the first byte sent to its client.",
-            _SECONDS,
+            SECONDS,
         )
         self._own = histogram(
             "own_seconds",
@@ -314,7 +292,7 @@ class Metrics(Collector):
             _OWN_SECONDS,
         )
         self._queue = histogram(
-            "queue_seconds", "Seconds that requests waited for an engine.", _SECONDS
+            "queue_seconds", "Seconds that requests waited for an engine.", SECONDS
         )
         self.handoffs = HandoffMetrics(self.registry)
         self._lag = Gauge(
@@ -363,6 +341,9 @@ class Metrics(Collector):
         if decision.conductor_s is not None:
             self._own.observe(max(0.0, decision.conductor_s))
         if decision.outcome == "ok":
+            error = decision.ttft_error
+            if error is not None:
+                self._ttft_errors.append(error)
             self._prompt.inc(decision.prompt_tokens or 0)
             measured = decision.measured_hit_tokens
             if measured is not None:
@@ -374,8 +355,14 @@ class Metrics(Collector):
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """The values of the snapshot."""
-        for name, values in self._snapshot().items():
+        """The values of the snapshot, and errors of predictions."""
+        ordered = sorted(self._ttft_errors)
+        errors: dict[tuple[str, ...], float] = {
+            (str(part),): ordered[int(part * (len(ordered) - 1))] for part in _PARTS if ordered
+        }
+        values_of = self._snapshot()
+        values_of["ttft_error"] = errors
+        for name, values in values_of.items():
             kind = CounterMetricFamily if name in _COUNTS else GaugeMetricFamily
             text, labels = _COUNTS.get(name) or _GAUGES[name]
             family = kind(f"kvstore_conductor_{name}", text, labels=labels)

@@ -83,13 +83,15 @@ class NodeUnreadableError(Exception):
 class NodeApi:
     """The admin API of one node; use it in an ``async with`` statement."""
 
-    def __init__(self, entry: NodeEntry, timeout_s: float) -> None:
+    def __init__(self, entry: NodeEntry, timeout_s: float, *, operates: bool = False) -> None:
         """Send nothing yet.
 
         Args:
             entry: a node with ``url``.
             timeout_s: deadline of one request.
+            operates: whether it is to be changed, with ``operate_token``.
         """
+        token = entry.operate_token if operates else entry.read_token
         assert entry.url is not None
         parts = urlsplit(entry.url)
         unix = parts.scheme == "unix"
@@ -103,7 +105,7 @@ class NodeApi:
             auto_decompress=False,
             headers={
                 "Accept-Encoding": "identity",
-                **({"Authorization": f"Bearer {entry.read_token}"} if entry.read_token else {}),
+                **({"Authorization": f"Bearer {token}"} if token else {}),
             },
         )
 
@@ -152,14 +154,26 @@ class NodeApi:
         return found
 
     async def _get(self, path: str, decode: Callable[[bytes], T]) -> T:
-        what = f"GET {path.partition('?')[0]}"
+        return await self.send("GET", path, None, decode, 200)
+
+    async def send(
+        self, method: str, path: str, data: bytes | None, decode: Callable[[bytes], T], wanted: int
+    ) -> T:
+        """Send a request; returns the answer.
+
+        Raises:
+            NodeUnreadableError: there is none in time, or not the one that is wanted.
+        """
+        what = f"{method} {path.partition('?')[0]}"
         try:
             async with (
                 asyncio.timeout(self._timeout_s),
-                self._session.get(self._url + path, allow_redirects=False) as answer,
+                self._session.request(
+                    method, self._url + path, data=data, allow_redirects=False
+                ) as answer,
             ):
                 body = await read_limited(answer, ANSWER_BYTES_MAX)
-                if answer.status != 200:
+                if answer.status != wanted:
                     refused = answer.status in _REFUSED
                     why = _STATUSES.get(answer.status, "")
                     raise NodeUnreadableError(

@@ -44,8 +44,8 @@ def offer_of(
     except ValueError as error:
         raise BadRequestError(field, str(error).removeprefix("url: ")) from error
     parts = urlsplit(registry)
-    if parts.scheme != "http" or parts.port is None:
-        raise BadRequestError(field, "must be http://host:port")
+    if parts.port is None:  # check_url takes http and https only
+        raise BadRequestError(field, "must be http://host:port or https://host:port")
     allowed = {_host(urlsplit(entry.url).hostname), *map(_host, hosts)}
     if _host(parts.hostname) not in allowed:
         what = "its host is not that of the engine's url, and not in handoff.registry_hosts"

@@ -140,6 +140,7 @@ class Proxy:
         finally:
             self.active -= 1
             decision.total_s = self._parts.clock() - arrived
+            decision.brought = self._parts.bringer.left(run.number)
             self._parts.prefixes.forget(run.number)
             self._parts.metrics.ended(decision)
             self._parts.decisions.ended(decision)
@@ -230,6 +231,7 @@ class Proxy:
                 assign = await lease.assigned()
             finally:
                 run.waited(parts.clock() - started)
+            parts.bringer.assigned(run.number, assign.prefill, run.keys)
             decision.judgement = parts.dispatcher.admission.judgement(run.number)
             attempt = decision.attempted(assign, parts.clock() - run.arrived)
             parts.metrics.assigned(self._policy, str(assign.plan))

@@ -17,6 +17,7 @@ import msgspec
 from aiohttp import web
 
 from conductor.config import DeadlineConfig
+from conductor.front.bringing import Bringer
 from conductor.front.membership import Membership
 from conductor.front.metrics import Metrics
 from conductor.front.openai import (
@@ -79,6 +80,7 @@ class Parts(NamedTuple):
     metrics: Metrics
     membership: Membership
     clock: Callable[[], float]
+    bringer: Bringer
     trace: TraceFile | None = None
 
 

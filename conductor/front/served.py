@@ -29,6 +29,7 @@ from conductor.config import (
     Space,
     Tokens,
 )
+from conductor.costs.book import machine_of
 from conductor.front.openai import BadRequestError
 from conductor.front.upstream import EngineError, Upstream
 from conductor.protocols import own_protocols
@@ -64,6 +65,8 @@ class DescribedEngine(msgspec.Struct):
     node: Name | None = None
     max_running: Running | None = None
     max_model_len: Length | None = None
+    shape: str | None = None
+    hardware: str | None = None
     protocol: str | None = None
     handoff: HandoffOffer | None = None
 
@@ -254,3 +257,14 @@ def protocol_of(entry: EngineEntry, said: DescribedEngine, *, listed: bool) -> s
         what = f"the engine says {said.protocol[:64]!r}, not one of {', '.join(own_protocols())}"
         raise BadRequestError("protocol", what)
     return said.protocol or ("vllm" if listed else "reference")
+
+
+def machine(entry: EngineEntry, said: DescribedEngine) -> tuple[str, str]:
+    """Names of an engine's shape and hardware; what it says itself counts only if it is known."""
+    try:
+        machine_of(said.shape or "", said.hardware or "")
+        told = (said.shape, said.hardware)
+    except ValueError as error:
+        _log.info("engine %s: %s", entry.id, error)
+        told = (None, None)
+    return entry.shape or told[0] or "", entry.hardware or told[1] or ""

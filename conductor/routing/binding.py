@@ -2,23 +2,28 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from conductor.routing.columns import NO_KEYS, Column, Offers, View, Waiting
 from conductor.routing.engines import Role
-from conductor.routing.groups import PairRows, Pairs, pair_rows, serving
+from conductor.routing.groups import PairRows, Pairs, Rows, pair_rows, serving
 from conductor.routing.policy import Binding, Policy
 from conductor.routing.pricing import PricedEngines, Prices, Prompt
 from kvstore.index.layout import Flags
 
-AHEAD_S: Final = 0.02
-"""A late binding policy gives an engine its next prompt so long before it has computed the last."""
+AHEAD_S: Final = 0.1
+"""A late binding policy gives an engine its next prompt so long before it has computed the last: so
+it never waits, and can compute short prompts together."""
 _ROUNDING_S: Final = 1e-6
 """Differences of times are not exact: one who is woken for an engine must find it free."""
-_IN_VAIN_MAX: Final = 16
+_IN_VAIN_MAX: Final = 48
 """Requests with one key that may prefer an engine that is not free; no more are asked then."""
+_ALIKE_ASKED: Final = 4
+"""Of those that would reuse the same prefix only so many of these are asked one after another; then
+the 8th, the 16th and so on. Those between wait with the one before them."""
 _NOTHING: Final = np.zeros(0)
 _NO_OFFERS: Final = Offers([], _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
 """Policies with costs in seconds need nothing but these."""
@@ -63,6 +68,26 @@ class _Choices(NamedTuple):
     full: Column
 
 
+@dataclass(slots=True)
+class _Alike:
+    """Requests that would reuse the same prefix, and prefer an engine that is not free.
+
+    Attributes:
+        count: how many have been considered.
+        row: of the engine that the last one preferred which was asked.
+        seconds: that it would have taken there.
+    """
+
+    count: int = 0
+    row: int = -1
+    seconds: float = 0.0
+
+    def waits(self) -> bool:
+        """Whether the next one does what the last one did; it is counted."""
+        self.count += 1
+        return self.count > _ALIKE_ASKED and self.count & (self.count - 1) != 0
+
+
 class SecondsChooser:
     """The choices of one call."""
 
@@ -91,6 +116,7 @@ class SecondsChooser:
         self._prices = Prices(view.costs, policy.fetches)
         self._choices: dict[Key, _Choices] = {}
         self._in_vain: Counter[Key] = Counter()
+        self._alike: dict[tuple[Key, object], _Alike] = {}
         self._roomless: set[Key] = set()  # no first engine has a place; places only get fewer
 
     def choose(
@@ -128,6 +154,10 @@ class SecondsChooser:
         if not choices.rows.firsts or in_vain:
             return ChosenEngines(full=True)
         prompt = prompt_of(self._view, waiting, row)
+        alike = self._alike_of(key, prompt)
+        if self._late and alike.waits():
+            self._prices.think(alike.row, alike.seconds, NO_KEYS)
+            return ChosenEngines()
         priced = self._prices.pairs(prompt, choices.rows)
         costs = self._policy.costs(waiting, row, _NO_OFFERS._replace(terms=priced.terms))
         first = self._least((*costs, choices.full), choices.rows.firsts)
@@ -138,6 +168,7 @@ class SecondsChooser:
         if not choices.free[at]:
             self._prices.think(first, seconds, prompt.keys)
             self._in_vain[key] += 1
+            alike.row, alike.seconds = first, seconds
             return ChosenEngines(waits_for=-1 if self._late else first)
         second = first
         if self._view.roles[first] is not Role.MIXED:
@@ -147,19 +178,26 @@ class SecondsChooser:
             self._prices.send(second, prompt.tokens)
         self._prices.give(first, seconds, prompt.keys)
         self._choices.clear()
+        alike.count = 0
         return ChosenEngines(first, second, priced)
 
     def _possible(
         self, pairs: Pairs, rows: PairRows, takers: Collection[int] | None = None
     ) -> _Choices:
         """Choices among these; ``takers`` alone can be given a prompt, None = who is free."""
-        room = self._room.take(rows.rows)
-        free = room
         if takers is not None:
             free = np.array([one in takers for one in rows.firsts], dtype=np.bool_)
-        elif self._late:
-            free = room & (self._prices.backlog_s.take(rows.rows) <= AHEAD_S + _ROUNDING_S)
-        return _Choices(pairs, rows, free, bool(free.any()), (~room).astype(np.float64))
+        else:
+            free = self.free(rows.rows)
+        full = (~self._room.take(rows.rows)).astype(np.float64)
+        return _Choices(pairs, rows, free, bool(free.any()), full)
+
+    def _alike_of(self, key: Key, prompt: Prompt) -> _Alike:
+        """Those before with the same key that would reuse the same prefix, in tokens or pages."""
+        pages, reused = len(prompt.keys), float((prompt.usable + prompt.peer).max(initial=0.0))
+        page = min(pages, int(reused * pages / max(1, prompt.tokens)))
+        prefix = int(prompt.keys[page - 1]) if page else 0
+        return self._alike.setdefault((key, prefix), _Alike())
 
     def receiver(self, waiting: Waiting, row: int, seconds: Sequence[int]) -> int:
         """Row of the best of some engines to decode a request whose KV was computed elsewhere."""
@@ -178,10 +216,12 @@ class SecondsChooser:
             rows = [self._view.row_of(bound) if bound else None for bound in waiting.bound]
             self._prices.think_all(rows, waiting.least_s)
 
-    def is_free(self, row: int) -> bool:
-        """Whether an engine can be given a prompt."""
-        idle = not self._late or self._prices.backlog_s[row] <= AHEAD_S + _ROUNDING_S
-        return bool(idle) and bool(self._room[row])
+    def free(self, rows: Rows) -> Flags:
+        """Whether engines can be given a prompt."""
+        room: Flags = self._room.take(rows)
+        if self._late:
+            room = room & (self._prices.backlog_s.take(rows) <= AHEAD_S + _ROUNDING_S)
+        return room
 
 
 def least_seconds(
@@ -194,8 +234,7 @@ def least_seconds(
     for row in rows:
         firsts = serving(view, waiting.models[row]).computing
         if firsts.firsts:
-            terms = prices.pairs(prompt_of(view, waiting, row), firsts).terms
-            seconds.append(float((terms.fetch_s + terms.prefill_s).min()))
+            seconds.append(prices.least_s(prompt_of(view, waiting, row), firsts.rows))
         else:
             seconds.append(0.0)
     return seconds

@@ -63,6 +63,23 @@ class HandoffReport(msgspec.Struct, frozen=True):
     bytes: int
 
 
+class Brought(msgspec.Struct):
+    """KV that a node was asked to bring for a request that waited.
+
+    Attributes:
+        node: where it went.
+        source: the node that had it: the same one, on its disk, or another one.
+        tokens: of the prompt, up to the end of these pages.
+        outcome: empty while it runs; ``done``, ``incomplete``, ``failed``, ``cancelled`` (the
+            request went elsewhere), ``late`` (after ``bring.deadline_s``) or ``refused``.
+    """
+
+    node: str
+    source: str
+    tokens: int
+    outcome: str = ""
+
+
 class Attempt(msgspec.Struct, kw_only=True):
     """One choice of engines for a request.
 
@@ -74,6 +91,8 @@ class Attempt(msgspec.Struct, kw_only=True):
         predicted_hit_tokens: prompt tokens that ``prefill`` has cached, according to the index.
         candidates: all engines of the model with their numbers.
         assigned_s: seconds from arrival to the assignment.
+        predicted_ttft_s: seconds from the assignment to the first token, as the costs said; None
+            if the policy does not use them.
         prefill_s: duration of the first half of a pair; None if there was none.
         decode_queue_s: seconds that the KV of a pair waited for a place at the decode engine; None
             if there was no such wait.
@@ -95,6 +114,7 @@ class Attempt(msgspec.Struct, kw_only=True):
     predicted_hit_tokens: int
     candidates: Candidates | PackedCandidates
     assigned_s: float
+    predicted_ttft_s: float | None = None
     prefill_s: float | None = None
     decode_queue_s: float | None = None
     way: str = ""
@@ -119,6 +139,7 @@ class Decision(msgspec.Struct, kw_only=True):
         tokenize_s: seconds for tokenising.
         queue_s: seconds waiting for places at engines, all attempts together.
         judgement: what was foreseen when it arrived; None if it was not so far.
+        brought: what was brought to nodes while it waited.
         attempts: attempts in order; empty if it was refused at once.
         status: HTTP status for the client; None while it runs.
         outcome: empty while it runs; ``ok``, ``rejected``, ``failed``, ``broken`` (an error after
@@ -138,6 +159,7 @@ class Decision(msgspec.Struct, kw_only=True):
     tokenize_s: float = 0.0
     queue_s: float = 0.0
     judgement: Judgement | None = None
+    brought: list[Brought] = []
     attempts: list[Attempt] = []
     status: int | None = None
     outcome: str = ""
@@ -156,9 +178,22 @@ class Decision(msgspec.Struct, kw_only=True):
             predicted_hit_tokens=assign.usable_tokens,
             candidates=assign.candidates,
             assigned_s=assigned_s,
+            predicted_ttft_s=assign.ttft_s or None,
         )
         self.attempts.append(attempt)
         return attempt
+
+    @property
+    def ttft_error(self) -> float | None:
+        """Relative error of the seconds that the last attempt was to take to the first token.
+
+        None if they were not predicted, or are not known: of an answer that is not streamed.
+        """
+        last = self.attempts[-1] if self.attempts else None
+        if last is None or last.predicted_ttft_s is None or self.ttft_s is None or not self.stream:
+            return None
+        took_s = max(self.ttft_s - last.assigned_s, 1e-6)
+        return abs(last.predicted_ttft_s - took_s) / took_s
 
     @property
     def measured_hit_tokens(self) -> int | None:

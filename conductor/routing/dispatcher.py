@@ -23,7 +23,7 @@ Pure: the caller passes the time. The asyncio queue is one caller, a simulator i
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -90,6 +90,11 @@ class Dispatcher:
     def __len__(self) -> int:
         """Requests that wait for an engine."""
         return len(self._waiting) + len(self._arrived)
+
+    @property
+    def unassigned(self) -> Iterable[KnownRequest]:
+        """Requests that wait for engines, in no order; only to look at."""
+        return self._waiting.values()
 
     def in_flight(self, engine_id: str) -> int:
         """Requests that have a place at an engine."""

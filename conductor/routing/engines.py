@@ -59,8 +59,8 @@ class PushOffer(msgspec.Struct, frozen=True):
     """An engine can push KV, or take what is pushed.
 
     Attributes:
-        registry: ``http://host:port`` where decode engines find the ranks of a prefill engine;
-            None = it is none that pushes.
+        registry: ``http://host:port``, or https, where decode engines find the ranks of a prefill
+            engine; None = it is none that pushes.
     """
 
     registry: Annotated[str, msgspec.Meta(max_length=512)] | None = None

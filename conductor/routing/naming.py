@@ -15,7 +15,7 @@ from conductor.routing.engines import EngineInfo
 from kvstore.engine.identity import chain_seed, lora_parts, salt_parts
 from kvstore.index.control import FollowedWorker
 from kvstore.index.scope import ChainKind, key_chains, scope_seed, token_chains
-from kvstore.page import page_keys
+from kvstore.page import PrefixKeys, page_keys
 
 Tokens = npt.NDArray[np.uint32]
 Chains = npt.NDArray[np.uint64]
@@ -74,12 +74,16 @@ class NamedPrompt:
             found = self.chains[scope] = self._hashed(scope, secret)
         return found
 
+    def pages(self, scope: PromptScope) -> PrefixKeys:
+        """The prefix keys of all full pages of a space."""
+        assert scope.of_space
+        seed = chain_seed((*scope.lora_parts, *salt_parts(self.salt)))
+        return page_keys(self.tokens, scope.block_tokens, seed=seed)
+
     def _hashed(self, scope: PromptScope, secret: int) -> Chains:
         size = scope.block_tokens
         if scope.of_space:
-            seed_of_keys = chain_seed((*scope.lora_parts, *salt_parts(self.salt)))
-            keys = page_keys(self.tokens, size, seed=seed_of_keys)
-            return key_chains(keys.packed, seed_of(scope, secret))
+            return key_chains(self.pages(scope).packed, seed_of(scope, secret))
         seed = seed_of(scope, secret, self.salt)
         if scope.kind == "tokens":
             return token_chains(self.tokens, size, seed)

@@ -49,7 +49,7 @@ def by_arrival(waiting: Waiting, _: float) -> Sequence[int]:
     return range(len(waiting))
 
 
-AGING: Final = 0.2
+AGING: Final = 0.5
 """A second of waiting counts as so many seconds less to compute."""
 
 
@@ -115,10 +115,15 @@ def _new_tokens_times_batch(waiting: Waiting, row: int, engines: Offers) -> Sequ
     return (new_tokens * batch,)
 
 
-WORK: Final = 0.2
-"""A second of an engine's time costs later requests so much: who computes less is preferred to who
-does it as soon, so that a burst with one cold prefix stays together."""
-FIRST_TOKENS: Final = 10
+WORK: Final = 0.4
+"""A second of an engine's time costs later requests so much when all engines are busy, and with the
+fourth power of the part that is: who computes less is preferred to who does it as soon. So a burst
+with one cold prefix stays together, unless engines are idle anyway."""
+OVERTAKEN: Final = 3.0
+"""Who waits for an engine is passed by later requests that need less: the wait counts as so many
+times the prompt's own seconds longer, but at most so many times itself, when all engines are busy,
+and with the square of the part that is. So an engine that is free now is worth more."""
+FIRST_TOKENS: Final = 5
 """So many tokens after the first one count when ``earliest-first-token`` compares engines."""
 KVCACHE_BALANCING_THRESHOLD: Final = 2.0
 """How many times longer than its own a prefix must be that an engine fetches (``cache-global``).
@@ -134,7 +139,10 @@ def _first_tokens(_: Waiting, __: int, engines: Offers) -> Sequence[Column]:
     """Seconds until the first token, and what an engine costs others: its time, and slow steps."""
     terms = engines.terms
     assert terms is not None
-    return (terms.ttft_s + WORK * terms.prefill_s + FIRST_TOKENS * terms.tbt_s,)
+    busy = np.count_nonzero(terms.queue_s) / max(1, len(terms.queue_s))
+    passed_s = OVERTAKEN * busy**2 * np.minimum(terms.queue_s, terms.prefill_s)
+    work_s = WORK * busy**4 * terms.prefill_s
+    return (terms.ttft_s + passed_s + work_s + FIRST_TOKENS * terms.tbt_s,)
 
 
 def never_fetches(usable: Column, _: Column, __: Column, ___: Column) -> npt.NDArray[np.bool_]:

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from conductor.routing.columns import NO_KEYS, FoundPrefixes, Matches
-from conductor.routing.engines import Engine, EngineRegistry
+from conductor.routing.engines import Engine, EngineInfo, EngineRegistry
 from conductor.routing.naming import (
     Chains,
     NamedPrompt,
@@ -27,6 +27,7 @@ from conductor.routing.naming import (
     lora_of,
     own_scope,
     seed_of,
+    space_scope,
 )
 from conductor.routing.places import (
     PrefixPlan,
@@ -40,8 +41,8 @@ from conductor.routing.places import (
 from kvstore.index.control import Expect, IndexReport
 from kvstore.index.directory import HolderDirectory
 from kvstore.index.face import PrefixIndex, PresentIndex
-from kvstore.index.layout import Flags, Numbers, Words
-from kvstore.index.runs import HolderRuns, PartNeed, PrefixNeeds
+from kvstore.index.layout import Numbers, Words
+from kvstore.index.runs import HolderRuns, PartNeed, PrefixNeeds, UsableRuns
 from kvstore.index.scope import key_chains
 from kvstore.index.table import IndexReader
 from kvstore.page import PrefixKeys
@@ -260,6 +261,24 @@ class PrefixView:
             matches.sort(key=lambda one: (one.engine, one.worker, one.medium))
         return found
 
+    def pages(self, number: int, info: EngineInfo) -> PrefixKeys | None:
+        """The prefix keys of a request's prompt in the space of an engine; None if unknown."""
+        prompt = self._prompts.get(number)
+        scope = space_scope(info, lora_of(info, prompt.model)) if prompt is not None else None
+        return prompt.pages(scope) if prompt is not None and scope is not None else None
+
+    def media(self, number: int, info: EngineInfo) -> list[MediumMatch]:
+        """The prefix of a request at one engine, medium by medium; empty if nothing is known."""
+        prompt, engine = self._prompts.get(number), self._registry.get(info.id)
+        table, report = self._index.present()
+        if prompt is None or table is None or engine is None:
+            return []
+        self._keep_secret(table)
+        found: list[MediumMatch] = []
+        for scope, rows in _asked([engine], prompt.model, report, table.holders()).items():
+            _match(table, scope, rows, {0: prompt.named(scope, self._secret)}, [found])
+        return found
+
     def expect(self, number: int, engine_id: str, rank: int, from_s: float, until_s: float) -> None:
         """An engine will probably have the blocks of a request's prompt in its own cache.
 
@@ -297,8 +316,7 @@ class _Lookup:
         self._node = np.zeros(count, dtype=np.int64)
         self._peer = np.zeros(count, dtype=np.int64)
         self._found: dict[PromptScope, HolderRuns] = {}
-        #: (ends in tokens, rows of ranks, whether each has each stretch)
-        self._there: list[tuple[Numbers, Numbers, Flags]] = []
+        self._stretches: list[tuple[RankPart, Numbers, UsableRuns]] = []
         self._torn = False  # somebody has a stretch after one that it has not
         self._leading = np.zeros(count, dtype=np.int64)  # leading tokens in blocks of one part
 
@@ -344,7 +362,7 @@ class _Lookup:
             self._raise(longest, part, runs.prefixes * size)
         self._raise(self._leading, part, runs.leading * size)
         self._torn |= runs.torn
-        self._there.append((found.ends * size, part.ranks, runs.there))
+        self._stretches.append((part, found.ends, runs))
 
     def _raise(self, longest: Numbers, part: RankPart, tokens: Numbers) -> None:
         if part.of_all:
@@ -374,9 +392,13 @@ class _Lookup:
     def _covered(self) -> Numbers:
         """For each rank, how many leading tokens are in one of its blocks or pages."""
         count = len(self._plan.ranks)
-        bounds = np.unique(np.concatenate([ends for ends, _, _ in self._there]))
+        every = [
+            (ends * part.scope.block_tokens, part.ranks, runs.there)
+            for part, ends, runs in self._stretches
+        ]
+        bounds = np.unique(np.concatenate([ends for ends, _, _ in every]))
         covered = np.zeros((count, len(bounds) + 1), dtype=np.bool_)
-        for ends, ranks, there in self._there:
+        for ends, ranks, there in every:
             # Up to its last block; what is beyond, and the last column, stays missing.
             at = np.searchsorted(ends, bounds[: np.searchsorted(bounds, ends[-1], "right")])
             if len(ranks) == count:  # these are all, in order

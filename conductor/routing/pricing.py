@@ -156,6 +156,11 @@ class Prices:
             tbt_s[mine] = self._of(decode).step_s[best]
         return self._computing(prompt, rows, handoff_s, tbt_s)
 
+    def least_s(self, prompt: Prompt, rows: Rows) -> float:
+        """Seconds of a prompt at that of some engines that needs the fewest, queues left out."""
+        found = self._alone(prompt, rows)
+        return float((found.fetch_s + found.prefill_s).min())
+
     def _of(self, rows: Rows) -> _Fixed:
         fixed = self._kept.of_rows
         known = fixed.get(id(rows))
@@ -184,17 +189,19 @@ class Prices:
     def _computing(
         self, prompt: Prompt, rows: Rows, handoff_s: Column, tbt_s: Column
     ) -> PricedEngines:
-        expects = bool(len(prompt.keys) and self._given)
-        kept: Computing | None = self._kept.computing
-        if expects or self._sent:
-            known = self._computed(prompt, rows)
-        elif kept is not None and kept.fits(prompt, rows, self._fetches):
-            known = kept
-        else:
-            known = self._kept.computing = self._computed(prompt, rows)
+        known = self._alone(prompt, rows)
         queue_s = self._thought_s.take(rows)
         terms = Terms(queue_s, known.fetch_s, known.prefill_s, handoff_s, tbt_s)
         return PricedEngines(rows, terms, known.fetched)
+
+    def _alone(self, prompt: Prompt, rows: Rows) -> Computing:
+        """What engines would take to compute a prompt, queues left out."""
+        if self._sent or (len(prompt.keys) and self._given):
+            return self._computed(prompt, rows)
+        kept: Computing | None = self._kept.computing
+        if kept is None or not kept.fits(prompt, rows, self._fetches):
+            kept = self._kept.computing = self._computed(prompt, rows)
+        return kept
 
     def _computed(self, prompt: Prompt, rows: Rows) -> Computing:
         tokens = prompt.tokens

@@ -170,14 +170,11 @@ class _Call:
         self._policy = scheduler.policy
         self._view = view
         self._waiting = waiting
-        self._in_flight = view.in_flight.tolist()
-        self._promised = view.promised.tolist()
-        self._max_running = view.max_running.tolist()
-        self._last_assigned = view.last_assigned.tolist()
-        # The same as arrays.
-        self._places = Places(view.in_flight.copy(), view.promised.copy(), view.max_running)
+        self._in_flight, self._promised = view.in_flight.copy(), view.promised.copy()
+        self._max_running = view.max_running
         self._room = view.in_flight < view.max_running
         self._promisable = view.promised < view.max_running
+        self._last_assigned = view.last_assigned.copy()
         self._assigned = view.assigned
         self._groups: dict[Key, EngineGroup] = {}
         self._chooser: SecondsChooser | None = None
@@ -215,15 +212,18 @@ class _Call:
 
     def free(self, model: str, excluded: frozenset[str]) -> int:
         """Free places at the first engines of a model, whatever their health."""
-        ids = self._view.ids
-        firsts = [one for one in serving(self._view, model).firsts if ids[one] not in excluded]
+        ids, firsts = self._view.ids, serving(self._view, model).computing.rows
+        if excluded:
+            fit = [one for one in firsts.tolist() if ids[one] not in excluded]
+            firsts = np.array(fit, dtype=np.intp)
         if self._chooser is not None and self._policy.binds is Binding.LATE:
-            return _LOOKED_UP * sum(map(self._chooser.is_free, firsts))
-        return sum(max(0, self._max_running[one] - self._in_flight[one]) for one in firsts)
+            return _LOOKED_UP * int(np.count_nonzero(self._chooser.free(firsts)))
+        free = self._max_running.take(firsts) - self._in_flight.take(firsts)
+        return int(np.maximum(free, 0).sum())
 
     def has_room(self, row: int) -> bool:
         """Whether an engine has a free place."""
-        return bool(self._in_flight[row] < self._max_running[row])
+        return bool(self._room[row])
 
     def decide(self, row: int, now: float) -> Decision:
         """Decide on one request."""
@@ -323,12 +323,10 @@ class _Call:
         return self._view.ids[chosen]
 
     def _changed(self, row: int) -> None:
-        """Keep the arrays as the lists are."""
-        in_flight, promised, most = (
-            self._in_flight[row], self._promised[row], self._max_running[row],
-        )  # fmt: skip
-        self._places.in_flight[row], self._places.promised[row] = in_flight, promised
-        self._room[row], self._promisable[row] = in_flight < most, promised < most
+        """An engine has got a request."""
+        most = self._max_running[row]
+        self._room[row] = self._in_flight[row] < most
+        self._promisable[row] = self._promised[row] < most
 
     def cheapest(self, row: int, engines: Sequence[int]) -> int:
         """The cheapest of these engines for a request."""
@@ -336,15 +334,16 @@ class _Call:
             return engines[0]
         ids = [self._view.ids[one] for one in engines]
         found = self._found(row)
-        in_flight = np.array([self._load(one) for one in engines], dtype=np.float64)
-        places = np.array([self._max_running[one] for one in engines], dtype=np.float64)
+        rows = np.array(engines, dtype=np.intp)
+        in_flight = (self._in_flight + self._promised).take(rows).astype(np.float64)
+        places = self._max_running.take(rows).astype(np.float64)
         offers = Offers(
             ids=ids,
             in_flight=in_flight,
             load=in_flight / places,
-            last_assigned=np.array([self._last_assigned[one] for one in engines], dtype=np.float64),
-            local=found.local[engines].astype(np.float64),
-            usable=found.usable[engines],
+            last_assigned=self._last_assigned.take(rows).astype(np.float64),
+            local=found.local.take(rows).astype(np.float64),
+            usable=found.usable.take(rows),
         )
         return self._least(self._policy.costs(self._waiting, row, offers), engines)
 
@@ -361,10 +360,12 @@ class _Call:
             if len(left) == 1:
                 return engines[int(left[0])]
         equal = [engines[at] for at in (left.tolist() if left is not None else range(len(engines)))]
-        roles, last, ids = self._view.roles, self._last_assigned, self._view.ids
+        roles, ids = self._view.roles, self._view.ids
         equal = [one for one in equal if roles[one] is Role.MIXED] or equal
-        longest_ago = min(last[one] for one in equal)
-        return min((one for one in equal if last[one] == longest_ago), key=ids.__getitem__)
+        last = self._last_assigned.take(equal)
+        oldest = np.flatnonzero(last == last.min()).tolist()
+        row: int = min([equal[at] for at in oldest], key=ids.__getitem__)
+        return row
 
     def _takes(self, row: int, way: str) -> bool:
         """Whether an engine may be assigned to decode.
@@ -374,10 +375,7 @@ class _Call:
         """
         if self._scheduler.kinds.of(way) != _IN_TURN:
             return self.has_room(row)
-        return bool(self._promised[row] < self._max_running[row])
-
-    def _load(self, row: int) -> int:
-        return int(self._in_flight[row] + self._promised[row])
+        return bool(self._promisable[row])
 
     def _key(self, row: int) -> Key:
         return self._waiting.models[row], self._waiting.excluded[row]
@@ -408,7 +406,7 @@ class _Call:
             view,
             group,
             (first, second),
-            self._places,
+            Places(self._in_flight, self._promised, self._max_running),
             lambda way: self._scheduler.kinds.of(way) != _IN_TURN,
             self._waiting.excluded[row],
             self._found(row) if self._policy.needs_prefixes else None,

@@ -16,15 +16,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
+import msgspec
 import torch
 
 from engine_adapters.reference.config import MODELS
-from engine_adapters.reference.engine import Engine
+from engine_adapters.reference.engine import Engine, EngineBusyError, EngineClosedError
 from engine_adapters.reference.handoff_options import HandoffOptions, PushAfter
 from engine_adapters.reference.kv_events import EngineEvents
 from engine_adapters.reference.parts import EngineOptions
 from engine_adapters.reference.scheduler import Limits
 from engine_adapters.reference.server import ConductorAt, Identity, Server, serve
+from engine_adapters.reference.warm_up import warm_up
 from kvstore.client.store import KVStore
 from kvstore.config import DeviceSlabConfig
 from kvstore.config.sizes import size_of
@@ -32,7 +34,9 @@ from kvstore.engine.label import EngineSources, engine_label
 from kvstore.errors import ConfigError, InvalidArgument, KVStoreError
 from kvstore.handoff.greeting import read_secret
 from kvstore.handoff.states import Patience
+from kvstore.process.tls import CertificateFiles
 
+_log = logging.getLogger(__name__)
 _PROGRAM = "python -m engine_adapters.reference"
 
 
@@ -73,11 +77,25 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="tokens computed in one step")  # fmt: skip
     add("--max-running", type=_number(1), default=8)
     add("--max-waiting", type=_number(1), default=256)
+    _add_handoff(add)
+    add("--events", metavar="ENDPOINT", help="endpoint for KV events of the local prefix cache")
+    add("--events-replay", metavar="ENDPOINT", help="endpoint for replays of these events")
+    return parser.parse_args(argv)
+
+
+def _add_handoff(add: Callable[..., object]) -> None:
+    """The options of pushes."""
     add("--handoff", choices=("store", "push"), default="store",
         help="push: prefill sends K/V straight to decode, if the request says so")  # fmt: skip
     add("--handoff-secret-file", type=Path, metavar="FILE",
         help="file with the secret of all engines that push to each other, mode 600, 16 bytes"
         " or more")  # fmt: skip
+    for field, what in (("certificate", "with the certificate of this engine; with it, both engines"
+                         " of a push show one to each other"),
+                        ("key", "with its private key, not encrypted"),
+                        ("authority", "with the authority that has signed the certificates of all"
+                         " engines")):  # fmt: skip
+        add(f"--handoff-{field}", default="", metavar="FILE", help=f"PEM file {what}")
     add("--handoff-host", type=_host, metavar="ADDRESS",
         help="IP address for pushes, of a prefill engine; default: that of --host")  # fmt: skip
     add("--handoff-port", type=_number(0, 65_535), default=0, metavar="PORT",
@@ -86,6 +104,11 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="port of the registry of a prefill engine; 0 = any free one")  # fmt: skip
     add("--handoff-fake", action="store_true",
         help="push no K/V, for tests; both engines must, and keep nothing")  # fmt: skip
+    add("--handoff-events", action="store_true",
+        help="write an event to the log at each step of each push")  # fmt: skip
+    add("--handoff-warm-up", action="store_true",
+        help="serve a request of the engine's own before others, with a push that moves no byte;"
+        " with --mode prefill or decode")  # fmt: skip
     add("--handoff-silence", type=_seconds, default=Patience().silence_s, metavar="SECONDS",
         help="an engine from which nothing comes for so long is given up; 1 or more")  # fmt: skip
     add("--handoff-transport", choices=("tcp", "mooncake"), default="tcp",
@@ -94,9 +117,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="of --handoff-transport mooncake; tcp is for tests")  # fmt: skip
     add("--push-after", choices=get_args(PushAfter), default="layer",
         help="what a prefill engine computes before it pushes; not layer: to compare")  # fmt: skip
-    add("--events", metavar="ENDPOINT", help="endpoint for KV events of the local prefix cache")
-    add("--events-replay", metavar="ENDPOINT", help="endpoint for replays of these events")
-    return parser.parse_args(argv)
 
 
 def _number(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -116,7 +136,7 @@ def _number(least: int, most: int | None = None) -> Callable[[str], int]:
 
 def _seconds(text: str) -> float:
     try:
-        return Patience.of_silence(float(text)).silence_s
+        return Patience.of_silence(silence_s=float(text)).silence_s
     except ValueError as error:
         raise ArgumentTypeError(f"{text!r} is not a number of seconds") from error
     except InvalidArgument as error:
@@ -212,6 +232,8 @@ async def run(args: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     engine.start()
+    if args.handoff_warm_up:
+        await asyncio.to_thread(_warm_up, engine)
     ended = await serve(
         Server(engine, identity),
         engine,
@@ -228,6 +250,16 @@ async def run(args: argparse.Namespace) -> int:
     return 0 if ended else 1
 
 
+def _warm_up(engine: Engine) -> None:
+    """Warm the engine up; if that fails, it serves all the same."""
+    try:
+        report = warm_up(engine)
+    except (KVStoreError, EngineBusyError, EngineClosedError) as error:
+        _log.warning("the warm-up failed: %s", error)
+    else:
+        _log.info("the warm-up's push ended: %s", msgspec.json.encode(report).decode())
+
+
 def _handoff_options(args: argparse.Namespace) -> HandoffOptions | None:
     """What the command line says about pushes; None = nothing is pushed.
 
@@ -235,7 +267,11 @@ def _handoff_options(args: argparse.Namespace) -> HandoffOptions | None:
         ConfigError: the secret is missing, or cannot be used.
     """
     if args.handoff == "store":
+        if args.handoff_warm_up:
+            raise ConfigError("--handoff-warm-up: only with --handoff push")
         return None
+    if args.handoff_warm_up and args.mode == "mono":
+        raise ConfigError("--handoff-warm-up: not with --mode mono, which pushes nothing")
     if args.handoff_secret_file is None:
         raise ConfigError("--handoff-secret-file: --handoff push needs it")
     if args.handoff_fake and (args.store or args.prefix_cache == "on"):
@@ -244,15 +280,40 @@ def _handoff_options(args: argparse.Namespace) -> HandoffOptions | None:
         secret = read_secret(args.handoff_secret_file)
     return HandoffOptions(
         secret=secret,
+        certificates=_certificates(args),
         host=args.handoff_host or args.host,
         registry_port=args.handoff_registry_port,
         port=args.handoff_port,
         transport=args.handoff_transport,
         mooncake_protocol=args.mooncake_protocol,
-        patience=Patience.of_silence(args.handoff_silence),
+        patience=Patience.of_silence(silence_s=args.handoff_silence),
         push_after=args.push_after,
         fake=args.handoff_fake,
+        events=args.handoff_events,
     )
+
+
+def _certificates(args: argparse.Namespace) -> CertificateFiles | None:
+    """The files for TLS between engines; None = no TLS.
+
+    Raises:
+        ConfigError: one is missing, or cannot be used.
+    """
+    given = {
+        field: getattr(args, f"handoff_{field}") for field in CertificateFiles.__struct_fields__
+    }
+    if not any(given.values()):
+        return None
+    for field, path in given.items():
+        if not path:
+            what = "needed: TLS takes a certificate, its key and the authority"
+            raise ConfigError(f"--handoff-{field}: {what}")
+    files = CertificateFiles(**given)
+    try:
+        files.accepting()
+    except InvalidArgument as error:
+        raise ConfigError(f"--handoff-{error}") from error
+    return files
 
 
 def _connect(url: str, name: str, slab_bytes: int, block_tokens: int) -> KVStore:

@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S: Final = 0.5
 _JOB_POLL_S: Final = 0.001  # interval of polling jobs while there is nothing to compute
+_PUSH_POLL_S: Final = 0.005  # they take a second; polls take the cores on which prefill computes
 
 
 class EngineBusyError(Exception):
@@ -189,7 +190,9 @@ class Engine:
             self._steps.abort(self._aborted.popleft())
 
     def _read_inbox(self, *, may_wait: bool) -> None:
-        timeout_s = _JOB_POLL_S if self._steps.has_jobs else _IDLE_WAIT_S
+        timeout_s = _PUSH_POLL_S if self._steps.awaits_pushes else _IDLE_WAIT_S
+        if self._steps.has_jobs:
+            timeout_s = _JOB_POLL_S
         try:
             event = self._inbox.get(timeout=timeout_s) if may_wait else self._inbox.get_nowait()
             while True:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from engine_adapters.reference.metrics import Metrics
+from engine_adapters.reference.observing import HandoffObserver
 from engine_adapters.reference.pool import PagedPool
 from engine_adapters.reference.prefix_tree import BlockAllocator
 from engine_adapters.reference.rank_pushes import JointProgress
@@ -15,6 +16,7 @@ from kvstore.handoff.memory import HandoffPool
 from kvstore.handoff.mooncake import MooncakeLanding, MooncakeWriter
 from kvstore.handoff.ranks import INSTANCE_BYTES, RankGroup, RankPart
 from kvstore.handoff.states import Patience
+from kvstore.process.tls import CertificateFiles
 
 PushAfter = Literal["layer", "chunk", "prompt"]
 Transport = Literal["tcp", "mooncake"]
@@ -34,9 +36,12 @@ class HandoffOptions:
             ones.
         patience: deadlines.
         transport: ``mooncake``: K/V go over it to and from engines that have it too.
+        certificates: shown by both engines of a push to each other and to the registry, which must
+            be of one authority; None = no TLS.
         mooncake_protocol: of Mooncake: ``rdma``, or ``tcp`` for tests.
         push_after: what prefill computes before it pushes: each layer, each chunk of the prompt, or
             the whole prompt. Others than ``layer`` are for comparisons.
+        events: write an event to the log at each step of each push, to look for faults.
         fake: move no K/V, for tests; both sides must. What decode says has nothing to do with the
             prompt, and every answer says so.
     """
@@ -48,8 +53,10 @@ class HandoffOptions:
     patience: Patience = field(default_factory=Patience)
     push_after: PushAfter = "layer"
     fake: bool = False
+    events: bool = False
     transport: Transport = TCP
     mooncake_protocol: Protocol = "rdma"
+    certificates: CertificateFiles | None = None
 
     def writers(self, pool: PagedPool) -> Sequence[MooncakeWriter | None]:
         """Of each rank, prefill's end of the transport beside TCP; None = there is none.
@@ -89,13 +96,14 @@ class HandoffOptions:
 
 
 class PushParts(NamedTuple):
-    """The parts of an engine that its pushes use."""
+    """The parts of an engine that its pushes use; ``observer`` is None when nobody is told."""
 
     name: str
     space: bytes
     pool: PagedPool
     allocator: BlockAllocator
     metrics: Metrics
+    observer: HandoffObserver | None = None
 
     def handoff_pools(self, *, fake: bool) -> list[HandoffPool]:
         """The pool of each rank with the generations of its blocks."""

@@ -112,6 +112,7 @@ class DecodePushes:
                             name=parts.name,
                             patience=options.patience,
                             engine=engine,
+                            certificates=options.certificates,
                         )
                     )
                 )
@@ -146,7 +147,10 @@ class DecodePushes:
         receiver: RankReceivers | None = None
         try:
             receiver = RankReceivers(
-                self._managers, request.push.room, request.push.registry, request.prompt_tokens
+                self._managers if request.fake is None else [request.fake.decode],
+                request.push.room,
+                request.push.registry,
+                request.prompt_tokens,
             )
         except CapacityError as error:
             _log.info("request %s is not pushed: %s", request.id, error)
@@ -198,7 +202,7 @@ class DecodePushes:
         stop = -(-request.prompt_tokens // block_tokens)
         push.blocks = request.blocks[first_token // block_tokens : stop]
         self._allocator.retain(push.blocks)
-        if self._fake:
+        if self._fake or request.fake is not None:
             self._pool.zero(push.blocks)  # nothing else is written to them
         push.receiver.announce(first_token, push.blocks)
 
@@ -282,5 +286,8 @@ class DecodePushes:
             self._metrics.handoffs.labels("failed", CAPACITY).inc()
             return
         push.receiver.close()
-        count_push(self._metrics, push.receiver.progress, push.wrong)
-        push.request.report = report_of(push.receiver.progress, fake=self._fake, wrong=push.wrong)
+        own = push.request.fake is not None
+        if not own:
+            count_push(self._metrics, push.receiver.progress, push.wrong)
+        fake = self._fake or own
+        push.request.report = report_of(push.receiver.progress, fake=fake, wrong=push.wrong)

@@ -9,6 +9,7 @@ from engine_adapters.reference.handoff_options import TCP, HandoffOptions, PushP
 from engine_adapters.reference.landing import DecodePushes
 from engine_adapters.reference.metrics import Metrics
 from engine_adapters.reference.model import Model
+from engine_adapters.reference.observing import HandoffObserver
 from engine_adapters.reference.pool import PagedPool
 from engine_adapters.reference.prefix_tree import BlockAllocator, PrefixTree
 from engine_adapters.reference.push_queues import DecodeQueues, PrefillQueues
@@ -54,6 +55,7 @@ class EngineParts:
         store: None = no store.
         queues: of pushed requests; None = there are none.
         pushes: likewise.
+        observer: writes events of pushes to the log; None = nobody does.
     """
 
     options: EngineOptions
@@ -68,6 +70,7 @@ class EngineParts:
     store: StoreAdapter | None = None
     queues: PrefillQueues | DecodeQueues | None = None
     pushes: PrefillPushes | DecodePushes | None = None
+    observer: HandoffObserver | None = None
 
     def close(self, timeout_s: float) -> bool:
         """Wait until nothing reads or writes the pool; the step thread has ended.
@@ -103,8 +106,6 @@ def build(
         raise InvalidArgument("ranks", what)
     if store is not None and options.ranks > 1:
         raise InvalidArgument("ranks", f"{options.ranks}: with a store only 1")
-    if handoff is not None and handoff.transport != TCP and options.ranks > 1:
-        raise InvalidArgument("ranks", f"{options.ranks}: over {handoff.transport} only 1")
     identity = SpaceIdentity(
         model=f"reference-{config.name}",
         revision=config.revision,
@@ -144,7 +145,10 @@ def build(
 
 def _add_pushes(parts: EngineParts, handoff: HandoffOptions) -> None:
     mode, limits, space = parts.options.mode, parts.options.limits, parts.identity.digest
-    used = PushParts(mode, space, parts.pool, parts.allocator, parts.metrics)
+    if handoff.events:
+        parts.observer = HandoffObserver(parts.pool, fake=handoff.fake)
+    pool, observer = parts.pool, parts.observer
+    used = PushParts(mode, space, pool, parts.allocator, parts.metrics, observer)
     if mode == "prefill":
         starting = PrefillQueues(parts.scheduler, limits.waiting_max)
         parts.queues, parts.pushes = starting, PrefillPushes(handoff, used, starting)

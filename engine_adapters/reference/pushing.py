@@ -82,6 +82,7 @@ class PrefillPushes:
         self._fake = options.fake
         self._allocator = parts.allocator
         self._metrics = parts.metrics
+        self._observer = parts.observer
         self._queues = queues
         self._begun: dict[Request, RankSenders] = {}  # not read from the inbox yet
         self._pushes: dict[Request, _Outgoing] = {}
@@ -91,7 +92,11 @@ class PrefillPushes:
                 if writer is not None:
                     undo.callback(writer.close)
             self._registry = undo.enter_context(
-                closing(HandoffRegistry(options.host, options.registry_port, options.secret))
+                closing(
+                    HandoffRegistry(
+                        options.host, options.registry_port, options.secret, options.certificates
+                    )
+                )
             )
             self.registry = self._registry.url
             managers = [
@@ -102,10 +107,10 @@ class PrefillPushes:
                             parts.space,
                             options.secret,
                             registry=self.registry,
-                            host=options.host,
-                            port=options.port and options.port + rank,
+                            listen=(options.host, options.port and options.port + rank),
                             patience=options.patience,
                             writer=writers[rank],
+                            certificates=options.certificates,
                         )
                     )
                 )
@@ -113,6 +118,9 @@ class PrefillPushes:
             ]
             undo.pop_all()
         self._managers = managers
+        if parts.observer is not None:
+            for manager in managers:
+                manager.observe_jobs(parts.observer.transferred)
         parts.metrics.written_push_jobs.set_function(
             lambda: sum(manager.stats()["written_jobs"] for manager in managers)
         )
@@ -127,7 +135,8 @@ class PrefillPushes:
             CapacityError: too many pushes are under way.
         """
         assert request.push is not None
-        self._begun[request] = RankSenders(self._managers, request.push.room, request.prompt_tokens)
+        managers = self._managers if request.fake is None else [request.fake.prefill]
+        self._begun[request] = RankSenders(managers, request.push.room, request.prompt_tokens)
 
     def withdraw(self, request: Request) -> None:
         """The request was not submitted after all."""
@@ -197,7 +206,7 @@ class PrefillPushes:
         """Push what the prefix tree and the store had of an admitted request."""
         push = self._pushes.get(request)
         if push is not None:
-            _send(self._take(push, request.computed // self._pool.block_tokens), self._layers)
+            self._send(self._take(push, request.computed // self._pool.block_tokens), self._layers)
 
     def layer_hook(self, work: Iterable[tuple[Request, int]]) -> Callable[[int], None] | None:
         """What to call after each layer of a step; None if the step completes no block of a push.
@@ -212,7 +221,7 @@ class PrefillPushes:
         """All of a request is computed and its first token is sampled: send what comes with it."""
         push = self._pushes[request]
         assert len(push.blocks) == -(-request.prompt_tokens // self._pool.block_tokens)
-        _send(push.unsent, self._layers)
+        self._send(push.unsent, self._layers)
         push.unsent.clear()
         timings, sampling = request.timings, request.sampling
         push.sender.finish(
@@ -275,22 +284,25 @@ class PrefillPushes:
     def _layer_computed(self, pieces: Sequence[_Piece], layer: int) -> None:
         """Send what is to be sent after a layer of a step."""
         if self._push_after == "layer":
-            _send(pieces, range(layer, layer + 1))
+            self._send(pieces, range(layer, layer + 1))
         elif layer + 1 == len(self._layers):
             if self._push_after == "chunk":
-                _send(pieces, self._layers)
+                self._send(pieces, self._layers)
             else:
                 for piece in pieces:
                     piece.push.unsent.append(piece)
+
+    def _send(self, pieces: Sequence[_Piece], layers: range) -> None:
+        for push, positions, blocks in pieces:
+            if self._observer is not None:
+                self._observer.before_send(push.request, layers, positions, blocks)
+            push.sender.send(layers, positions, blocks)
 
     def _let_go(self, push: _Outgoing) -> None:
         del self._pushes[push.request]
         self._allocator.release(push.blocks)
         push.sender.close()
-        count_push(self._metrics, push.sender.progress)
-        push.request.report = report_of(push.sender.progress, fake=self._fake)
-
-
-def _send(pieces: Sequence[_Piece], layers: range) -> None:
-    for piece in pieces:
-        piece.push.sender.send(layers, piece.positions, piece.blocks)
+        own = push.request.fake is not None
+        if not own:
+            count_push(self._metrics, push.sender.progress)
+        push.request.report = report_of(push.sender.progress, fake=self._fake or own)

@@ -11,6 +11,8 @@ from engine_adapters.reference.sampler import Sampling
 from engine_adapters.reference.tokenizer import TextStream
 from kvstore.engine.chain import Chain
 from kvstore.engine.transfer import HandoffReport, Transfer
+from kvstore.handoff.decode import DecodeManager
+from kvstore.handoff.prefill import PrefillManager
 from kvstore.page import PrefixKeys
 
 
@@ -99,6 +101,13 @@ class Push(NamedTuple):
     registry: str = ""
 
 
+class FakeManagers(NamedTuple):
+    """What pushes a request of the engine's own, and takes the push: no K/V are moved."""
+
+    prefill: PrefillManager
+    decode: DecodeManager
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
     """A request with its state; after submission only the engine thread changes it.
@@ -115,6 +124,7 @@ class Request:
         handoff_id: id of a handoff, once its tail page was submitted (or there is none).
         tail_key: hex key of that tail page, if it is stored.
         push: where a push of its K/V comes from or goes to; None = it has none.
+        fake: of a warm-up that the engine makes itself; no request that has come has it.
         report: how the push went, once it has ended.
         pushes: prefill's blocks are pushed: it is never retracted.
         retracted: it has lost its blocks.
@@ -140,6 +150,7 @@ class Request:
     handoff_id: str = ""
     tail_key: str | None = None
     push: Push | None = None
+    fake: FakeManagers | None = None
     report: HandoffReport | None = None
     pushes: bool = False
     retracted: bool = False

@@ -144,6 +144,8 @@ class Server:
                 "max_running": engine.options.limits.running_max,
                 "max_model_len": engine.max_model_len,
                 "handoff": engine.handoff,
+                "shape": engine.model_name,
+                "hardware": "cpu",
             }
         )
 

@@ -55,10 +55,16 @@ class Steps:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether something in the background must be polled."""
-        return any(
-            part is not None and part.busy for part in (self._parts.store, self._parts.pushes)
-        )
+        """Whether something in the background must be polled, and may end soon."""
+        store, pushes = self._parts.store, self._parts.pushes
+        sends = isinstance(pushes, PrefillPushes) and pushes.busy
+        return sends or (store is not None and store.busy)
+
+    @property
+    def awaits_pushes(self) -> bool:
+        """Whether pushes to this engine must be polled."""
+        pushes = self._parts.pushes
+        return isinstance(pushes, DecodePushes) and pushes.busy
 
     def begin(self, request: Request) -> None:
         """Queue a submitted request."""
@@ -130,6 +136,10 @@ class Steps:
         request.timings.pushed_tokens += landed.pushed
         self._parts.metrics.prompt_tokens.labels("pushed").inc(landed.pushed)
         self._parts.scheduler.computed(request, landed.tokens - request.computed)
+        if self._parts.observer is not None:
+            failed = aux is None
+            told = landed.tokens, landed.pushed
+            self._parts.observer.after_restore(request, *told, failed=failed)
         if aux is None:
             return
         self._record_hashes(request)
@@ -158,7 +168,8 @@ class Steps:
             assert isinstance(self._parts.pushes, DecodePushes)
             self._begin_phases(placed, now)
             first = placed.computed
-            if self._parts.store is not None and self._parts.pushes.is_wanted(placed):
+            wanted = self._parts.pushes.is_wanted(placed) and placed.fake is None
+            if self._parts.store is not None and wanted:
                 first = self._parts.store.begin_beside(placed, now)
             self._parts.pushes.announce(placed, first)
         store_busy = self._parts.store is not None and self._parts.store.busy
@@ -207,6 +218,8 @@ class Steps:
                 continue
             token = sample(logits[row], request.sampling, len(request.tokens))
             output = self._append(request, token)
+            if self._parts.observer is not None and not request.to_handoff:
+                self._parts.observer.decode_step(request, output.finish_reason)
             if output.finish_reason is not None:
                 self._finish(request, output, now)
                 continue
@@ -220,7 +233,7 @@ class Steps:
             self._parts.store.observe_prefill(prefilled, spent, began + spent)
 
     def _offer(self, request: Request, now: float) -> None:
-        if self._parts.store is not None:
+        if self._parts.store is not None and request.fake is None:
             self._parts.store.offer(request, now)
 
     def _append(self, request: Request, token: int) -> Output:
@@ -247,7 +260,7 @@ class Steps:
                 request.state = State.FLUSHING
                 self._flush(request, now)
             return
-        if self._parts.store is not None:
+        if self._parts.store is not None and request.fake is None:  # else its K/V are none
             self._parts.scheduler.extend_keys(request)
             self._parts.store.offer(request, now, final=True)
         self._remove(request)

@@ -105,6 +105,8 @@ class Storer:
             return None
         following = next(names)
         with link.moving() as memory:
+            if link.epoch != slot.epoch:  # a move of another connection does not keep the slot
+                return None
             try:
                 there = wire.PutGranted(0, bytes([PageStatus.GRANTED]), slot.address)
                 digest = self._write(memory, there, keys, source, shard)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import ssl
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -17,13 +18,14 @@ CONNECT_S: Final = 2.0
 PURPOSES: Final[tuple[Purpose, ...]] = ("messages", "pushes")
 
 
-def link_to(rank: PeerRank, peer: str, greeter: Greeter) -> PushLink:
+def link_to(rank: PeerRank, peer: str, greeter: Greeter, tls: ssl.SSLContext | None) -> PushLink:
     """Make both connections of a link to one rank of prefill.
 
     Args:
         rank: as registered.
         peer: whose rank it is, for logs.
         greeter: of this rank of decode.
+        tls: of who connects; None = no TLS.
 
     Raises:
         KVStoreError: that did not succeed; no connection is left.
@@ -32,8 +34,9 @@ def link_to(rank: PeerRank, peer: str, greeter: Greeter) -> PushLink:
     with contextlib.ExitStack() as undo:
         for purpose in PURPOSES:
             until_ns = time.monotonic_ns() + int(CONNECT_S * 1e9)
-            stream = connect(*host_and_port(rank.record.address), None, until_ns)
+            stream = connect(*host_and_port(rank.record.address), tls, until_ns)
             undo.callback(stream.close)
+            stream.begin(until_ns)
             boot = bytes.fromhex(rank.record.boot)
             sealed = greeter.greet(stream, purpose, link.number, boot, rank.share)
             if not link.add(purpose, sealed):

@@ -12,6 +12,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Final
 
+import numpy as np
+
 from kvstore.errors import (
     CapacityError,
     InvalidArgument,
@@ -57,6 +59,7 @@ from kvstore.handoff.states import (
 )
 from kvstore.handoff.writing import LandingEngine
 from kvstore.process.faults import Faults
+from kvstore.process.tls import CertificateFiles
 
 PEERS_MAX: Final = 64
 """Prefill instances at a time."""
@@ -81,12 +84,17 @@ class DecodeManager:
         patience: deadlines.
         engine: another transport, by which prefill engines that have it too write KV to the pool;
             the manager closes it, also if this raises. None = all comes over TCP.
+        certificates: shown to prefill and its registry, which must show some of the same authority;
+            None = no TLS.
+
+    Raises:
+        InvalidArgument: a file of ``certificates`` cannot be used; with its field.
     """
 
     def __init__(
         self, pool: HandoffPool, space: bytes, secret: bytes, *, name: str = "decode",
         aux_slots: int = 64, patience: Patience | None = None,
-        engine: LandingEngine | None = None,
+        engine: LandingEngine | None = None, certificates: CertificateFiles | None = None,
     ) -> None:  # fmt: skip
         self._pool = pool
         self._secret = secret
@@ -103,9 +111,11 @@ class DecodeManager:
         self.faults = Faults(_LOG, "handoff, decode")
         self._engine = engine
         self._transport = engine.transport if engine is not None else ""
+        self._staged = engine.staged_address if engine is not None else 0
         with contextlib.ExitStack() as undo:
             if engine is not None:
                 undo.callback(engine.close)
+            self._tls = certificates.connecting() if certificates is not None else None
             self._ticker = Ticker(self._tick, "kvstore-handoff-ticker")
             undo.callback(self._ticker.close)
             if engine is not None:
@@ -127,7 +137,7 @@ class DecodeManager:
             CapacityError: too many handoffs are under way, or too many blocks wait in LIMBO because
                 of this instance: compute the request, or ask another instance.
         """
-        client = RegistryClient(registry, self._secret)
+        client = RegistryClient(registry, self._secret, self._tls)
         with self._lock:
             if registry not in self._links and len(self._links) >= PEERS_MAX:
                 raise CapacityError(f"{PEERS_MAX} prefill instances are in use", "peers")
@@ -214,9 +224,9 @@ class DecodeManager:
                 self.faults.count("engines_ended_for_limbo")
                 self._engine.end(effect.number)
 
-    def _engine_up(self, number: int, place: LandingPlace) -> None:
+    def _engine_up(self, number: int, place: LandingPlace, staged: range) -> None:
         with self._lock:
-            self._core.engine_up(number, place)
+            self._core.engine_up(number, place, staged)
 
     def _engine_ended(self, number: int) -> None:
         self.act(lambda core, now: core.engine_ended(number, now))
@@ -317,7 +327,7 @@ class DecodeManager:
         """
         if peer.is_closed:
             raise PeerUnreachable("the manager was closed")
-        link = link_to(rank, peer.peer, self._greeter)
+        link = link_to(rank, peer.peer, self._greeter, self._tls)
         made.append((rank, link))
         name = "kvstore-handoff-writer"
         link.writer = self._threads.start(partial(self._write, peer, link), name)
@@ -388,17 +398,17 @@ class DecodeManager:
         if landing is None and not follows:
             return
         if landing is None:
-            scratch = memoryview(bytearray(min(size, _SCRATCH_BYTES)))
+            scratch = np.empty(min(size, _SCRATCH_BYTES), dtype=np.uint8)
             for at in range(0, size, _SCRATCH_BYTES):
-                sealed.receive_into([scratch[: size - at]], self._silence_s)
+                place = (int(scratch.ctypes.data), min(size - at, _SCRATCH_BYTES))
+                sealed.receive_ranges([place], b"", self._silence_s)
             return
         code: FailureCode | None = FailureCode.PEER_CLOSED
         why = "the connection broke within a range"
         try:
-            if follows:
-                views = staging.views(self._pool, self._aux, landing)
-                sealed.receive_into(views, self._silence_s)
-            right = staging.verify(self._pool, self._aux, landing)
+            receive = partial(sealed.receive_ranges, silence_s=self._silence_s)
+            come = receive if follows else None
+            right = staging.land(self._pool, self._aux, landing, come, self._staged)
             code, why = None if right else FailureCode.DIGEST, "bytes do not match their digest"
         except KVStoreError as error:
             code, why = cause_of(error), f"within a range: {error}"

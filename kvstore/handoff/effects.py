@@ -25,7 +25,8 @@ class PushJob(NamedTuple):
         share: what the link moves.
         rows: blocks of each range, if the share is staged.
         aux: the bytes of the aux data, if that is what is sent.
-        targets: first block of each range in decode's pool.
+        targets: first block of each range in decode's pool; if the share is staged, how many
+            announced positions are before it.
         place: where another transport may write them; None = over the link.
     """
 
@@ -93,6 +94,8 @@ class Landing(NamedTuple):
         digests: 16 bytes of each.
         share: what the link moves.
         rows: blocks of each range, if the share is staged.
+        staged_at: where the bytes of each range are in the memory for what is staged, if another
+            transport has written them there; empty = they come over the link.
     """
 
     link: bytes
@@ -102,6 +105,7 @@ class Landing(NamedTuple):
     digests: bytes
     share: LinkShare
     rows: list[npt.NDArray[np.int64]]
+    staged_at: Sequence[int] = ()
 
     @property
     def is_staged(self) -> bool:

@@ -24,6 +24,16 @@ from kvstore.handoff.ranks import RankGroup, RankPart, Share, plan_ranks
 from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.state_data import check_alike
 from kvstore.handoff.tables import LinkTarget
+from kvstore.mover.ranges import (
+    STEP_BYTES,
+    FrameBuffer,
+    Places,
+    digest_ranges,
+    receive_frame,
+    receive_ranges,
+    send_ranges,
+)
+from kvstore.tier.vectored import memory_at
 from kvstore.transport.streams import DataStream, receive_bytes
 
 Purpose = Literal["messages", "pushes"]
@@ -36,8 +46,8 @@ GREETING_S: Final = 2.0
 _GREETING_BYTES_MAX: Final = 64 * 1024
 """RANKS_MAX ranks of decode have at most 22 bytes each."""
 _MAC_BYTES: Final = 16
-_STEP_BYTES: Final = 256 * 1024
-"""Bytes that must come within the silence."""
+_FRAME_BYTES: Final = 32 * 1024
+"""Longer frames are received in two steps; RANGES_MAX ranges have 28 KiB."""
 
 
 class Challenge(msgspec.Struct, frozen=True, array_like=True, tag="kvstore-handoff"):
@@ -133,12 +143,17 @@ class SealedStream:
         self._stream = stream
         self._key = key
         self._count = 0
+        self._frame = FrameBuffer(_FRAME_BYTES)
 
-    def send(self, body: bytes, after: Sequence[memoryview], limit_s: float) -> None:
-        """Send a frame, and the bytes that follow it; raises as :meth:`DataStream.send`."""
+    def send(self, body: bytes, after: Places, limit_s: float) -> None:
+        """Send a frame, and the memory that follows it; raises as :meth:`DataStream.send`."""
         head = len(body).to_bytes(4, "little")
         frame = head + body + self._mac(body)
-        self._stream.send([frame, *after], _after(limit_s))
+        descriptor = self._stream.descriptor
+        if descriptor is not None and after:
+            send_ranges(descriptor, frame, after, limit_s)
+        else:
+            self._stream.send([frame, *_views(after)], _after(limit_s))
 
     def receive(self, silence_s: float) -> bytes:
         """The body of the next frame.
@@ -148,24 +163,50 @@ class SealedStream:
             TransferTimeout: nothing came for so long.
             PeerUnreachable: the connection broke.
         """
-        head = receive_bytes(self._stream, 4, _after(silence_s))
-        size = int.from_bytes(head, "little")
-        if size > MESSAGE_BYTES_MAX:
-            raise ProtocolError(f"a frame of {size} bytes")
-        rest = receive_bytes(self._stream, size + _MAC_BYTES, _after(silence_s))
-        body = rest[:size]
-        if not hmac.compare_digest(rest[size:], self._mac(body)):
+        rest = self._receive_rest(silence_s)
+        body = rest[:-_MAC_BYTES]
+        if not hmac.compare_digest(rest[-_MAC_BYTES:], self._mac(body)):
             raise ProtocolError("a frame was changed on its way")
         return body
 
-    def receive_into(self, buffers: Sequence[memoryview], silence_s: float) -> None:
-        """Fill buffers with what follows a frame; raises as :meth:`receive`."""
+    def _receive_rest(self, silence_s: float) -> bytes:
+        """Body and HMAC of the next frame."""
+        descriptor = self._stream.descriptor
+        if descriptor is not None:
+            size = receive_frame(descriptor, self._frame, _MAC_BYTES, silence_s)
+            if size <= _FRAME_BYTES:
+                return self._frame.read(size)
+        else:
+            head = receive_bytes(self._stream, 4, _after(silence_s))
+            size = int.from_bytes(head, "little") + _MAC_BYTES
+        if size > MESSAGE_BYTES_MAX + _MAC_BYTES:
+            raise ProtocolError(f"a frame of {size - _MAC_BYTES} bytes")
+        return receive_bytes(self._stream, size, _after(silence_s))
+
+    def receive_ranges(self, places: Places, seeds: bytes, silence_s: float) -> bytes:
+        """Fill memory with what follows a frame; raises as :meth:`receive`.
+
+        Args:
+            places: where it belongs, in order.
+            seeds: 8 bytes of each; empty = no digests.
+            silence_s: 256 KiB must come within it, each time.
+
+        Returns:
+            16 bytes of digest of each.
+        """
+        descriptor = self._stream.descriptor
+        if descriptor is not None:
+            return receive_ranges(descriptor, places, seeds, silence_s)
+        self._receive_into(_views(places), silence_s)
+        return digest_ranges(places, seeds) if seeds else b""
+
+    def _receive_into(self, buffers: Sequence[memoryview], silence_s: float) -> None:
         group: list[memoryview] = []
         size = 0
         for buffer in buffers:
-            for at in range(0, len(buffer), _STEP_BYTES):
-                part = buffer[at : at + _STEP_BYTES]
-                if group and size + len(part) > _STEP_BYTES:
+            for at in range(0, len(buffer), STEP_BYTES):
+                part = buffer[at : at + STEP_BYTES]
+                if group and size + len(part) > STEP_BYTES:
                     self._stream.receive(group, _after(silence_s))
                     group, size = [], 0
                 group.append(part)
@@ -320,6 +361,10 @@ class Greeter(NamedTuple):
         return LinkTarget(
             group.instance, group.rank, self.shape.share(share, shape.part), frozenset(shares)
         )
+
+
+def _views(places: Places) -> list[memoryview]:
+    return [memory_at(*place) for place in places if place[1]]
 
 
 def _encode(message: msgspec.Struct) -> bytes:

@@ -53,7 +53,9 @@ class JobQueues:
         runs = _joined(positions, here.tolist(), there, blocks_max, share)
         for ranges in batches(planes, runs, blocks_max, RANGES_MAX):
             sources = [int(here[one.first - positions.start]) for one in ranges]
-            targets = [blocks[one.first - start] for one in ranges]
+            targets = [one.first - start for one in ranges]
+            if not share.is_staged:
+                targets = [blocks[before] for before in targets]
             rows = [here[one.first - positions.start :][: one.size] for one in ranges]
             job = PushJob(
                 next(self._numbers), leg.link, room, ranges, sources, here, generations, share,
@@ -117,11 +119,11 @@ class JobQueues:
         leg.waiting += 1
 
 
-def _is_small(*jobs: PushJob) -> bool:
-    """Whether jobs may be one."""
-    sizes = [job.share.range_bytes(place) for job in jobs for place in job.ranges]
-    most = RANGES_BYTES_MAX if jobs[0].share.is_staged else JOINED_BYTES_MAX
-    return sum(sizes) <= most and len(sizes) <= RANGES_MAX
+def _is_small(one: PushJob, other: PushJob) -> bool:
+    """Whether two jobs may be one."""
+    size = one.share.bytes_of(one.ranges) + other.share.bytes_of(other.ranges)
+    most = RANGES_BYTES_MAX if one.share.is_staged else JOINED_BYTES_MAX
+    return size <= most and len(one.ranges) + len(other.ranges) <= RANGES_MAX
 
 
 def _common(one: range, other: range) -> range:

@@ -9,7 +9,10 @@ without the engine, so that the wait ends; their KV come over TCP. Pure.
 
 from typing import Final
 
+import numpy as np
+
 from kvstore.handoff.messages import LandingPlace
+from kvstore.handoff.tables import ReceivingRoom
 
 DOUBT_SHARE: Final = 10
 """The engine is ended when more than one block in so many is in doubt."""
@@ -29,20 +32,25 @@ class LandingEngines:
         self._number = 0  # of the engine that is up; 0 = none
         self._place: LandingPlace | None = None
         self._rooms: dict[int, int] = {}  # room → blocks that may be written to
+        self._staged = range(0)
+        self._extents: dict[int, list[range]] = {}  # room → its parts of that memory
         self._doubtful: set[int] = set()
         self._since_ns: int | None = None  # there is a doubt
         self._ending = False
 
-    def up(self, number: int, place: LandingPlace) -> None:
+    def up(self, number: int, place: LandingPlace, staged: range = range(0)) -> None:
         """An engine is up; the one before it has ended.
 
         Args:
             number: of the engine, from 1.
-            place: what prefill is told.
+            place: what prefill is told, with all planes of the pool.
+            staged: addresses, in the engine's process, of memory for heads that are scattered into
+                the pool when they have arrived.
         """
         assert number > self._number
         assert not self._rooms
         self._number, self._place, self._ending = number, place, False
+        self._staged = staged
 
     def enter(self, room: int, blocks: int) -> LandingPlace | None:
         """A handoff is announced; returns where it may be written, None = over TCP only."""
@@ -52,6 +60,62 @@ class LandingEngines:
         self._rooms[room] = blocks
         return self._place
 
+    def announce(self, one: ReceivingRoom, first_plane: int) -> dict[bytes, LandingPlace]:
+        """Where ranks of prefill may write what they have of a room, by link; others use the link.
+
+        Args:
+            one: its blocks are known, and its links.
+            first_plane: of our pool, among the planes of all ranks.
+        """
+        places: dict[bytes, LandingPlace] = {}
+        legs = {link: leg for link, leg in one.legs.items() if leg.source.writes}
+        count = len(one.blocks or ())
+        whole = self.enter(one.room, count) if legs else None
+        if whole is None:
+            return places
+        for link, leg in legs.items():
+            share = leg.source.share
+            at = 8 * (share.planes.start - first_plane)
+            planes = whole.planes[at : at + 8 * len(share.planes)]
+            if share.is_staged:
+                each = count * share.block_bytes
+                extent = self.stage(one.room, len(share.planes) * each)
+                if extent is None:
+                    one.is_unstaged = True
+                    continue
+                leg.staged = extent
+                addresses = self._staged[extent.start : extent.stop : each]
+                planes = np.array(addresses, dtype="<u8").tobytes()
+            leg.written = True
+            places[link] = LandingPlace(whole.transport, whole.endpoint, planes)
+        if not places:
+            self.leave(one.room)
+        return places
+
+    def stage(self, room: int, size: int) -> range | None:
+        """Memory for heads of a handoff that has entered, for as long as it is held.
+
+        Args:
+            room: of the handoff.
+            size: bytes, at least 1.
+
+        Returns:
+            Its offsets in the memory for what is staged; None = there is not so much now.
+        """
+        assert room in self._rooms
+        assert size > 0
+        at = 0
+        for one in sorted((one for all_ in self._extents.values() for one in all_),
+                          key=lambda one: one.start):  # fmt: skip
+            if one.start - at >= size:
+                break
+            at = one.stop
+        if len(self._staged) - at < size:
+            return None
+        found = range(at, at + size)
+        self._extents.setdefault(room, []).append(found)
+        return found
+
     def holds(self, room: int) -> bool:
         """Whether writes may arrive in the blocks of a handoff."""
         return room in self._rooms
@@ -60,6 +124,7 @@ class LandingEngines:
         """All writes of a handoff have ended well, or none was begun; a doubt stays."""
         if room not in self._doubtful:
             self._rooms.pop(room, None)
+            self._extents.pop(room, None)
 
     def doubt(self, room: int) -> None:
         """Nobody can say whether all writes of an ended handoff have ended."""
@@ -87,5 +152,6 @@ class LandingEngines:
         rooms = list(self._rooms)
         self._place = self._since_ns = None
         self._rooms.clear()
+        self._extents.clear()
         self._doubtful.clear()
         return rooms

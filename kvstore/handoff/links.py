@@ -50,7 +50,7 @@ def send_limit_s(patience: Patience) -> float:
 
 def refusals(counts: Counter[str]) -> int:
     """How many messages a core has refused that were wrong, and not only late."""
-    return sum(counts[name] for name in _REFUSALS)
+    return sum([counts.get(name, 0) for name in _REFUSALS])
 
 
 def note_refused(

@@ -2,12 +2,11 @@
 
 import os
 from collections.abc import Sequence
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from kvstore import mover
 from kvstore.errors import InvalidArgument
 from kvstore.handoff.effects import Landing, PushJob
 from kvstore.handoff.messages import LandingPlace
@@ -16,7 +15,7 @@ from kvstore.handoff.places import (
     PLANES_MAX,
     STATE_PLANE,
     PushRange,
-    range_seeds,
+    pack_ranges,
     state_of,
 )
 from kvstore.handoff.ranks import INSTANCE_BYTES, RankGroup, RankPart, Span
@@ -25,11 +24,7 @@ from kvstore.handoff.state_data import StateBuffer
 from kvstore.handoff.writing import BlockWrite
 from kvstore.mover import Pieces
 from kvstore.mover.kvpool import HeadRows, KVPool
-from kvstore.page import DIGEST_BYTES
-from kvstore.tier.vectored import memory_at
-
-Places = list[tuple[int, int]]
-"""Address and bytes of each range."""
+from kvstore.mover.ranges import Places, digest_ranges, range_seeds
 
 
 class HandoffPool:
@@ -101,7 +96,6 @@ class HandoffPool:
         ]
         self._pool = pool
         self._planes = pool.planes
-        self._memory = [memory_at(plane, pool.block_count * size) for plane in pool.planes]
         self._block_bytes = size
         self._generations = generations
 
@@ -137,32 +131,32 @@ class HandoffPool:
             return True
         return bool((now[job.blocks] == job.generations).all())
 
-    def write_of(self, job: PushJob, place: LandingPlace) -> BlockWrite:
-        """A job as blocks to write, where decode has announced them."""
+    def write_of(self, job: PushJob, place: LandingPlace, gathered: Places = ()) -> BlockWrite:
+        """A job as blocks to write, where decode has announced them.
+
+        Args:
+            job: of a share that is not staged, unless its ranges are gathered.
+            place: of the announcement.
+            gathered: where each range is, or will be before it is written; empty = in the pool.
+        """
         assert len(job.targets) == len(job.ranges)
-        size = np.uint64(self._block_bytes)
-        there = np.frombuffer(place.planes, dtype="<u8").astype(np.uint64)
-        here = np.array(self._planes, dtype=np.uint64)
-        planes = np.repeat([one.plane for one in job.ranges], [one.size for one in job.ranges])
-        planes -= self.shape.first_plane
-        offsets = np.concatenate([np.arange(one.size) for one in job.ranges])
-
-        def addresses(
-            bases: npt.NDArray[np.uint64], firsts: Sequence[int]
-        ) -> npt.NDArray[np.uint64]:
-            blocks = np.repeat(firsts, [one.size for one in job.ranges]) + offsets
-            found: npt.NDArray[np.uint64] = bases[planes] + blocks.astype(np.uint64) * size
-            return found
-
+        size, sizes = job.share.block_bytes, [one.size for one in job.ranges]
+        planes = np.frombuffer(place.planes, dtype="<u8").astype(np.uint64)
+        there = planes[[one.plane - job.share.planes.start for one in job.ranges]]
+        there += np.array(job.targets, dtype=np.uint64) * np.uint64(size)
+        places = gathered or self.places(job.ranges, job.sources)
+        here = np.array([at for at, _ in places], dtype=np.uint64)
+        offsets = np.concatenate([np.arange(one) for one in sizes]).astype(np.uint64)
+        offsets *= np.uint64(size)
         return BlockWrite(
-            job.number, place.endpoint, addresses(here, job.sources),
-            addresses(there, job.targets), self._block_bytes,
+            job.number, place.endpoint, np.repeat(here, sizes) + offsets,
+            np.repeat(there, sizes) + offsets, size,
         )  # fmt: skip
 
     def places(self, ranges: Sequence[PushRange], firsts: Sequence[int]) -> Places:
         """Where ranges are in this pool, given the first block of each.
 
-        Either all are of KV, or all are of one state buffer; so with :meth:`views`.
+        Either all are of KV, or all are of one state buffer.
         """
         if ranges[0].plane >= STATE_PLANE:
             return self._states[state_of(ranges[0].plane)].places(ranges, firsts)
@@ -170,16 +164,6 @@ class HandoffPool:
         return [
             (self._planes[one.plane - first_plane] + first * size, one.size * size)
             for one, first in zip(ranges, firsts, strict=True)
-        ]
-
-    def views(self, ranges: Sequence[PushRange], firsts: Sequence[int]) -> list[memoryview]:
-        """The memory of ranges in this pool, given the first block of each."""
-        if ranges[0].plane >= STATE_PLANE:
-            return [memory_at(*place) for place in self.places(ranges, firsts)]
-        size, first_plane = self._block_bytes, self.shape.first_plane
-        return [
-            self._memory[plane - first_plane][first * size : (first + count) * size]
-            for (plane, _, count), first in zip(ranges, firsts, strict=True)
         ]
 
     def head_pieces(
@@ -264,7 +248,7 @@ def _check_generations(field: str, numbers: npt.NDArray[np.uint64] | None, count
 
 def landing_places(pool: HandoffPool, aux: AuxSlots, landing: Landing) -> Places:
     """Where the bytes of a landing belong, in order."""
-    if all(one.plane != AUX_PLANE for one in landing.ranges):
+    if AUX_PLANE not in [one.plane for one in landing.ranges]:
         return pool.places(landing.ranges, landing.targets)
     return [
         aux.place(target, one.size) if one.plane == AUX_PLANE else pool.places([one], [target])[0]
@@ -272,11 +256,21 @@ def landing_places(pool: HandoffPool, aux: AuxSlots, landing: Landing) -> Places
     ]
 
 
-def landing_views(pool: HandoffPool, aux: AuxSlots, landing: Landing) -> list[memoryview]:
-    """The memory where the bytes of a landing belong, in order."""
-    if all(one.plane != AUX_PLANE for one in landing.ranges):
-        return pool.views(landing.ranges, landing.targets)
-    return [memory_at(*place) for place in landing_places(pool, aux, landing)]
+def seeds_of(seed: int, ranges: Sequence[PushRange]) -> bytes:
+    """The seeds of the digests of ranges: other bytes, or the same elsewhere, do not match them.
+
+    They follow from the xxh3_64 of the seed, 8 bytes little-endian; see
+    :func:`kvstore.mover.ranges.range_seeds`.
+
+    Args:
+        seed: :meth:`kvstore.handoff.shape.LinkShare.seed_of` the room.
+        ranges: any number.
+
+    Returns:
+        8 bytes of each.
+    """
+    of_room = xxhash.xxh3_64_intdigest(seed.to_bytes(8, "little"))
+    return range_seeds(of_room, pack_ranges(ranges))
 
 
 def digests_of(seed: int, ranges: Sequence[PushRange], places: Places) -> bytes:
@@ -287,14 +281,4 @@ def digests_of(seed: int, ranges: Sequence[PushRange], places: Places) -> bytes:
         ranges: at least one.
         places: where each is.
     """
-    seeds = range_seeds(seed, ranges)
-    numbers = np.fromiter(chain.from_iterable(places), np.uint64, 2 * len(places))
-    addresses, lengths = numbers.reshape(-1, 2).T
-    different = set(lengths.tolist()) - {0}
-    if len(different) == 1 and lengths.all():
-        return mover.digest(addresses, different.pop(), seeds).tobytes()
-    found = np.zeros((len(ranges), DIGEST_BYTES), dtype=np.uint8)
-    for length in different:  # one call for all ranges of one length
-        these = np.flatnonzero(lengths == length)
-        found[these] = mover.digest(addresses[these], length, seeds[these])
-    return found.tobytes()
+    return digest_ranges(places, seeds_of(seed, ranges))

@@ -37,7 +37,9 @@ class LandingPlace(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         transport: its name.
         endpoint: ``host:port`` of the engine.
-        planes: where block 0 of each plane is in the engine's process, 8 bytes each.
+        planes: of each plane that the link moves, an address in the engine's process, 8 bytes each:
+            where block 0 of the pool is. If the link moves only some heads, where those of the
+            first announced position belong, and behind them those of the next positions.
     """
 
     transport: str

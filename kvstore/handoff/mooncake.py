@@ -19,7 +19,7 @@ import numpy as np
 from kvstore.errors import ConfigError
 from kvstore.handoff.messages import LandingPlace
 from kvstore.handoff.shared_memory import SharedMemory
-from kvstore.handoff.writing import BlockWrite, WriteEnded
+from kvstore.handoff.writing import BlockWrite, EngineUp, WriteEnded
 from kvstore.transport.base import TICKET_BYTES, PageTransfer, Range, TransferEnd, TransportEvent
 from kvstore.transport.engine import RESTART_S, START_S, MooncakeEngine
 from kvstore.transport.engine_messages import (
@@ -35,6 +35,9 @@ MOONCAKE: Final = "mooncake"
 """Name of the transport, in registrations and announcements."""
 WRITE_S: Final = 10.0
 """A write that has not ended then has failed; less than the silence of TRANSFERRING."""
+GATHER_BYTES: Final = 16 << 20
+"""Sixteen jobs of 1 MiB."""
+STAGED_BYTES: Final = 64 << 20
 _IN_FLIGHT_BYTES: Final = 1 << 30
 """Never reached: each of 64 links has four jobs of 1 MiB, or of one block, at a time."""
 _END_S: Final = 5.0
@@ -51,6 +54,7 @@ class MooncakeWriter:
         memory: in which all of the pool is; it outlives this.
         host: of this machine, for the engine; it listens on all interfaces whatever it is.
         protocol: ``rdma``, or ``tcp`` for tests.
+        gather_bytes: memory for heads on their way to ranks that have others; at least 1.
 
     Raises:
         ConfigError: Mooncake is not installed, finds no device, or cannot register the memory.
@@ -59,20 +63,26 @@ class MooncakeWriter:
     transport = MOONCAKE
 
     def __init__(
-        self, memory: SharedMemory, *, host: str = "127.0.0.1", protocol: str = "rdma"
-    ) -> None:
+        self, memory: SharedMemory, *, host: str = "127.0.0.1", protocol: str = "rdma",
+        gather_bytes: int = GATHER_BYTES,
+    ) -> None:  # fmt: skip
         try:
             self._mooncake = MooncakeTransport(
-                host, _IN_FLIGHT_BYTES, protocol=protocol, serves=False
+                host, _IN_FLIGHT_BYTES, protocol=protocol, serves=False, patient=True
             )
         except ConfigError as error:
             why = str(error).partition(": ")[2]
             raise ConfigError(f"handoffs over Mooncake: {why}") from error
-        self._mooncake.register(memory.address, memory.size_bytes, memory.descriptor)
+        self._gathered = SharedMemory(gather_bytes)
+        self.gather_memory = np.frombuffer(self._gathered.buffer, dtype=np.uint8)
+        for one in (memory, self._gathered):
+            self._mooncake.register(one.address, one.size_bytes, one.descriptor)
+        wanted = memory.size_bytes + gather_bytes
         until_s = time.monotonic() + START_S
-        while not self._mooncake.stats()["registered_bytes"]:
+        while self._mooncake.stats()["registered_bytes"] < wanted:
             if time.monotonic() > until_s:
                 self._mooncake.close()
+                self._gathered.close()
                 raise ConfigError("handoffs over Mooncake: the pool was not registered")
             time.sleep(_STEP_S)
         self._lock = threading.Lock()
@@ -100,7 +110,7 @@ class MooncakeWriter:
                 self._moving.add(write.number)
                 self._mooncake.write(_transfer(write))
         if closed:
-            self._tell(write.number, "the transport is closed")
+            self._tell(write.number, "the transport is closed", doubtful=False)
 
     def close(self) -> None:
         """See :class:`~kvstore.handoff.writing.BlockWriter`; may be repeated."""
@@ -112,30 +122,33 @@ class MooncakeWriter:
             os.eventfd_write(self._wake, 1)
             self._thread.join()
         self._mooncake.close()
+        self._gathered.close()
         os.close(self._wake)
         for number in sorted(self._moving):
-            self._tell(number, "the transport was closed")
+            self._tell(number, "the transport was closed", doubtful=True)
 
     def _run(self) -> None:
-        whys: dict[int, str] = {}  # ended, but our memory may still be read
+        whys: dict[int, tuple[str, bool]] = {}  # ended, but our memory may still be read
         while not self._closed:
             _ready([self._mooncake.fileno(), self._wake], -1.0)
             for event in self._mooncake.poll():
                 self._hear(event, whys)
 
-    def _hear(self, event: TransportEvent, whys: dict[int, str]) -> None:
+    def _hear(self, event: TransportEvent, whys: dict[int, tuple[str, bool]]) -> None:
         if isinstance(event, TransferEnd):
-            whys[event.number] = str(event.error) if event.error else ""
+            failed = event.error is not None
+            whys[event.number] = str(event.error) if failed else "", failed and event.begun
             if not event.settled:
                 return
         number = int(event.number)  # type: ignore[union-attr]  # no tickets are granted here
         with self._lock:
             self._moving.discard(number)
-        self._tell(number, whys.pop(number))
+        why, doubtful = whys.pop(number)
+        self._tell(number, why, doubtful=doubtful)
 
-    def _tell(self, number: int, why: str) -> None:
+    def _tell(self, number: int, why: str, *, doubtful: bool) -> None:
         assert self._ended is not None
-        self._ended(number, why)
+        self._ended(number, why, doubtful)
 
 
 class MooncakeLanding:
@@ -147,6 +160,8 @@ class MooncakeLanding:
         host: at which prefill reaches this machine; the engine listens on all interfaces whatever
             it is, at ports of its own choice from 15000 to 17000.
         protocol: ``rdma``, or ``tcp`` for tests.
+        staged_bytes: memory for heads from ranks that have others, before they are scattered into
+            the pool; a handoff needs as much as its KV have, or they go over the link. At least 1.
 
     Raises:
         ConfigError: Mooncake is not installed, finds no device, or cannot register the memory.
@@ -156,8 +171,12 @@ class MooncakeLanding:
 
     def __init__(
         self, memory: SharedMemory, planes: Sequence[int], *, host: str = "127.0.0.1",
-        protocol: str = "rdma",
+        protocol: str = "rdma", staged_bytes: int = STAGED_BYTES,
     ) -> None:  # fmt: skip
+        self._staged = SharedMemory(staged_bytes)
+        self.staged_address = self._staged.address
+        self._regions = (memory, self._staged)
+        self._mapped: dict[int, int] = {}  # address here → in the engine's process
         self._memory = memory
         self._offsets = np.array(planes, dtype=np.uint64) - np.uint64(memory.address)
         self._engine = MooncakeEngine(StartEngine(host, protocol))
@@ -168,22 +187,22 @@ class MooncakeLanding:
         self._lock = threading.Lock()
         self._closed = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._up: Callable[[int, LandingPlace], None] | None = None
+        self._up: EngineUp | None = None
         self._gone: Callable[[int], None] | None = None
         self._thread = threading.Thread(target=self._run, name="kvstore-handoff-engine")
         until_s = time.monotonic() + START_S
         self._engine.begin(time.monotonic_ns())
-        while time.monotonic() < until_s and not (self._is_up() or self._engine.ending):
+        while time.monotonic() < until_s and not (self.place or self._engine.ending):
             self._wait(_TURN_S)
         if self._place is None:
             self.close()
             raise ConfigError(f"handoffs over Mooncake: {self._refused or 'it does not start'}")
 
-    def begin(self, up: Callable[[int, LandingPlace], None], ended: Callable[[int], None]) -> None:
+    def begin(self, up: EngineUp, ended: Callable[[int], None]) -> None:
         """See :class:`~kvstore.handoff.writing.LandingEngine`."""
         assert self._place is not None
         self._up, self._gone = up, ended
-        up(self._number, self._place)
+        up(self._number, self._place, self._staged_there())
         self._thread.daemon = True
         self._thread.start()
 
@@ -207,10 +226,13 @@ class MooncakeLanding:
             _log.error("a Mooncake process was killed and has not ended")
         elif self._place is not None and self._gone is not None:
             self._gone(self._number)
+        self._staged.close()
         os.close(self._wake)
 
-    def _is_up(self) -> bool:
-        return self._place is not None
+    @property
+    def place(self) -> LandingPlace | None:
+        """Where prefill may write now, and all planes of the pool; None = no engine is up."""
+        return self._place
 
     def _run(self) -> None:
         while not self._closed:
@@ -262,18 +284,31 @@ class MooncakeLanding:
             match message:
                 case EngineReady(port):
                     engine.ready(port)
-                    memory = self._memory
-                    ask = MapMemory(memory.address, memory.size_bytes, self._number)
-                    engine.ending = not engine.process.send(ask, memory.descriptor)
+                    self._mapped.clear()
+                    for memory in self._regions:
+                        ask = MapMemory(memory.address, memory.size_bytes, self._number)
+                        sent = engine.process.send(ask, memory.descriptor)
+                        engine.ending = engine.ending or not sent
                 case EngineRefused(why):
                     self._refused, engine.ending = why, True
-                case MemoryMapped(address=address) if address:
-                    planes = (self._offsets + np.uint64(address)).astype("<u8").tobytes()
-                    self._place = LandingPlace(MOONCAKE, engine.endpoint, planes)
-                    if self._up is not None:
-                        self._up(self._number, self._place)
+                case MemoryMapped(start=start, address=address) if address:
+                    self._mapped[start] = address
+                    if len(self._mapped) == len(self._regions):
+                        self._begin()
                 case MemoryMapped():
                     self._refused, engine.ending = "the pool was not registered", True
+
+    def _begin(self) -> None:
+        """All memory is registered."""
+        pool = np.uint64(self._mapped[self._memory.address])
+        planes = (self._offsets + pool).astype("<u8").tobytes()
+        self._place = LandingPlace(MOONCAKE, self._engine.endpoint, planes)
+        if self._up is not None:
+            self._up(self._number, self._place, self._staged_there())
+
+    def _staged_there(self) -> range:
+        address = self._mapped[self._staged.address]
+        return range(address, address + self._staged.size_bytes)
 
 
 def _ready(descriptors: Sequence[int], wait_s: float) -> list[int]:

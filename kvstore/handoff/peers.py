@@ -60,7 +60,7 @@ def peer_ranks(
         for share in plan_ranks(parts, group.parts).of_decode(group.rank):
             record = there[share.prefill]
             moved = shape.share(share, parts[share.prefill])
-            writes = transport in record.transports and moved.is_all_of(shape)
+            writes = transport in record.transports and bool(moved.planes)
             source = LinkSource(share.prefill, moved, data_rank, data_ranks, writes)
             found.append(PeerRank(record, share, source))
     return found

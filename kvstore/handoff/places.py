@@ -10,7 +10,6 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from kvstore.errors import ProtocolError
 from kvstore.page import DIGEST_BYTES
@@ -23,14 +22,10 @@ STATE_PLANE: Final = 0x8000_0000
 BLOCKS_MAX: Final = 1 << 20
 """Blocks of one request."""
 _NUMBERS: Final = np.dtype("<u4")
+_FEW: Final = 8
+"""Ranges that are noted one after the other."""
 RANGE_BYTES: Final = 3 * _NUMBERS.itemsize
 """Of one range in a message."""
-_HALF: Final = np.uint64(32)
-_MIX: Final = (
-    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
-    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
-)
-_MIX_END: Final = np.uint64(31)
 
 
 class PushRange(NamedTuple):
@@ -61,32 +56,6 @@ def check_one_kind(ranges: Sequence[PushRange]) -> None:
     """
     if len({state_of(one.plane) for one in ranges}) > 1:
         raise ProtocolError("a head has ranges of state data and others")
-
-
-def range_seeds(seed: int, ranges: Sequence[PushRange]) -> npt.NDArray[np.uint64]:
-    """The seeds of the digests of ranges: other bytes, or the same elsewhere, do not match them.
-
-    With M, the last step of SplitMix64 (https://prng.di.unimi.it/splitmix64.c), the seed of a range
-    is M(M(h ^ (plane << 32 | first)) ^ size), where h is the xxh3_64 of the seed, 8 bytes
-    little-endian. All numbers have 64 bits.
-
-    Args:
-        seed: :meth:`kvstore.handoff.shape.LinkShare.seed_of` the room.
-        ranges: any number.
-
-    Returns:
-        Shape (len(ranges),).
-    """
-    numbers = np.fromiter(chain.from_iterable(ranges), np.uint64, 3 * len(ranges)).reshape(-1, 3)
-    of_room = np.uint64(xxhash.xxh3_64_intdigest(seed.to_bytes(8, "little")))
-    return _mixed(_mixed(of_room ^ (numbers[:, 0] << _HALF | numbers[:, 1])) ^ numbers[:, 2])
-
-
-def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The last step of SplitMix64: each bit of a word changes half of the bits of the result."""
-    for shift, factor in _MIX:
-        words = (words ^ (words >> shift)) * factor
-    return words ^ (words >> _MIX_END)
 
 
 def joined(
@@ -132,6 +101,11 @@ def batches(
     return found
 
 
+def pack_ranges(ranges: Sequence[PushRange]) -> bytes:
+    """Ranges for a message."""
+    return np.fromiter(chain.from_iterable(ranges), _NUMBERS, 3 * len(ranges)).tobytes()
+
+
 def pack_numbers(numbers: npt.ArrayLike) -> bytes:
     """Numbers of 32 bits for a message."""
     return np.asarray(numbers, dtype=_NUMBERS).tobytes()
@@ -158,7 +132,7 @@ def unpack_ranges(packed: bytes, digests: bytes) -> list[PushRange]:
     count, rest = divmod(len(numbers), 3)
     if rest or not count or len(digests) != count * DIGEST_BYTES:
         raise ProtocolError(f"{len(packed)} bytes of ranges with {len(digests)} of digests")
-    return [PushRange(*place) for place in zip(*[iter(numbers)] * 3, strict=True)]
+    return list(map(PushRange._make, zip(*[iter(numbers)] * 3, strict=True)))
 
 
 class Coverage:
@@ -185,6 +159,7 @@ class Coverage:
         self._first_plane = first_plane
         self._first = first
         self._stop = stop
+        self._width = stop - first
         self._there = np.zeros((planes, stop - first), dtype=np.bool_)
         numbers = np.arange(stop - first) if blocks is None else blocks
         # of each position: which run of neighbours its block is in
@@ -193,8 +168,8 @@ class Coverage:
 
     def claim(self, places: Sequence[PushRange]) -> bool:
         """Note ranges; returns False, and notes none, if one is outside or may not come (again)."""
-        if not places:
-            return True
+        if len(places) <= _FEW:
+            return self._claim_few(places)
         numbers = np.fromiter(chain.from_iterable(places), np.int64, 3 * len(places))
         planes, firsts, sizes = numbers.reshape(-1, 3).T
         planes, at = planes - self._first_plane, firsts - self._first
@@ -216,6 +191,25 @@ class Coverage:
         there[slots] = True
         self.missing -= len(slots)
         return True
+
+    def _claim_few(self, places: Sequence[PushRange]) -> bool:
+        """As :meth:`claim`, which takes 30 us for any number; this takes 3 us for each."""
+        noted: list[npt.NDArray[np.bool_]] = []
+        for plane, first, size in places:
+            row, at = plane - self._first_plane, first - self._first
+            if not (0 <= row < len(self._there) and size > 0 and 0 <= at <= self._width - size):
+                break
+            part = self._there[row, at : at + size]
+            if self._runs[at] != self._runs[at + size - 1] or part.any():
+                break
+            part[:] = True
+            noted.append(part)
+        else:
+            self.missing -= sum(map(len, noted))
+            return True
+        for part in noted:
+            part[:] = False
+        return False
 
     def claim_planes(self, planes: range, positions: range) -> bool:
         """Note all of some planes and positions; returns False and notes none, as :meth:`claim`."""

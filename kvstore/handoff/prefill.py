@@ -18,6 +18,7 @@ from kvstore.errors import InvalidArgument, KVStoreError, PeerUnreachable, reaso
 from kvstore.handoff.aux_data import AuxData, encode_aux
 from kvstore.handoff.effects import Effect, PushJob, SendTo, Submit
 from kvstore.handoff.greeting import GREETING_S, PROTOCOL, Greeter, SealedStream
+from kvstore.handoff.job_watch import JobObserver, JobWatch
 from kvstore.handoff.links import (
     LinkThreads,
     PushLink,
@@ -30,8 +31,8 @@ from kvstore.handoff.links import (
 )
 from kvstore.handoff.memory import HandoffPool
 from kvstore.handoff.messages import RangesHead, RangesWritten, encode_message, read_from_decode
-from kvstore.handoff.places import pack_numbers
-from kvstore.handoff.push_writes import PushWrites
+from kvstore.handoff.places import pack_ranges
+from kvstore.handoff.push_writes import TCP, PushWrites
 from kvstore.handoff.registering import RankLease
 from kvstore.handoff.registry import RankRecord, RegistryClient
 from kvstore.handoff.sending import Senders
@@ -50,7 +51,8 @@ from kvstore.handoff.states import (
 )
 from kvstore.handoff.writing import BlockWriter
 from kvstore.process.faults import Faults
-from kvstore.transport.streams import stream_of
+from kvstore.process.tls import CertificateFiles
+from kvstore.transport.streams import DataStream, stream_of
 
 LINKS_MAX: Final = 256
 """Ranks of decode engines at a time."""
@@ -68,46 +70,51 @@ class PrefillManager:
         space: which KV may be shared, at most 64 bytes; decode must have the same.
         secret: :func:`kvstore.handoff.greeting.read_secret`; decode must have the same.
         registry: URL of the instance's registry; empty = none.
-        host: address to listen at, and to be reached at.
-        port: 0 = any free one.
+        listen: address to listen at and to be reached at, and port; port 0 = any free one.
         patience: deadlines.
         writer: another transport, for decode engines that have it too; the manager closes it, also
             if this raises. None = all goes over TCP.
+        certificates: shown to decode and to the registry, which must show some of the same
+            authority; None = no TLS.
 
     Attributes:
         address: ``host:port`` of the manager.
 
     Raises:
-        InvalidArgument: it cannot listen there, or ``registry`` is no URL.
+        InvalidArgument: it cannot listen there, ``registry`` is no URL, or a file of
+            ``certificates`` cannot be used; with its field.
     """
 
     def __init__(
         self, pool: HandoffPool, space: bytes, secret: bytes, *, registry: str = "",
-        host: str = "127.0.0.1", port: int = 0, patience: Patience | None = None,
-        writer: BlockWriter | None = None,
+        listen: tuple[str, int] = ("127.0.0.1", 0), patience: Patience | None = None,
+        writer: BlockWriter | None = None, certificates: CertificateFiles | None = None,
     ) -> None:  # fmt: skip
         self._pool = pool
         self._group = pool.group
         self._boot = os.urandom(16)
         self._greeter = Greeter(secret, space, pool.shape, self._group, boot=self._boot)
-        patience = patience or Patience()
+        (host, port), patience = listen, patience or Patience()
         self._silence_s, self._send_s = patience.silence_s, send_limit_s(patience)
         self._core = Senders(pool.shape, patience, self._group.rank)
+        self._watch = JobWatch(self._group.rank)
         self._lock = threading.Lock()
         self._links: dict[bytes, PushLink] = {}
         self._threads = LinkThreads()
-        self._greeting: set[socket.socket] = set()
+        self._greeting: set[DataStream] = set()
         self._closed = False
         self._over = threading.Event()
         self.faults = Faults(_LOG, "handoff, prefill")
         with contextlib.ExitStack() as undo:
             if writer is not None:
                 undo.callback(writer.close)
-            client = RegistryClient(registry, secret) if registry else None
+            self._tls = certificates.accepting() if certificates is not None else None
+            tls = certificates.connecting() if certificates is not None else None
+            client = RegistryClient(registry, secret, tls) if registry else None
             try:
                 self._listener = socket.create_server((host, port), backlog=64)
             except OSError as error:
-                raise InvalidArgument("port", f"cannot listen: {reason(error)}") from error
+                raise InvalidArgument("listen", f"cannot listen: {reason(error)}") from error
             undo.callback(self._listener.close)
             self._listener.settimeout(None)
             at = self._listener.getsockname()[1]
@@ -143,6 +150,10 @@ class PrefillManager:
             self._carry_out(effects)
         return Sender(self, room, progress)
 
+    def observe_jobs(self, observe: JobObserver) -> None:
+        """Tell each job that ends from now on; call it before the first sender is made."""
+        self._watch.observe = observe
+
     def poll(self, senders: "Sequence[Sender]", reduce: Reduce | None = None) -> list[State]:
         """The states of handoffs; never waits, unless ``reduce`` does.
 
@@ -174,9 +185,8 @@ class PrefillManager:
             links = list(self._links.values())
             greeting = list(self._greeting)
         self._stop_listening()
-        for connection in greeting:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        for stream in greeting:
+            stream.shutdown()
         for link in links:
             self._drop(link, FailureCode.CLOSED, "the manager was closed")
         self._threads.join(GREETING_S + self._silence_s)
@@ -224,8 +234,10 @@ class PrefillManager:
                     link.close()  # its threads end, and tell
             elif isinstance(effect, Submit):
                 link = self._links.get(effect.job.link)
+                self._watch.submitted(effect.job)
                 if link is None or not link.outbox.put_job(effect.job):
                     failure = self._failure(FailureCode.PEER_CLOSED, "the link was closed")
+                    self._watch.ended(effect.job, failure, TCP)
                     now_ns = time.monotonic_ns()
                     left.extend(self._core.completed(effect.job.number, failure, now_ns))
 
@@ -257,42 +269,45 @@ class PrefillManager:
                 if self._over.wait(_ACCEPT_PAUSE_S):
                     return
                 continue
-            with self._lock:
-                full = self._closed or len(self._greeting) >= GREETINGS_MAX
-                if not full:
-                    self._greeting.add(connection)
-            if full:
-                self.faults.note("greetings", f"{peer[0]}: too many connections are greeting")
-                connection.close()
-            else:
-                try:
-                    self._threads.start(
-                        partial(self._greet, connection, str(peer[0])), "kvstore-handoff-link"
-                    )
-                except PeerUnreachable as error:
-                    self.faults.note("greeting", f"{peer[0]}: {error}")
-                    with self._lock:
-                        self._greeting.discard(connection)
-                    connection.close()
+            try:
+                fit_send_buffer(connection)
+                stream = stream_of(connection, self._tls)
+            except KVStoreError:
+                continue  # it is broken already
+            self._begin(stream, str(peer[0]))
 
-    def _greet(self, connection: socket.socket, peer: str) -> None:
-        """Greet a connection, then be the thread that uses it."""
-        try:
-            fit_send_buffer(connection)
-            stream = stream_of(connection, None)
-        except KVStoreError:
-            with self._lock:
-                self._greeting.discard(connection)
+    def _begin(self, stream: DataStream, peer: str) -> None:
+        """Let a thread greet a connection, unless there are too many."""
+        with self._lock:
+            full = self._closed or len(self._greeting) >= GREETINGS_MAX
+            if not full:
+                self._greeting.add(stream)
+        if full:
+            self.faults.note("greetings", f"{peer}: too many connections are greeting")
+            stream.close()
             return
         try:
+            self._threads.start(partial(self._greet, stream, peer), "kvstore-handoff-link")
+        except PeerUnreachable as error:
+            self.faults.note("greeting", f"{peer}: {error}")
+            with self._lock:
+                self._greeting.discard(stream)
+            stream.close()
+
+    def _greet(self, stream: DataStream, peer: str) -> None:
+        """Greet a connection, then be the thread that uses it."""
+        cause = "tls"
+        try:
+            stream.begin(time.monotonic_ns() + int(GREETING_S * 1e9))
+            cause = "greeting"
             greeting, target, sealed = self._greeter.answer(stream)
         except KVStoreError as error:
-            self.faults.note("greeting", f"{peer}: {error}")
+            self.faults.note(cause, f"{peer}: {error}")
             stream.close()
             return
         finally:
             with self._lock:
-                self._greeting.discard(connection)
+                self._greeting.discard(stream)
         link = self._link(greeting.link, f"{greeting.name[:64]} at {peer}")
         if link is None or not link.add(greeting.purpose, sealed):
             self.faults.note("greeting", f"{peer}: too many links, or one that there is already")
@@ -329,6 +344,7 @@ class PrefillManager:
             self._carry_out(self._core.closed(link.number, code, f"{link.peer}: {why}", now_ns))
             failure = self._failure(code, why)
             for job in link.outbox.left():
+                self._watch.ended(job, failure, TCP)
                 self._carry_out(self._core.completed(job.number, failure, now_ns))
 
     def _read(self, link: PushLink, sealed: SealedStream) -> None:
@@ -367,27 +383,29 @@ class PrefillManager:
 
     def _send(self, job: PushJob, sealed: SealedStream, staging: Staging) -> HandoffFailure | None:
         """Send ranges, straight from the pool if they are whole; returns why they were not sent."""
-        views, digests = staging.read(self._pool, job)
+        places, digests = staging.read(self._pool, job)
         if not self._pool.is_unchanged(job):  # after the digest: what was digested was right
             why = "a block was given away before it was sent"
             return self._failure(FailureCode.BLOCKS_REUSED, why)
-        head = encode_message(RangesHead(job.room, pack_numbers(job.ranges), digests))
-        sealed.send(head, views, self._send_s)
+        head = encode_message(RangesHead(job.room, pack_ranges(job.ranges), digests))
+        sealed.send(head, places, self._send_s)
         return None
 
-    def _written(self, job: PushJob, message: RangesWritten, why: str) -> None:
+    def _written(self, job: PushJob, message: RangesWritten, why: str, doubtful: bool) -> None:  # noqa: FBT001
         """The other transport has ended a job."""
         failure = self._failure(FailureCode.WRITE, why) if why else None
+        self._watch.ended(job, failure, self._writes.transports[-1])
         if failure is not None:
             self.faults.note("write", why)
         with self._lock:
             if failure is None:  # before anything that follows from the job's end
                 self._carry_out([SendTo(job.link, message)])
-            now_ns, doubtful = time.monotonic_ns(), failure is not None
+            now_ns = time.monotonic_ns()
             effects = self._core.completed(job.number, failure, now_ns, doubtful=doubtful)
             self._carry_out(effects)
 
     def _completed(self, job: PushJob, failure: HandoffFailure | None) -> None:
+        self._watch.ended(job, failure, TCP)
         self.act(lambda core, now: core.completed(job.number, failure, now))
 
     def _failure(self, code: FailureCode, why: str) -> HandoffFailure:

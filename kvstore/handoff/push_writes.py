@@ -5,16 +5,23 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.handoff.effects import PushJob
 from kvstore.handoff.memory import HandoffPool, digests_of
-from kvstore.handoff.messages import RangesWritten
+from kvstore.handoff.messages import RANGES_BYTES_MAX, RangesWritten
 from kvstore.handoff.places import pack_numbers
-from kvstore.handoff.writing import BlockWriter
+from kvstore.handoff.staging import Staging
+from kvstore.handoff.writing import BlockWrite, BlockWriter
 
 TCP: Final = "tcp"
 """The link itself."""
-JobEnded = Callable[[PushJob, RangesWritten, str], None]
-"""Gets a job, what decode is told if it went well, and why it did not."""
+Slot = npt.NDArray[np.uint8]
+"""Memory for the gathered bytes of one job."""
+JobEnded = Callable[[PushJob, RangesWritten, str, bool], None]
+"""Gets a job, what decode is told if it went well, why it did not, and whether bytes may still
+arrive at decode."""
 
 
 class PushWrites:
@@ -38,8 +45,13 @@ class PushWrites:
         self._ended = ended
         self._lock = threading.Lock()
         self._jobs: dict[int, tuple[PushJob, RangesWritten]] = {}
+        self._slots: list[Slot] = []  # free ones, for jobs that are gathered
+        self._taken: dict[int, Slot] = {}  # of each job
         self.counts = Counter(dict.fromkeys(("written_jobs", "jobs_not_taken"), 0))
         if writer is not None:
+            size = max(RANGES_BYTES_MAX, pool.shape.block_bytes)  # of a job at most
+            count = len(writer.gather_memory) // size
+            self._slots = list(writer.gather_memory[: count * size].reshape(count, size))
             writer.begin(self._written)
 
     def submit(self, job: PushJob) -> bool:
@@ -47,28 +59,64 @@ class PushWrites:
         writer, place = self._writer, job.place
         if writer is None or place is None or place.transport != writer.transport:
             return False
-        write = self._pool.write_of(job, place)
-        if not writer.takes(write):
+        if not job.rows:
+            write = self._pool.write_of(job, place)
+            return self._takes(write) and self._write(job, write, lambda: self._digests(job), None)
+        with self._lock:
+            slot = self._slots.pop() if self._slots else None
+        if slot is None:
             self.counts["jobs_not_taken"] += 1
             return False
-        digests = digests_of(
-            job.share.seed_of(job.room), job.ranges, self._pool.places(job.ranges, job.sources)
-        )
+        staging = Staging(slot)
+        places = staging.places([job.share.range_bytes(one) for one in job.ranges])
+        write = self._pool.write_of(job, place, places)
+        if self._takes(write) and self._write(
+            job, write, lambda: staging.gather(self._pool, job)[1], slot
+        ):
+            return True
+        self._free(slot)
+        return False
+
+    def _takes(self, write: BlockWrite) -> bool:
+        assert self._writer is not None
+        takes = self._writer.takes(write)
+        self.counts["jobs_not_taken"] += not takes
+        return takes
+
+    def _digests(self, job: PushJob) -> bytes:
+        places = self._pool.places(job.ranges, job.sources)
+        return digests_of(job.share.seed_of(job.room), job.ranges, places)
+
+    def _write(
+        self, job: PushJob, write: BlockWrite, read: Callable[[], bytes], slot: Slot | None
+    ) -> bool:
+        """Submit a write of which ``read`` gives the digests, and gathers the bytes."""
+        assert self._writer is not None
+        digests = read()
         if not self._pool.is_unchanged(job):
             return False  # this is found on the link too, and told
         packed = pack_numbers([number for one in job.ranges for number in one])
         with self._lock:
             self._jobs[job.number] = job, RangesWritten(job.room, packed, digests)
-        writer.submit(write)
+            if slot is not None:
+                self._taken[job.number] = slot
+        self._writer.submit(write)
         return True
+
+    def _free(self, slot: Slot) -> None:
+        with self._lock:
+            self._slots.append(slot)
 
     def close(self) -> None:
         """Close the transport; it tells the ends of all jobs."""
         if self._writer is not None:
             self._writer.close()
 
-    def _written(self, number: int, why: str) -> None:
+    def _written(self, number: int, why: str, doubtful: bool) -> None:  # noqa: FBT001
         with self._lock:
             job, message = self._jobs.pop(number)
             self.counts["written_jobs"] += not why
-        self._ended(job, message, why)
+            slot = self._taken.pop(number, None)
+            if slot is not None:
+                self._slots.append(slot)
+        self._ended(job, message, why, doubtful)

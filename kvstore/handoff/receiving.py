@@ -239,15 +239,15 @@ class Receivers:
                 assert one.progress.ended
                 assert not one.legs[link].landing, "its reader had told the end of all it began"
                 one.legs[link].drained = True
-                if one.legs[link].source.writes:
+                if one.legs[link].written:
                     self._engines.doubt(one.room)
                 self._settle(one)
 
     # ---- the engine that other transports write to ------------------------------------------
 
-    def engine_up(self, number: int, place: LandingPlace) -> None:
+    def engine_up(self, number: int, place: LandingPlace, staged: range = range(0)) -> None:
         """An engine is up, the one before it has ended; see :meth:`LandingEngines.up`."""
-        self._engines.up(number, place)
+        self._engines.up(number, place, staged)
 
     def engine_ended(self, number: int, now_ns: int) -> list[Effect]:
         """An engine has ended: nothing arrives through it any more."""
@@ -270,6 +270,7 @@ class Receivers:
             late = one is None and message.room in self._seen
             self.counts["late_messages" if late else "foreign_messages"] += 1
             return []
+        one.legs[link].heard = True
         match message:
             case Drained(doubtful=doubtful):
                 return self._drained(one, link, now_ns, doubtful=doubtful)
@@ -297,7 +298,7 @@ class Receivers:
             raise ProtocolError(f"{len(head.ranges)} bytes of ranges in one head")
         ranges = unpack_ranges(head.ranges, head.digests)
         share = (self._sources.share_of(link) or self._shape.whole).of_plane(ranges[0].plane)
-        size = sum(map(share.range_bytes, ranges))
+        size = share.bytes_of(ranges)
         most = max(RANGES_BYTES_MAX, share.block_bytes, self._aux_bytes)
         if size > most or len(ranges) > RANGES_MAX:
             raise ProtocolError(f"{len(ranges)} ranges of {size} bytes in one head")
@@ -309,7 +310,7 @@ class Receivers:
             self.counts["late_ranges"] += len(ranges)
             return None, size, []
         written = isinstance(head, RangesWritten)
-        foreign = written and not (leg.source.writes and self._engines.holds(one.room))
+        foreign = written and not (leg.written and self._engines.holds(one.room))
         if foreign or not one.claim(leg, ranges, 0 if written else self._aux_bytes):
             check_one_kind(ranges)
             why = "a range is not one of the request's, or has come before"
@@ -317,8 +318,11 @@ class Receivers:
         one.progress.advance(State.TRANSFERRING, now_ns)
         one.progress.heard(now_ns)
         leg.landing += 1
+        leg.heard = True
         targets, rows = one.targets(leg, ranges)
-        return Landing(link, head.room, ranges, targets, head.digests, share, rows), size, []
+        staged_at = one.staged_at(leg, ranges) if written else []
+        landing = Landing(link, head.room, ranges, targets, head.digests, share, rows, staged_at)
+        return landing, size, []
 
     def landed(
         self, landing: Landing, code: FailureCode | None, why: str, now_ns: int
@@ -365,11 +369,8 @@ class Receivers:
         return [*effects, EndEngine(engine)] if engine else effects
 
     def describe(self, now_ns: int) -> list[HandoffStatus]:
-        """Where each handoff is; rank 0 of prefill is missing as long as there is no link."""
-        return [
-            one.progress.status(room, [] if one.legs else [0], now_ns)
-            for room, one in self._rooms.items()
-        ]
+        """Where each handoff is, with the ranks of prefill that have said nothing."""
+        return [one.progress.status(room, one.missing, now_ns) for room, one in self._rooms.items()]
 
     def check(self) -> None:
         """Assert what always holds."""
@@ -389,15 +390,12 @@ class Receivers:
             self._forget(one)
             return self._tell_abort(one)
         one.said_ns = now_ns
-        place: LandingPlace | None = None
+        places: dict[bytes, LandingPlace] = {}
         if one.blocks is not None:
             one.progress.advance(State.WAITING_FOR_INPUT, now_ns)
-            if any(leg.source.writes for leg in one.legs.values()):
-                place = self._engines.enter(one.room, len(one.blocks))
-        return [
-            SendTo(link, one.said_to(leg, place if leg.source.writes else None))
-            for link, leg in one.legs.items()
-        ]
+            places = self._engines.announce(one, self._shape.first_plane)
+            self.counts["unstaged_handoffs"] += one.is_unstaged
+        return [SendTo(link, one.said_to(leg, places.get(link))) for link, leg in one.legs.items()]
 
     def _drained(
         self, one: ReceivingRoom, link: bytes, now_ns: int, *, doubtful: bool
@@ -413,7 +411,7 @@ class Receivers:
         one.legs[link].drained = True
         if doubtful:
             self._engines.doubt(one.room)
-        elif one.legs[link].source.writes:
+        elif one.writes_drained:
             self._engines.leave(one.room)
         self._settle(one)
         return effects

@@ -12,6 +12,7 @@ import http.client
 import logging
 import os
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from kvstore.handoff.greeting import proof_of
 from kvstore.handoff.ranks import RANKS_MAX
 from kvstore.handoff.shape import PoolShape
 from kvstore.process.faults import Faults
+from kvstore.process.tls import CertificateFiles
 from kvstore.transport.streams import host_and_port
 
 LEASE_S: Final = 10.0
@@ -153,13 +155,21 @@ class HandoffRegistry:
         host: address to listen at.
         port: 0 = any free one.
         secret: of the handoffs.
+        certificates: shown to who asks, who must show some of the same authority; None = no TLS.
+
+    Raises:
+        InvalidArgument: it cannot listen there, or a file of ``certificates`` cannot be used; with
+            its field.
 
     Attributes:
         url: what ranks and decode engines are given.
         faults: requests that were refused, by cause.
     """
 
-    def __init__(self, host: str, port: int, secret: bytes) -> None:
+    def __init__(
+        self, host: str, port: int, secret: bytes, certificates: CertificateFiles | None = None
+    ) -> None:
+        self._tls = certificates.accepting() if certificates is not None else None
         self._secret = secret
         self._lock = threading.Lock()
         self._table = RankTable()
@@ -196,15 +206,16 @@ class HandoffRegistry:
                     self.shutdown_request(request)
 
             def process_request_thread(self, request: Any, client_address: Any) -> None:
-                late = threading.Timer(_REQUEST_S, _cut, (request,))
-                late.daemon = True
-                late.start()
-                try:
-                    super().process_request_thread(request, client_address)
-                finally:
-                    late.cancel()
-                    late.join()
-                    registry._places.release()
+                with contextlib.ExitStack() as ends:
+                    ends.callback(registry._places.release)
+                    try:
+                        stream = registry.begin(request)
+                    except OSError as error:  # ssl.SSLError is one
+                        registry.refused(client_address[0], f"TLS: {reason(error)}")
+                        self.shutdown_request(request)
+                        return
+                    ends.enter_context(_cut_after(stream, _REQUEST_S))
+                    super().process_request_thread(stream, client_address)
 
             def handle_error(self, request: Any, client_address: Any) -> None:
                 """A connection that broke is no error of ours."""
@@ -215,7 +226,7 @@ class HandoffRegistry:
             raise InvalidArgument("port", f"cannot listen: {reason(error)}") from error
         bound, at = self._server.server_address[:2]
         shown = f"[{bound!s}]" if ":" in str(bound) else str(bound)
-        self.url = f"http://{shown}:{at}"
+        self.url = f"{_scheme(self._tls)}://{shown}:{at}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="kvstore-handoff-registry",
             daemon=True,
@@ -227,6 +238,17 @@ class HandoffRegistry:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+
+    def begin(self, connection: socket.socket) -> socket.socket:
+        """A new connection after its TLS handshake, if there is TLS, of two seconds at most.
+
+        Raises:
+            OSError: the other side shows no certificate of ours, or speaks no TLS.
+        """
+        if self._tls is None:
+            return connection
+        connection.settimeout(_WAIT_S)
+        return self._tls.wrap_socket(connection, server_side=True)
 
     def refused(self, peer: str, why: str) -> None:
         """Note a request that is refused; any thread."""
@@ -273,16 +295,20 @@ class HandoffRegistry:
             return self._table.listed(time.monotonic_ns())
 
 
+def _scheme(tls: ssl.SSLContext | None) -> str:
+    return "http" if tls is None else "https"
+
+
 def _cut(connection: socket.socket) -> None:
+    """End a connection under whoever uses it: ``SSLSocket.shutdown`` would forget its TLS state."""
     with contextlib.suppress(OSError):  # it has ended by itself
-        connection.shutdown(socket.SHUT_RDWR)
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager
-def _cut_after(connection: http.client.HTTPConnection, seconds: float) -> Iterator[None]:
-    """Connect, and cut the connection if it is used for longer."""
-    connection.connect()
-    late = threading.Timer(seconds, _cut, (connection.sock,))
+def _cut_after(connection: socket.socket, seconds: float) -> Iterator[None]:
+    """Cut a connection if it is used for longer."""
+    late = threading.Timer(seconds, _cut, (connection,))
     late.daemon = True
     late.start()
     try:
@@ -302,21 +328,25 @@ class RegistryClient:
     Args:
         url: of the registry.
         secret: of the handoffs.
+        tls: of who connects; None = no TLS. A registry with TLS is not asked without, and the other
+            way round.
 
     Raises:
         InvalidArgument: it is no URL of a registry.
     """
 
-    def __init__(self, url: str, secret: bytes) -> None:
+    def __init__(self, url: str, secret: bytes, tls: ssl.SSLContext | None = None) -> None:
         try:
             parts = urlsplit(url)
             scheme, host, port = parts.scheme, parts.hostname, parts.port
         except ValueError:
             scheme, host, port = "", None, None
-        if scheme != "http" or host is None or port is None:
-            raise InvalidArgument("registry", f"{url!r} is not http://host:port")
+        if scheme not in ("http", "https") or host is None or port is None:
+            raise InvalidArgument("registry", f"{url!r} is not http://host:port, or https")
         self._host, self._port = host, port
         self._secret = secret
+        self._tls = tls
+        self._unlike = f"{url} is not {_scheme(tls)}" if scheme != _scheme(tls) else ""
 
     def register(self, record: RankRecord) -> None:
         """Register a rank, or renew its lease.
@@ -337,17 +367,34 @@ class RegistryClient:
             raise ProtocolError(f"the registry's answer cannot be read: {error}") from error
         return found
 
+    def _connection(self) -> http.client.HTTPConnection:
+        """A connection to ask once, not connected yet.
+
+        Raises:
+            ProtocolError: one side has certificates, the other has none.
+        """
+        if self._unlike:
+            what = "both engines need certificates, or none of them has any"
+            raise ProtocolError(f"{self._unlike}: {what}")
+        if self._tls is None:
+            return http.client.HTTPConnection(self._host, self._port, timeout=_WAIT_S)
+        return http.client.HTTPSConnection(
+            self._host, self._port, timeout=_WAIT_S, context=self._tls
+        )
+
     def _ask(self, method: str, body: bytes) -> bytes:
         nonce = os.urandom(16).hex()
         path = f"{_PATH}?{nonce}"
         proof = proof_of(self._secret, b"ask", method.encode(), path.encode(), body).hex()
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=_WAIT_S)
+        connection = self._connection()
         try:
-            with contextlib.closing(connection), _cut_after(connection, _REQUEST_S):
-                connection.request(method, path, body or None, {_HEADER: proof})
-                answer = connection.getresponse()
-                said = answer.read(_BODY_BYTES_MAX)
-                told = answer.getheader(_HEADER) or ""
+            with contextlib.closing(connection):
+                connection.connect()
+                with _cut_after(connection.sock, _REQUEST_S):
+                    connection.request(method, path, body or None, {_HEADER: proof})
+                    answer = connection.getresponse()
+                    said = answer.read(_BODY_BYTES_MAX)
+                    told = answer.getheader(_HEADER) or ""
         except (OSError, http.client.HTTPException, RuntimeError) as error:  # or no thread is left
             where = f"{self._host}:{self._port}"
             raise PeerUnreachable(f"the registry at {where}: {reason(error)}") from error

@@ -15,6 +15,8 @@ BOOTS_KEPT: Final = 64
 """Boots whose rooms are remembered; the one that was not used for longest is forgotten."""
 ROOMS_KEPT: Final = 16_384
 """Rooms of a boot that are remembered one by one; what is older counts as seen."""
+DOUBTS_KEPT = 4_096
+"""Rooms that are remembered because a write of theirs has ended badly."""
 
 
 class RoomNumbers:
@@ -89,3 +91,22 @@ class SeenRooms:
         if len(boot.seen) > ROOMS_KEPT:
             kept = sorted(boot.seen)[ROOMS_KEPT // 2 :]
             boot.floor, boot.seen = kept[0], set(kept)
+
+
+class DoubtedRooms:
+    """Rooms of which a write has ended badly, so that its bytes may still arrive at decode."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[int, None] = {}
+        self._forgotten = False
+
+    def add(self, room: int) -> None:
+        """Note a room. When there are more than are kept, every room counts as doubted."""
+        self._rooms[room] = None
+        if len(self._rooms) > DOUBTS_KEPT:
+            self._rooms.pop(next(iter(self._rooms)))
+            self._forgotten = True
+
+    def __contains__(self, room: int) -> bool:
+        """Whether bytes of a room that has ended may still arrive; in doubt they may."""
+        return self._forgotten or room in self._rooms

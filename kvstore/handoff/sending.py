@@ -29,7 +29,7 @@ from kvstore.handoff.messages import (
     RenewRoom,
 )
 from kvstore.handoff.places import BLOCKS_MAX, PushRange
-from kvstore.handoff.rooms import SeenRooms, check_room
+from kvstore.handoff.rooms import DoubtedRooms, SeenRooms, check_room
 from kvstore.handoff.shape import PoolShape, announced_blocks, announced_states, check_place
 from kvstore.handoff.states import (
     FailureCode,
@@ -73,7 +73,7 @@ class Senders:
         ] = {}  # of each link that leads to one of several ranks
         self._seen = SeenRooms()
         self._jobs = JobQueues()
-        self._doubted = False  # a write has once ended badly
+        self._doubts = DoubtedRooms()
         self.counts: Counter[str] = Counter()
 
     # ---- the engine -------------------------------------------------------------------------
@@ -259,11 +259,12 @@ class Senders:
         leg = one.legs[job.link]
         leg.submitted -= 1
         leg.doubtful = leg.doubtful or doubtful
-        self._doubted = self._doubted or doubtful
+        if doubtful:
+            self._doubts.add(job.room)
         effects: list[Effect] = []
         if failure is None:
             one.progress.heard(now_ns)
-            one.progress.moved_bytes += sum(map(job.share.range_bytes, job.ranges))
+            one.progress.moved_bytes += job.share.bytes_of(job.ranges)
         else:
             effects = self._end(one, failure, now_ns)
         effects += self._drained(one)
@@ -338,10 +339,11 @@ class Senders:
         if isinstance(message, Done):
             return []
         if isinstance(message, Abort):
-            return [SendTo(link, Drained(room, self._doubted))]
+            return [SendTo(link, Drained(room, room in self._doubts))]
         why = "the room was used before" if room in self._seen else "too many handoffs are waiting"
         failure = self._failure(FailureCode.REFUSED, Layer.PROTOCOL, why)
-        return [SendTo(link, Failed(room, failure)), SendTo(link, Drained(room, self._doubted))]
+        drained = Drained(room, room in self._doubts)
+        return [SendTo(link, Failed(room, failure)), SendTo(link, drained)]
 
     def _answer_ended(self, one: SendingRoom, leg: SendingLeg, message: FromDecode) -> list[Effect]:
         """A handoff has ended; decode may not know: it has just come, or a message is lost."""
@@ -362,12 +364,12 @@ class Senders:
             blocks = announced_blocks(self._shape, message, one.token_count)
             states = announced_states(self._shape, message, leg.target.share)
             if message.place is not None:
-                check_place(self._shape, message.place, blocks)
+                check_place(leg.target.share, message.place, blocks)
         except ProtocolError as error:
             return self._fail(one, FailureCode.REFUSED, Layer.PROTOCOL, str(error), now_ns)
         one.token_count = message.token_count
         leg.announced(blocks, message.first_token // self._shape.block_tokens, states, message)
-        leg.place = message.place if leg.target.share.is_all_of(self._shape) else None
+        leg.place = message.place
         if not one.is_announced:
             return []
         one.progress.advance(State.WAITING_FOR_INPUT, now_ns)

@@ -1,6 +1,7 @@
 """The shape of a pool, as both cores know it: numbers of planes, blocks and tokens. Pure."""
 
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -30,6 +31,7 @@ from kvstore.handoff.state_data import (
 
 _ENDPOINT: Final = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:.]+\]):(\d{1,5})", re.ASCII)
 _ADDRESS_MAX: Final = 1 << 56
+_SEED: Final = struct.Struct("<3Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +201,6 @@ class LinkShare(NamedTuple):
         """Whether nothing comes over this link."""
         return not self.planes and not self.has_aux
 
-    def is_all_of(self, shape: PoolShape) -> bool:
-        """Whether the link moves all KV of a pool, straight from pool to pool."""
-        return not self.is_staged and self.planes == shape.whole.planes
-
     def of_plane(self, plane: int) -> "LinkShare":
         """What is moved of the state buffer that a plane is of; of other planes, this share.
 
@@ -220,10 +218,14 @@ class LinkShare(NamedTuple):
         """Bytes of a range of blocks, or of aux data."""
         return place.size * (1 if place.plane == AUX_PLANE else self.block_bytes)
 
+    def bytes_of(self, ranges: Sequence[PushRange]) -> int:
+        """Bytes of ranges together."""
+        size = self.block_bytes
+        return sum([count if plane == AUX_PLANE else count * size for plane, _, count in ranges])
+
     def seed_of(self, room: int) -> int:
         """What seeds the digests of a room together with their places: it has the heads too."""
-        numbers = (room, *self.heads)
-        return xxhash.xxh3_64_intdigest(b"".join(one.to_bytes(8, "little") for one in numbers))
+        return xxhash.xxh3_64_intdigest(_SEED.pack(room, *self.heads))
 
 
 def announced_blocks(shape: PoolShape, message: Announce, token_count: int) -> list[int]:
@@ -278,13 +280,13 @@ def announced_states(shape: PoolShape, message: Announce, share: LinkShare) -> l
     return found
 
 
-def check_place(shape: PoolShape, place: LandingPlace, blocks: list[int]) -> None:
+def check_place(share: LinkShare, place: LandingPlace, blocks: list[int]) -> None:
     """Check where decode wants to be written to.
 
     Mooncake's library ends its process when it does not like an endpoint.
 
     Args:
-        shape: of the pools of both sides.
+        share: what the link moves.
         place: of an announcement.
         blocks: of the same announcement.
 
@@ -297,7 +299,9 @@ def check_place(shape: PoolShape, place: LandingPlace, blocks: list[int]) -> Non
     if len(place.transport) > TEXT_MAX:
         raise ProtocolError("the name of a transport is too long")
     planes = np.frombuffer(place.planes[: len(place.planes) // 8 * 8], dtype="<u8")
-    if len(place.planes) != 8 * shape.plane_count or not planes.all():
-        raise ProtocolError(f"{len(place.planes)} bytes of addresses for {shape.plane_count}")
-    if int(planes.max()) + (max(blocks, default=0) + 1) * shape.block_bytes > _ADDRESS_MAX:
+    count = len(share.planes)
+    if len(place.planes) != 8 * count or not count or not planes.all():
+        raise ProtocolError(f"{len(place.planes)} bytes of addresses for {count} planes")
+    stop = len(blocks) if share.is_staged else max(blocks, default=0) + 1
+    if int(planes.max()) + stop * share.block_bytes > _ADDRESS_MAX:
         raise ProtocolError("an address is outside the memory of a process")

@@ -3,7 +3,7 @@
 All ranges come through here; those with all heads go straight from pool to pool.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,34 +13,38 @@ from kvstore.handoff.effects import Landing, PushJob
 from kvstore.handoff.memory import (
     AuxSlots,
     HandoffPool,
-    Places,
     digests_of,
     landing_places,
-    landing_views,
+    seeds_of,
 )
-from kvstore.handoff.places import range_seeds
+from kvstore.mover.ranges import Places, digest_ranges
 from kvstore.page import DIGEST_BYTES
-from kvstore.tier.vectored import memory_at
+
+Receive = Callable[[Places, bytes], bytes]
+"""Fills ranges with what comes next; with their seeds it returns their digests."""
 
 
 class Staging:
-    """Memory of one thread, as large as the largest list of ranges that was moved so far."""
+    """Memory of one thread, as large as the largest list of ranges that was moved so far.
 
-    def __init__(self) -> None:
-        self._memory = np.zeros(0, dtype=np.uint8)
+    Args:
+        memory: to be used as long as it is large enough; None = none.
+    """
 
-    def read(self, pool: HandoffPool, job: PushJob) -> tuple[list[memoryview], bytes]:
-        """What a job sends, valid until the next call, and 16 bytes of digest of each range."""
+    def __init__(self, memory: npt.NDArray[np.uint8] | None = None) -> None:
+        self._memory = np.zeros(0, dtype=np.uint8) if memory is None else memory
+
+    def read(self, pool: HandoffPool, job: PushJob) -> tuple[Places, bytes]:
+        """Where each range of a job is, until the next call, and 16 bytes of digest of each."""
         seed = job.share.seed_of(job.room)
         if job.aux:
             held = np.frombuffer(job.aux, dtype=np.uint8)
-            places = [(int(held.ctypes.data), len(held))]
-            return [memoryview(job.aux)], digests_of(seed, job.ranges, places)
+            places: Places = [(int(held.ctypes.data), len(held))]
+            return places, digests_of(seed, job.ranges, places)
         if job.share.is_staged:
-            places, digests = self.gather(pool, job)
-            return [memory_at(*place) for place in places], digests
+            return self.gather(pool, job)
         places = pool.places(job.ranges, job.sources)
-        return pool.views(job.ranges, job.sources), digests_of(seed, job.ranges, places)
+        return places, digests_of(seed, job.ranges, places)
 
     def gather(self, pool: HandoffPool, job: PushJob) -> tuple[Places, bytes]:
         """Copy the heads of a job from prefill's pool.
@@ -51,7 +55,7 @@ class Staging:
         lengths = [job.share.range_bytes(place) for place in job.ranges]
         places, rows = self.places(lengths), job.rows
         digests = np.zeros((len(lengths), DIGEST_BYTES), dtype=np.uint8)
-        seeds = range_seeds(job.share.seed_of(job.room), job.ranges)
+        seeds = _numbers(seeds_of(job.share.seed_of(job.room), job.ranges))
         for these in _by_length(lengths):
             pieces = pool.head_pieces(
                 [job.ranges[at].plane for at in these], [rows[at] for at in these], job.share.heads
@@ -60,28 +64,43 @@ class Staging:
             digests[these] = mover.gather(addresses, lengths[these[0]], pieces, seeds[these])
         return places, digests.tobytes()
 
-    def views(self, pool: HandoffPool, aux: AuxSlots, landing: Landing) -> list[memoryview]:
-        """Where the bytes of a landing are received: in decode's pool, or here if it is staged."""
-        if not landing.is_staged:
-            return landing_views(pool, aux, landing)
-        lengths = [landing.share.range_bytes(place) for place in landing.ranges]
-        return [memory_at(*place) for place in self.places(lengths)]
+    def land(
+        self,
+        pool: HandoffPool,
+        aux: AuxSlots,
+        landing: Landing,
+        receive: Receive | None,
+        staged: int = 0,
+    ) -> bool:
+        """Receive what belongs to a landing, and put it into decode's pool.
 
-    def verify(self, pool: HandoffPool, aux: AuxSlots, landing: Landing) -> bool:
-        """Copy what is here into decode's pool.
+        Args:
+            pool: of decode.
+            aux: of decode.
+            landing: what arrives.
+            receive: fills memory; raises what this raises. None = another transport has written:
+                into the pool, or into the memory for what is staged.
+            staged: where that memory begins.
 
         Returns:
             Whether all that has arrived matches its digests; if not, there may be garbage in the
             blocks.
         """
-        seed = landing.share.seed_of(landing.room)
+        packed = seeds_of(landing.share.seed_of(landing.room), landing.ranges)
         if not landing.is_staged:
             places = landing_places(pool, aux, landing)
-            return digests_of(seed, landing.ranges, places) == landing.digests
+            found = receive(places, packed) if receive else digest_ranges(places, packed)
+            return found == landing.digests
         lengths = [landing.share.range_bytes(place) for place in landing.ranges]
-        places = self.places(lengths)
+        if landing.staged_at:
+            starts = [staged + at for at in landing.staged_at]
+            places = list(zip(starts, lengths, strict=True))
+        else:
+            assert receive is not None
+            places = self.places(lengths)
+            receive(places, b"")
         digests = np.frombuffer(landing.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
-        seeds = range_seeds(seed, landing.ranges)
+        seeds = _numbers(packed)
         right = True
         for these in _by_length(lengths):
             pieces = pool.head_pieces(
@@ -110,3 +129,7 @@ def _by_length(lengths: Sequence[int]) -> list[npt.NDArray[np.intp]]:
         return [np.arange(len(lengths))]
     numbers = np.array(lengths, dtype=np.int64)
     return [np.flatnonzero(numbers == length) for length in np.unique(numbers)]
+
+
+def _numbers(seeds: bytes) -> npt.NDArray[np.uint64]:
+    return np.frombuffer(seeds, dtype=np.uint64)

@@ -199,7 +199,8 @@ class HandoffProgress:
         state: now.
         failure: why it is FAILED; None in every other state.
         since_ns: since when it is in this state.
-        seconds: how long each state has lasted that it was in and has left, by its name.
+        seconds: how long each state has lasted that it was in and has left, by its name; another
+            dict each time, so that any thread may read it.
         moved_bytes: bytes of KV and aux data that were sent, or that arrived and were verified.
     """
 
@@ -246,7 +247,8 @@ class HandoffProgress:
         return HandoffStatus(room, self.state.name, seconds, self.moved_bytes, missing)
 
     def _leave(self, now_ns: int) -> None:
-        self.seconds[self.state.name] = (now_ns - self.since_ns) / 1e9
+        spent = (now_ns - self.since_ns) / 1e9
+        self.seconds = {**self.seconds, self.state.name: spent}  # the engine may read the old one
         self.since_ns = now_ns
 
     def heard(self, now_ns: int) -> None:

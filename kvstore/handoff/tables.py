@@ -40,7 +40,7 @@ class LinkSource(NamedTuple):
         share: what comes over the link.
         data_rank: data-parallel rank of prefill that it belongs to.
         data_ranks: how many there are.
-        writes: it can write all of our pool's planes over the transport of our engine.
+        writes: it can write the share over the transport of our engine.
     """
 
     rank: int
@@ -184,7 +184,9 @@ def block_names(blocks: Sequence[int], states: Sequence[StatePart]) -> list[Bloc
 class ReceivingLeg:
     """One room at decode, from one rank of prefill."""
 
-    __slots__ = ("coverage", "drained", "landing", "left", "source", "states")
+    __slots__ = (
+        "coverage", "drained", "heard", "landing", "left", "source", "staged", "states", "written",
+    )  # fmt: skip
 
     def __init__(self, source: LinkSource) -> None:
         self.source = source
@@ -192,15 +194,18 @@ class ReceivingLeg:
         self.states: list[Coverage] = []  # of each state buffer
         self.left = 0  # planes of blocks that have not arrived
         self.landing = 0  # heads whose bytes are being written
-        self.drained = source.share.is_idle
+        self.drained = self.heard = source.share.is_idle  # such a rank need not say anything
+        self.written = False  # it was told where another transport may write
+        self.staged = range(0)  # our offsets in the memory for what is staged, if it writes there
 
 
 class ReceivingRoom:
     """One room at decode; only :class:`~kvstore.handoff.receiving.Receivers` changes it."""
 
     __slots__ = (
-        "aborts", "aux_bytes", "aux_claimed", "blocks", "closed", "first", "first_token", "legs",
-        "next_abort_ns", "peer", "progress", "room", "said_ns", "slot", "states", "token_count",
+        "aborts", "aux_bytes", "aux_claimed", "blocks", "closed", "first", "first_token",
+        "is_unstaged", "legs", "next_abort_ns", "peer", "progress", "room", "said_ns", "slot",
+        "states", "token_count",
     )  # fmt: skip
 
     def __init__(
@@ -216,6 +221,7 @@ class ReceivingRoom:
         self.blocks: list[int] | None = None  # from position first on; None = not announced
         self.states: list[StatePart] = []  # of each state buffer
         self.aux_claimed = self.closed = False
+        self.is_unstaged = False  # there was no memory for heads that another transport writes
         self.aux_bytes = -1  # how many have arrived
         self.said_ns = self.next_abort_ns = self.aborts = 0
 
@@ -231,6 +237,13 @@ class ReceivingRoom:
             first = moved.planes.start
             leg.states.append(Coverage(len(moved.planes), part.first, stop, numbers, first))
             leg.left += leg.states[-1].missing
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks of prefill that have said nothing; only rank 0 is known before there is a link."""
+        if not self.legs:
+            return [0]
+        return sorted(leg.source.rank for leg in self.legs.values() if not leg.heard)
 
     @property
     def sending(self) -> list[bytes]:
@@ -252,6 +265,20 @@ class ReceivingRoom:
         """How many blocks it holds although it has ended: of the pool (-1), of each buffer."""
         ended = self.progress.ended and self.is_holding
         return Counter(index for index, _ in self.held) if ended else Counter()
+
+    def staged_at(self, leg: ReceivingLeg, ranges: Sequence[PushRange]) -> list[int]:
+        """Where ranges were written in the memory for what is staged; empty = in the pool."""
+        if not leg.staged:
+            return []
+        share, count = leg.source.share, len(self.blocks or ())
+        places = [(one.plane - share.planes.start) * count + one.first - self.first
+                  for one in ranges]  # fmt: skip
+        return [leg.staged.start + place * share.block_bytes for place in places]
+
+    @property
+    def writes_drained(self) -> bool:
+        """Whether no rank that was told where another transport may write has writes under way."""
+        return all(leg.drained for leg in self.legs.values() if leg.written)
 
     def said_to(self, leg: ReceivingLeg, place: LandingPlace | None) -> RenewRoom | Announce:
         """What a rank of prefill must know now; nothing is needed from one that sends no KV."""
@@ -284,8 +311,9 @@ class ReceivingRoom:
         if index >= 0:
             return bool(aux_bytes) and leg.states[index].claim(ranges)
         aux = [place for place in ranges if place.plane == AUX_PLANE]
-        blocks = [place for place in ranges if place.plane != AUX_PLANE]
+        blocks = ranges
         if aux:
+            blocks = [place for place in ranges if place.plane != AUX_PLANE]
             if not share.has_aux or not aux_bytes or (blocks and share.is_staged) or len(aux) > 1:
                 return False
             if aux[0].first != self.slot or aux[0].size > aux_bytes or self.aux_claimed:
@@ -318,9 +346,9 @@ class ReceivingRoom:
         aux = [place.size for place in ranges if place.plane == AUX_PLANE]
         if aux:
             self.aux_bytes = aux[0]
-        leg.left -= sum(place.size for place in ranges) - sum(aux)
+        leg.left -= sum([place.size for place in ranges]) - sum(aux)
         share = leg.source.share.of_plane(ranges[0].plane)
-        self.progress.moved_bytes += sum(map(share.range_bytes, ranges))
+        self.progress.moved_bytes += share.bytes_of(ranges)
 
     @property
     def landing(self) -> int:

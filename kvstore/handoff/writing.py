@@ -14,7 +14,7 @@ from kvstore.handoff.messages import LandingPlace
 
 
 class BlockWrite(NamedTuple):
-    """Blocks of one job to write to decode's pool.
+    """Blocks of one job to write to decode's pool, or to its memory for what is staged.
 
     Attributes:
         number: of the job.
@@ -31,9 +31,14 @@ class BlockWrite(NamedTuple):
     block_bytes: int
 
 
-WriteEnded = Callable[[int, str], None]
-"""Gets a job's number, and why its write failed, empty = all is at decode and can be read there.
-Nothing is read from our pool any more; after a failure bytes may still arrive at decode."""
+WriteEnded = Callable[[int, str, bool], None]
+"""Gets a job's number; why its write failed, empty = all is at decode and can be read there; and
+whether bytes may still arrive at decode. Nothing is read from our pool any more."""
+
+
+EngineUp = Callable[[int, LandingPlace, range], None]
+"""Gets the number of an engine, where it has all planes of the pool, and the addresses there of the
+memory for what is staged."""
 
 
 class BlockWriter(Protocol):
@@ -41,9 +46,11 @@ class BlockWriter(Protocol):
 
     Attributes:
         transport: its name, as decode names it.
+        gather_memory: for heads that are gathered before they are written; it can read this.
     """
 
     transport: str
+    gather_memory: npt.NDArray[np.uint8]
 
     def begin(self, ended: WriteEnded) -> None:
         """Tell the end of each write from now on, each once, from a thread of its own."""
@@ -63,11 +70,13 @@ class LandingEngine(Protocol):
 
     Attributes:
         transport: its name.
+        staged_address: where the memory for heads begins that are scattered when they have arrived.
     """
 
     transport: str
+    staged_address: int
 
-    def begin(self, up: Callable[[int, LandingPlace], None], ended: Callable[[int], None]) -> None:
+    def begin(self, up: EngineUp, ended: Callable[[int], None]) -> None:
         """Tell the beginning and the certain end of each engine, with its number."""
 
     def end(self, number: int) -> None:

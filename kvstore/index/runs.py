@@ -57,14 +57,21 @@ class UsableRuns(NamedTuple):
         prefixes: blocks of the longest usable prefix of each; int64 [candidates].
         leading: leading blocks of which each has every part, whatever their windows; likewise.
         torn: whether some candidate has every part in a run after one in which it has not.
-        there: whether each has every part in each run, whatever their windows: bool
-            [candidates, runs].
+        distinct: of those that need different things, whether each has every part in each run,
+            whatever their windows: bool [distinct, runs].
+        which: of each candidate, which of these it is; None = all differ.
     """
 
     prefixes: Numbers
     leading: Numbers
     torn: bool
-    there: Flags
+    distinct: Flags
+    which: Numbers | None
+
+    @property
+    def there(self) -> Flags:
+        """Whether each candidate has every part in each run; bool [candidates, runs]."""
+        return self.distinct if self.which is None else self.distinct.take(self.which, axis=0)
 
 
 class PrefixNeeds:
@@ -163,9 +170,8 @@ class PrefixNeeds:
         """
         if found.version != self._version or not self._known or not len(found.ends):
             none = np.zeros(len(self._needs), dtype=np.int64)
-            return UsableRuns(none, none, torn=False, there=np.zeros(
-                (len(self._needs), len(found.ends)), dtype=np.bool_
-            ))  # fmt: skip
+            nowhere = np.zeros((len(self._needs), len(found.ends)), dtype=np.bool_)
+            return UsableRuns(none, none, torn=False, distinct=nowhere, which=None)
         if self._native is not None:
             prefixes, leading, bytes_there, torn_runs = self._native.usable(found.rows, found.ends)
             there, torn = bytes_there.view(np.bool_), torn_runs > 0
@@ -174,11 +180,10 @@ class PrefixNeeds:
             head = np.where(there.all(axis=1), there.shape[1], there.argmin(axis=1))
             leading = np.concatenate(([0], found.ends))[head]
             torn = bool((np.count_nonzero(there, axis=1) != head).any())
-        if not self._all_differ:
-            which = self._which
-            prefixes, leading = prefixes.take(which), leading.take(which)
-            there = there.take(which, axis=0)
-        return UsableRuns(prefixes, leading, torn, there)
+        if self._all_differ:
+            return UsableRuns(prefixes, leading, torn, there, None)
+        which = self._which
+        return UsableRuns(prefixes.take(which), leading.take(which), torn, there, which)
 
     def _counted(self, found: HolderRuns) -> tuple[Numbers, Flags]:
         """Blocks that distinct candidates can use, and the runs that they have."""

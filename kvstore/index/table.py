@@ -95,16 +95,17 @@ class IndexReader:
 
     def find_many(self, prompts: Sequence[Words]) -> list[HolderRuns]:
         """Find the holders of the blocks of several prompts."""
+        table = self._table()
+        if table is not None and self._native is not None:
+            native = self._find_natively(table, self._native, prompts)
+            if native is not None:
+                return native
         lengths = [len(chains) for chains in prompts]
         ends = np.cumsum([0, *lengths])
         total = int(ends[-1])
-        table = self._table()
         if table is None:
             return [_absent(length, _UNREADABLE) for length in lengths]
         if self._native is not None:
-            found = self._find_natively(table, self._native, prompts)
-            if found is not None:
-                return found
             self.undecided += total
             return [_absent(length, _UNREADABLE) for length in lengths]
         chains = prompts[0] if len(prompts) == 1 else np.concatenate([_NO_CHAINS, *prompts])

@@ -70,7 +70,7 @@ class Node:
         self.boot = boot
         self.limits = limits
         self.pages = PageTable(slots, policy)
-        self.pages.ghosts.policy = policy
+        self.pages.residents.ghosts.policy = policy
         self.sessions: dict[bytes, Session] = {}
         self.processes: dict[int, Process] = {}
         self.outbox: list[tuple[int, wire.Answer]] = []

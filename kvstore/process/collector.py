@@ -17,6 +17,9 @@ YOUNG_ROUNDS: Final = 4
 NEVER: Final = 1 << 30
 """Rounds until the old are looked at."""
 
+SELDOM: Final = 10_000
+"""Objects made until the youngest are looked at: of some 300 decisions of the Conductor."""
+
 
 def spare_the_old() -> Callable[[], None]:
     """Look for cycles among young objects only, from now on and in the whole process.
@@ -29,3 +32,23 @@ def spare_the_old() -> Callable[[], None]:
     before = gc.get_threshold()
     gc.set_threshold(YOUNG, YOUNG_ROUNDS, NEVER)
     return lambda: gc.set_threshold(*before)
+
+
+def look_seldom() -> Callable[[], None]:
+    """Look for cycles seldom from now on, and never among what is there now; in the whole process.
+
+    For processes of our own that make cycles (what is left of a request that broke), so that all
+    ages have to be looked at, but of which only few calls may wait for that.
+
+    Returns:
+        what ends it.
+    """
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(SELDOM, *before[1:])
+
+    def end() -> None:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+    return end

@@ -112,13 +112,16 @@ class CopyJobs:
         yield from ()
         copier = self._joined().copier
         space, keys = self._chain(asked.space, asked.key)
+        if asked.node is not None and asked.node not in copier.peers(keys[:KEY_BYTES]):
+            raise _no_such(copier)
         deadline_ns = _deadline_ns(asked.deadline_s)
 
         def work(job: OperatorJob) -> Work[None]:
             parts = yield from self._parts(space, keys)
             job.total = (asked.copies - 1) * sum(stop - first for _, first, stop in parts)
             copies, why = 1, "" if parts else _NOTHING
-            for peer in copier.peers(keys[:KEY_BYTES]) if parts else ():
+            peers = copier.peers(keys[:KEY_BYTES]) if parts else ()
+            for peer in sorted(peers, key=lambda one: one != asked.node):
                 if copies >= asked.copies or _is_over(job, deadline_ns):
                     break
                 failed = yield from self._copy(job, peer, space, keys, parts, 0, deadline_ns)
@@ -142,8 +145,7 @@ class CopyJobs:
         space, keys = self._chain(asked.space, asked.key)
         able = copier.peers(keys[:KEY_BYTES])
         if (asked.node is not None and asked.node not in able) or not able:
-            message = f"there is no session with such a node{_left_out(copier)}; see kvstore nodes"
-            raise Refusal(409, "peer_unreachable", message, "node")
+            raise _no_such(copier)
         peer = asked.node or able[0]
         deadline_ns = _deadline_ns(asked.deadline_s)
 
@@ -402,6 +404,11 @@ class CopyJobs:
 def _chain_to(node: PrefixNode, key: PrefixKey) -> bytes:
     """The keys of the chain up to one page of a node."""
     return chain_keys(node)[: (node.first_depth + node.position(key)) * KEY_BYTES]
+
+
+def _no_such(copier: Copier) -> Refusal:
+    message = f"there is no session with such a node{_left_out(copier)}; see kvstore nodes"
+    return Refusal(409, "peer_unreachable", message, "node")
 
 
 def _left_out(copier: Copier) -> str:

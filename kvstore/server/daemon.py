@@ -109,7 +109,7 @@ class Daemon:
         table = self._table = self.node.pages
         table.pins.budget_bytes = config.admin.pin_budget_bytes or host.capacity_bytes // 4
         table.residents.ghosts = Ghosts(config.admin.ghosts_max)
-        table.ghosts.policy = host.policy
+        table.residents.ghosts.policy = host.policy
         self.memory = HostMemory(
             self._label, self.boot, host.extent_bytes, prefault=host.prefault, record=self._record
         )

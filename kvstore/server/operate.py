@@ -188,7 +188,7 @@ class OperatorRequests:
         except KVStoreError:
             eviction.change_policy(previous)
             raise
-        self._table.ghosts.policy = asked.name
+        self._table.residents.ghosts.policy = asked.name
         return answers.PolicySet(**_policy(self._status.policy()), previous=previous)
 
     def all_jobs(self, _asked: operations.ListJobs, _by: Caller) -> Work[answers.JobList]:

@@ -254,13 +254,15 @@ class MovePages(Change, frozen=True):
 class ReplicatePages(Change, frozen=True):
     """Let ``copies`` nodes of the cluster have the pages of a key and of all keys before it.
 
-    The others fetch them. The job's ``result``: ``copies``, this node included; ``pages`` and
-    ``bytes`` that other nodes said to have; whether it is ``complete``, and if not, ``why``.
+    The others fetch them; ``node`` is the first of them, None = they are chosen. The job's
+    ``result``: ``copies``, this node included; ``pages`` and ``bytes`` that other nodes said to
+    have; whether it is ``complete``, and if not, ``why``.
     """
 
     space: Name
     key: Name
     copies: Annotated[int, Meta(ge=2, le=16)] = 2
+    node: Name | None = None
     deadline_s: Annotated[float, Meta(gt=0, le=3600)] = 60.0
 
 

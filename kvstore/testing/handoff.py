@@ -1,40 +1,61 @@
 """Handoffs between prefill and decode engines in one thread: simulated clock, network and deaths.
 
-The cores (``kvstore.handoff.sending`` and ``receiving``), the digests and the places in pools are
-the product's; engines, links and the conductor are simulated. Messages and ranges are lost, late,
-doubled and overtake each other, which TCP would not do; ranges land piece by piece, also in a
-stopped process and after their link was closed. Pools are real memory: every block that decode
-counts on is compared with what follows from its request.
+The cores (``kvstore.handoff.sending`` and ``receiving``), the plans of ranks, the digests and the
+places in pools are the product's; engines, links and the conductor are simulated. Engines have one
+or several ranks, whose layers and heads are split in unequal ways. Messages and ranges are lost,
+late, doubled and overtake each other, which TCP would not do; ranges land piece by piece, also in a
+stopped process and after their link was closed. Processes of one rank, or of all, are stopped and
+killed. Pools are real memory: every block that decode counts on is compared with what follows from
+its request.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from kvstore.errors import CapacityError, InvalidArgument
-from kvstore.handoff.memory import AuxSlots
-from kvstore.handoff.receiving import Receivers
+from kvstore.handoff.ranks import RankPart
 from kvstore.handoff.rooms import RoomNumbers
-from kvstore.handoff.sending import Senders
-from kvstore.handoff.states import HandoffProgress, Patience, State
-from kvstore.testing.handoff_links import (
-    SECOND,
-    HandoffOutcome,
-    HandoffProcess,
-    HandoffWires,
+from kvstore.testing.handoff_engines import (
+    OTHER_PROMPT,
+    PATIENCE,
+    STEP_NS,
+    DecodeEngine,
+    PrefillEngine,
+    RankProcess,
 )
-from kvstore.testing.handoff_memory import BLOCK_TOKENS, BLOCKS, LAYERS, PLANES, PoolMemory
-from kvstore.testing.handoff_registry import EVERY_NS, RegistryProcess, registering
+from kvstore.testing.handoff_links import HandoffWires
+from kvstore.testing.handoff_memory import BLOCKS, HEADS, LAYERS
+from kvstore.testing.handoff_processes import SECOND, HandoffOutcome
+from kvstore.testing.handoff_registry import RegistryProcess
 from kvstore.testing.timeline import FaultRates, Timeline
 
-AUX_SLOTS: Final = 6
-AUX_BYTES: Final = 64
-PATIENCE: Final = Patience(bootstrapping_s=3, waiting_s=3, transferring_s=2, total_s=10)
-_OTHER: Final = 1 << 62
-"""Where the content of a prompt that was mixed up differs."""
-STEP_NS: Final = SECOND // 20
-_LONGEST_NS: Final = int(PATIENCE.total_s * SECOND) + SECOND
-"""A handoff has ended after this time, not counting that in which its process stood."""
+_DEATH_NS: Final = SECOND // 2
+"""Until an engine ends of which one rank has died."""
+
+
+def parts_of(layers: Sequence[int], heads: Sequence[int], copies: int = 1) -> tuple[RankPart, ...]:
+    """The ranks of an engine whose layers and heads are split at these numbers."""
+    return tuple(
+        RankPart((layers[stage], layers[stage + 1]), (heads[at], heads[at + 1]))
+        for stage in range(len(layers) - 1)
+        for at in range(len(heads) - 1)
+        for _ in range(copies)
+    )
+
+
+WHOLE: Final = parts_of((0, LAYERS), (0, HEADS))
+SPLITS: Final = (
+    (WHOLE, WHOLE),
+    (parts_of((0, LAYERS), (0, 1, HEADS)), WHOLE),
+    (WHOLE, WHOLE),
+    (WHOLE, parts_of((0, LAYERS), (0, 3, HEADS))),
+    (parts_of((0, LAYERS), (0, HEADS), 3), parts_of((0, LAYERS), (0, 2, HEADS))),
+    (parts_of((0, 1, LAYERS), (0, HEADS)), parts_of((0, LAYERS), (0, 2, HEADS))),
+    (parts_of((0, LAYERS), (0, 2, HEADS)), parts_of((0, LAYERS), (0, 1, 3, HEADS))),
+    (parts_of((0, LAYERS), (0, 2, HEADS), 2), parts_of((0, 1, LAYERS), (0, HEADS))),
+)
+"""What the ranks of prefill and of decode hold."""
 
 
 @dataclass(frozen=True)
@@ -62,233 +83,24 @@ class HandoffFaults:
     trouble: float = 0.03
 
 
-@dataclass
-class _Prompt:
-    """One request at one engine."""
-
-    room: int
-    content: int
-    token_count: int
-    progress: HandoffProgress
-    opened_ns: int
-    first: int = 0
-    blocks: list[int] = field(default_factory=list)
-    chunk: int = 0
-    layer: int = 0
-    until_ns: int = 0
-    announced: bool = False
-    held: bool = False
-
-
-class PrefillProcess(HandoffProcess):
-    """A prefill engine: computes chunk by chunk, layer by layer, and pushes each."""
-
-    def __init__(self, world: "HandoffSimulation", name: str) -> None:
-        super().__init__(world.time, name)
-        self.world = world
-        self.boot = world.time.random.randbytes(16)
-        self._registrations = 0
-        self.memory = PoolMemory()
-        self.senders = Senders(self.memory.pool.shape, PATIENCE)
-        self.prompts: dict[int, _Prompt] = {}
-        self.careless_rooms: set[int] = set()
-        self._used: set[int] = set()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no request is left."""
-        return not self.prompts and not self.senders.describe(self.time.now_ns)
-
-    def begin(self, room: int, token_count: int, content: int) -> None:
-        """A request of the conductor; one whose room was used must be refused."""
-        used = room in self._used
-        try:
-            progress, effects = self.senders.open(room, token_count, self.time.now_ns)
-        except (InvalidArgument, CapacityError):
-            self.world.outcome.refused += 1
-            return
-        assert not used, "a room was used twice"
-        self._used.add(room)
-        self.prompts[room] = _Prompt(room, content, token_count, progress, self.time.now_ns)
-        self.world.wires.carry_out(self, effects)
-
-    def step(self) -> None:
-        """Compute one layer of one chunk of every request."""
-        world, now = self.world, self.time.now_ns
-        if now >= self._registrations * EVERY_NS:
-            self._registrations = now // EVERY_NS + 1
-            find = partial(world.registry_of, self.name)
-            registering(self, self._registrations, find, self.time.random.random)
-        world.wires.carry_out(self, self.senders.tick(now))
-        for prompt in list(self.prompts.values()):
-            if not prompt.progress.ended:
-                if world.time.random.random() < world.faults.aborted:
-                    world.outcome.aborted += 1
-                    world.wires.carry_out(self, self.senders.abort(prompt.room, now))
-                else:
-                    self._compute(prompt)
-            self.check_time(prompt.progress, prompt.opened_ns, _LONGEST_NS)
-            if prompt.progress.ended and not self.senders.holds_blocks(prompt.room):
-                if prompt.blocks:
-                    self.memory.give_back(prompt.blocks)
-                world.wires.carry_out(self, self.senders.close(prompt.room, now))
-                world.outcome.prefill_failed += prompt.progress.state == State.FAILED
-                del self.prompts[prompt.room]
-        self.senders.check()
-
-    def _compute(self, prompt: _Prompt) -> None:
-        now, random = self.time.now_ns, self.world.time.random
-        count = -(-prompt.token_count // BLOCK_TOKENS)
-        if not prompt.blocks and not prompt.chunk and not prompt.layer:
-            shuffle = random.shuffle if random.random() < 0.5 else None
-            prompt.blocks = self.memory.take(count, shuffle) or []
-            if not prompt.blocks:
-                self.world.wires.carry_out(self, self.senders.renew(prompt.room, now))
-                return
-        if prompt.chunk >= count:
-            if prompt.blocks and random.random() < self.world.faults.careless:
-                self.careless_rooms.add(prompt.room)
-                self.memory.give_back(prompt.blocks)
-                prompt.blocks = []
-            return
-        stop = min(prompt.chunk + 3, count)
-        positions = range(prompt.chunk, stop)
-        blocks = prompt.blocks[prompt.chunk : stop]
-        for plane in (2 * prompt.layer, 2 * prompt.layer + 1):
-            for position, block in zip(positions, blocks, strict=True):
-                self.memory.write(plane, block, prompt.content, position)
-        generations = self.memory.pool.generations(blocks)
-        layers = range(prompt.layer, prompt.layer + 1)
-        effects = self.senders.push(prompt.room, layers, positions, blocks, generations, now)
-        prompt.layer += 1
-        if prompt.layer == LAYERS:
-            prompt.layer, prompt.chunk = 0, stop
-        if prompt.chunk == count:
-            aux = prompt.content.to_bytes(8, "little")
-            effects += self.senders.finish(prompt.room, aux, now)
-        self.world.wires.carry_out(self, effects)
-
-
-class DecodeProcess(HandoffProcess):
-    """A decode engine: finds memory, announces it, decodes what has come and computes the rest."""
-
-    def __init__(self, world: "HandoffSimulation", name: str) -> None:
-        super().__init__(world.time, name)
-        self.world = world
-        self.memory = PoolMemory()
-        self.aux = AuxSlots(AUX_SLOTS, AUX_BYTES)
-        self.receivers = Receivers(self.memory.pool.shape, AUX_SLOTS, AUX_BYTES, PATIENCE)
-        self.prompts: dict[int, _Prompt] = {}
-        self._computed: list[_Prompt] = []
-
-    def begin(self, room: int, token_count: int, peer: str, content: int) -> None:
-        """A request of the conductor."""
-        try:
-            progress, effects = self.receivers.open(room, peer, token_count, self.time.now_ns)
-        except (InvalidArgument, CapacityError):
-            self.world.outcome.refused += 1
-            return
-        self.prompts[room] = _Prompt(room, content, token_count, progress, self.time.now_ns)
-        self.world.wires.want(self, peer)
-        self.world.wires.carry_out(self, effects)
-
-    def step(self) -> None:
-        """Look at every request, then decode."""
-        world, now = self.world, self.time.now_ns
-        world.wires.carry_out(self, self.receivers.tick(now))
-        for prompt in list(self.prompts.values()):
-            state = prompt.progress.state
-            if not prompt.progress.ended:
-                self._go_on(prompt)
-            elif state == State.SUCCESS:
-                self._decode(prompt)
-            elif self.receivers.holds_blocks(prompt.room):
-                world.outcome.limbo += not prompt.held
-                prompt.held = True
-            else:
-                self._compute_instead(prompt)
-            self.check_time(prompt.progress, prompt.opened_ns, _LONGEST_NS)
-        for prompt in [one for one in self._computed if now >= one.until_ns]:
-            wrong = self.memory.wrong(prompt.blocks, prompt.content, prompt.first)
-            assert not wrong, f"room {prompt.room}: others wrote into what decode had computed"
-            self.memory.give_back(prompt.blocks)
-            self._computed.remove(prompt)
-        self.receivers.check()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no request is left."""
-        return not self.prompts and not self._computed
-
-    def _go_on(self, prompt: _Prompt) -> None:
-        world, now = self.world, self.time.now_ns
-        if world.time.random.random() < world.faults.aborted:
-            world.outcome.aborted += 1
-            world.wires.carry_out(self, self.receivers.abort(prompt.room, now))
-            return
-        if prompt.announced:
-            return
-        count = -(-prompt.token_count // BLOCK_TOKENS)
-        first_token = world.time.random.choice([0, 0, min(5, prompt.token_count)])
-        prompt.first = first_token // BLOCK_TOKENS if first_token < prompt.token_count else count
-        shuffle = world.time.random.shuffle if world.time.random.random() < 0.5 else None
-        blocks = self.memory.take(count - prompt.first, shuffle)
-        if blocks is None:
-            world.wires.carry_out(self, self.receivers.renew(prompt.room, now))
-            return
-        prompt.blocks, prompt.announced = blocks, True
-        effects = self.receivers.announce(prompt.room, first_token, blocks, now)
-        world.wires.carry_out(self, effects)
-
-    def _decode(self, prompt: _Prompt) -> None:
-        """Everything has come: it is right now, and stays so until the request has ended."""
-        world, now = self.world, self.time.now_ns
-        told = int.from_bytes(self.aux.read(*self.receivers.aux_place(prompt.room)), "little")
-        if told != prompt.content:  # the conductor has mixed two requests up
-            assert told == prompt.content ^ _OTHER
-            assert not self.memory.wrong(prompt.blocks, told, prompt.first)
-            world.outcome.wrong_prompt += 1
-            self._compute_instead(prompt)
-            return
-        wrong = self.memory.wrong(prompt.blocks, prompt.content, prompt.first)
-        assert not wrong, f"room {prompt.room}: wrong bytes at positions {wrong}"
-        if not prompt.until_ns:
-            world.outcome.succeeded += 1
-            prompt.until_ns = now + world.time.random.randrange(1, 10) * STEP_NS
-        if now >= prompt.until_ns:
-            self._close(prompt)
-            self.memory.give_back(prompt.blocks)
-
-    def _compute_instead(self, prompt: _Prompt) -> None:
-        """It failed and nothing arrives any more: the blocks are the engine's again."""
-        self.world.outcome.decode_failed += 1
-        self._close(prompt)
-        for at, block in enumerate(prompt.blocks):
-            for plane in range(PLANES):
-                self.memory.write(plane, block, prompt.content, prompt.first + at)
-        prompt.until_ns = self.time.now_ns + self.world.time.random.randrange(1, 20) * STEP_NS
-        self._computed.append(prompt)
-
-    def _close(self, prompt: _Prompt) -> None:
-        del self.prompts[prompt.room]
-        effects = self.receivers.close(prompt.room, self.time.now_ns)
-        self.world.wires.carry_out(self, effects)
-
-
 class HandoffSimulation:
     """One seeded history of two prefill and two decode engines.
 
     Args:
         seed: determines all random choices.
         faults: fault rates.
+        parts: what each rank of prefill and of decode holds.
 
     Attributes:
         outcome: counts so far.
-        processes: name → the process that has it now.
     """
 
-    def __init__(self, seed: int, faults: HandoffFaults | None = None) -> None:
+    def __init__(
+        self, seed: int, faults: HandoffFaults | None = None,
+        parts: tuple[Sequence[RankPart], Sequence[RankPart]] = (WHOLE, WHOLE),
+    ) -> None:  # fmt: skip
         """Start the engines; :meth:`run` sends requests."""
+        self._parts = parts
         self.time = Timeline(seed, FaultRates())
         self.faults = faults or HandoffFaults()
         self.outcome = HandoffOutcome()
@@ -296,15 +108,14 @@ class HandoffSimulation:
             self.time,
             self.faults,
             self.outcome,
-            self.find,
-            lambda name: self.registry_of(name).boot,
+            lambda name, rank: self._prefill[name].ranks[rank],
+            lambda name: self.registry_of(name).listed,
         )
         self._registries = {
             name: RegistryProcess(self.time, name, self.outcome) for name in ("r0", "r1")
         }
-        self.processes: dict[str, PrefillProcess | DecodeProcess] = {}
-        for name in ("p0", "p1", "d0", "d1"):
-            self._start(name)
+        self._prefill = {name: PrefillEngine(self, name, parts[0]) for name in ("p0", "p1")}
+        self._decode = {name: DecodeEngine(self, name, parts[1]) for name in ("d0", "d1")}
         self._rooms = RoomNumbers(self.time.random.getrandbits(31))
         self._quiet = False
 
@@ -325,9 +136,9 @@ class HandoffSimulation:
         self._check_the_end()
         return self.outcome
 
-    def find(self, name: str) -> HandoffProcess:
-        """The process that has a name now."""
-        return self.processes[name]
+    @property
+    def _engines(self) -> dict[str, PrefillEngine | DecodeEngine]:
+        return {**self._prefill, **self._decode}
 
     def registry_of(self, prefill: str) -> RegistryProcess:
         """The registry of a prefill instance."""
@@ -340,52 +151,86 @@ class HandoffSimulation:
                 self._request()
             if random.random() < self.faults.trouble:
                 self._trouble()
-        for process in list(self.processes.values()):
-            process.do(process.step)
+        for engine in self._engines.values():
+            for rank in engine.ranks:
+                if not (rank.dead or rank.is_stopped):
+                    rank.tick()
+            if not (engine.dead or engine.is_stopped):
+                engine.step()
         self.wires.tick()
         self.time.at(STEP_NS, self._step)
 
     def _request(self) -> None:
         """Send one request to both sides, perhaps to one only, perhaps twice."""
         random = self.time.random
-        prefill = self.processes[random.choice(["p0", "p1"])]
-        decode = self.processes[random.choice(["d0", "d1"])]
-        assert isinstance(prefill, PrefillProcess)
-        assert isinstance(decode, DecodeProcess)
+        prefill = self._prefill[random.choice(["p0", "p1"])]
+        decode = self._decode[random.choice(["d0", "d1"])]
         room, tokens = self._rooms.draw(), random.randrange(1, 40)
         peer = prefill.name
-        content = room ^ (_OTHER if random.random() < 0.03 else 0)
+        content = room ^ (OTHER_PROMPT if random.random() < 0.03 else 0)
         for again in range(1 + (random.random() < 0.05)):
             delay_ns = random.randrange(SECOND // 5 + 3 * SECOND * again)
             if random.random() > 0.03:
-                self.time.at(
-                    delay_ns, lambda: prefill.do(lambda: prefill.begin(room, tokens, content))
-                )
+                begin = partial(prefill.begin, room, tokens, content)
+                self.time.at(delay_ns, partial(prefill.reach, begin))
             delay_ns = random.randrange(SECOND // 5)
             if random.random() > 0.03:
-                self.time.at(
-                    delay_ns, lambda: decode.do(lambda: decode.begin(room, tokens, peer, room))
-                )
+                begin = partial(decode.begin, room, tokens, peer, room)
+                self.time.at(delay_ns, partial(decode.reach, begin))
         self.outcome.requests += 1
 
     def _trouble(self) -> None:
         random = self.time.random
-        name = random.choice(sorted(self.processes) + sorted(self._registries))
+        name = random.choice(["d0", "d1", "p0", "p1", "r0", "r1"])
         what = random.choice(["kill", "stop", "stop", "cut"])
         if what != "cut" and name in self._registries:
             self._trouble_registry(name, kill=what == "kill")
-        elif what == "kill":
-            self.outcome.killed += 1
-            self.processes[name].kill()
-            self.wires.died(self.processes[name])
-            self._start(name)
-        elif what == "stop":
-            self.outcome.stopped += 1
-            self.processes[name].stop(random.randrange(SECOND // 2, 6 * SECOND))
-        else:
+        elif what == "cut":
             self.outcome.partitions += 1
-            pair = (random.choice(["p0", "p1"]), random.choice(["d0", "d1"]))
-            self.wires.cut(*pair, random.randrange(SECOND // 2, 5 * SECOND))
+            prefill, decode = self._some("p0", "p1"), self._some("d0", "d1")
+            for_ns = random.randrange(SECOND // 2, 5 * SECOND)
+            for one in prefill:
+                for other in decode:
+                    self.wires.cut(one.name, other.name, for_ns)
+        else:
+            ranks = self._some(name)
+            self.outcome.alone += len(ranks) < len(self._parts[name[0] == "d"])
+            if what == "kill":
+                self._kill(name, ranks)
+            else:
+                self.outcome.stopped += 1
+                for_ns = random.randrange(SECOND // 2, 6 * SECOND)
+                for rank in ranks:
+                    rank.stop(for_ns)
+
+    def _some(self, *names: str) -> Sequence[RankProcess]:
+        """One rank of one of these engines, or all: a process, or the machine."""
+        ranks: Sequence[RankProcess]
+        ranks = self._engines[self.time.random.choice(names)].ranks
+        return ranks if self.time.random.random() < 0.3 else [self.time.random.choice(ranks)]
+
+    def _kill(self, name: str, ranks: Sequence[RankProcess]) -> None:
+        """Kill some ranks; the others notice it, and end, a little later."""
+        self.outcome.killed += 1
+        for rank in ranks:
+            if not rank.dead:
+                rank.kill()
+                self.wires.died(rank)
+        delay_ns = self.time.random.randrange(_DEATH_NS)
+        self.time.at(delay_ns, partial(self._start_again, self._engines[name]))
+
+    def _start_again(self, engine: PrefillEngine | DecodeEngine) -> None:
+        """All ranks of an engine end, and another one starts in its place."""
+        if self._engines[engine.name] is not engine:
+            return
+        for rank in engine.ranks:
+            if not rank.dead:
+                rank.kill()
+                self.wires.died(rank)
+        if isinstance(engine, PrefillEngine):
+            self._prefill[engine.name] = PrefillEngine(self, engine.name, self._parts[0])
+        else:
+            self._decode[engine.name] = DecodeEngine(self, engine.name, self._parts[1])
 
     def _trouble_registry(self, name: str, *, kill: bool) -> None:
         if kill:
@@ -394,37 +239,33 @@ class HandoffSimulation:
         else:
             self._registries[name].stop(self.time.random.randrange(SECOND // 2, 6 * SECOND))
 
-    def _start(self, name: str) -> None:
-        kind = PrefillProcess if name[0] == "p" else DecodeProcess
-        self.processes[name] = kind(self, name)
-
     def _is_idle(self) -> bool:
         """Whether every engine runs, and has nothing to do."""
-        return (
-            all(process.is_idle and not process.is_stopped for process in self.processes.values())
-            and not self.wires.under_way
-        )
+        engines = self._engines.values()
+        stand = any(one.dead or one.is_stopped or not one.is_idle for one in engines)
+        return not stand and not self.wires.under_way
 
     def _check_the_end(self) -> None:
-        for process in self.processes.values():
-            process.step()
-            left = list(process.prompts)
-            assert not left, f"{process.name} has not ended rooms {left}"
-            assert len(process.memory.free) == BLOCKS, f"{process.name} has lost blocks"
-            if isinstance(process, DecodeProcess):
-                assert process.is_idle
-                assert not process.receivers.limbo_blocks()
-                assert not process.receivers.describe(self.time.now_ns)
-            else:
-                assert not process.senders.describe(self.time.now_ns)
+        for engine in self._engines.values():
+            engine.step()
+            left = list(engine.prompts)
+            assert not left, f"{engine.name} has not ended rooms {left}"
+            assert engine.is_idle
+            assert len(engine.memory.free) == BLOCKS, f"{engine.name} has lost blocks"
+        for decode in self._decode.values():
+            for rank in decode.ranks:
+                assert not rank.receivers.limbo_blocks()
+                assert not rank.receivers.describe(self.time.now_ns)
+                assert len(rank.receivers.free_slots) == rank.aux.count, "an aux slot is lost"
 
 
 def drawn_handoffs(seed: int) -> HandoffSimulation:
-    """One of many histories: some have no faults of the network, some many aborts."""
+    """One of many histories, with several ranks, without faults of the network, or many aborts."""
     faults = [
         HandoffFaults(),
         HandoffFaults(lost=0, doubled=0, flipped=0),
         HandoffFaults(aborted=0.02, trouble=0.01),
         HandoffFaults(trouble=0.1, stalled=0.1),
     ]
-    return HandoffSimulation(seed, faults[seed % len(faults)])
+    parts = SPLITS[seed // len(faults) % len(SPLITS)]
+    return HandoffSimulation(seed, faults[seed % len(faults)], parts)

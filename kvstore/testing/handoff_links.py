@@ -1,15 +1,15 @@
 """The links of simulated handoffs: what is sent, when it arrives, what lands after its end."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvstore.errors import InvalidArgument, KVStoreError
 from kvstore.handoff.effects import Effect, EndLink, Landing, PushJob, SendTo, Submit
-from kvstore.handoff.memory import Places, digests_of, landing_places
+from kvstore.handoff.greeting import PROTOCOL, Greeter, LinkGreeting
+from kvstore.handoff.memory import digests_of, landing_places
 from kvstore.handoff.messages import (
     HandoffPing,
     RangesHead,
@@ -17,109 +17,50 @@ from kvstore.handoff.messages import (
     read_from_decode,
     read_from_prefill,
 )
+from kvstore.handoff.peers import PeerRank, peer_ranks
 from kvstore.handoff.places import PushRange, pack_numbers
-from kvstore.handoff.states import FailureCode, HandoffFailure, HandoffProgress, HandoffSide, Layer
+from kvstore.handoff.registry import RankRecord
+from kvstore.handoff.staging import Staging
+from kvstore.handoff.states import FailureCode, HandoffFailure, HandoffSide, Layer
+from kvstore.mover.ranges import Places
+from kvstore.testing.handoff_processes import SECOND, HandoffOutcome, HandoffProcess
 from kvstore.testing.timeline import Timeline
 from kvstore.tier.vectored import memory_at
 
 if TYPE_CHECKING:
-    from kvstore.testing.handoff import DecodeProcess, HandoffFaults, PrefillProcess
+    from kvstore.testing.handoff import HandoffFaults
+    from kvstore.testing.handoff_engines import DecodeRank, PrefillRank
 
-SECOND: Final = 1_000_000_000
 SILENCE_NS: Final = SECOND
 """A link on which nothing has come for so long is closed."""
 _MOMENT_NS: Final = SECOND // 50
-
-
-@dataclass
-class HandoffOutcome:
-    """Counts of a run; tests assert that each of these has occurred."""
-
-    requests: int = 0
-    refused: int = 0
-    succeeded: int = 0
-    decode_failed: int = 0
-    prefill_failed: int = 0
-    aborted: int = 0
-    limbo: int = 0
-    landed_late: int = 0
-    lost: int = 0
-    flipped: int = 0
-    reused: int = 0
-    misplaced: int = 0
-    links: int = 0
-    links_closed: int = 0
-    killed: int = 0
-    stopped: int = 0
-    partitions: int = 0
-    registry_away: int = 0
-    registry_late: int = 0
-    registrations_refused: int = 0
-    wrong_prompt: int = 0
-
-
-@lru_cache(8_192)
-def content_of(room: int, plane: int, position: int) -> npt.NDArray[np.uint8]:
-    """The only right bytes of one position of one plane of a request."""
-    seed = (room * 1_000_003 + plane) * 1_000_003 + position
-    return np.random.Generator(np.random.PCG64(seed)).integers(0, 256, 64, dtype=np.uint8)
-
-
-class HandoffProcess:
-    """A process that can be stopped and killed: what it should do then waits, or never happens."""
-
-    def __init__(self, time: Timeline, name: str) -> None:
-        """Start it."""
-        self.time = time
-        self.name = name
-        self.dead = False
-        self._stopped_ns = 0  # until when
-        self._pauses: list[tuple[int, int]] = []
-
-    def do(self, call: Callable[[], None]) -> None:
-        """Do something now, or when it goes on."""
-        if self.dead:
-            return
-        if self.time.now_ns < self._stopped_ns:
-            self.time.at(self._stopped_ns - self.time.now_ns, lambda: self.do(call))
-        else:
-            call()
-
-    def stop(self, for_ns: int) -> None:
-        """Stop it for a time."""
-        self._pauses.append((self.time.now_ns, self.time.now_ns + for_ns))
-        self._stopped_ns = max(self._stopped_ns, self.time.now_ns + for_ns)
-
-    def kill(self) -> None:
-        """End it at once."""
-        self.dead = True
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether it stands now."""
-        return self.time.now_ns < self._stopped_ns
-
-    def check_time(self, progress: HandoffProgress, opened_ns: int, longest_ns: int) -> None:
-        """Assert that a handoff has ended in time, not counting what its process stood."""
-        stood_ns = sum(
-            stop - max(start, opened_ns) for start, stop in self._pauses if stop > opened_ns
-        )
-        if not progress.ended:
-            took_ns = self.time.now_ns - opened_ns - stood_ns
-            assert took_ns < longest_ns, "a handoff outlasts its deadline"
+_CLOSED: Final = FailureCode.PEER_CLOSED
 
 
 class HandoffLink:
     """One link: two processes, and what is under way between them."""
 
-    def __init__(self, number: bytes, prefill: "PrefillProcess", decode: "DecodeProcess") -> None:
+    def __init__(
+        self, number: bytes, prefill: "PrefillRank", decode: "DecodeRank", links: "HandoffLinks"
+    ) -> None:
         self.number = number
         self.prefill = prefill
         self.decode = decode
-        self.open_at_prefill = self.open_at_decode = False
-        self.heard_ns = [0, 0]  # by prefill, by decode
+        self.links = links
+        self.open_at_prefill = self.open_at_decode = True
+        self.heard_ns = [decode.time.now_ns] * 2  # by prefill, by decode
         self.landing = 0
         self.jobs: set[int] = set()
+
+
+class HandoffLinks:
+    """The links of a rank of decode to an instance of prefill: they live and die together."""
+
+    def __init__(self, decode: "DecodeRank", peer: str) -> None:
+        self.decode = decode
+        self.peer = peer
+        self.made: list[tuple[PeerRank, HandoffLink]] = []
+        self.is_up = self.is_closed = False
 
 
 class _Parcel(NamedTuple):
@@ -135,7 +76,7 @@ class HandoffWires:
 
     def __init__(
         self, time: Timeline, faults: "HandoffFaults", outcome: HandoffOutcome,
-        find: Callable[[str], HandoffProcess], registered: Callable[[str], bytes],
+        find: Callable[[str, int], "PrefillRank"], registered: Callable[[str], list[RankRecord]],
     ) -> None:  # fmt: skip
         self._time = time
         self._faults = faults
@@ -143,7 +84,7 @@ class HandoffWires:
         self._find = find
         self._registered = registered
         self._links: dict[bytes, HandoffLink] = {}
-        self._wanted: set[tuple[HandoffProcess, str]] = set()
+        self._peers: dict[tuple[HandoffProcess, str], HandoffLinks] = {}
         self._cut: dict[tuple[str, str], int] = {}
         self._healed = False
 
@@ -154,16 +95,12 @@ class HandoffWires:
 
     # ---- the world --------------------------------------------------------------------------
 
-    def want(self, decode: "DecodeProcess", peer: str) -> None:
-        """A decode engine has a request from a peer: make a link unless there is one."""
-        has = any(
-            link.decode is decode and link.prefill.name == peer and link.open_at_decode
-            for link in self._links.values()
-        )
-        if has or (decode, peer) in self._wanted:
+    def want(self, decode: "DecodeRank", peer: str) -> None:
+        """A rank of decode has a request from a peer: make links unless there are some."""
+        if (decode, peer) in self._peers:
             return
-        self._wanted.add((decode, peer))
-        self._time.at(self._delay(), lambda: decode.do(lambda: self._connect(decode, peer, 0)))
+        links = self._peers[decode, peer] = HandoffLinks(decode, peer)
+        self._later(decode, lambda: self._connect(links, 0))
 
     def carry_out(self, by: HandoffProcess, effects: Sequence[Effect]) -> None:
         """Carry out what a core wants done."""
@@ -174,7 +111,7 @@ class HandoffWires:
                 case Submit(job=job):
                     self._push(job)
                 case EndLink(link=number):
-                    self._close_at_decode(self._links[number], FailureCode.PEER_CLOSED)
+                    self._close_at_decode(self._links[number].links, FailureCode.PEER_CLOSED)
 
     def cut(self, prefill: str, decode: str, for_ns: int) -> None:
         """Let nothing through between two processes for a time."""
@@ -186,7 +123,7 @@ class HandoffWires:
             if process is link.prefill:
                 self._later(
                     link.decode,
-                    partial(self._close_at_decode, link, FailureCode.PEER_CLOSED),
+                    partial(self._close_at_decode, link.links, FailureCode.PEER_CLOSED),
                 )
             if process is link.decode:
                 self._later(
@@ -216,8 +153,10 @@ class HandoffWires:
         if not (link.open_at_prefill if by_prefill else link.open_at_decode):
             return
         if self._time.now_ns - link.heard_ns[side] > SILENCE_NS:
-            close = self._close_at_prefill if by_prefill else self._close_at_decode
-            close(link, FailureCode.PEER_SILENT)
+            if by_prefill:
+                self._close_at_prefill(link, FailureCode.PEER_SILENT)
+            elif link.links.is_up:  # before, nobody reads
+                self._close_at_decode(link.links, FailureCode.PEER_SILENT)
         else:
             self._send(
                 link.prefill if by_prefill else link.decode,
@@ -227,35 +166,67 @@ class HandoffWires:
 
     # ---- links ------------------------------------------------------------------------------
 
-    def _is_there(self, decode: "DecodeProcess", prefill: "PrefillProcess") -> bool:
-        """Whether the registry names the process that is at the address, and it answers."""
-        boot = self._registered(prefill.name)
-        self._outcome.registry_away += not boot
-        self._outcome.registry_late += boot not in (b"", prefill.boot)
-        cut = self._is_cut(prefill.name, decode.name) or self._chance(0.05)
-        return boot == prefill.boot and not cut and not prefill.is_stopped
+    def _connect(self, links: HandoffLinks, tries: int) -> None:
+        """Ask the registry, and begin to connect to all ranks that it names."""
+        group, shape = links.decode.group, links.decode.memory.pool.shape
+        records = self._registered(links.peer)
+        self._outcome.registry_away += not records
+        try:
+            ranks = peer_ranks(records, group, shape)
+        except InvalidArgument as error:
+            raise AssertionError("all engines of a simulation fit") from error
+        except KVStoreError:
+            self._try_again(links, tries)
+        else:
+            self._make(links, ranks, tries)
 
-    def _connect(self, decode: "DecodeProcess", peer: str, tries: int) -> None:
-        """Ask the registry, connect to the process that has the name now."""
-        prefill: PrefillProcess = self._find(peer)  # type: ignore[assignment]
-        if not self._is_there(decode, prefill):
-            if tries < 2:
-                self._time.at(
-                    SECOND // 5, lambda: decode.do(lambda: self._connect(decode, peer, tries + 1))
-                )
-                return
-            self._wanted.discard((decode, peer))
-            code, now = FailureCode.UNREACHABLE, self._time.now_ns
-            self.carry_out(decode, decode.receivers.unreachable(peer, code, "no answer", now))
+    def _make(self, links: HandoffLinks, left: list[PeerRank], tries: int) -> None:
+        """Connect to the next rank, if it still has the boot that is registered."""
+        one, decode = left[0], links.decode
+        prefill = self._find(links.peer, one.record.rank)
+        is_other = one.record.boot != prefill.boot.hex()
+        self._outcome.registry_late += is_other
+        away = prefill.is_stopped or self._is_cut(prefill.name, decode.name) or self._chance(0.05)
+        if prefill.dead or is_other or away or links.is_closed:
+            self._try_again(links, tries)
             return
-        self._wanted.discard((decode, peer))
-        link = HandoffLink(self._time.random.randbytes(16), prefill, decode)
+        pool = decode.memory.pool
+        greeting = LinkGreeting(
+            PROTOCOL, "messages", b"", b"", "", b"", pool.shape, pool.group, one.share.part,
+            one.share.has_aux, b"",
+        )  # fmt: skip
+        greeter = Greeter(b"", b"", prefill.memory.pool.shape, prefill.group)
+        link = HandoffLink(self._time.random.randbytes(16), prefill, decode, links)
         self._links[link.number] = link
+        links.made.append((one, link))
         self._outcome.links += 1
-        link.open_at_prefill = link.open_at_decode = True
-        link.heard_ns = [self._time.now_ns] * 2
-        effects = decode.receivers.linked(peer, link.number, self._time.now_ns)
+        prefill.senders.linked(link.number, greeter.target(greeting))
+        if left[1:]:
+            self._later(decode, lambda: self._make(links, left[1:], tries))
+            return
+        links.is_up = True
+        for _, each in links.made:
+            each.heard_ns[1] = self._time.now_ns
+        sources = {each.number: rank.source for rank, each in links.made}
+        effects = decode.receivers.linked(links.peer, sources, self._time.now_ns)
         self.carry_out(decode, effects)
+
+    def _try_again(self, links: HandoffLinks, tries: int) -> None:
+        """Not all links could be made."""
+        decode = links.decode
+        for _, link in links.made:
+            link.open_at_decode = False
+            self._later(link.prefill, partial(self._close_at_prefill, link, _CLOSED))
+        links.made.clear()
+        links.is_closed = False
+        if tries < 2:
+            again = partial(self._connect, links, tries + 1)
+            self._time.at(SECOND // 5, lambda: decode.do(again))
+            return
+        del self._peers[decode, links.peer]
+        now = self._time.now_ns
+        code = FailureCode.UNREACHABLE
+        self.carry_out(decode, decode.receivers.unreachable(links.peer, code, "no answer", now))
 
     def _close_at_prefill(self, link: HandoffLink, code: FailureCode) -> None:
         if not link.open_at_prefill:
@@ -263,19 +234,26 @@ class HandoffWires:
         link.open_at_prefill = False
         now, prefill = self._time.now_ns, link.prefill
         self.carry_out(prefill, prefill.senders.closed(link.number, code, "closed", now))
-        self._later(link.decode, lambda: self._close_at_decode(link, FailureCode.PEER_CLOSED))
+        if link.open_at_decode:
+            self._later(link.decode, lambda: self._close_at_decode(link.links, _CLOSED))
         for number in sorted(link.jobs):  # its writer ends, after a while
             self._later(prefill, partial(self._completed, link, number, lost=True))
 
-    def _close_at_decode(self, link: HandoffLink, code: FailureCode) -> None:
-        if not link.open_at_decode:
+    def _close_at_decode(self, links: HandoffLinks, code: FailureCode) -> None:
+        if links.is_closed:
             return
-        link.open_at_decode = False
-        self._outcome.links_closed += 1
-        decode, now = link.decode, self._time.now_ns
-        self.carry_out(decode, decode.receivers.closed(link.number, code, "closed", now))
-        self._later(link.prefill, lambda: self._close_at_prefill(link, FailureCode.PEER_CLOSED))
-        self._settle(link)
+        links.is_closed = True
+        if not links.is_up:  # who makes them finds it
+            return
+        decode, now = links.decode, self._time.now_ns
+        del self._peers[decode, links.peer]
+        self._outcome.links_closed += len(links.made)
+        for _, link in links.made:
+            link.open_at_decode = False
+        for _, link in links.made:
+            self.carry_out(decode, decode.receivers.closed(link.number, code, "closed", now))
+            self._later(link.prefill, partial(self._close_at_prefill, link, _CLOSED))
+            self._settle(link)
 
     def _settle(self, link: HandoffLink) -> None:
         """The reader of a closed link has ended when nothing lands any more."""
@@ -283,9 +261,6 @@ class HandoffWires:
             self._later(link.decode, lambda: self._settle(link))
         else:
             link.decode.receivers.settled(link.number)
-            for prompt in link.decode.prompts.values():
-                if not prompt.progress.ended:
-                    self.want(link.decode, link.prefill.name)
 
     # ---- messages ---------------------------------------------------------------------------
 
@@ -327,13 +302,16 @@ class HandoffWires:
         if job.number not in link.jobs or not link.open_at_prefill:
             return
         pool = link.prefill.memory.pool
+        staging = Staging()
         places: Places
-        if job.aux:
+        if job.share.is_staged and not job.aux:
+            places, digests = staging.gather(pool, job)
+        else:
             held = np.frombuffer(job.aux, dtype=np.uint8)
             places = [(int(held.ctypes.data), len(held))]
-        else:
-            places = pool.places(job.ranges, job.sources)
-        digests = digests_of(job.share.seed_of(job.room), job.ranges, places)
+            if not job.aux:
+                places = pool.places(job.ranges, job.sources)
+            digests = digests_of(job.share.seed_of(job.room), job.ranges, places)
         if not pool.is_unchanged(job):
             assert job.room in link.prefill.careless_rooms, "a block was free while it was read"
             self._outcome.reused += 1
@@ -392,20 +370,19 @@ class HandoffWires:
         decode, job = link.decode, parcel.job
         if decode.dead:
             return
-        places = landing_places(decode.memory.pool, decode.aux, landing)
-        if at < len(places):
+        if at < len(parcel.data):
             if not link.open_at_decode:
                 self._outcome.landed_late += 1
-            memory_at(*places[at])[:] = parcel.data[at]
+            if not landing.is_staged:
+                place = landing_places(decode.memory.pool, decode.aux, landing)[at]
+                memory_at(*place)[:] = parcel.data[at]
             stalled = self._chance(self._faults.stalled)
             delay_ns = self._time.random.randrange(3 * SECOND) if stalled else _MOMENT_NS // 4
             self._time.at(delay_ns, lambda: self._land(link, parcel, landing, at + 1))
             return
 
         def end() -> None:
-            seed = landing.share.seed_of(landing.room)
-            right = digests_of(seed, landing.ranges, places) == landing.digests
-            code = None if right else FailureCode.DIGEST
+            code = None if _is_right(decode, landing, parcel.data) else FailureCode.DIGEST
             link.landing -= 1
             now = self._time.now_ns
             effects = decode.receivers.landed(landing, code, "another digest", now)
@@ -438,3 +415,15 @@ class HandoffWires:
 
     def _is_cut(self, prefill: str, decode: str) -> bool:
         return self._time.now_ns < self._cut.get((prefill, decode), 0)
+
+
+def _is_right(decode: "DecodeRank", landing: Landing, data: list[bytes]) -> bool:
+    """Whether what has landed matches its digests; heads of some ranks are scattered first."""
+
+    def receive(places: Places, _seeds: bytes) -> bytes:
+        for place, held in zip(places, data, strict=True):
+            memory_at(*place)[:] = held
+        return b""
+
+    come = receive if landing.is_staged else None  # others are in the pool already
+    return Staging().land(decode.memory.pool, decode.aux, landing, come)

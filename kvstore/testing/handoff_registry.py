@@ -4,15 +4,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from kvstore.handoff.registry import RankRecord, RankTable
-from kvstore.testing.handoff_links import SECOND, HandoffOutcome, HandoffProcess
+from kvstore.testing.handoff_processes import SECOND, HandoffOutcome, HandoffProcess
 from kvstore.testing.timeline import Timeline
 
 if TYPE_CHECKING:
-    from kvstore.testing.handoff import PrefillProcess
+    from kvstore.testing.handoff_engines import PrefillRank
 
 LEASE_S: Final = 2.0
 EVERY_NS: Final = SECOND // 2
-"""Between two registrations of a prefill engine."""
+"""Between two registrations of a rank of prefill."""
 _LATE_NS: Final = 3 * SECOND
 
 
@@ -27,35 +27,35 @@ class RegistryProcess(HandoffProcess):
 
     def register(self, record: RankRecord) -> None:
         """A registration has come, perhaps late or twice; check that only the last boot counts."""
-        before = self.boot
+        before = self.listed
         if self._table.register(record, self.time.now_ns):
             self._outcome.registrations_refused += 1
-            assert self.boot == before, "a refused registration changes something"
+            assert self.listed == before, "a refused registration changes something"
 
     @property
-    def boot(self) -> bytes:
-        """Of the prefill engine that is registered now; empty if none is, or nobody answers."""
+    def listed(self) -> list[RankRecord]:
+        """The ranks that are registered now; none if nobody answers."""
         if self.dead or self.is_stopped:
-            return b""
-        listed = self._table.listed(self.time.now_ns)
-        return bytes.fromhex(listed[0].boot) if listed else b""
+            return []
+        return self._table.listed(self.time.now_ns)
 
 
 def registering(
-    prefill: "PrefillProcess", count: int, find: Callable[[], RegistryProcess],
+    prefill: "PrefillRank", count: int, find: Callable[[], RegistryProcess],
     chance: Callable[[], float],
 ) -> None:  # fmt: skip
-    """Send a registration of a prefill engine to whoever is its registry when it comes.
+    """Send a registration of a rank of prefill to whoever is its registry when it comes.
 
     Args:
-        prefill: the engine.
+        prefill: the rank.
         count: of its registrations.
         find: its registry.
         chance: draws from 0 to 1.
     """
+    group, shape = prefill.group, prefill.memory.pool.shape
     record = RankRecord(
-        0, "127.0.0.1:9", prefill.boot.hex(), count, (0, 1), (0, 1), prefill.memory.pool.shape, "",
-        ["tcp"], 1, LEASE_S,
+        group.rank, "127.0.0.1:9", prefill.boot.hex(), count, group.part.layers, group.part.heads,
+        shape, "", ["tcp"], 1, LEASE_S, len(group.parts),
     )  # fmt: skip
     record.check()
     roll = chance()

@@ -4,6 +4,9 @@ Only the end of that process makes sure that nothing arrives any more. So a tran
 is late ends unsettled, the process is replaced, and then the transfer is settled. Those that the
 process was moving besides are given to the next one. A peer because of which that happened is not
 asked again for :data:`AVOIDED_NS`, so that it does not cost the others the process over and over.
+
+Writes are given to one process only, and the end of a process makes nothing sure of those that it
+was moving. Where there are only writes, those that have not failed end first (``patient``).
 """
 
 from dataclasses import dataclass
@@ -63,6 +66,8 @@ class Attempts:
 
     Args:
         in_flight_bytes_max: bytes of all of them.
+        patient: a process is replaced when all that it moves has ended, or was late; meanwhile it
+            gets nothing. One that hangs in a first contact is replaced at once.
 
     Attributes:
         effects: what is to be done, in order; the caller empties it.
@@ -72,7 +77,9 @@ class Attempts:
         in_flight_bytes: bytes of all transfers that are not settled.
     """
 
-    def __init__(self, in_flight_bytes_max: int) -> None:
+    def __init__(self, in_flight_bytes_max: int, *, patient: bool = False) -> None:
+        self._patient = patient
+        self._waiting = False  # the process is to be replaced when all that it moves has ended
         self.effects: list[Give | Replace] = []
         self.events: list[TransferEnd | TransferSettled] = []
         self.up = False
@@ -103,7 +110,9 @@ class Attempts:
         refusal = self._refusal(transfer, now_ns)
         if refusal is not None:
             missing = bytes(len(transfer.remote))
-            self.events.append(TransferEnd(transfer.number, missing, refusal, settled=True))
+            self.events.append(
+                TransferEnd(transfer.number, missing, refusal, settled=True, begun=False)
+            )
             return
         attempt = self._attempts[transfer.number] = _Attempt(transfer, write)
         self.in_flight_bytes += transfer.total_bytes
@@ -130,7 +139,7 @@ class Attempts:
             if found is not None and not found.ended:
                 self._avoid(found, silent, now_ns)
                 self._fail(found, silent)
-            self._replace()
+            self._replace(at_once=True)
 
     def next_ns(self) -> int | None:
         """When :meth:`advance` must be called next; None = no deadline."""
@@ -177,7 +186,7 @@ class Attempts:
 
     def gone(self) -> None:
         """The process has ended: nothing arrives any more of what it moved."""
-        self.up, self._contacting = False, None
+        self.up, self._contacting, self._waiting = False, None, False
         self.replaced += 1
         self.effects.clear()
         for number, attempt in list(self._attempts.items()):
@@ -221,7 +230,7 @@ class Attempts:
         moving = attempt.moving
         self._end(attempt, missing, error, settled=not moving)
         if moving:
-            self._replace()
+            self._replace(at_once=not self._patient)
 
     def _end(
         self, attempt: _Attempt, good: bytes, error: KVStoreError | None, *, settled: bool
@@ -231,9 +240,17 @@ class Attempts:
         if settled:
             del self._attempts[transfer.number]
             self.in_flight_bytes -= transfer.total_bytes
-        self.events.append(TransferEnd(transfer.number, good, error, settled))
+        self.events.append(TransferEnd(transfer.number, good, error, settled, attempt.given > 0))
+        if self._waiting:
+            self._replace(at_once=False)
 
-    def _replace(self) -> None:
-        if self.up:
-            self.up, self._contacting = False, None
+    def _replace(self, *, at_once: bool) -> None:
+        if not (self.up or self._waiting):
+            return
+        self.up = False
+        self._waiting = not at_once and any(
+            one.moving and not one.ended for one in self._attempts.values()
+        )
+        if not self._waiting:
+            self._contacting = None
             self.effects.append(Replace())

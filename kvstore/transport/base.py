@@ -127,12 +127,14 @@ class TransferEnd(NamedTuple):
         error: why pages are missing; None if none is.
         settled: nothing arrives any more. False: no page may be used, whatever ``good`` says, and
             :class:`TransferSettled` follows.
+        begun: False = no byte of it was or will be moved.
     """
 
     number: int
     good: bytes
     error: KVStoreError | None
     settled: bool
+    begun: bool = True
 
 
 class TransferSettled(NamedTuple):

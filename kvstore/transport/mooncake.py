@@ -73,8 +73,9 @@ class MooncakeTransport:
     name = "mooncake"
 
     def __init__(
-        self, host: str, in_flight_bytes_max: int, *, protocol: str = "rdma", serves: bool = True
-    ) -> None:
+        self, host: str, in_flight_bytes_max: int, *, protocol: str = "rdma", serves: bool = True,
+        patient: bool = False,
+    ) -> None:  # fmt: skip
         """Start both engines; returns when they are ready.
 
         Args:
@@ -83,12 +84,13 @@ class MooncakeTransport:
             in_flight_bytes_max: bytes of all own transfers together.
             protocol: ``rdma``, or ``tcp`` for tests.
             serves: peers may read from here.
+            patient: as of :class:`kvstore.transport.attempts.Attempts`; for writes only.
 
         Raises:
             ConfigError: Mooncake is not installed or finds no device.
         """
         start = StartEngine(host, protocol)
-        self._attempts = Attempts(in_flight_bytes_max)
+        self._attempts = Attempts(in_flight_bytes_max, patient=patient)
         self._tickets = OpenTickets()
         self._counts = Counter(dict.fromkeys(_COUNTED, 0))
         #: Registered memory: address → what is asked of processes, and the descriptor.

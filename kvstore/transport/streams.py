@@ -26,6 +26,10 @@ _names: Final = HostNames()
 class DataStream(Protocol):
     """A connection; only :meth:`shutdown` may be called while another call is in progress."""
 
+    @property
+    def descriptor(self) -> int | None:
+        """Of a socket that carries just the bytes that are sent; None if there is TLS."""
+
     def begin(self, deadline_ns: int) -> None:
         """Do the TLS handshake, if there is TLS; raises as :meth:`receive`."""
 
@@ -126,6 +130,11 @@ class PlainStream:
         """Take over a blocking socket."""
         self._socket = connection
 
+    @property
+    def descriptor(self) -> int:
+        """See :class:`DataStream`."""
+        return self._socket.fileno()
+
     def begin(self, deadline_ns: int) -> None:
         """See :class:`DataStream`."""
 
@@ -170,6 +179,10 @@ class TlsStream:
     def __init__(self, connection: ssl.SSLSocket) -> None:
         """Take over a socket before its handshake."""
         self._socket = connection
+
+    @property
+    def descriptor(self) -> None:
+        """See :class:`DataStream`."""
 
     def begin(self, deadline_ns: int) -> None:
         """See :class:`DataStream`."""

@@ -108,7 +108,7 @@ def run(folder: Path, name: str, words: list[str]) -> None:
     for number in (1, 2):
         os.dup2(output, number)
     os.close(output)
-    program.Patience = partial(Patience, **DEADLINES)  # type: ignore[misc]
+    Patience.of_silence = partial(Patience, **DEADLINES)  # type: ignore[method-assign]
     put_gates_into_prefill(folder / f"{name}.gates")
     put_gates_into_decode(folder / f"{name}.gates")
     sys.argv = [name, *words]

@@ -18,6 +18,7 @@ from kvstore.handoff.prefill import PrefillManager
 from kvstore.handoff.registry import HandoffRegistry
 from kvstore.handoff.shared_memory import SharedMemory
 from kvstore.handoff.states import FailureCode, State
+from tests.cluster_processes import handoff_mooncake_ranks as of_ranks
 from tests.cluster_processes.handoff_mooncake_scene import (
     NEW,
     OLD,
@@ -313,9 +314,10 @@ CHECKS = (
     a_flipped_byte_is_found,
     a_prefill_without_mooncake_pushes_over_the_link,
     rdma_without_a_device_is_refused,
+    *of_ranks.CHECKS,
 )
 
-WITH_THE_WHEEL = (CHECKS[0], CHECKS[2], *CHECKS[5:9], CHECKS[-1])
+WITH_THE_WHEEL = (CHECKS[0], CHECKS[2], *CHECKS[5:9], *CHECKS[13:])
 """The others do not depend on how Mooncake behaves: a stand-in is enough."""
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.cluster_processes.mooncake_scenes import Alone
+from tests.cluster_processes.mooncake_scenes import Alone, variables
 from tests.conftest import Spawn
+from tests.test_bench_commands import assert_keeps_the_contract, printed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 REQUESTS = 6
@@ -53,6 +54,25 @@ def test_requests_pushed_over_mooncake_have_the_tokens_and_kv_of_one_engine(
     spawn: Spawn, tmp_path: Path
 ) -> None:
     check(replayed(spawn, REQUESTS, f"64:{trace_of(tmp_path)}", 120.0), REQUESTS)
+
+
+def test_engines_of_several_ranks_push_their_heads_over_mooncake(spawn: Spawn) -> None:
+    program = [sys.executable, "-m", "tests.cluster_processes.pushed_ranks_program"]
+    process = spawn(Alone(spawn).program(program))
+    assert process.wait(180.0) == 0, process.report()
+    found = json.loads(process.stdout.rpartition("counted ")[2])
+    assert found.pop("not_taken") == found.pop("ended") == 0
+    assert set(found) == {"1to1", "2to1", "1to2", "2to2"}
+    assert all(found.values()), "some ranks have pushed over TCP"
+
+
+def test_pushes_over_mooncake_are_measured_beside_its_bare_engine() -> None:
+    variables()  # skipped where it cannot be had
+    (result,) = printed(
+        "handoff", "--cases", "mooncake/.*contiguous", "--seconds", "0.01", timeout_s=200
+    )
+    assert_keeps_the_contract(result)
+    assert result["case"] == "push/mooncake/block16/contiguous"
 
 
 @pytest.mark.skipif(not TRACE.exists(), reason=f"there is no trace at {TRACE}")

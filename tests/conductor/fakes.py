@@ -117,8 +117,7 @@ class FakeEngine:
         adapters = [
             {"id": name, "parent": model, "root": path} for name, path in self.adapters.items()
         ]
-        base = {"id": model, "root": "/the/model", "parent": None, **self.listed}
-        models = [*adapters, base]
+        models = [*adapters, {"id": model, "root": "/the/model", "parent": None, **self.listed}]
         answer = {"object": "list", "data": models}
         return web.json_response(answer, status=self.models_status)
 
@@ -226,6 +225,7 @@ class FakeNode:
         status: answer with this status instead.
         gate: cleared, requests wait before they are answered.
         reads: how often the sessions were read.
+        more: further routes.
     """
 
     def __init__(self, node_id: str, **told: object) -> None:
@@ -239,15 +239,15 @@ class FakeNode:
         self.gate = asyncio.Event()
         self.gate.set()
         self.reads = 0
+        self.more: list[web.RouteDef] = []
         self.url = ""
         self._runner: web.AppRunner | None = None
 
     async def start(self, path: str = "") -> "FakeNode":
         """Listen on a free port, or at a Unix socket."""
         app = web.Application()
-        app.add_routes(
-            [web.get("/v1/events", self._events), web.get("/v1/sessions", self._sessions)]
-        )
+        told = [web.get("/v1/events", self._events), web.get("/v1/sessions", self._sessions)]
+        app.add_routes([*told, *self.more])
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
         await self._runner.setup()
         if path:

@@ -127,7 +127,7 @@ def conductor_series(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seri
                 return (await client.get("/metrics"))[1]
 
     series = series_of(asyncio.run(scraped()))
-    for name in ("advice_rate", "advice_short", "advice_gain", "admission_load"):
+    for name in ("advice_rate", "advice_short", "advice_gain", "admission_load", "ttft_error"):
         # They need minutes of load, or a setting; tests/conductor has both.
         labels = {label: set[str]() for label in metrics._GAUGES[name][1]}
         series.setdefault(CONDUCTOR + name, Series("gauge", 0, labels))

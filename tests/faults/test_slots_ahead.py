@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from kvstore.client import ahead
-from kvstore.client.link import Link
+from kvstore.client.link import Link, Moving
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
+from kvstore.client.stores import Storer
+from kvstore.errors import PeerUnreachable
 from tests.faults import content
 from tests.faults.conftest import CAPACITY_BYTES, Scene, StatsUntil
 
@@ -125,6 +127,40 @@ def test_a_slot_of_a_broken_connection_is_not_written_to_on_the_next_one(
     stats_until(lambda stats: not stats["host"]["limbo_bytes"], "the client has settled")
     assert read(scene.client(), OTHER, PUT) == []
     assert scene.daemon.stats()["slots_ahead"] == 1
+
+
+def test_a_slot_is_not_written_to_if_its_connection_ends_before_the_write_begins(
+    scene: Scene, stats_until: StatsUntil, monkeypatch: pytest.MonkeyPatch
+):
+    store = scene.client()
+    space = content.open_space(store)
+    put_singles(space, CHAIN)
+    link = store._link
+    assert isinstance(link, Link)
+    moving, before, written = link.moving, link.epoch, ahead_pages(scene)
+
+    def reconnected_first() -> Moving:
+        monkeypatch.setattr(link, "moving", moving)
+        connection = link._connection
+        assert connection is not None
+        connection._socket.shutdown(socket.SHUT_RDWR)
+        stats_until(lambda _: link.connected and link.epoch > before)
+        stats_until(lambda stats: not stats["host"]["limbo_bytes"], "the slot may be another's")
+        return moving()
+
+    reserved, results = Storer._put_reserved, list[object]()
+
+    def put_reserved(*arguments: object) -> object:
+        results.append(reserved(*arguments))  # type: ignore[arg-type]
+        return results[-1]
+
+    monkeypatch.setattr(link, "moving", reconnected_first)
+    monkeypatch.setattr(Storer, "_put_reserved", put_reserved)
+
+    with pytest.raises(PeerUnreachable, match="reconnected"):
+        put_singles(space, OTHER, 1)
+    assert results == [None], "nothing is written to the slot of the connection that ended"
+    assert ahead_pages(scene) == written
 
 
 def test_a_node_of_an_earlier_version_is_asked_for_no_slot(

@@ -20,6 +20,7 @@ from kvstore.handoff.registry import HandoffRegistry
 from kvstore.handoff.shared_memory import SharedMemory
 from kvstore.handoff.states import Patience
 from kvstore.mover.kvpool import KVPool
+from kvstore.process.tls import CertificateFiles
 
 SECRET = b"a secret for tests, of 32 bytes."
 SPACE = b"model, dtype, revision"
@@ -83,13 +84,18 @@ class Pair:
         patience: Patience = PATIENCE,
         here: Memory | None = None,
         there: Memory | None = None,
+        certificates: tuple[CertificateFiles | None, CertificateFiles | None] = (None, None),
     ) -> None:
-        self.registry = HandoffRegistry("127.0.0.1", 0, SECRET)
+        near, far = certificates
+        self.registry = HandoffRegistry("127.0.0.1", 0, SECRET, near)
         self.here, self.there = here or Memory(), there or Memory()
         self.prefill = PrefillManager(
-            self.here.pool, SPACE, SECRET, registry=self.registry.url, patience=patience
+            self.here.pool, SPACE, SECRET, registry=self.registry.url, patience=patience,
+            certificates=near,
+        )  # fmt: skip
+        self.decode = DecodeManager(
+            self.there.pool, SPACE, SECRET, name="d0", patience=patience, certificates=far
         )
-        self.decode = DecodeManager(self.there.pool, SPACE, SECRET, name="d0", patience=patience)
 
     def begin(self, room: int, blocks: int) -> tuple[Sender, Receiver]:
         tokens = blocks * BLOCK_TOKENS
@@ -103,8 +109,12 @@ class Pair:
 
 
 @contextlib.contextmanager
-def managers(patience: Patience = PATIENCE) -> Iterator[Pair]:
-    pair = Pair(patience)
+def managers(
+    patience: Patience = PATIENCE, here: CertificateFiles | None = None,
+    there: CertificateFiles | None = None,
+) -> Iterator[Pair]:  # fmt: skip
+    """A pair; ``here`` are prefill's certificates and the registry's, ``there`` decode's."""
+    pair = Pair(patience, certificates=(here, there))
     try:
         yield pair
     finally:

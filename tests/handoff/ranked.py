@@ -1,6 +1,7 @@
 """Engines of several ranks in this process, with pools of heads, and what belongs in them."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,9 +10,11 @@ import numpy as np
 from kvstore.handoff.aux_data import AuxData
 from kvstore.handoff.decode import DecodeManager, Receiver
 from kvstore.handoff.memory import HandoffPool
+from kvstore.handoff.mooncake import MooncakeLanding, MooncakeWriter
 from kvstore.handoff.prefill import PrefillManager, Sender
 from kvstore.handoff.ranks import RankGroup, RankPart
 from kvstore.handoff.registry import HandoffRegistry
+from kvstore.handoff.shared_memory import SharedMemory
 from kvstore.handoff.states import Patience
 from kvstore.mover.kvpool import KVPool
 from tests.handoff.pair import PATIENCE, SECRET, SPACE
@@ -27,17 +30,20 @@ def whole_of(room: int, blocks: int, layers: int = LAYERS, heads: int = HEADS) -
 
 
 class RankMemory:
-    """The pool of one rank."""
+    """The pool of one rank; ``shared`` = in memory that a child process can map."""
 
-    def __init__(self, group: RankGroup) -> None:
+    def __init__(self, group: RankGroup, *, shared: bool = False) -> None:
         self.part = part = group.part
         layers, heads = (stop - first for first, stop in (part.layers, part.heads))
         shape = (2 * layers, BLOCKS, BLOCK_TOKENS, heads, HEAD_BYTES)
+        self.shared = SharedMemory(math.prod(shape)) if shared else None
         self.planes = np.zeros(shape, dtype=np.uint8)
+        if self.shared is not None:
+            self.planes = np.frombuffer(self.shared.buffer, dtype=np.uint8).reshape(shape)
         self.generations = np.zeros(BLOCKS, dtype=np.uint64)
         size = BLOCK_TOKENS * heads * HEAD_BYTES
         base = int(self.planes.ctypes.data)
-        planes = tuple(base + plane * BLOCKS * size for plane in range(2 * layers))
+        self.starts = planes = tuple(base + plane * BLOCKS * size for plane in range(2 * layers))
         self.pool = HandoffPool(
             KVPool(planes, size, size, BLOCKS), BLOCK_TOKENS, self.generations, group
         )
@@ -88,26 +94,51 @@ class Ranked:
         for manager in (*self.prefill, *self.decode):
             manager.close()
         self.registry.close()
+        for memory in (*self.here, *self.there):
+            if memory.shared is not None:
+                memory.shared.close()
 
 
 @contextlib.contextmanager
 def ranked(
-    prefill: Sequence[RankPart], decode: Sequence[RankPart], patience: Patience = PATIENCE
-) -> Iterator[Ranked]:
+    prefill: Sequence[RankPart], decode: Sequence[RankPart], patience: Patience = PATIENCE,
+    staged_bytes: int = 0,
+) -> Iterator[Ranked]:  # fmt: skip
+    """Both engines; with ``staged_bytes`` they have Mooncake, and so much memory for heads."""
     registry = HandoffRegistry("127.0.0.1", 0, SECRET)
     here, there = (
-        [RankMemory(RankGroup(rank, tuple(parts), instance)) for rank in range(len(parts))]
+        [
+            RankMemory(RankGroup(rank, tuple(parts), instance), shared=staged_bytes > 0)
+            for rank in range(len(parts))
+        ]
         for parts, instance in ((prefill, bytes(16)), (decode, bytes([1] * 16)))
     )
     made = Ranked(registry, here, there, [], [])
     try:
         for memory in here:
             made.prefill.append(
-                PrefillManager(memory.pool, SPACE, SECRET, registry=registry.url, patience=patience)
+                PrefillManager(
+                    memory.pool,
+                    SPACE,
+                    SECRET,
+                    registry=registry.url,
+                    patience=patience,
+                    writer=memory.shared and MooncakeWriter(memory.shared, protocol="tcp"),
+                )
             )
         for memory in there:
             made.decode.append(
-                DecodeManager(memory.pool, SPACE, SECRET, name="d", patience=patience)
+                DecodeManager(
+                    memory.pool,
+                    SPACE,
+                    SECRET,
+                    name="d",
+                    patience=patience,
+                    engine=memory.shared
+                    and MooncakeLanding(
+                        memory.shared, memory.starts, protocol="tcp", staged_bytes=staged_bytes
+                    ),
+                )
             )
         yield made
     finally:

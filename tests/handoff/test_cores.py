@@ -25,11 +25,9 @@ from kvstore.handoff.messages import (
 from kvstore.handoff.places import (
     AUX_PLANE,
     RANGE_BYTES,
-    Coverage,
     PushRange,
     joined,
     pack_numbers,
-    range_seeds,
 )
 from kvstore.handoff.receiving import ABORTS_MAX, LIMBO_S_MAX, Receivers
 from kvstore.handoff.rooms import BOOTS_KEPT
@@ -73,25 +71,6 @@ def test_neighbours_on_both_sides_are_one_range():
     assert joined(range(5, 9), [1, 2, 3, 4], [7, 8, 1, 2], 99) == [(5, 2), (7, 2)]
     assert joined(range(5, 9), [1, 2, 9, 10], [7, 8, 9, 10], 99) == [(5, 2), (7, 2)]
     assert joined(range(5, 9), [1, 2, 3, 4], [7, 8, 9, 10], 3) == [(5, 3), (8, 1)]
-
-
-def test_the_seed_of_a_digest_depends_on_room_and_place():
-    places = [PushRange(0, 1, 2), PushRange(1, 1, 2), PushRange(0, 2, 2), PushRange(0, 1, 3)]
-    seeds = {seed for room in (1, 2) for seed in range_seeds(room, places).tolist()}
-
-    assert len(seeds) == 8
-
-
-def test_a_range_is_noted_once_and_only_inside():
-    coverage = Coverage(2, 4, 8)
-    assert not coverage.claim([PushRange(2, 4, 1)])
-    assert not coverage.claim([PushRange(0, 3, 1)])
-    assert not coverage.claim([PushRange(0, 7, 2)])
-    assert not coverage.claim([PushRange(0, 4, 0)])
-    assert not coverage.claim([PushRange(0, 4, 2), PushRange(0, 5, 1)])
-    assert coverage.missing == 8
-    assert coverage.claim([PushRange(0, 4, 2), PushRange(1, 5, 1)])
-    assert coverage.missing == 5
 
 
 def test_a_repeated_foreign_or_late_message_changes_nothing_at_prefill():

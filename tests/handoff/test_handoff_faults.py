@@ -342,7 +342,11 @@ def test_a_prefill_that_was_started_again_is_found_by_the_next_handoff(wait_unti
         pair.prefill.close()
         wait_until(lambda: receiver.state == State.FAILED and not receiver.holds_blocks)
         pair.prefill = PrefillManager(
-            pair.here.pool, SPACE, SECRET, registry=pair.registry.url, port=port
+            pair.here.pool,
+            SPACE,
+            SECRET,
+            registry=pair.registry.url,
+            listen=("127.0.0.1", port),
         )
         sender, receiver = pair.begin(2, 4)
         receiver.announce(0, [0, 1, 2, 3])

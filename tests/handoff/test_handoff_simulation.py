@@ -5,7 +5,7 @@ A seed that fails is run again by ``drawn_handoffs(seed).run(SECONDS)``.
 
 import pytest
 
-from kvstore.testing.handoff import HandoffFaults, HandoffSimulation, drawn_handoffs
+from kvstore.testing.handoff import SPLITS, HandoffFaults, HandoffSimulation, drawn_handoffs
 
 SEEDS = 200
 SECONDS = 3.0
@@ -21,7 +21,7 @@ def test_no_history_of_handoffs_has_a_wrong_byte_or_holds_anything_at_its_end(tw
 
 
 def test_the_histories_of_handoffs_contain_what_they_are_there_for():
-    outcomes = [drawn_handoffs(seed).run(12.0) for seed in range(8)]
+    outcomes = [drawn_handoffs(5 * seed).run(12.0) for seed in range(8)]  # faults and ranks
 
     for name in vars(outcomes[0]):
         assert sum(getattr(one, name) for one in outcomes) > 1, name
@@ -39,6 +39,23 @@ def test_handoffs_without_faults_all_succeed():
     outcome = HandoffSimulation(5, faults).run(10.0)
 
     assert outcome.succeeded > 20
+    assert outcome.landed_late == outcome.links_closed == outcome.reused == 0
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [SPLITS[at] for at in (1, 3, 4, 5, 6, 7)],
+    ids=["2to1", "1to2", "one-idle", "stages-to-heads", "2to3", "4to-stages"],
+)
+def test_handoffs_between_several_ranks_succeed_without_faults(parts):
+    faults = HandoffFaults(
+        lost=0, doubled=0, flipped=0, misplaced=0, stalled=0, aborted=0, careless=0, trouble=0
+    )
+    simulation = HandoffSimulation(7, faults, parts)
+    outcome = simulation.run(4.0)
+
+    assert outcome.succeeded > 8
+    assert outcome.succeeded > 0.8 * outcome.requests, "some come at one side only, or mixed up"
     assert outcome.landed_late == outcome.links_closed == outcome.reused == 0
 
 

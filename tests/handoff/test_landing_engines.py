@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore.errors import CapacityError
+from kvstore.handoff import rooms
 from kvstore.handoff.effects import EndEngine, SendTo
 from kvstore.handoff.landing_engines import DOUBT_S_MAX, DOUBT_SHARE, LandingEngines
 from kvstore.handoff.messages import (
@@ -129,6 +130,27 @@ def test_prefill_says_that_a_write_has_not_ended_well_also_after_the_room_is_for
     assert core.received(b"L", Abort(1, FAILURE), 0) == said
     core.close(1, 0)
     assert core.received(b"L", Abort(1, FAILURE), 0) == said
+
+
+def test_one_write_that_ended_badly_makes_no_other_room_doubtful(monkeypatch):
+    core = Senders(SHAPE, Patience())
+    monkeypatch.setattr(rooms, "DOUBTS_KEPT", 2)
+    for room in (1, 2, 3, 4):
+        core.open(room, 2, 0)
+        core.received(
+            b"L", Announce(room, 2, 0, pack_numbers([2 * room, 2 * room + 1]), 0, PLACE), 0
+        )
+    for room in (1, 2, 4):
+        (submit,) = core.push(room, range(1), range(2), [7, 8], np.zeros(0, dtype=np.uint64), 0)
+        core.completed(submit.job.number, FAILURE, 0, doubtful=True)
+        if room == 2:
+            for one in (1, 2, 3):
+                core.close(one, 0)
+            said = [core.received(b"L", Abort(one, FAILURE), 0)[0] for one in (1, 2, 3, 9)]
+            doubts = [one.message.doubtful for one in said]
+            assert doubts == [True, True, False, False], "nothing was written for 3 and 9"
+    (late,) = core.received(b"L", Abort(3, FAILURE), 0)
+    assert late.message.doubtful, "some have been forgotten"
 
 
 @pytest.mark.parametrize("wrong", [PushRange(AUX_PLANE, 0, 8), PushRange(0, 2, 1)])

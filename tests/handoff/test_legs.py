@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.handoff.effects import EndLink, Landing, PushJob, SendTo, Submit
-from kvstore.handoff.messages import RangesHead
+from kvstore.handoff.messages import RangesHead, RenewRoom
 from kvstore.handoff.places import AUX_PLANE, pack_numbers
 from kvstore.handoff.ranks import plan_ranks
 from kvstore.handoff.receiving import Receivers
 from kvstore.handoff.sending import Senders
-from kvstore.handoff.shape import PoolShape
+from kvstore.handoff.shape import LinkShare, PoolShape
 from kvstore.handoff.states import FailureCode, HandoffFailure, HandoffSide, Layer, Patience, State
 from kvstore.handoff.tables import LinkSource, LinkTarget
 from tests.handoff.test_ranks import grid, split
@@ -27,6 +27,22 @@ POSITIONS = 3
 ROOM = 7
 EMPTY = np.zeros(0, dtype=np.uint64)
 LOST = HandoffFailure(FailureCode.PEER_CLOSED, HandoffSide.PREFILL, 0, Layer.TRANSPORT, "lost")
+
+
+def test_decode_names_the_ranks_of_prefill_that_have_said_nothing():
+    heads = [PoolShape(4, 2, 64, TOKENS, BLOCKS, 0, (rank, rank + 1)) for rank in range(2)]
+    core = Receivers(PoolShape(4, 2, 128, TOKENS, BLOCKS, 0, (0, 2)), 4, 64, Patience())
+    core.open(ROOM, "p", TOKENS, 0)
+    assert core.describe(0)[0].missing == [0]
+    idle = LinkShare(range(0), (0, 0), 1, is_staged=False, has_aux=False)
+    links = {b"a": LinkSource(0, heads[0].whole), b"b": LinkSource(1, heads[1].whole)}
+    core.linked("p", links | {b"c": LinkSource(2, idle)}, 0)
+    core.announce(ROOM, 0, [1], 0)
+    assert core.describe(0)[0].missing == [0, 1]
+    core.received(b"b", RenewRoom(ROOM), 0)
+    assert core.describe(0)[0].missing == [0]
+    core.arriving(b"a", RangesHead(ROOM, pack_numbers([0, 0, 1]), bytes(16)), 0)
+    assert core.describe(0)[0].missing == []
 
 
 @dataclass

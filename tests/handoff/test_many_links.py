@@ -3,6 +3,7 @@
 import socket
 import threading
 
+import numpy as np
 import pytest
 
 from kvstore.errors import InvalidArgument
@@ -33,11 +34,11 @@ def test_the_first_link_is_not_silent_while_the_others_are_made(wait_until, monk
 
     link_to, made = decode.link_to, []
 
-    def slow(rank, peer, greeter):
+    def slow(rank, peer, greeter, tls):
         if made:  # longer than the silence: so many pings of each link that is there
             first = made[0].number
             wait_for(lambda: pings.count(first) >= SILENCE_S / links.PING_S + 1, 5)
-        made.append(link_to(rank, peer, greeter))
+        made.append(link_to(rank, peer, greeter, tls))
         return made[-1]
 
     monkeypatch.setattr(Senders, "received", counted)
@@ -58,8 +59,8 @@ def test_the_first_link_is_not_silent_while_the_others_are_made(wait_until, monk
 def test_links_are_not_used_if_one_ends_while_others_are_made(what, wait_until, monkeypatch):
     link_to, made = decode.link_to, []
 
-    def broken(rank, peer, greeter):
-        made.append(link_to(rank, peer, greeter))
+    def broken(rank, peer, greeter, tls):
+        made.append(link_to(rank, peer, greeter, tls))
         if len(made) == 2:
             if what == "closed":
                 engines.decode[0]._over.set()
@@ -131,6 +132,8 @@ class Transport:
     """Stands for another transport: a writer or a landing engine that can be left open."""
 
     transport = "for tests"
+    gather_memory = np.zeros(0, dtype=np.uint8)
+    staged_address = 0
 
     def __init__(self, *, begins: bool = True) -> None:
         self.begins = begins
@@ -149,7 +152,7 @@ def test_a_manager_that_cannot_start_leaves_nothing_open():
     before = threading.active_count()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for arguments, field in (
-            ({"port": taken.getsockname()[1]}, "port"),
+            ({"listen": taken.getsockname()}, "listen"),
             ({"registry": "ftp://nowhere"}, "registry"),
         ):
             writer = Transport()

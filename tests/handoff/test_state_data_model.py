@@ -29,6 +29,8 @@ from kvstore.handoff.receiving import Receivers
 from kvstore.handoff.sending import Senders
 from kvstore.handoff.staging import Staging
 from kvstore.handoff.states import FailureCode, Patience, State
+from kvstore.mover.ranges import Places, digest_ranges
+from kvstore.tier.vectored import memory_at
 from tests.handoff.pair import BLOCK_TOKENS
 from tests.handoff.stateful import KV, STATES, StatefulMemory, positions_of
 
@@ -79,18 +81,21 @@ class TwoCores:
     def carry_out(self, job: PushJob, *, changed: bool = False) -> None:
         """Copy the bytes of a job to where decode wants them, perhaps with one bit changed."""
         reading, writing = Staging(), Staging()
-        views, digests = reading.read(self.here.pool, job)
+        sources, digests = reading.read(self.here.pool, job)
         head = RangesHead(job.room, pack_numbers(job.ranges), digests)
         landing, size, effects = self.receivers.arriving(LINK, head, 0)
-        assert size == sum(map(len, views))
+        assert size == sum(length for _, length in sources)
         self.take(effects)
-        if landing is not None:
-            to = writing.views(self.there.pool, self.aux, landing)
-            for source, target in zip(views, to, strict=True):
-                target[:] = source
+
+        def receive(places: Places, seeds: bytes) -> bytes:
+            for source, target in zip(sources, places, strict=True):
+                memory_at(*target)[:] = memory_at(*source)
             if changed:
-                to[-1][-1] ^= 1
-            right = writing.verify(self.there.pool, self.aux, landing)
+                memory_at(*places[-1])[-1] ^= 1
+            return digest_ranges(places, seeds) if seeds else b""
+
+        if landing is not None:
+            right = writing.land(self.there.pool, self.aux, landing, receive)
             code = None if right else FailureCode.DIGEST
             self.take(self.receivers.landed(landing, code, "", 0))
         self.take(self.senders.completed(job.number, None, 0))

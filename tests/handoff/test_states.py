@@ -97,6 +97,16 @@ def test_a_handoff_that_has_ended_stays_as_it_is(ended):
     assert progress.expired(1000 * SECOND) == ""
 
 
+def test_what_an_engine_reads_of_a_handoff_does_not_change_while_it_reads():
+    progress = HandoffProgress(PATIENCE, 0)
+    progress.advance(State.WAITING_FOR_INPUT, SECOND)
+    reading = iter(progress.seconds.items())
+    progress.advance(State.TRANSFERRING, 3 * SECOND)  # by a thread of the manager
+
+    assert list(reading) == [("BOOTSTRAPPING", 1.0)]
+    assert progress.seconds == {"BOOTSTRAPPING": 1.0, "WAITING_FOR_INPUT": 2.0}
+
+
 def test_the_state_of_a_request_is_the_lowest_of_its_ranks():
     assert least([State.SUCCESS, State.TRANSFERRING]) is State.TRANSFERRING
     assert least([State.SUCCESS, State.FAILED, State.BOOTSTRAPPING]) is State.FAILED

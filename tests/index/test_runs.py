@@ -75,7 +75,8 @@ def check_all(runs: list[tuple[int, set[int]]], candidates: list[list[Any]]) -> 
     needs, found = prepared(candidates), runs_of(runs)
     counted = [usable(blocks, parts) for parts in candidates]
     assert needs.prefixes(found).tolist() == counted
-    prefixes, leading, torn, there = needs.prefixes_and_runs(found)
+    some = needs.prefixes_and_runs(found)
+    prefixes, leading, torn, there = some.prefixes, some.leading, some.torn, some.there
     assert prefixes.tolist() == counted
     every = [
         [bool(parts) and all(held & set(one) - {11} for one, _ in parts) for _, held in runs]
@@ -113,7 +114,8 @@ def test_many_runs_are_looked_at_in_several_steps() -> None:
 def test_runs_of_another_directory_have_no_prefix() -> None:
     needs, found = prepared([[([0], None)]]), runs_of([(5, {0})], version=5)
     assert needs.prefixes(found).tolist() == [0]
-    prefixes, leading, torn, there = needs.prefixes_and_runs(found)
+    some = needs.prefixes_and_runs(found)
+    prefixes, leading, torn, there = some.prefixes, some.leading, some.torn, some.there
     assert (prefixes.tolist(), leading.tolist(), torn) == ([0], [0], False)
     assert there.tolist() == [[False]]
 

@@ -411,7 +411,7 @@ def test_a_page_of_four_gibibytes_can_be_evicted():
         made.ask(1, wire.CommitPut(0, put, DIGEST))
 
     [space] = made.node.pages.spaces
-    ghost = made.node.pages.ghosts.find(space, page_keys(range(100, 102), 2)[0])
+    ghost = made.node.pages.residents.ghosts.find(space, page_keys(range(100, 102), 2)[0])
     assert ghost is not None
     assert ghost.wanted_bytes == 1 << 32
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvstore.process.collector import YOUNG, YOUNG_ROUNDS, spare_the_old
+from kvstore.process.collector import SELDOM, YOUNG, YOUNG_ROUNDS, look_seldom, spare_the_old
 from kvstore.state.tree.slots import SLOT_ALIGNMENT, SlotTable
 from tests.collected import references
 from tests.state.world import FULL, STATE, World, drop_below
@@ -59,6 +59,25 @@ def test_what_is_young_and_in_a_cycle_is_freed():
 
     assert len(kept) > 0
     assert Ring.alive == 0
+
+
+def test_who_looks_seldom_frees_cycles_of_every_age() -> None:
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
+    gc.collect()
+    end = look_seldom()
+    try:
+        old = Ring()
+        kept = [[] for _ in range(SELDOM)]
+        assert Ring.alive == 1
+        del old
+        gc.collect()
+        assert Ring.alive == 0
+        Ring()
+        kept = [*kept, *([] for _ in range(SELDOM))]
+        assert Ring.alive == 0
+    finally:
+        end()
+    assert (gc.get_threshold(), gc.get_freeze_count()) == (before, frozen)
 
 
 def test_what_a_page_table_does_leaves_nothing_for_the_collector():

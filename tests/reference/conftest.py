@@ -2,6 +2,7 @@
 
 import queue
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,42 +54,43 @@ class Answer:
 Ask = Callable[..., Answer]
 
 
+def submit(
+    engine: Engine,
+    prompt: str | list[int],
+    max_tokens: int = 8,
+    sampling: Sampling | None = None,
+    **fields: Any,
+) -> Answer:
+    """Submit a request without waiting."""
+    tokens = encode(prompt) if isinstance(prompt, str) else list(prompt)
+    fields.setdefault("id", "request")
+    if fields.get("to_handoff"):
+        max_tokens = 1
+    outputs: queue.Queue[Output] = queue.Queue()
+    request = Request(
+        tokens=tokens,
+        prompt_tokens=len(tokens),
+        max_tokens=max_tokens,
+        emit=outputs.put,
+        sampling=sampling or Sampling(),
+        **fields,
+    )
+    engine.submit(request)
+    return Answer(request, outputs)
+
+
 @pytest.fixture
 def ask() -> Ask:
     """``ask(engine, prompt, max_tokens=8, ...) -> Answer``: submit without waiting."""
-
-    def submit(
-        engine: Engine,
-        prompt: str | list[int],
-        max_tokens: int = 8,
-        sampling: Sampling | None = None,
-        **fields: Any,
-    ) -> Answer:
-        tokens = encode(prompt) if isinstance(prompt, str) else list(prompt)
-        fields.setdefault("id", "request")
-        if fields.get("to_handoff"):
-            max_tokens = 1
-        outputs: queue.Queue[Output] = queue.Queue()
-        request = Request(
-            tokens=tokens,
-            prompt_tokens=len(tokens),
-            max_tokens=max_tokens,
-            emit=outputs.put,
-            sampling=sampling or Sampling(),
-            **fields,
-        )
-        engine.submit(request)
-        return Answer(request, outputs)
-
     return submit
 
 
 MakeEngine = Callable[..., Engine]
 
 
-@pytest.fixture
-def make_engine() -> Iterator[MakeEngine]:
-    """``make_engine(store=None, handoff=None, **options)``: started, closed and checked later."""
+@contextmanager
+def engines() -> Iterator[MakeEngine]:
+    """``make(store=None, handoff=None, **options)``: started; closed and checked at the end."""
     made: list[Engine] = []
 
     def make(store: Any = None, handoff: HandoffOptions | None = None, **options: Any) -> Engine:
@@ -102,6 +104,13 @@ def make_engine() -> Iterator[MakeEngine]:
     for engine in made:
         assert engine.close(10.0), "an engine did not end in time"
         check_idle(engine)
+
+
+@pytest.fixture
+def make_engine() -> Iterator[MakeEngine]:
+    """See :func:`engines`."""
+    with engines() as make:
+        yield make
 
 
 def check_idle(engine: Engine) -> None:

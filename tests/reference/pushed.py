@@ -9,6 +9,7 @@ from engine_adapters.reference.engine import Engine
 from engine_adapters.reference.handoff_options import HandoffOptions
 from engine_adapters.reference.request import Push
 from engine_adapters.reference.sampler import Sampling
+from engine_adapters.reference.scheduler import Limits
 from kvstore.handoff.states import Patience
 from tests.reference.conftest import Answer, Ask, MakeEngine
 
@@ -16,6 +17,8 @@ SECRET = b"a secret for tests, of 32 bytes."
 PATIENCE = Patience(bootstrapping_s=10, waiting_s=10, transferring_s=5, total_s=30)
 OPTIONS = HandoffOptions(secret=SECRET, patience=PATIENCE)
 ROOMS: Iterator[int] = count(1)
+TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 5
+SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=1234)
 
 
 def registry_of(prefill: Engine) -> str:
@@ -85,3 +88,23 @@ def report(answer: Answer) -> tuple[str, str | None]:
 
 def kept_hashes(pair: PushPair, name: str = "request") -> list[Any]:
     return [engine.kv_hashes(name) for engine in (pair.prefill, pair.decode)]
+
+
+def pushed_are_those_of_one_engine(
+    make_engine: MakeEngine, ask: Ask, ranks: tuple[int, int], handoff: HandoffOptions
+) -> PushPair:
+    """Push prompts between engines of so many ranks: tokens and K/V are those of one engine."""
+    mono = make_engine(prefix_cache=False)
+    small = {"limits": Limits(token_budget=40), "handoff": handoff}
+    pair = pair_of(
+        make_engine, ask, prefill={"ranks": ranks[0], **small}, decode={"ranks": ranks[1], **small}
+    )
+    lengths = [1, 15, 16, 65, 200, 390]
+    both = [pair.ask(TEXT[:length], 12, SEEDED, name=f"r{length}") for length in lengths]
+    for length, (here, there) in zip(lengths, both, strict=True):
+        name = f"r{length}"
+        expected = ask(mono, TEXT[:length], 12, SEEDED, id=name).wait()
+        assert there.wait().tokens == expected.tokens
+        assert report(here.wait()) == report(there) == ("success", None)
+        assert kept_hashes(pair, name) == [mono.kv_hashes(name)] * 2
+    return pair

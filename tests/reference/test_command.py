@@ -10,6 +10,7 @@ import pytest
 
 from engine_adapters.reference.__main__ import parse_args
 from engine_adapters.reference.server import ConductorAt, keep_registered
+from tests.cluster.nodes import CERTIFICATES
 
 TIMEOUT_S = 60.0
 
@@ -48,6 +49,8 @@ def test_the_size_of_the_slab_may_have_a_unit() -> None:
         (["--events", "foo"], "--events: 'foo' is neither ipc:///path"),
         (["--host", "192.0.2.1"], "--host: "),
         (["--handoff", "push"], "--handoff-secret-file: --handoff push needs it"),
+        (["--handoff-warm-up"], "--handoff-warm-up: only with --handoff push"),
+        (["--handoff", "push", "--handoff-warm-up"], "--handoff-warm-up: not with --mode mono"),
         (
             ["--handoff-silence", "0.9"],
             "error: argument --handoff-silence: silence_s: 0.9 is less than 1",
@@ -57,16 +60,37 @@ def test_the_size_of_the_slab_may_have_a_unit() -> None:
             "error: argument --handoff-silence: 'two' is not a number of seconds",
         ),
         (["--handoff", "push", "--handoff-secret-file", "/nowhere"], "--handoff-secret-file: /no"),
+        (
+            ["--handoff", "push", "--handoff-secret-file", "{secret}", "--handoff-key", "k.pem"],
+            "--handoff-certificate: needed",
+        ),
+        (
+            [
+                "--handoff",
+                "push",
+                "--handoff-secret-file",
+                "{secret}",
+                *(
+                    word
+                    for one in ("certificate", "key", "authority")
+                    for word in (f"--handoff-{one}", f"{CERTIFICATES / 'node.pem'}")
+                ),
+            ],
+            "--handoff-certificate: ",
+        ),
         (["--port", "{taken}"], "--port: error while attempting to bind"),
         (["--ranks", "3"], "--ranks, --handoff-host"),
     ],
 )
-def test_what_cannot_be_used_ends_the_engine_with_one_line(words, said) -> None:
+def test_what_cannot_be_used_ends_the_engine_with_one_line(words, said, tmp_path) -> None:
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_text("a secret for tests, of 32 bytes.")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         done = subprocess.run(
             [sys.executable, "-m", "engine_adapters.reference",
-             *(word.format(taken=port) for word in words)],
+             *(word.format(taken=port, secret=secret) for word in words)],
             capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
         )  # fmt: skip
 

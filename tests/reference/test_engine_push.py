@@ -14,6 +14,7 @@ from engine_adapters.reference.tokenizer import TextStream
 from kvstore.errors import InvalidArgument
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.prefill import Sender
+from tests.cluster.nodes import files
 from tests.conftest import WaitUntil
 from tests.reference.conftest import Ask, MakeEngine
 from tests.reference.fake_store import FakeNode, FakeStore
@@ -40,6 +41,23 @@ def test_pushed_tokens_and_kv_are_those_of_one_engine(
     assert report(here) == report(there) == ("success", None)
     assert there.request.timings.pushed_tokens == length
     assert kept_hashes(pair) == [mono.kv_hashes("request")] * 2
+
+
+def test_engines_with_certificates_push_and_one_without_computes(
+    make_engine: MakeEngine, ask: Ask
+) -> None:
+    prompt = TEXT[:128]
+    expected = ask(make_engine(), prompt, 8).wait().tokens
+    with_tls = {"handoff": replace(OPTIONS, certificates=files())}
+    pair = pair_of(make_engine, ask, prefill=with_tls, decode=with_tls)
+    here, there = pair.ask(prompt, 8)
+    assert there.wait().tokens == expected
+    assert here.wait().tokens == expected[:1]
+    assert report(here) == report(there) == ("success", None)
+    pair.decode = make_engine(mode="decode", handoff=OPTIONS)
+    _, there = pair.ask(prompt, 8)
+    assert there.wait().tokens == expected
+    assert report(there) == ("failed", "unreachable")
 
 
 def test_prompts_of_many_chunks_that_share_prefixes_are_pushed_whole(

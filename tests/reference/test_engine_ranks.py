@@ -3,20 +3,18 @@
 import socket
 import time
 
+import numpy as np
 import pytest
 
 from engine_adapters.reference.handoff_options import HandoffOptions
-from engine_adapters.reference.sampler import Sampling
-from engine_adapters.reference.scheduler import Limits
 from kvstore.errors import InvalidArgument
 from kvstore.handoff.states import State
 from tests.conftest import WaitUntil
 from tests.reference.conftest import Ask, MakeEngine
 from tests.reference.fake_store import FakeNode, FakeStore
-from tests.reference.pushed import SECRET, kept_hashes, pair_of, report
+from tests.reference.pushed import OPTIONS, SECRET, pair_of, pushed_are_those_of_one_engine, report
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 5
-SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=1234)
 RANKS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 
 
@@ -24,20 +22,7 @@ RANKS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 def test_pushed_tokens_and_kv_are_those_of_one_engine(
     make_engine: MakeEngine, ask: Ask, ranks: tuple[int, int]
 ) -> None:
-    mono = make_engine(prefix_cache=False)
-    small = Limits(token_budget=40)
-    pair = pair_of(
-        make_engine, ask,
-        prefill={"ranks": ranks[0], "limits": small}, decode={"ranks": ranks[1], "limits": small},
-    )  # fmt: skip
-    lengths = [1, 15, 16, 65, 200, 390]
-    both = [pair.ask(TEXT[:length], 12, SEEDED, name=f"r{length}") for length in lengths]
-    for length, (here, there) in zip(lengths, both, strict=True):
-        name = f"r{length}"
-        expected = ask(mono, TEXT[:length], 12, SEEDED, id=name).wait()
-        assert there.wait().tokens == expected.tokens
-        assert report(here.wait()) == report(there) == ("success", None)
-        assert kept_hashes(pair, name) == [mono.kv_hashes(name)] * 2
+    pushed_are_those_of_one_engine(make_engine, ask, ranks, OPTIONS)
 
 
 def test_ranks_of_one_engine_change_no_token_and_no_hash(make_engine: MakeEngine, ask: Ask) -> None:
@@ -99,6 +84,8 @@ def test_ranks_that_cannot_be_are_refused(
 class OpenTransport:
     transport = "for tests"
     closed = False
+    gather_memory = np.zeros(0, dtype=np.uint8)
+    staged_address = 0
 
     def begin(self, *_: object) -> None:
         """Nothing to tell."""

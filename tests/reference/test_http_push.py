@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from engine_adapters.reference.request import Push
 from tests.conftest import Process, Spawn, WaitUntil
 from tests.reference.conftest import Ask, MakeEngine
 from tests.reference.pushed import OPTIONS
@@ -102,7 +103,11 @@ def ids(answer: Future[Any]) -> list[int]:
 def test_a_router_pushes_and_reads_how_it_went(
     spawn: Spawn, secret: Path, make_engine: MakeEngine, ask: Ask
 ) -> None:
-    prefill, decode = (Served(spawn, mode, secret) for mode in ("prefill", "decode"))
+    prefill, decode = (
+        Served(spawn, mode, secret, "--handoff-warm-up") for mode in ("prefill", "decode")
+    )
+    for engine, tokens in ((prefill, 1), (decode, 3)):  # it was warm before it said that it listens
+        assert f"output_tokens_total {tokens}.0" in engine.metrics()
     assert decode.get("/v1/engine")["handoff"] == {"push": {}}
     expected = ask(make_engine(), SHORT, 8).wait().tokens
     router = PushRouter(prefill, decode)
@@ -162,6 +167,31 @@ def test_wrong_parameters_of_a_push_are_refused_naming_the_field(mode: Any) -> N
                 message = answer["error"]["message"]
                 assert message.startswith("kv_transfer_params"), message
                 assert field in message, message
+            assert await s.get("/v1/handoffs") == (200, {"handoffs": []})
+
+    scenario(run)
+
+
+def test_an_engine_lists_where_its_handoffs_are_and_which_rank_is_missing(
+    make_engine: MakeEngine, ask: Ask
+) -> None:
+    prefill = make_engine(mode="prefill", handoff=OPTIONS)
+    registry = prefill.handoff["push"]["registry"]
+
+    async def run() -> None:
+        async with service(mode="decode", handoff=OPTIONS) as s:
+            fields = {"kv_transfer_params": THERE | {"room": 5_000, "registry": registry}}
+            waiting = asyncio.ensure_future(s.complete(prompt=SHORT, **fields))
+            await s.until(lambda: [e.state for e in s.engine.handoffs()] == ["WAITING_FOR_INPUT"])
+            (one,) = (await s.get("/v1/handoffs"))[1]["handoffs"]
+            assert one["state"] == "waiting_for_input"
+            assert set(one) == {"room", "state", "seconds", "bytes", "missing_ranks"}
+            assert (one["room"], one["bytes"], one["missing_ranks"]) == (5_000, 0, [0])
+            assert 0 <= one["seconds"] < 10
+            here = ask(prefill, SHORT, to_handoff=True, push=Push(5_000))
+            answer = await waiting
+            assert answer["kv_transfer_params"]["handoff"]["state"] == "success"
+            await asyncio.to_thread(here.wait)
             assert await s.get("/v1/handoffs") == (200, {"handoffs": []})
 
     scenario(run)

@@ -21,6 +21,7 @@ from kvstore.handoff import staging
 from kvstore.handoff.memory import landing_places
 from kvstore.handoff.places import AUX_PLANE
 from kvstore.handoff.states import HandoffFailure, HandoffProgress, HandoffSide, Layer
+from kvstore.mover.ranges import Places, digest_ranges
 from kvstore.tier.vectored import memory_at
 from tests.conftest import WaitUntil
 from tests.reference.conftest import Ask, MakeEngine
@@ -221,21 +222,26 @@ def test_a_byte_flipped_on_the_way_changes_kv_only_when_verification_is_off(
     mono = make_engine()
     expected = ask(mono, TEXT[:200], 16).wait().tokens
     pair = pair_of(make_engine, ask)
-    real = staging.Staging.verify
+    real = staging.Staging.land
 
-    def flipping(self, pool, aux, landing):  # type: ignore[no-untyped-def]
-        """As if the bytes had come so: they are in the pool already when they are digested."""
-        places = landing_places(pool, aux, landing)
-        if verified:
+    def flipping(self, pool, aux, landing, receive, staged):  # type: ignore[no-untyped-def]
+        """As if the bytes had come so: they change before they are digested, or unseen after."""
+
+        def changed(places: Places, seeds: bytes) -> bytes:
+            receive(places, seeds)
             for place in places:  # every float is a NaN, in the unused rows too
                 memory_at(*place)[:] = b"\xff" * place[1]
-            return real(self, pool, aux, landing)
+            return digest_ranges(places, seeds)
+
+        if verified:
+            return real(self, pool, aux, landing, changed, staged)
+        real(self, pool, aux, landing, receive, staged)
         if landing.ranges[0].plane != AUX_PLANE:
-            memory = memory_at(places[0][0] + 35, 1)
+            memory = memory_at(landing_places(pool, aux, landing)[0][0] + 35, 1)
             memory[0] = memory[0] ^ 0xFF
         return True
 
-    monkeypatch.setattr(staging.Staging, "verify", flipping)
+    monkeypatch.setattr(staging.Staging, "land", flipping)
     _, there = pair.ask(TEXT[:200])
     there.wait()
     here_hashes, there_hashes = kept_hashes(pair)

@@ -312,8 +312,8 @@ def test_a_page_whose_head_left_with_its_own_head_a_thousand_times_is_explained(
     asked.table.residents.ghosts = Ghosts(10_000)
     for depth in range(len(name), 1, -1):
         node = PrefixNode(asked.space, key(name[:depth]), None)
-        asked.table.ghosts.head = key(name[: depth - 1])
-        asked.table.ghosts.add(node, 0, "head_lost", SECOND)
+        asked.table.residents.ghosts.head = key(name[: depth - 1])
+        asked.table.residents.ghosts.add(node, 0, "head_lost", SECOND)
 
     found, heads = asked.why(name), 0
     while found.head is not None:

@@ -67,7 +67,7 @@ def test_a_ghost_tells_when_why_and_for_whom(world_of_two):
 
     world.store(process, other, "wxyz")
 
-    ghost = world.table.ghosts.find(space, key("abcd"))
+    ghost = world.table.residents.ghosts.find(space, key("abcd"))
     assert ghost is not None
     assert (ghost.cause, ghost.policy, ghost.hits) == ("evicted", "lru", 1)
     assert (ghost.stored_ns, ghost.used_ns, ghost.left_ns) == (5 * SECOND, 5 * SECOND, 7 * SECOND)
@@ -92,8 +92,8 @@ def test_what_went_with_its_head_says_which_head(world_of_two):
 
     world.table.residents.drop(space.nodes[key("a")], 0, "corrupt")
 
-    assert world.table.ghosts.find(space, key("abc")).head == key("a")
-    assert world.table.ghosts.find(space, key("a")).head == ROOT
+    assert world.table.residents.ghosts.find(space, key("abc")).head == key("a")
+    assert world.table.residents.ghosts.find(space, key("a")).head == ROOT
 
 
 def test_a_list_of_no_length_remembers_nothing_and_says_so():

@@ -104,6 +104,47 @@ def test_a_write_is_given_to_one_process_only():
     assert not attempts.effects
 
 
+def test_where_there_are_only_writes_those_that_run_end_before_the_process_is_replaced():
+    attempts = Attempts(MAX_BYTES, patient=True)
+    attempts.started()
+    for number, endpoint in ((1, "a:1"), (2, "b:1"), (3, "b:1")):
+        attempts.submit(transfer(number, endpoint), 0, write=True)
+    attempts.failed(1, b"\0\0", "broken", 5, touched=True)
+    assert Replace() not in attempts.effects
+    assert not attempts.up, "it gets no more"
+    attempts.arrived(2, b"\1\1")
+    assert Replace() not in attempts.effects
+    attempts.advance(10**9)  # the third is late
+    assert attempts.effects[-1] == Replace()
+    attempts.gone()
+    ends = {
+        one.number: one.error is None for one in attempts.events if isinstance(one, TransferEnd)
+    }
+    assert ends == {1: False, 2: True, 3: False}
+
+
+def test_a_process_that_hangs_in_a_contact_is_replaced_at_once():
+    attempts = Attempts(MAX_BYTES, patient=True)
+    attempts.started()
+    for number, endpoint in ((1, "a:1"), (2, "b:1"), (3, "c:1")):
+        attempts.submit(transfer(number, endpoint, 10**12), 0, write=True)
+    attempts.failed(1, b"\0\0", "broken", 5, touched=True)
+    attempts.contacting(2, 10)
+    attempts.advance(10 + CONTACT_NS)
+    assert attempts.effects[-1] == Replace()
+
+
+def test_a_transfer_that_no_process_got_says_that_it_has_not_begun():
+    attempts = Attempts(MAX_BYTES)
+    attempts.submit(transfer(1), 0, write=True)
+    attempts.advance(10**9)
+    attempts.submit(transfer(2, deadline_ns=10**9), 10**9, write=True)
+    attempts.started()
+    attempts.submit(transfer(3, deadline_ns=10**10), 10**9, write=True)
+    attempts.failed(3, b"\0\0", "nobody there", 10**9, touched=False)
+    assert [one.begun for one in attempts.events] == [False, False, True]
+
+
 def test_numbers_and_bytes_are_bounded():
     attempts = started()
     attempts.submit(transfer(1), 0)
@@ -116,9 +157,12 @@ def test_numbers_and_bytes_are_bounded():
 class Processes(RuleBasedStateMachine):
     """Processes that read, fail, say nothing and end, in any order."""
 
+    writes = False
+
     def __init__(self):
         super().__init__()
-        self.attempts = Attempts(MAX_BYTES)
+        self.attempts = Attempts(MAX_BYTES, patient=self.writes)
+        self.ran = False
         self.now_ns = 0
         self.number = 0
         self.deadlines: dict[int, int] = {}
@@ -157,8 +201,9 @@ class Processes(RuleBasedStateMachine):
         self.number += 1
         self.deadlines[self.number] = self.now_ns + left_ns * CONTACT_NS
         self.attempts.submit(
-            transfer(self.number, at, self.deadlines[self.number], pages), self.now_ns
-        )
+            transfer(self.number, at, self.deadlines[self.number], pages), self.now_ns,
+            write=self.writes,
+        )  # fmt: skip
         self.carry()
 
     @rule(step=st.integers(1, CONTACT_NS))
@@ -175,11 +220,13 @@ class Processes(RuleBasedStateMachine):
         self.killed = False
         self.carry()
         self.attempts.started()
+        self.ran = True
         self.carry()
 
     @precondition(lambda self: self.attempts.up)
     @rule()
     def crash(self):
+        self.ran = False
         self.given.clear()
         self.attempts.gone()
         self.carry()
@@ -218,6 +265,11 @@ class Processes(RuleBasedStateMachine):
         assert all(one in self.ends for one in late)
         assert self.attempts.in_flight_bytes <= MAX_BYTES
 
+    @invariant()
+    def what_is_to_be_replaced_is_killed_or_moves_something(self):
+        if self.ran and not self.attempts.up and not self.killed:
+            assert self.given - set(self.ends)
+
     def teardown(self):
         self.now_ns += 10**10
         self.attempts.advance(self.now_ns)
@@ -231,3 +283,13 @@ class Processes(RuleBasedStateMachine):
 
 TestProcesses = Processes.TestCase
 TestProcesses.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+class PatientProcesses(Processes):
+    """The same with writes only."""
+
+    writes = True
+
+
+TestPatientProcesses = PatientProcesses.TestCase
+TestPatientProcesses.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

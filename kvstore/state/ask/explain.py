@@ -162,7 +162,7 @@ class Explainer:
             found = self._present(node, shard)
             if found is not None:
                 return found
-        ghost = self._pages.ghosts.find(space, key)
+        ghost = self._pages.residents.ghosts.find(space, key)
         if ghost is not None and (shard is None or node is None or ghost.shard == shard):
             return (yield from self._left(space, ghost, heads))
         if node is not None and node.present and shard is not None:
@@ -256,7 +256,7 @@ class Explainer:
         }
 
     def _nothing(self, space: PrefixTree | None, key: PrefixKey) -> Explanation:
-        ghosts = self._pages.ghosts
+        ghosts = self._pages.residents.ghosts
         label = space.label if space is not None else ""
         if ghosts.forgotten:
             text = "not known: never stored, or it left before the oldest page still remembered"

@@ -73,7 +73,7 @@ class RoomPlan:
 
     def takes(self, node: PrefixNode) -> bool:
         """Whether the node is a victim."""
-        return bool(self.victims) and any(one.node is node for one in self.victims)
+        return any(one.node is node for one in self.victims)
 
     def check(self) -> None:
         """Assert that no page leaves twice, and none that the new ones follow."""

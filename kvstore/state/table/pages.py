@@ -59,7 +59,7 @@ class PageTable:
         self.ahead = SlotsAhead(held, self.room)
         self.slots, self.spaces, self.fetches = slots, held.spaces, held.fetches
         self.moment, self.meter, self.counts = held.moment, held.meter, held.counts
-        self.actions, self.story, self.ghosts = held.actions, held.story, held.ghosts
+        self.actions, self.story = held.actions, held.story
         self.eviction, self.quotas, self.draining = held.eviction, held.quotas, held.draining
         self.pins = Pins()
         self._deadlines = Deadlines()

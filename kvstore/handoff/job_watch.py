@@ -1,0 +1,62 @@
+"""What an engine may be told of each job of a push, when it has ended: for logs, off by default."""
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvstore.handoff.effects import PushJob
+from kvstore.handoff.states import HandoffFailure
+
+
+class EndedJob(NamedTuple):
+    """A job that was submitted and has ended.
+
+    Attributes:
+        room: of the request.
+        rank: of prefill.
+        sizes: bytes of each range.
+        transport: by which they went.
+        seconds: from its submission to its end.
+        code: why not all was sent; empty = it was.
+    """
+
+    room: int
+    rank: int
+    sizes: list[int]
+    transport: str
+    seconds: float
+    code: str
+
+
+JobObserver = Callable[[EndedJob], None]
+"""Told each job by the thread that ends it, under a lock perhaps: it must not wait, or raise."""
+
+
+class JobWatch:
+    """Tells the ends of jobs to an observer.
+
+    Args:
+        rank: of prefill.
+
+    Attributes:
+        observe: the observer; None = there is none.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.observe: JobObserver | None = None
+        self._rank = rank
+        self._since: dict[int, float] = {}
+
+    def submitted(self, job: PushJob) -> None:
+        """A job waits for its link."""
+        if self.observe is not None:
+            self._since[job.number] = time.monotonic()
+
+    def ended(self, job: PushJob, failure: HandoffFailure | None, transport: str) -> None:
+        """A job that was submitted has ended, or will not begin."""
+        if self.observe is None:
+            return
+        seconds = time.monotonic() - self._since.pop(job.number)
+        sizes = [job.share.range_bytes(place) for place in job.ranges]
+        code = failure.code if failure is not None else ""
+        self.observe(EndedJob(job.room, self._rank, sizes, transport, seconds, code))
