@@ -133,3 +133,25 @@ def test_what_follows_a_page_that_cannot_be_read_leaves_and_what_precedes_it_com
     assert world.lookup(world.mine, "abcdef") == (3, 0)
     world.table.end_fetch(world.me, asked)
     assert world.slots.stats().writing_bytes == world.slots.stats().pinned_bytes == 0
+
+
+def test_memory_of_the_page_before_those_that_are_loaded_may_give_them_room():
+    world = DiskWorld(write="through", extents=1)
+    world.store(world.me, world.mine, "abcd")
+    world.end_all()
+    assert world.table.residents.release_memory(world.node("abcd"))
+    free = world.slots.stats().free_bytes // 4096
+    world.acquire(world.me, world.mine, "ab")  # these stay
+    for at in range(free):
+        path = "xyz"[at]
+        world.store(world.me, world.mine, path)
+        world.acquire(world.me, world.mine, path)
+    world.end_all()
+
+    asked = world.table.begin_fetch(world.me, 4096)
+    world.table.room.fetch(asked, world.mine, 0, key("abcd"))
+
+    assert [job.page.key for job in world.jobs(DiskRead)] == [key("abcd")]
+    world.end_all()
+    assert world.table.fetches.ended == [asked]
+    assert world.in_memory("abcd") == [True, True, False, True]
