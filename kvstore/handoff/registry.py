@@ -25,6 +25,7 @@ import msgspec
 
 from kvstore.errors import InvalidArgument, PeerUnreachable, ProtocolError, reason
 from kvstore.handoff.greeting import proof_of
+from kvstore.handoff.messages import UNREADABLE
 from kvstore.handoff.ranks import RANKS_MAX
 from kvstore.handoff.shape import PoolShape
 from kvstore.process.faults import Faults
@@ -284,7 +285,7 @@ class HandoffRegistry:
         try:
             record = _record.decode(body)
             record.check()
-        except (msgspec.MsgspecError, InvalidArgument) as error:
+        except (*UNREADABLE, InvalidArgument) as error:
             return HTTPStatus.BAD_REQUEST, str(error)[:200]
         with self._lock:
             why = self._table.register(record, time.monotonic_ns())
@@ -363,7 +364,7 @@ class RegistryClient:
             found = _ranks.decode(self._ask("GET", b""))
             for record in found:
                 record.check()
-        except (msgspec.MsgspecError, InvalidArgument, RecursionError) as error:
+        except (*UNREADABLE, InvalidArgument) as error:
             raise ProtocolError(f"the registry's answer cannot be read: {error}") from error
         return found
 

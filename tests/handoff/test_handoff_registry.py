@@ -54,6 +54,23 @@ def test_what_no_rank_can_be_is_refused_in_the_registrys_answer_too(monkeypatch)
         client.ranks()
 
 
+@pytest.mark.parametrize("said", [b'[{"rank": ' + b"[" * 100_000, b'[{"address":"\xff"}]'])
+def test_what_is_no_text_or_too_deep_is_refused_by_registry_and_client(said, monkeypatch, caplog):
+    """Other errors of the decoder; the server of the standard library would say nothing of them."""
+    client = RegistryClient("http://127.0.0.1:9", SECRET)
+    monkeypatch.setattr(client, "_ask", lambda *_: said)
+    with pytest.raises(ProtocolError, match="cannot be read"):
+        client.ranks()
+
+    registry = HandoffRegistry("127.0.0.1", 0, SECRET)
+    try:
+        with pytest.raises(ProtocolError, match="400"):
+            RegistryClient(registry.url, SECRET)._ask("PUT", said[1:])
+    finally:
+        registry.close()
+    assert "PUT /v1/ranks: 400" in caplog.text
+
+
 def test_an_instance_of_too_many_ranks_is_not_connected_to():
     shape = Memory().pool.shape
     fields = ("127.0.0.1:9", "ab" * 16, 1, (0, 4), (0, 1), shape, "", ["tcp"], PROTOCOL, 60.0)
