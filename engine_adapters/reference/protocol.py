@@ -15,6 +15,8 @@ from kvstore.handoff.rooms import ROOM_MAX
 
 _STOPS_MAX: Final = 8
 _STOP_CHARS_MAX: Final = 256
+_ID_CHARS_MAX: Final = 200
+"""An id comes back in a header, and is in the log."""
 
 
 class BadRequestError(Exception):
@@ -105,7 +107,7 @@ def parse(raw: bytes, kind: type[Body], within: str = "") -> Body:
         within: name of the field.
 
     Raises:
-        BadRequestError: it is not JSON, or a field has the wrong type.
+        BadRequestError: it is not JSON, too deep, or a field has the wrong type.
     """
     try:
         return msgspec.json.decode(raw, type=kind)
@@ -113,8 +115,8 @@ def parse(raw: bytes, kind: type[Body], within: str = "") -> Body:
         what, _, path = str(error).partition(" - at `$.")
         field = ".".join(part for part in (within, path.rstrip("`")) if part)
         raise BadRequestError(f"{field or 'body'}: {what}") from error
-    except msgspec.DecodeError as error:
-        raise BadRequestError(f"body: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequestError(f"{within or 'body'}: {error}") from error
 
 
 def to_request(
@@ -129,7 +131,9 @@ def to_request(
     transfer, push = _parameters(body.kv_transfer_params, engine)
     max_tokens = 1 if transfer.do_remote_decode else body.max_tokens
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    is_id = 0 < len(request_id) <= _ID_CHARS_MAX and request_id.isascii()
     checks = (
+        (is_id and request_id.isprintable(), "request_id", "1 to 200 printable ASCII characters"),
         (bool(tokens), "prompt", "must not be empty"),
         (all(0 <= t < VOCAB_SIZE for t in tokens), "prompt", f"tokens are 0..{VOCAB_SIZE - 1}"),
         (max_tokens >= 1, "max_tokens", "must be at least 1"),

@@ -8,6 +8,7 @@ import numpy as np
 import xxhash
 
 from kvstore.errors import InvalidArgument, ProtocolError
+from kvstore.handoff.messages import UNREADABLE
 
 HIDDEN_BYTES_MAX: Final = 64 * 1024
 AUX_BYTES_MAX: Final = 128 * 1024
@@ -83,5 +84,5 @@ def decode_aux(packed: bytes) -> AuxData:
     """
     try:
         return _decoder.decode(packed)
-    except (msgspec.MsgspecError, RecursionError) as error:  # of a field that is unknown, perhaps
+    except UNREADABLE as error:  # of a field that is unknown, perhaps
         raise ProtocolError(f"the aux data cannot be read: {error}") from error

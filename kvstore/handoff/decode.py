@@ -277,10 +277,12 @@ class DecodeManager:
     def _give_up(self, peer: PeerLinks, error: KVStoreError) -> None:
         """No link can be made: fail what waits for it, under the lock."""
         self.faults.note("unreachable", f"{peer.peer}: {error}")
+        peer.close()
+        if self._links.get(peer.peer, peer) is not peer:
+            return  # its links broke, and a next try has begun, for all that wait
         self._links.pop(peer.peer, None)
         code, now_ns = FailureCode.UNREACHABLE, time.monotonic_ns()
         self._carry_out(self._core.unreachable(peer.peer, code, str(error), now_ns))
-        peer.close()
 
     def _connect(
         self, peer: PeerLinks, client: RegistryClient, made: list[tuple[PeerRank, PushLink]]

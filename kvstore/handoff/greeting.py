@@ -19,7 +19,7 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from kvstore.errors import ConfigError, InvalidArgument, PeerUnreachable, ProtocolError, reason
-from kvstore.handoff.messages import MESSAGE_BYTES_MAX
+from kvstore.handoff.messages import MESSAGE_BYTES_MAX, UNREADABLE
 from kvstore.handoff.ranks import RankGroup, RankPart, Share, plan_ranks
 from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.state_data import check_alike
@@ -279,7 +279,7 @@ class Greeter(NamedTuple):
             greeting = msgspec.structs.replace(greeting, proof=proof)
             _send_plain(stream, _encode(greeting), deadline_ns)
             answer = _answer.decode(_receive_plain(stream, deadline_ns))
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except UNREADABLE as error:
             raise ProtocolError(f"no port for handoffs: {error}") from error
         if isinstance(answer, GreetingRefused):
             raise InvalidArgument(answer.field[:64], answer.message[:200])
@@ -309,7 +309,7 @@ class Greeter(NamedTuple):
         _send_plain(stream, _encode(Challenge(PROTOCOL, nonce)), deadline_ns)
         try:
             greeting = _greeting.decode(_receive_plain(stream, deadline_ns))
-        except (msgspec.MsgspecError, InvalidArgument, RecursionError) as error:
+        except (*UNREADABLE, InvalidArgument) as error:
             raise ProtocolError(f"no greeting: {error}") from error
         bare = msgspec.structs.replace(greeting, proof=b"")
         wanted = proof_of(self.secret, b"decode", nonce, _encode(bare))

@@ -19,6 +19,8 @@ RANGES_BYTES_MAX: Final = 1 << 20
 RANGES_MAX: Final = 1_024
 """Ranges of one head."""
 TEXT_MAX: Final = 200
+UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What a decoder of msgspec raises for bytes of a peer; the last two it does not document."""
 
 
 class HandoffPing(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -144,7 +146,7 @@ def read_from_decode(body: bytes) -> FromDecode:
     """
     try:
         message: FromDecode = _from_decode.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"not a message of decode: {error}") from error
     _check(message)
     return message
@@ -158,7 +160,7 @@ def read_from_prefill(body: bytes) -> FromPrefill:
     """
     try:
         message: FromPrefill = _from_prefill.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"not a message of prefill: {error}") from error
     _check(message)
     return message

@@ -338,8 +338,9 @@ class PrefillManager:
         """Close a link, and fail what lives on it."""
         link.close()
         with self._lock:
-            if self._links.pop(link.number, None) is None:
+            if self._links.get(link.number) is not link:  # or its peer has made it again
                 return
+            del self._links[link.number]
             now_ns = time.monotonic_ns()
             self._carry_out(self._core.closed(link.number, code, f"{link.peer}: {why}", now_ns))
             failure = self._failure(code, why)

@@ -15,7 +15,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
@@ -25,6 +26,7 @@ import msgspec
 
 from kvstore.errors import InvalidArgument, PeerUnreachable, ProtocolError, reason
 from kvstore.handoff.greeting import proof_of
+from kvstore.handoff.messages import UNREADABLE
 from kvstore.handoff.ranks import RANKS_MAX
 from kvstore.handoff.shape import PoolShape
 from kvstore.process.faults import Faults
@@ -127,6 +129,8 @@ class RankTable:
         key = (record.data_rank, record.rank)
         before = self._ranks.get(key)
         if before is None and len(self._ranks) >= RANKS_MAX:
+            self._forget(now_ns)
+        if before is None and len(self._ranks) >= RANKS_MAX:
             return f"rank: {RANKS_MAX} are registered"
         former = self._former.setdefault(key, [])
         if before and before[0].boot == record.boot and record.count <= before[0].count:
@@ -138,6 +142,11 @@ class RankTable:
             del former[:-_BOOTS_KEPT]
         self._ranks[key] = (record, now_ns + int(record.lease_s * 1e9))
         return ""
+
+    def _forget(self, now_ns: int) -> None:
+        """Forget those whose leases have ended, and what came before them."""
+        self._ranks = {key: one for key, one in self._ranks.items() if one[1] > now_ns}
+        self._former = {key: boots for key, boots in self._former.items() if key in self._ranks}
 
     def listed(self, now_ns: int) -> list[RankRecord]:
         """Those whose leases run."""
@@ -200,9 +209,8 @@ class HandoffRegistry:
             daemon_threads = False
 
             def process_request(self, request: Any, client_address: Any) -> None:
-                if registry._places.acquire(blocking=False):
-                    super().process_request(request, client_address)
-                else:
+                start = partial(super().process_request, request, client_address)
+                if not registry.starts(start, client_address[0]):
                     self.shutdown_request(request)
 
             def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -250,6 +258,18 @@ class HandoffRegistry:
         connection.settimeout(_WAIT_S)
         return self._tls.wrap_socket(connection, server_side=True)
 
+    def starts(self, start: Callable[[], None], peer: str) -> bool:
+        """Start the thread of a request, unless there are too many; returns whether it runs."""
+        if not self._places.acquire(blocking=False):
+            return False
+        try:
+            start()
+        except RuntimeError as error:  # no thread is left
+            self._places.release()
+            self.refused(peer, str(error))
+            return False
+        return True
+
     def refused(self, peer: str, why: str) -> None:
         """Note a request that is refused; any thread."""
         self.faults.note("refused", f"{peer}: {why}")
@@ -284,7 +304,7 @@ class HandoffRegistry:
         try:
             record = _record.decode(body)
             record.check()
-        except (msgspec.MsgspecError, InvalidArgument) as error:
+        except (*UNREADABLE, InvalidArgument) as error:
             return HTTPStatus.BAD_REQUEST, str(error)[:200]
         with self._lock:
             why = self._table.register(record, time.monotonic_ns())
@@ -363,7 +383,7 @@ class RegistryClient:
             found = _ranks.decode(self._ask("GET", b""))
             for record in found:
                 record.check()
-        except (msgspec.MsgspecError, InvalidArgument, RecursionError) as error:
+        except (*UNREADABLE, InvalidArgument) as error:
             raise ProtocolError(f"the registry's answer cannot be read: {error}") from error
         return found
 

@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
+from socketserver import ThreadingMixIn
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,7 +16,7 @@ from kvstore.handoff import registry as registries
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.greeting import PROTOCOL
 from kvstore.handoff.peers import peer_ranks
-from kvstore.handoff.ranks import RankGroup
+from kvstore.handoff.ranks import RANKS_MAX, RankGroup
 from kvstore.handoff.registry import HandoffRegistry, RankRecord, RegistryClient
 from kvstore.handoff.states import FailureCode, State
 from tests.handoff.pair import PATIENCE, SECRET, SPACE, Memory
@@ -52,6 +53,23 @@ def test_what_no_rank_can_be_is_refused_in_the_registrys_answer_too(monkeypatch)
 
     with pytest.raises(ProtocolError, match="rank"):
         client.ranks()
+
+
+@pytest.mark.parametrize("said", [b'[{"rank": ' + b"[" * 100_000, b'[{"address":"\xff"}]'])
+def test_what_is_no_text_or_too_deep_is_refused_by_registry_and_client(said, monkeypatch, caplog):
+    """Other errors of the decoder; the server of the standard library would say nothing of them."""
+    client = RegistryClient("http://127.0.0.1:9", SECRET)
+    monkeypatch.setattr(client, "_ask", lambda *_: said)
+    with pytest.raises(ProtocolError, match="cannot be read"):
+        client.ranks()
+
+    registry = HandoffRegistry("127.0.0.1", 0, SECRET)
+    try:
+        with pytest.raises(ProtocolError, match="400"):
+            RegistryClient(registry.url, SECRET)._ask("PUT", said[1:])
+    finally:
+        registry.close()
+    assert "PUT /v1/ranks: 400" in caplog.text
 
 
 def test_an_instance_of_too_many_ranks_is_not_connected_to():
@@ -155,6 +173,37 @@ def test_an_old_registration_of_a_boot_that_was_replaced_is_refused():
         client.register(record(2, 2, lease_s=0.0))
         client.register(record(1, 3))  # nobody has its place any more
         assert [one.boot for one in client.ranks()] == [record(1).boot]
+
+
+def test_ranks_whose_leases_have_ended_take_no_place_from_others():
+    """As after starts with other numbers of ranks, or by a rank that registers as all of them."""
+    shape, table = Memory().pool.shape, registries.RankTable()
+    fields = ("127.0.0.1:9", "ab" * 16, 1, (0, 4), (0, 1), shape, "", ["tcp"], PROTOCOL)
+    record = RankRecord(0, *fields, 5.0, ranks=RANKS_MAX, data_ranks=2)
+    for rank in range(RANKS_MAX):
+        assert table.register(msgspec.structs.replace(record, rank=rank), 0) == ""
+    late = msgspec.structs.replace(record, data_rank=1)
+    assert "are registered" in table.register(late, 4_000_000_000)
+    assert table.register(late, 6_000_000_000) == ""
+    assert table.listed(6_000_000_000) == [late]
+
+
+def test_a_request_for_which_there_is_no_thread_takes_no_place_for_good(monkeypatch):
+    monkeypatch.setattr(registries, "_REQUESTS_MAX", 1)
+    registry = HandoffRegistry("127.0.0.1", 0, SECRET)
+    client = RegistryClient(registry.url, SECRET)
+
+    def no_thread(*_):
+        raise RuntimeError("can't start new thread")
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(ThreadingMixIn, "process_request", no_thread)
+            with pytest.raises(PeerUnreachable):
+                client.ranks()
+        assert client.ranks() == []
+    finally:
+        registry.close()
 
 
 def test_a_registry_that_answers_byte_by_byte_is_given_up(monkeypatch):

@@ -45,6 +45,11 @@ def deeper(message: msgspec.Struct) -> bytes:
     return bytes([body[0] + 1]) + body[1:] + b"\x91" * 60_000 + b"\xc0"
 
 
+def garbled(message: msgspec.Struct, text: bytes) -> bytes:
+    """With bytes that are no text in place of a text."""
+    return msgspec.msgpack.encode(message).replace(text, b"\xff" * len(text))
+
+
 def sealed(greeting: LinkGreeting, nonce: bytes, secret: bytes = SECRET) -> LinkGreeting:
     """With the proof of somebody who knows a secret."""
     bare = msgspec.structs.replace(greeting, proof=b"")
@@ -90,6 +95,7 @@ def test_every_wrong_field_of_a_greeting_is_refused_by_prefill(wait_until, caplo
             lambda nonce: framed(msgspec.msgpack.encode(sealed(example, bytes(16)))),
             lambda nonce: framed(b"x" * 5_000),
             lambda nonce: framed(deeper(example)),
+            lambda nonce: framed(garbled(example, b"strange")),
             lambda nonce: b"\xff" * 4,
             lambda nonce: os.urandom(300),
             lambda nonce: b"",
@@ -145,9 +151,12 @@ ANSWERS = [Greeted(bytes(16), bytes(32)), GreetingRefused("space", "not the same
 @pytest.mark.parametrize("at", ["challenge", "answer", "garbage"])
 def test_every_wrong_field_of_prefills_greeting_is_refused_by_decode(at, wait_until, caplog):
     challenge = framed(msgspec.msgpack.encode(CHALLENGE))
-    cases = {
+    cases: dict[str, list] = {
         "challenge": [[wrong] for _, wrong in of_another_type(CHALLENGE)],
-        "answer": [[wrong] for one in ANSWERS for _, wrong in of_another_type(one)],
+        "answer": [
+            *([wrong] for one in ANSWERS for _, wrong in of_another_type(one)),
+            framed(garbled(ANSWERS[1], b"not the same")),
+        ],
         "garbage": [
             b"\xff" * 4,
             framed(b"x" * 5_000),
@@ -167,6 +176,7 @@ def test_every_wrong_field_of_prefills_greeting_is_refused_by_decode(at, wait_un
                 wait_until(lambda: receiver.state == State.FAILED)  # noqa: B023
                 assert receiver.failure is not None
                 assert receiver.failure.code == FailureCode.UNREACHABLE
+                assert "registration" not in receiver.failure.message
                 assert not receiver.holds_blocks
                 receiver.close()
                 wait_until(lambda: pair.decode.stats()["threads"] == 0)

@@ -82,6 +82,23 @@ def test_a_field_of_another_type_is_refused_in_every_message(
             assert read(msgspec.msgpack.encode(wrong)) is None, what
 
 
+@pytest.mark.parametrize(
+    ("read", "message", "text"),
+    [
+        (read_from_decode, Abort(1, FAILURE), b"for a test"),
+        (read_from_decode, Announce(1, 1, 0, b"", 0, LandingPlace("rdma", "h:1", b"")), b"rdma"),
+        (read_from_prefill, Failed(1, FAILURE), b"for a test"),
+    ],
+    ids=["abort", "announce", "failed"],
+)
+def test_text_that_is_no_text_is_refused_in_every_message(
+    read: Callable[[bytes], Any], message: Any, text: bytes
+) -> None:
+    """msgspec has another error for it than for everything else."""
+    with pytest.raises(ProtocolError):
+        read(encode_message(message).replace(text, b"\xff" * len(text)))
+
+
 # What the cores do with messages that can be read
 
 

@@ -1,0 +1,85 @@
+"""Goal: a peer that knows the secret and behaves as no engine does costs nobody else anything."""
+
+import os
+import time
+
+from kvstore.handoff.connecting import PURPOSES
+from kvstore.handoff.decode import DecodeManager
+from kvstore.handoff.greeting import SealedStream
+from kvstore.handoff.messages import HandoffPing, encode_message
+from kvstore.handoff.ranks import plan_ranks
+from kvstore.handoff.states import FailureCode, State
+from kvstore.transport.streams import connect, host_and_port
+from tests.handoff.pair import Pair, managers, push_all
+
+SOON_S = 5
+
+
+class Peer:
+    """Both connections of a link to prefill, greeted as by decode."""
+
+    def __init__(self, pair: Pair, number: bytes) -> None:
+        greeter, group = pair.decode._greeter, pair.decode._group
+        [share] = plan_ranks(group.parts, group.parts).shares
+        self.streams: list[SealedStream] = []
+        for purpose in PURPOSES:
+            until_ns = time.monotonic_ns() + SOON_S * 1_000_000_000
+            stream = connect(*host_and_port(pair.prefill.address), None, until_ns)
+            boot = pair.prefill._boot
+            self.streams.append(greeter.greet(stream, purpose, number, boot, share))
+
+    def say(self, message) -> None:
+        self.streams[0].send(encode_message(message), [], SOON_S)
+
+    def close(self) -> None:
+        for stream in self.streams:
+            stream.close()
+
+
+def test_a_link_that_comes_again_under_its_number_is_not_closed_in_place_of_the_old_one(wait_until):
+    """Its jobs would have no end: nobody would look for them, and their blocks were never free."""
+    number = os.urandom(16)
+    with managers() as pair:
+        old = Peer(pair, number)
+        wait_until(lambda: pair.prefill.stats()["links"] == 1)
+        link = pair.prefill._links[number]
+        old.close()
+        wait_until(lambda: pair.prefill.stats()["threads"] == 0)
+
+        new = Peer(pair, number)
+        wait_until(lambda: pair.prefill.stats()["links"] == 1)
+        pair.prefill._drop(link, FailureCode.PEER_CLOSED, "the old link ends late")
+        new.say(HandoffPing())
+
+        assert pair.prefill.stats()["links"] == 1
+        assert not pair.prefill._links[number].is_closed
+        new.close()
+        wait_until(lambda: pair.prefill.stats()["threads"] == 0)
+
+
+def test_links_that_break_when_they_are_made_do_not_take_those_of_the_next_try(
+    wait_until, monkeypatch
+):
+    """A handoff may begin in between; the first try, when it gives up, leaves the second alone."""
+    add, tries = DecodeManager._add, []
+
+    def added(self, peer, links):
+        add(self, peer, links)
+        tries.append(peer)
+        if len(tries) == 1:
+            self._fault(peer, FailureCode.PEER_CLOSED, "its writer has found it broken")
+            both.append(pair.begin(2, 4))
+
+    monkeypatch.setattr(DecodeManager, "_add", added)
+    with managers() as pair:
+        both = [pair.begin(1, 4)]
+        wait_until(lambda: len(both) == 2)
+        for at, (sender, receiver) in enumerate(both):
+            receiver.announce(0, range(4 * at, 4 * at + 4))
+            push_all(sender, pair.here, list(range(4 * at, 4 * at + 4)))
+        wait_until(lambda: all(receiver.progress.ended for _, receiver in both))
+
+        assert [receiver.state for _, receiver in both] == [State.SUCCESS] * 2
+        assert len(tries) == 2
+        for _, receiver in both:
+            receiver.close()
