@@ -378,6 +378,8 @@ class Receivers:
         for room, one in self._rooms.items():
             assert one.landing == 0 or one.is_holding
             assert one.is_holding or not self._engines.holds(room)
+            waits = one.landing or self._engines.holds(room) or one.undrained
+            assert waits or not one.limbo, "blocks wait for ranks that send nothing"
             assert all(leg.left >= 0 and leg.landing >= 0 for leg in one.legs.values())
 
     # ---- inside -----------------------------------------------------------------------------

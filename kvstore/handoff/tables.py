@@ -361,6 +361,11 @@ class ReceivingRoom:
         return sum(leg.left for leg in self.legs.values())
 
     @property
+    def undrained(self) -> list[bytes]:
+        """The links over which something may come."""
+        return [link for link in self.sending if not self.legs[link].drained]
+
+    @property
     def drained(self) -> bool:
         """Whether nothing more arrives from any rank."""
         return all(leg.drained for leg in self.legs.values())

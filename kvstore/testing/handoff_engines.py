@@ -6,17 +6,18 @@ themselves goes on. When one has died, the engine ends and another one starts.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
 from kvstore.errors import CapacityError, InvalidArgument
 from kvstore.handoff.memory import AuxSlots
 from kvstore.handoff.ranks import INSTANCE_BYTES, RankGroup, RankPart
 from kvstore.handoff.receiving import Receivers
 from kvstore.handoff.sending import Senders
+from kvstore.handoff.state_data import StateKind
 from kvstore.handoff.states import HandoffProgress, Patience, State, least
-from kvstore.testing.handoff_memory import BLOCK_TOKENS, LAYERS, EnginePools
+from kvstore.testing.handoff_memory import BLOCK_TOKENS, LAYERS, EnginePools, HeldBlocks
 from kvstore.testing.handoff_processes import SECOND, HandoffProcess
 from kvstore.testing.handoff_registry import EVERY_NS, registering
 
@@ -41,13 +42,16 @@ class Prompt:
     content: int
     token_count: int
     progress: list[HandoffProgress]
-    first: int = 0
-    blocks: list[int] = field(default_factory=list)
+    held: HeldBlocks | None = None
     chunk: int = 0
     layer: int = 0
     until_ns: int = 0
-    announced: bool = False
-    held: bool = False
+    in_limbo: bool = False
+
+    @property
+    def block_count(self) -> int:
+        """Its positions."""
+        return -(-self.token_count // BLOCK_TOKENS)
 
     @property
     def state(self) -> State:
@@ -60,6 +64,14 @@ class Prompt:
         return all(one.ended for one in self.progress)
 
 
+class _Begun(NamedTuple):
+    """A handoff of one rank that has not ended."""
+
+    progress: HandoffProgress
+    opened_ns: int
+    peer: str
+
+
 class RankProcess(HandoffProcess):
     """One rank: its manager works by itself, its engine calls it in each step."""
 
@@ -69,19 +81,19 @@ class RankProcess(HandoffProcess):
         super().__init__(world.time, name)
         self.world = world
         self.group = group
-        self._handoffs: dict[int, tuple[HandoffProgress, int]] = {}
+        self._handoffs: dict[int, _Begun] = {}
 
-    def begun(self, room: int, progress: HandoffProgress) -> HandoffProgress:
-        """A handoff has begun; it must end in time."""
-        self._handoffs[room] = progress, self.time.now_ns
+    def begun(self, room: int, progress: HandoffProgress, peer: str = "") -> HandoffProgress:
+        """A handoff has begun, at decode with a peer; it must end in time."""
+        self._handoffs[room] = _Begun(progress, self.time.now_ns, peer)
         return progress
 
     def tick(self) -> None:
         """What the manager does by itself."""
         self.world.wires.carry_out(self, self.core.tick(self.time.now_ns))
-        for room, (progress, opened_ns) in list(self._handoffs.items()):
-            self.check_time(progress, opened_ns, _LONGEST_NS)
-            if progress.ended:
+        for room, one in list(self._handoffs.items()):
+            self.check_time(one.progress, one.opened_ns, _LONGEST_NS)
+            if one.progress.ended:
                 del self._handoffs[room]
         self.core.check()
 
@@ -129,6 +141,11 @@ class DecodeRank(RankProcess):
             self.memory.pool.shape, AUX_SLOTS, AUX_BYTES, PATIENCE, rank
         )
 
+    def living(self, peer: str) -> list[int]:
+        """The handoffs with a peer that have not ended."""
+        known = self._handoffs.items()
+        return [room for room, one in known if one.peer == peer and not one.progress.ended]
+
 
 _Rank = TypeVar("_Rank", PrefillRank, DecodeRank)
 
@@ -148,7 +165,8 @@ class SimulatedEngine(Generic[_Rank]):
         self.world: HandoffSimulation = world
         self.time = world.time
         self.name = name
-        self.memory = EnginePools(parts, world.time.random.randbytes(INSTANCE_BYTES))
+        instance = world.time.random.randbytes(INSTANCE_BYTES)
+        self.memory = EnginePools(parts, instance, stateful=world.is_stateful)
         self.ranks: list[_Rank] = [
             kind(world, f"{name}.{rank}", self.memory, rank) for rank in range(len(parts))
         ]
@@ -190,6 +208,18 @@ class SimulatedEngine(Generic[_Rank]):
         random.choice(self.ranks).abort(prompt.room)
         return True
 
+    def take(self, prompt: Prompt, first: int) -> HeldBlocks | None:
+        """Take the blocks of a request from a position on; None if there are too few."""
+        shuffle = self.time.random.shuffle if self.time.random.random() < 0.5 else None
+        prompt.held = self.memory.take(prompt.block_count, first, shuffle)
+        return prompt.held
+
+    def give_back(self, prompt: Prompt) -> None:
+        """The blocks of a request, if it has some, are free."""
+        if prompt.held is not None:
+            self.memory.give_back(prompt.held)
+            prompt.held = None
+
 
 class PrefillEngine(SimulatedEngine[PrefillRank]):
     """Computes chunk by chunk, layer by layer, and pushes each."""
@@ -230,52 +260,68 @@ class PrefillEngine(SimulatedEngine[PrefillRank]):
                 self._compute(prompt)
             holds = any(rank.senders.holds_blocks(prompt.room) for rank in self.ranks)
             if prompt.ended and not holds:
-                if prompt.blocks:
-                    self.memory.give_back(prompt.blocks)
+                self.give_back(prompt)
                 for rank in self.ranks:
                     rank.close(prompt.room)
                 self.world.outcome.prefill_failed += prompt.state == State.FAILED
                 del self.prompts[prompt.room]
 
     def _compute(self, prompt: Prompt) -> None:
-        now, random = self.time.now_ns, self.time.random
-        count = -(-prompt.token_count // BLOCK_TOKENS)
-        if not prompt.blocks and not prompt.chunk and not prompt.layer:
-            shuffle = random.shuffle if random.random() < 0.5 else None
-            prompt.blocks = self.memory.take(count, shuffle) or []
-            if not prompt.blocks:
-                for rank in self.ranks:
-                    self.world.wires.carry_out(rank, rank.senders.renew(prompt.room, now))
-                return
+        now, count = self.time.now_ns, prompt.block_count
         if prompt.chunk >= count:
-            if prompt.blocks and random.random() < self.world.faults.careless:
+            if prompt.held and self.time.random.random() < self.world.faults.careless:
                 for rank in self.ranks:
                     rank.careless_rooms.add(prompt.room)
-                self.memory.give_back(prompt.blocks)
-                prompt.blocks = []
+                self.give_back(prompt)
             return
-        stop = min(prompt.chunk + 3, count)
+        held = prompt.held or self.take(prompt, 0)
+        if held is None:
+            for rank in self.ranks:
+                self.world.wires.carry_out(rank, rank.senders.renew(prompt.room, now))
+            return
+        chunk = range(prompt.chunk, min(prompt.chunk + 3, count))
         for rank in self.ranks:
             first, last = rank.group.part.layers
             if first <= prompt.layer < last:
                 layers = range(prompt.layer - first, prompt.layer - first + 1)
-                self._push(rank, prompt, layers, range(prompt.chunk, stop))
+                self._push(rank, prompt, held, layers, chunk)
         prompt.layer += 1
         if prompt.layer == LAYERS:
-            prompt.layer, prompt.chunk = 0, stop
+            for rank in self.ranks:
+                self._push_states(rank, prompt, held, chunk)
+            prompt.layer, prompt.chunk = 0, chunk.stop
         if prompt.chunk == count:
             aux = prompt.content.to_bytes(8, "little")
             for rank in self.ranks:
                 self.world.wires.carry_out(rank, rank.senders.finish(prompt.room, aux, now))
 
-    def _push(self, rank: PrefillRank, prompt: Prompt, layers: range, positions: range) -> None:
-        blocks = prompt.blocks[positions.start : positions.stop]
-        for position, block in zip(positions, blocks, strict=True):
-            rank.memory.write(layers, block, prompt.content, position)
+    def _push(
+        self, rank: PrefillRank, prompt: Prompt, held: HeldBlocks, layers: range, positions: range
+    ) -> None:
+        blocks = held.blocks[positions.start : positions.stop]
+        rank.memory.write(layers, blocks, prompt.content, positions.start)
         generations, now = rank.memory.pool.generations(blocks), self.time.now_ns
         self.world.wires.carry_out(
             rank, rank.senders.push(prompt.room, layers, positions, blocks, generations, now)
         )
+
+    def _push_states(
+        self, rank: PrefillRank, prompt: Prompt, held: HeldBlocks, chunk: range
+    ) -> None:
+        """The state data of the positions of a chunk; that of the whole request with the last."""
+        now = self.time.now_ns
+        for index, state in enumerate(self.memory.states):
+            there = held.state_positions(state)
+            part = range(max(there.start, chunk.start), min(there.stop, chunk.stop))
+            if state.kind is StateKind.SLOT:
+                part = there if chunk.stop == held.count else range(0)
+            if not part:
+                continue
+            blocks = held.states[state.name][part.start - there.start :][: len(part)]
+            rank.memory.write_state(index, blocks, prompt.content, part.start)
+            numbers = rank.memory.pool.state_generations(state.name, blocks)
+            effects = rank.senders.push_state(prompt.room, state.name, part, blocks, numbers, now)
+            self.world.wires.carry_out(rank, effects)
 
 
 class DecodeEngine(SimulatedEngine[DecodeRank]):
@@ -301,7 +347,7 @@ class DecodeEngine(SimulatedEngine[DecodeRank]):
                 for begun, _ in zip(self.ranks, made, strict=False):
                     begun.close(room)
                 return
-            made.append(rank.begun(room, progress))
+            made.append(rank.begun(room, progress, peer))
             self.world.wires.want(rank, peer)
             self.world.wires.carry_out(rank, effects)
         self.prompts[room] = Prompt(room, content, token_count, made)
@@ -316,32 +362,32 @@ class DecodeEngine(SimulatedEngine[DecodeRank]):
             elif state is not State.FAILED:
                 self._go_on(prompt)
             elif any(rank.receivers.holds_blocks(prompt.room) for rank in self.ranks):
-                world.outcome.limbo += not prompt.held
-                prompt.held = True
+                world.outcome.limbo += not prompt.in_limbo
+                prompt.in_limbo = True
             else:
                 self._compute_instead(prompt)
         for prompt in [one for one in self._computed if now >= one.until_ns]:
-            wrong = self.memory.wrong(prompt.blocks, prompt.content, prompt.first)
-            assert not wrong, f"room {prompt.room}: others wrote into what decode had computed"
-            self.memory.give_back(prompt.blocks)
+            assert not self._wrong(prompt, prompt.content), (
+                f"room {prompt.room}: others wrote into what decode had computed"
+            )
+            self.give_back(prompt)
             self._computed.remove(prompt)
 
     def _go_on(self, prompt: Prompt) -> None:
         world, random, now = self.world, self.time.random, self.time.now_ns
-        if self.give_up(prompt) or prompt.announced:
+        if self.give_up(prompt) or prompt.held is not None:
             return
-        count = -(-prompt.token_count // BLOCK_TOKENS)
         first_token = random.choice([0, 0, min(5, prompt.token_count)])
-        prompt.first = first_token // BLOCK_TOKENS if first_token < prompt.token_count else count
-        shuffle = random.shuffle if random.random() < 0.5 else None
-        blocks = self.memory.take(count - prompt.first, shuffle)
-        if blocks is None:
+        wanted = first_token < prompt.token_count
+        held = self.take(prompt, first_token // BLOCK_TOKENS if wanted else prompt.block_count)
+        if held is None:
             for rank in self.ranks:
                 world.wires.carry_out(rank, rank.receivers.renew(prompt.room, now))
             return
-        prompt.blocks, prompt.announced = blocks, True
         for rank in self.ranks:
-            effects = rank.receivers.announce(prompt.room, first_token, blocks, now)
+            effects = rank.receivers.announce(
+                prompt.room, first_token, held.blocks, now, held.states
+            )
             world.wires.carry_out(rank, effects)
 
     def _decode(self, prompt: Prompt) -> None:
@@ -352,28 +398,32 @@ class DecodeEngine(SimulatedEngine[DecodeRank]):
         told = int.from_bytes(said.pop(), "little")
         if told != prompt.content:  # the conductor has mixed two requests up
             assert told == prompt.content ^ OTHER_PROMPT
-            assert not self.memory.wrong(prompt.blocks, told, prompt.first)
+            assert not self._wrong(prompt, told)
             world.outcome.wrong_prompt += 1
             self._compute_instead(prompt)
             return
-        wrong = self.memory.wrong(prompt.blocks, prompt.content, prompt.first)
-        assert not wrong, f"room {prompt.room}: wrong bytes at ranks and positions {wrong}"
+        wrong = self._wrong(prompt, prompt.content)
+        assert not wrong, f"room {prompt.room}: wrong bytes at ranks {wrong}"
         if not prompt.until_ns:
             world.outcome.succeeded += 1
+            world.outcome.succeeded_states += bool(self.memory.states)
             prompt.until_ns = now + self.time.random.randrange(1, 10) * STEP_NS
         if now >= prompt.until_ns:
             self._close(prompt)
-            self.memory.give_back(prompt.blocks)
+            self.give_back(prompt)
 
     def _compute_instead(self, prompt: Prompt) -> None:
         """It failed and nothing arrives any more: the blocks are the engine's again."""
         self.world.outcome.decode_failed += 1
         self._close(prompt)
-        for at, block in enumerate(prompt.blocks):
+        if prompt.held is not None:
             for rank in self.ranks:
-                rank.memory.write_all(block, prompt.content, prompt.first + at)
+                rank.memory.write_all(prompt.held, prompt.content)
         prompt.until_ns = self.time.now_ns + self.time.random.randrange(1, 20) * STEP_NS
         self._computed.append(prompt)
+
+    def _wrong(self, prompt: Prompt, content: int) -> list[tuple[int, list[str]]]:
+        return self.memory.wrong(prompt.held, content) if prompt.held is not None else []
 
     def _close(self, prompt: Prompt) -> None:
         del self.prompts[prompt.room]

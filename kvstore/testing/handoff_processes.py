@@ -15,12 +15,16 @@ class HandoffOutcome:
     """Counts of a run; tests assert that each of these has occurred.
 
     Attributes:
+        succeeded_states: of the requests that succeeded requests, those with state data.
+        given_up: how often decode closed a link for blocks in LIMBO.
+        hung: how often a job of prefill took seconds to begin.
         alone: how often one rank among several was stopped or killed.
     """
 
     requests: int = 0
     refused: int = 0
     succeeded: int = 0
+    succeeded_states: int = 0
     decode_failed: int = 0
     prefill_failed: int = 0
     aborted: int = 0
@@ -32,6 +36,8 @@ class HandoffOutcome:
     misplaced: int = 0
     links: int = 0
     links_closed: int = 0
+    given_up: int = 0
+    hung: int = 0
     killed: int = 0
     stopped: int = 0
     alone: int = 0

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.handoff.effects import EndLink, Landing, PushJob, SendTo, Submit
-from kvstore.handoff.messages import RangesHead, RenewRoom
+from kvstore.handoff.messages import Announce, RangesHead, RenewRoom
 from kvstore.handoff.places import AUX_PLANE, pack_numbers
 from kvstore.handoff.ranks import plan_ranks
 from kvstore.handoff.receiving import Receivers
@@ -50,12 +50,18 @@ class Link:
     prefill: int
     decode: int
     is_up: bool = True
+    is_idle: bool = False
+    has_kv: bool = True
     to_prefill: deque = field(default_factory=deque)
     to_decode: deque = field(default_factory=deque)  # messages, and jobs
 
 
 class World:
-    def __init__(self, prefill, decode) -> None:
+    """Both engines; with ``mute``, ranks of prefill that send nothing hear and say nothing."""
+
+    def __init__(self, prefill, decode, *, mute: bool) -> None:
+        self.mute = mute
+
         def shape(part):
             layers, heads = (stop - first for first, stop in (part.layers, part.heads))
             size = heads * TOKENS * HEAD_BYTES
@@ -72,7 +78,9 @@ class World:
         sources = [{} for _ in there]
         for share in self.plan.shares:
             number = bytes([share.prefill, share.decode])
-            self.links[number] = Link(share.prefill, share.decode)
+            has_kv = share.part is not None
+            link = Link(share.prefill, share.decode, is_idle=share.is_idle, has_kv=has_kv)
+            self.links[number] = link
             receivers = frozenset(one.decode for one in self.plan.of_prefill(share.prefill))
             moved = here[share.prefill].share(share, decode[share.decode])
             assert moved == there[share.decode].share(share, prefill[share.prefill])
@@ -112,7 +120,8 @@ class World:
         found = [(self.announce, rank) for rank in range(len(self.decode))
                  if rank not in self.announced]  # fmt: skip
         found += [(self.send, rank) for rank, left in enumerate(self.left) if left]
-        found += [(self.deliver_prefill, one) for one, it in self.links.items() if it.to_prefill]
+        heard = {at: it for at, it in self.links.items() if not (it.is_idle and self.mute)}
+        found += [(self.deliver_prefill, one) for one, it in heard.items() if it.to_prefill]
         found += [(self.deliver_decode, one) for one, it in self.links.items() if it.to_decode]
         return found
 
@@ -134,7 +143,10 @@ class World:
 
     def deliver_prefill(self, number: bytes) -> None:
         link = self.links[number]
-        effects = self.prefill[link.prefill].received(number, link.to_prefill.popleft(), 0)
+        message = link.to_prefill.popleft()
+        if isinstance(message, Announce):
+            assert link.has_kv == bool(message.blocks), "blocks are for ranks that send KV"
+        effects = self.prefill[link.prefill].received(number, message, 0)
         self.carry_out(effects, by_prefill=True)
 
     def deliver_decode(self, number: bytes) -> None:
@@ -192,6 +204,13 @@ class World:
                 self.carry_out(core.completed(job.number, LOST, 0), by_prefill=True)
             self.decode[rank].settled(other)
 
+    def waiting(self) -> list[int]:
+        """Ranks of prefill that have not ended what a rank of decode has failed that they know."""
+        failed = {at for at, one in enumerate(self.receivers) if one.state is State.FAILED}
+        told = [one for one in self.links.values() if not (one.is_idle and self.mute)]
+        found = [one.prefill for one in told if one.decode in failed]
+        return [rank for rank in found if not self.senders[rank].ended]
+
     def check(self) -> None:
         for core in (*self.prefill, *self.decode):
             core.check()
@@ -226,7 +245,8 @@ def splits(draw):
 @settings(deadline=None)
 @given(splits(), st.data())
 def test_a_room_of_several_ranks_succeeds_whole_or_fails_whole(sides, data):
-    world = World(*sides)
+    world = World(*sides, mute=data.draw(st.booleans()))
+    busy = [one for rank, one in enumerate(world.senders) if rank not in world.plan.idle]
     trouble = data.draw(st.sampled_from(["", "", "prefill", "decode", "link"]))
     at = data.draw(st.integers(0, 40))
     for step in range(2_000):
@@ -246,10 +266,13 @@ def test_a_room_of_several_ranks_succeeds_whole_or_fails_whole(sides, data):
     else:
         raise AssertionError("it does not end")
 
-    both = [*world.senders, *world.receivers]
     if not trouble or at >= step:
-        assert {one.state for one in both} == {State.SUCCESS}
+        assert {one.state for one in (*busy, *world.receivers)} == {State.SUCCESS}
+        assert world.mute or {one.state for one in world.senders} == {State.SUCCESS}
         assert not any(core.counts["late_messages"] for core in (*world.prefill, *world.decode))
+    if trouble != "link":
+        assert world.waiting() == [], "all ranks are told, also those that send nothing"
+    both = [*world.senders, *world.receivers]
     for core, one in zip((*world.prefill, *world.decode), both, strict=True):
         if not one.ended:  # the failed ranks have nothing to do with it; the engine tells it
             one_side = core in world.prefill
@@ -260,3 +283,17 @@ def test_a_room_of_several_ranks_succeeds_whole_or_fails_whole(sides, data):
     world.check()
     assert all(one.ended for one in both)
     assert not any(core.holds_blocks(ROOM) for core in (*world.prefill, *world.decode))
+
+
+def test_a_rank_that_sends_nothing_is_told_of_an_abort():
+    """It would keep the room until its deadline, and its engine would not know why."""
+    part = grid([0, LAYERS], [0, HEADS])
+    world = World(part * 2, part, mute=False)
+    world.carry_out(world.decode[0].abort(ROOM, 0), by_prefill=False)
+    while world.choices():
+        call, argument = world.choices()[0]
+        call(argument)
+
+    assert world.plan.idle == [1]
+    assert world.waiting() == []
+    assert {one.failure.code for one in world.senders} == {FailureCode.ABORTED}
