@@ -21,6 +21,7 @@ from conductor.front.advising import Adviser
 from conductor.front.auth import Auth, MadeToken
 from conductor.front.bringing import Bringer
 from conductor.front.connections import CAUSES, CONNECTIONS_MAX, KEEPALIVE_S, Front, complaints
+from conductor.front.guarding import Guard
 from conductor.front.kept_costs import KeptCosts
 from conductor.front.membership import Membership
 from conductor.front.metrics import Metrics, index_gauges
@@ -95,6 +96,7 @@ class Conductor:
         self.token_path: Path | None = None
         self._stop: asyncio.Event | None = None
         self.faults = Faults(_log, "HTTP")
+        self._guard = Guard(self.faults)
         self._auth = Auth(config.http, self.faults)
         health = config.health
         self.registry = EngineRegistry(health.probe_s, health.dead_after, health.backoff_s_max)
@@ -109,9 +111,9 @@ class Conductor:
         rules = admission_rules(config)
         scheduler = Scheduler(policy, at_once)
         dispatcher = Dispatcher(self.registry, scheduler, limits, book, rules)
-        self.queue = RequestQueue(dispatcher, prefixes.find, clock)
+        self.queue = RequestQueue(dispatcher, prefixes.find, clock, self._guard)
         self.membership = Membership(
-            config, self.registry, self._upstream, self.index, self._pump, clock, store
+            config, self.registry, self._upstream, self.index, self._pump, clock, self._guard, store
         )
         self.metrics = Metrics(self._gauges)
         self.decisions = DecisionLog(config.decisions.kept)
@@ -121,7 +123,7 @@ class Conductor:
         )
         self._bringer = Bringer(
             config.bring, self.registry, dispatcher, prefixes, self.membership.nodes,
-            health.probe_timeout_s, clock,
+            health.probe_timeout_s, clock, self._guard,
         )  # fmt: skip
         parts = Parts(
             self.registry, self.index, self.queue, dispatcher, prefixes, prompts, self._upstream,
@@ -205,14 +207,18 @@ class Conductor:
             token = MadeToken(self._auth.made, port)
             self.token_path = token.path
             async with asyncio.TaskGroup() as tasks:
+                works = {
+                    "membership": self.membership.run,
+                    "index": self.index.run,
+                    "front": self._front.run,
+                    "costs": self._kept_costs.run,
+                    "loop lag": self._watch_lag,
+                    "advice": self._adviser.run,
+                    "bringer": self._bringer.run,
+                }
                 background = [
-                    tasks.create_task(self.membership.run(), name="membership"),
-                    tasks.create_task(self.index.run(), name="index"),
-                    tasks.create_task(self._front.run(), name="front"),
-                    tasks.create_task(self._kept_costs.run(), name="costs"),
-                    tasks.create_task(self._watch_lag(), name="loop lag"),
-                    tasks.create_task(self._adviser.run(), name="advice"),
-                    tasks.create_task(self._bringer.run(), name="bringer"),
+                    tasks.create_task(self._guard.keep(name, work), name=name)
+                    for name, work in works.items()
                 ]
                 host = f"[{http.host}]" if ":" in http.host else http.host
                 ready(f"http://{host}:{port}")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from conductor.config import BringConfig, NodeEntry
+from conductor.front.guarding import Guard
 from conductor.front.nodes import Nodes
 from conductor.front.operating import carry_out
 from conductor.routing.bringing import (
@@ -39,6 +40,8 @@ _LOOKED_MAX: Final = 2
 _MEMORY: Final = "CPU"
 _KEYS_MAX: Final = 10_000
 _REPLICATE: Final = "replicate"
+_BRING: Final = "bringing KV"
+_LOOK: Final = "what could be brought"
 OUTCOMES: Final = ("done", "incomplete", "failed", "cancelled", "late", "refused")
 
 
@@ -56,6 +59,7 @@ class Bringer:
     def __init__(
         self, config: BringConfig, registry: EngineRegistry, dispatcher: Dispatcher,
         prefixes: PrefixView, nodes: Nodes, timeout_s: float, clock: Callable[[], float],
+        guard: Guard,
     ) -> None:  # fmt: skip
         """Connect the parts; send nothing yet.
 
@@ -67,8 +71,10 @@ class Bringer:
             nodes: the nodes.
             timeout_s: deadline of a request to one.
             clock: seconds, monotonic.
+            guard: keeps failures here from requests and from the service.
         """
         self._config = config
+        self._guard = guard
         self._registry = registry
         self._dispatcher = dispatcher
         self._prefixes = prefixes
@@ -95,7 +101,8 @@ class Bringer:
                 while True:
                     await asyncio.sleep(_PERIOD_S)
                     if self._config.prefetches:
-                        self._act(self._planner.step(self._wishes(self._clock())))
+                        with self._guard.turn(_BRING):
+                            self._act(self._planner.step(self._wishes(self._clock())))
             finally:
                 self._tasks = None
 
@@ -109,7 +116,9 @@ class Bringer:
             waits = now - known.request.arrived >= self._config.after_s
             if waits and (look is None or look.again_at <= now) and looked < _LOOKED_MAX:
                 looked += 1
-                self._looks[number] = self._look(known, now)
+                self._looks[number] = _Look(now + _LOOK_S, None, "")
+                with self._guard.turn(_LOOK):  # of this one; others are looked at all the same
+                    self._looks[number] = self._look(known, now)
         return [one.wish for one in self._looks.values() if one.wish is not None]
 
     def _look(self, known: KnownRequest, now: float) -> _Look:
@@ -154,28 +163,42 @@ class Bringer:
                 self._start(effect)
 
     def _start(self, start: Start) -> None:
-        wish = start.wish
+        begun = False
+        try:
+            begun = self._begin(start)
+        finally:
+            if not begun:
+                self._planner.ended(start.number)
+
+    def _begin(self, start: Start) -> bool:
+        """Carry a wish out; returns False if it cannot be."""
+        wish, tasks = start.wish, self._tasks
         engine = self._registry.get(self._looks[wish.request].engine)
         entry = self._entry(wish.source)
         pages = self._prefixes.pages(wish.request, engine.info) if engine is not None else None
-        if engine is None or entry is None or pages is None or self._tasks is None:
-            self._planner.ended(start.number)
-            return
-        info, keys = engine.info, [bytes(one).hex() for one in pages]
-        count = wish.tokens // info.page_tokens
+        if engine is None or entry is None or pages is None or tasks is None:
+            return False
+        info, count = engine.info, wish.tokens // engine.info.page_tokens
+        if not 0 < count <= len(pages):
+            return False  # the engine has registered with other pages meanwhile
+        keys = [bytes(one).hex() for one in pages[:count]]
         body: dict[str, object] = {"space": info.domain, "deadline_s": self._config.deadline_s}
         if wish.kind is BringKind.LOAD:
-            path, body["keys"] = "/v1/prefetch", keys[:count][:_KEYS_MAX]
+            path, body["keys"] = "/v1/prefetch", keys[:_KEYS_MAX]
         else:
-            path, body["key"] = "/v1/replicate", keys[count - 1]
+            path, body["key"] = "/v1/replicate", keys[-1]
             body |= {"copies": 2, "node": wish.node}
         brought = Brought(wish.node, wish.source, wish.tokens)
         self._brought.setdefault(wish.request, []).append(brought)
         cancelled = self._cancels[start.number] = asyncio.Event()
 
         async def carry() -> None:
+            brought.outcome = "failed"
             try:
-                brought.outcome = await self._carry(entry, path, body, cancelled)
+                with self._guard.turn(_BRING):
+                    brought.outcome = await carry_out(
+                        entry, path, body, cancelled, self._timeout_s, self._config.deadline_s
+                    )
             finally:
                 del self._cancels[start.number]
                 self._planner.ended(start.number)
@@ -184,13 +207,8 @@ class Bringer:
             if look is not None:
                 self._looks[wish.request] = look._replace(wish=None)
 
-        self._tasks.create_task(carry(), name="bring")
-
-    async def _carry(
-        self, entry: NodeEntry, path: str, body: dict[str, object], cancelled: asyncio.Event
-    ) -> str:
-        deadline_s = self._config.deadline_s
-        return await carry_out(entry, path, body, cancelled, self._timeout_s, deadline_s)
+        tasks.create_task(carry(), name="bring")
+        return True
 
     def _entry(self, node: str) -> NodeEntry | None:
         """A node that can be asked."""
@@ -210,9 +228,10 @@ class Bringer:
         engine = self._registry.get(engine_id)
         self._went(number, engine.info.node if engine is not None else None)
         if self._config.replicates and engine is not None and len(keys):
-            pages, copies = self._hot.came(keys, self._clock())
-            if copies:
-                self._replicate(number, engine.info, pages, copies)
+            with self._guard.turn("copying prefixes"):
+                pages, copies = self._hot.came(keys, self._clock())
+                if copies:
+                    self._replicate(number, engine.info, pages, copies)
 
     def left(self, number: int) -> list[Brought]:
         """A request has ended, or its client has gone; returns what was brought for it."""
@@ -221,7 +240,8 @@ class Bringer:
 
     def _went(self, number: int, node: str | None) -> None:
         self._looks.pop(number, None)
-        self._act(self._planner.went(number, node))
+        with self._guard.turn(_BRING):
+            self._act(self._planner.went(number, node))
 
     # Prefixes that many have
 
@@ -236,7 +256,9 @@ class Bringer:
         entry, keys = self._entry(node), self._prefixes.pages(number, info)
         count = min(tokens, wanted) // info.page_tokens
         full = self._replications[node] >= self._config.jobs_max
-        if not count or entry is None or keys is None or full or self._tasks is None:
+        if entry is None or keys is None or full or self._tasks is None:
+            return
+        if not 0 < count <= len(keys):
             return
         body: dict[str, object] = {
             "space": info.domain, "key": bytes(keys[count - 1]).hex(), "copies": copies,
@@ -244,9 +266,14 @@ class Bringer:
         }  # fmt: skip
 
         async def carry() -> None:
+            outcome, never = "failed", asyncio.Event()
             self._replications[node] += 1
             try:
-                outcome = await self._carry(entry, "/v1/replicate", body, asyncio.Event())
+                with self._guard.turn(_BRING):
+                    outcome = await carry_out(
+                        entry, "/v1/replicate", body, never, self._timeout_s,
+                        self._config.deadline_s,
+                    )  # fmt: skip
             finally:
                 self._replications[node] -= 1
             self._counts[_REPLICATE, outcome] += 1

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple, get_args
 
 from conductor.config import ConductorConfig, NodeEntry, check_url
 from conductor.front.auth import checked_token, read_token_file
+from conductor.front.guarding import Guard
 from conductor.front.nodes import NODES_MAX, Nodes
 from kvstore.cluster.configured import check_store, store_servers
 from kvstore.cluster.records import SCHEME, NodeRecord
@@ -51,12 +52,15 @@ class ClusterNodes:
         left_out: nodes of the store that are not followed, by name.
     """
 
-    def __init__(self, config: ConductorConfig, nodes: Nodes, store: RecordStore | None) -> None:
+    def __init__(
+        self, config: ConductorConfig, nodes: Nodes, guard: Guard, store: RecordStore | None
+    ) -> None:
         """Connect nothing yet; see :meth:`run`.
 
         Args:
             config: its ``cluster`` says which one.
             nodes: get those that are found.
+            guard: keeps a failure to take nodes up from what else is done.
             store: has them; None = the one in ``config``.
 
         Raises:
@@ -66,6 +70,7 @@ class ClusterNodes:
         self.left_out: dict[str, LeftOut] = {}
         self._cluster = cluster
         self._nodes = nodes
+        self._guard = guard
         self._wake = asyncio.Event()
         self._read_token = self._token("read_token_file", cluster.read_token_file)
         self._events_token = self._token("events_token_file", cluster.events_token_file)
@@ -92,8 +97,9 @@ class ClusterNodes:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
-                self._say(self._membership)
-                self._compare(self._membership)
+                with self._guard.turn("nodes of the cluster"):
+                    self._say(self._membership)
+                    self._compare(self._membership)
 
     def state(self) -> dict[str, object] | None:
         """The standing of the membership, for operators; None without one."""

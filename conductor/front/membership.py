@@ -13,78 +13,38 @@ What an engine lacks is logged once, and shown with it: its gaps.
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from conductor.config import (
     ConductorConfig,
     EngineEntry,
-    check_endpoint,
 )
 from conductor.front.cluster import ClusterNodes
+from conductor.front.guarding import Guard
 from conductor.front.nodes import Nodes
-from conductor.front.offers import offer_of
 from conductor.front.openai import BadRequestError
-from conductor.front.served import DescribedEngine, ServedReader, machine, protocol_of
+from conductor.front.registrations import NO_SPACE, Registration, combine, sources_of
+from conductor.front.served import ServedReader
 from conductor.front.upstream import EngineError, Upstream
 from conductor.routing.engines import (
     Engine,
     EngineInfo,
     EngineRegistry,
     Health,
-    LoraAdapter,
-    Role,
 )
-from conductor.routing.joining import ADVICE, FoundSessions, Gap, RankEvents, Sessions
-from conductor.routing.naming import own_domain
+from conductor.routing.joining import ADVICE, Gap, Sessions
 from conductor.routing.places import engine_worker, engine_workers, node_worker
 from kvstore.cluster.store import RecordStore
-from kvstore.index.control import Source
 from kvstore.index.face import PrefixIndex
 from kvstore.index.reading import UnreadableError
 
 _log = logging.getLogger(__name__)
 
-_MAX_RUNNING_DEFAULT: Final = 8
 _READ_S: Final = 10.0
 """Seconds between two readings of an engine's LoRA adapters."""
 _SHOWN: Final = 500
 """Maximum characters of their names in the log."""
-_ENDPOINTS: Final = ("events", "events_bind", "events_replay")
-_NO_SPACE: Final = "model:"
-"""Beginning of the domain of an engine without a space."""
-_ROLES: Final = {
-    "prefill": Role.PREFILL,
-    "decode": Role.DECODE,
-    "mono": Role.MIXED,
-    "mixed": Role.MIXED,
-}
-
-
-@dataclass(slots=True)
-class _Registration:
-    """What is known of an engine.
-
-    Attributes:
-        entry: its registration.
-        said: what it said itself.
-        adapters: the LoRA adapters that it serves.
-        read_at: when these are read again, on the clock; None = never, it has ``GET /v1/engine``.
-        found: its sessions; those that were found last, if there are none now.
-        peers: ids of the other nodes of its node's cluster.
-    """
-
-    entry: EngineEntry
-    said: DescribedEngine
-    adapters: dict[str, LoraAdapter]
-    read_at: float | None
-    found: FoundSessions | None = None
-    peers: tuple[str, ...] = ()
-
-    @property
-    def node(self) -> str | None:
-        """Id of its node; None = unknown."""
-        return self.entry.node or self.said.node or (self.found.node if self.found else None)
 
 
 class Membership:
@@ -98,6 +58,7 @@ class Membership:
         index: PrefixIndex,
         changed: Callable[[], None],
         clock: Callable[[], float],
+        guard: Guard,
         store: RecordStore | None,
     ) -> None:
         """Connect the parts; send nothing yet.
@@ -110,6 +71,7 @@ class Membership:
             index: the prefix index; told here whom to follow.
             changed: called after each change that may affect waiting requests.
             clock: seconds, monotonic.
+            guard: keeps a failure about one engine or node from the others.
             store: has the nodes of the cluster; None = the one in ``config``.
 
         Raises:
@@ -121,10 +83,11 @@ class Membership:
         self._index = index
         self._changed = changed
         self._clock = clock
-        self.nodes = Nodes(config, index, self._nodes_changed)
-        self.cluster = ClusterNodes(config, self.nodes, store)
+        self._guard = guard
+        self.nodes = Nodes(config, index, self._nodes_changed, guard)
+        self.cluster = ClusterNodes(config, self.nodes, guard, store)
         self._served = ServedReader(upstream, config.health.probe_timeout_s)
-        self._registrations: dict[str, _Registration] = {}
+        self._registrations: dict[str, Registration] = {}
         self._followed: dict[str, set[str]] = {}  # engine → workers in the index
         self._wake = asyncio.Event()
 
@@ -139,14 +102,14 @@ class Membership:
             raise BadRequestError("id", "too many engines are registered")
         described = await self._served.describe(entry)
         read_at = self._clock() if described.lists else None
-        registration = _Registration(entry, described.said, described.adapters or {}, read_at)
+        registration = Registration(entry, described.said, described.adapters or {}, read_at)
         known = self._registrations.get(entry.id)
         if known is not None and known.entry.url == entry.url:
             registration.found = known.found
             if described.adapters is None:
                 registration.adapters = known.adapters
         gap = self._search(registration, Sessions(self.nodes.views))
-        info = _combine(registration, self._config)
+        info = combine(registration, self._config)
         before = self._registry.register(info, self._clock())
         self._registrations[info.id] = registration
         self._follow(info)
@@ -175,7 +138,7 @@ class Membership:
             self._refresh(registration)
             self._changed()
 
-    def _search(self, registration: _Registration, sessions: Sessions) -> Gap | None:
+    def _search(self, registration: Registration, sessions: Sessions) -> Gap | None:
         """Search the engine's sessions; returns the gap if there are none.
 
         Sessions found earlier stay: an engine that restarts has none for a while.
@@ -210,11 +173,11 @@ class Membership:
         assert engine is not None
         return engine.info
 
-    def _refresh(self, registration: _Registration) -> None:
+    def _refresh(self, registration: Registration) -> None:
         """Update an engine whose sessions or LoRA adapters may have changed."""
         engine = self._registry.get(registration.entry.id)
         assert engine is not None
-        info = _combine(registration, self._config)
+        info = combine(registration, self._config)
         if info != engine.info:
             _log.info(
                 "engine %s: node %s, space %s, events %s, LoRA adapters %s", info.id,
@@ -228,7 +191,7 @@ class Membership:
     def _follow(self, info: EngineInfo) -> None:
         """Follow the events of all ranks of an engine, where they are not followed already."""
         before = self._followed.get(info.id, set())
-        sources = _sources(info)
+        sources = sources_of(info)
         self._followed[info.id] = {source.worker for source in sources}
         for worker in before - self._followed[info.id]:
             self._index.unfollow(worker)
@@ -244,7 +207,7 @@ class Membership:
         gaps: list[Gap] = []
         if info.events is None and info.events_bind is None:
             gaps.append(Gap.NO_EVENTS)
-        if info.domain.startswith(_NO_SPACE):
+        if info.domain.startswith(NO_SPACE):
             gaps.append(Gap.NO_SPACE)
         if searched is Gap.AMBIGUOUS_NODE:
             gaps.append(searched)
@@ -308,16 +271,17 @@ class Membership:
     async def run(self) -> None:
         """Register the configured engines, then probe engines and read nodes until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.nodes.run(), name="nodes")
-            tasks.create_task(self.cluster.run(), name="nodes of the cluster")
+            keep = self._guard.keep
+            tasks.create_task(keep("nodes", self.nodes.run), name="nodes")
+            tasks.create_task(keep("cluster", self.cluster.run), name="nodes of the cluster")
             for entry in self._config.engines:
-                tasks.create_task(self._take_up(entry))
+                tasks.create_task(keep("engine", partial(self._take_up, entry)))
             while True:
                 self._wake.clear()
                 now = self._clock()
                 for engine in self._registry.due(now):
                     engine.health.probe_started(now)
-                    tasks.create_task(self._probe(engine.info))
+                    tasks.create_task(self._guarded_probe(engine.info))
                 next_at = self._registry.next_probe_at()
                 wait_s = None if next_at is None else max(0.0, next_at - self._clock())
                 try:
@@ -337,6 +301,10 @@ class Membership:
                 _log.warning("engine %s of the configuration: %s", entry.id, error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, health.backoff_s_max)
+
+    async def _guarded_probe(self, info: EngineInfo) -> None:
+        with self._guard.turn("probe"):
+            await self._probe(info)
 
     async def _probe(self, info: EngineInfo) -> None:
         timeout_s = self._config.health.probe_timeout_s
@@ -367,106 +335,3 @@ class Membership:
             for engine in self._registry
             for state in Health
         }
-
-
-def _sources(info: EngineInfo) -> list[Source]:
-    """Where the ranks of an engine publish their events."""
-    first = info.ranks[0].rank if info.ranks else 0
-    ranks = [RankEvents(first, info.events, info.events_bind, info.events_replay), *info.ranks[1:]]
-    sources = []
-    for rank in ranks:
-        endpoint = rank.events or rank.events_bind
-        if endpoint is not None:
-            source = Source(
-                worker=engine_worker(info.id, rank.rank), domain=own_domain(info),
-                endpoint=endpoint, bind=rank.events is None, replay_endpoint=rank.events_replay,
-                block_tokens=info.block_tokens or 0,
-            )  # fmt: skip
-            sources.append(source)
-    return sources
-
-
-def _combine(registration: _Registration, config: ConductorConfig) -> EngineInfo:
-    """Combine the registration, the engine's answer, its sessions and defaults, in this order.
-
-    Raises:
-        BadRequestError: the fields are invalid or contradict each other; names the field.
-    """
-    entry, said, found = registration.entry, registration.said, registration.found
-    if said.role is not None and _ROLES.get(said.role) is not entry.role:
-        raise BadRequestError("role", f"registered as {entry.role}, the engine says {said.role}")
-    model = entry.model or said.model
-    if not model:
-        raise BadRequestError("model", "neither the registration nor the engine names one")
-    space = entry.space or said.space
-    opened = found if found is not None and space in (None, *found.spaces) else None
-    events, events_bind, events_replay = _events(entry, said, found)
-    page_tokens = entry.page_tokens or said.page_tokens or (opened.page_tokens if opened else 0)
-    protocol = protocol_of(entry, said, listed=registration.read_at is not None)
-    shape, hardware = machine(entry, said)
-    return EngineInfo(
-        id=entry.id,
-        role=entry.role,
-        url=entry.url,
-        model=model,
-        adapters=registration.adapters,
-        page_tokens=page_tokens or config.index.page_tokens,
-        domain=space or (opened.spaces[-1] if opened and opened.spaces else f"{_NO_SPACE}{model}"),
-        spaces=opened.spaces if opened else (),
-        shards=opened.shards if opened else (),
-        windows=opened.windows if opened else {},
-        block_tokens=found.block_tokens if found else None,
-        events=events,
-        events_bind=events_bind,
-        events_replay=events_replay,
-        ranks=found.ranks if found else (),
-        node=registration.node,
-        peers=registration.peers,
-        max_running=entry.max_running or said.max_running or _MAX_RUNNING_DEFAULT,
-        max_model_len=entry.max_model_len or said.max_model_len or 0,
-        protocol=protocol,
-        shape=shape,
-        hardware=hardware,
-        handoff=offer_of(entry, said, protocol, config.handoff.registry_hosts),
-    )
-
-
-def _events(
-    entry: EngineEntry, said: DescribedEngine, found: FoundSessions | None
-) -> tuple[str | None, str | None, str | None]:
-    """``events``, ``events_bind`` and ``events_replay``.
-
-    Those of its sessions count only if neither the registration nor the engine names any.
-
-    Raises:
-        BadRequestError: the engine's answer has an invalid endpoint; names the field. Invalid ones
-            of a session are left out.
-    """
-    first = entry if entry.events or entry.events_bind else said
-    replay = entry.events_replay or said.events_replay
-    named = (first.events, first.events_bind, replay)
-    try:
-        _check_endpoints(named)
-    except ValueError as error:
-        field, _, what = str(error).partition(": ")
-        raise BadRequestError(field, what) from error
-    if first.events or first.events_bind or found is None or not found.ranks:
-        return named
-    rank = found.ranks[0]
-    told = (rank.events, rank.events_bind, replay or rank.events_replay)
-    try:
-        _check_endpoints(told)
-    except ValueError as error:
-        _log.info("engine %s: its session names an invalid endpoint: %s", entry.id, error)
-        return named
-    return told
-
-
-def _check_endpoints(endpoints: tuple[str | None, str | None, str | None]) -> None:
-    """Refuse invalid endpoints.
-
-    Raises:
-        ValueError: the message begins with the name of the field.
-    """
-    for field, endpoint in zip(_ENDPOINTS, endpoints, strict=True):
-        check_endpoint(field, endpoint)

@@ -10,6 +10,7 @@ sessions.
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Annotated, Final, Literal, NamedTuple, TypeVar
 from urllib.parse import urlencode, urlsplit
 
@@ -18,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from conductor.config import ConductorConfig, Endpoint, Name, NodeEntry, check_endpoint
+from conductor.front.guarding import Guard
 from conductor.front.openai import BadRequestError
 from conductor.front.upstream import read_limited
 from conductor.routing.joining import NodeView, SeenSession, host_of, reachable
@@ -256,7 +258,7 @@ class Nodes:
     """Registers and removes nodes, reads them, and follows their events."""
 
     def __init__(
-        self, config: ConductorConfig, index: PrefixIndex, changed: Callable[[], None]
+        self, config: ConductorConfig, index: PrefixIndex, changed: Callable[[], None], guard: Guard
     ) -> None:
         """Connect the parts; send nothing yet.
 
@@ -264,8 +266,10 @@ class Nodes:
             config: :meth:`run` registers its ``nodes``.
             index: the prefix index; told here whom to follow.
             changed: called when what the nodes tell has changed.
+            guard: keeps a failure about one node from the others.
         """
         self._config = config
+        self._guard = guard
         self._index = index
         self._changed = changed
         self._nodes: dict[str, RegisteredNode] = {}
@@ -366,15 +370,17 @@ class Nodes:
 
     async def run(self) -> None:
         """Register the configured nodes, then read those with a URL until cancelled."""
+        keep = self._guard.keep
         async with asyncio.TaskGroup() as tasks:
+            self._tasks.clear()  # those of a run before this one have ended with it
             for entry in self._config.nodes:
-                tasks.create_task(self._take_up(entry))
+                tasks.create_task(keep("configured node", partial(self._take_up, entry)))
             while True:
                 self._wake.clear()
                 for node in self._nodes.values():
                     if node.entry.url is not None and node.id not in self._tasks:
-                        task = tasks.create_task(self._watch(node), name=f"node {node.id}")
-                        self._tasks[node.id] = task
+                        watch = keep("node", partial(self._watch, node))
+                        self._tasks[node.id] = tasks.create_task(watch, name=f"node {node.id}")
                 await self._wake.wait()
 
     def gauges(self) -> dict[str, dict[tuple[str, ...], float]]:

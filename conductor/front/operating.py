@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
-import aiohttp
 import msgspec
 
 from conductor.config import NodeEntry
@@ -82,5 +81,5 @@ async def _end(api: NodeApi, job: int) -> None:
     """End a job; one that cannot be ended ends at its own deadline."""
     try:
         await api.send("DELETE", f"{_JOBS}/{job}", None, _JOB.decode, 200)
-    except (NodeUnreadableError, aiohttp.ClientError):
+    except NodeUnreadableError:
         return

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Self
 
+from conductor.front.guarding import Guard
 from conductor.routing.choices import Assign, Continue, Reject
 from conductor.routing.columns import Matches
 from conductor.routing.dispatcher import Dispatcher
@@ -121,6 +122,7 @@ class RequestQueue:
         dispatcher: Dispatcher,
         find: Callable[[int, str], Matches],
         clock: Callable[[], float],
+        guard: Guard,
     ) -> None:
         """Start empty.
 
@@ -128,7 +130,9 @@ class RequestQueue:
             dispatcher: used only by this queue.
             find: the prefix of a request, by number and model, at each engine.
             clock: seconds, monotonic.
+            guard: lets a request whose prefix cannot be looked up go by load, and all others on.
         """
+        self._guard = guard
         self.dispatcher = dispatcher
         self._find = find
         self._clock = clock
@@ -214,7 +218,10 @@ class RequestQueue:
             del self._answers[number]  # its client has disconnected
             self.dispatcher.left(number, now)
         for number, model in self.dispatcher.due(now):
-            self.dispatcher.learn(number, self._find(number, model))
+            found: Matches = {}
+            with self._guard.turn("prefix of a request"):
+                found = self._find(number, model)
+            self.dispatcher.learn(number, found)
         for effect in self.dispatcher.step(now):
             answer = self._answers.pop(effect.request, None)
             if answer is None:

@@ -1,14 +1,17 @@
 """Goal: nodes bring what waiting requests need, and stop when it is of no use; then all is told."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
 
+from conductor.front import bringing
+from conductor.routing.bringing import Wish
 from kvstore.events.publisher import EventPublisher
 from kvstore.page import page_keys
 from tests.conductor.fakes import OPERATE, Client, FakeEngine, FakeNode, serving, session_of
@@ -125,71 +128,85 @@ async def blocked(made: Scene) -> list[asyncio.Task[Any]]:
     return tasks
 
 
-@in_loop
-async def test_pages_on_disk_are_loaded_while_their_request_waits_for_the_engine_there() -> None:
-    async with scene() as made:
+class Waits(NamedTuple):
+    """A request that waits, with pages on the disk of n1, a node of the scene."""
+
+    made: Scene
+    asked: asyncio.Task[Any]
+    node: WorkingNode
+
+    @property
+    def bringer(self) -> Any:
+        return self.made.client.conductor._bringer
+
+    async def ended(self, outcome: str, kind: str = "load") -> None:
+        """Wait until a job has ended so."""
+        await eventually(lambda: self.bringer._counts[kind, outcome] >= 1, outcome)
+
+
+@asynccontextmanager
+async def waiting(
+    prepare: Callable[[Scene], Awaitable[object]] | None = None, **bring: object
+) -> AsyncIterator[Waits]:
+    """A request waits, because both places are taken; at the end they are free."""
+    async with scene(**bring) as made:
         await made.knows("n1", 8, "STORAGE")
         taken = await blocked(made)
+        if prepare is not None:
+            await prepare(made)
         asked = asyncio.create_task(made.client.complete(PROMPT))
-        node = made.nodes["n1"]
+        await eventually(lambda: made.client.conductor.queue.dispatcher.unassigned)
+        yield Waits(made, asked, made.nodes["n1"])
+        for engine in made.engines.values():
+            engine.gate.set()
+        await asyncio.gather(asked, *taken, return_exceptions=True)
+
+
+@in_loop
+async def test_pages_on_disk_are_loaded_while_their_request_waits_for_the_engine_there() -> None:
+    async with waiting() as one:
+        node = one.node
         await eventually(lambda: node.jobs)
         [job] = node.jobs
         assert (job.path, job.body["space"]) == ("/v1/prefetch", SPACE)
-        assert job.body["keys"] == [bytes(one).hex() for one in KEYS[:8]]
+        assert job.body["keys"] == [bytes(key).hex() for key in KEYS[:8]]
         node.state = "done"
-        made.engines["e1"].gate.set()
-        status, _, headers = await asked
+        one.made.engines["e1"].gate.set()
+        status, _, headers = await one.asked
         assert status == 200
-        await eventually(lambda: made.client.conductor._bringer._counts["load", "done"] == 1)
+        await one.ended("done")
         assert node.ended == []
-        decision = await made.client.decision(headers["X-Request-Id"])
+        decision = await one.made.client.decision(headers["X-Request-Id"])
         [told] = decision["brought"]
         assert (told["node"], told["source"], told["tokens"]) == ("n1", "n1", 32)
-        made.engines["e2"].gate.set()
-        await asyncio.gather(*taken)
 
 
 @in_loop
 async def test_a_job_for_a_request_that_goes_elsewhere_is_ended() -> None:
-    async with scene() as made:
-        await made.knows("n1", 8, "STORAGE")
-        taken = await blocked(made)
-        asked = asyncio.create_task(made.client.complete(PROMPT))
-        node = made.nodes["n1"]
-        await eventually(lambda: node.jobs)
-        made.engines["e2"].gate.set()  # it is free first
-        status, _, headers = await asked
-        assert (status, len(made.engines["e2"].requests)) == (200, 2)
-        await eventually(lambda: node.ended == [0])
-        await eventually(lambda: made.client.conductor._bringer._counts["load", "cancelled"] == 1)
-        [told] = (await made.client.decision(headers["X-Request-Id"]))["brought"]
+    async with waiting() as one:
+        await eventually(lambda: one.node.jobs)
+        one.made.engines["e2"].gate.set()  # it is free first
+        status, _, headers = await one.asked
+        assert (status, len(one.made.engines["e2"].requests)) == (200, 2)
+        await eventually(lambda: one.node.ended == [0])
+        await one.ended("cancelled")
+        [told] = (await one.made.client.decision(headers["X-Request-Id"]))["brought"]
         assert told["outcome"] in ("", "cancelled")
-        gauges = made.client.conductor._bringer.gauges()
-        assert gauges["bring_bytes"][()] == 0
-        made.engines["e1"].gate.set()
-        await asyncio.gather(*taken)
+        assert one.bringer.gauges()["bring_bytes"][()] == 0
 
 
 @in_loop
 async def test_a_client_that_goes_ends_the_job_for_it() -> None:
-    async with scene() as made:
-        await made.knows("n1", 8, "STORAGE")
-        taken = await blocked(made)
-        asked = asyncio.create_task(made.client.complete(PROMPT))
-        await eventually(lambda: made.nodes["n1"].jobs)
-        asked.cancel()
-        await eventually(lambda: made.nodes["n1"].ended == [0])
-        for engine in made.engines.values():
-            engine.gate.set()
-        await asyncio.gather(*taken)
+    async with waiting() as one:
+        await eventually(lambda: one.node.jobs)
+        one.asked.cancel()
+        await eventually(lambda: one.node.ended == [0])
 
 
 @pytest.mark.parametrize("trouble", ["refuses", "silent", "late", "incomplete"])
 @in_loop
 async def test_a_node_in_trouble_costs_a_request_nothing(trouble: str) -> None:
-    async with scene(deadline_s=0.2) as made:
-        await made.knows("n1", 8, "STORAGE")
-        taken = await blocked(made)
+    async def prepare(made: Scene) -> None:
         node = made.nodes["n1"]
         if trouble == "refuses":
             node.refuses = True
@@ -197,15 +214,72 @@ async def test_a_node_in_trouble_costs_a_request_nothing(trouble: str) -> None:
             await node.stop()
         elif trouble == "incomplete":
             node.state, node.result = "done", {"complete": False}
-        asked = asyncio.create_task(made.client.complete(PROMPT))
-        wanted = {"refuses": "refused", "silent": "refused"}.get(trouble, trouble)
-        await eventually(lambda: made.client.conductor._bringer._counts["load", wanted] >= 1)
+
+    async with waiting(prepare, deadline_s=0.2) as one:
+        await one.ended({"refuses": "refused", "silent": "refused"}.get(trouble, trouble))
         if trouble == "late":
-            assert node.ended[0] == 0
-        made.engines["e1"].gate.set()
-        assert (await asked)[0] == 200
-        made.engines["e2"].gate.set()
-        await asyncio.gather(*taken)
+            assert one.node.ended[0] == 0
+        one.made.engines["e1"].gate.set()
+        assert (await one.asked)[0] == 200
+
+
+@pytest.mark.parametrize("bug", ["look", "step", "begin", "carry", "went", "replicate"])
+@in_loop
+async def test_a_bug_in_bringing_costs_neither_a_request_nor_the_service(
+    bug: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> Any:
+        raise KeyError(bug)
+
+    async def prepare(made: Scene) -> None:
+        bringer = made.client.conductor._bringer
+        what: dict[str, tuple[object, str]] = {
+            "look": (bringer._prefixes, "media"),
+            "step": (bringer._planner, "step"),
+            "begin": (bringer._prefixes, "pages"),
+            "carry": (bringing, "carry_out"),
+            "went": (bringer._planner, "went"),
+            "replicate": (bringer._hot, "came"),
+        }
+        owner, name = what[bug]
+        owner = type(owner) if bug in ("step", "went") else owner
+        monkeypatch.setattr(owner, name, broken)
+
+    async with waiting(prepare, replicates=True) as one:
+        faults = one.made.client.conductor.faults.counts
+        if bug in ("went", "replicate"):
+            one.node.state = "done"
+        else:
+            await eventually(lambda: faults["background"])
+        one.made.engines["e1"].gate.set()
+        assert (await one.asked)[0] == 200
+        await eventually(lambda: faults["background"])
+        assert faults["internal"] == 0
+        monkeypatch.undo()
+        await eventually(lambda: one.bringer.gauges()["bring_bytes"][()] == 0, "nothing is left")
+        assert (await one.made.client.get("/readyz"))[0] == 200
+        if bug == "carry":
+            assert one.bringer._counts["load", "failed"] >= 1
+
+
+@pytest.mark.parametrize("page_tokens", [1, 64])
+@in_loop
+async def test_nothing_is_asked_for_pages_that_the_prompt_has_not(page_tokens: int) -> None:
+    """An engine may register with other pages between a look and what follows from it."""
+    async with waiting(bytes_max=1) as one:
+        await eventually(lambda: one.bringer._looks)
+        bringer, [number] = one.bringer, list(one.bringer._looks)
+        told = bringer._prefixes.pages
+        bringer._prefixes.pages = lambda *asked: told(*asked)[: 32 // 4]
+        engine = bringer._registry.get("e1")
+        engine.info = msgspec.structs.replace(engine.info, page_tokens=page_tokens)
+        wish = Wish(number, "n1", "n1", 32, 1)
+        [start] = bringer._planner.step([wish])
+        bringer._start(start)
+        assert not bringer._cancels
+        assert bringer.gauges()["bring_bytes"][()] == 0
+    assert not one.node.jobs
+    assert one.made.client.conductor.faults.counts["background"] == 0
 
 
 @in_loop

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from conductor.front.cluster import ClusterNodes
+from conductor.front.guarding import Guard
 from conductor.front.nodes import Nodes
 from conductor.service import index_settings
 from kvstore.cluster.records import NodeRecord, write_record
 from kvstore.errors import ConfigError
 from kvstore.events.publisher import EventPublisher
+from kvstore.process.faults import Faults
 from kvstore.testing.stores import MemoryRecords, MemoryStore
 from tests.conductor.fakes import (
     Client,
@@ -243,5 +245,7 @@ async def test_a_candidate_shows_what_its_node_could_fetch_from_another_node() -
 )  # fmt: skip
 def test_a_file_that_cannot_be_read_stops_the_start(sections: dict[str, Any], named: str) -> None:
     config = configured(**{"cluster": BLUE, "etcd": {"endpoints": ["h:1"]}, **sections})
+    guard = Guard(Faults(logging.getLogger(), ""))
+    nodes = Nodes(config, LocalIndex(index_settings(config)), list, guard)
     with pytest.raises(ConfigError, match=named):
-        ClusterNodes(config, Nodes(config, LocalIndex(index_settings(config)), list), None)
+        ClusterNodes(config, nodes, guard, None)

@@ -1,11 +1,14 @@
 """The waiting queue: what it gives out it gets back, whoever is cancelled and when."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from conductor.front.guarding import Guard
 from conductor.front.waiting import Lease, RejectedError, RequestQueue
 from conductor.routing.columns import Matches
 from conductor.routing.dispatcher import Dispatcher
@@ -13,6 +16,7 @@ from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.policy import POLICIES
 from conductor.routing.requests import DispatchLimits, Request
 from conductor.routing.scheduler import Scheduler
+from kvstore.process.faults import Faults
 from tests.loops import in_loop
 
 
@@ -30,7 +34,8 @@ def queue_over(
         registry.register(info, 0.0)
     limits = DispatchLimits(waiting_max, wait_s, tries=2)
     dispatcher = Dispatcher(registry, Scheduler(POLICIES[policy]), limits)
-    return RequestQueue(dispatcher, find or (lambda *_: {}), time.monotonic)
+    guard = Guard(Faults(logging.getLogger(), ""))
+    return RequestQueue(dispatcher, find or (lambda *_: {}), time.monotonic, guard)
 
 
 def request(number: int, tokens: int | None = None) -> Request:
@@ -154,25 +159,43 @@ async def test_who_waits_too_long_is_refused_without_any_other_event() -> None:
 
 
 @in_loop
-async def test_who_waits_is_served_although_the_index_could_not_be_read_for_a_moment() -> None:
-    broken = False
+async def test_a_prefix_that_cannot_be_looked_up_is_none_and_nobody_waits_for_it() -> None:
+    asked: list[object] = []
 
-    def find(*_: object) -> Matches:
-        if broken:
+    def find(number: int, _: str) -> Matches:
+        asked.append(number)
+        if number == 2:
             raise OSError("the index cannot be read")
         return {}
 
     queue = queue_over(policy="longest-prefix", find=find)
     with await take(queue, 1) as first:
+        waiting = [asyncio.create_task(use(queue, number)) for number in (2, 3)]
+        await asyncio.sleep(0)
+        first.release("e")
+        await asyncio.gather(*waiting)
+    assert set(asked) >= {2, 3}
+    queue.dispatcher.check()
+
+
+@in_loop
+async def test_who_waits_is_served_although_nothing_could_be_decided_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> Any:
+        raise OSError("cannot decide")
+
+    queue = queue_over()
+    with await take(queue, 1) as first:
         waiting = asyncio.create_task(use(queue, 2))
         await asyncio.sleep(0)
-        broken = True
-        with pytest.raises(OSError, match="cannot be read"):
+        monkeypatch.setattr(type(queue.dispatcher), "step", broken)
+        with pytest.raises(OSError, match="cannot decide"):
             first.release("e")
-        with pytest.raises(OSError, match="cannot be read"):
+        with pytest.raises(OSError, match="cannot decide"):
             queue.enter(request(3))
         assert len(queue) == 1, "who could not enter is not there"
-        broken = False
+        monkeypatch.undo()
         await waiting
     queue.dispatcher.check()
 
