@@ -27,9 +27,9 @@ from kvstore.page import (
     pack_pair,
     page_seeds,
 )
+from kvstore.state.disk.jobs import DiskWrite, PageRecord
 from kvstore.state.tree.places import Place, footer_bytes, record_bytes
-from kvstore.state.tree.slots import SlotTable
-from kvstore.tier.base import PageRecord, WritePage
+from kvstore.state.tree.slots import Slot, SlotTable
 from kvstore.tier.directories import Directory
 from kvstore.tier.disk import FileSystem, OSDisk
 from kvstore.tier.host import HostMemory
@@ -146,13 +146,14 @@ def _write_pages(log: SSDLog, number: int, count: int, random: np.random.Generat
     seeds = page_seeds(keys, pair_seed(SPACE, SHARD))
     digests = mover.digest(np.full(count, address, np.uint64), PAGE_BYTES, seeds)
     jobs = [
-        WritePage(
+        DiskWrite(
             index,
             Place(number, index * record_bytes(PAGE_BYTES)),
             PageRecord(
                 PrefixKey(keys[32 * index : 32 * index + 32]), PrefixKey(b""), SPACE, SHARD,
                 PAGE_BYTES, digests[index].tobytes(),
             ),
+            Slot(0),
             address,
         )
         for index in range(count)

@@ -27,9 +27,9 @@ from bench.measure import Measured, Progress, Report
 from kvstore import mover
 from kvstore.errors import KVStoreError
 from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity, page_seeds
-from kvstore.state.disk.jobs import DiskDrop, DiskSync
+from kvstore.state.disk.jobs import DiskDrop, DiskJob, DiskRead, DiskSync, DiskWrite, PageRecord
 from kvstore.state.tree.places import FOOTER_TABLE_BYTES, Place, record_bytes
-from kvstore.tier.base import Job, PageRecord, ReadPage, WritePage
+from kvstore.state.tree.slots import Slot
 from kvstore.tier.directories import Directory
 from kvstore.tier.disk import OSDisk
 from kvstore.tier.record import pair_seed
@@ -193,8 +193,8 @@ class Disks:
 
     def read(self) -> float:
         """Read all pages in random order; seconds."""
-        jobs: list[Job] = [
-            ReadPage(self._next_job(), self._place(index), self._records[index], address)
+        jobs: list[DiskJob] = [
+            DiskRead(self._next_job(), self._place(index), self._records[index], Slot(0), address)
             for index, address in enumerate(self._addresses)
         ]
         self._random.shuffle(jobs)
@@ -203,8 +203,8 @@ class Disks:
         return time.perf_counter() - start
 
     def _write_pages(self, *, sync_groups: bool) -> float:
-        writes: list[Job] = [
-            WritePage(self._next_job(), self._place(index), self._records[index], address)
+        writes: list[DiskJob] = [
+            DiskWrite(self._next_job(), self._place(index), self._records[index], Slot(0), address)
             for index, address in enumerate(self._addresses)
         ]
         start = time.perf_counter()
@@ -220,7 +220,7 @@ class Disks:
             self._finish(writes)
         return time.perf_counter() - start
 
-    def _finish(self, jobs: Sequence[Job]) -> None:
+    def _finish(self, jobs: Sequence[DiskJob]) -> None:
         self._log.submit(jobs)
         assert self._log.drain(WAIT_S), f"the disk did not end {len(jobs)} jobs in {WAIT_S} s"
         errors: list[KVStoreError] = [one.error for one in self._log.poll() if one.error]

@@ -1,7 +1,7 @@
-"""The SSD tier of one node: translates jobs of the state to jobs of the log, and back.
+"""The SSD tier of one node: gives the state's jobs to the log, and passes on what became of them.
 
-The state's jobs name slots and places; the tier's jobs name addresses and files. Only this object
-knows both. It also passes recovered pages to the state.
+The state names slots, the log needs addresses: only this object knows both. It also passes
+recovered pages to the state.
 """
 
 import ctypes
@@ -20,26 +20,19 @@ from kvstore.process.logs import event
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.jobs import (
     DiskCheck,
-    DiskCopy,
-    DiskDrop,
     DiskJob,
     DiskRead,
     DiskRules,
-    DiskSeal,
-    DiskSync,
-    DiskTokens,
-    DiskTombstone,
     DiskWrite,
-    PageName,
     SyncPolicy,
     WritePolicy,
 )
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.adopt import FoundSegment, adopt
-from kvstore.state.tree.places import HEADER_BYTES, record_bytes
+from kvstore.state.tree.places import HEADER_BYTES
 from kvstore.state.tree.slots import Slot
-from kvstore.tier.base import Completion, CopyPage, Job, PageRecord, ReadPage, ReadTokens, WritePage
+from kvstore.tier.base import Completion
 from kvstore.tier.directories import Directory
 from kvstore.tier.disk import Disk
 from kvstore.tier.host import HostMemory
@@ -146,12 +139,13 @@ class DiskTier:
             self.pages.jobs[:] = [job for job in self.pages.jobs if not self._waits(job)]
         jobs = self.pages.jobs[: self._log.room]
         self.pages.jobs[: len(jobs)] = held
-        made: list[Job] = []
+        made: list[DiskJob] = []
         for job in jobs:
             assert job.job not in self._jobs
             self._jobs[job.job] = job
             try:
-                made.append(self._translate(job))
+                self._set_address(job)
+                made.append(job)
             except KVStoreError as error:  # an error of this job's memory; the others continue
                 self._end(job.job, error, self._node.pages.now_ns)
         try:
@@ -205,37 +199,14 @@ class DiskTier:
         extent, _, _ = self._node.pages.slots.address(job.slot)
         return self._memory.pending(extent)
 
-    def _translate(self, job: DiskJob) -> Job:
-        made: Job
-        match job:
-            case DiskWrite(number, place, page, slot):
-                made = WritePage(number, place, _record(page), self._address(slot))
-            case DiskRead(number, place, page) | DiskCheck(number, place, page):
-                made = ReadPage(number, place, _record(page), self._target(job))
-            case DiskTokens(number, place, page):
-                made = ReadTokens(number, place, _record(page))
-            case DiskCopy(number, source, place, page):
-                made = CopyPage(number, source, place, _record(page))
-            case DiskTombstone() | DiskSync() | DiskSeal() | DiskDrop():
-                made = job
-        return made
-
-    def _target(self, job: DiskRead | DiskCheck) -> int:
-        """The address to read a page to; a check reads into a temporary buffer."""
-        if isinstance(job, DiskRead):
-            return self._address(job.slot)
-        page_bytes = job.page.space.shards[job.page.shard].page_bytes
-        memory = self._scratch[job.job] = aligned(record_bytes(page_bytes) - HEADER_BYTES)
-        return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    def _set_address(self, job: DiskJob) -> None:
+        """Set where the bytes of a job's page are; a check reads into a temporary buffer."""
+        if isinstance(job, DiskWrite | DiskRead):
+            job.address = self._address(job.slot)
+        elif isinstance(job, DiskCheck):
+            memory = self._scratch[job.job] = aligned(job.page.length - HEADER_BYTES)
+            job.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
     def _address(self, slot: Slot) -> int:
         extent, _, offset = self._node.pages.slots.address(slot)
         return self._memory.address(extent) + offset
-
-
-def _record(page: PageName) -> PageRecord:
-    of = page.space.shards[page.shard]
-    return PageRecord(
-        page.key, page.parent, page.space.identity, of.spec, of.page_bytes, page.digest,
-        page.tokens,
-    )  # fmt: skip

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
-from kvstore.state.disk.jobs import DiskSync
+from kvstore.state.disk.jobs import DiskJob, DiskSync
 from kvstore.state.tree.slots import Replacement
 from kvstore.testing.disk import SimulatedDisk
-from kvstore.tier.base import Completion, Job
+from kvstore.tier.base import Completion
 from kvstore.tier.directories import Directory
 from kvstore.tier.disk import Buffer
 from kvstore.tier.host import MEMORY_WAIT_S, HostMemory
@@ -81,7 +81,7 @@ class UnorderedLog(SSDLog):
         self._dice = random
         self._late: list[Completion] = []
 
-    def submit(self, jobs: Sequence[Job]) -> None:
+    def submit(self, jobs: Sequence[DiskJob]) -> None:
         """Submit jobs in short runs; adjacent records of a run are written in one call."""
         left = list(jobs)
         while left:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvstore.page import ALL_KEYS, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
-from kvstore.state.disk.jobs import DiskTombstone, PageName
+from kvstore.state.disk.jobs import DiskTombstone, PageRecord
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.table.adopt import FoundSegment, adopt
 from kvstore.state.table.pages import PageTable
@@ -72,12 +72,11 @@ class RecordsOnDisk:
         self._sequence += 1
         return self._sequence
 
-    def write(self, place: Place, page: PageName, sequence: int, tokens: bytes, content: bytes
+    def write(self, place: Place, page: PageRecord, sequence: int, tokens: bytes, content: bytes
               ) -> None:  # fmt: skip
         """Put a page's record there."""
-        spec = page.space.shards[page.shard].spec
         self.pages[place] = Record(
-            sequence, page.space.identity, spec, page.key, page.parent, page.digest, tokens, content
+            sequence, page.space, page.shard, page.key, page.parent, page.digest, tokens, content
         )
 
     def bury(self, job: DiskTombstone, sequence: int) -> None:

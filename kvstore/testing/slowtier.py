@@ -184,5 +184,5 @@ class SimulatedTier:
         return memoryview(self._extents[number])[offset : offset + PAGE_BYTES]
 
 
-def _content(page: diskjobs.PageName) -> bytes:
-    return page_content(page.key, page.space.shards[page.shard].spec)
+def _content(page: diskjobs.PageRecord) -> bytes:
+    return page_content(page.key, page.shard)

@@ -27,12 +27,25 @@ from kvstore.page import (
     digest_seed,
     page_seeds,
 )
-from kvstore.state.disk.jobs import DiskDrop, DiskSeal, DiskSync, DiskTombstone
+from kvstore.state.disk.jobs import (
+    DiskDrop,
+    DiskJob,
+    DiskRead,
+    DiskSeal,
+    DiskSync,
+    DiskTokens,
+    DiskTombstone,
+    DiskWrite,
+    PageRecord,
+)
 from kvstore.state.tree.places import BLOCK_BYTES, Place, record_bytes
-from kvstore.tier.base import Completion, Job, PageRecord, ReadPage, ReadTokens, Tier, WritePage
+from kvstore.state.tree.slots import Slot
+from kvstore.tier.base import Completion, Tier
 from kvstore.tier.vectored import aligned
 
 WAIT_S: Final = 30.0
+SLOT: Final = Slot(0)
+"""Of pages that are in no slot: a tier looks at their address alone."""
 SPACE: Final = SpaceIdentity(model="test", kv_dtype="uint8", page_tokens=16)
 SHARD: Final = ShardSpec(layout=CanonicalLayout(head_dim=16), layers=(0, 1), heads=(0, 1))
 
@@ -98,7 +111,7 @@ class TierDriver:
         self.tier = tier
         self._jobs = count(1)
 
-    def run(self, *make: Callable[[int], Job]) -> list[Completion]:
+    def run(self, *make: Callable[[int], DiskJob]) -> list[Completion]:
         """Submit the jobs ``make(number)`` together; returns their completions, in this order."""
         jobs = [one(next(self._jobs)) for one in make]
         self.tier.submit(jobs)
@@ -116,12 +129,12 @@ class TierDriver:
     def read(self, place: Place, page: PageInMemory) -> tuple[Completion, PageInMemory]:
         """Read a page into new memory."""
         target = page.empty()
-        (ended,) = self.run(lambda job: ReadPage(job, place, page.record, target.address))
+        (ended,) = self.run(lambda job: DiskRead(job, place, page.record, SLOT, target.address))
         return ended, target
 
     def read_tokens(self, place: Place, page: PageInMemory) -> Completion:
         """Read the tokens of a page."""
-        return self.run(lambda job: ReadTokens(job, place, page.record))[0]
+        return self.run(lambda job: DiskTokens(job, place, page.record))[0]
 
     def tombstone(self, place: Place, keys: bytes) -> Completion:
         """Write a tombstone for these keys."""
@@ -140,8 +153,8 @@ class TierDriver:
         return self.run(lambda job: DiskDrop(job, segment))[0]
 
 
-def _writer(place: Place, page: PageInMemory) -> Callable[[int], Job]:
-    return lambda job: WritePage(job, place, page.record, page.address)
+def _writer(place: Place, page: PageInMemory) -> Callable[[int], DiskJob]:
+    return lambda job: DiskWrite(job, place, page.record, SLOT, page.address)
 
 
 def laid_out(
@@ -272,8 +285,8 @@ class LogContract:
         driver.write(*placed)
         targets = [page.empty() for _, page in placed]
         reads = [
-            lambda job, i=index: ReadPage(
-                job, placed[i][0], placed[i][1].record, targets[i].address
+            lambda job, i=index: DiskRead(
+                job, placed[i][0], placed[i][1].record, SLOT, targets[i].address
             )
             for index in range(16)
         ]
@@ -288,7 +301,7 @@ class LogContract:
         threads, files = set(threading.enumerate()), _descriptors()
         tier = self._open()
         page = PageInMemory.random(Random(7), 4096)
-        tier.submit([WritePage(1, Place(0, 0), page.record, page.address)])
+        tier.submit([DiskWrite(1, Place(0, 0), page.record, SLOT, page.address)])
         tier.close()
         assert [one.job for one in tier.poll()] == [1]
         tier.close()

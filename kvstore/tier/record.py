@@ -28,6 +28,7 @@ from kvstore.page import (
     digest_seed,
     pack_pair,
 )
+from kvstore.state.disk.jobs import PageRecord
 from kvstore.state.disk.log import SEGMENT_PAIRS_MAX
 from kvstore.state.tree.places import (
     BLOCK_BYTES,
@@ -37,7 +38,6 @@ from kvstore.state.tree.places import (
     Place,
     footer_bytes,
 )
-from kvstore.tier.base import PageRecord
 
 FORMAT_VERSION: Final = 1
 LOG_ID_BYTES: Final = 16

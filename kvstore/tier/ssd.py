@@ -14,15 +14,26 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, Final, NamedTuple, cast
 
 from kvstore.errors import CapacityError, ConfigError, KVStoreError, TierUnavailable
-from kvstore.state.disk.jobs import DiskDrop, DiskSeal, DiskSync, DiskTombstone
+from kvstore.state.disk.jobs import (
+    DiskCheck,
+    DiskCopy,
+    DiskDrop,
+    DiskJob,
+    DiskRead,
+    DiskSeal,
+    DiskSync,
+    DiskTokens,
+    DiskTombstone,
+    DiskWrite,
+)
 from kvstore.state.tree.places import BLOCK_BYTES
-from kvstore.tier.base import Completion, CopyPage, Job, ReadPage, ReadTokens, WritePage
+from kvstore.tier.base import Completion
 from kvstore.tier.directories import Directory, failure, open_all, say_room
 from kvstore.tier.disk import Disk, OSDisk
 from kvstore.tier.record import SEGMENT_MAX, SEGMENT_NAME, ForeignLog, segment_name
 from kvstore.tier.recovery import RecoveredLog, SegmentScan, combine, load_segment, one_of_each
 from kvstore.tier.segments import LogFile, Segments
-from kvstore.tier.transfer import RecordMover, Write, batches
+from kvstore.tier.transfer import Read, RecordMover, Write, batches
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +49,7 @@ _RECOVERY_THREADS: Final = 8
 class _Work(NamedTuple):
     """A piece of work for one thread; ``unsynced``: the writes that a DiskSync must cover."""
 
-    jobs: list[Job]
+    jobs: list[DiskJob]
     sequence: int
     unsynced: dict[int, int]
 
@@ -197,7 +208,7 @@ class SSDLog:
         with self._lock:
             return JOBS_MAX - self._under_way
 
-    def submit(self, jobs: Sequence[Job]) -> None:
+    def submit(self, jobs: Sequence[DiskJob]) -> None:
         """See :class:`kvstore.tier.base.Tier`.
 
         Raises:
@@ -210,7 +221,7 @@ class SSDLog:
         for batch in batches(jobs):
             unsynced = self._segments.unsynced() if isinstance(batch[0], DiskSync) else {}
             work.append(_Work(batch, sequence, unsynced))
-            if isinstance(batch[0], WritePage | DiskTombstone | CopyPage):
+            if isinstance(batch[0], DiskWrite | DiskTombstone | DiskCopy):
                 sequence += len(batch)
         with self._lock:
             if self._closing:
@@ -337,11 +348,11 @@ class SSDLog:
     def _carry_out(self, work: _Work, mover: RecordMover) -> Iterator[Completion]:
         first = work.jobs[0]
         match first:
-            case ReadPage():
-                yield from mover.read(cast("list[ReadPage]", work.jobs))
-            case ReadTokens():
+            case DiskRead() | DiskCheck():
+                yield from mover.read(cast("list[Read]", work.jobs))
+            case DiskTokens():
                 yield mover.read_tokens(first)
-            case CopyPage():
+            case DiskCopy():
                 yield mover.copy(first, work.sequence)
             case DiskSync():
                 yield self._attempt(first, lambda: self._sync(work.unsynced, mover))
@@ -354,7 +365,7 @@ class SSDLog:
             case _:
                 yield from mover.write(cast("list[Write]", work.jobs), work.sequence)
 
-    def _attempt(self, job: Job, do: Callable[[], None]) -> Completion:
+    def _attempt(self, job: DiskJob, do: Callable[[], None]) -> Completion:
         try:
             do()
         except KVStoreError as error:

@@ -15,9 +15,18 @@ import numpy as np
 from kvstore import mover
 from kvstore.errors import InvalidArgument, KVStoreError, PageCorrupt
 from kvstore.page import pack_pair, page_seeds
-from kvstore.state.disk.jobs import DiskTombstone
-from kvstore.state.tree.places import BLOCK_BYTES, HEADER_BYTES, Place, record_bytes
-from kvstore.tier.base import Completion, CopyPage, Job, PageRecord, ReadPage, ReadTokens, WritePage
+from kvstore.state.disk.jobs import (
+    DiskCheck,
+    DiskCopy,
+    DiskJob,
+    DiskRead,
+    DiskTokens,
+    DiskTombstone,
+    DiskWrite,
+    PageRecord,
+)
+from kvstore.state.tree.places import BLOCK_BYTES, HEADER_BYTES, Place
+from kvstore.tier.base import Completion
 from kvstore.tier.directories import failure
 from kvstore.tier.disk import Disk
 from kvstore.tier.record import (
@@ -38,39 +47,41 @@ BATCH_BYTES: Final = 8 << 20
 BATCH_RECORDS: Final = 64
 """Maximum of one call: larger ones are not faster, and one thread handles a batch."""
 
-Write = WritePage | DiskTombstone
+Write = DiskWrite | DiskCopy | DiskTombstone
+"""A copy is written when it has been read."""
+Read = DiskRead | DiskCheck
 
 
-def payload_bytes(job: Write | ReadPage) -> int:
-    """Payload bytes of a job's record."""
-    return len(job.keys) if isinstance(job, DiskTombstone) else job.record.page_bytes
+def length(job: Write | Read) -> int:
+    """Bytes of a job's record."""
+    return job.length if isinstance(job, DiskTombstone) else job.page.length
 
 
-def batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
+def batches(jobs: Iterable[DiskJob]) -> Iterator[list[DiskJob]]:
     """Group jobs into batches: runs of adjacent writes or reads; all other jobs alone."""
-    batch: list[Job] = []
+    batch: list[DiskJob] = []
     end, size = (0, 0), 0
     for job in jobs:
-        if not isinstance(job, WritePage | DiskTombstone | ReadPage):
+        if not isinstance(job, DiskWrite | DiskTombstone | DiskRead | DiskCheck):
             if batch:
                 yield batch
             batch = []
             yield [job]
             continue
-        length = record_bytes(payload_bytes(job))
+        more = length(job)
         joins = (
             len(batch) in range(1, BATCH_RECORDS)
             and job.place == end
-            and isinstance(job, ReadPage) == isinstance(batch[0], ReadPage)
-            and size + length <= BATCH_BYTES
+            and isinstance(job, Read) == isinstance(batch[0], Read)
+            and size + more <= BATCH_BYTES
         )
         if batch and not joins:
             yield batch
         if not joins:
             batch, size = [], 0
         batch.append(job)
-        size += length
-        end = (job.place.segment, job.place.offset + length)
+        size += more
+        end = (job.place.segment, job.place.offset + more)
     if batch:
         yield batch
 
@@ -109,20 +120,20 @@ class RecordMover:
 
     def write(self, jobs: Sequence[Write], sequence: int) -> Iterator[Completion]:
         """Write a batch of :func:`batches`; job i gets the sequence number ``sequence + i``."""
-        pages = [(job.address, job.record) for job in jobs if isinstance(job, WritePage)]
+        pages = [(job.address, job.page) for job in jobs if not isinstance(job, DiskTombstone)]
         found = iter(digests(pages))
         run: list[tuple[Write, int]] = []
         for index, job in enumerate(jobs):
-            if isinstance(job, WritePage) and next(found) != job.record.digest:
+            if not isinstance(job, DiskTombstone) and next(found) != job.page.digest:
                 yield from self._write_run(run)
                 run = []
-                error = f"page {job.record.key.hex()[:16]} does not match its digest: not written"
+                error = f"page {job.page.key.hex()[:16]} does not match its digest: not written"
                 yield Completion(job.job, PageCorrupt(error))
             else:
                 run.append((job, sequence + index))
         yield from self._write_run(run)
 
-    def read(self, jobs: Sequence[ReadPage]) -> Iterator[Completion]:
+    def read(self, jobs: Sequence[Read]) -> Iterator[Completion]:
         """Read a batch of :func:`batches`; a page with wrong bytes completes with an error."""
         try:
             done = self._read_batch(jobs)
@@ -135,24 +146,24 @@ class RecordMover:
             return
         yield from self._checked(jobs, done)
 
-    def read_tokens(self, job: ReadTokens) -> Completion:
+    def read_tokens(self, job: DiskTokens) -> Completion:
         """Read the header of a record, which contains the tokens of its page."""
         block = self._block(0)
         done = self._fill(job.place, [block])
         header = decode_header(block, self._segments.log, job.place) if done == len(block) else None
-        if header is None or not is_of(header, job.record):
+        if header is None or not is_of(header, job.page):
             return Completion(job.job, _not_there(job))
         return Completion(job.job, tokens=header.tokens)
 
-    def copy(self, job: CopyPage, sequence: int) -> Completion:
+    def copy(self, job: DiskCopy, sequence: int) -> Completion:
         """Copy a record to another place, after it was read and verified."""
-        memory = aligned(record_bytes(job.record.page_bytes) - HEADER_BYTES)
+        memory = aligned(job.page.length - HEADER_BYTES)
         address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
-        read = next(self.read([ReadPage(job.job, job.source, job.record, address)]))
+        read = next(self.read([DiskCheck(job.job, job.source, job.page, address)]))
         if read.error is not None:
             return read
-        record = replace(job.record, tokens=read.tokens)
-        return next(self.write([WritePage(job.job, job.place, record, address)], sequence))
+        page = replace(job.page, tokens=read.tokens)
+        return next(self.write([replace(job, page=page, address=address)], sequence))
 
     # ---- writing ----------------------------------------------------------------------------
 
@@ -174,7 +185,7 @@ class RecordMover:
     def _write_records(self, run: list[tuple[Write, int]]) -> None:
         assert len(run) <= BATCH_RECORDS, "each has two blocks of its own"
         first = run[0][0].place
-        end = first.offset + sum(record_bytes(payload_bytes(job)) for job, _ in run)
+        end = first.offset + sum(length(job) for job, _ in run)
         with self._segments.using(first.segment, write=True) as (segment, descriptor):
             _check_place(first.offset, end, segment)
             buffers: list[memoryview] = []
@@ -196,12 +207,12 @@ class RecordMover:
 
     def _payload(self, job: Write, block: int) -> list[memoryview]:
         """A record's payload in whole blocks; a partial last block is copied and padded."""
-        size = payload_bytes(job)
-        whole = size - size % BLOCK_BYTES
         if isinstance(job, DiskTombstone):
-            copy = aligned(record_bytes(size) - HEADER_BYTES)
-            copy[:size] = job.keys
+            copy = aligned(job.length - HEADER_BYTES)
+            copy[: len(job.keys)] = job.keys
             return [copy]
+        size = job.page.page_bytes
+        whole = size - size % BLOCK_BYTES
         buffers = [memory_at(job.address, whole)] if whole else []
         if whole < size:
             tail = self._block(block)
@@ -213,12 +224,12 @@ class RecordMover:
 
     # ---- reading ----------------------------------------------------------------------------
 
-    def _read_batch(self, jobs: Sequence[ReadPage]) -> int:
+    def _read_batch(self, jobs: Sequence[Read]) -> int:
         """Read the jobs' pages and headers; returns bytes read."""
         assert 0 < len(jobs) <= BATCH_RECORDS
         buffers: list[memoryview] = []
         for index, job in enumerate(jobs):
-            padded = record_bytes(job.record.page_bytes) - HEADER_BYTES
+            padded = job.page.length - HEADER_BYTES
             buffers += [self._block(index), memory_at(job.address, padded)]
         return self._fill(jobs[0].place, buffers)
 
@@ -230,17 +241,17 @@ class RecordMover:
             except OSError as error:
                 raise self._failure(segment, error) from error
 
-    def _checked(self, jobs: Sequence[ReadPage], done: int) -> Iterator[Completion]:
+    def _checked(self, jobs: Sequence[Read], done: int) -> Iterator[Completion]:
         """Check every page that was read, its header first."""
         headers: list[Header | None] = []
         start = jobs[0].place.offset
         for index, job in enumerate(jobs):
-            end = job.place.offset + record_bytes(job.record.page_bytes)
+            end = job.place.offset + job.page.length
             header = decode_header(self._block(index), self._segments.log, job.place)
-            whole = header is not None and is_of(header, job.record) and end - start <= done
+            whole = header is not None and is_of(header, job.page) and end - start <= done
             headers.append(header if whole else None)
         present = [
-            (job.address, job.record)
+            (job.address, job.page)
             for job, header in zip(jobs, headers, strict=True)
             if header is not None
         ]
@@ -248,12 +259,12 @@ class RecordMover:
         for job, header in zip(jobs, headers, strict=True):
             if header is None:
                 yield Completion(job.job, _not_there(job))
-            elif next(found) != job.record.digest:
+            elif next(found) != job.page.digest:
                 error = PageCorrupt(f"{_name(job)}: its bytes do not match its digest")
                 yield Completion(job.job, error)
             else:
                 self.counts["read_records"] += 1
-                self.counts["read_bytes"] += record_bytes(job.record.page_bytes)
+                self.counts["read_bytes"] += job.page.length
                 yield Completion(job.job, tokens=header.tokens)
 
     # ---- both -------------------------------------------------------------------------------
@@ -266,11 +277,11 @@ class RecordMover:
         return failure(directory.path / segment_name(segment.number), error)
 
 
-def _name(job: ReadPage | ReadTokens) -> str:
-    return f"page {job.record.key.hex()[:16]} in segment {job.place.segment}"
+def _name(job: Read | DiskTokens) -> str:
+    return f"page {job.page.key.hex()[:16]} in segment {job.place.segment}"
 
 
-def _not_there(job: ReadPage | ReadTokens) -> PageCorrupt:
+def _not_there(job: Read | DiskTokens) -> PageCorrupt:
     return PageCorrupt(f"{_name(job)}: the record is missing or belongs to another page")
 
 
@@ -286,10 +297,10 @@ def _header_of(job: Write, sequence: int) -> Header:
             Kind.TOMBSTONE, sequence, job.place, len(job.keys), bytes(32), b"", digest,
             pack_pair(job.space, job.shard), b"",
         )  # fmt: skip
-    record = job.record
+    page = job.page
     return Header(
-        Kind.PAGE, sequence, job.place, record.page_bytes, record.key, record.parent,
-        record.digest, pack_pair(record.space, record.shard), record.tokens,
+        Kind.PAGE, sequence, job.place, page.page_bytes, page.key, page.parent,
+        page.digest, pack_pair(page.space, page.shard), page.tokens,
     )  # fmt: skip
 
 

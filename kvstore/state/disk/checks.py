@@ -9,11 +9,11 @@ from typing import Final
 
 from kvstore.errors import KVStoreError, PageCorrupt
 from kvstore.page import PrefixKey
-from kvstore.state.disk.jobs import DiskCheck, DiskTokens, page_name
+from kvstore.state.disk.jobs import DiskCheck, DiskTokens, RecordOf, page_record
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.tree.node import PrefixNode
-from kvstore.state.tree.places import HEADER_BYTES, record_bytes
+from kvstore.state.tree.places import HEADER_BYTES
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 CHECKS_MAX: Final = 8
@@ -106,50 +106,49 @@ class DiskChecks:
             return
         kind, position = DiskTokens if run.tokens_only else DiskCheck, node.position(key)
         place = node.place_at(shard, position)
-        job = kind(self._queue.number(), place, page_name(node, shard, position))
+        job = kind(self._queue.number(), place, page_record(node, shard, position))
         self._log.pin_segment(place.segment)
         self._jobs[job.job] = run
         self._bytes += _size(job)
         run.under_way += 1
-        self._queue.submit(job)
+        self._queue.submit(job, RecordOf(space, shard))
 
     def completed(
-        self, job: DiskCheck | DiskTokens, error: KVStoreError | None, tokens: bytes
+        self, job: DiskCheck | DiskTokens, of: RecordOf, error: KVStoreError | None, tokens: bytes
     ) -> PrefixNode | None:
-        """One has been read; ``tokens`` are what its record has of them.
+        """A page of ``of`` has been read; ``tokens`` are what its record has of them.
 
         Returns:
             the page, as a node of its own, if its record is not what was written.
         """
         page, run = job.page, self._jobs.pop(job.job)
-        node = page.space.index.get(page.key)
+        node = of.space.index.get(page.key)
         self._bytes -= _size(job)
         self._log.unpin_segment(job.place.segment)
         run.under_way -= 1
-        if node is None or not _is_at(node, job):
+        if node is None or not _is_at(node, of.shard, job):
             run.skipped += 1
         elif error is None or isinstance(error, PageCorrupt):
             run.checked += 1
             self._counts["disk_checked_records"] += not run.tokens_only
             if run.tokens_only and len(tokens) == node.space.token_bytes:
-                run.tokens[page.space.number, page.key] = tokens
+                run.tokens[of.space.number, page.key] = tokens
             if error is not None:
                 run.corrupt += 1
                 self._counts["disk_corrupt_records"] += 1
-                return page.space.exact(node, node.position(page.key), 1)
+                return of.space.exact(node, node.position(page.key), 1)
         else:
             run.unreadable += 1
         return None
 
 
-def _is_at(node: PrefixNode, job: DiskCheck | DiskTokens) -> bool:
+def _is_at(node: PrefixNode, shard: int, job: DiskCheck | DiskTokens) -> bool:
     """Whether the page of a job, which is one of the node's, still has that record."""
-    shard, position = job.page.shard, node.position(job.page.key)
+    position = node.position(job.page.key)
     if not node.on_disk >> shard & 1 or node.place_at(shard, position) != job.place:
         return False
     return node.digest_at(shard, position) == job.page.digest
 
 
 def _size(job: DiskCheck | DiskTokens) -> int:
-    page_bytes = job.page.space.shards[job.page.shard].page_bytes
-    return HEADER_BYTES if isinstance(job, DiskTokens) else record_bytes(page_bytes)
+    return HEADER_BYTES if isinstance(job, DiskTokens) else job.page.length

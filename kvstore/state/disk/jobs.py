@@ -1,4 +1,7 @@
-"""What the disk side of the page table asks its tier to do, and for whom. Pure values."""
+"""What the disk side of the page table asks its tier to do, and for whom. Pure values.
+
+These are the jobs of the tier too: only the address of a page in this process is added on the way.
+"""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -10,7 +13,7 @@ from kvstore.page import KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.metering import Meter
 from kvstore.state.tree.actions import TierStored
 from kvstore.state.tree.node import PrefixNode
-from kvstore.state.tree.places import Place
+from kvstore.state.tree.places import Place, record_bytes
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch, Fetches
 from kvstore.state.tree.slots import Slot, SlotTable
@@ -65,56 +68,93 @@ class DiskRules:
     retry_ns: int = 5_000_000_000
 
 
-class PageName(NamedTuple):
-    """What a job's record says; its page may have left the index when the job is carried out.
+@dataclass(frozen=True, slots=True)
+class PageRecord:
+    """What a page's record says; the page may have left the index when its job is carried out.
 
     Attributes:
+        key: of the page.
         parent: key of the page before it; empty at a chain's start.
-        tokens: of the page, for one that is to be written, if they are known.
+        space: whose.
+        shard: of it.
+        page_bytes: of the page.
+        digest: 16 bytes, see :func:`kvstore.page.page_seeds`; checked before a write, after a read.
+        tokens: uint32 little-endian tokens of the page, for one that is to be written, if they are
+            known.
     """
 
-    space: PrefixTree
-    shard: int
     key: PrefixKey
     parent: PrefixKey
+    space: SpaceIdentity
+    shard: ShardSpec
+    page_bytes: int
     digest: bytes
     tokens: bytes = b""
 
+    @property
+    def length(self) -> int:
+        """Bytes of the record on disk."""
+        return record_bytes(self.page_bytes)
 
-def page_name(node: PrefixNode, shard: int, position: int = 0) -> PageName:
-    """The name of a READY page of a node."""
-    key, parent = node.key_at(position), node.key_before(position)
+
+class RecordOf(NamedTuple):
+    """Whose page a record is of, for who submitted the job of it."""
+
+    space: PrefixTree
+    shard: int
+
+
+def page_record(node: PrefixNode, shard: int, position: int = 0) -> PageRecord:
+    """The record of a READY page of a node, without its tokens."""
+    of, key, parent = node.space.shards[shard], node.key_at(position), node.key_before(position)
     assert parent is not None
-    return PageName(node.space, shard, key, parent, node.digest_at(shard, position))
+    digest = node.digest_at(shard, position)
+    return PageRecord(key, parent, node.space.identity, of.spec, of.page_bytes, digest)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class DiskWrite:
-    """Write the page in ``slot`` as a record at ``place``."""
+    """Write the page in ``slot`` as a record at ``place``.
+
+    Attributes:
+        address: of the slot's bytes in this process, 4096-aligned. Who gives the job to the tier
+            sets it; they stay valid until the job has ended.
+    """
 
     job: int
     place: Place
-    page: PageName
+    page: PageRecord
     slot: Slot
+    address: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class DiskRead:
-    """Read the record at ``place`` into ``slot``."""
+    """Read the record at ``place`` into ``slot``.
+
+    Attributes:
+        address: as of :class:`DiskWrite`, of whole blocks.
+    """
 
     job: int
     place: Place
-    page: PageName
+    page: PageRecord
     slot: Slot
+    address: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class DiskCheck:
-    """Read the record at ``place`` and compare it with its page; nobody wants the bytes."""
+    """Read the record at ``place`` and compare it with its page; nobody wants the bytes.
+
+    Attributes:
+        address: as of :class:`DiskRead`, of memory that is used for nothing else.
+    """
 
     job: int
     place: Place
-    page: PageName
+    page: PageRecord
+    address: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +163,22 @@ class DiskTokens:
 
     job: int
     place: Place
-    page: PageName
+    page: PageRecord
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class DiskCopy:
-    """Copy the record at ``source`` to ``place``."""
+    """Copy the record at ``source`` to ``place``.
+
+    Attributes:
+        address: of the copied bytes; the tier's own.
+    """
 
     job: int
     source: Place
     place: Place
-    page: PageName
+    page: PageRecord
+    address: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +194,11 @@ class DiskTombstone:
     space: SpaceIdentity
     shard: ShardSpec
     keys: bytes
+
+    @property
+    def length(self) -> int:
+        """Bytes of the record on disk."""
+        return record_bytes(len(self.keys))
 
 
 @dataclass(frozen=True, slots=True)

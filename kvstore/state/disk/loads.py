@@ -11,7 +11,7 @@ from typing import Final
 
 from kvstore.errors import KVStoreError
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
-from kvstore.state.disk.jobs import DiskRead, PageLoad, PageMemory, PageName
+from kvstore.state.disk.jobs import DiskRead, PageLoad, PageMemory, PageRecord, RecordOf
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.queue import DiskQueue
 from kvstore.state.tree.columns import unpack_places
@@ -134,7 +134,7 @@ class DiskLoads:
         space, keys, parent = node.space, node.key_list(), node.key_before(0)
         digests, places = node.digest_columns[shard], unpack_places(node.place_columns[shard])
         assert parent is not None
-        now_ns = self._memory.moment.now_ns
+        its, of, now_ns = space.shards[shard], RecordOf(space, shard), self._memory.moment.now_ns
         load = PageLoad(space, shard, node.keys, digests, list(slots), now_ns, fetch)
         fetch.outstanding += 1
         for at, key in enumerate(keys):
@@ -142,10 +142,10 @@ class DiskLoads:
             self._by_page[space.number, shard, key] = load
             self._log.pin_segment(places[at].segment)
             digest = digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
-            page = PageName(space, shard, key, parent, digest)
+            page = PageRecord(key, parent, space.identity, its.spec, its.page_bytes, digest)
             job = DiskRead(self._queue.number(), places[at], page, slots[at])
             self._by_job[job.job] = load, at
-            self._queue.submit(job)
+            self._queue.submit(job, of)
             parent = key
 
     def tell(self, fetch: Fetch) -> None:

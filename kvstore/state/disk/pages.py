@@ -39,6 +39,7 @@ from kvstore.state.disk.jobs import (
     LetGo,
     Lost,
     PageMemory,
+    RecordOf,
     Spoilt,
     SyncPolicy,
     Verdict,
@@ -356,21 +357,23 @@ class DiskPages:
             whether there may be more room than before: not as long as a run is written in part.
         """
         writes = len(self.writes)
-        ended = self._queue.end(job, error)
+        ended, of = self._queue.end(job, error)
         if isinstance(ended, DiskSync):
             if error is not None and not self._sync_failed:
                 self.log.fail_open()  # once: until a restart every later sync fails as well
             self._sync_failed = error is not None
         match ended:
             case DiskWrite():
-                self._wrote(ended, error)
+                assert of is not None
+                self._wrote(ended, of, error)
             case DiskRead():
                 self.loads.loaded(ended, error, tokens)
                 self._reclaimer.advance_reclaim(self._memory.moment.tick)
             case DiskCheck() | DiskTokens():
-                bad = self._checks.completed(ended, error, tokens)
+                assert of is not None
+                bad = self._checks.completed(ended, of, error, tokens)
                 if bad is not None:
-                    self._quarantine(bad, ended.page.shard)
+                    self._quarantine(bad, of.shard)
                 self._reclaimer.advance_reclaim(self._memory.moment.tick)
             case DiskTombstone():
                 if error is not None:
@@ -381,23 +384,18 @@ class DiskPages:
                     self._fail(error)
                 self._syncs.completed(error)
             case _:
-                self._reclaimer.completed(ended, error, self._memory.moment.tick)
+                self._reclaimer.completed(ended, of, error, self._memory.moment.tick)
         settled = error is not None or len(self.writes) != writes
         return settled or not isinstance(ended, DiskWrite)
 
-    def _wrote(self, job: DiskWrite, error: KVStoreError | None) -> None:
+    def _wrote(self, job: DiskWrite, of: RecordOf, error: KVStoreError | None) -> None:
         if error is not None and not isinstance(error, PageCorrupt):
             self._fail(error, job.place)
         for node, shard in self.writes.wrote(job, error):
             if node.disk_pins:
                 self._backlog.add(node, shard)
-        if isinstance(error, PageCorrupt):
-            page = job.page
-            there = page.space.index.get(page.key)
-            if there is not None and there.memory >> page.shard & 1:
-                at = there.position(page.key)
-                if there.slots_of(page.shard)[at] == job.slot:
-                    self._queue.effects.append(Spoilt(page.space, page.shard, page.key))
+        if isinstance(error, PageCorrupt) and _is_in_slot(job, of):
+            self._queue.effects.append(Spoilt(of.space, of.shard, job.page.key))
 
     def go_on(self) -> None:
         """Write and sync what waits, as far as that is possible now."""
@@ -461,3 +459,11 @@ def no_disk(memory: PageMemory) -> DiskPages:
 def _names(pages: Iterable[tuple[PrefixNode, int]]) -> deque[tuple[PrefixTree, int, PrefixKey]]:
     """Space, shard and key of all pages of some nodes."""
     return deque((node.space, shard, key) for node, shard in pages for key in node.key_list())
+
+
+def _is_in_slot(job: DiskWrite, of: RecordOf) -> bool:
+    """Whether the page that a job was to write is in that slot still."""
+    key, shard, node = job.page.key, of.shard, of.space.index.get(job.page.key)
+    if node is None or not node.memory >> shard & 1:
+        return False
+    return node.slots_of(shard)[node.position(key)] == job.slot

@@ -4,7 +4,14 @@ from itertools import count
 from typing import Final
 
 from kvstore.errors import KVStoreError
-from kvstore.state.disk.jobs import DiskCheck, DiskCopy, DiskEffect, DiskJob, DiskRead
+from kvstore.state.disk.jobs import (
+    DiskCheck,
+    DiskCopy,
+    DiskEffect,
+    DiskJob,
+    DiskRead,
+    RecordOf,
+)
 from kvstore.state.tree.story import Story
 
 _TOLD: Final = (DiskRead, DiskCheck, DiskCopy)
@@ -28,23 +35,29 @@ class DiskQueue:
         self.effects: Final[list[DiskEffect]] = []
         self._story = story
         self.number: Final = count(1).__next__
-        #: Job number → job; all and only those under way.
-        self._under_way: dict[int, DiskJob] = {}
+        #: Job number → job, and whose page it is of; all and only those under way.
+        self._under_way: dict[int, tuple[DiskJob, RecordOf | None]] = {}
 
-    def submit(self, job: DiskJob) -> None:
-        """Add a job; :meth:`end` is called when the tier has ended it."""
-        self._under_way[job.job] = job
+    def submit(self, job: DiskJob, of: RecordOf | None = None) -> None:
+        """Add a job; :meth:`end` is called when the tier has ended it.
+
+        Args:
+            job: to be carried out.
+            of: whose page it reads, writes or copies.
+        """
+        self._under_way[job.job] = job, of
         self.pending.append(job)
         if isinstance(job, _TOLD):
-            self._tell("begun", job)
+            self._tell("begun", job, of)
 
-    def end(self, number: int, error: KVStoreError | None) -> DiskJob:
-        """The tier has ended the job of that number."""
-        job = self._under_way.pop(number)
+    def end(self, number: int, error: KVStoreError | None) -> tuple[DiskJob, RecordOf | None]:
+        """The tier has ended the job of that number; the job, and whose page it is of."""
+        job, of = self._under_way.pop(number)
         if isinstance(job, _TOLD):
-            self._tell("ended" if error is None else error.code, job)
-        return job
+            self._tell("ended" if error is None else error.code, job, of)
+        return job, of
 
-    def _tell(self, what: str, job: DiskRead | DiskCheck | DiskCopy) -> None:
-        page, what = job.page, f"{type(job).__name__} {what}"
-        self._story.tell_page(what, page.space.number, page.key, page.shard)
+    def _tell(self, what: str, job: DiskRead | DiskCheck | DiskCopy, of: RecordOf | None) -> None:
+        assert of is not None
+        what = f"{type(job).__name__} {what}"
+        self._story.tell_page(what, of.space.number, job.page.key, of.shard)

@@ -11,7 +11,16 @@ from typing import Final
 
 from kvstore.errors import KVStoreError, PageCorrupt
 from kvstore.state.choice.admission import Admission
-from kvstore.state.disk.jobs import DiskCopy, DiskDrop, DiskJob, DiskSeal, DiskSync, Lost, page_name
+from kvstore.state.disk.jobs import (
+    DiskCopy,
+    DiskDrop,
+    DiskJob,
+    DiskSeal,
+    DiskSync,
+    Lost,
+    RecordOf,
+    page_record,
+)
 from kvstore.state.disk.limits import DiskLimits, is_pinned
 from kvstore.state.disk.log import Segment, SegmentLog, SegmentState
 from kvstore.state.disk.plans import Part, Reclaim
@@ -114,8 +123,10 @@ class SegmentReclaimer:
         if self._now_ns >= self._rests_until_ns:
             self._go_on(victim)
 
-    def completed(self, job: DiskJob, error: KVStoreError | None, tick: int) -> None:
-        """One of this keeper's jobs has ended."""
+    def completed(
+        self, job: DiskJob, of: RecordOf | None, error: KVStoreError | None, tick: int
+    ) -> None:
+        """One of this keeper's jobs has ended; ``of``: whose page it was to copy."""
         match job:
             case DiskSeal(segment=number):
                 # Without a footer it is scanned at the next start; that is all.
@@ -123,7 +134,8 @@ class SegmentReclaimer:
                 self.reconsider()  # a space may have grown beyond its reservation
                 self._counts["disk_seals_failed"] += error is not None
             case DiskCopy():
-                self._copied(job, error)
+                assert of is not None
+                self._copied(job, of, error)
             case DiskSync():
                 assert self._stage is _Drain.SYNCING
                 if error is not None:
@@ -241,8 +253,9 @@ class SegmentReclaimer:
         self._log.pin_segment(source.segment)
         self._copies += 1
         self._admission.charge(space.shards[shard].record_bytes)
-        page = page_name(node, shard, position)
-        self._queue.submit(DiskCopy(self._queue.number(), source, placed.place, page))
+        page = page_record(node, shard, position)
+        job = DiskCopy(self._queue.number(), source, placed.place, page)
+        self._queue.submit(job, RecordOf(space, shard))
 
     def _there(self, victim: Segment, part: Part, number: int) -> tuple[PrefixNode, int] | None:
         """The node of a page that has its record in the victim still, and where in the node."""
@@ -262,9 +275,9 @@ class SegmentReclaimer:
             assert not victim.pages, "pages would lose their records"
             self._queue.submit(DiskDrop(self._queue.number(), victim.number))
 
-    def _copied(self, job: DiskCopy, error: KVStoreError | None) -> None:
+    def _copied(self, job: DiskCopy, of: RecordOf, error: KVStoreError | None) -> None:
         page, source = job.page, job.source
-        shard, node = page.shard, page.space.index.get(page.key)
+        shard, node = of.shard, of.space.index.get(page.key)
         position = node.position(page.key) if node is not None else 0
         self._copies -= 1
         assert self._copies >= 0

@@ -15,7 +15,8 @@ from kvstore.state.disk.jobs import (
     Durable,
     LetGo,
     PageMemory,
-    PageName,
+    PageRecord,
+    RecordOf,
     Write,
 )
 from kvstore.state.disk.limits import DiskLimits
@@ -179,7 +180,8 @@ class Writes:
     ) -> None:
         assert not node.on_disk >> shard & 1
         space, slots, keys = node.space, node.slots_of(shard), node.key_list()
-        each = space.shards[shard].record_bytes
+        its = space.shards[shard]
+        each = its.record_bytes
         write = Write(space, shard, node.keys, slots, place, each, len(slots))
         self._under_way.add(write)
         self._memory.slots.pin(slots, 0)
@@ -187,12 +189,14 @@ class Writes:
         space.disk_bytes += write.size
         parent, digests, tokens = node.key_before(0), node.digest_columns[shard], node.tokens
         assert parent is not None
-        token_bytes = len(tokens) // len(keys)
+        token_bytes, of = len(tokens) // len(keys), RecordOf(space, shard)
+        identity, spec, page_bytes = space.identity, its.spec, its.page_bytes
         for at, key in enumerate(keys):
             digest = digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
             told = tokens[at * token_bytes : (at + 1) * token_bytes]
-            page = PageName(space, shard, key, parent, digest, told)
-            self._queue.submit(DiskWrite(self._queue.number(), write.place_of(at), page, slots[at]))
+            page = PageRecord(key, parent, identity, spec, page_bytes, digest, told)
+            job = DiskWrite(self._queue.number(), write.place_of(at), page, slots[at])
+            self._queue.submit(job, of)
             parent = key
         self._memory.story.tell("DiskWrite begun", node, shard, len(slots))
         self._await(write, durable)

@@ -62,7 +62,7 @@ class RoomPlan:
         drain: an extent of another class is to be emptied in the place of :attr:`asked`.
     """
 
-    __slots__ = ("asked", "drain", "spared", "victims", "writes")
+    __slots__ = ("_taken", "asked", "drain", "spared", "victims", "writes")
 
     def __init__(self, spared: PrefixNode | None, asked: Leaving | None = None) -> None:
         self.spared = spared
@@ -70,10 +70,22 @@ class RoomPlan:
         self.victims: list[Leaving] = []
         self.asked = asked
         self.drain = False
+        #: The nodes of all victims, once somebody has asked; most plans have only one.
+        self._taken: set[PrefixNode] | None = None
+
+    def take(self, victim: Leaving) -> None:
+        """Add a victim, behind the others."""
+        self.victims.append(victim)
+        if self._taken is not None:
+            self._taken.add(victim.node)
 
     def takes(self, node: PrefixNode) -> bool:
         """Whether the node is a victim."""
-        return any(one.node is node for one in self.victims)
+        if not self.victims:
+            return False
+        if self._taken is None:
+            self._taken = {one.node for one in self.victims}
+        return node in self._taken
 
     def check(self) -> None:
         """Assert that no page leaves twice, and none that the new ones follow."""
@@ -117,7 +129,7 @@ class RoomChooser:
                 break
             if node is None:
                 break
-            plan.victims.append(last)
+            plan.take(last)
             left -= each * min(last.pages, node.count)
             if left <= 0 or limited or node.above is None:
                 break
@@ -145,7 +157,7 @@ class RoomChooser:
                 continue
             if not run.memory & ~run.on_disk:
                 each = slots_of_a_page(run, wanted.slot_bytes)
-                plan.victims.append(Leaving(run, min(run.count, -(-wanted.slots // each))))
+                plan.take(Leaving(run, min(run.count, -(-wanted.slots // each))))
                 break
             if writes_left <= 0:
                 break

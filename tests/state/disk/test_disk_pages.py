@@ -201,7 +201,7 @@ def test_a_page_kept_off_the_disk_stays_off_it_when_another_rank_stores_its_own_
     world.store(world.me, world.mine, "ab", shard=0, keep=Retention(memory_only=True))
     world.store(world.me, world.mine, "ab", shard=1)
 
-    assert {job.page.shard for job in world.jobs(DiskWrite)} == {1}
+    assert {job.page.shard for job in world.jobs(DiskWrite)} == {FULL_2}
 
 
 def test_selective_writes_wait_for_the_first_use():

@@ -294,7 +294,7 @@ class LogMachine(RuleBasedStateMachine):
 
     def _end_job(self, number: int, *, fails: bool) -> None:
         job = self.jobs.pop(number)
-        self.queue.end(number, None)
+        _, of = self.queue.end(number, None)
         error = ERROR if fails and isinstance(job, DiskCopy | DiskTombstone | DiskDrop) else None
         record = self.records.pop(number, None)
         if record is not None:
@@ -309,7 +309,7 @@ class LogMachine(RuleBasedStateMachine):
                     covered.synced = True
                 self._note_durable()
                 if self.keeper.is_mine(number):
-                    self.keeper.completed(job, None, self.tick)
+                    self.keeper.completed(job, of, None, self.tick)
                 else:
                     self.syncs.completed(None)
             case _:
@@ -320,7 +320,7 @@ class LogMachine(RuleBasedStateMachine):
                         one.synced = one.synced or one.written
                 if isinstance(job, DiskDrop) and error is None:
                     del self.files.by_number[job.segment]
-                self.keeper.completed(job, error, self.tick)
+                self.keeper.completed(job, of, error, self.tick)
         self._go_on()
 
     def _note_durable(self) -> None:

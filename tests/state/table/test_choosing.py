@@ -3,11 +3,13 @@
 A plan is made of a drawn tree, carried out, and compared with room for one page after the other.
 """
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.state.table.choosing import RoomChooser, RoomPlan, RoomRequest
+from kvstore.state.table.choosing import Leaving, RoomChooser, RoomPlan, RoomRequest
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import Removed
 from kvstore.state.tree.node import PrefixNode
@@ -116,3 +118,28 @@ def test_room_for_many_pages_takes_those_that_room_for_one_after_the_other_takes
     assert sorted(gone) == sorted(single.allocated(after, pages, at_once=False))
     for one in (at_once, single):
         check(one.world.table)
+
+
+class Walked(list[Leaving]):
+    """A list that counts how often it is gone through."""
+
+    walks = 0
+
+    def __iter__(self) -> Iterator[Leaving]:
+        self.walks += 1
+        return super().__iter__()
+
+
+def test_a_plan_knows_its_victims_without_going_through_them_for_each_one() -> None:
+    leaves = [PrefixNode.__new__(PrefixNode) for _ in range(128)]
+    plan, stranger = RoomPlan(None), PrefixNode.__new__(PrefixNode)
+    plan.victims = victims = Walked()
+
+    for leaf in leaves:
+        assert not plan.takes(leaf)
+        plan.take(Leaving(leaf, 1))
+        assert plan.takes(leaf)
+
+    assert all(plan.takes(leaf) for leaf in leaves)
+    assert not plan.takes(stranger)
+    assert victims.walks <= 1

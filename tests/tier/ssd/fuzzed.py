@@ -23,11 +23,11 @@ from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
 from kvstore.node.ssd import DiskTier
 from kvstore.page import PrefixKey
+from kvstore.state.disk.jobs import PageRecord
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.places import BLOCK_BYTES, FOOTER_TABLE_BYTES, Place
 from kvstore.state.tree.slots import SlotTable
 from kvstore.testing.tiers import PageInMemory, TierDriver
-from kvstore.tier.base import PageRecord
 from kvstore.tier.host import HostMemory
 from kvstore.tier.record import IDENTITY_NAME, segment_name
 from kvstore.tier.ssd import SSDLog

@@ -10,11 +10,10 @@ from random import Random
 import pytest
 
 from kvstore.errors import CapacityError, PageCorrupt, TierUnavailable
-from kvstore.state.disk.jobs import DiskSeal, DiskSync
+from kvstore.state.disk.jobs import DiskSeal, DiskSync, DiskWrite
 from kvstore.state.tree.places import HEADER_BYTES, Place, record_bytes
 from kvstore.testing.disk import DiskFault, FaultyDisk, SimulatedDisk
-from kvstore.testing.tiers import PageInMemory, TierDriver, laid_out
-from kvstore.tier.base import WritePage
+from kvstore.testing.tiers import SLOT, PageInMemory, TierDriver, laid_out
 from kvstore.tier.directories import Directory
 from kvstore.tier.record import segment_name
 from kvstore.tier.ssd import JOBS_MAX, SSDLog
@@ -296,9 +295,9 @@ def test_a_job_that_cannot_be_right_fails_alone(real_log):
     record = replace(bad.record, page_bytes=0)
 
     ended = driver.run(
-        lambda job: WritePage(job, Place(0, 0), record, bad.address),
+        lambda job: DiskWrite(job, Place(0, 0), record, SLOT, bad.address),
         lambda job: DiskSeal(job, 5),
-        lambda job: WritePage(job, Place(1, 0), good.record, good.address),
+        lambda job: DiskWrite(job, Place(1, 0), good.record, SLOT, good.address),
     )
 
     codes = [one.error.code if one.error else "" for one in ended]
@@ -327,7 +326,7 @@ def test_a_slow_disk_lets_submit_and_poll_return_and_drain_says_no(tmp_path):
     page = pages(1)[0]
     faulty.arm("write", DiskFault.SLOW)
 
-    log.submit([WritePage(1, Place(0, 0), page.record, page.address)])
+    log.submit([DiskWrite(1, Place(0, 0), page.record, SLOT, page.address)])
 
     assert log.poll() == []
     assert log.drain(0.01) is False
