@@ -25,7 +25,7 @@ from bench import measure, namespace, server
 from bench.host_pages import MIB, SHAPES, PageCalls, Shape
 from bench.measure import Result
 from bench.mooncake_wheel import NoMooncakeError, environment
-from kvstore.tier.vectored import memory_at
+from kvstore.mover.memory import memory_at
 
 HOST: Final = "127.0.0.1"
 MASTER_PORT: Final = 50_051

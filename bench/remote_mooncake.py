@@ -25,8 +25,7 @@ from bench.measure import Result
 from bench.mooncake_wheel import NoMooncakeError, environment
 from bench.remote_owner import TICKET, TICKET_S, pages_of
 from kvstore import mover
-from kvstore.tier import kernel
-from kvstore.tier.vectored import memory_at
+from kvstore.mover.memory import map_shared, memory_at
 from kvstore.transport.base import PageTransfer, TransferEnd, Transport
 from kvstore.transport.mooncake import MooncakeTransport
 from kvstore.transport.tcp import TcpTransport
@@ -70,7 +69,7 @@ class Memory:
         self.size_bytes = size_bytes
         self.descriptor = os.memfd_create("kvstore-bench", os.MFD_CLOEXEC)
         os.ftruncate(self.descriptor, size_bytes)
-        self.address = kernel.map_shared(self.descriptor, size_bytes)
+        self.address = map_shared(self.descriptor, size_bytes)
         self.bytes = np.frombuffer(memory_at(self.address, size_bytes), dtype=np.uint8)
         words = self.bytes.view(np.uint64)
         words[:] = np.arange(len(words), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)

@@ -1,31 +1,22 @@
 """Checks of ``kvstore doctor``: can this node and the others of its cluster use each other?"""
 
-import socket
 import ssl
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from datetime import UTC, datetime
-from time import monotonic
 from typing import Any, Final
 
-from kvstore import wire
 from kvstore.cli.stores import running_store_checks, store_checks
-from kvstore.cluster.greeting import LocalNode, check_protocol
-from kvstore.cluster.records import SCHEME
+from kvstore.cluster.probe import Greeting, Unwilling, Willing, greet, greeting_of, is_open
 from kvstore.cluster.tls import client_context, server_context
 from kvstore.cluster.ways import reached
 from kvstore.config import ServerConfig
 from kvstore.config.addresses import Address, is_loopback, read_address
 from kvstore.config.cluster import NODES_MAX, ClusterConfig
 from kvstore.config.machine import Check
-from kvstore.errors import ConfigError, InvalidArgument, ProtocolError, reason
+from kvstore.errors import ConfigError, ProtocolError, reason
 from kvstore.process.faults import printable
 from kvstore.server.nodes import node_list
 
-_TIMEOUT_S: Final = 3.0
-"""Of each connection."""
-_REJECTED_S: Final = 0.3
-"""A node that rejects a certificate says so in this time after the handshake."""
 _EXPIRES_S: Final = 30 * 86_400
 """A certificate that ends sooner is warned of."""
 _WILDCARDS: Final = ("0.0.0.0", "::")
@@ -82,12 +73,12 @@ def _configured(
     if not others:
         advice = "name the other nodes in cluster.nodes; until then this one is alone"
         yield Check("cluster", "warn", "cluster.nodes names no other node", advice)
-    runs = runs or _is_open(read_address(cluster.listen))
+    runs = runs or is_open(read_address(cluster.listen))
     for name, place in others.items():
         if name in told:
             yield _seen(name, told[name])
         else:
-            yield _node(name, place, client, None if runs else _hello(config))
+            yield _node(name, place, client, None if runs else greeting_of(config))
 
 
 # ---- this node ------------------------------------------------------------------------------
@@ -161,17 +152,6 @@ def _listeners(cluster: ClusterConfig) -> Iterator[Check]:
             yield Check(name, "ok", text)
 
 
-def _is_open(place: Address) -> bool:
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(place.host, place.host)
-    if not place.port:
-        return False
-    try:
-        socket.create_connection((host, place.port), _TIMEOUT_S).close()
-    except OSError:
-        return False
-    return True
-
-
 def _mooncake(cluster: ClusterConfig) -> Check:
     """Say what Mooncake's ports mean."""
     tenants = ", ".join(cluster.rdma_tenants)
@@ -184,11 +164,6 @@ def _mooncake(cluster: ClusterConfig) -> Check:
 
 
 # ---- other nodes ----------------------------------------------------------------------------
-
-
-def _hello(config: ServerConfig) -> wire.PeerHello:
-    """The greeting of this node. It must not run: a greeting ends its session."""
-    return LocalNode(config.cluster.name, config.node.name, bytes(16), SCHEME).hello(1)
 
 
 def _seen(name: str, row: Mapping[str, Any]) -> Check:
@@ -208,13 +183,10 @@ def _seen(name: str, row: Mapping[str, Any]) -> Check:
     return Check(f"node {name}", "warn", found, _ADVICE.get(fault["cause"], _ADVICE["closed"]))
 
 
-def _node(
-    name: str, place: Address, tls: ssl.SSLContext | None, hello: wire.PeerHello | None
-) -> Check:
+def _node(name: str, place: Address, tls: ssl.SSLContext | None, hello: Greeting | None) -> Check:
     """Connect to another node; greet it if a greeting is given."""
     try:
-        with closing(_connection(place, tls)) as connection:
-            answer = _answer(connection, hello)
+        answer = greet(name, place, tls, hello)
     except ssl.SSLError as error:
         return Check(f"node {name}", "warn", f"{place}: {reason(error)}", _ADVICE["tls"])
     except (OSError, ProtocolError) as error:
@@ -225,69 +197,21 @@ def _node(
     return _greeted(name, place, answer)
 
 
-def _greeted(name: str, place: Address, answer: wire.PeerWelcome | wire.Failure) -> Check:
+def _greeted(name: str, place: Address, answer: Willing | Unwilling) -> Check:
     """What the answer to a greeting says."""
-    if isinstance(answer, wire.Failure):
-        return _differs(name, answer.field, answer.message)
-    try:
-        check_protocol(answer.major, answer.minor)
-        if answer.node != name:
-            raise InvalidArgument("node", f"{answer.node!r} answers there, not {name!r}")
-    except InvalidArgument as error:
-        return _differs(name, error.field, str(error))
+    if isinstance(answer, Unwilling):
+        return _differs(name, answer.field, answer.why)
     for transport, endpoint in answer.transports.items():
         try:
             at = read_address(reached(endpoint, str(place).rpartition(":")[0]))
         except ValueError as error:
             found = f"{place}: {printable(str(error))}"
             return Check(f"node {name}", "warn", found, _ADVICE["closed"])
-        if not _is_open(at):
+        if not is_open(at):
             found = f"{place}: welcome, but {printable(transport)} at {at} does not answer"
             return Check(f"node {name}", "warn", found, _ADVICE["unreachable"])
-    found = f"{place}: welcome, protocol {answer.major}.{answer.minor}"
+    found = f"{place}: welcome, protocol {answer.protocol}"
     return Check(f"node {name}", "ok", f"{found}, {printable(', '.join(answer.transports))}")
-
-
-def _connection(place: Address, tls: ssl.SSLContext | None) -> socket.socket:
-    raw = socket.create_connection(place, _TIMEOUT_S)
-    if tls is None:
-        return raw
-    try:
-        return tls.wrap_socket(raw)
-    except BaseException:
-        raw.close()
-        raise
-
-
-def _answer(
-    connection: socket.socket, hello: wire.PeerHello | None
-) -> wire.PeerWelcome | wire.Failure | None:
-    """The answer to a greeting; None = nothing was asked.
-
-    Raises:
-        OSError: the connection broke, or nothing came in time.
-        ProtocolError: what answers is not a node.
-    """
-    if hello is None:
-        connection.settimeout(_REJECTED_S)
-        try:
-            if not connection.recv(1):
-                raise ConnectionResetError("the other node closed the connection")
-        except TimeoutError:
-            pass  # it waits for a greeting
-        return None
-    connection.sendall(wire.encode(hello))
-    frames, until_s = wire.FrameReader(), monotonic() + _TIMEOUT_S
-    while monotonic() < until_s:
-        data = connection.recv(4096)
-        if not data:
-            raise ConnectionResetError("the other node closed the connection")
-        for body in frames.feed(data):
-            answer = wire.decode_answer(body)
-            if not isinstance(answer, wire.PeerWelcome | wire.Failure):
-                raise ProtocolError(f"{type(answer).__name__} answers PeerHello")
-            return answer
-    raise TimeoutError("no answer to PeerHello")
 
 
 def _differs(name: str, field: str, why: str) -> Check:

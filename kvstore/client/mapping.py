@@ -21,7 +21,7 @@ import numpy.typing as npt
 from kvstore import mover
 from kvstore.client import forks
 from kvstore.errors import ProtocolError, TierUnavailable, TransferTimeout
-from kvstore.tier import kernel
+from kvstore.mover.memory import keep_from_children, map_shared, unmap
 from kvstore.wire import unpack_addresses
 
 FETCH_WAIT_S: Final = 5.0
@@ -53,9 +53,9 @@ class Region:
         """
         self.size = size = os.fstat(descriptor).st_size
         try:
-            self.address = address = kernel.map_shared(descriptor, size, write=write)
+            self.address = address = map_shared(descriptor, size, write=write)
             weakref.finalize(self, _unmap, address, size, forks.generation()).atexit = False
-            kernel.keep_from_children(address, size)
+            keep_from_children(address, size)
         except OSError as error:
             raise TierUnavailable(f"an extent of {size} bytes cannot be mapped: {error}") from error
         self.cold = set(range(-(-size // _TOUCH_BYTES))) if write else set[int]()
@@ -79,7 +79,7 @@ class Region:
 
 def _unmap(address: int, size: int, generation: int) -> None:
     if generation == forks.generation():
-        kernel.unmap(address, size)
+        unmap(address, size)
 
 
 class Mapping:

@@ -24,6 +24,7 @@ from kvstore.handoff.ranks import RankGroup, RankPart, Share, plan_ranks
 from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.state_data import check_alike
 from kvstore.handoff.tables import LinkTarget
+from kvstore.mover.memory import memory_at
 from kvstore.mover.ranges import (
     STEP_BYTES,
     FrameBuffer,
@@ -33,7 +34,6 @@ from kvstore.mover.ranges import (
     receive_ranges,
     send_ranges,
 )
-from kvstore.tier.vectored import memory_at
 from kvstore.transport.streams import DataStream, receive_bytes
 
 Purpose = Literal["messages", "pushes"]

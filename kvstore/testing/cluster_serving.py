@@ -13,6 +13,7 @@ from typing import Final, cast
 from kvstore import wire
 from kvstore.cluster.greeting import LocalNode
 from kvstore.errors import KVStoreError, ProtocolError
+from kvstore.mover.memory import memory_at
 from kvstore.node.desk import Desk
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.server.frames import FrameConnection
@@ -24,7 +25,6 @@ from kvstore.state.tree.node import ORDINARY, Retention
 from kvstore.state.tree.sessions import Peer
 from kvstore.testing.cluster_wires import Circuit
 from kvstore.testing.timeline import PAGE_BYTES, Timeline, page_content
-from kvstore.tier.vectored import memory_at
 from kvstore.transport.base import TICKET_BYTES, Range, Transport
 
 CHECK_NS_MAX: Final = 5_000_000

@@ -12,10 +12,9 @@ from typing import Final
 
 import numpy as np
 
+from kvstore.mover.memory import map_shared, memory_at
 from kvstore.testing.transfer_pages import Bytes
 from kvstore.testing.transport import IN_FLIGHT_BYTES, WAIT_S, TransportContract
-from kvstore.tier import kernel
-from kvstore.tier.vectored import memory_at
 from kvstore.transport.base import Transport
 from kvstore.transport.mooncake import MooncakeTransport
 
@@ -45,7 +44,7 @@ class MooncakePair:
         self.silent = f"127.0.0.1:{self._listener.getsockname()[1]}"
         descriptor = os.memfd_create("kvstore-test", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, MEMORY_BYTES)
-        address = kernel.map_shared(descriptor, MEMORY_BYTES)
+        address = map_shared(descriptor, MEMORY_BYTES)
         for one in (self.owner, self.reader):
             one.register(address, MEMORY_BYTES, descriptor)
         os.close(descriptor)

@@ -21,6 +21,7 @@ from typing import Final
 
 from kvstore import mover
 from kvstore.errors import TierUnavailable
+from kvstore.mover.memory import give_back, keep_from_children, map_shared, unmap
 from kvstore.state.tree.slots import Replacement
 from kvstore.tier import kernel
 from kvstore.tier.stale import MemoryRecord, inode_of
@@ -300,7 +301,7 @@ class HostMemory:
         try:
             if exchange.mapped:
                 mapped, exchange.mapped = exchange.mapped, 0
-                kernel.unmap(mapped, self._extent_bytes)
+                unmap(mapped, self._extent_bytes)
             if exchange.descriptor is not None:
                 if not exchange.in_use:
                     # Not truncated: a client that maps it must read zeros, not end with SIGBUS.
@@ -350,8 +351,8 @@ class HostMemory:
 
     def _map(self, number: int, descriptor: int) -> int:
         try:
-            address = kernel.map_shared(descriptor, self._extent_bytes)
-            kernel.keep_from_children(address, self._extent_bytes)
+            address = map_shared(descriptor, self._extent_bytes)
+            keep_from_children(address, self._extent_bytes)
         except OSError as error:
             raise TierUnavailable(f"extent {number} cannot be mapped: {error}") from error
         return address
@@ -359,7 +360,7 @@ class HostMemory:
     def _unmap(self, number: int) -> None:
         known = self._mapped.pop(number, None)
         if known is not None:
-            kernel.unmap(known, self._extent_bytes)
+            unmap(known, self._extent_bytes)
 
     def _stopping(self) -> bool:
         return self._closing
@@ -383,7 +384,7 @@ class HostMemory:
             except (TierUnavailable, OSError) as error:
                 log.warning("extent %d is not pre-faulted: %s", number, error)
             finally:
-                kernel.unmap(address, self._extent_bytes)
+                unmap(address, self._extent_bytes)
 
     def _touch(self, number: int, address: int) -> None:
         """Pre-fault an extent; one that is replaced meanwhile uses no memory afterwards."""
@@ -394,7 +395,7 @@ class HostMemory:
             with self._lock:
                 there, in_vain = number in self._descriptors, self._in_vain
             if in_vain:
-                kernel.give_back(address, self._extent_bytes)
+                give_back(address, self._extent_bytes)
             if not there or self._stopping():
                 return
         with self._lock:

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvstore import mover
 from kvstore.errors import InvalidArgument, KVStoreError, PageCorrupt
+from kvstore.mover.memory import memory_at
 from kvstore.page import pack_pair, page_seeds
 from kvstore.state.disk.jobs import (
     DiskCheck,
@@ -41,7 +42,7 @@ from kvstore.tier.record import (
     tombstone_digest,
 )
 from kvstore.tier.segments import LogFile, Segments
-from kvstore.tier.vectored import aligned, memory_at, read_fully, write_fully
+from kvstore.tier.vectored import aligned, read_fully, write_fully
 
 BATCH_BYTES: Final = 8 << 20
 BATCH_RECORDS: Final = 64

@@ -1,6 +1,5 @@
 """Vectored reads and writes that transfer all bytes or raise an error."""
 
-import ctypes
 import errno
 import mmap
 from collections.abc import Sequence
@@ -12,11 +11,6 @@ from kvstore.tier.disk import Disk
 def aligned(count_bytes: int) -> memoryview:
     """New zeroed memory, aligned for direct I/O; freed with its last view."""
     return memoryview(mmap.mmap(-1, count_bytes))
-
-
-def memory_at(address: int, count_bytes: int) -> memoryview:
-    """A view of memory at an address; the caller must keep it mapped while the view is used."""
-    return memoryview((ctypes.c_char * count_bytes).from_address(address)).cast("B")
 
 
 def write_fully(disk: Disk, descriptor: int, buffers: Sequence[memoryview], offset: int) -> None:

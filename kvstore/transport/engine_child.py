@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from kvstore.errors import KVStoreError
-from kvstore.tier import kernel
+from kvstore.mover.memory import huge_bytes, map_shared, prefer_huge_pages, unmap
 from kvstore.transport.base import PageArrival, PageTransfer, Range
 from kvstore.transport.engine_messages import (
     Contacted,
@@ -174,27 +174,27 @@ class EngineServer:
     def _map(self, asked: MapMemory, descriptor: int) -> None:
         assert descriptor >= 0
         try:
-            address = kernel.map_shared(descriptor, asked.length)
+            address = map_shared(descriptor, asked.length)
         except OSError:
             self._tell(MemoryMapped(asked.start, asked.serial, 0))
             return
         finally:
             os.close(descriptor)
-        kernel.prefer_huge_pages(address, asked.length)
+        prefer_huge_pages(address, asked.length)
         if self._engine.register_memory(address, asked.length):
-            kernel.unmap(address, asked.length)
+            unmap(address, asked.length)
             self._tell(MemoryMapped(asked.start, asked.serial, 0))
             return
         self._memory.add(asked.start, asked.length, address)
         self._mapped[asked.start] = address, asked.length
-        self._tell(MemoryMapped(asked.start, asked.serial, address, kernel.huge_bytes(address)))
+        self._tell(MemoryMapped(asked.start, asked.serial, address, huge_bytes(address)))
 
     def _unmap(self, start: int) -> None:
         known = self._mapped.pop(start, None)
         if known is not None:
             self._memory.remove(start)
             self._engine.unregister_memory(known[0])
-            kernel.unmap(*known)
+            unmap(*known)
 
     # ---- reads ------------------------------------------------------------------------------
 

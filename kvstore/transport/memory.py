@@ -20,7 +20,7 @@ from kvstore.errors import (
     TransferError,
     TransferTimeout,
 )
-from kvstore.tier.vectored import memory_at
+from kvstore.mover.memory import memory_at
 from kvstore.transport.base import (
     TICKET_BYTES,
     PageArrival,

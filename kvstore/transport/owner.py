@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvstore.errors import KVStoreError, PeerUnreachable, ProtocolError
-from kvstore.tier.vectored import memory_at
+from kvstore.mover.memory import memory_at
 from kvstore.transport.frames import (
     HEAD_BYTES,
     RANGE_BYTES,

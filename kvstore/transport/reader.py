@@ -19,7 +19,7 @@ from kvstore.errors import (
     TransferError,
     TransferTimeout,
 )
-from kvstore.tier.vectored import memory_at
+from kvstore.mover.memory import memory_at
 from kvstore.transport.base import PageArrival, PageTransfer, TransferEnd
 from kvstore.transport.frames import (
     ANSWER_BYTES,

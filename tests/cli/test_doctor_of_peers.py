@@ -16,6 +16,7 @@ import pytest
 from kvstore import wire
 from kvstore.cli import peers
 from kvstore.cli.peers import peer_checks
+from kvstore.cluster import probe
 from kvstore.cluster.records import SCHEME
 from kvstore.config import Loaded, NodeConfig, ServerConfig, values
 from kvstore.config.addresses import Address
@@ -157,9 +158,11 @@ def test_a_node_that_does_not_want_this_one_is_named_with_what_differs(answer, s
 
 
 def test_a_port_that_is_told_without_a_host_is_at_that_of_the_node_also_with_ipv6():
-    hello = peers._hello(ServerConfig())
+    hello = probe.greeting_of(ServerConfig())
 
-    one = peers._greeted("a", Address("::1", 7400), welcome(hello, at=f":{unused_port()}"))
+    answer = probe.judge("a", welcome(hello, at=f":{unused_port()}"))
+
+    one = peers._greeted("a", Address("::1", 7400), answer)
 
     assert one.status == "warn"
     assert "welcome, but tcp at [::1]:" in one.found
@@ -266,7 +269,7 @@ def test_what_a_listening_address_means_is_told():
 
 
 def test_a_node_that_only_this_machine_reaches_is_warned_of_if_others_are_beyond(monkeypatch):
-    monkeypatch.setattr(peers, "_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(probe, "_TIMEOUT_S", 0.01)
     one = checks(nodes=("a=192.0.2.1:7400",))["cluster.listen"]
 
     assert one.status == "warn"

@@ -12,6 +12,7 @@ from kvstore.client.resources import DISK_BYTES_PER_S_GUESS, LOAD_BYTES_PER_S_GU
 from kvstore.client.store import KVStore
 from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable, TooFewCopies
 from kvstore.mover.kvpool import KVPool
+from kvstore.mover.memory import memory_at
 from kvstore.page import KEY_BYTES, PrefixKeys, digest_seed, page_seeds
 from kvstore.state.remote.jobs import (
     FetchEnd,
@@ -23,7 +24,6 @@ from kvstore.state.remote.jobs import (
     Spread,
     SpreadEnd,
 )
-from kvstore.tier.vectored import memory_at
 from tests.client.conftest import content, new_keys, open_space
 
 WAIT_S = 10.0

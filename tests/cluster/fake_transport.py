@@ -8,8 +8,8 @@ import numpy as np
 
 from kvstore import mover
 from kvstore.errors import KVStoreError, NotFound, TransferError
+from kvstore.mover.memory import memory_at
 from kvstore.page import DIGEST_BYTES
-from kvstore.tier.vectored import memory_at
 from kvstore.transport.base import PageArrival, PageTransfer, Range, TransferEnd, TransportEvent
 
 

@@ -11,10 +11,10 @@ import pytest
 from kvstore import wire
 from kvstore.cluster import session as pace
 from kvstore.errors import PageCorrupt, PeerUnreachable, TransferTimeout
+from kvstore.mover.memory import memory_at
 from kvstore.page import DIGEST_BYTES
 from kvstore.server import loans
 from kvstore.state.remote.jobs import Locate
-from kvstore.tier.vectored import memory_at
 from kvstore.transport.base import TransferSettled
 from tests.cluster.whole_node import (
     IDENTITY,

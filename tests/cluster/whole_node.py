@@ -16,6 +16,7 @@ from kvstore import mover, wire
 from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.membership import LocalMembership, Membership
 from kvstore.cluster.side import Peers
+from kvstore.mover.memory import memory_at
 from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
@@ -35,7 +36,6 @@ from kvstore.state.table.invariants import check
 from kvstore.state.tree.sessions import Peer
 from kvstore.state.tree.slots import Slot, SlotTable
 from kvstore.tier.host import HostMemory
-from kvstore.tier.vectored import memory_at
 from tests.cluster.fake_transport import FakeTransport, Network
 from tests.loops import eventually
 

@@ -31,7 +31,7 @@ from engine_adapters.reference.tokenizer import encode
 from kvstore.handoff.greeting import Greeter, SealedStream
 from kvstore.handoff.prefill import PrefillManager
 from kvstore.handoff.states import Patience, State
-from kvstore.tier.vectored import memory_at
+from kvstore.mover.memory import memory_at
 from tests.cluster_processes.gated import stand
 
 BEGINNING = "In "

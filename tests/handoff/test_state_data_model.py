@@ -29,8 +29,8 @@ from kvstore.handoff.receiving import Receivers
 from kvstore.handoff.sending import Senders
 from kvstore.handoff.staging import Staging
 from kvstore.handoff.states import FailureCode, Patience, State
+from kvstore.mover.memory import memory_at
 from kvstore.mover.ranges import Places, digest_ranges
-from kvstore.tier.vectored import memory_at
 from tests.handoff.pair import BLOCK_TOKENS
 from tests.handoff.stateful import KV, STATES, StatefulMemory, positions_of
 

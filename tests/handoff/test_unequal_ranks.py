@@ -16,7 +16,7 @@ from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.staging import Staging
 from kvstore.handoff.states import FailureCode, State
 from kvstore.mover.kvpool import HeadRows, KVPool
-from kvstore.tier.vectored import memory_at
+from kvstore.mover.memory import memory_at
 from tests.handoff.pair import PATIENCE, SECRET, SPACE
 from tests.handoff.ranked import (
     BLOCK_TOKENS,

@@ -21,8 +21,8 @@ from kvstore.handoff import staging
 from kvstore.handoff.memory import landing_places
 from kvstore.handoff.places import AUX_PLANE
 from kvstore.handoff.states import HandoffFailure, HandoffProgress, HandoffSide, Layer
+from kvstore.mover.memory import memory_at
 from kvstore.mover.ranges import Places, digest_ranges
-from kvstore.tier.vectored import memory_at
 from tests.conftest import WaitUntil
 from tests.reference.conftest import Ask, MakeEngine
 from tests.reference.fake_store import FakeNode, FakeStore
