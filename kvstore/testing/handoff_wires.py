@@ -22,11 +22,11 @@ from kvstore.handoff.places import PushRange, pack_numbers
 from kvstore.handoff.registry import RankRecord
 from kvstore.handoff.staging import Staging
 from kvstore.handoff.states import FailureCode, HandoffFailure, HandoffSide, Layer
+from kvstore.mover.memory import memory_at
 from kvstore.mover.ranges import Places
 from kvstore.testing.handoff_links import HandoffLink, HandoffLinks
 from kvstore.testing.handoff_processes import SECOND, HandoffOutcome, HandoffProcess
 from kvstore.testing.timeline import Timeline
-from kvstore.tier.vectored import memory_at
 
 if TYPE_CHECKING:
     from kvstore.testing.handoff import HandoffFaults
