@@ -108,6 +108,9 @@ class Daemon:
         )  # fmt: skip
         table = self._table = self.node.pages
         table.pins.budget_bytes = config.admin.pin_budget_bytes or host.capacity_bytes // 4
+        table.conversations.budget_bytes = (
+            config.admin.conversations_budget_bytes or host.capacity_bytes // 4
+        )
         table.residents.ghosts = Ghosts(config.admin.ghosts_max)
         table.residents.ghosts.policy = host.policy
         self.memory = HostMemory(
@@ -196,6 +199,10 @@ class Daemon:
         self._announcement = Announcement(self._table, tokens=self.publication.tells_tokens)
         self._table.pins.disk_budget_bytes = (
             self.config.admin.pin_ssd_budget_bytes or disk.pages.log.capacity_bytes // 4
+        )
+        self._table.conversations.disk_budget_bytes = (
+            self.config.admin.conversations_ssd_budget_bytes
+            or disk.pages.log.capacity_bytes // 4
         )
 
     def _close_publication(self) -> None:

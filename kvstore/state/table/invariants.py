@@ -39,6 +39,7 @@ def checks(table: PageTable) -> Iterator[int]:
     _check_turn(table)
     table.spaces.check()
     table.pins.check()
+    table.conversations.check()
     for space in list(table.spaces):
         yield from _space(table, space)
     table.disk.graves.check()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.state.choice.conversations import Conversations, KeepCause
 from kvstore.state.choice.quotas import Pin, Pins
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.ahead import SlotsAhead
@@ -62,6 +63,7 @@ class PageTable:
         self.actions, self.story = held.actions, held.story
         self.eviction, self.quotas, self.draining = held.eviction, held.quotas, held.draining
         self.pins = Pins()
+        self.conversations = Conversations()
         self._deadlines = Deadlines()
 
     @property
@@ -360,6 +362,42 @@ class PageTable:
         self._unpinned(ended.nodes)
         return ended
 
+    def keep_conversation(
+        self, space: PrefixTree, name: str, keys: Sequence[PrefixKey], ttl_ns: int, bytes_max: int
+    ) -> tuple[int, KeepCause]:
+        """Keep pages of a conversation for a time, on disk if there is one.
+
+        For the arguments see :meth:`kvstore.state.choice.conversations.Conversations.keep`. They
+        take no more of a space than its quota in that tier.
+
+        Returns:
+            How many of the leading keys are kept, and why the others are not.
+        """
+        kept, disk = self.conversations, self.disk
+        tier: Tier = "ssd" if disk.exists else "host"
+        quota = (disk.limits.quotas if disk.exists else self.quotas).get(space).quota_bytes
+        expires_ns = self.now_ns + ttl_ns
+        pages, cause, added = kept.keep(space, name, keys, expires_ns, bytes_max, tier, quota)
+        if tier == "ssd":
+            for at, node in enumerate(added):
+                try:
+                    for shard in list(node.digests) if is_live(node) else ():
+                        self.tiers.ensure_written(node, shard)
+                except CapacityError:
+                    found, refused = kept.get(space, name), added[at:]
+                    assert found is not None
+                    kept.give_back(found, refused)
+                    self._unpinned(refused)
+                    pages, cause = pages - len(refused), "disk"
+                    break
+        if cause:
+            self.counts[f"not_kept_{cause}"] += len(keys) - pages
+        return pages, cause
+
+    def end_conversation(self, space: PrefixTree, name: str) -> int:
+        """Leave the pages of a conversation to the policy soon; returns how many there were."""
+        return self.conversations.end(space, name)
+
     def _unpinned(self, nodes: Sequence[PrefixNode]) -> None:
         """Pins of these nodes ended: they may be evictable, and their segments worth reclaiming."""
         for node in nodes:
@@ -415,6 +453,7 @@ class PageTable:
             self.residents.drop(node, shard, "expired")
         if len(self.pins):
             self._unpinned(self.pins.expire(now_ns))
+        self._unpinned(self.conversations.expire(now_ns))
         return 0 < self.next_deadline_ns() <= now_ns
 
     def _expire_lease(self, process: Process, lease_id: int, lease: Lease) -> None:
@@ -430,7 +469,10 @@ class PageTable:
 
     def next_deadline_ns(self) -> int:
         """The earliest deadline that :meth:`expire` would apply; 0 = none."""
-        due = (self._deadlines.next_ns(), self.pins.next_deadline_ns())
+        due = (
+            self._deadlines.next_ns(), self.pins.next_deadline_ns(),
+            self.conversations.next_deadline_ns(),
+        )  # fmt: skip
         return min((at for at in due if at), default=0)
 
     # ---- inside -----------------------------------------------------------------------------
