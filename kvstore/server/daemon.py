@@ -201,8 +201,7 @@ class Daemon:
             self.config.admin.pin_ssd_budget_bytes or disk.pages.log.capacity_bytes // 4
         )
         self._table.conversations.disk_budget_bytes = (
-            self.config.admin.conversations_ssd_budget_bytes
-            or disk.pages.log.capacity_bytes // 4
+            self.config.admin.conversations_ssd_budget_bytes or disk.pages.log.capacity_bytes // 4
         )
 
     def _close_publication(self) -> None:

@@ -72,6 +72,7 @@ class Inspection:
             operations.ListTree: self.tree,
             operations.ListSessions: self.sessions,
             operations.ListPins: self.pins,
+            operations.ListConversations: self.conversations,
             operations.ListQuotas: self.quotas,
             operations.ListPageSizes: self.page_sizes,
             operations.FindRuns: self.runs,
@@ -219,6 +220,29 @@ class Inspection:
         return answers.PinList(
             pins=rows, used_bytes=pins.used_bytes, budget_bytes=pins.budget_bytes,
             ssd_used_bytes=pins.disk_used_bytes, ssd_budget_bytes=pins.disk_budget_bytes,
+        )  # fmt: skip
+
+    def conversations(self, _asked: operations.ListConversations) -> Work[answers.ConversationList]:
+        """All conversations whose pages are kept."""
+        kept = self._table.conversations
+        rows: list[answers.ConversationRow] = []
+        for one in list(kept):
+            ends_in_s = max(0.0, (one.expires_ns - monotonic_ns()) / _NS_PER_S)
+            rows.append(
+                answers.ConversationRow(
+                    conversation=one.name,
+                    space=one.space.label,
+                    tier=one.tier,
+                    pages=len(one.nodes),
+                    bytes=one.size_bytes,
+                    ends_in_s=ends_in_s,
+                )
+            )
+            if len(rows) % (_STEP_ROWS * 4) == 0:
+                yield None
+        return answers.ConversationList(
+            conversations=rows, used_bytes=kept.used_bytes, budget_bytes=kept.budget_bytes,
+            ssd_used_bytes=kept.disk_used_bytes, ssd_budget_bytes=kept.disk_budget_bytes,
         )  # fmt: skip
 
     def quotas(self, _asked: operations.ListQuotas) -> Work[answers.QuotaList]:

@@ -20,6 +20,7 @@ from prometheus_client.core import (
 from kvstore.server.event_series import event_series
 from kvstore.server.nodes import node_list
 from kvstore.server.peer_series import copy_series, node_series, peer_series
+from kvstore.state.choice.conversations import KEEP_CAUSES
 from kvstore.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 _SLOT_STATES: Final = ("free", "writing", "ready", "pinned", "limbo", "withheld", "retiring")
@@ -364,6 +365,12 @@ def _counters(counts: Mapping[str, int]) -> Iterator[Metric]:
             "Refused requests by error code, and refused connections (code connections).",
             "code",
             _CODES,
+        ),
+        (
+            "not_kept_pages",
+            "Pages of conversations that engines wanted to keep and that are not kept, by cause.",
+            "cause",
+            [cause for cause in KEEP_CAUSES if cause],
         ),
     ):
         family = CounterMetricFamily(f"kvstore_{prefix}", help_text, labels=[label])

@@ -9,7 +9,7 @@ A page that several conversations share is charged once.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, get_args
 
 from kvstore.page import PrefixKey
 from kvstore.state.tree.node import PrefixNode, is_live
@@ -24,6 +24,10 @@ KeepCause = Literal["", "missing", "bytes", "budget", "quota", "conversations", 
 """Why further pages are not kept: not stored (yet), beyond the conversation's bytes, the node's
 budget, the space's quota or :data:`CONVERSATIONS_MAX`, or the disk takes no more now; empty = all
 are."""
+
+
+_ALL: Final[KeepCause] = ""
+KEEP_CAUSES: Final = get_args(KeepCause)
 
 
 class Kept(NamedTuple):
@@ -105,25 +109,22 @@ class Conversations:
             tier: where its pages are kept, if it is new.
             quota_bytes: what all conversations of the space may take; 0 = no limit.
         """
-        if (space.number, name) not in self._all and len(self._all) >= CONVERSATIONS_MAX:
+        place = space.number, name
+        found = self._all.get(place) or Conversation(space, name, tier)
+        if place not in self._all and len(self._all) >= CONVERSATIONS_MAX:
             return Kept(0, "conversations", [])
-        found = self._all.setdefault((space.number, name), Conversation(space, name, tier))
-        found.expires_ns = expires_ns
-        self._next_ns = min(self._next_ns or expires_ns, expires_ns)
         added: list[PrefixNode] = []
-        for count, key in enumerate(keys):
-            known = found.nodes.get(key)
-            if known is not None and is_live(known):
-                continue
-            if known is not None:
-                self._let_go(found, key)
-            node = space.nodes.get(key)
-            cause = self._refusal(found, node, bytes_max, quota_bytes)
-            if node is None or cause:
-                return Kept(count, cause or "missing", added)
-            self._take(found, key, node)
-            added.append(node)
-        return Kept(len(keys), "", added)
+        pages, cause = 0, _ALL
+        for key in keys:
+            cause = self._keep_page(found, key, bytes_max, quota_bytes, added)
+            if cause:
+                break
+            pages += 1
+        if pages:
+            self._all[place] = found
+            found.expires_ns = expires_ns
+            self._next_ns = min(self._next_ns or expires_ns, expires_ns)
+        return Kept(pages, cause, added)
 
     def get(self, space: PrefixTree, name: str) -> Conversation | None:
         """A conversation, if there is one of that name."""
@@ -185,26 +186,41 @@ class Conversations:
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _refusal(
-        self, found: Conversation, node: PrefixNode | None, bytes_max: int, quota_bytes: int
-    ) -> KeepCause:
-        if node is None or not node.ready:
+    def _keep_page(
+        self, found: Conversation, key: PrefixKey, bytes_max: int, quota_bytes: int,
+        added: list[PrefixNode],
+    ) -> KeepCause:  # fmt: skip
+        """Keep one page if nothing forbids it."""
+        known = found.nodes.get(key)
+        if known is not None and is_live(known):
+            return ""
+        if known is not None:
+            self._let_go(found, key)
+        node = found.space.nodes.get(key)
+        if node is None or not node.ready or not self._follows(found, node):
             return "missing"
-        space, parent = found.space, node.parent
-        # Pages before a page stay with it: they must be charged too.
-        if parent is not space.root and (parent is None or parent.key not in found.nodes):
-            return "missing"
-        known = self._charged.get(node)
-        size = known[0] if known is not None else _size(found, node)
+        charged = self._charged.get(node)
+        size = charged[0] if charged is not None else _size(found, node)
         if bytes_max and found.size_bytes + size > bytes_max:
             return "bytes"
-        if known is not None:
-            return ""
+        cause = self._exceeded(found, size, quota_bytes) if charged is None else _ALL
+        if not cause:
+            self._take(found, key, node)
+            added.append(node)
+        return cause
+
+    def _follows(self, found: Conversation, node: PrefixNode) -> bool:
+        """Whether the page before is kept: it stays with this one, and must be charged too."""
+        parent = node.parent
+        return parent is found.space.root or (parent is not None and parent.key in found.nodes)
+
+    def _exceeded(self, found: Conversation, size: int, quota_bytes: int) -> KeepCause:
+        """Which limit of all conversations so many more bytes would exceed."""
         on_disk = found.tier == "ssd"
         used = self.disk_used_bytes if on_disk else self.used_bytes
         if used + size > (self.disk_budget_bytes if on_disk else self.budget_bytes):
             return "budget"
-        if quota_bytes and self._space_bytes.get(space.number, 0) + size > quota_bytes:
+        if quota_bytes and self._space_bytes.get(found.space.number, 0) + size > quota_bytes:
             return "quota"
         return ""
 

@@ -391,7 +391,7 @@ class PageTable:
                     pages, cause = pages - len(refused), "disk"
                     break
         if cause:
-            self.counts[f"not_kept_{cause}"] += len(keys) - pages
+            self.counts[f"not_kept_pages_{cause}"] += len(keys) - pages
         return pages, cause
 
     def end_conversation(self, space: PrefixTree, name: str) -> int:

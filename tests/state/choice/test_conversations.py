@@ -93,7 +93,7 @@ def test_the_start_of_a_prompt_is_kept_as_far_as_each_limit_allows(limit, cause)
     kept = scene.keep("abcd", bytes_max=2 * PAGE if limit == "bytes" else 0)
 
     assert kept == (2, cause)
-    assert scene.table.counts[f"not_kept_{cause}"] == 2
+    assert scene.table.counts[f"not_kept_pages_{cause}"] == 2
     check(scene.table)
 
 
@@ -205,7 +205,8 @@ def test_any_history_agrees_with_one_page_at_a_time(history, budget):
                 known = [one for one in kept.get(name, (0, []))[1] if is_live(one)]
                 nodes = [scene.space.nodes[one] for one in chain(path)[:count]]
                 nodes = known + [one for one in nodes if one not in known]
-                kept[name] = scene.table.now_ns + seconds * SECOND, nodes
+                if count:
+                    kept[name] = scene.table.now_ns + seconds * SECOND, nodes
                 if bytes_max and len(nodes) > len(known):
                     assert len(nodes) * PAGE <= bytes_max
             case ("end", name):

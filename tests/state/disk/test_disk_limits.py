@@ -283,6 +283,36 @@ def test_a_pin_in_memory_keeps_a_page_that_is_on_disk_only(world):
     assert world.there("a") == [True]
 
 
+def test_a_conversation_is_kept_on_disk_until_it_ends(world):
+    world.table.conversations.disk_budget_bytes = 10 * RECORD
+    world.put("a")
+    world.put("ab")
+    keys = [key("a"), key("ab")]
+
+    assert world.table.keep_conversation(world.mine, "chat", keys, 1 << 50, 0) == (2, "")
+    assert world.table.conversations.disk_used_bytes == 2 * RECORD
+    world.flood(200)
+    assert world.there("a", "ab") == [True, True]
+
+    world.table.end_conversation(world.mine, "chat")
+    world.table.moment.now_ns = max(1, world.table.now_ns)
+    world.table.expire(world.table.now_ns)
+    assert [one.disk_pins for one in world.mine.nodes.values()] == [0, 0]
+    assert world.table.conversations.disk_used_bytes == 0
+
+
+def test_what_the_disk_does_not_take_is_not_kept(world):
+    world.table.conversations.disk_budget_bytes = 10 * RECORD
+    world.put("a")
+    world.store(world.me, world.mine, "at", start=1, keep=Retention(expires_ns=1 << 50))
+    keys = [key("a"), key("at")]
+
+    assert world.table.keep_conversation(world.mine, "chat", keys, 1 << 50, 0) == (1, "disk")
+
+    assert world.table.conversations.disk_used_bytes == RECORD
+    assert [one.disk_pins for one in world.mine.nodes.values()] == [1, 0]
+
+
 def test_a_pin_that_the_disk_has_no_room_for_is_refused_and_holds_nothing(world):
     world.put("a")
     world.table.pins.disk_budget_bytes = RECORD - 1
