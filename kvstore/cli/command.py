@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from kvstore.cli import doctor, show, top
+from kvstore.cli.conversations import add_conversations
 from kvstore.cli.index import asked_index, index
 from kvstore.cli.jobs import (
     COPY_JOBS,
@@ -149,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_looks(verb)
     _add_changes(verb)
     _add_jobs(verb)
+    add_conversations(verb)
     verb("vllm-flags", "what to add to vLLM's command line so that it uses this node",
          lambda node, _options: asked_flags(node), vllm_flags)  # fmt: skip
     live = verb("top", "live rates and sizes of a node", _nothing, show.anything)
@@ -188,12 +190,6 @@ def _add_looks(verb: AddVerb) -> None:
         ("tiers", "the tiers, their sizes and state", "/v1/tiers", show.tiers),
         ("config", "every setting, its value and its source", "/v1/config", show.config),
         ("pins", "the pins of operators", "/v1/pins", show.pins),
-        (
-            "conversations",
-            "the conversations whose pages are kept, and until when",
-            "/v1/conversations",
-            show.conversations,
-        ),
     ):
         verb(name, summary, lambda node, _options, at=path: node.get(at), shown)  # type: ignore[misc]
     verb("index", "what a Conductor's index knows; --url is the Conductor's, not a node's",
@@ -242,18 +238,6 @@ def _add_changes(verb: AddVerb) -> None:
     unpin = verb("unpin", "end a pin", lambda node, at: node.send("DELETE", f"/v1/pins/{at.pin}"),
                  show.anything)  # fmt: skip
     unpin.add_argument("pin", type=count(1), help="number of the pin; see kvstore pins")
-    keep = verb("keep", "keep a page and all pages before it as those of a conversation", _keep,
-                show.anything)  # fmt: skip
-    names_page(keep)
-    keep.add_argument("conversation", help="its name, as the engines call it")
-    keep.add_argument("--ttl", type=seconds(zero=False), default=3600.0, metavar="SECONDS",
-                      help="how long from now on; default: 3600")  # fmt: skip
-    keep.add_argument("--max-bytes", type=size, default=0, metavar="SIZE",
-                      help="what it may take; default: no limit of its own")  # fmt: skip
-    end = verb("end-conversation", "leave the pages of a conversation to the eviction policy",
-               _end_conversation, show.anything)  # fmt: skip
-    end.add_argument("space", help=SPACE)
-    end.add_argument("conversation", help="its name; see kvstore conversations")
     quota = verb("quota", "show the limits of all spaces, or set those of one", _quota, show.quotas)
     quota.add_argument("space", nargs="?", help=f"{SPACE}; default: show all")
     quota.add_argument("--quota-bytes", type=size, metavar="SIZE",
@@ -368,19 +352,6 @@ def _tokens(text: str) -> list[int]:
 def _pin(node: Remote, at: argparse.Namespace) -> Any:
     body = {"space": at.space, "key": at.key, "ttl_s": at.ttl, "tier": at.tier}
     return node.send("POST", "/v1/pins", body)
-
-
-def _keep(node: Remote, at: argparse.Namespace) -> Any:
-    body = {
-        "space": at.space, "key": at.key, "conversation": at.conversation, "ttl_s": at.ttl,
-        "bytes_max": at.max_bytes,
-    }  # fmt: skip
-    return node.send("POST", "/v1/conversations", body)
-
-
-def _end_conversation(node: Remote, at: argparse.Namespace) -> Any:
-    body = {"space": at.space, "conversation": at.conversation}
-    return node.send("POST", "/v1/conversations/end", body)
 
 
 def _quota(node: Remote, at: argparse.Namespace) -> Any:

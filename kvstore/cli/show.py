@@ -285,20 +285,6 @@ def _configured(key: str, value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def conversations(answer: Any, console: Console) -> None:
-    """Conversations whose pages are kept."""
-    rows = (
-        [one["conversation"], one["tier"], one["space"][:LABEL_DIGITS], one["pages"],
-         rounded(one["bytes"]), seconds(one["ends_in_s"])]
-        for one in answer["conversations"]
-    )  # fmt: skip
-    title = f"conversations: {rounded(answer['used_bytes'])} of {rounded(answer['budget_bytes'])}"
-    title += (
-        f"; on SSD: {rounded(answer['ssd_used_bytes'])} of {rounded(answer['ssd_budget_bytes'])}"
-    )
-    table(console, title, ("conversation", "tier", "space", "pages", "bytes", "ends in"), rows)
-
-
 def pins(answer: Any, console: Console) -> None:
     """Operator pins."""
     rows = (

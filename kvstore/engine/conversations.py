@@ -1,11 +1,12 @@
 """Keeps the pages of conversations at the node after each of their requests."""
 
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from kvstore.client.space import Space
 from kvstore.engine.options import Retain
+from kvstore.engine.requests import Request
 from kvstore.page import PrefixKeys
 from kvstore.wire import CONVERSATION_CHARS_MAX
 
@@ -26,25 +27,27 @@ class ConversationKeeper:
         self._retain = retain
         self._waiting: dict[str, tuple[str, PrefixKeys]] = {}
 
-    def finished(self, request_id: str, name: str | None, keys: PrefixKeys) -> None:
+    def finished(self, request: Request, keys: PrefixKeys) -> None:
         """A request has ended.
 
         Args:
-            request_id: the engine's id of it.
-            name: of its conversation; None or empty = unknown, and nothing is kept.
+            request: its ``session_id``, if it has such an attribute and a value, names the
+                conversation; else nothing is kept.
             keys: its pages that are stored, or are being stored.
         """
+        name = getattr(request, "session_id", None)
         if not (self._retain.seconds and name and len(keys)):
             return
         if len(name) > CONVERSATION_CHARS_MAX:
             name = hashlib.sha256(name.encode()).hexdigest()
         if len(self._waiting) < WAITING_MAX:
-            self._waiting[request_id] = name, keys
+            self._waiting[request.request_id] = name, keys
         else:
             self._keep(name, keys)
 
-    def advance(self, storing: Collection[str]) -> None:
-        """Keep the pages of ended requests, except of those in ``storing``, whose stores go on."""
+    def advance(self, jobs: Iterable[str]) -> None:
+        """Keep the pages of ended requests, except of those in ``jobs``, whose jobs go on."""
+        storing = set(jobs) if self._waiting else set()
         for request_id in [one for one in self._waiting if one not in storing]:
             self._keep(*self._waiting.pop(request_id))
 

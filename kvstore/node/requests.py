@@ -349,14 +349,14 @@ class Requests:
         if request.bytes_max < 0:
             raise InvalidArgument("bytes_max", f"{request.bytes_max} is negative")
         if not request.ttl_ms:
-            self._pages.end_conversation(space, request.name)
+            self._pages.keeping.end(space, request.name)
             return
         if wire.count_keys(request.keys) > wire.KEEP_KEYS_MAX:
             raise InvalidArgument("keys", f"are more than {wire.KEEP_KEYS_MAX}")
         starts = range(0, len(request.keys), KEY_BYTES)
         keys = [PrefixKey(request.keys[at : at + KEY_BYTES]) for at in starts]
         ttl_ns = request.ttl_ms * _NS_PER_MS
-        self._pages.keep_conversation(space, request.name, keys, ttl_ns, request.bytes_max)
+        self._pages.keeping.keep(space, request.name, keys, ttl_ns, request.bytes_max)
 
     def count_found(self, process: Process, request: Any, answer: wire.Answer) -> None:
         """Count the keys of an answered lookup by where they were found."""

@@ -360,19 +360,11 @@ def _counters(counts: Mapping[str, int]) -> Iterator[Metric]:
     """The node's counters; removals and refusals have their cause as a label, from 0 on."""
     for prefix, help_text, label, known in (
         ("removed", "Pages of one shard that were dropped, by cause.", "cause", _CAUSES),
-        (
-            "refused",
-            "Refused requests by error code, and refused connections (code connections).",
-            "code",
-            _CODES,
-        ),
-        (
-            "not_kept_pages",
-            "Pages of conversations that engines wanted to keep and that are not kept, by cause.",
-            "cause",
-            [cause for cause in KEEP_CAUSES if cause],
-        ),
-    ):
+        ("refused", "Refused requests by error code, and refused connections (code connections).",
+         "code", _CODES),
+        ("not_kept_pages", "Pages that engines wanted to keep and that are not kept, by cause.",
+         "cause", KEEP_CAUSES[1:]),
+    ):  # fmt: skip
         family = CounterMetricFamily(f"kvstore_{prefix}", help_text, labels=[label])
         values = dict.fromkeys(known, 0) | {
             name.removeprefix(f"{prefix}_"): value

@@ -189,7 +189,7 @@ class Explainer:
 
     def _kept_for(self, node: PrefixNode) -> str:
         """For which conversations it is kept, and how long."""
-        kept = self._pages.conversations.of(node)[:_CONVERSATIONS_TOLD]
+        kept = self._pages.keeping.conversations.of(node)[:_CONVERSATIONS_TOLD]
         left = [(one.name, (one.expires_ns - self._now_ns) / _NS_PER_S) for one in kept]
         told = [f"{name[:_NAME_CHARS]} for {max(0.0, seconds):.0f} s" for name, seconds in left]
         return f", kept as of conversation {', '.join(told)}" if told else ""

@@ -30,7 +30,7 @@ _ALL: Final[KeepCause] = ""
 KEEP_CAUSES: Final = get_args(KeepCause)
 
 
-class Kept(NamedTuple):
+class KeepOutcome(NamedTuple):
     """The answer of :meth:`Conversations.keep`.
 
     Attributes:
@@ -97,7 +97,7 @@ class Conversations:
     def keep(
         self, space: PrefixTree, name: str, keys: Sequence[PrefixKey], expires_ns: int,
         bytes_max: int, tier: Tier, quota_bytes: int,
-    ) -> Kept:  # fmt: skip
+    ) -> KeepOutcome:  # fmt: skip
         """Keep pages of a conversation until ``expires_ns``, and those that are kept already.
 
         Args:
@@ -112,7 +112,7 @@ class Conversations:
         place = space.number, name
         found = self._all.get(place) or Conversation(space, name, tier)
         if place not in self._all and len(self._all) >= CONVERSATIONS_MAX:
-            return Kept(0, "conversations", [])
+            return KeepOutcome(0, "conversations", [])
         added: list[PrefixNode] = []
         pages, cause = 0, _ALL
         for key in keys:
@@ -124,11 +124,7 @@ class Conversations:
             self._all[place] = found
             found.expires_ns = expires_ns
             self._next_ns = min(self._next_ns or expires_ns, expires_ns)
-        return Kept(pages, cause, added)
-
-    def get(self, space: PrefixTree, name: str) -> Conversation | None:
-        """A conversation, if there is one of that name."""
-        return self._all.get((space.number, name))
+        return KeepOutcome(pages, cause, added)
 
     def of(self, node: PrefixNode) -> list[Conversation]:
         """The conversations that keep a page; looks at each of them."""
@@ -144,11 +140,12 @@ class Conversations:
         found.expires_ns = self._next_ns = 1
         return len(found.nodes)
 
-    def give_back(self, conversation: Conversation, nodes: Sequence[PrefixNode]) -> None:
-        """Do not keep these pages after all."""
+    def give_back(self, space: PrefixTree, name: str, nodes: Sequence[PrefixNode]) -> None:
+        """Do not keep these pages of a conversation after all."""
+        found = self._all[space.number, name]
         for node in nodes:
-            if conversation.nodes.get(node.key) is node:
-                self._let_go(conversation, node.key)
+            if found.nodes.get(node.key) is node:
+                self._let_go(found, node.key)
 
     def expire(self, now_ns: int) -> list[PrefixNode]:
         """Let some pages of conversations go whose time is up; returns these pages, tails first."""

@@ -7,13 +7,12 @@ clock. Every list of keys is a run of one chain, packed as 32 bytes each.
 
 from collections.abc import Sequence
 
-from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
+from kvstore.errors import CapacityError, InvalidArgument
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
-from kvstore.state.choice.conversations import Conversations, KeepCause
-from kvstore.state.choice.quotas import Pin, Pins
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.ahead import SlotsAhead
 from kvstore.state.table.deadlines import Deadlines
+from kvstore.state.table.keeping import Keeping
 from kvstore.state.table.residents import Residents
 from kvstore.state.table.room import Room
 from kvstore.state.table.runs import (
@@ -32,7 +31,6 @@ from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.columns import pack_slots
 from kvstore.state.tree.match import longest_match
 from kvstore.state.tree.node import ORDINARY, PrefixNode, Retention, is_live
-from kvstore.state.tree.places import Tier
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch, Lease, Process, Put, Session
 from kvstore.state.tree.slots import SlotTable
@@ -62,8 +60,7 @@ class PageTable:
         self.moment, self.meter, self.counts = held.moment, held.meter, held.counts
         self.actions, self.story = held.actions, held.story
         self.eviction, self.quotas, self.draining = held.eviction, held.quotas, held.draining
-        self.pins = Pins()
-        self.conversations = Conversations()
+        self.keeping = Keeping(held, self.tiers)
         self._deadlines = Deadlines()
 
     @property
@@ -327,85 +324,6 @@ class PageTable:
         self._lend(process, lease_id, lease, *pages[0])
         return lease
 
-    def pin(
-        self, space: PrefixTree, key: PrefixKey, expires_ns: int, tier: Tier = "host",
-        measured: tuple[list[PrefixNode], int] | None = None,
-    ) -> Pin:  # fmt: skip
-        """Pin a prefix in a tier; on disk, what is not there yet is written now.
-
-        ``measured`` is what :meth:`kvstore.state.choice.quotas.Pins.measure` gave a moment ago.
-
-        Raises:
-            NotFound: no page is stored under the key.
-            CapacityError: the budget, or the disk, has no room for it.
-            TierUnavailable: there is no such tier.
-        """
-        if tier == "ssd" and not self.disk.exists:
-            raise TierUnavailable("this node has no SSD tier: give it ssd.directories")
-        pin = self.pins.add(space, key, expires_ns, tier, measured)
-        try:
-            for node in pin.nodes if tier == "ssd" else ():
-                for shard in node.digests:
-                    self.tiers.ensure_written(node, shard)
-        except CapacityError:
-            self.unpin(pin.number)
-            raise
-        return pin
-
-    def unpin(self, number: int) -> Pin:
-        """End a pin.
-
-        Raises:
-            NotFound: there is no such pin.
-        """
-        ended = self.pins.remove(number)
-        self._unpinned(ended.nodes)
-        return ended
-
-    def keep_conversation(
-        self, space: PrefixTree, name: str, keys: Sequence[PrefixKey], ttl_ns: int, bytes_max: int
-    ) -> tuple[int, KeepCause]:
-        """Keep pages of a conversation for a time, on disk if there is one.
-
-        For the arguments see :meth:`kvstore.state.choice.conversations.Conversations.keep`. They
-        take no more of a space than its quota in that tier.
-
-        Returns:
-            How many of the leading keys are kept, and why the others are not.
-        """
-        kept, disk = self.conversations, self.disk
-        tier: Tier = "ssd" if disk.exists else "host"
-        quota = (disk.limits.quotas if disk.exists else self.quotas).get(space).quota_bytes
-        expires_ns = self.now_ns + ttl_ns
-        pages, cause, added = kept.keep(space, name, keys, expires_ns, bytes_max, tier, quota)
-        if tier == "ssd":
-            for at, node in enumerate(added):
-                try:
-                    for shard in list(node.digests) if is_live(node) else ():
-                        self.tiers.ensure_written(node, shard)
-                except CapacityError:
-                    found, refused = kept.get(space, name), added[at:]
-                    assert found is not None
-                    kept.give_back(found, refused)
-                    self._unpinned(refused)
-                    pages, cause = pages - len(refused), "disk"
-                    break
-        if cause:
-            self.counts[f"not_kept_pages_{cause}"] += len(keys) - pages
-        return pages, cause
-
-    def end_conversation(self, space: PrefixTree, name: str) -> int:
-        """Leave the pages of a conversation to the policy soon; returns how many there were."""
-        return self.conversations.end(space, name)
-
-    def _unpinned(self, nodes: Sequence[PrefixNode]) -> None:
-        """Pins of these nodes ended: they may be evictable, and their segments worth reclaiming."""
-        for node in nodes:
-            if is_live(node):
-                self.residents.add_candidate(node)
-        if nodes:
-            self.disk.unpinned()
-
     # ---- ends -------------------------------------------------------------------------------
 
     def lose(self, process: Process) -> None:
@@ -451,9 +369,7 @@ class PageTable:
                 break
         for node, shard in self._deadlines.pages_due(now_ns, left):
             self.residents.drop(node, shard, "expired")
-        if len(self.pins):
-            self._unpinned(self.pins.expire(now_ns))
-        self._unpinned(self.conversations.expire(now_ns))
+        self.keeping.expire(now_ns)
         return 0 < self.next_deadline_ns() <= now_ns
 
     def _expire_lease(self, process: Process, lease_id: int, lease: Lease) -> None:
@@ -469,10 +385,7 @@ class PageTable:
 
     def next_deadline_ns(self) -> int:
         """The earliest deadline that :meth:`expire` would apply; 0 = none."""
-        due = (
-            self._deadlines.next_ns(), self.pins.next_deadline_ns(),
-            self.conversations.next_deadline_ns(),
-        )  # fmt: skip
+        due = (self._deadlines.next_ns(), self.keeping.next_deadline_ns())
         return min((at for at in due if at), default=0)
 
     # ---- inside -----------------------------------------------------------------------------

@@ -22,7 +22,7 @@ class Scene:
         self.world = World(extents=1, slots_each=pages)
         self.table = self.world.table
         self.table.moment.now_ns = SECOND
-        self.table.conversations.budget_bytes = budget_pages * PAGE
+        self.table.keeping.conversations.budget_bytes = budget_pages * PAGE
         self.process = self.world.process()
         self.space = self.world.space(self.process)
         self.other, _ = self.table.spaces.open(
@@ -38,7 +38,7 @@ class Scene:
 
     def keep(self, path: str, name: str = "chat", seconds: float = 10.0, bytes_max: int = 0):
         keys, ttl_ns = chain(path), int(seconds * SECOND)
-        return self.table.keep_conversation(self.space, name, keys, ttl_ns, bytes_max)
+        return self.table.keeping.keep(self.space, name, keys, ttl_ns, bytes_max)
 
     def pages(self, path: str) -> int:
         return self.world.lookup(self.space, path)[0]
@@ -60,7 +60,7 @@ def test_kept_pages_outlive_a_flood_until_their_time_is_up():
     assert scene.pages("abc") == 3
 
     scene.pass_time(1)
-    assert len(scene.table.conversations) == 0
+    assert len(scene.table.keeping.conversations) == 0
     scene.flood()
     assert scene.pages("abc") == 0
     check(scene.table)
@@ -78,7 +78,7 @@ def test_the_next_request_sets_a_new_end_and_adds_its_pages():
     scene.flood()
 
     assert scene.pages("abc") == 3
-    assert scene.table.conversations.used_bytes == 3 * PAGE
+    assert scene.table.keeping.conversations.used_bytes == 3 * PAGE
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_page_that_two_conversations_share_is_charged_once_and_stays_for_the_l
     scene.store("abd")
     assert scene.keep("abc", "one", seconds=5) == (3, "")
     assert scene.keep("abd", "two", seconds=9) == (3, "")
-    assert scene.table.conversations.used_bytes == 4 * PAGE
+    assert scene.table.keeping.conversations.used_bytes == 4 * PAGE
 
     scene.pass_time(5)
     scene.flood()
@@ -118,10 +118,10 @@ def test_pages_that_do_not_follow_kept_ones_are_not_kept():
     scene = Scene()
     scene.store("abc")
 
-    found = scene.table.keep_conversation(scene.space, "chat", [key("abc")], SECOND, 0)
+    found = scene.table.keeping.keep(scene.space, "chat", [key("abc")], SECOND, 0)
 
     assert found == (0, "missing")
-    assert scene.table.conversations.used_bytes == 0
+    assert scene.table.keeping.conversations.used_bytes == 0
 
 
 def test_a_page_that_left_and_came_back_is_kept_again():
@@ -136,7 +136,7 @@ def test_a_page_that_left_and_came_back_is_kept_again():
     scene.flood()
 
     assert scene.pages("ab") == 2
-    assert scene.table.conversations.used_bytes == 2 * PAGE
+    assert scene.table.keeping.conversations.used_bytes == 2 * PAGE
 
 
 def test_an_ended_conversation_is_left_to_the_policy():
@@ -144,8 +144,8 @@ def test_an_ended_conversation_is_left_to_the_policy():
     scene.store("abcd")
     scene.keep("abcd")
 
-    assert scene.table.end_conversation(scene.space, "chat") == 4
-    assert scene.table.end_conversation(scene.space, "nobody's") == 0
+    assert scene.table.keeping.end(scene.space, "chat") == 4
+    assert scene.table.keeping.end(scene.space, "nobody's") == 0
     scene.pass_time(0)
     scene.flood()
 
@@ -161,7 +161,7 @@ def test_one_step_lets_a_bounded_number_of_pages_go(monkeypatch):
     now_ns = scene.table.now_ns + 10 * SECOND
 
     steps = []
-    while gone := scene.table.conversations.expire(now_ns):
+    while gone := scene.table.keeping.conversations.expire(now_ns):
         steps.append([node.key for node in gone])
 
     assert steps == [
@@ -210,7 +210,7 @@ def test_any_history_agrees_with_one_page_at_a_time(history, budget):
                 if bytes_max and len(nodes) > len(known):
                     assert len(nodes) * PAGE <= bytes_max
             case ("end", name):
-                scene.table.end_conversation(scene.space, name)
+                scene.table.keeping.end(scene.space, name)
                 scene.pass_time(0)
                 kept.pop(name, None)
             case ("wait", seconds):
@@ -223,7 +223,7 @@ def test_any_history_agrees_with_one_page_at_a_time(history, budget):
                 if node is not None and node.ready:
                     scene.table.residents.drop(node, 0, "corrupt")
         check(scene.table)
-        table = scene.table.conversations
+        table = scene.table.keeping.conversations
         assert table.used_bytes <= budget * PAGE
         assert {one.name for one in table} == set(kept)
         for _, nodes in kept.values():
