@@ -122,7 +122,7 @@ class TakesAll:
         self.pages = node.pages.residents.disk = DiskPages(
             node.pages.residents, log, admission, rules
         )
-        node.pages.pins.disk_budget_bytes = log.capacity_bytes // 4
+        node.pages.keeping.pins.disk_budget_bytes = log.capacity_bytes // 4
         self._node = node
         self._at_once = at_once
         self._begun: deque[int] = deque()
@@ -185,7 +185,7 @@ class LoneNode:
         node = Node(
             "alone", bytes(16), slots, limits, lambda: next(tokens).to_bytes(16, "little"), policy
         )
-        node.pages.pins.budget_bytes = capacity_bytes // 4
+        node.pages.keeping.pins.budget_bytes = capacity_bytes // 4
         node.pages.residents.ghosts = Ghosts(AdminConfig().ghosts_max)
         node.pages.residents.ghosts.policy = policy
         self._later: deque[Callable[[], None]] = deque()

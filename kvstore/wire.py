@@ -17,7 +17,7 @@ from kvstore.errors import InvalidArgument, ProtocolError
 from kvstore.page import ALL_KEYS, KEY_BYTES, EngineLabel, ShardSpec, SpaceIdentity
 
 PROTOCOL_MAJOR: Final = 1
-PROTOCOL_MINOR: Final = 7
+PROTOCOL_MINOR: Final = 8
 SETTLED_MINOR: Final = 3
 """The minor version since which Settled has ``before``. It is not sent to an older node, which
 would settle too much."""
@@ -25,10 +25,16 @@ COPIES_MINOR: Final = 6
 """The minor version since which a node understands Bring and Replicate."""
 AHEAD_MINOR: Final = 7
 """The minor version since which a node reserves slots ahead, and understands StorePage."""
+CONVERSATIONS_MINOR: Final = 8
+"""The minor version since which a node understands KeepConversation."""
 FRAME_BYTES_MAX: Final = 16 << 20
 BATCH_KEYS_MAX: Final = 65_536
 HOLDER_CHARS_MAX: Final = 64
 """Maximum length of the name of a node in a Lookup."""
+CONVERSATION_CHARS_MAX: Final = 256
+"""Maximum length of the name of a conversation."""
+KEEP_KEYS_MAX: Final = 128
+"""Maximum keys of a KeepConversation."""
 KNOWN_EXTENTS_MAX: Final = 4096
 LIST_MAX: Final = 4096
 """Maximum elements of a list, because each is decoded to an object before it can be checked."""
@@ -489,10 +495,25 @@ class StorePage(msgspec.Struct, array_like=True, tag=35):
     ahead: int = 0
 
 
+class KeepConversation(msgspec.Struct, array_like=True, tag=36):
+    """Keep pages of a conversation for ``ttl_ms`` from now on. No answer. Since 1.8.
+
+    ``keys``: at most :data:`KEEP_KEYS_MAX`; the first one begins the chain, or follows one that is
+    kept. ``bytes_max``: what the conversation may take; 0 = no limit of its own. A ``ttl_ms`` of 0
+    ends it: its pages are left to the eviction policy; ``keys`` are empty then.
+    """
+
+    space: int
+    name: str
+    keys: bytes
+    ttl_ms: int
+    bytes_max: int = 0
+
+
 Request = (
     Hello | OpenSpace | Lookup | Acquire | Release | BeginPut | CommitPut | AbortPut | Corrupt
     | Settled | ReportPrefill | Stats | FetchExtents | Ping | Persist | PeerHello | FollowEvents
-    | Bring | Replicate | StorePage
+    | Bring | Replicate | StorePage | KeepConversation
 )  # fmt: skip
 Answer = (
     Welcome | SpaceOpened | Found | Acquired | PutGranted | Committed | StatsReply | ExtentsFollow
@@ -503,7 +524,7 @@ _ENCODER: Final = msgspec.msgpack.Encoder()
 _REQUESTS: Final = msgspec.msgpack.Decoder(Request)
 _ANSWERS: Final = msgspec.msgpack.Decoder(Answer)
 _FIXARRAY: Final = 0x9
-_LONG: Final = (5, 7, 10, 12, 25, 31, 33)
+_LONG: Final = (5, 7, 10, 12, 25, 31, 33, 36)
 """Tags of the requests with packed fields."""
 _NO_MESSAGE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, InvalidArgument)
 """Invalid bytes, too deep nesting, and values that a type refuses."""

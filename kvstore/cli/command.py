@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from kvstore.cli import doctor, show, top
+from kvstore.cli.conversations import add_conversations
 from kvstore.cli.index import asked_index, index
 from kvstore.cli.jobs import (
     COPY_JOBS,
@@ -149,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_looks(verb)
     _add_changes(verb)
     _add_jobs(verb)
+    add_conversations(verb)
     verb("vllm-flags", "what to add to vLLM's command line so that it uses this node",
          lambda node, _options: asked_flags(node), vllm_flags)  # fmt: skip
     live = verb("top", "live rates and sizes of a node", _nothing, show.anything)

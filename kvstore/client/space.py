@@ -255,6 +255,56 @@ class Space:
             request = wire.Persist(0, opened.space, number, keys[start:stop].packed, wait_ms)
             link.request(request, self._services.timeout_s + SYNC_WAIT_S, opened.epoch)
 
+    def keep_conversation(
+        self, keys: PrefixKeys, name: str, ttl_s: float, bytes_max: int = 0
+    ) -> None:
+        """Keep the stored pages of a conversation for a time, whatever the eviction policy thinks.
+
+        They stay on the node's SSDs if it has some, else in its memory, as long as the node's
+        budget for conversations and the quota of the space allow; ``kvstore conversations`` and the
+        metric ``kvstore_not_kept_pages_total`` say what did not fit. A later call with the same
+        name sets a new end, and adds pages. Returns at once; if the node is away, nothing is kept.
+
+        Args:
+            keys: from the start of the chain; pages that are not stored yet, and all after them,
+                are not kept.
+            name: of the conversation, 1 to 256 characters.
+            ttl_s: seconds from now on, more than 0 and at most ten years.
+            bytes_max: what the conversation may take, all shards together; 0 = no limit of its own.
+
+        Raises:
+            InvalidArgument: an argument is out of its range.
+        """
+        if not 0 < ttl_s * 1000 <= wire.TTL_MS_MAX:
+            raise InvalidArgument("ttl_s", f"{ttl_s} is not above 0, or above ten years")
+        if bytes_max < 0:
+            raise InvalidArgument("bytes_max", f"{bytes_max} is negative")
+        ttl_ms = max(1, int(ttl_s * 1000))
+        for start in range(0, len(keys), wire.KEEP_KEYS_MAX):
+            packed = keys[start : start + wire.KEEP_KEYS_MAX].packed
+            self._tell_conversation(name, packed, ttl_ms, bytes_max)
+
+    def end_conversation(self, name: str) -> None:
+        """Leave the pages of a conversation to the eviction policy; returns at once.
+
+        Raises:
+            InvalidArgument: the name has not 1 to 256 characters.
+        """
+        self._tell_conversation(name, b"", 0, 0)
+
+    def _tell_conversation(self, name: str, packed: bytes, ttl_ms: int, bytes_max: int) -> None:
+        if not 0 < len(name) <= wire.CONVERSATION_CHARS_MAX:
+            raise InvalidArgument("name", f"has 1 to {wire.CONVERSATION_CHARS_MAX} characters")
+        link = self._services.link
+        try:
+            opened = self.numbers(link)
+        except KVStoreError as error:
+            self._services.note_trouble(error)
+            return
+        if link.node_minor >= wire.CONVERSATIONS_MINOR:
+            message = wire.KeepConversation(opened.space, name, packed, ttl_ms, bytes_max)
+            link.send_later(message, opened.epoch)
+
     def put_pieces(
         self, keys: PrefixKeys, source: mover.Pieces | BlocksOnDevice, shard: int,
         keep: Keep | None = None,

@@ -214,16 +214,21 @@ class HttpConfig(Section, frozen=True):
 
 
 class AdminConfig(Section, frozen=True):
-    """Limits of pins, and the memory for ``explain``.
+    """Limits of pins and of kept conversations, and the memory for ``explain``.
 
     Attributes:
         pin_budget_bytes: budget for all operator pins in memory; 0 = a quarter of the host tier.
         pin_ssd_budget_bytes: the same for pins on the SSDs; 0 = a quarter of the SSD tier.
+        conversations_budget_bytes: budget for the pages of all conversations that engines keep, in
+            memory; 0 = a quarter of the host tier. Without an SSD tier only.
+        conversations_ssd_budget_bytes: the same on the SSDs; 0 = a quarter of the SSD tier.
         ghosts_max: number of dropped pages that ``explain`` can still report.
     """
 
     pin_budget_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     pin_ssd_budget_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    conversations_budget_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    conversations_ssd_budget_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     ghosts_max: Annotated[int, msgspec.Meta(ge=0, le=100_000_000)] = 100_000
 
 

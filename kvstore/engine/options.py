@@ -31,6 +31,19 @@ class LoadOrder(enum.StrEnum):
     LAYERWISE = "layerwise"
 
 
+class Retain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """For how long the pages of a conversation are kept after each of its requests.
+
+    Attributes:
+        seconds: 0 = only as long as the eviction policy does.
+        bytes: what one conversation may take on the node, on all ranks together; 0 = no limit of
+            its own.
+    """
+
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=366 * 86_400)] = 0.0
+    bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The options of an adapter; every key has a default.
 
@@ -50,6 +63,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         load: ``async``: requests wait outside of the engine's step; ``layerwise``: the step waits
             before each layer for the KV of that layer.
         store_output: also store pages with output tokens.
+        retain: keeps the pages of requests with a session id (a conversation) for a time.
         device_slab_bytes: memory of each worker for copies of pages it has loaded, so that the next
             load of them does not use the node; 0 = none.
     """
@@ -64,6 +78,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     load_timeout_ms_min: Milliseconds = 20.0
     load: LoadOrder = LoadOrder.ASYNC
     store_output: bool = True
+    retain: Retain = Retain()
     device_slab_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     def __post_init__(self) -> None:

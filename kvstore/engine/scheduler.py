@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from kvstore.client.results import MISS, Hit
 from kvstore.engine.chain import Chain, ForeignChain, chain_of
+from kvstore.engine.conversations import ConversationKeeper
 from kvstore.engine.counts import AdapterCounts
 from kvstore.engine.hints import FetchHint, read_hints
 from kvstore.engine.identity import window_pages
@@ -122,6 +123,7 @@ class SchedulerSide:
         self._options = options
         self._clock = clock
         self._report_prefill = report_prefill
+        self._keeper = ConversationKeeper(opening.get, options.retain)
         self._holder: BlockHolder | None = None
         self._held_max = 0
         self._held = 0
@@ -208,18 +210,15 @@ class SchedulerSide:
         self.counts.add("remote_hit_tokens", remote)
         first = computed // self._page_tokens
         load = Load(
-            job=self._next_job,
-            request=request.request_id,
+            job=self._next_job, request=request.request_id,
             keys=self._keys(state)[first : state.hit],
-            blocks=[
-                self._target(place, blocks, computed, first, state.hit)
-                for place in range(len(self._setup.groups))
-            ],
+            blocks=[self._target(place, blocks, computed, first, state.hit)
+                    for place in range(len(self._setup.groups))],
             wait_s=state.wait.left_s(
                 self._clock(), self._wait_s(tokens), self._options.load_timeout_ms_min / 1000
             ),
             layerwise=self._options.load is LoadOrder.LAYERWISE,
-        )
+        )  # fmt: skip
         state.wait = PendingWait()
         self._begin(request.request_id, load, first, is_load=True, remote=state.remote)
         self._loads.append(load)
@@ -330,16 +329,15 @@ class SchedulerSide:
         state = self._states.pop(request_id, None)
         if state is None:
             return None
+        self._keeper.finished(state.request, self._keys(state)[: state.stored])
         if not read_transfer(state.request.kv_transfer_params).do_remote_decode:
             return None
         prompt = state.request.num_prompt_tokens
         return Transfer(
-            do_remote_prefill=True,
-            kvstore_pages=min(state.stored, prompt // self._page_tokens),
-            kvstore_page_tokens=self._page_tokens,
-            kvstore_node=self._opening.node_name,
+            do_remote_prefill=True, kvstore_pages=min(state.stored, prompt // self._page_tokens),
+            kvstore_page_tokens=self._page_tokens, kvstore_node=self._opening.node_name,
             prompt_tokens=prompt,
-        ).as_parameters()
+        ).as_parameters()  # fmt: skip
 
     def _store(self, progress: ScheduledRequest) -> Store | None:
         state = self._states.get(progress.request_id)
@@ -403,6 +401,7 @@ class SchedulerSide:
         self._judge_layers()
         for job in self._jobs.values():
             job.began = min(job.began, now)
+        self._keeper.advance(job.request_id for job in self._jobs.values())
 
     def _take(self, report: Report) -> None:
         """Handle ended jobs, and jobs whose request stopped waiting."""

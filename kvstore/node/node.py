@@ -103,6 +103,7 @@ class Node:
             wire.StorePage: asked.store_page,
             wire.AbortPut: lambda process, request, _: asked.abort_put(process, request),
             wire.Corrupt: lambda process, request, _: asked.corrupt(process, request),
+            wire.KeepConversation: lambda process, request, _: asked.keep(process, request),
             wire.Settled: self._settled,
             wire.ReportPrefill: lambda process, request, _: asked.report_prefill(process, request),
             wire.Ping: lambda _process, request, _: wire.Pong(request.id),

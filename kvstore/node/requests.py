@@ -338,6 +338,26 @@ class Requests:
         if 0 < request.seconds_per_token < PREFILL_S_MAX:
             process.session.prefill_s_per_token = request.seconds_per_token
 
+    def keep(self, process: Process, request: wire.KeepConversation) -> None:
+        """Keep pages of a conversation, or end it."""
+        space = self._pages.spaces.get(request.space, process.session)
+        _refuse_others(process, space.identity.tenant)
+        if not 0 < len(request.name) <= wire.CONVERSATION_CHARS_MAX:
+            raise InvalidArgument("name", f"has 1 to {wire.CONVERSATION_CHARS_MAX} characters")
+        if not 0 <= request.ttl_ms <= wire.TTL_MS_MAX:
+            raise InvalidArgument("ttl_ms", f"{request.ttl_ms} is outside 0..{wire.TTL_MS_MAX}")
+        if request.bytes_max < 0:
+            raise InvalidArgument("bytes_max", f"{request.bytes_max} is negative")
+        if not request.ttl_ms:
+            self._pages.keeping.end(space, request.name)
+            return
+        if wire.count_keys(request.keys) > wire.KEEP_KEYS_MAX:
+            raise InvalidArgument("keys", f"are more than {wire.KEEP_KEYS_MAX}")
+        starts = range(0, len(request.keys), KEY_BYTES)
+        keys = [PrefixKey(request.keys[at : at + KEY_BYTES]) for at in starts]
+        ttl_ns = request.ttl_ms * _NS_PER_MS
+        self._pages.keeping.keep(space, request.name, keys, ttl_ns, request.bytes_max)
+
     def count_found(self, process: Process, request: Any, answer: wire.Answer) -> None:
         """Count the keys of an answered lookup by where they were found."""
         if not isinstance(answer, wire.Found):

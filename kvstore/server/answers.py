@@ -319,6 +319,46 @@ class PinList(Answer, frozen=True):
     ssd_budget_bytes: int
 
 
+class ConversationRow(Answer, frozen=True):
+    """One conversation whose pages are kept for ``ends_in_s`` more seconds."""
+
+    conversation: str
+    space: str
+    tier: str
+    pages: int
+    bytes: int
+    ends_in_s: float
+
+
+class ConversationList(Answer, frozen=True):
+    """All of them, and the used part of the budgets; a page that several share counts once."""
+
+    conversations: list[ConversationRow]
+    used_bytes: int
+    budget_bytes: int
+    ssd_used_bytes: int
+    ssd_budget_bytes: int
+
+
+class KeptPages(Answer, frozen=True):
+    """How many leading pages of the chain are kept, and why the others are not.
+
+    ``cause``: empty = all are; ``missing``, ``bytes``, ``budget``, ``quota``, ``conversations`` or
+    ``disk``.
+    """
+
+    conversation: str
+    pages: int
+    cause: str
+
+
+class ConversationEnded(Answer, frozen=True):
+    """How many pages it kept; 0 = it was not known."""
+
+    conversation: str
+    pages: int
+
+
 class QuotaRow(Answer, frozen=True):
     """The limits of a space in a tier, and the bytes it uses there."""
 

@@ -35,6 +35,7 @@ from kvstore.process.logs import event
 from kvstore.server.cluster import join
 from kvstore.server.http import HttpServer
 from kvstore.server.idle import IdleChecks
+from kvstore.server.kept import set_budgets, set_disk_budgets
 from kvstore.server.notify import ServiceManager
 from kvstore.server.publish import Publication
 from kvstore.server.questions import FollowerQuestions
@@ -107,7 +108,7 @@ class Daemon:
             host.policy,
         )  # fmt: skip
         table = self._table = self.node.pages
-        table.pins.budget_bytes = config.admin.pin_budget_bytes or host.capacity_bytes // 4
+        set_budgets(table.keeping, config.admin, host.capacity_bytes)
         table.residents.ghosts = Ghosts(config.admin.ghosts_max)
         table.residents.ghosts.policy = host.policy
         self.memory = HostMemory(
@@ -194,9 +195,7 @@ class Daemon:
         self._undo.callback(disk.close)
         self.disk = self.desk.disk = disk
         self._announcement = Announcement(self._table, tokens=self.publication.tells_tokens)
-        self._table.pins.disk_budget_bytes = (
-            self.config.admin.pin_ssd_budget_bytes or disk.pages.log.capacity_bytes // 4
-        )
+        set_disk_budgets(self._table.keeping, self.config.admin, disk.pages.log.capacity_bytes)
 
     def _close_publication(self) -> None:
         try:

@@ -13,6 +13,7 @@ from kvstore.errors import InvalidArgument
 from kvstore.node.node import Node
 from kvstore.page import KEY_BYTES, PrefixKey
 from kvstore.server import answers, operations
+from kvstore.server.kept import KeptViews, limits_of
 from kvstore.server.naming import key_of, not_stored, space_of
 from kvstore.server.refusal import Refusal
 from kvstore.server.sessions import session_rows
@@ -20,7 +21,6 @@ from kvstore.server.status import NodeStatus
 from kvstore.server.turns import Work
 from kvstore.state.ask.explain import Explainer, Explanation, leading_runs, where
 from kvstore.state.ask.traversal import subtree
-from kvstore.state.choice.quotas import Pin, Quotas
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree
 
@@ -71,8 +71,7 @@ class Inspection:
             operations.ShowTokens: self.tokens,
             operations.ListTree: self.tree,
             operations.ListSessions: self.sessions,
-            operations.ListPins: self.pins,
-            operations.ListQuotas: self.quotas,
+            **KeptViews(self._table).handlers,
             operations.ListPageSizes: self.page_sizes,
             operations.FindRuns: self.runs,
             operations.ExplainKey: self.explain,
@@ -208,34 +207,6 @@ class Inspection:
         more = end if end < len(every) else None
         return answers.SessionList(sessions=rows, next=more, total=len(every))
 
-    def pins(self, _asked: operations.ListPins) -> Work[answers.PinList]:
-        """All pins."""
-        pins = self._table.pins
-        rows: list[answers.PinRow] = []
-        for pin in list(pins):
-            rows.append(_pin_row(pin))
-            if len(rows) % (_STEP_ROWS * 4) == 0:
-                yield None
-        return answers.PinList(
-            pins=rows, used_bytes=pins.used_bytes, budget_bytes=pins.budget_bytes,
-            ssd_used_bytes=pins.disk_used_bytes, ssd_budget_bytes=pins.disk_budget_bytes,
-        )  # fmt: skip
-
-    def quotas(self, _asked: operations.ListQuotas) -> Work[answers.QuotaList]:
-        """All limits."""
-        yield from ()
-        rows = [
-            answers.QuotaRow(
-                space=one.space.label, tier=tier, quota_bytes=one.quota_bytes,
-                reserved_bytes=one.reserved_bytes, used_bytes=quotas.used(one.space),
-            )
-            for tier, quotas in self._quotas().items()
-            for one in quotas.all()
-        ]  # fmt: skip
-        return answers.QuotaList(quotas=rows)
-
-    # ---- explaining -------------------------------------------------------------------------
-
     def page_sizes(self, asked: operations.ListPageSizes) -> Work[answers.PageSizes]:
         """The page sizes of the spaces."""
         yield from ()
@@ -309,13 +280,8 @@ class Inspection:
             raise not_stored(key.hex(), field)
         return key
 
-    def _quotas(self) -> dict[str, Quotas]:
-        """The limits of spaces in each tier."""
-        quotas, disk = {"host": self._table.quotas}, self._table.disk
-        return quotas if not disk.exists else {**quotas, "ssd": disk.limits.quotas}
-
     def _space_row(self, space: PrefixTree) -> answers.SpaceRow:
-        of, quotas = space.identity, self._quotas()
+        of, quotas = space.identity, limits_of(self._table)
         host = quotas["host"].get(space)
         ssd = quotas["ssd"].get(space) if "ssd" in quotas else None
         return answers.SpaceRow(
@@ -413,11 +379,3 @@ def _row(node: PrefixNode, now_ns: int) -> answers.PageRow:
             for number, tiers in where(node).items()
         },
     )
-
-
-def _pin_row(pin: Pin) -> answers.PinRow:
-    ends_in_s = (pin.expires_ns - monotonic_ns()) / _NS_PER_S if pin.expires_ns else None
-    return answers.PinRow(
-        pin=pin.number, space=pin.space.label, key=pin.key.hex(), tier=pin.tier,
-        pages=len(pin.nodes), bytes=pin.size_bytes, ends_in_s=ends_in_s,
-    )  # fmt: skip

@@ -20,6 +20,7 @@ from prometheus_client.core import (
 from kvstore.server.event_series import event_series
 from kvstore.server.nodes import node_list
 from kvstore.server.peer_series import copy_series, node_series, peer_series
+from kvstore.state.choice.conversations import KEEP_CAUSES
 from kvstore.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 _SLOT_STATES: Final = ("free", "writing", "ready", "pinned", "limbo", "withheld", "retiring")
@@ -359,13 +360,11 @@ def _counters(counts: Mapping[str, int]) -> Iterator[Metric]:
     """The node's counters; removals and refusals have their cause as a label, from 0 on."""
     for prefix, help_text, label, known in (
         ("removed", "Pages of one shard that were dropped, by cause.", "cause", _CAUSES),
-        (
-            "refused",
-            "Refused requests by error code, and refused connections (code connections).",
-            "code",
-            _CODES,
-        ),
-    ):
+        ("refused", "Refused requests by error code, and refused connections (code connections).",
+         "code", _CODES),
+        ("not_kept_pages", "Pages that engines wanted to keep and that are not kept, by cause.",
+         "cause", KEEP_CAUSES[1:]),
+    ):  # fmt: skip
         family = CounterMetricFamily(f"kvstore_{prefix}", help_text, labels=[label])
         values = dict.fromkeys(known, 0) | {
             name.removeprefix(f"{prefix}_"): value

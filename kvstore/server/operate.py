@@ -27,6 +27,7 @@ from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.tier.host import HostMemory
+from kvstore.wire import KEEP_KEYS_MAX
 
 LIMIT_S: Final = 60.0
 """Maximum time that a quota job waits for the SSDs without progress."""
@@ -65,6 +66,8 @@ class OperatorRequests:
         self.handlers: dict[type[operations.Operation], Change] = {
             operations.PinPages: self.pin,
             operations.Unpin: self.unpin,
+            operations.KeepPages: self.keep,
+            operations.EndConversation: self.end_conversation,
             operations.Evict: self.evict,
             operations.Clear: self.clear,
             operations.Verify: self.verify,
@@ -88,10 +91,10 @@ class OperatorRequests:
         space, key = space_of(self._table.spaces, asked.space), key_of(asked.key)
         table = self._table
         expires_ns = expiry(asked.ttl_s, table.now_ns)
-        measured = yield from table.pins.measure(space, key, asked.tier)
+        measured = yield from table.keeping.pins.measure(space, key, asked.tier)
         if asked.tier == "ssd":
             yield from self._write(measured[0][::-1])
-        pin = table.pin(space, key, expires_ns, asked.tier, measured)
+        pin = table.keeping.pin(space, key, expires_ns, asked.tier, measured)
         return answers.Pinned(
             pin=pin.number, pages=len(pin.nodes), bytes=pin.size_bytes, tier=pin.tier
         )
@@ -99,8 +102,33 @@ class OperatorRequests:
     def unpin(self, asked: operations.Unpin, _by: Caller) -> Work[answers.Unpinned]:
         """Remove a pin."""
         yield from ()
-        ended = self._table.unpin(asked.pin)
+        ended = self._table.keeping.unpin(asked.pin)
         return answers.Unpinned(pin=asked.pin, pages=len(ended.nodes), bytes=ended.size_bytes)
+
+    def keep(self, asked: operations.KeepPages, _by: Caller) -> Work[answers.KeptPages]:
+        """Keep a prefix as that of a conversation."""
+        space, key = space_of(self._table.spaces, asked.space), key_of(asked.key)
+        table, name = self._table, asked.conversation
+        nodes, _ = yield from table.keeping.pins.measure(space, key)
+        keys = [node.key for node in reversed(nodes)]
+        ttl_ns, pages, cause = int(asked.ttl_s * 1e9), 0, ""
+        for start in range(0, len(keys), KEEP_KEYS_MAX):
+            some = keys[start : start + KEEP_KEYS_MAX]
+            more, cause = table.keeping.keep(space, name, some, ttl_ns, asked.bytes_max)
+            pages += more
+            if cause:
+                break
+            yield None
+        return answers.KeptPages(conversation=name, pages=pages, cause=cause)
+
+    def end_conversation(
+        self, asked: operations.EndConversation, _by: Caller
+    ) -> Work[answers.ConversationEnded]:
+        """Leave the pages of a conversation to the eviction policy."""
+        yield from ()
+        space = space_of(self._table.spaces, asked.space)
+        pages = self._table.keeping.end(space, asked.conversation)
+        return answers.ConversationEnded(conversation=asked.conversation, pages=pages)
 
     def evict(self, asked: operations.Evict, by: Caller) -> Work[JobRow]:
         """Drop the pages of a key and its descendants, or of a whole space."""

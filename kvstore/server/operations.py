@@ -10,6 +10,7 @@ from typing import Annotated, Final
 from msgspec import Meta, Struct
 
 from kvstore.state.tree.places import Tier
+from kvstore.wire import CONVERSATION_CHARS_MAX
 
 KEYS_MAX: Final = 10_000
 STRETCH_MAX: Final = 1000
@@ -126,6 +127,10 @@ class ListPins(Operation, frozen=True):
     """List the pins of operators, and the budget."""
 
 
+class ListConversations(Operation, frozen=True):
+    """List the conversations whose pages are kept, and the budget."""
+
+
 class ListQuotas(Operation, frozen=True):
     """List the limits of spaces, one entry for each tier."""
 
@@ -195,6 +200,27 @@ class PinPages(Change, frozen=True):
     key: Name
     ttl_s: float = 3600.0
     tier: Tier = "host"
+
+
+class KeepPages(Change, frozen=True):
+    """Keep the pages of a key and of all keys before it as those of a conversation.
+
+    For ``ttl_s`` seconds from now on, on the SSDs if there are some. ``bytes_max``: what the
+    conversation may take; 0 = no limit of its own.
+    """
+
+    space: Name
+    key: Name
+    conversation: Annotated[str, Meta(min_length=1, max_length=CONVERSATION_CHARS_MAX)]
+    ttl_s: Annotated[float, Meta(gt=0, le=10 * 366 * 86_400)] = 3600.0
+    bytes_max: Annotated[int, Meta(ge=0)] = 0
+
+
+class EndConversation(Change, frozen=True):
+    """Leave the pages of a conversation to the eviction policy."""
+
+    space: Name
+    conversation: Annotated[str, Meta(min_length=1, max_length=CONVERSATION_CHARS_MAX)]
 
 
 class Unpin(Change, frozen=True):

@@ -49,7 +49,7 @@ class SimulatedTier:
         self._sizes: dict[int, int] = {}
         self._ended: list[tuple[int, KVStoreError | None, bytes]] = []
         pages = desk.node.pages
-        pages.pins.budget_bytes = pages.pins.disk_budget_bytes = 4 * PAGE_BYTES
+        pages.keeping.pins.budget_bytes = pages.keeping.pins.disk_budget_bytes = 4 * PAGE_BYTES
         log = SegmentLog(SEGMENTS, SEGMENT_BYTES)
         self.pages = pages.residents.disk = DiskPages(
             pages.residents, log, Admission("all", 0, log.capacity_bytes), rules
@@ -114,7 +114,9 @@ class SimulatedTier:
         with suppress(CapacityError):
             if keys:
                 ends_ns = self._time.now_ns + 20_000_000
-                table.pin(space, random.choice(keys), ends_ns, random.choice(("host", "ssd")))
+                table.keeping.pin(
+                    space, random.choice(keys), ends_ns, random.choice(("host", "ssd"))
+                )
         self.flush()
 
     def check_quotas(self) -> None:

@@ -34,6 +34,7 @@ class Request:
     kv_transfer_params: dict[str, Any] | None = None
     block_hashes: list[bytes] = field(default_factory=list)
     prompt: int = 0
+    session_id: str | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -76,6 +77,7 @@ class FakeStore:
         self.asked: list[PrefixKeys] = []
         self.told: tuple[str, int] = ("", 0)
         self.page_bytes = (512,)
+        self.kept: list[tuple[str, int, float, int]] = []
 
     def space(self, identity: SpaceIdentity, shards: Sequence[ShardSpec]) -> Any:
         return self
@@ -84,6 +86,9 @@ class FakeStore:
         self.asked.append(keys)
         self.told = (holder, held)
         return self.answer._replace(pages=min(self.answer.pages, len(keys)))
+
+    def keep_conversation(self, keys: PrefixKeys, name: str, ttl_s: float, bytes_max: int) -> None:
+        self.kept.append((name, len(keys), ttl_s, bytes_max))
 
 
 class World:

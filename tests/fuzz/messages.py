@@ -43,7 +43,8 @@ class Client:
             self.open_space, self.lookup, self.lookup, self.acquire, self.acquire, self.begin_put,
             self.begin_put, self.commit_put, self.commit_put, self.store_page, self.store_page,
             self.persist, self.release,
-            self.abort_put, self.corrupt, self.settled, self.report, self.hello, self.ping,
+            self.abort_put, self.corrupt, self.settled, self.report, self.keep, self.hello,
+            self.ping,
         ]  # fmt: skip
 
     def message(self) -> wire.Request:
@@ -160,6 +161,12 @@ class Client:
 
     def settled(self) -> wire.Request:
         return wire.Settled()
+
+    def keep(self) -> wire.Request:
+        chance = self.chance
+        keys = self._keys().packed[: 32 * 128]
+        ttl_ms, most = chance.choice((0, 1, 50, 60_000)), chance.choice((0, 1, 1 << 40))
+        return wire.KeepConversation(0, chance.choice("xyz"), keys, ttl_ms, most)
 
     def report(self) -> wire.Request:
         seconds = self.chance.choice((0.001, 0.0, -1.0, 1e308, float("inf"), float("nan")))

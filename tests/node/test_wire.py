@@ -27,6 +27,7 @@ REQUESTS = [
     wire.CommitPut(6, 8, b"d" * 16, 5, read_once=True),
     wire.AbortPut(8),
     wire.StorePage(9, 8, 0, 0, b"k" * 32, b"p" * 32, b"d" * 16, b"t" * 256, 5, ahead=10),
+    wire.KeepConversation(0, "chat", b"k" * 32, 5, 1 << 30),
     wire.Corrupt(0, 1, b"k" * 32, 77),
     wire.Settled(6),
     wire.ReportPrefill(0.25),

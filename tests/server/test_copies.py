@@ -279,8 +279,8 @@ def test_pages_in_use_and_pinned_pages_stay(stored, one):
     stored.world.acquire(stored.engine, stored.tree, "abcd")
     assert move(one, "abcd").result["dropped"] == 0
     stored.store("wxyz")
-    stored.table.pins.budget_bytes = 1 << 20
-    stored.table.pin(stored.tree, key("wx"), 0)
+    stored.table.keeping.pins.budget_bytes = 1 << 20
+    stored.table.keeping.pin(stored.tree, key("wx"), 0)
     assert move(one, "wxyz").result["dropped"] == 2
     assert stored.has("abcd", "wx") == ["abcd", "wx"]
 

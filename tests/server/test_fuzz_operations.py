@@ -36,7 +36,7 @@ class Desk:
         self.chance = chance
         self.world = DiskWorld(write=chance.choice(["through", "back"]), extents=3)
         self.table = self.world.table
-        self.table.pins.budget_bytes = self.table.pins.disk_budget_bytes = 6 * PAGE
+        self.table.keeping.pins.budget_bytes = self.table.keeping.pins.disk_budget_bytes = 6 * PAGE
         self.other = self.world.space(self.world.process("other"), tenant="blue")
         node = SimpleNamespace(pages=self.table, sessions={}, processes={})
         memory = SimpleNamespace(read=self._read)
@@ -75,8 +75,8 @@ class Desk:
             self._step()
             self._disk()
         assert not self.tasks, "work that never ends"
-        for pin in list(self.table.pins):
-            self.table.unpin(pin.number)
+        for pin in list(self.table.keeping.pins):
+            self.table.keeping.unpin(pin.number)
         self.world.end_all()
         check(self.table)
         assert {job.state for job in self.operation._jobs._jobs.values()} <= {

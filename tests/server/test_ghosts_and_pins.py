@@ -108,9 +108,9 @@ def test_a_list_of_no_length_remembers_nothing_and_says_so():
 
 def test_a_pinned_prefix_outlives_a_flood(world_of_two):
     world, process, space, other = world_of_two
-    world.table.pins.budget_bytes = 2 * PAGE
+    world.table.keeping.pins.budget_bytes = 2 * PAGE
     world.store(process, space, "ab")
-    world.table.pins.add(space, key("ab"), 0)
+    world.table.keeping.pins.add(space, key("ab"), 0)
 
     world.store(process, other, "uvwxyz")
     world.store(process, other, "123456")
@@ -121,22 +121,22 @@ def test_a_pinned_prefix_outlives_a_flood(world_of_two):
 
 def test_an_ended_pin_lets_its_pages_go(world_of_two):
     world, process, space, other = world_of_two
-    world.table.pins.budget_bytes = 4 * PAGE
+    world.table.keeping.pins.budget_bytes = 4 * PAGE
     world.store(process, space, "abcd")
-    world.table.pins.add(space, key("abcd"), 10 * SECOND)
+    world.table.keeping.pins.add(space, key("abcd"), 10 * SECOND)
     assert world.store(process, other, "w") == [PageStatus.NO_ROOM]
     assert world.table.next_deadline_ns() == 10 * SECOND
 
     world.table.expire(10 * SECOND)
 
     assert world.store(process, other, "w") == [PageStatus.GRANTED]
-    assert world.table.pins.used_bytes == 0
+    assert world.table.keeping.pins.used_bytes == 0
     check(world.table)
 
 
 def test_pins_keep_their_budget_and_name_what_is_missing(world_of_two):
     world, process, space, _ = world_of_two
-    pins = world.table.pins
+    pins = world.table.keeping.pins
     pins.budget_bytes = 3 * PAGE
     world.store(process, space, "abcd")
 
@@ -168,14 +168,14 @@ def test_there_are_not_more_pins_than_allowed(world_of_two):
 
 def test_a_pinned_page_that_is_corrupt_leaves_all_the_same(world_of_two):
     world, process, space, _ = world_of_two
-    world.table.pins.budget_bytes = 2 * PAGE
+    world.table.keeping.pins.budget_bytes = 2 * PAGE
     world.store(process, space, "ab")
-    pin = world.table.pins.add(space, key("ab"), 0)
+    pin = world.table.keeping.pins.add(space, key("ab"), 0)
 
     world.table.residents.drop(space.nodes[key("a")], 0, "corrupt")
 
     assert world.lookup(space, "ab") == (0, 0)
-    world.table.eviction.offer_all(world.table.pins.remove(pin.number).nodes)
+    world.table.eviction.offer_all(world.table.keeping.pins.remove(pin.number).nodes)
     check(world.table)
 
 
@@ -285,7 +285,7 @@ def test_limits_hold_whatever_is_stored(puts):
 
 def test_pins_that_end_together_end_one_after_the_other(world_of_two):
     world, process, space, _ = world_of_two
-    pins = world.table.pins
+    pins = world.table.keeping.pins
     pins.budget_bytes = 100 * PAGE
     world.store(process, space, "abc")
     for _ in range(3):
@@ -302,8 +302,8 @@ def test_a_pin_is_measured_in_steps_and_made_at_once():
     process = world.process()
     space = world.space(process)
     world.store(process, space, "a" * 1000)
-    world.table.pins.budget_bytes = 2000 * PAGE
-    steps, taken = world.table.pins.measure(space, key("a" * 1000)), 0
+    world.table.keeping.pins.budget_bytes = 2000 * PAGE
+    steps, taken = world.table.keeping.pins.measure(space, key("a" * 1000)), 0
     while True:
         try:
             next(steps)
@@ -313,28 +313,28 @@ def test_a_pin_is_measured_in_steps_and_made_at_once():
             break
 
     assert taken >= 1000 // 128
-    pin = world.table.pin(space, key("a" * 1000), 0, "host", measured)
+    pin = world.table.keeping.pin(space, key("a" * 1000), 0, "host", measured)
     assert (len(pin.nodes), pin.size_bytes) == (1000, 1000 * PAGE)
     check(world.table)
 
 
 def test_what_was_measured_of_another_chain_is_measured_again(world_of_two):
     world, process, space, _ = world_of_two
-    world.table.pins.budget_bytes = 100 * PAGE
+    world.table.keeping.pins.budget_bytes = 100 * PAGE
     world.store(process, space, "abc")
     world.store(process, space, "x")
 
     for other in ("ab", "x"):
         measured = [space.nodes[key(other)]], PAGE
-        assert len(world.table.pin(space, key("abc"), 0, "host", measured).nodes) == 3
+        assert len(world.table.keeping.pin(space, key("abc"), 0, "host", measured).nodes) == 3
 
 
 def test_a_pin_has_a_length(world_of_two, monkeypatch):
     world, process, space, _ = world_of_two
-    world.table.pins.budget_bytes = 100 * PAGE
+    world.table.keeping.pins.budget_bytes = 100 * PAGE
     monkeypatch.setattr("kvstore.state.choice.quotas.PIN_KEYS_MAX", 2)
     world.store(process, space, "abc")
 
     with pytest.raises(CapacityError, match="2 keys at most"):
-        world.table.pin(space, key("abc"), 0)
-    assert len(world.table.pin(space, key("ab"), 0).nodes) == 2
+        world.table.keeping.pin(space, key("abc"), 0)
+    assert len(world.table.keeping.pin(space, key("ab"), 0).nodes) == 2

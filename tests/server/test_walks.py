@@ -82,8 +82,8 @@ def test_shelves_show_what_stays_once_while_pages_come_and_go(stored, more, chan
 
 def test_a_subtree_goes_in_turns_and_what_is_pinned_or_written_stays():
     world, process, space = grown(["abcdef", "abxy", "q"])
-    world.table.pins.budget_bytes = 100 * PAGE
-    world.table.pins.add(space, key("abc"), 0)
+    world.table.keeping.pins.budget_bytes = 100 * PAGE
+    world.table.keeping.pins.add(space, key("abc"), 0)
     world.begin(process, space, "abxyz")  # its last page is being written
     removal, counts = Removal(space.nodes[key("a")], "operator"), [0]
     while removal.turn(world.table, limit=2):
@@ -163,8 +163,8 @@ def test_a_listing_leaves_out_what_leaves_between_its_steps():
 
 def test_what_stays_does_not_keep_what_comes_after_it():
     world, _, space = grown(["a" * (DROP_NODES + 1), "b"])
-    world.table.pins.budget_bytes = 200 * PAGE
-    world.table.pins.add(space, key("a" * (DROP_NODES + 1)), 0)
+    world.table.keeping.pins.budget_bytes = 200 * PAGE
+    world.table.keeping.pins.add(space, key("a" * (DROP_NODES + 1)), 0)
     removal = Removal(space.root, "cleared")
     while removal.turn(world.table):
         pass

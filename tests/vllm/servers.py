@@ -12,6 +12,8 @@ from bench.cluster import loopback
 from tests.conftest import Process, Spawn, wait_for
 from tests.vllm.engines import ENGINE, ENVIRONMENT, START_WAIT_S, transfer_config
 
+RETAIN = {"retain": {"seconds": 600.0, "bytes": 1 << 30}}
+"""Only requests with a session id are kept."""
 _PORT = 8000
 ENVIRONMENT_OF_SERVERS = {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
@@ -41,7 +43,7 @@ class Server:
     ) -> None:
         """Begin to start it, with events at endpoints in a folder."""
         host = loopback()  # a free port of 127.0.0.1 could be taken by another engine meanwhile
-        flags = ["--kv-transfer-config", json.dumps(transfer_config(address))]
+        flags = ["--kv-transfer-config", json.dumps(transfer_config(address, extra=RETAIN))]
         if events is not None:
             told = {
                 "enable_kv_cache_events": True, "publisher": "zmq",

@@ -57,6 +57,13 @@ def test_the_second_decision_predicts_the_hit_that_vllm_reports(
         assert candidate["local_tokens"] == reported, "blocks of the engine's own size"
         assert candidate["node_tokens"] == 300 // PAGE_TOKENS * PAGE_TOKENS
 
+        body = {"model": "tiny", "prompt": first, "max_tokens": 4, "session_id": "agent-7"}
+        ask(f"{conductor}/v1/completions", body)
+        url = f"{node.process.ready.group(2)}/v1/conversations"
+        wait_until(lambda: ask(url, token=READ)["conversations"], WAIT_S, "it is kept")
+        (kept,) = ask(url, token=READ)["conversations"]
+        assert (kept["conversation"], kept["pages"]) == ("agent-7", 300 // PAGE_TOKENS)
+
 
 def knows(conductor, wanted):
     """Whether the index knows so many pages of each worker, by their events."""

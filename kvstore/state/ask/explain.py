@@ -38,6 +38,8 @@ HEADS_MAX: Final = 8
 RUNS_MAX: Final = 64
 """Spaces that are told of when many hold equally much of a prompt."""
 _STEP_SPACES: Final = 32
+_CONVERSATIONS_TOLD: Final = 4
+_NAME_CHARS: Final = 64
 _STEP_KEYS: Final = 256
 
 
@@ -178,11 +180,19 @@ class Explainer:
             text = f"READY in {', '.join(tiers)}"
             source = self._pages.story.source(node) if node.replica else ""
             text += f", read from node {source}" if source else ""
+            text += self._kept_for(node)
             return Explanation("hit", text, key, label, shards, read_from=source)
         if node.present & ~node.ready and (shard is None or node.present >> shard & 1):
             text = "being written now: a lookup that waits will get it"
             return Explanation("pending", text, key, label, shards)
         return None
+
+    def _kept_for(self, node: PrefixNode) -> str:
+        """For which conversations it is kept, and how long."""
+        kept = self._pages.keeping.conversations.of(node)[:_CONVERSATIONS_TOLD]
+        left = [(one.name, (one.expires_ns - self._now_ns) / _NS_PER_S) for one in kept]
+        told = [f"{name[:_NAME_CHARS]} for {max(0.0, seconds):.0f} s" for name, seconds in left]
+        return f", kept as of conversation {', '.join(told)}" if told else ""
 
     def _other_shard(self, node: PrefixNode, shard: int) -> Explanation:
         space = node.space

@@ -38,7 +38,8 @@ def checks(table: PageTable) -> Iterator[int]:
         yield 0
     _check_turn(table)
     table.spaces.check()
-    table.pins.check()
+    table.keeping.pins.check()
+    table.keeping.conversations.check()
     for space in list(table.spaces):
         yield from _space(table, space)
     table.disk.graves.check()

@@ -7,12 +7,12 @@ clock. Every list of keys is a run of one chain, packed as 32 bytes each.
 
 from collections.abc import Sequence
 
-from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
+from kvstore.errors import CapacityError, InvalidArgument
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
-from kvstore.state.choice.quotas import Pin, Pins
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.ahead import SlotsAhead
 from kvstore.state.table.deadlines import Deadlines
+from kvstore.state.table.keeping import Keeping
 from kvstore.state.table.residents import Residents
 from kvstore.state.table.room import Room
 from kvstore.state.table.runs import (
@@ -31,7 +31,6 @@ from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.columns import pack_slots
 from kvstore.state.tree.match import longest_match
 from kvstore.state.tree.node import ORDINARY, PrefixNode, Retention, is_live
-from kvstore.state.tree.places import Tier
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch, Lease, Process, Put, Session
 from kvstore.state.tree.slots import SlotTable
@@ -61,7 +60,7 @@ class PageTable:
         self.moment, self.meter, self.counts = held.moment, held.meter, held.counts
         self.actions, self.story = held.actions, held.story
         self.eviction, self.quotas, self.draining = held.eviction, held.quotas, held.draining
-        self.pins = Pins()
+        self.keeping = Keeping(held, self.tiers)
         self._deadlines = Deadlines()
 
     @property
@@ -325,49 +324,6 @@ class PageTable:
         self._lend(process, lease_id, lease, *pages[0])
         return lease
 
-    def pin(
-        self, space: PrefixTree, key: PrefixKey, expires_ns: int, tier: Tier = "host",
-        measured: tuple[list[PrefixNode], int] | None = None,
-    ) -> Pin:  # fmt: skip
-        """Pin a prefix in a tier; on disk, what is not there yet is written now.
-
-        ``measured`` is what :meth:`kvstore.state.choice.quotas.Pins.measure` gave a moment ago.
-
-        Raises:
-            NotFound: no page is stored under the key.
-            CapacityError: the budget, or the disk, has no room for it.
-            TierUnavailable: there is no such tier.
-        """
-        if tier == "ssd" and not self.disk.exists:
-            raise TierUnavailable("this node has no SSD tier: give it ssd.directories")
-        pin = self.pins.add(space, key, expires_ns, tier, measured)
-        try:
-            for node in pin.nodes if tier == "ssd" else ():
-                for shard in node.digests:
-                    self.tiers.ensure_written(node, shard)
-        except CapacityError:
-            self.unpin(pin.number)
-            raise
-        return pin
-
-    def unpin(self, number: int) -> Pin:
-        """End a pin.
-
-        Raises:
-            NotFound: there is no such pin.
-        """
-        ended = self.pins.remove(number)
-        self._unpinned(ended.nodes)
-        return ended
-
-    def _unpinned(self, nodes: Sequence[PrefixNode]) -> None:
-        """Pins of these nodes ended: they may be evictable, and their segments worth reclaiming."""
-        for node in nodes:
-            if is_live(node):
-                self.residents.add_candidate(node)
-        if nodes:
-            self.disk.unpinned()
-
     # ---- ends -------------------------------------------------------------------------------
 
     def lose(self, process: Process) -> None:
@@ -413,8 +369,7 @@ class PageTable:
                 break
         for node, shard in self._deadlines.pages_due(now_ns, left):
             self.residents.drop(node, shard, "expired")
-        if len(self.pins):
-            self._unpinned(self.pins.expire(now_ns))
+        self.keeping.expire(now_ns)
         return 0 < self.next_deadline_ns() <= now_ns
 
     def _expire_lease(self, process: Process, lease_id: int, lease: Lease) -> None:
@@ -430,7 +385,7 @@ class PageTable:
 
     def next_deadline_ns(self) -> int:
         """The earliest deadline that :meth:`expire` would apply; 0 = none."""
-        due = (self._deadlines.next_ns(), self.pins.next_deadline_ns())
+        due = (self._deadlines.next_ns(), self.keeping.next_deadline_ns())
         return min((at for at in due if at), default=0)
 
     # ---- inside -----------------------------------------------------------------------------

@@ -28,7 +28,9 @@ class LimitedWorld(DiskWorld):
         super().__init__(write, extents=extents, segments=segments, segment_bytes=SEGMENT)
         spec = self.mine.shards[0].spec
         self.other = self.table.spaces.open(self.me.session, identity(model="o"), [spec])[0]
-        self.table.pins.budget_bytes = self.table.pins.disk_budget_bytes = 100 * RECORD
+        self.table.keeping.pins.budget_bytes = self.table.keeping.pins.disk_budget_bytes = (
+            100 * RECORD
+        )
 
     def limit(self, space: PrefixTree, quota: int = 0, reserved: int = 0) -> None:
         self.disk.limit(space, quota * RECORD, reserved * RECORD)
@@ -154,7 +156,7 @@ def test_pages_that_somebody_needs_do_not_go_for_a_quota(world):
     for path in ("a", "b"):
         world.put(path)
     number, _ = world.acquire(world.me, world.mine, "a")
-    world.table.pin(world.mine, key("b"), 0, "ssd")
+    world.table.keeping.pin(world.mine, key("b"), 0, "ssd")
 
     world.put("c")
     assert world.there("a", "b", "c") == [True, True, False]
@@ -212,14 +214,14 @@ def test_a_page_pinned_on_disk_only_outlives_a_flood_until_its_time_is_up(world)
         world.put(path)
     world.flood(20)
     assert not world.node("ab").slots
-    pin = world.table.pin(world.mine, key("ab"), 1000, "ssd")
-    assert (pin.size_bytes, world.table.pins.disk_used_bytes) == (2 * RECORD, 2 * RECORD)
+    pin = world.table.keeping.pin(world.mine, key("ab"), 1000, "ssd")
+    assert (pin.size_bytes, world.table.keeping.pins.disk_used_bytes) == (2 * RECORD, 2 * RECORD)
 
     world.flood(200)
     assert world.there("a", "ab") == [True, True]
 
     world.table.expire(1000)
-    assert world.table.pins.disk_used_bytes == 0
+    assert world.table.keeping.pins.disk_used_bytes == 0
     for _ in range(20):  # what is carried gathers in a segment, which is reclaimed once it is full
         path = chr(next(world.letters))
         world.put(path, world.other)
@@ -233,7 +235,7 @@ def test_a_pin_on_disk_writes_what_is_in_memory_only_and_lets_memory_go_then():
     world = LimitedWorld("back", extents=1)
     world.put("ab"[:1])
     world.put("ab")
-    world.table.pin(world.mine, key("ab"), 0, "ssd")
+    world.table.keeping.pin(world.mine, key("ab"), 0, "ssd")
     assert len(world.jobs(DiskWrite)) == 2
     world.end_job(world.write_of("a"))
     world.end_job(world.write_of("ab"), IO_ERROR)
@@ -257,7 +259,7 @@ def test_a_page_pinned_on_disk_that_is_stored_again_is_written_again(written, mo
     space = world.space(world.me, shards=[FULL, FULL_2])
     for shard in (0, 1):
         world.store(world.me, space, "a", shard=shard)
-    world.table.pin(space, key("a"), 0, "ssd")
+    world.table.keeping.pin(space, key("a"), 0, "ssd")
     stale = world.jobs(DiskWrite)[0]
     node = space.nodes[key("a")]
     if written:
@@ -275,8 +277,8 @@ def test_a_page_pinned_on_disk_that_is_stored_again_is_written_again(written, mo
 def test_a_pin_in_memory_keeps_a_page_that_is_on_disk_only(world):
     world.put("a")
     world.flood(20)
-    world.table.pin(world.mine, key("a"), 0)
-    assert world.table.pins.used_bytes == PAGE, "it may come to memory any time"
+    world.table.keeping.pin(world.mine, key("a"), 0)
+    assert world.table.keeping.pins.used_bytes == PAGE, "it may come to memory any time"
 
     world.flood(200)
 
@@ -285,31 +287,31 @@ def test_a_pin_in_memory_keeps_a_page_that_is_on_disk_only(world):
 
 def test_a_pin_that_the_disk_has_no_room_for_is_refused_and_holds_nothing(world):
     world.put("a")
-    world.table.pins.disk_budget_bytes = RECORD - 1
+    world.table.keeping.pins.disk_budget_bytes = RECORD - 1
     with pytest.raises(CapacityError) as refused:
-        world.table.pin(world.mine, key("a"), 0, "ssd")
+        world.table.keeping.pin(world.mine, key("a"), 0, "ssd")
     assert refused.value.field == "admin.pin_ssd_budget_bytes"
 
-    world.table.pins.disk_budget_bytes = 10 * RECORD
+    world.table.keeping.pins.disk_budget_bytes = 10 * RECORD
     world.store(world.me, world.mine, "t", keep=Retention(expires_ns=1 << 50))
     with pytest.raises(CapacityError):
-        world.table.pin(world.mine, key("t"), 0, "ssd")
-    assert len(world.table.pins) == world.table.pins.disk_used_bytes == 0
+        world.table.keeping.pin(world.mine, key("t"), 0, "ssd")
+    assert len(world.table.keeping.pins) == world.table.keeping.pins.disk_used_bytes == 0
     alone = World()
     with pytest.raises(TierUnavailable):
-        alone.table.pin(alone.space(alone.process()), key("a"), 0, "ssd")
+        alone.table.keeping.pin(alone.space(alone.process()), key("a"), 0, "ssd")
 
 
 def test_when_all_is_pinned_nothing_goes_round_and_new_pages_are_refused(world):
     path, pins = "", list[int]()
-    world.table.pins.disk_budget_bytes = 1000 * RECORD
+    world.table.keeping.pins.disk_budget_bytes = 1000 * RECORD
     while not world.table.counts["disk_full_pages"]:
         path += chr(next(world.letters))
         world.put(path)
         if world.there(path) == [True]:
-            pins.append(world.table.pin(world.mine, key(path), 0, "ssd").number)
+            pins.append(world.table.keeping.pin(world.mine, key(path), 0, "ssd").number)
             while len(pins) > 1:
-                world.table.unpin(pins.pop(0))
+                world.table.keeping.unpin(pins.pop(0))
     carried = world.table.counts["carried_pages"]
     kept = len([True for node in world.mine.nodes.values() if node.disk])
 
@@ -321,7 +323,7 @@ def test_when_all_is_pinned_nothing_goes_round_and_new_pages_are_refused(world):
     assert world.table.counts["carried_pages"] == carried
     assert world.table.counts["reclaimed_pages"] == 0
     assert len([True for node in world.mine.nodes.values() if node.disk]) == kept
-    world.table.unpin(pins.pop())
+    world.table.keeping.unpin(pins.pop())
     world.flood(100)
     assert world.table.counts["reclaimed_pages"] > 0, "and it goes on when the pin ends"
 
@@ -347,12 +349,12 @@ def test_limits_hold_whatever_is_stored_used_pinned_and_lost(seed):
             path = letter + path if space is world.other else path
             world.store(world.me, space, path)
         elif action < 0.6 and path and world.there(path) == [True] and len(pins) < 2:
-            pin = world.table.pin(world.mine, key(path), 0, "ssd")
+            pin = world.table.keeping.pin(world.mine, key(path), 0, "ssd")
             pins[pin.number] = [path[:end] for end in range(1, len(path) + 1)]
         elif action < 0.65 and pins:
             number = chance.choice(sorted(pins))
             del pins[number]
-            world.table.unpin(number)
+            world.table.keeping.unpin(number)
         elif action < 0.75:
             number, _ = world.acquire(world.me, world.mine, path)
             world.table.release(world.me, number)
@@ -433,7 +435,7 @@ def test_a_page_stays_no_leaf_until_what_was_written_below_it_has_ended(world):
 def test_a_damaged_record_costs_the_segment_that_it_was_to_be_carried_to_nothing(world):
     world.put("a")
     world.flood(3)
-    world.table.pin(world.mine, key("a"), 0, "ssd")
+    world.table.keeping.pin(world.mine, key("a"), 0, "ssd")
     while not world.jobs(DiskCopy):
         world.store(world.me, world.other, chr(next(world.letters)))
         while world.jobs(DiskJob) and not world.jobs(DiskCopy):

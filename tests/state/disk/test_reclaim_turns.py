@@ -47,7 +47,7 @@ def test_a_segment_of_many_pages_is_given_up_a_few_at_a_time(monkeypatch):
     assert oldest.state is SegmentState.DRAINING
     last = oldest.pages.stretches[-1]
     pinned = last.key(last.pages - 1)
-    world.table.pin(world.mine, pinned, 0, "ssd")
+    world.table.keeping.pin(world.mine, pinned, 0, "ssd")
 
     for at in range(1, 20):
         before = world.table.counts["reclaimed_pages"]

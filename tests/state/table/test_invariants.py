@@ -81,7 +81,7 @@ CORRUPTIONS: dict[str, Corrupt] = {
     "a failed segment": lambda world, _: setattr(segment(world), "failed", True),
     "used bytes": lambda world, _: setattr(world.disk.log, "_used_bytes", 1),
     "tombstones": lambda world, _: setattr(world.disk.graves, "waiting_keys", 3),
-    "bytes of pins": lambda world, _: setattr(world.table.pins, "used_bytes", 1),
+    "bytes of pins": lambda world, _: setattr(world.table.keeping.pins, "used_bytes", 1),
     "a space by another name": lambda world, _: world.table.spaces._by_digest.clear(),
 }
 

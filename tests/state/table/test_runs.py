@@ -310,9 +310,9 @@ class BothTables(RuleBasedStateMachine):
     @rule(path=PATHS, ttl=st.sampled_from([0, 9]))
     def pin(self, path: str, ttl: int) -> None:
         def pin(side: Side) -> int:
-            side.table.pins.budget_bytes = 1 << 20
+            side.table.keeping.pins.budget_bytes = 1 << 20
             until_ns = self.now_ns + ttl if ttl else self.now_ns + 30
-            return side.table.pin(side.mine, key(path), until_ns).size_bytes
+            return side.table.keeping.pin(side.mine, key(path), until_ns).size_bytes
 
         self.both(pin)
 

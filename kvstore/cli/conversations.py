@@ -1,0 +1,57 @@
+"""The verbs of ``kvstore`` for conversations whose pages are kept."""
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+
+from kvstore.cli import show
+from kvstore.cli.jobs import SPACE, AddVerb, names_page
+from kvstore.cli.numbers import seconds, size
+from kvstore.cli.remote import Remote
+from kvstore.config.sizes import rounded
+
+
+def add_conversations(verb: AddVerb) -> None:
+    """Add the verbs."""
+    verb("conversations", "the conversations whose pages are kept, and until when",
+         lambda node, _options: node.get("/v1/conversations"), conversations)  # fmt: skip
+    keep = verb("keep", "keep a page and all pages before it as those of a conversation", _keep,
+                show.anything)  # fmt: skip
+    names_page(keep)
+    keep.add_argument("conversation", help="its name, as the engines call it")
+    keep.add_argument("--ttl", type=seconds(zero=False), default=3600.0, metavar="SECONDS",
+                      help="how long from now on; default: 3600")  # fmt: skip
+    keep.add_argument("--max-bytes", type=size, default=0, metavar="SIZE",
+                      help="what it may take; default: no limit of its own")  # fmt: skip
+    end = verb("end-conversation", "leave the pages of a conversation to the eviction policy",
+               _end, show.anything)  # fmt: skip
+    end.add_argument("space", help=SPACE)
+    end.add_argument("conversation", help="its name; see kvstore conversations")
+
+
+def conversations(answer: Any, console: Console) -> None:
+    """Conversations whose pages are kept."""
+    rows = (
+        [one["conversation"], one["tier"], one["space"][:show.LABEL_DIGITS], one["pages"],
+         rounded(one["bytes"]), show.seconds(one["ends_in_s"])]
+        for one in answer["conversations"]
+    )  # fmt: skip
+    title = f"conversations: {rounded(answer['used_bytes'])} of {rounded(answer['budget_bytes'])}"
+    title += (
+        f"; on SSD: {rounded(answer['ssd_used_bytes'])} of {rounded(answer['ssd_budget_bytes'])}"
+    )
+    show.table(console, title, ("conversation", "tier", "space", "pages", "bytes", "ends in"), rows)
+
+
+def _keep(node: Remote, at: argparse.Namespace) -> Any:
+    body = {
+        "space": at.space, "key": at.key, "conversation": at.conversation, "ttl_s": at.ttl,
+        "bytes_max": at.max_bytes,
+    }  # fmt: skip
+    return node.send("POST", "/v1/conversations", body)
+
+
+def _end(node: Remote, at: argparse.Namespace) -> Any:
+    body = {"space": at.space, "conversation": at.conversation}
+    return node.send("POST", "/v1/conversations/end", body)

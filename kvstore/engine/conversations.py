@@ -1,0 +1,57 @@
+"""Keeps the pages of conversations at the node after each of their requests."""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from kvstore.client.space import Space
+from kvstore.engine.options import Retain
+from kvstore.engine.requests import Request
+from kvstore.page import PrefixKeys
+from kvstore.wire import CONVERSATION_CHARS_MAX
+
+WAITING_MAX: Final = 1024
+"""Ended requests whose stores have not; further ones are told of at once."""
+
+
+class ConversationKeeper:
+    """Tells the node which pages to keep, once the stores of a request have ended.
+
+    Args:
+        space: the space, None while the node is away.
+        retain: for how long, and how much.
+    """
+
+    def __init__(self, space: Callable[[], Space | None], retain: Retain) -> None:
+        self._space = space
+        self._retain = retain
+        self._waiting: dict[str, tuple[str, PrefixKeys]] = {}
+
+    def finished(self, request: Request, keys: PrefixKeys) -> None:
+        """A request has ended.
+
+        Args:
+            request: its ``session_id``, if it has such an attribute and a value, names the
+                conversation; else nothing is kept.
+            keys: its pages that are stored, or are being stored.
+        """
+        name = getattr(request, "session_id", None)
+        if not (self._retain.seconds and name and len(keys)):
+            return
+        if len(name) > CONVERSATION_CHARS_MAX:
+            name = hashlib.sha256(name.encode()).hexdigest()
+        if len(self._waiting) < WAITING_MAX:
+            self._waiting[request.request_id] = name, keys
+        else:
+            self._keep(name, keys)
+
+    def advance(self, jobs: Iterable[str]) -> None:
+        """Keep the pages of ended requests, except of those in ``jobs``, whose jobs go on."""
+        storing = set(jobs) if self._waiting else set()
+        for request_id in [one for one in self._waiting if one not in storing]:
+            self._keep(*self._waiting.pop(request_id))
+
+    def _keep(self, name: str, keys: PrefixKeys) -> None:
+        space = self._space()
+        if space is not None:
+            space.keep_conversation(keys, name, self._retain.seconds, self._retain.bytes)

@@ -1,0 +1,125 @@
+"""What is kept from eviction: pins of operators, conversations of engines. Pure."""
+
+from collections.abc import Sequence
+
+from kvstore.errors import CapacityError, TierUnavailable
+from kvstore.page import PrefixKey
+from kvstore.state.choice.conversations import Conversations, KeepCause
+from kvstore.state.choice.quotas import Pin, Pins
+from kvstore.state.table.residents import Residents
+from kvstore.state.table.tiers import Tiers
+from kvstore.state.tree.node import PrefixNode, is_live
+from kvstore.state.tree.places import Tier
+from kvstore.state.tree.prefix_tree import PrefixTree
+
+
+class Keeping:
+    """The pins and the kept conversations of one node.
+
+    Args:
+        residents: the pages, and where they are.
+        tiers: writes pages to disk that are kept there.
+
+    Attributes:
+        pins: of operators.
+        conversations: of engines.
+    """
+
+    def __init__(self, residents: Residents, tiers: Tiers) -> None:
+        self.pins = Pins()
+        self.conversations = Conversations()
+        self._held = residents
+        self._tiers = tiers
+
+    def pin(
+        self, space: PrefixTree, key: PrefixKey, expires_ns: int, tier: Tier = "host",
+        measured: tuple[list[PrefixNode], int] | None = None,
+    ) -> Pin:  # fmt: skip
+        """Pin a prefix in a tier; on disk, what is not there yet is written now.
+
+        ``measured`` is what :meth:`kvstore.state.choice.quotas.Pins.measure` gave a moment ago.
+
+        Raises:
+            NotFound: no page is stored under the key.
+            CapacityError: the budget, or the disk, has no room for it.
+            TierUnavailable: there is no such tier.
+        """
+        if tier == "ssd" and not self._held.disk.exists:
+            raise TierUnavailable("this node has no SSD tier: give it ssd.directories")
+        pin = self.pins.add(space, key, expires_ns, tier, measured)
+        try:
+            for node in pin.nodes if tier == "ssd" else ():
+                for shard in node.digests:
+                    self._tiers.ensure_written(node, shard)
+        except CapacityError:
+            self.unpin(pin.number)
+            raise
+        return pin
+
+    def unpin(self, number: int) -> Pin:
+        """End a pin.
+
+        Raises:
+            NotFound: there is no such pin.
+        """
+        ended = self.pins.remove(number)
+        self._released(ended.nodes)
+        return ended
+
+    def keep(
+        self, space: PrefixTree, name: str, keys: Sequence[PrefixKey], ttl_ns: int, bytes_max: int
+    ) -> tuple[int, KeepCause]:
+        """Keep pages of a conversation for a time, on disk if there is one.
+
+        For the arguments see :meth:`kvstore.state.choice.conversations.Conversations.keep`. They
+        take no more of a space than its quota in that tier.
+
+        Returns:
+            How many of the leading keys are kept, and why the others are not.
+        """
+        kept, disk = self.conversations, self._held.disk
+        tier: Tier = "ssd" if disk.exists else "host"
+        quota = (disk.limits.quotas if disk.exists else self._held.quotas).get(space).quota_bytes
+        expires_ns = self._held.moment.now_ns + ttl_ns
+        pages, cause, added = kept.keep(space, name, keys, expires_ns, bytes_max, tier, quota)
+        refused = self._write(added) if tier == "ssd" else []
+        if refused:
+            kept.give_back(space, name, refused)
+            self._released(refused)
+            pages, cause = pages - len(refused), "disk"
+        if cause:
+            self._held.counts[f"not_kept_pages_{cause}"] += len(keys) - pages
+        return pages, cause
+
+    def end(self, space: PrefixTree, name: str) -> int:
+        """Leave the pages of a conversation to the policy soon; returns how many there were."""
+        return self.conversations.end(space, name)
+
+    def _released(self, nodes: Sequence[PrefixNode]) -> None:
+        """Pins of these nodes ended: they may be evictable, and their segments worth reclaiming."""
+        for node in nodes:
+            if is_live(node):
+                self._held.add_candidate(node)
+        if nodes:
+            self._held.disk.unpinned()
+
+    def expire(self, now_ns: int) -> None:
+        """Let go what was kept until now, as much as one turn does."""
+        if len(self.pins):
+            self._released(self.pins.expire(now_ns))
+        self._released(self.conversations.expire(now_ns))
+
+    def next_deadline_ns(self) -> int:
+        """The earliest deadline that :meth:`expire` would apply; 0 = none."""
+        due = (self.pins.next_deadline_ns(), self.conversations.next_deadline_ns())
+        return min((at for at in due if at), default=0)
+
+    def _write(self, nodes: list[PrefixNode]) -> list[PrefixNode]:
+        """Write pages that are not on disk; returns those that the disk does not take now."""
+        for at, node in enumerate(nodes):
+            try:
+                for shard in list(node.digests) if is_live(node) else ():
+                    self._tiers.ensure_written(node, shard)
+            except CapacityError:
+                return nodes[at:]
+        return []
