@@ -80,18 +80,11 @@ class SlotsAhead:
         mine = [put for put in process.puts.values() if put.ahead]
         if len(mine) >= AHEAD_MAX or any(put.is_of(space, shard) for put in mine):
             return None
-        if (self.size_bytes + size) * AHEAD_SHARE > held.slots.capacity_bytes:
-            return None
-        session = process.session
-        if size * AHEAD_SHARE > session.quota_bytes or not session.admits(size):
-            return None
-        if held.quotas.is_limited(space):
+        if not self._may_cost(process, space, size):
             return None
         with held.eviction.sparing(max(1, held.moment.now_ns)):  # not what was stored just now
             slots = self._room.allocate(space, space.root, size, 1)
-        if not slots:
-            return None
-        if not self._may_lie_in(held.slots.position(slots[0])):
+        if not slots or not self._may_lie_in(held.slots.position(slots[0])):
             held.slots.abort(slots)
             return None
         put = process.puts[put_id] = Put(
@@ -168,6 +161,15 @@ class SlotsAhead:
             self._held.slots.abort(put.slots)
             del process.puts[put_id]
             process.charge(-put.size_bytes)
+
+    def _may_cost(self, process: Process, space: PrefixTree, size: int) -> bool:
+        """Whether one more slot of this size is little to the node, the session and the space."""
+        if (self.size_bytes + size) * AHEAD_SHARE > self._held.slots.capacity_bytes:
+            return False
+        session = process.session
+        if size * AHEAD_SHARE > session.quota_bytes or not session.admits(size):
+            return False
+        return not self._held.quotas.is_limited(space)
 
     def _may_lie_in(self, position: int) -> bool:
         """Whether one more slot may be reserved in that extent."""

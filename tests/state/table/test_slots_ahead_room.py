@@ -3,7 +3,6 @@
 The clients that have them never put again and never give one back, as if they were stopped.
 """
 
-
 from kvstore.state.choice.eviction import GRACE_NS
 from kvstore.state.table import ahead
 from kvstore.state.table.ahead import AHEAD_SHARE, EXTENTS_SHARE
