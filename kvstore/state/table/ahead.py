@@ -8,6 +8,7 @@ A reserved slot is an open put of no page yet: its bytes are its client's alone 
 page in it, gives it back, or is known to touch it no more.
 """
 
+from collections import Counter
 from typing import NamedTuple
 
 from kvstore.errors import InvalidArgument
@@ -24,6 +25,9 @@ AHEAD_MAX = 4
 AHEAD_SHARE = 32
 """All that is reserved is at most this part of memory, and each slot at most this part of its
 session's quota: a client that waits with a slot costs the others little."""
+EXTENTS_SHARE = 4
+"""They lie in at most this part of the extents, and in one where there are fewer: an extent with
+one of them cannot change its class, however few bytes it takes."""
 
 
 class PageAhead(NamedTuple):
@@ -61,6 +65,8 @@ class SlotsAhead:
         self._room = room
         self.size_bytes = 0
         self.slots = 0
+        #: Position of an extent → reserved slots in it.
+        self._extents: Counter[int] = Counter()
 
     def reserve(self, process: Process, put_id: int, space: PrefixTree, shard: int) -> Put | None:
         """Reserve a slot for the next page of a shard; None when there is none to spare.
@@ -74,16 +80,12 @@ class SlotsAhead:
         mine = [put for put in process.puts.values() if put.ahead]
         if len(mine) >= AHEAD_MAX or any(put.is_of(space, shard) for put in mine):
             return None
-        if (self.size_bytes + size) * AHEAD_SHARE > held.slots.capacity_bytes:
-            return None
-        session = process.session
-        if size * AHEAD_SHARE > session.quota_bytes or not session.admits(size):
-            return None
-        if held.quotas.is_limited(space):
+        if not self._may_cost(process, space, size):
             return None
         with held.eviction.sparing(max(1, held.moment.now_ns)):  # not what was stored just now
             slots = self._room.allocate(space, space.root, size, 1)
-        if not slots:
+        if not slots or not self._may_lie_in(held.slots.position(slots[0])):
+            held.slots.abort(slots)
             return None
         put = process.puts[put_id] = Put(
             space, shard, [], slots, size, held.moment.now_ns, ahead=True
@@ -160,7 +162,26 @@ class SlotsAhead:
             del process.puts[put_id]
             process.charge(-put.size_bytes)
 
+    def _may_cost(self, process: Process, space: PrefixTree, size: int) -> bool:
+        """Whether one more slot of this size is little to the node, the session and the space."""
+        if (self.size_bytes + size) * AHEAD_SHARE > self._held.slots.capacity_bytes:
+            return False
+        session = process.session
+        if size * AHEAD_SHARE > session.quota_bytes or not session.admits(size):
+            return False
+        return not self._held.quotas.is_limited(space)
+
+    def _may_lie_in(self, position: int) -> bool:
+        """Whether one more slot may be reserved in that extent."""
+        if position in self._extents:
+            return True
+        return len(self._extents) < max(1, len(self._held.slots.extents) // EXTENTS_SHARE)
+
     def _count(self, put: Put, change: int) -> None:
+        position = self._held.slots.position(put.slots[0])
+        self._extents[position] += change
+        if not self._extents[position]:
+            del self._extents[position]
         self.slots += change
         self.size_bytes += change * put.size_bytes
         assert self.slots >= 0
