@@ -316,9 +316,10 @@ class Life:
         return next(iter(self.node.pages.spaces))
 
     def _note_durable(self, shard: int, keys: PrefixKeys) -> None:
-        on_disk = self.on_disk()
+        pages = self._tree().nodes
         for key in keys:
-            if (shard, key) in on_disk:
+            node = pages.get(key)
+            if node is not None and self._shards[shard] in node.disk:
                 self._promises.acknowledged[shard, key] = None
                 self._toll.acknowledged += 1
             else:  # dropped between its sync and this answer, as any page may be
