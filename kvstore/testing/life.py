@@ -314,7 +314,7 @@ class Life:
 
     def _is_on_disk(self, page: Page) -> bool:
         shard, key = page
-        node = self._tree().nodes.get(key)
+        node = self._tree().nodes.get(PrefixKey(key))
         return node is not None and self._shards[shard] in node.disk
 
     def _tree(self) -> PrefixTree:
