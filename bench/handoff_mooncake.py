@@ -5,9 +5,7 @@ memory, neighbours together, and checks nothing. All processes are in a network 
 because Mooncake listens on all interfaces.
 """
 
-import multiprocessing
 import secrets
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +15,6 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from bench import namespace
 from bench.handoff_pools import (
     BLOCK_BYTES,
     LAYERS,
@@ -29,9 +26,9 @@ from bench.handoff_pools import (
     planes_at,
     pool_at,
 )
-from bench.handoff_processes import SPACE, Orders, Push, take_pushes
+from bench.handoff_processes import SPACE, Orders, Push, decode_process, take_pushes
 from bench.measure import Result, interleave, throughput
-from bench.mooncake_wheel import NoMooncakeError, environment
+from bench.mooncake_alone import results_alone
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.messages import LandingPlace
 from kvstore.handoff.mooncake import MooncakeLanding, MooncakeWriter
@@ -44,52 +41,34 @@ BARE: Final = "bare TransferEngine, same blocks, no digests"
 BATCH: Final = 512
 """Writes of one call of the bare engine; of 1,024 it refuses some."""
 _HOST: Final = "127.0.0.1"
-_QUIET: Final = {"MC_LOG_LEVEL": "ERROR"}
-_RESULTS: Final = msgspec.json.Decoder(list[Result])
 
 
 def results(name: str, seconds: float) -> Iterator[Result]:
     """``push/mooncake/block16/...``, in a process with a network of its own; says if it cannot."""
-    try:
-        variables = environment()
-    except NoMooncakeError as error:
-        sys.stderr.write(f"{name} is left out: {error}\n")
-        return
-    program = [sys.executable, "-m", "bench.handoff_mooncake", name, str(seconds)]
-    done = subprocess.run(
-        namespace.alone(program, _QUIET | variables), stdout=subprocess.PIPE, check=True,
-        timeout=10 * seconds + 120,
-    )  # fmt: skip
-    yield from _RESULTS.decode(done.stdout)
+    words = [name, str(seconds)]
+    yield from results_alone("bench.handoff_mooncake", name, words, timeout_s=10 * seconds + 120)
 
 
 def measured(name: str, seconds: float) -> Result:
     """Measure one case in this process, against decode in another one."""
     permuted = name.endswith("permuted")
-    secret, context = secrets.token_bytes(32), multiprocessing.get_context("spawn")
+    secret = secrets.token_bytes(32)
     registry, shared = HandoffRegistry(_HOST, 0, secret), _filled()
     prefill = PrefillManager(
         pool_at(shared.address), SPACE, secret, registry=registry.url,
         writer=MooncakeWriter(shared, protocol="tcp"),
     )  # fmt: skip
-    here, there = context.Pipe()
-    decode = context.Process(target=_decode, args=(there, registry.url, secret, permuted))
-    decode.start()
     try:
-        if not here.poll(WAIT_S):
-            raise TimeoutError("decode's process does not start")
-        place = LandingPlace(*here.recv())
-        push = Push(prefill, here, Orders(permuted=permuted, seed=1))
-        bare = _bare(shared, place, permuted=permuted)
-        found = interleave(push, bare, pairs=TURNS_MIN, min_seconds=seconds)
-        stats = prefill.stats()
-        assert not stats["jobs_not_taken"], f"some went over the link: {stats}"
+        with decode_process(_decode, registry.url, secret, permuted) as pipe:
+            if not pipe.poll(WAIT_S):
+                raise TimeoutError("decode's process does not start")
+            place = LandingPlace(*pipe.recv())
+            push = Push(prefill, pipe, Orders(permuted=permuted, seed=1))
+            bare = _bare(shared, place, permuted=permuted)
+            found = interleave(push, bare, pairs=TURNS_MIN, min_seconds=seconds)
+            stats = prefill.stats()
+            assert not stats["jobs_not_taken"], f"some went over the link: {stats}"
     finally:
-        here.send(None)
-        decode.join(WAIT_S)
-        if decode.is_alive():
-            decode.kill()
-            decode.join()
         prefill.close()
         registry.close()
         shared.close()

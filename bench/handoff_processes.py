@@ -4,7 +4,7 @@ import multiprocessing
 import random
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Final
@@ -87,23 +87,39 @@ class Orders:
 def pushing(*, permuted: bool) -> Iterator[Push]:
     """What pushes a prompt's KV; both processes have their pool until the block ends."""
     secret = secrets.token_bytes(32)
-    context = multiprocessing.get_context("spawn")
     registry = HandoffRegistry("127.0.0.1", 0, secret)
     pool, _memory = new_pool()
     prefill = PrefillManager(pool, SPACE, secret, registry=registry.url)
+    try:
+        with decode_process(_decode, registry.url, secret, permuted) as pipe:
+            yield Push(prefill, pipe, Orders(permuted=permuted, seed=1))
+    finally:
+        prefill.close()
+        registry.close()
+
+
+@contextmanager
+def decode_process(
+    program: Callable[[Connection, str, bytes, bool], None], *arguments: str | bytes | bool
+) -> Iterator[Connection]:
+    """A process that takes pushes until the block ends; what it is told and asked through.
+
+    Args:
+        program: a function of a module; it ends when it receives None.
+        arguments: those of ``program`` after its end of the pipe.
+    """
+    context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    decode = context.Process(target=_decode, args=(there, registry.url, secret, permuted))
+    decode = context.Process(target=program, args=(there, *arguments))
     decode.start()
     try:
-        yield Push(prefill, here, Orders(permuted=permuted, seed=1))
+        yield here
     finally:
         here.send(None)
         decode.join(WAIT_S)
         if decode.is_alive():
             decode.kill()
             decode.join()
-        prefill.close()
-        registry.close()
 
 
 def pushes(name: str, seconds: float) -> Iterator[Result]:

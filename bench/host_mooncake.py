@@ -21,10 +21,10 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from bench import measure, namespace, server
+from bench import measure, server
 from bench.host_pages import MIB, SHAPES, PageCalls, Shape
 from bench.measure import Result
-from bench.mooncake_wheel import NoMooncakeError, environment
+from bench.mooncake_alone import results_alone
 from kvstore.mover.memory import memory_at
 
 HOST: Final = "127.0.0.1"
@@ -41,8 +41,6 @@ NO_ROOM: Final = -200
 REFUSED_MAX: Final = 200
 """Calls in a row that a full store may refuse."""
 _PAUSE_S: Final = 0.02
-_QUIET: Final = {"MC_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "2"}
-_RESULTS: Final = msgspec.json.Decoder(list[Result])
 
 
 def names() -> list[str]:
@@ -52,17 +50,8 @@ def names() -> list[str]:
 
 def results(name: str, seconds: float, pool_bytes: int) -> Iterator[Result]:
     """Measure one case, in a process with a network of its own; nothing without Mooncake."""
-    try:
-        variables = environment()
-    except NoMooncakeError as error:
-        sys.stderr.write(f"{name} is left out: {error}\n")
-        return
-    program = [sys.executable, "-m", "bench.host_mooncake", name, str(seconds), str(pool_bytes)]
-    done = subprocess.run(
-        namespace.alone(program, _QUIET | variables), stdout=subprocess.PIPE, check=True,
-        timeout=10 * seconds + 120,
-    )  # fmt: skip
-    yield from _RESULTS.decode(done.stdout)
+    words = [name, str(seconds), str(pool_bytes)]
+    yield from results_alone("bench.host_mooncake", name, words, timeout_s=10 * seconds + 120)
 
 
 class MooncakeCalls:

@@ -20,9 +20,9 @@ from typing import Any, Final, cast
 import msgspec
 import numpy as np
 
-from bench import measure, namespace
+from bench import measure
 from bench.measure import Result
-from bench.mooncake_wheel import NoMooncakeError, environment
+from bench.mooncake_alone import results_alone
 from bench.remote_owner import TICKET, TICKET_S, pages_of
 from kvstore import mover
 from kvstore.mover.memory import map_shared, memory_at
@@ -37,8 +37,6 @@ BARE: Final = "bare TransferEngine, no digests"
 BESIDE: Final = "transport mooncake"
 HOST: Final = "127.0.0.1"
 WAIT_S: Final = 30.0
-_QUIET: Final = {"MC_LOG_LEVEL": "ERROR"}
-_RESULTS: Final = msgspec.json.Decoder(list[Result])
 
 
 def names() -> list[str]:
@@ -49,17 +47,8 @@ def names() -> list[str]:
 
 def results(name: str, seconds: float) -> Iterator[Result]:
     """Measure one case, in a process with a network of its own; nothing without Mooncake."""
-    try:
-        variables = environment()
-    except NoMooncakeError as error:
-        sys.stderr.write(f"{name} is left out: {error}\n")
-        return
-    program = [sys.executable, "-m", "bench.remote_mooncake", name, str(seconds)]
-    done = subprocess.run(
-        namespace.alone(program, _QUIET | variables), stdout=subprocess.PIPE, check=True,
-        timeout=10 * seconds + 60,
-    )  # fmt: skip
-    yield from _RESULTS.decode(done.stdout)
+    words = [name, str(seconds)]
+    yield from results_alone("bench.remote_mooncake", name, words, timeout_s=10 * seconds + 60)
 
 
 class Memory:

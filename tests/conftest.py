@@ -74,6 +74,21 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("soak")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Look for no cycles while tests are collected, nor later among what was made for that.
+
+    Thousands of tests and their modules stay to the end: each search would walk over all of them.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
+
+
 # The compiled core (tests/compiled.py)
 
 

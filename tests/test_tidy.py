@@ -5,6 +5,7 @@ with an entry and its reason in one of the tables below.
 """
 
 import ast
+import gc
 import importlib
 import os
 import re
@@ -86,11 +87,16 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def trees_are_let_go() -> Iterator[None]:
-    """They are large, and every later garbage collection would walk over them."""
+@pytest.fixture(scope="module")
+def large_trees() -> Iterator[None]:
+    """They are let go at the end, and until then no garbage collection walks over them."""
+    gc.disable()
     yield
     tree_of.cache_clear()
+    gc.enable()
+
+
+pytestmark = pytest.mark.usefixtures("large_trees")
 
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

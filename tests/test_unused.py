@@ -24,6 +24,7 @@ from tests.test_tidy import (
     dotted,
     files,
     full_names,
+    large_trees,
     python_files,
     refuse,
     resolved,
@@ -31,6 +32,9 @@ from tests.test_tidy import (
     tree_of,
     walk,
 )
+
+__all__ = ["large_trees"]  # what pytest finds here
+pytestmark = pytest.mark.usefixtures("large_trees")
 
 _PRINTED = "printed as JSON: docs/performance.md"
 CALLED_BY_OTHERS: dict[str, str] = {

@@ -24,14 +24,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvstore import mover
 from kvstore.cli.engines import conductor_checks, name_check
 from kvstore.cli.peers import peer_checks
 from kvstore.config import ServerConfig, load
 from kvstore.config.machine import DISTRIBUTION, Check, Needs, memory_checks, read, version_of
 from kvstore.config.sizes import rounded
 from kvstore.server import client
-from kvstore.state.ask.describe import core
+from kvstore.server.installed import installed
 
 PROBE_BYTES: Final = 64 << 20
 _STEP_BYTES: Final = 4 << 20
@@ -210,16 +209,17 @@ def _versions() -> list[Check]:
 
 
 def _core(stats: dict[str, Any] | None) -> Check:
-    found = core() if stats is None else str(stats.get("core", "unknown"))
+    found = installed().core if stats is None else str(stats.get("core", "unknown"))
     faster = "decisions are slower: install the wheel of `make wheel`"
     return Check("core", "ok", found, faster if found == "pure" else "")
 
 
 def _mover() -> Check:
-    if "fallback" in mover.description or "numpy" in mover.description:
-        return Check("mover", "warn", mover.description,
+    found = installed().mover
+    if "fallback" in found or "numpy" in found:
+        return Check("mover", "warn", found,
                      "copies are slow: install a C compiler and reinstall kvstore")  # fmt: skip
-    return Check("mover", "ok", mover.description)
+    return Check("mover", "ok", found)
 
 
 def _memfd() -> Check:

@@ -51,9 +51,9 @@ def job_of(node: Remote, at: argparse.Namespace, body: dict[str, Any]) -> Any:
 def add_copies(verb: AddVerb) -> None:
     """The verbs that let other nodes of a cluster have pages."""
     for name, summary in (
-        ("replicate", "let several nodes of the cluster have a page and all before it"),
-        ("move-to-node", "let another node have a page and all before it, then drop them here"),
-        ("drain", "let the other nodes of the cluster have all pages of this node"),
+        ("replicate", "copy a page and all pages before it to other nodes of the cluster"),
+        ("move-to-node", "copy a page and all before it to another node, then drop them here"),
+        ("drain", "copy all pages of this node to the other nodes of the cluster"),
     ):
         made = verb(name, summary, _copied, show.job)
         if name != "drain":

@@ -20,7 +20,6 @@ from typing import Final, cast
 import msgspec
 import uvloop
 
-from kvstore import mover
 from kvstore.config import Loaded, ServerConfig, load, show, values
 from kvstore.config.machine import Needs, memory_checks, version_of
 from kvstore.config.sizes import exact
@@ -35,6 +34,7 @@ from kvstore.process.logs import event
 from kvstore.server.cluster import join
 from kvstore.server.http import HttpServer
 from kvstore.server.idle import IdleChecks
+from kvstore.server.installed import installed
 from kvstore.server.kept import set_budgets, set_disk_budgets
 from kvstore.server.notify import ServiceManager
 from kvstore.server.publish import Publication
@@ -42,7 +42,6 @@ from kvstore.server.questions import FollowerQuestions
 from kvstore.server.socket import SocketServer
 from kvstore.server.status import NodeStatus
 from kvstore.server.watch import Watch
-from kvstore.state.ask.describe import core
 from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.table.announce import Announcement
 from kvstore.state.tree.slots import SlotTable
@@ -404,7 +403,7 @@ def _say_what_starts(loaded: Loaded[ServerConfig]) -> None:
     event(
         log, logging.INFO, "starting", node=loaded.config.node.name, pid=os.getpid(),
         version=version_of(), python=platform.python_version(),
-        kernel=platform.release(), core=core(), mover=mover.description,
+        kernel=platform.release(), **installed()._asdict(),
         **{name: version_of(name) for name in ("msgspec", "uvloop", "numpy")},
     )  # fmt: skip
     for one in values(loaded):

@@ -31,7 +31,7 @@ _LATENCIES: Final = {
     "wait": "Seconds from arrival to answer, of requests of any kind that had to wait.",
     "disk_load": "Seconds from the decision to read a page from the SSDs until it is READY.",
     "peer_fetch": "Seconds from the decision to read pages from a peer until they are READY.",
-    "loop_turn": "Seconds that one message, deadline or completion kept the node from all others.",
+    "loop_turn": "Seconds for which one message, deadline or completion blocked all others.",
 }
 COUNTED: Final = {
     "lookup_pages": "Keys in answered lookups; a lookup that waits counts once.",
@@ -43,8 +43,8 @@ COUNTED: Final = {
     "aborted_puts": "Aborted puts, including lost ones.",
     "lost_puts": "Puts that were aborted while their engine may still be writing.",
     "expired_leases": "Leases that expired before they were released.",
-    "contradicting_pages": "Pages refused because their key is already stored behind another page.",
-    "moved_extents": "Extents that went over to pages of another size or tenant.",
+    "contradicting_pages": "Pages refused because their key is already stored after another page.",
+    "moved_extents": "Extents reassigned to pages of another size or tenant.",
     "unnamed_duplicates":
         "Sessions without an engine's name, because another live engine has the same address.",
     "closed_spaces": "Idle spaces that were closed so that others could be opened.",
@@ -69,22 +69,22 @@ COUNTED: Final = {
     "orphaned_bytes": "Bytes of records that a start ignored: a page before them is missing.",
     "recovery_refused_shards":
         "Shards on the SSDs that the start ignored because they do not match this node.",
-    "locates": "Questions to the directory which peers have the pages that are missing here.",
-    "locates_refused": "Questions that were not asked because too many had no answer yet.",
-    "locates_timed_out": "Questions that the directory did not answer in time.",
+    "locates": "Queries to the directory for peers that have the pages missing here.",
+    "locates_refused": "Queries that were not sent because too many were unanswered.",
+    "locates_timed_out": "Queries that the directory did not answer in time.",
     "located_by_engines":
-        "Answers which peer has missing pages that an engine gave, so that no question was asked.",
+        "Queries that were not needed because the engine named a peer that has the pages.",
     "peer_jobs": "Reads of consecutive pages from a peer.",
     "peer_fetched_pages": "Pages of one shard that were read from peers and verified.",
     "peer_fetched_bytes": "Bytes of pages that were read from peers and verified.",
-    "peer_missing_pages": "Pages that a read from a peer did not bring, for any reason.",
-    "peer_retried_pages": "Of these, pages that were then asked of another peer in the same slots.",
+    "peer_missing_pages": "Pages that a read from a peer did not deliver, for any reason.",
+    "peer_retried_pages": "Of these, pages requested again from another peer, into the same slots.",
     "peer_late_jobs": "Reads from peers that had not ended at their deadline.",
     "peer_unsettled_jobs":
         "Reads from peers that ended while bytes could still arrive; their slots were in LIMBO.",
-    "brings": "Requests of peers that this node reads pages from them, and keeps them.",
-    "spreads": "Requests of engines that other nodes get copies of stored pages.",
-    "spread_copies": "Nodes that got all pages of such a request.",
+    "brings": "Requests by peers that this node read pages from them and keep the copies.",
+    "spreads": "Requests by engines to copy stored pages to other nodes.",
+    "spread_copies": "Nodes that received all pages of such a request.",
     "tombstone_keys": "Removed keys whose tombstones were written to the SSDs.",
     "tombstone_keys_lost":
         "Removed keys whose tombstones could not be written; a restart may find their pages again.",

@@ -5,12 +5,12 @@ from dataclasses import asdict
 from time import monotonic
 from typing import Any, Final, Protocol
 
-from kvstore import mover
 from kvstore.config.machine import version_of
 from kvstore.node.desk import Desk
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.server import answers
 from kvstore.server.copies import CopySide
+from kvstore.server.installed import installed
 from kvstore.server.nodes import node_list
 from kvstore.server.publish import Publication
 from kvstore.state.choice.policy import POLICIES
@@ -108,7 +108,7 @@ class NodeStatus:
             "populated_bytes": self._memory.populated_bytes(),
             "missing_bytes": self._memory.missing_bytes(),
             "memory_failures": self._memory.failures,
-            "mover": mover.description,
+            "mover": installed().mover,
         }
         for source in self._sources:
             stats |= source()

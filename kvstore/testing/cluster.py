@@ -27,6 +27,8 @@ from kvstore.transport.memory import Fate, MemoryNetwork
 MS: Final = 1_000_000
 CHECK_NS: Final = 25 * MS
 """Between checks of all invariants."""
+QUIET_CHECK_NS: Final = 200 * MS
+"""The same after the end of all engines."""
 TROUBLE_NS_MAX: Final = 60 * MS
 """Longest time between two troubles of the cluster."""
 PROMPTS: Final = 16
@@ -288,7 +290,7 @@ class ClusterSimulation:
 
     def _check(self) -> None:
         self.check()
-        self._time.at(CHECK_NS, self._check)
+        self._time.at(QUIET_CHECK_NS if self._quiet else CHECK_NS, self._check)
 
     # ---- inside -------------------------------------------------------------------------------
 

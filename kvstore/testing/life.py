@@ -312,13 +312,17 @@ class Life:
             for shard in node.disk
         }
 
+    def _is_on_disk(self, page: Page) -> bool:
+        shard, key = page
+        node = self._tree().nodes.get(PrefixKey(key))
+        return node is not None and self._shards[shard] in node.disk
+
     def _tree(self) -> PrefixTree:
         return next(iter(self.node.pages.spaces))
 
     def _note_durable(self, shard: int, keys: PrefixKeys) -> None:
-        on_disk = self.on_disk()
         for key in keys:
-            if (shard, key) in on_disk:
+            if self._is_on_disk((shard, key)):
                 self._promises.acknowledged[shard, key] = None
                 self._toll.acknowledged += 1
             else:  # dropped between its sync and this answer, as any page may be
@@ -328,7 +332,7 @@ class Life:
                 self._toll.late += 1
 
     def _note_removed(self) -> None:
-        gone = self._promises.acknowledged.keys() - self.on_disk()
+        gone = [page for page in self._promises.acknowledged if not self._is_on_disk(page)]
         for page in gone:
             del self._promises.acknowledged[page]
         self._toll.removed += len(gone)

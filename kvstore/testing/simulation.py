@@ -31,6 +31,8 @@ from kvstore.testing.timeline import (
 )
 
 TICK_NS: Final = 1_000_000
+QUIET_TICKS: Final = 20
+"""Between checks of all invariants when no process is left; with processes every tick checks."""
 TURN_PAGES: Final = 3
 UNWATCHED_NS: Final = 30_000_000
 LAST_NS: Final = 3 * AGAIN_NS
@@ -103,6 +105,7 @@ class Simulation:
         self.desk.disk = self.disk
         time.between = self.desk.self_check.step  # anything may happen between two stretches
         self._capacity_bytes = extents * EXTENT_BYTES
+        self._ticks = 0
         self._pids = count(1)
         self._arrival_ns: dict[tuple[int, bool], int] = {}
         self._processes: list[Actor] = []
@@ -141,12 +144,18 @@ class Simulation:
             self.disk.check_quotas()
             if self._wanted and self._random.random() < 0.02:  # at the end, no new limits
                 self.desk.operate(self.disk.limit_some)
+        self._ticks += 1
+        if self._processes or self._ticks % QUIET_TICKS == 0:
+            self._check()
+        self._time.at(TICK_NS, self._tick)
+
+    def _check(self) -> None:
+        """Assert the invariants of the node, and that nobody uses more than there is."""
         self.desk.self_check.run()
         self.followers.check(self.node.pages)
         stats = self.node.pages.slots.stats()
         used = stats.writing_bytes + stats.ready_bytes + stats.limbo_bytes
         assert used <= self._capacity_bytes, "more is in use than there is"
-        self._time.at(TICK_NS, self._tick)
 
     # ---- connections ------------------------------------------------------------------------
 

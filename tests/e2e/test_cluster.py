@@ -5,19 +5,19 @@ import json
 import signal
 import subprocess
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from bench import replay
+from bench import demo, replay
 from bench.cluster import Cluster, ClusterError, Options, request
 from bench.completion import Completion, complete
 from bench.conversation import turns
-from bench.demo import converse, summary
 from kvstore.cli.remote import Remote
 
 pytestmark = pytest.mark.timeout(240)
@@ -38,12 +38,35 @@ def ask(url: str, prompt: list[int], **parameters: Any) -> Completion:
     return asyncio.run(once())
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9], ids=["greedy", "seeded"])
-def test_a_conversation_gets_the_tokens_of_one_engine_that_computes_everything(
-    cluster: Cluster, temperature: float
+def assert_equal_and_complete(figures: dict[str, Any], handoff: str) -> None:
+    """What the demo prints last: every token and hash is equal, and everything was measured."""
+    assert figures["requests"] == figures["tokens_equal"] == figures["hashes_equal"] == 4
+    assert figures["ways"] == {handoff: 4}
+    for name in ("prompt_tokens", "restored_tokens", "ttft_cold_ms", "ttft_warm_ms",
+                 "overhead_ms", "restore_gbps"):  # fmt: skip
+        assert figures[name] > 0, name
+
+
+def test_the_demo_over_the_store_ends_with_one_json_object(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = asyncio.run(converse(cluster, turns(2, 2), 12, temperature))
-    figures = summary(rows)
+    monkeypatch.setattr(demo, "Cluster", lambda _options: nullcontext(cluster))
+    parser = ArgumentParser()
+    demo.add_arguments(parser)
+    words = ["--quick", "--model", "tiny", "--max-tokens", "12"]
+
+    assert demo.run(parser.parse_args(words, Namespace(json=True))) == 0
+
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert_equal_and_complete(figures, "store")
+    assert figures["restored_tokens"] >= 3 * 1728, "the shared document is restored"
+
+
+def test_a_seeded_conversation_gets_the_tokens_of_one_engine_that_computes_everything(
+    cluster: Cluster,
+) -> None:
+    rows = asyncio.run(demo.converse(cluster, turns(2, 2), 12, temperature=0.9))
+    figures = demo.summary(rows)
     assert figures["tokens_equal"] == figures["requests"] == 4
     assert figures["hashes_equal"] == 4
     assert all(row.restored_tokens >= 1728 for row in rows[1:]), "the shared document is restored"
@@ -140,18 +163,12 @@ def test_a_killed_decode_engine_is_replaced_and_without_any_the_answer_is_503(
         ask(cluster.conductor_url, PROMPT, max_tokens=6, temperature=0.0)
 
 
-@pytest.mark.parametrize("handoff", ["store", "push"])
-def test_the_demo_command_ends_with_one_json_object(handoff: str) -> None:
+def test_the_demo_command_ends_with_one_json_object() -> None:
     command = [sys.executable, "-m", "bench", "demo", "--quick", "--json", "--model", "tiny"]
-    command += ["--handoff", handoff]
+    command += ["--handoff", "push"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])
-    assert figures["requests"] == figures["tokens_equal"] == figures["hashes_equal"] == 4
-    assert figures["ways"] == {handoff: 4}
-    for name in ("prompt_tokens", "restored_tokens", "ttft_cold_ms", "ttft_warm_ms",
-                 "overhead_ms", "restore_gbps"):  # fmt: skip
-        assert figures[name] > 0, name
+    assert_equal_and_complete(json.loads(done.stdout.splitlines()[-1]), "push")
 
 
 def test_the_demo_refuses_a_file_without_questions(tmp_path: Path) -> None:

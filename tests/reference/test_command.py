@@ -1,14 +1,16 @@
 """Goal: a wrong command line ends the reference engine with one line that names the option."""
 
 import asyncio
+import re
 import socket
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 import pytest
 
-from engine_adapters.reference.__main__ import _handoff_options, parse_args
+from engine_adapters.reference.__main__ import _handoff_options, parse_args, run
 from engine_adapters.reference.server import ConductorAt, keep_registered
 from kvstore.errors import ConfigError
 from tests.cluster.nodes import CERTIFICATES
@@ -55,53 +57,71 @@ def test_the_size_of_the_slab_may_have_a_unit() -> None:
     assert parse_args([]).device_slab == 0
 
 
+@pytest.fixture
+def secret(tmp_path) -> Path:
+    """A file with a secret that engines accept."""
+    path = tmp_path / "secret"
+    path.touch(0o600)
+    path.write_text("a secret for tests, of 32 bytes.")
+    return path
+
+
+PUSH = ["--handoff", "push", "--handoff-secret-file"]
+NOT_A_KEY = [
+    word
+    for one in ("certificate", "key", "authority")
+    for word in (f"--handoff-{one}", f"{CERTIFICATES / 'node.pem'}")
+]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--store", "foo"], "--store: 'foo' is not unix:///absolute/path"),
+        (["--handoff", "push"], "--handoff-secret-file: --handoff push needs it"),
+        ([*PUSH, "/nowhere"], "--handoff-secret-file: /no"),
+        ([*PUSH, "{secret}", "--handoff-key", "k.pem"], "--handoff-certificate: needed"),
+        ([*PUSH, "{secret}", *NOT_A_KEY], "--handoff-certificate: "),
+    ],
+)
+def test_what_an_engine_cannot_use_is_refused_before_there_is_one(
+    words, said, secret, monkeypatch
+) -> None:
+    monkeypatch.setattr("engine_adapters.reference.__main__.Engine", None)
+    args = parse_args([word.format(secret=secret) for word in words])
+
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
+        asyncio.run(run(args))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("0.9", "silence_s: 0.9 is less than 1"), ("two", "'two' is not a number")]
+)
+def test_a_silence_that_cannot_be_kept_is_refused(text, said, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_args(["--handoff-silence", text])
+
+    assert ended.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    program = "python -m engine_adapters.reference"
+    assert last.startswith(f"{program}: error: argument --handoff-silence: {said}")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
         (["--events", "foo"], "--events: 'foo' is neither ipc:///path"),
         (["--host", "192.0.2.1"], "--host: "),
-        (["--handoff", "push"], "--handoff-secret-file: --handoff push needs it"),
-        (
-            ["--handoff-silence", "0.9"],
-            "error: argument --handoff-silence: silence_s: 0.9 is less than 1",
-        ),
-        (
-            ["--handoff-silence", "two"],
-            "error: argument --handoff-silence: 'two' is not a number of seconds",
-        ),
-        (["--handoff", "push", "--handoff-secret-file", "/nowhere"], "--handoff-secret-file: /no"),
-        (
-            ["--handoff", "push", "--handoff-secret-file", "{secret}", "--handoff-key", "k.pem"],
-            "--handoff-certificate: needed",
-        ),
-        (
-            [
-                "--handoff",
-                "push",
-                "--handoff-secret-file",
-                "{secret}",
-                *(
-                    word
-                    for one in ("certificate", "key", "authority")
-                    for word in (f"--handoff-{one}", f"{CERTIFICATES / 'node.pem'}")
-                ),
-            ],
-            "--handoff-certificate: ",
-        ),
         (["--port", "{taken}"], "--port: error while attempting to bind"),
         (["--ranks", "3"], "--ranks, --handoff-host"),
     ],
 )
-def test_what_cannot_be_used_ends_the_engine_with_one_line(words, said, tmp_path) -> None:
-    secret = tmp_path / "secret"
-    secret.touch(0o600)
-    secret.write_text("a secret for tests, of 32 bytes.")
+def test_what_cannot_be_used_ends_the_engine_with_one_line(words, said) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         done = subprocess.run(
             [sys.executable, "-m", "engine_adapters.reference",
-             *(word.format(taken=port, secret=secret) for word in words)],
+             *(word.format(taken=port) for word in words)],
             capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
         )  # fmt: skip
 

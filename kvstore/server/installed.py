@@ -1,0 +1,23 @@
+"""How this installation runs what is also there in Python: its decisions and its copies."""
+
+from typing import NamedTuple
+
+from kvstore import mover
+from kvstore.state.ask.describe import core
+
+
+class Installed(NamedTuple):
+    """What was built when kvstore was installed.
+
+    Attributes:
+        core: ``compiled`` or ``pure``: how the modules that decide are run.
+        mover: description of the implementation that copies and digests.
+    """
+
+    core: str
+    mover: str
+
+
+def installed() -> Installed:
+    """What this process uses."""
+    return Installed(core(), mover.description)
