@@ -22,7 +22,7 @@ from kvstore.errors import (
     ProtocolError,
 )
 from kvstore.handoff.aux_data import AUX_BYTES_MAX, AuxData, decode_aux
-from kvstore.handoff.connecting import CONNECT_S, end_links, link_to
+from kvstore.handoff.connecting import CONNECT_S, LINKING_S, end_links, link_all, link_to
 from kvstore.handoff.effects import Effect, EndEngine, EndLink, Landing, SendTo
 from kvstore.handoff.greeting import Greeter, SealedStream
 from kvstore.handoff.links import (
@@ -298,12 +298,12 @@ class DecodeManager:
             KVStoreError: that did not succeed.
         """
         begun = time.monotonic()
+        until_ns = time.monotonic_ns() + int(LINKING_S * 1e9)
+        make = partial(self._make, peer, made)
         for attempt in range(TRIES_MAX):
             try:
-                for rank in peer_ranks(
-                    client.ranks(), self._group, self._pool.shape, self._transport
-                ):
-                    self._make(peer, rank, made)
+                ranks = peer_ranks(client.ranks(), self._group, self._pool.shape, self._transport)
+                link_all(ranks, make, until_ns)
                 if any(link.is_closed for _, link in made):
                     raise PeerUnreachable("a link was closed while others were made")
             except ValueError as error:
@@ -321,7 +321,9 @@ class DecodeManager:
                 return
         raise AssertionError("the last attempt returns or raises")
 
-    def _make(self, peer: PeerLinks, rank: PeerRank, made: list[tuple[PeerRank, PushLink]]) -> None:
+    def _make(
+        self, peer: PeerLinks, made: list[tuple[PeerRank, PushLink]], rank: PeerRank, until_ns: int
+    ) -> None:
         """Make one link; its writer pings from now on, or prefill would give it up as silent.
 
         Raises:
@@ -329,7 +331,7 @@ class DecodeManager:
         """
         if peer.is_closed:
             raise PeerUnreachable("the manager was closed")
-        link = link_to(rank, peer.peer, self._greeter, self._tls)
+        link = link_to(rank, peer.peer, self._greeter, self._tls, until_ns)
         made.append((rank, link))
         name = "kvstore-handoff-writer"
         link.writer = self._threads.start(partial(self._write, peer, link), name)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvstore.errors import InvalidArgument
-from kvstore.handoff import decode, greeting, links
+from kvstore.handoff import connecting, decode, greeting, links
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.greeting import SealedStream
 from kvstore.handoff.messages import HandoffPing
@@ -34,11 +34,12 @@ def test_the_first_link_is_not_silent_while_the_others_are_made(wait_until, monk
 
     link_to, made = decode.link_to, []
 
-    def slow(rank, peer, greeter, tls):
-        if made:  # longer than the silence: so many pings of each link that is there
+    def slow(rank, *arguments):
+        if rank.record.rank:  # longer than the silence: so many pings of a link that is there
+            wait_for(lambda: made, 5)
             first = made[0].number
             wait_for(lambda: pings.count(first) >= SILENCE_S / links.PING_S + 1, 5)
-        made.append(link_to(rank, peer, greeter, tls))
+        made.append(link_to(rank, *arguments))
         return made[-1]
 
     monkeypatch.setattr(Senders, "received", counted)
@@ -59,8 +60,8 @@ def test_the_first_link_is_not_silent_while_the_others_are_made(wait_until, monk
 def test_links_are_not_used_if_one_ends_while_others_are_made(what, wait_until, monkeypatch):
     link_to, made = decode.link_to, []
 
-    def broken(rank, peer, greeter, tls):
-        made.append(link_to(rank, peer, greeter, tls))
+    def broken(rank, peer, *arguments):
+        made.append(link_to(rank, peer, *arguments))
         if len(made) == 2:
             if what == "closed":
                 engines.decode[0]._over.set()
@@ -70,6 +71,7 @@ def test_links_are_not_used_if_one_ends_while_others_are_made(what, wait_until, 
         return made[-1]
 
     monkeypatch.setattr(decode, "link_to", broken)
+    monkeypatch.setattr(connecting, "LINKING_MAX", 1)
     with ranked(split(heads=4), split()) as engines:
         receiver = engines.decode[0].receiver(1, engines.registry.url, BLOCK_TOKENS)
         if what == "closed":

@@ -1,57 +1,36 @@
-"""Goal: ranks that are processes agree on each request's state in one call a step."""
+"""Goal: ranks that are processes agree on each request's state in one call a step, over gloo.
+
+The tests that kill or stop a rank reduce over pipes (``rank_process``): gloo ends the others, too.
+"""
 
 import re
 import sys
-import threading
-from multiprocessing.connection import Connection, Listener
+from pathlib import Path
 
+from kvstore.handoff.ranks import RankPart
 from kvstore.handoff.states import FailureCode, State
-from tests.handoff.decode_rank import LATE_STEP, PARTS, PROMPT_BLOCKS, ROOMS
-from tests.handoff.pair import SECRET
-from tests.handoff.ranked import ranked, whole_of
+from tests.handoff.ranked import HEADS, LAYERS, ranked, whole_of
 
-
-class Reducer:
-    """Takes the states of two ranks in each step, and gives both the lowest."""
-
-    def __init__(self) -> None:
-        self._listener = Listener(("127.0.0.1", 0), authkey=SECRET)
-        self.port = self._listener.address[1]
-        self.steps = 0
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._thread.join(20)
-        self._listener.close()
-        assert not self._thread.is_alive()
-
-    def _run(self) -> None:
-        ranks: list[Connection] = [self._listener.accept() for _ in PARTS]
-        try:
-            while True:
-                told = [one.recv() for one in ranks]
-                lowest = [min(states) for states in zip(*(each for _, each in told), strict=True)]
-                for one in ranks:
-                    one.send(lowest)
-                self.steps += 1
-        except EOFError:
-            for one in ranks:
-                one.close()
+ROOMS = (1, 2, 3)
+PROMPT_BLOCKS = 4
+LATE_STEP = 20
+PARTS = tuple(RankPart((0, LAYERS), (half, half + HEADS // 2)) for half in (0, HEADS // 2))
 
 
 def test_the_ranks_of_decode_in_processes_of_their_own_end_each_request_in_the_same_step(
-    spawn, wait_until
+    spawn, wait_until, tmp_path: Path
 ):
-    reducer = Reducer()
     with ranked(PARTS, ()) as engines:
         children = [
             spawn(
                 [sys.executable, "-m", "tests.handoff.decode_rank", str(rank),
-                 engines.registry.url, str(reducer.port)],
+                 engines.registry.url, str(tmp_path / "store")],
+                env={"GLOO_SOCKET_IFNAME": "lo"},
             )
             for rank in range(2)
         ]  # fmt: skip
+        for child in children:  # torch takes seconds, for which prefill would not wait
+            child.wait_ready(r"imported", 50)
         tokens = PROMPT_BLOCKS * 8
         senders = {room: [one.sender(room, tokens) for one in engines.prefill] for room in ROOMS}
         for room in (1, 2):
@@ -59,7 +38,6 @@ def test_the_ranks_of_decode_in_processes_of_their_own_end_each_request_in_the_s
             engines.push(senders[room], whole_of(room, PROMPT_BLOCKS), blocks)
         for child in children:
             child.wait_ready(r"held (.*)", 40)
-        reducer.close()
 
         said = [dict(_rooms(child.report())) for child in children]
         assert said[0] == said[1], "both ranks end it in the same step, in the same way"
@@ -69,6 +47,11 @@ def test_the_ranks_of_decode_in_processes_of_their_own_end_each_request_in_the_s
         assert int(said[0][2][1]) >= LATE_STEP, "the lowest is that of the rank that is late"
         assert int(said[0][3][1]) == LATE_STEP, "a failure is known in the step in which it is"
         assert all("held [False, False, False]" in child.report() for child in children)
+        steps = {
+            re.search(r"steps (\d+) reduced (\d+)", child.report()).groups() for child in children
+        }
+        ((made, reduced),) = steps
+        assert made == reduced, "one call a step, at all ranks"
         wait_until(lambda: {one.state for one in senders[3]} == {State.FAILED})
         assert {one.failure.code for one in senders[3]} == {FailureCode.ABORTED}
         wait_until(lambda: {one.state for one in senders[1]} == {State.SUCCESS})
