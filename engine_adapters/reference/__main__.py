@@ -71,8 +71,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--threads", type=_number(1), default=2, help="of torch")
     add("--kv-blocks", type=_number(1), default=2048, help="blocks of 16 tokens in the pool")
     add("--ranks", type=_number(1), default=1,
-        help="pools that share the K/V heads, each with its own senders and receivers of pushes;"
-        " only 1 with --store")  # fmt: skip
+        help="pools that share the K/V heads, each with its own senders and receivers of pushes"
+        " and its own pages in the store")  # fmt: skip
     add("--token-budget", type=_number(1), default=512,
         help="tokens computed in one step")  # fmt: skip
     add("--max-running", type=_number(1), default=8)

@@ -1,11 +1,12 @@
 """Jobs in flight between an engine's pool and the store. Plain values."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine_adapters.reference.request import Request
 from kvstore.client.jobs import RestoreJob, StoreJob
-from kvstore.client.results import PutResult
+from kvstore.client.results import PutResult, RestoreResult
 
 
 @dataclass(slots=True)
@@ -16,8 +17,9 @@ class RestoreJobs:
         first_page: the first page of the request that it restores.
         pages: how many it restores.
         remote: how many of its ``pages``, the last ones, are at other nodes.
-        job: the restore of the pages; None = there are none, or it was refused.
-        tail_job: that of the prompt's unfilled last page.
+        page_jobs: the restore of the pages of each rank; empty = there are none. Fewer than ranks =
+            the rest was refused.
+        tail_jobs: those of the prompt's unfilled last page.
         tail_tokens: tokens in that page.
         deadline: when it is cancelled, monotonic seconds.
     """
@@ -26,9 +28,9 @@ class RestoreJobs:
     first_page: int
     pages: int
     remote: int
-    job: RestoreJob | None
+    page_jobs: list[RestoreJob]
     blocks: list[int]
-    tail_job: RestoreJob | None
+    tail_jobs: list[RestoreJob]
     tail_blocks: list[int]
     tail_tokens: int
     deadline: float
@@ -36,7 +38,7 @@ class RestoreJobs:
 
     def jobs(self) -> list[RestoreJob]:
         """Those that were started."""
-        return [job for job in (self.job, self.tail_job) if job is not None]
+        return self.page_jobs + self.tail_jobs
 
     def cancel(self) -> None:
         """Ask them to stop early, once."""
@@ -46,11 +48,21 @@ class RestoreJobs:
                 job.cancel()
 
 
+def joint_result(results: Sequence[RestoreResult]) -> RestoreResult:
+    """Of the restores of all ranks: a page is there when all have it."""
+    pages = min(one.pages for one in results)
+    size_bytes = sum(one.size_bytes for one in results)
+    return RestoreResult(pages, size_bytes, max(one.seconds for one in results))
+
+
 class PutJob(NamedTuple):
-    """A put in flight; it holds references to ``blocks``."""
+    """A put in flight; it holds references to ``blocks``, and has a job for each rank.
+
+    Fewer jobs than ranks: the rest was refused.
+    """
 
     request: Request
-    job: StoreJob[PutResult]
+    jobs: list[StoreJob[PutResult]]
     blocks: list[int]
     pages: int
     began: float

@@ -25,7 +25,9 @@ class Metrics:
         self.restore_seconds = counter("restore_seconds", "Seconds requests waited for restores.")
         self.store_bytes = counter("store_bytes", "Bytes stored in the store.")
         self.store_seconds = counter("store_seconds", "Seconds from submission to the end of puts.")
-        self.store_pages = counter("store_pages", "Pages of puts, by outcome.", "outcome")
+        self.store_pages = counter(
+            "store_pages", "Pages of puts, of all ranks, by outcome.", "outcome"
+        )
         self.store_errors = counter("store_errors", "Errors of the store, by code.", "code")
         self.handoffs = counter(
             "handoffs", "Ended pushes, by last state and cause.", "state", "cause"

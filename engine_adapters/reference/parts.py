@@ -32,7 +32,7 @@ class EngineOptions:
         page_tokens: a multiple of ``block_tokens``.
         prefix_cache: keep the pages of ended requests for later ones.
         kv_hashes: hash each prompt's K/V (a few milliseconds per 1,000 tokens of the demo model).
-        ranks: pools that share the K/V heads; only 1 with a store.
+        ranks: pools that share the K/V heads; with a store, each has a page of its own.
     """
 
     model: str = "tiny"
@@ -94,7 +94,7 @@ def build(
 
     Raises:
         InvalidArgument: the engine cannot listen where ``handoff`` says, or the model has no such
-            ranks, or none with a store; or K/V that were never pushed could be kept.
+            ranks; or K/V that were never pushed could be kept.
     """
     more = store is not None or options.prefix_cache or options.ranks > 1
     if handoff is not None and handoff.fake and (more or handoff.transport != TCP):
@@ -104,8 +104,6 @@ def build(
     if options.ranks < 1 or config.kv_heads % options.ranks:
         what = f"{options.ranks} does not divide the {config.kv_heads} K/V heads of {config.name}"
         raise InvalidArgument("ranks", what)
-    if store is not None and options.ranks > 1:
-        raise InvalidArgument("ranks", f"{options.ranks}: with a store only 1")
     identity = SpaceIdentity(
         model=f"reference-{config.name}",
         revision=config.revision,
@@ -133,12 +131,12 @@ def build(
         if handoff is not None and options.mode != "mono":
             _add_pushes(parts, handoff)
         if store is not None:
-            shard = ShardSpec(
-                layout=CanonicalLayout(head_dim=config.head_dim),
-                layers=(0, config.layers),
-                heads=(0, config.kv_heads),
-            )
-            parts.store = StoreAdapter(store, identity, shard, pool, allocator, metrics)
+            layout, layers = CanonicalLayout(head_dim=config.head_dim), (0, config.layers)
+            shards = [
+                ShardSpec(layout=layout, layers=layers, heads=pool.heads(rank))
+                for rank in range(options.ranks)
+            ]
+            parts.store = StoreAdapter(store, identity, shards, pool, allocator, metrics)
         undo.pop_all()
     return parts
 

@@ -20,17 +20,18 @@ import logging
 import time
 import uuid
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from engine_adapters.reference.jobs import PutJob, RestoreJobs
+from engine_adapters.reference.jobs import PutJob, RestoreJobs, joint_result
 from engine_adapters.reference.metrics import Metrics
 from engine_adapters.reference.pool import PagedPool
 from engine_adapters.reference.prefix_tree import BlockAllocator
 from engine_adapters.reference.request import Request, State
-from kvstore.client.jobs import RestoreJob
-from kvstore.client.results import MISS, Hit, RestoreResult
+from kvstore.client.jobs import RestoreJob, StoreJob
+from kvstore.client.results import MISS, Hit, PutResult, RestoreResult
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
 from kvstore.engine.opening import Opening
@@ -73,7 +74,7 @@ class StoreAdapter:
         self,
         store: KVStore,
         identity: SpaceIdentity,
-        shard: ShardSpec,
+        shards: Sequence[ShardSpec],
         pool: PagedPool,
         allocator: BlockAllocator,
         metrics: Metrics,
@@ -83,20 +84,20 @@ class StoreAdapter:
         Args:
             store: the store; closed by :meth:`close`.
             identity: identity of the shared pages; handoffs use it with another scope.
-            shard: this engine's part of each page.
+            shards: of each rank of the pool, its part of each page.
             pool: the engine's pool; jobs use its addresses, so it must outlive them.
             allocator: allocator of the pool.
             metrics: the engine's metrics.
         """
         self._store = store
         private = msgspec.structs.replace(identity, scope=HANDOFF_SCOPE)
-        self._shared = Opening(store, identity, [shard], time.monotonic, log=_log)
-        self._handoff = Opening(store, private, [shard], time.monotonic, logging.DEBUG, _log)
-        self._page_bytes = shard.page_bytes(identity)
+        self._shared = Opening(store, identity, shards, time.monotonic, log=_log)
+        self._handoff = Opening(store, private, shards, time.monotonic, logging.DEBUG, _log)
+        self._page_bytes = shards[0].page_bytes(identity)
         self._page_tokens = identity.page_tokens
         self._page_blocks = identity.page_tokens // pool.block_tokens
         self._pool = pool
-        self._kvpool = pool.for_transfers()
+        self._kvpools = [pool.for_transfers(rank) for rank in range(pool.ranks)]
         self._allocator = allocator
         self._metrics = metrics
         self._pace = Pace()
@@ -162,7 +163,7 @@ class StoreAdapter:
             tokens = self._end_restore(restore, now)
             if restore.request.state in (State.RESTORING, State.TRANSFER):
                 ready.append(Ready(restore.request, tokens))
-        for put in [put for put in self._puts if put.job.wait(0.0)]:
+        for put in [p for p in self._puts if all(job.wait(0.0) for job in p.jobs)]:
             self._puts.remove(put)
             self._end_put(put, now)
         return ready
@@ -233,9 +234,9 @@ class StoreAdapter:
             first_page=first,
             pages=pages - first,
             remote=max(0, pages - max(first, hit.pages)),
-            job=None,
+            page_jobs=[],
             blocks=request.blocks[first * self._page_blocks : pages * self._page_blocks],
-            tail_job=None,
+            tail_jobs=[],
             tail_blocks=[],
             tail_tokens=0,
             deadline=now + RESTORE_TIMEOUT_S,
@@ -245,14 +246,14 @@ class StoreAdapter:
             return False
         if restore.pages:
             keys = request.keys[first:pages]
-            restore.job = self._submit_restore(spaces.shared, keys, restore.blocks)
+            restore.page_jobs = self._submit_restore(spaces.shared, keys, restore.blocks)
         # The tail is useful only after all full pages of the prompt.
         complete = pages == request.prompt_tokens // self._page_tokens
         if handoff is not None and handoff.tail_key and complete:
             tail = request.blocks[pages * self._page_blocks : (pages + 1) * self._page_blocks]
             keys = PrefixKeys(bytes.fromhex(handoff.tail_key))
             self._find_tail(spaces.handoff, keys, handoff)
-            restore.tail_job = self._submit_restore(spaces.handoff, keys, tail)
+            restore.tail_jobs = self._submit_restore(spaces.handoff, keys, tail)
             restore.tail_blocks, restore.tail_tokens = tail, handoff.tail_tokens
         if not restore.jobs():
             return False
@@ -271,12 +272,15 @@ class StoreAdapter:
 
     def _submit_restore(
         self, space: Space, keys: PrefixKeys, blocks: list[int]
-    ) -> RestoreJob | None:
+    ) -> list[RestoreJob]:
+        """A job for each rank; none for those after one that is refused."""
+        started: list[RestoreJob] = []
         try:
-            return space.restore_to_kvpool(keys, self._kvpool, blocks)
+            for rank, pool in enumerate(self._kvpools):
+                started.append(space.restore_to_kvpool(keys, pool, blocks, rank))
         except KVStoreError as error:
             self._trouble("restore", error)
-            return None
+        return started
 
     def _has_ended(self, restore: RestoreJobs, now: float) -> bool:
         if all(job.wait(0.0) for job in restore.jobs()):
@@ -287,8 +291,8 @@ class StoreAdapter:
 
     def _end_restore(self, restore: RestoreJobs, now: float) -> int:
         """Handle an ended restore; returns the number of tokens whose K/V are in the pool."""
-        restored = self._restore_outcome(restore.job)
-        tail = self._restore_outcome(restore.tail_job)
+        restored = self._restore_outcome(restore.page_jobs)
+        tail = self._restore_outcome(restore.tail_jobs)
         if not restore.remote:
             self._pace.note_load(restored.pages, restored.seconds)
         pages = min(restored.pages, restore.pages)
@@ -315,13 +319,14 @@ class StoreAdapter:
         self._metrics.restore_seconds.inc(now - began)
         return restore.first_page * self._page_tokens + tokens
 
-    def _restore_outcome(self, job: RestoreJob | None) -> RestoreResult:
-        if job is not None:
-            try:
-                return job.result(0.0)
-            except KVStoreError as error:
-                self._trouble("restore", error)
-        return RestoreResult(0)
+    def _restore_outcome(self, jobs: Sequence[RestoreJob]) -> RestoreResult:
+        """The pages that are there at all ranks."""
+        results: list[RestoreResult] = []
+        try:
+            results += [job.result(0.0) for job in jobs]
+        except KVStoreError as error:
+            self._trouble("restore", error)
+        return joint_result(results) if len(results) == len(self._kvpools) else RestoreResult(0)
 
     # Engine to store
 
@@ -379,43 +384,42 @@ class StoreAdapter:
         self._submit_put(spaces.handoff, request, PrefixKeys(key), blocks, now, tail_key=key.hex())
 
     def _submit_put(
-        self,
-        space: Space,
-        request: Request,
-        keys: PrefixKeys,
-        blocks: list[int],
-        now: float,
+        self, space: Space, request: Request, keys: PrefixKeys, blocks: list[int], now: float,
         tail_key: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
+        ttl_s, read_once = TAIL_TTL_S if tail_key else 0.0, tail_key is not None
+        jobs: list[StoreJob[PutResult]] = []
         try:
-            job = space.extract_from_kvpool(
-                self._kvpool,
-                blocks,
-                keys,
-                ttl_s=TAIL_TTL_S if tail_key else 0.0,
-                read_once=tail_key is not None,
-            )
+            for rank, pool in enumerate(self._kvpools):
+                job = space.extract_from_kvpool(
+                    pool, blocks, keys, rank, ttl_s=ttl_s, read_once=read_once
+                )
+                jobs.append(job)
         except KVStoreError as error:
             self._trouble("store", error)
-            self._metrics.store_pages.labels("failed").inc(len(keys))
-            return
-        self._allocator.retain(blocks)
-        self._puts.append(PutJob(request, job, blocks, len(keys), now, tail_key))
+            refused = len(self._kvpools) - len(jobs)
+            self._metrics.store_pages.labels("failed").inc(refused * len(keys))
+        if jobs:
+            self._allocator.retain(blocks)
+            self._puts.append(PutJob(request, jobs, blocks, len(keys), now, tail_key))
 
     def _end_put(self, put: PutJob, now: float) -> None:
         self._allocator.release(put.blocks)
         self._metrics.store_seconds.inc(now - put.began)
-        try:
-            result = put.job.result(0.0)
-        except KVStoreError as error:
-            self._trouble("store", error)
-            self._metrics.store_pages.labels("failed").inc(put.pages)
-            return
-        if put.tail_key:
+        stored = 0
+        for job in put.jobs:
+            try:
+                result = job.result(0.0)
+            except KVStoreError as error:
+                self._trouble("store", error)
+                self._metrics.store_pages.labels("failed").inc(put.pages)
+                continue
+            stored += 1
+            self._metrics.store_bytes.inc(result.stored * self._page_bytes)
+            self._metrics.store_pages.labels("stored").inc(result.stored)
+            self._metrics.store_pages.labels("existing").inc(result.existing + result.pending)
+        if put.tail_key and stored == len(self._kvpools):
             put.request.tail_key = put.tail_key
-        self._metrics.store_bytes.inc(result.stored * self._page_bytes)
-        self._metrics.store_pages.labels("stored").inc(result.stored)
-        self._metrics.store_pages.labels("existing").inc(result.existing + result.pending)
 
     # Other
 
@@ -438,7 +442,9 @@ class StoreAdapter:
         self._pending.clear()
         for restore in self._restores:
             restore.cancel()
-        jobs = [job for r in self._restores for job in r.jobs()] + [put.job for put in self._puts]
+        jobs: list[RestoreJob | StoreJob[PutResult]] = []
+        jobs += [job for restore in self._restores for job in restore.jobs()]
+        jobs += [job for put in self._puts for job in put.jobs]
         share = timeout_s / max(len(jobs), 1)
         ended = [job.wait(share) for job in jobs]
         self.poll(time.monotonic())

@@ -82,7 +82,7 @@ def link_to(
             undo.callback(stream.close)
             stream.begin(soon_ns)
             boot = bytes.fromhex(rank.record.boot)
-            sealed = greeter.greet(stream, purpose, link.number, boot, rank.share)
+            sealed = greeter.greet(stream, purpose, link.number, boot, rank.share, rank.states)
             if not link.add(purpose, sealed):
                 raise PeerUnreachable("the link was closed")
         undo.pop_all()

@@ -20,7 +20,7 @@ import msgspec
 
 from kvstore.errors import ConfigError, InvalidArgument, PeerUnreachable, ProtocolError, reason
 from kvstore.handoff.messages import MESSAGE_BYTES_MAX, UNREADABLE
-from kvstore.handoff.ranks import RankGroup, RankPart, Share, plan_ranks
+from kvstore.handoff.ranks import RankGroup, RankPart, Share, Span, plan_ranks
 from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.state_data import check_alike
 from kvstore.handoff.tables import LinkTarget
@@ -38,7 +38,7 @@ from kvstore.transport.streams import DataStream, receive_bytes
 
 Purpose = Literal["messages", "pushes"]
 """Of a connection: decode writes its messages, or prefill its messages and ranges."""
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 NONCE_BYTES: Final = 16
 SECRET_BYTES_MIN: Final = 16
 GREETING_S: Final = 2.0
@@ -71,6 +71,7 @@ class LinkGreeting(msgspec.Struct, frozen=True, array_like=True, tag=1):
         group: all ranks of decode, and which of them this is.
         part: what the link is for: KV that this rank of prefill sends to that of decode; or None.
         has_aux: whether it sends the aux data.
+        states: planes of each state buffer that come over this link; empty = of none.
         proof: HMAC of both nonces and all other fields.
     """
 
@@ -84,6 +85,7 @@ class LinkGreeting(msgspec.Struct, frozen=True, array_like=True, tag=1):
     group: RankGroup
     part: RankPart | None
     has_aux: bool
+    states: tuple[Span, ...]
     proof: bytes
 
 
@@ -248,8 +250,9 @@ class Greeter(NamedTuple):
     boot: bytes = b""
 
     def greet(
-        self, stream: DataStream, purpose: Purpose, link: bytes, boot: bytes, share: Share
-    ) -> SealedStream:
+        self, stream: DataStream, purpose: Purpose, link: bytes, boot: bytes, share: Share,
+        states: tuple[Span, ...] = (),
+    ) -> SealedStream:  # fmt: skip
         """Decode's side of a greeting.
 
         Args:
@@ -258,6 +261,7 @@ class Greeter(NamedTuple):
             link: of the connection.
             boot: that prefill must have.
             share: what the link is for.
+            states: planes of each state buffer that come over it; empty = of none.
 
         Raises:
             ProtocolError: it is not such a port, or does not know the secret.
@@ -273,7 +277,7 @@ class Greeter(NamedTuple):
             nonce = os.urandom(NONCE_BYTES)
             greeting = LinkGreeting(
                 PROTOCOL, purpose, link, nonce, self.name, self.space, self.shape, self.group,
-                share.part, share.has_aux, b"",
+                share.part, share.has_aux, states, b"",
             )  # fmt: skip
             proof = proof_of(self.secret, b"decode", challenge.nonce, _encode(greeting))
             greeting = msgspec.structs.replace(greeting, proof=proof)
@@ -358,9 +362,13 @@ class Greeter(NamedTuple):
         if share is None or (share.part, share.has_aux) != (greeting.part, greeting.has_aux):
             what = "the registered ranks of prefill are not those that it has"
             raise InvalidArgument("ranks", what)
-        return LinkTarget(
-            group.instance, group.rank, self.shape.share(share, shape.part), frozenset(shares)
-        )
+        for state, (first, stop) in zip(self.shape.states, greeting.states, strict=False):
+            same = group.parts == self.group.parts and group.rank == self.group.rank
+            if first < stop and not state.is_alike and not same:
+                what = "the ranks are not those of prefill, and the buffer is not alike on them"
+                raise InvalidArgument(f"states.{state.name}", what)
+        moved = self.shape.share(share, shape.part, greeting.states)
+        return LinkTarget(group.instance, group.rank, moved, frozenset(shares))
 
 
 def _views(places: Places) -> list[memoryview]:

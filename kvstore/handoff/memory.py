@@ -90,6 +90,10 @@ class HandoffPool:
         for one in states:
             field = f"states.{one.name}.generations"
             _check_generations(field, one.generations, one.block_count)
+            stages = {part.layers for part in group.parts}
+            if one.is_alike and one.first_plane is None and len(stages) > 1:
+                what = "the ranks have different layers: say which planes this one has"
+                raise InvalidArgument(f"states.{one.name}.first_plane", what)
         self._states = [
             StateMemory(one, index, 0 if fake else one.block_bytes)
             for index, one in enumerate(states)
@@ -195,7 +199,7 @@ class StateMemory:
 
     def __init__(self, buffer: StateBuffer, index: int, block_bytes: int) -> None:
         self.buffer = buffer
-        self._first_plane = STATE_PLANE + index * PLANES_MAX
+        self._first_plane = STATE_PLANE + index * PLANES_MAX + (buffer.first_plane or 0)
         self._block_bytes = block_bytes
 
     def generations(self, blocks: Sequence[int]) -> npt.NDArray[np.uint64]:

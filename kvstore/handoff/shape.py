@@ -109,32 +109,45 @@ class PoolShape:
         """What is moved of each state buffer."""
         found: list[LinkShare] = []
         for index, state in enumerate(self.states):
-            first = STATE_PLANE + index * PLANES_MAX
-            planes, size = range(first, first + state.plane_count), state.block_bytes
-            found.append(LinkShare(planes, self.heads, size, is_staged=False, has_aux=False))
+            found.append(self._state_share(index, state.planes))
         return tuple(found)
 
-    def share(self, share: Share, there: RankPart) -> "LinkShare":
+    def _state_share(self, index: int, planes: Span) -> "LinkShare":
+        """What is moved of one state buffer: some of its planes."""
+        state, first = self.states[index], STATE_PLANE + index * PLANES_MAX
+        heads = (0, 1) if state.is_alike else self.heads
+        moved = range(first + planes[0], first + planes[1])
+        return LinkShare(moved, heads, state.block_bytes, is_staged=False, has_aux=False)
+
+    def share(self, share: Share, there: RankPart, states: Sequence[Span] = ()) -> "LinkShare":
         """What a link moves.
 
         Args:
             share: of a plan in which this rank has this pool.
             there: what the other rank holds.
+            states: planes of each state buffer that the link moves; empty = of none.
 
         Raises:
-            InvalidArgument: ``states``: there is state data, and the ranks hold not the same.
+            InvalidArgument: ``states``: these are not planes of each buffer of this rank.
         """
+        if states and (len(states) != len(self.states) or share.part is None):
+            raise InvalidArgument("states", f"planes of {len(states)} buffers")
         if share.part is None:
             return LinkShare(range(0), (0, 0), 1, is_staged=False, has_aux=share.has_aux)
         heads, each = share.part.heads, self.planes_per_layer
         planes = range(share.part.layers[0] * each, share.part.layers[1] * each)
         size = self.block_bytes * (heads[1] - heads[0]) // self.head_count
         staged = heads != self.heads or heads != there.heads
-        if self.states and not share.part == there == self.part:
-            what = "state data is moved only between ranks with the same layers and heads"
-            raise InvalidArgument("states", what)
-        states, has_aux = self.state_shares, share.has_aux
-        return LinkShare(planes, heads, size, is_staged=staged, has_aux=has_aux, states=states)
+        moved: list[LinkShare] = []
+        for index, (state, (first, stop)) in enumerate(zip(self.states, states, strict=False)):
+            if not (state.planes[0] <= first <= stop <= state.planes[1] or first == stop == 0):
+                what = f"{first} to {stop} is not of {state.planes}"
+                raise InvalidArgument(f"states.{state.name}.planes", what)
+            moved.append(self._state_share(index, (first, stop)))
+        return LinkShare(
+            planes, heads, size, is_staged=staged, has_aux=share.has_aux,
+            states=tuple(moved) if any(one.planes for one in moved) else (),
+        )  # fmt: skip
 
     def blocks_of(self, token_count: int) -> int:
         """Blocks that so many tokens need."""

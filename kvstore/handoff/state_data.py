@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvstore.errors import InvalidArgument
 from kvstore.handoff.places import PLANES_MAX
+from kvstore.handoff.ranks import Span
 
 STATES_MAX: Final = 16
 """State buffers of an engine."""
@@ -36,7 +37,9 @@ class StateKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """The numbers of a state buffer; both sides have the same but for ``block_count``.
+    """The numbers of a state buffer at one rank.
+
+    Both sides have the same but for ``block_count``, and the planes if the buffer ``is_alike``.
 
     Attributes:
         name: 1 to 32 of ``a-z0-9_``.
@@ -45,6 +48,8 @@ class StateShape:
         block_bytes: bytes of one block in one plane; 0 = nothing is moved.
         block_count: blocks of the buffer.
         last: of kind ``last``, how many positions at the end of the prompt; otherwise 0.
+        first_plane: number of the first plane among those of all ranks.
+        is_alike: ranks that have the same planes have the same bytes in them.
     """
 
     name: str
@@ -53,6 +58,8 @@ class StateShape:
     block_bytes: int
     block_count: int
     last: int = 0
+    first_plane: int = 0
+    is_alike: bool = False
 
     def __post_init__(self) -> None:
         """Check the numbers.
@@ -67,12 +74,18 @@ class StateShape:
             ("block_bytes", self.block_bytes, 0, _BLOCK_BYTES_MAX),
             ("block_count", self.block_count, 1, (1 << 32) - 1),
             ("last", self.last, int(self.kind is StateKind.LAST), (1 << 20)),
+            ("first_plane", self.first_plane, 0, PLANES_MAX - self.plane_count),
         ):
             if not least <= number <= most:
                 what = f"{number} is not {least} to {most}"
                 raise InvalidArgument(f"states.{self.name}.{field}", what)
         if self.last and self.kind is not StateKind.LAST:
             raise InvalidArgument(f"states.{self.name}.last", f"{self.kind} has none")
+
+    @property
+    def planes(self) -> Span:
+        """The first plane of this rank, and the one after the last."""
+        return self.first_plane, self.first_plane + self.plane_count
 
     def positions(self, blocks: int, first: int) -> range:
         """What is moved for a request.
@@ -103,6 +116,11 @@ class StateBuffer(NamedTuple):
         block_count: blocks of the buffer; they are numbered for themselves, from 0.
         last: of kind ``last``, how many positions at the end of the prompt.
         generations: as of :class:`~kvstore.handoff.memory.HandoffPool`, of these blocks.
+        first_plane: number of the first plane among the planes that all ranks of the engine have
+            of this buffer; 0 if this rank has the first layer that has such data. None = all ranks
+            have the same layers, or the buffer is not alike.
+        is_alike: ranks that have the same planes have the same bytes in them: nothing in this
+            buffer is split by heads. Only then may prefill and decode have other ranks.
     """
 
     name: str
@@ -112,6 +130,8 @@ class StateBuffer(NamedTuple):
     block_count: int
     last: int = 0
     generations: npt.NDArray[np.uint64] | None = None
+    first_plane: int | None = None
+    is_alike: bool = False
 
     @property
     def shape(self) -> StateShape:
@@ -122,7 +142,10 @@ class StateBuffer(NamedTuple):
         """
         count = len(self.planes)
         size = self.block_bytes
-        return StateShape(self.name, self.kind, count, size, self.block_count, self.last)
+        return StateShape(
+            self.name, self.kind, count, size, self.block_count, self.last, self.first_plane or 0,
+            self.is_alike,
+        )  # fmt: skip
 
 
 class StatePart(NamedTuple):
@@ -162,7 +185,8 @@ def check_alike(prefill: Sequence[StateShape], decode: Sequence[StateShape]) -> 
         ]
         raise InvalidArgument("states", f"prefill has {names[0]}, decode has {names[1]}"[:200])
     for here, there in zip(prefill, decode, strict=True):
-        for field in (one.name for one in fields(StateShape) if one.name != "block_count"):
+        free = {"block_count"} | ({"plane_count", "first_plane"} if here.is_alike else set())
+        for field in (one.name for one in fields(StateShape) if one.name not in free):
             numbers = getattr(here, field), getattr(there, field)
             if numbers[0] != numbers[1]:
                 what = f"{numbers[0]} of prefill, {numbers[1]} of decode"

@@ -171,7 +171,7 @@ class HandoffWires:
         pool = decode.memory.pool
         greeting = LinkGreeting(
             PROTOCOL, "messages", b"", b"", "", b"", pool.shape, pool.group, one.share.part,
-            one.share.has_aux, b"",
+            one.share.has_aux, one.states, b"",
         )  # fmt: skip
         greeter = Greeter(b"", b"", prefill.memory.pool.shape, prefill.group)
         link = HandoffLink(self._time.random.randbytes(16), prefill, decode, links)

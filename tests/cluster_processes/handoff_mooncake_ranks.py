@@ -9,6 +9,7 @@ from kvstore.handoff.ranks import RankPart
 from kvstore.handoff.states import State
 from tests.cluster_processes.handoff_mooncake_scene import PATIENCE, stop, until
 from tests.handoff.ranked import BLOCKS, HEADS, LAYERS, Ranked, ranked, whole_of
+from tests.handoff.ranked_states import RankStates, some_blocks
 from tests.handoff.test_ranks import grid
 
 STAGED = 1 << 20
@@ -23,17 +24,26 @@ def split(layers: int = 1, heads: int = 1) -> list[RankPart]:
     )
 
 
-def hand_over(engines: Ranked, room: int, here: list[int], there: list[int]) -> None:
-    """A whole handoff; it succeeds at all ranks."""
-    whole = whole_of(room, len(here))
+def hand_over(
+    engines: Ranked, room: int, here: list[int], there: list[int],
+    states: tuple[RankStates, RankStates] | None = None,
+) -> None:  # fmt: skip
+    """A whole handoff, perhaps with state data; it succeeds at all ranks."""
+    whole, chance = whole_of(room, len(here)), random.Random(room)
+    blocks = some_blocks(len(here), chance) if states else {}
     senders, receivers = engines.begin(room, len(here))
     both = (*senders, *receivers)
     for receiver in receivers:
-        receiver.announce(0, there)
+        receiver.announce(0, there, blocks)
+    if states:
+        states[0].send(senders, room, len(here), chance)
     engines.push(senders, whole, here)
     until(lambda: all(one.progress.ended for one in both))
     assert [one.failure for one in both] == [None] * len(both)
     assert engines.wrong(whole, there) == []
+    if states:
+        assert states[1].wrong(room, len(here), blocks) == []
+        states[1].clear()
     until(lambda: not any(one.holds_blocks for one in both))
     for one in both:
         one.close()
@@ -43,12 +53,15 @@ def written(engines: Ranked) -> int:
     return sum(one.stats()["written_jobs"] for one in engines.prefill)
 
 
-def kv_of_other_ranks_arrive_whole() -> None:
+def kv_and_state_data_of_other_ranks_arrive_whole() -> None:
     shuffled = random.Random(3)
     for prefill, decode in ((split(layers=2), split()), (split(), split(heads=2))):
-        with ranked(prefill, decode, PATIENCE, STAGED) as engines:
+        states = RankStates(), RankStates()
+        buffers = states[0].of, states[1].of
+        with ranked(prefill, decode, PATIENCE, STAGED, buffers) as engines:
             for room in range(1, 5):
-                hand_over(engines, room, *(shuffled.sample(range(BLOCKS), 10) for _ in range(2)))
+                blocks = [shuffled.sample(range(BLOCKS), 10) for _ in range(2)]
+                hand_over(engines, room, *blocks, states)
             for one in engines.prefill:
                 assert one.stats()["written_jobs"] > 0
                 assert one.stats()["jobs_not_taken"] == 0
@@ -128,7 +141,7 @@ def an_engine_of_one_rank_is_killed_while_others_write() -> None:
 
 
 CHECKS = (
-    kv_of_other_ranks_arrive_whole,
+    kv_and_state_data_of_other_ranks_arrive_whole,
     nothing_lands_late_from_one_rank_while_the_other_has_drained,
     an_engine_of_one_rank_is_killed_while_others_write,
 )

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from kvstore.handoff.prefill import PrefillManager, Sender
 from kvstore.handoff.ranks import RankGroup, RankPart
 from kvstore.handoff.registry import HandoffRegistry
 from kvstore.handoff.shared_memory import SharedMemory
+from kvstore.handoff.state_data import StateBuffer
 from kvstore.handoff.states import Patience
 from kvstore.mover.kvpool import KVPool
 from tests.handoff.pair import PATIENCE, SECRET, SPACE
@@ -29,10 +30,16 @@ def whole_of(room: int, blocks: int, layers: int = LAYERS, heads: int = HEADS) -
     return np.random.default_rng(room).integers(0, 256, shape, dtype=np.uint8)
 
 
+StatesOf = Callable[[RankGroup], Sequence[StateBuffer]]
+"""The state buffers of a rank."""
+
+
 class RankMemory:
     """The pool of one rank; ``shared`` = in memory that a child process can map."""
 
-    def __init__(self, group: RankGroup, *, shared: bool = False) -> None:
+    def __init__(
+        self, group: RankGroup, states: Sequence[StateBuffer] = (), *, shared: bool = False
+    ) -> None:
         self.part = part = group.part
         layers, heads = (stop - first for first, stop in (part.layers, part.heads))
         shape = (2 * layers, BLOCKS, BLOCK_TOKENS, heads, HEAD_BYTES)
@@ -45,8 +52,9 @@ class RankMemory:
         base = int(self.planes.ctypes.data)
         self.starts = planes = tuple(base + plane * BLOCKS * size for plane in range(2 * layers))
         self.pool = HandoffPool(
-            KVPool(planes, size, size, BLOCKS), BLOCK_TOKENS, self.generations, group
-        )
+            KVPool(planes, size, size, BLOCKS), BLOCK_TOKENS, self.generations, group,
+            states=states,
+        )  # fmt: skip
 
     def of(self, whole: np.ndarray) -> np.ndarray:
         """What belongs to this rank."""
@@ -70,7 +78,13 @@ class Ranked:
         return [one.sender(room, tokens) for one in self.prefill], receivers
 
     def push(self, senders: Sequence[Sender], whole: np.ndarray, blocks: list[int]) -> None:
-        """All ranks compute and push, layer after layer, chunk after chunk."""
+        """All ranks compute and push, layer after layer, chunk after chunk; and finish."""
+        self.send(senders, whole, blocks)
+        for sender in senders:
+            sender.finish(AuxData(first_token=7, position=len(blocks) * BLOCK_TOKENS))
+
+    def send(self, senders: Sequence[Sender], whole: np.ndarray, blocks: list[int]) -> None:
+        """As :meth:`push`, without the end."""
         for sender, memory in zip(senders, self.here, strict=True):
             mine = memory.of(whole)
             for first in range(0, len(blocks), 3):
@@ -80,7 +94,6 @@ class Ranked:
                         memory.planes[plane, at] = mine[plane, first : first + 3]
                     positions = range(first, first + len(at))
                     sender.send(range(layer, layer + 1), positions, at)
-            sender.finish(AuxData(first_token=7, position=len(blocks) * BLOCK_TOKENS))
 
     def wrong(self, whole: np.ndarray, blocks: list[int], first: int = 0) -> list[int]:
         """Ranks of decode that do not have what belongs in these blocks."""
@@ -102,16 +115,19 @@ class Ranked:
 @contextlib.contextmanager
 def ranked(
     prefill: Sequence[RankPart], decode: Sequence[RankPart], patience: Patience = PATIENCE,
-    staged_bytes: int = 0,
+    staged_bytes: int = 0, states: tuple[StatesOf, StatesOf] | None = None,
 ) -> Iterator[Ranked]:  # fmt: skip
-    """Both engines; with ``staged_bytes`` they have Mooncake, and so much memory for heads."""
+    """Both engines; with ``staged_bytes`` they have Mooncake, and so much memory for heads.
+
+    ``states`` gives the state buffers of each rank of prefill, and of decode.
+    """
     registry = HandoffRegistry("127.0.0.1", 0, SECRET)
     here, there = (
         [
-            RankMemory(RankGroup(rank, tuple(parts), instance), shared=staged_bytes > 0)
-            for rank in range(len(parts))
+            RankMemory(one, states[side](one) if states else (), shared=staged_bytes > 0)
+            for one in (RankGroup(rank, tuple(parts), instance) for rank in range(len(parts)))
         ]
-        for parts, instance in ((prefill, bytes(16)), (decode, bytes([1] * 16)))
+        for side, (parts, instance) in enumerate(((prefill, bytes(16)), (decode, bytes([1] * 16))))
     )
     made = Ranked(registry, here, there, [], [])
     try:

@@ -7,10 +7,9 @@ import pytest
 from kvstore.errors import InvalidArgument
 from kvstore.handoff.aux_data import AuxData
 from kvstore.handoff.decode import DecodeManager
-from kvstore.handoff.greeting import Greeter, LinkGreeting
+from kvstore.handoff.greeting import PROTOCOL, Greeter, LinkGreeting
 from kvstore.handoff.memory import HandoffPool
 from kvstore.handoff.prefill import PrefillManager
-from kvstore.handoff.ranks import RankGroup, RankPart, Share
 from kvstore.handoff.registry import HandoffRegistry, RankRecord, RegistryClient
 from kvstore.handoff.state_data import StateBuffer, StateKind, StateShape
 from kvstore.handoff.states import FailureCode, State
@@ -197,15 +196,18 @@ def test_fake_pools_move_no_state_data(wait_until):
         ({"index": {"name": "other"}}, "states"),
         ({"index": None}, "states"),
         ({"mamba": None, "window": None, "index": None}, "states"),
+        ({"index": {"is_alike": True}}, "states.index.is_alike"),
+        ({"index": {"first_plane": 2}}, "states.index.first_plane"),
         ({"mamba": {"block_count": 3, "generations": None}}, None),
     ],
 )
 def test_other_state_data_than_that_of_prefill_is_refused_by_field(change, field):
     for here, there in ((None, change), (change, None)):
         prefill, decode = StatefulMemory(here).pool, StatefulMemory(there).pool
+        planes = tuple(state.planes for state in decode.shape.states)
         greeting = LinkGreeting(
-            1, "messages", os.urandom(16), os.urandom(16), "d", SPACE, decode.shape,
-            decode.group, decode.shape.part, True, b"",
+            PROTOCOL, "messages", os.urandom(16), os.urandom(16), "d", SPACE, decode.shape,
+            decode.group, decode.shape.part, True, planes, b"",
         )  # fmt: skip
         greeter = Greeter(SECRET, SPACE, prefill.shape, prefill.group)
         if field is None:
@@ -230,6 +232,7 @@ def test_a_decode_engine_with_other_state_data_is_told_which_field_does_not_fit(
     [
         {"name": ""}, {"name": "A b"}, {"name": "x" * 33}, {"plane_count": 0},
         {"plane_count": 5_000}, {"block_bytes": -1}, {"block_bytes": 1 << 31}, {"block_count": 0},
+        {"first_plane": -1}, {"first_plane": 4_096},
         {"last": 1}, {"last": -1}, {"kind": StateKind.LAST}, {"kind": StateKind.LAST, "last": -3},
     ],
 )  # fmt: skip
@@ -247,15 +250,3 @@ def test_two_buffers_of_one_name_and_too_many_are_refused():
     for buffers in ([one, one], [one._replace(name=f"s{at}") for at in range(17)]):
         with pytest.raises(InvalidArgument, match="states"):
             HandoffPool(kv, 16, states=buffers)
-
-
-def test_state_data_is_not_moved_between_ranks_that_hold_different_parts():
-    whole, half = RankPart((0, 1), (0, 2)), RankPart((0, 1), (0, 1))
-    group = RankGroup.alone(whole, bytes(16))
-    one = StateBuffer("s", StateKind.SLOT, (8,), 8, 2)
-    shape = HandoffPool(KVPool((64, 128), 64, 64, 4), 16, group=group, states=[one]).shape
-
-    assert shape.share(Share(0, 0, whole, has_aux=True), whole).states == shape.state_shares
-    assert not shape.share(Share(0, 0, None, has_aux=True), whole).states
-    with pytest.raises(InvalidArgument, match="same layers and heads"):
-        shape.share(Share(0, 0, half, has_aux=True), half)

@@ -77,7 +77,7 @@ def test_every_wrong_field_of_a_greeting_is_refused_by_prefill(wait_until, caplo
         own = pair.decode._greeter
         example = LinkGreeting(
             PROTOCOL, "messages", os.urandom(16), os.urandom(16), "strange", SPACE, own.shape,
-            pair.decode._group, None, False, b"",
+            pair.decode._group, None, False, ((0, 1),), b"",
         )  # fmt: skip
         count = 0
         for _, wrong in of_another_type(example):

@@ -85,7 +85,9 @@ class FakeSpace:
         load_s, remote_s = self._node.load_seconds, self._node.remote_seconds
         return Hit(here, 0, {}, load_s, pages - here, remote_s if pages > here else 0.0)
 
-    def restore_to_kvpool(self, keys: Any, pool: Any, blocks: Any) -> FakeJob:
+    def restore_to_kvpool(self, keys: Any, pool: Any, blocks: Any, shard: int) -> FakeJob:
+        assert shard == 0, "engines of several ranks are tested with a real store"
+
         def run(cancelled: threading.Event) -> RestoreResult:
             if self._node.spoil:
                 for number in range(len(blocks)):
@@ -104,8 +106,10 @@ class FakeSpace:
         return self._submit(run)
 
     def extract_from_kvpool(
-        self, pool: Any, blocks: Any, keys: Any, *, ttl_s: float = 0.0, read_once: bool = False
+        self, pool: Any, blocks: Any, keys: Any, shard: int, *, ttl_s: float, read_once: bool
     ) -> FakeJob:
+        assert shard == 0
+
         def run(cancelled: threading.Event) -> PutResult:
             if self._node.full:
                 raise CapacityError("no slot is free")

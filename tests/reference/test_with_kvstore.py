@@ -32,6 +32,9 @@ WORDS = [
 ]
 
 
+SEEDED = Sampling(temperature=0.8, top_p=0.9, seed=99)
+
+
 class Borrowed:
     """A store that several engines use: none of them closes it."""
 
@@ -64,16 +67,16 @@ def prompts(count: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=99)],
-    ids=["greedy", "seeded"],
+    ("sampling", "ranks"),
+    [(Sampling(), 1), (SEEDED, 1), (SEEDED, 2)],
+    ids=["greedy", "seeded", "two ranks"],
 )
 def test_prefill_to_decode_through_the_store_equals_mono(
-    make_engine: MakeEngine, ask: Ask, store: Borrowed, sampling: Sampling
+    make_engine: MakeEngine, ask: Ask, store: Borrowed, sampling: Sampling, ranks: int
 ) -> None:
     mono = make_engine(prefix_cache=False)
-    prefill = make_engine(store, mode="prefill", blocks=512)
-    decode = make_engine(store, mode="decode", blocks=512, prefix_cache=False)
+    prefill = make_engine(store, mode="prefill", blocks=512, ranks=ranks)
+    decode = make_engine(store, mode="decode", blocks=512, prefix_cache=False, ranks=ranks)
     texts = prompts(20)
     names = [f"r{number}" for number in range(len(texts))]
     asked = list(zip(names, texts, strict=True))
@@ -120,13 +123,15 @@ def test_pages_are_stored_with_the_prompts_tokens_and_the_tail_without(
     assert [node.tokens for node in nodes if node.read_once] == [b""]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_an_engine_with_a_slab_answers_the_same_and_reads_the_node_once(
-    make_engine: MakeEngine, ask: Ask
+    make_engine: MakeEngine, ask: Ask, ranks: int
 ) -> None:
     text = prompts(7)[5] + " and then something else."
     slab = DeviceSlabConfig(capacity_bytes=8 << 20)
     with KVStore.open(capacity_bytes=64 << 20, device_slab=slab) as opened:
-        one, two = make_engine(Borrowed(opened)), make_engine(Borrowed(opened), prefix_cache=False)
+        one = make_engine(Borrowed(opened), ranks=ranks)
+        two = make_engine(Borrowed(opened), prefix_cache=False, ranks=ranks)
         expected = ask(one, text, 16).wait().tokens
         assert one.close(10.0)
         for turn in range(2):
@@ -137,17 +142,48 @@ def test_an_engine_with_a_slab_answers_the_same_and_reads_the_node_once(
             assert wait_for(lambda: not opened.stats()["slab"]["pending_bytes"], 10.0)
             read = opened.stats()["counts"]["loaded_bytes"] - before
             assert (read > 0) == (turn == 0)
-        assert opened.stats()["slab"]["pages_hit"] == len(text) // 64
+        assert opened.stats()["slab"]["pages_hit"] == ranks * (len(text) // 64)
 
 
-def flip_a_byte_of_every_page(store: Borrowed) -> int:
-    """In the node's memory itself, as a fault would; returns how many pages there are."""
+def test_pages_of_other_ranks_are_a_miss(
+    make_engine: MakeEngine, ask: Ask, store: Borrowed
+) -> None:
+    text = prompts(7)[5]
+    prefill = make_engine(store, mode="prefill")
+    decode = make_engine(store, mode="decode", ranks=2)
+    handoff = ask(prefill, text, 1, SEEDED, to_handoff=True).wait().handoff
+    answer = ask(decode, text, 16, SEEDED, from_handoff=handoff).wait()
+    assert answer.tokens == ask(make_engine(), text, 16, SEEDED).wait().tokens
+    assert answer.request.timings.restored_tokens == 0
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_a_page_that_is_wrong_at_one_rank_is_computed_again_at_all(
+    make_engine: MakeEngine, ask: Ask, store: Borrowed, shard: int
+) -> None:
+    text = prompts(7)[5]
+    prefill = make_engine(store, mode="prefill", ranks=2)
+    decode = make_engine(store, mode="decode", ranks=2, prefix_cache=False)
+    handoff = ask(prefill, text, 1, SEEDED, to_handoff=True).wait().handoff
+    assert flip_a_byte_of_every_page(store, shard) > 3
+    answer = ask(decode, text, 16, SEEDED, from_handoff=handoff).wait()
+    assert answer.tokens == ask(make_engine(), text, 16, SEEDED).wait().tokens
+    assert answer.request.timings.restored_tokens == 0
+
+
+def flip_a_byte_of_every_page(store: Borrowed, shard: int | None = None) -> int:
+    """In the node's memory itself, as a fault would; returns how many pages there are.
+
+    With a ``shard``, only pages of that one.
+    """
     link = store._link
     slots = link.node.pages.slots
     flipped = 0
     for space in link.node.pages.spaces:
         for node in space.nodes.values():
-            for slot in node.slots.values():
+            for number, slot in node.slots.items():
+                if shard not in (None, number):
+                    continue
                 extent, _, offset = slots.address(slot)
                 descriptor = link.memory.descriptor(extent)
                 at = offset + 4 * 37 + 3  # sign and exponent of some K of the first layer
