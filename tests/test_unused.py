@@ -40,6 +40,7 @@ _PRINTED = "printed as JSON: docs/performance.md"
 CALLED_BY_OTHERS: dict[str, str] = {
     "engine_adapters/vllm/tier.py:KVStoreTier": "vLLM finds it by its name: docs/engines/vllm.md",
     "kvstore/handoff/prefill.py:Sender.send_state": "engines with state data: docs/handoff.md",
+    "kvstore/tier/push_memory.py:PushMemory": "engines with KV on a device: docs/handoff.md",
     "kvstore/server/metrics.py:render_slab": "for an engine's exporter: docs/operations/metrics.md",
     "kvstore/state/ask/explain.py:Explanation.asked_pages": "in the JSON of explain",
     "kvstore/state/tree/slots.py:SlotStats.retiring_bytes": "the metrics put its name together",

@@ -22,7 +22,7 @@ from engine_adapters.reference.handoff_options import (
 from engine_adapters.reference.push_queues import DecodeQueues
 from engine_adapters.reference.rank_pushes import RankReceivers, joint_status
 from engine_adapters.reference.request import Request, State
-from engine_adapters.reference.sampler import SEED_MAX
+from engine_adapters.reference.sampler import SEED_MAX, are_logprobs
 from engine_adapters.reference.tokenizer import VOCAB_SIZE
 from kvstore.engine.transfer import HandoffReport
 from kvstore.errors import CapacityError, KVStoreError
@@ -270,6 +270,8 @@ class DecodePushes:
             push.wrong = FailureCode.WRONG_PROMPT
             return None
         right = aux.position == request.prompt_tokens and 0 <= aux.first_token < VOCAB_SIZE
+        right = right and 0 <= aux.cached_tokens <= request.prompt_tokens
+        right = right and are_logprobs(aux.logprobs, aux.first_token)
         if not right or (aux.seed is not None and not 0 <= aux.seed <= SEED_MAX):
             _log.warning("request %s: its aux data make no sense", request.id)
             push.wrong = FailureCode.PROTOCOL

@@ -8,8 +8,8 @@ import msgspec
 
 from engine_adapters.reference.engine import Engine
 from engine_adapters.reference.request import Output, Push, Request, Timings
-from engine_adapters.reference.sampler import SEED_MAX, Sampling
-from engine_adapters.reference.tokenizer import VOCAB_SIZE, TextStream, encode
+from engine_adapters.reference.sampler import LOGPROBS_MAX, SEED_MAX, Sampling
+from engine_adapters.reference.tokenizer import VOCAB_SIZE, TextStream, encode, shown
 from kvstore.engine.transfer import NOTHING, Transfer
 from kvstore.handoff.rooms import ROOM_MAX
 
@@ -54,9 +54,21 @@ class CompletionBody(msgspec.Struct):
     seed: int | None = None
     stream: bool = False
     stop: str | list[str] | None = None
+    logprobs: int | None = None
     return_token_ids: bool = False
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
     request_id: str | None = None
+
+
+class ChoiceLogprobs(msgspec.Struct):
+    """Log-probabilities in OpenAI's format, without ``text_offset``; one entry for each token.
+
+    None: a token was sampled by another engine, which has not told.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
 
 
 class Choice(msgspec.Struct, omit_defaults=True):
@@ -66,6 +78,7 @@ class Choice(msgspec.Struct, omit_defaults=True):
     index: int
     finish_reason: str | None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    logprobs: ChoiceLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class CachedTokens(msgspec.Struct):
@@ -140,6 +153,11 @@ def to_request(
         (0.0 <= body.temperature <= 100.0, "temperature", "must be in 0..100"),
         (0.0 < body.top_p <= 1.0, "top_p", "must be in (0, 1]"),
         (body.seed is None or 0 <= body.seed <= SEED_MAX, "seed", f"must be in 0..{SEED_MAX}"),
+        (
+            body.logprobs is None or 0 <= body.logprobs <= LOGPROBS_MAX,
+            "logprobs",
+            f"must be in 0..{LOGPROBS_MAX}",
+        ),
         (len(stops) <= _STOPS_MAX, "stop", f"at most {_STOPS_MAX} strings"),
         (all(0 < len(s) <= _STOP_CHARS_MAX for s in stops), "stop", "an empty or too long string"),
         (body.model in (None, engine.model_name), "model", f"this is {engine.model_name}"),
@@ -167,6 +185,7 @@ def to_request(
             seed=secrets.randbelow(SEED_MAX) if seed is None else seed,
         ),
         text=TextStream(stops),
+        logprobs=body.logprobs,
         to_handoff=transfer.do_remote_decode,
         from_handoff=handoff,
         push=push,
@@ -230,6 +249,16 @@ def _handoff(transfer: Transfer, prompt_tokens: int) -> Transfer:
         if not right:
             raise BadRequestError(f"kv_transfer_params.{field}: {message}")
     return transfer
+
+
+def logprobs_in(output: Output, count: int) -> ChoiceLogprobs:
+    """The log-probabilities of an output, with so many alternatives to each token."""
+    told = list(zip(output.tokens, output.logprobs, strict=True))
+    return ChoiceLogprobs(
+        [shown(token) for token, _ in told],
+        [one.get(token) for token, one in told],
+        [{shown(at): one[at] for at in one} if count and one else None for _, one in told],
+    )
 
 
 def usage(request: Request) -> Usage:

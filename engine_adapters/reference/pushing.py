@@ -230,6 +230,7 @@ class PrefillPushes:
                 position=request.prompt_tokens,
                 seed=sampling.seed if sampling.temperature else None,
                 is_final=is_final,
+                logprobs=request.first_logprobs,
                 cached_tokens=timings.cached_tokens + timings.restored_tokens,
                 prompt=prompt_digest(request.tokens[: request.prompt_tokens]),
             )

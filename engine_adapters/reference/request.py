@@ -1,6 +1,6 @@
 """One request, from arrival to answer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -57,6 +57,8 @@ class Timings(msgspec.Struct):
         cached_tokens: tokens found in this engine's own prefix tree.
         restored_tokens: tokens restored from the store.
         pushed_tokens: tokens whose K/V a prefill engine pushed.
+        prefill_cached_tokens: of these and those before them, how many that engine had found in its
+            own prefix tree or in the store.
         restored_bytes: bytes restored from the store.
     """
 
@@ -69,6 +71,7 @@ class Timings(msgspec.Struct):
     restored_tokens: int = 0
     restored_bytes: int = 0
     pushed_tokens: int = 0
+    prefill_cached_tokens: int = 0
 
 
 class Output(NamedTuple):
@@ -81,12 +84,15 @@ class Output(NamedTuple):
             completed, ``handoff_failed`` if it was not completed because nobody waits for its K/V
             any more; None while it runs.
         handoff: transfer parameters, with the last output of a prefill for another engine.
+        logprobs: of each token and its alternatives, its own first; empty if nobody has asked, and
+            an entry is empty if nobody has told.
     """
 
     tokens: list[int]
     text: str
     finish_reason: str | None = None
     handoff: Transfer | None = None
+    logprobs: Sequence[dict[int, float]] = ()
 
 
 class Push(NamedTuple):
@@ -119,6 +125,9 @@ class Request:
         blocks: block table; covers whole pages; this request holds a reference to each.
         computed: K/V of the positions ``0..computed-1`` are in the pool.
         stored_pages: leading pages that are stored or being stored.
+        logprobs: alternatives whose log-probabilities are wanted, with that of each token; None =
+            none are.
+        first_logprobs: of the first output token, if they are wanted.
         to_handoff: answer with a :class:`Transfer` when the store has the pages.
         from_handoff: transfer parameters of another engine's prefill.
         handoff_id: id of a handoff, once its tail page was submitted (or there is none).
@@ -139,6 +148,8 @@ class Request:
     emit: Callable[[Output], None]
     sampling: Sampling = field(default_factory=Sampling)
     text: TextStream = field(default_factory=TextStream)
+    logprobs: int | None = None
+    first_logprobs: dict[int, float] = field(default_factory=dict)
     to_handoff: bool = False
     from_handoff: Transfer | None = None
     arrived: float = 0.0

@@ -11,7 +11,11 @@ import numpy as np
 import torch
 import xxhash
 
+from engine_adapters.reference.tokenizer import VOCAB_SIZE
+
 SEED_MAX = 2**63 - 1
+LOGPROBS_MAX = 5
+"""Alternatives to each token whose log-probabilities a request may ask for, as at OpenAI."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,3 +58,27 @@ def sample(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
     size = min(size, len(order))
     drawn = uniform(sampling.seed, position) * cumulative[size - 1]
     return int(order[min(int(np.searchsorted(cumulative, drawn, side="right")), size - 1)])
+
+
+def logprobs_of(logits: torch.Tensor, token: int, count: int) -> dict[int, float]:
+    """Log-probabilities under the model, whatever temperature and nucleus are.
+
+    Args:
+        logits: shape (vocab,), float32; -inf excludes a token.
+        token: that was chosen.
+        count: how many of the most probable tokens, at most :data:`LOGPROBS_MAX`.
+
+    Returns:
+        token → natural logarithm of its probability: of the chosen one first, then of the most
+        probable ones, equal ones by number; excluded ones are left out.
+    """
+    numbers = torch.log_softmax(logits.double(), dim=-1).numpy()
+    best = np.argsort(-numbers, kind="stable")[:count].tolist()
+    wanted = [token, *(one for one in best if one != token and np.isfinite(numbers[one]))]
+    return {one: float(numbers[one]) for one in wanted}
+
+
+def are_logprobs(told: dict[int, float], token: int) -> bool:
+    """Whether these can be log-probabilities of a token and its alternatives, or are none."""
+    right = all(0 <= one < VOCAB_SIZE and number <= 0.0 for one, number in told.items())
+    return right and (not told or (token in told and len(told) <= LOGPROBS_MAX + 1))

@@ -26,6 +26,7 @@ from engine_adapters.reference.protocol import (
     Completion,
     CompletionBody,
     TokenizeBody,
+    logprobs_in,
     parse,
     to_request,
     usage,
@@ -249,6 +250,7 @@ class _Answer:
         merged = last._replace(
             tokens=[token for output in outputs for token in output.tokens],
             text="".join(output.text for output in outputs),
+            logprobs=[told for output in outputs for told in output.logprobs],
         )
         body = msgspec.json.encode(self._completion(merged))
         headers = {"X-Request-Id": self._request.id}
@@ -281,6 +283,8 @@ class _Answer:
         is_prefill = output.handoff is not None and self._request.to_handoff
         if self._with_ids or is_prefill:
             choice.token_ids = output.tokens
+        if self._request.logprobs is not None:
+            choice.logprobs = logprobs_in(output, self._request.logprobs)
         completion = Completion(
             id=self._request.id, object="text_completion", model=self._model, choices=[choice]
         )

@@ -20,7 +20,7 @@ from engine_adapters.reference.pool import LayerHash
 from engine_adapters.reference.push_queues import DecodeQueues
 from engine_adapters.reference.pushing import PrefillPushes
 from engine_adapters.reference.request import Output, Request, State
-from engine_adapters.reference.sampler import sample
+from engine_adapters.reference.sampler import logprobs_of, sample
 from engine_adapters.reference.tokenizer import EOS
 from kvstore.engine.transfer import Transfer
 
@@ -145,7 +145,8 @@ class Steps:
         self._record_hashes(request)
         if aux.seed is not None:
             request.sampling = replace(request.sampling, seed=aux.seed)
-        first = self._append(request, aux.first_token)
+        request.timings.prefill_cached_tokens = aux.cached_tokens
+        first = self._append(request, aux.first_token, aux.logprobs)
         if aux.is_final and first.finish_reason is None:
             first = first._replace(finish_reason="stop")
         if first.finish_reason is not None:
@@ -217,7 +218,10 @@ class Steps:
                 self._offer(request, now)
                 continue
             token = sample(logits[row], request.sampling, len(request.tokens))
-            output = self._append(request, token)
+            told: dict[int, float] = {}
+            if request.logprobs is not None:
+                told = logprobs_of(logits[row], token, request.logprobs)
+            output = self._append(request, token, told)
             if self._parts.observer is not None and not request.to_handoff:
                 self._parts.observer.decode_step(request, output.finish_reason)
             if output.finish_reason is not None:
@@ -236,8 +240,16 @@ class Steps:
         if self._parts.store is not None and request.fake is None:
             self._parts.store.offer(request, now)
 
-    def _append(self, request: Request, token: int) -> Output:
+    def _append(
+        self, request: Request, token: int, logprobs: dict[int, float] | None = None
+    ) -> Output:
         """Append an output token; the output has a finish reason if it is the last one."""
+        told = () if request.logprobs is None else (logprobs or {},)
+        if not request.output_tokens and told:
+            request.first_logprobs = told[0]
+        return self._output(request, token)._replace(logprobs=told)
+
+    def _output(self, request: Request, token: int) -> Output:
         request.tokens.append(token)
         self._parts.metrics.output_tokens.inc()
         text = request.text.feed(token)

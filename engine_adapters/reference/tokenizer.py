@@ -18,6 +18,13 @@ def encode(text: str) -> list[int]:
     return list(text.encode("utf-8", errors="surrogatepass"))
 
 
+def shown(token: int) -> str:
+    """A name of a token: its character, its byte if it is a part of one, else its number."""
+    if token < 0x80:
+        return chr(token)
+    return f"bytes:\\x{token:02x}" if token < 0x100 else f"<{token}>"
+
+
 class TextStream:
     """Converts output tokens to text incrementally, and detects stop strings.
 

@@ -83,6 +83,9 @@ def decode_aux(packed: bytes) -> AuxData:
         ProtocolError: they are not that.
     """
     try:
-        return _decoder.decode(packed)
+        found = _decoder.decode(packed)
     except UNREADABLE as error:  # of a field that is unknown, perhaps
         raise ProtocolError(f"the aux data cannot be read: {error}") from error
+    if len(found.hidden_state) > HIDDEN_BYTES_MAX:
+        raise ProtocolError(f"{len(found.hidden_state)} bytes of hidden state are over 64 KiB")
+    return found

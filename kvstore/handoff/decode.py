@@ -12,10 +12,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import Final
 
-import numpy as np
-
 from kvstore.errors import (
     CapacityError,
+    DeviceUnavailable,
     InvalidArgument,
     KVStoreError,
     PeerUnreachable,
@@ -25,6 +24,7 @@ from kvstore.handoff.aux_data import AUX_BYTES_MAX, AuxData, decode_aux
 from kvstore.handoff.connecting import CONNECT_S, LINKING_S, end_links, link_all, link_to
 from kvstore.handoff.effects import Effect, EndEngine, EndLink, Landing, SendTo
 from kvstore.handoff.greeting import Greeter, SealedStream
+from kvstore.handoff.landings import DeviceLandings, HostReader, open_landings, skip
 from kvstore.handoff.links import (
     LinkThreads,
     PeerLinks,
@@ -46,7 +46,6 @@ from kvstore.handoff.messages import (
 from kvstore.handoff.peers import PeerRank, peer_ranks
 from kvstore.handoff.receiving import Receivers
 from kvstore.handoff.registry import RegistryClient
-from kvstore.handoff.staging import Staging
 from kvstore.handoff.states import (
     FailureCode,
     HandoffFailure,
@@ -68,7 +67,6 @@ LINKS_MAX: Final = 256
 TRIES_MAX: Final = 3
 """To ask the registry and connect; then the handoffs that wait for it fail."""
 _PAUSE_S: Final = 0.2
-_SCRATCH_BYTES: Final = 64 * 1024
 _LOG: Final = logging.getLogger(__name__)
 
 
@@ -88,7 +86,9 @@ class DecodeManager:
             None = no TLS.
 
     Raises:
-        InvalidArgument: a file of ``certificates`` cannot be used; with its field.
+        InvalidArgument: a file of ``certificates`` cannot be used, or another transport is given
+            for a pool on a device; with its field.
+        DeviceUnavailable: the device of the pool has no memory for staging, or it cannot be pinned.
     """
 
     def __init__(
@@ -111,11 +111,15 @@ class DecodeManager:
         self.faults = Faults(_LOG, "handoff, decode")
         self._engine = engine
         self._transport = engine.transport if engine is not None else ""
-        self._staged = engine.staged_address if engine is not None else 0
+        staged = engine.staged_address if engine is not None else 0
         with contextlib.ExitStack() as undo:
             if engine is not None:
                 undo.callback(engine.close)
+                pool.check_transport("engine")
             self._tls = certificates.connecting() if certificates is not None else None
+            calls = self._landed, self._device_failed
+            self._landings = open_landings(pool, self._aux, staged, *calls)
+            undo.callback(self._landings.close)
             self._ticker = Ticker(self._tick, "kvstore-handoff-ticker")
             undo.callback(self._ticker.close)
             if engine is not None:
@@ -174,6 +178,7 @@ class DecodeManager:
                 "threads": len(self._threads), "limbo_blocks": self._core.limbo_blocks(),
                 "limbo_states": self._core.limbo().total() - self._core.limbo_blocks(),
                 "aux_slots": self._aux.count - len(self._core.free_slots),
+                "device_copies": self._landings.copying,
             }  # fmt: skip
 
     def close(self) -> None:
@@ -184,6 +189,7 @@ class DecodeManager:
         for peer in peers:
             self._drop(peer, FailureCode.CLOSED, "the manager was closed")
         self._threads.join(2 * CONNECT_S + self._silence_s)
+        self._landings.close()
         self._ticker.close()
         if self._engine is not None:
             self._engine.close()
@@ -194,6 +200,18 @@ class DecodeManager:
         """Tell the core something, and carry out what it wants done."""
         with self._lock:
             self._carry_out(call(self._core, time.monotonic_ns()))
+
+    def announce(
+        self, room: int, first_token: int, blocks: Sequence[int],
+        states: Mapping[str, Sequence[int]],
+    ) -> None:  # fmt: skip
+        """See :meth:`Receiver.announce`."""
+        try:
+            after = self._pool.fence()
+        except DeviceUnavailable as error:
+            self._device_failed(room, str(error))
+            return
+        self.act(lambda core, now: core.announce(room, first_token, blocks, now, states, after))
 
     def holds_blocks(self, room: int) -> bool:
         """See :attr:`Receiver.holds_blocks`."""
@@ -269,10 +287,13 @@ class DecodeManager:
             self._settle(link)
 
     def _settle(self, link: PushLink) -> None:
-        """Nothing arrives over a link any more."""
+        """Nothing arrives over a link any more, but what the device still copies."""
         end_links([link])
+        self._landings.settle(link.number, partial(self._settled, link.number))
+
+    def _settled(self, link: bytes) -> None:
         with self._lock:
-            self._core.settled(link.number)
+            self._core.settled(link)
 
     def _give_up(self, peer: PeerLinks, error: KVStoreError) -> None:
         """No link can be made: fail what waits for it, under the lock."""
@@ -373,12 +394,12 @@ class DecodeManager:
                 link.close()  # while others are made, who makes them finds it closed
 
     def _read(self, peer: PeerLinks, link: PushLink) -> None:
-        sealed, staging = link.stream("pushes"), Staging()
+        sealed, landings = link.stream("pushes"), self._landings.reader()
         while not link.is_closed:
             try:
                 message = read_from_prefill(sealed.receive(self._silence_s))
                 if isinstance(message, RangesHead | RangesWritten):
-                    self._take(link, sealed, message, staging)
+                    self._take(link, sealed, message, landings)
                     continue
             except KVStoreError as error:
                 self._fault(peer, cause_of(error), str(error))
@@ -390,7 +411,7 @@ class DecodeManager:
 
     def _take(
         self, link: PushLink, sealed: SealedStream, head: RangesHead | RangesWritten,
-        staging: Staging,
+        landings: HostReader | DeviceLandings,
     ) -> None:  # fmt: skip
         """Receive ranges into the pool, unless they were written there, and check them."""
         follows = isinstance(head, RangesHead)
@@ -401,29 +422,19 @@ class DecodeManager:
             note_refused(self.faults, link, head, self._core.counts, refused)
         if landing is None and not follows:
             return
+        receive = partial(sealed.receive_ranges, silence_s=self._silence_s)
         if landing is None:
-            scratch = np.empty(min(size, _SCRATCH_BYTES), dtype=np.uint8)
-            for at in range(0, size, _SCRATCH_BYTES):
-                place = (int(scratch.ctypes.data), min(size - at, _SCRATCH_BYTES))
-                sealed.receive_ranges([place], b"", self._silence_s)
-            return
-        code: FailureCode | None = FailureCode.PEER_CLOSED
-        why = "the connection broke within a range"
-        try:
-            receive = partial(sealed.receive_ranges, silence_s=self._silence_s)
-            come = receive if follows else None
-            right = staging.land(self._pool, self._aux, landing, come, self._staged)
-            code, why = None if right else FailureCode.DIGEST, "bytes do not match their digest"
-        except KVStoreError as error:
-            code, why = cause_of(error), f"within a range: {error}"
-            raise
-        finally:
-            self._landed(landing, code, why)
+            skip(size, receive)
+        else:
+            landings.land(landing, receive if follows else None)
 
     def _landed(self, landing: Landing, code: FailureCode | None, why: str) -> None:
-        if code is FailureCode.DIGEST:
-            self.faults.note("digest", f"room {landing.room}: {why}")
+        if code in (FailureCode.DIGEST, FailureCode.DEVICE):
+            self.faults.note(code, f"room {landing.room}: {why}")
         self.act(lambda core, now: core.landed(landing, code, why, now))
+
+    def _device_failed(self, room: int, why: str) -> None:
+        self.act(lambda core, now: core.device_failed(room, why, now))
 
     def _fault(self, peer: PeerLinks, code: FailureCode, why: str) -> None:
         if not peer.is_closed:
@@ -478,9 +489,7 @@ class Receiver:
             InvalidArgument: a block is not in the pool, named twice, or of another handoff; or
                 blocks of a state buffer are missing.
         """
-        self._manager.act(
-            lambda core, now: core.announce(self.room, first_token, blocks, now, states)
-        )
+        self._manager.announce(self.room, first_token, blocks, states)
 
     def renew(self) -> None:
         """The request waits for memory; call it in each step, so that prefill waits."""

@@ -1,7 +1,7 @@
 """What the cores of both sides want done. Pure values."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ class PushJob(NamedTuple):
         targets: first block of each range in decode's pool; if the share is staged, how many
             announced positions are before it.
         place: where another transport may write them; None = over the link.
+        after: fences of a pool on a device: the blocks are not read before all of them.
     """
 
     number: int
@@ -42,6 +43,7 @@ class PushJob(NamedTuple):
     aux: bytes = b""
     targets: Sequence[int] = ()
     place: LandingPlace | None = None
+    after: tuple[Any, ...] = ()
 
     def joined(self, other: "PushJob") -> "PushJob":
         """This job with the ranges of another of the same room behind its own."""
@@ -55,6 +57,7 @@ class PushJob(NamedTuple):
             targets=[*self.targets, *other.targets],
             blocks=np.concatenate((self.blocks, other.blocks)),
             generations=np.concatenate((self.generations, other.generations)),
+            after=self.after + tuple(one for one in other.after if one not in self.after),
         )
 
 
@@ -96,6 +99,7 @@ class Landing(NamedTuple):
         rows: blocks of each range, if the share is staged.
         staged_at: where the bytes of each range are in the memory for what is staged, if another
             transport has written them there; empty = they come over the link.
+        after: fences of a pool on a device: the blocks are not written before all of them.
     """
 
     link: bytes
@@ -106,6 +110,7 @@ class Landing(NamedTuple):
     share: LinkShare
     rows: list[npt.NDArray[np.int64]]
     staged_at: Sequence[int] = ()
+    after: tuple[Any, ...] = ()
 
     @property
     def is_staged(self) -> bool:

@@ -63,7 +63,7 @@ class JobQueues:
                 rows = [here[one.first - positions.start :][: one.size] for one in ranges]
             job = PushJob(
                 next(self._numbers), leg.link, room, ranges, sources, here, generations, share,
-                rows, b"", targets, place,
+                rows, b"", targets, place, part.after,
             )  # fmt: skip
             self._put(leg, job)
 
@@ -126,7 +126,8 @@ class JobQueues:
 def _is_small(one: PushJob, other: PushJob) -> bool:
     """Whether two jobs may be one."""
     size = one.share.bytes_of(one.ranges) + other.share.bytes_of(other.ranges)
-    most = RANGES_BYTES_MAX if one.share.is_staged else JOINED_BYTES_MAX
+    is_gathered = one.share.is_staged or one.after
+    most = RANGES_BYTES_MAX if is_gathered else JOINED_BYTES_MAX
     return size <= most and len(one.ranges) + len(other.ranges) <= RANGES_MAX
 
 

@@ -9,7 +9,7 @@ import xxhash
 
 from kvstore.errors import InvalidArgument
 from kvstore.handoff.effects import Landing, PushJob
-from kvstore.handoff.messages import LandingPlace
+from kvstore.handoff.messages import RANGES_BYTES_MAX, LandingPlace
 from kvstore.handoff.places import (
     AUX_PLANE,
     PLANES_MAX,
@@ -25,14 +25,15 @@ from kvstore.handoff.writing import BlockWrite
 from kvstore.mover import Pieces
 from kvstore.mover.kvpool import HeadRows, KVPool
 from kvstore.mover.ranges import Places, digest_ranges, range_seeds
+from kvstore.tier.push_way import BlockRows, DeviceFence, DeviceMemory
 
 
 class HandoffPool:
     """An engine's pool, as handoffs use it.
 
     Args:
-        pool: in host memory, its blocks adjacent; the engine owns the memory and keeps it until the
-            manager that uses it was closed.
+        pool: in host memory with its blocks adjacent, or on a device; the engine owns the memory
+            and keeps it until the manager that uses it was closed.
         block_tokens: tokens of one block.
         generations: one number for each block, shape (block_count,); the engine adds 1 to it
             before it gives the block to another request. None = it has none: then a block that is
@@ -41,16 +42,21 @@ class HandoffPool:
             it has. A block has one row a token, and in a row head after head. None = there is one
             rank, and so there is at the engines that it exchanges KV with.
         states: memory of what a request has besides KV, in the same order at both sides.
+        device: where the pool and all state buffers are, if not in host memory, for example a
+            :class:`kvstore.tier.push_memory.PushMemory`. A block is then read when the device has
+            reached the point at which it was sent, and written when it has reached the one at which
+            it was announced.
         fake: move no byte of KV, for tests and warm-up: handoffs go through all states, with their
             aux data, and nothing in the pool is read or written. The pools of both sides must be.
 
     Attributes:
         shape: its numbers; a block of a fake pool has 0 bytes, so no other pool fits to it.
         group: as given.
+        device: as given.
 
     Raises:
-        InvalidArgument: the pool is on a device, has gaps between blocks, or a number is wrong; or
-            the group does not fit to it.
+        InvalidArgument: the pool is on another device, has gaps between blocks in host memory, or a
+            number is wrong; or the group does not fit to it.
     """
 
     def __init__(
@@ -61,14 +67,17 @@ class HandoffPool:
         group: RankGroup | None = None,
         *,
         states: Sequence[StateBuffer] = (),
+        device: DeviceMemory | None = None,
         fake: bool = False,
     ) -> None:
-        if pool.device != "cpu":
-            raise InvalidArgument("device", f"handoffs need host memory, not {pool.device}")
-        if pool.block_stride_bytes != pool.block_bytes:
+        there = device.device if device is not None else "cpu"
+        if pool.device != there:
+            raise InvalidArgument("device", f"the pool is on {pool.device}, not {there}")
+        if device is None and pool.block_stride_bytes != pool.block_bytes:
             raise InvalidArgument("block_stride_bytes", "handoffs need blocks without gaps")
         if fake and group is not None:
             raise InvalidArgument("fake", "only where there is one rank")
+        self.device = None if fake else device
         size = 0 if fake else pool.block_bytes
         if group is None:
             whole = RankPart((0, pool.layer_count), (0, 1))
@@ -162,6 +171,7 @@ class HandoffPool:
 
         Either all are of KV, or all are of one state buffer.
         """
+        assert self.device is None
         if ranges[0].plane >= STATE_PLANE:
             return self._states[state_of(ranges[0].plane)].places(ranges, firsts)
         size, first_plane = self._block_bytes, self.shape.first_plane
@@ -169,6 +179,64 @@ class HandoffPool:
             (self._planes[one.plane - first_plane] + first * size, one.size * size)
             for one, first in zip(ranges, firsts, strict=True)
         ]
+
+    def fence(self) -> tuple[DeviceFence, ...]:
+        """What a device reaches after all that the calling thread's engine has given to it so far.
+
+        Raises:
+            DeviceUnavailable: the device has failed.
+        """
+        return () if self.device is None else (self.device.fence(),)
+
+    def check_transport(self, field: str) -> None:
+        """Refuse another transport than TCP where the pool cannot be read or written by it.
+
+        Raises:
+            InvalidArgument: with ``field``; the pool is on a device.
+        """
+        if self.device is not None:
+            raise InvalidArgument(field, f"a pool on {self.device.device} goes over TCP only")
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of all ranges of a message at most, but for aux data."""
+        states = self.shape.states
+        return max(RANGES_BYTES_MAX, self._block_bytes, *[one.block_bytes for one in states])
+
+    @property
+    def rows_max(self) -> int:
+        """Blocks of all ranges of a message at most; if heads are gathered, they are smaller."""
+        sizes = [self._block_bytes // self.shape.head_count]
+        sizes += [one.block_bytes for one in self.shape.states]
+        return self.slot_bytes // max(min(sizes), 1) + 1
+
+    def block_rows(
+        self, ranges: Sequence[PushRange], firsts: Sequence[int],
+        rows: Sequence[npt.NDArray[np.int64]],
+    ) -> list[BlockRows]:  # fmt: skip
+        """The blocks of ranges, for a device.
+
+        Args:
+            ranges: all of KV, or all of one state buffer.
+            firsts: first block of each.
+            rows: blocks of each; empty = they are neighbours.
+        """
+        index = state_of(ranges[0].plane)
+        before = self.shape.first_plane if index < 0 else STATE_PLANE + index * PLANES_MAX
+        blocks = rows or [
+            np.arange(first, first + one.size, dtype=np.int64)
+            for one, first in zip(ranges, firsts, strict=True)
+        ]
+        return [
+            BlockRows(index + 1, one.plane - before, these)
+            for one, these in zip(ranges, blocks, strict=True)
+        ]
+
+    def head_rows(self, heads: Span) -> HeadRows:
+        """Some heads, of those of this pool, in a block."""
+        shape = self.shape
+        first, stop = (head - shape.heads[0] for head in heads)
+        return HeadRows(shape.block_tokens, shape.head_count, first, stop)
 
     def head_pieces(
         self, planes: Sequence[int], rows: Sequence[npt.NDArray[np.int64]], heads: Span
@@ -180,11 +248,8 @@ class HandoffPool:
             rows: blocks of each range.
             heads: first head, and the one after the last; of those of this pool.
         """
-        shape = self.shape
-        first, stop = (head - shape.heads[0] for head in heads)
-        wanted = HeadRows(shape.block_tokens, shape.head_count, first, stop)
         return self._pool.head_pieces(
-            np.array(planes) - shape.first_plane, np.stack(list(rows)), wanted
+            np.array(planes) - self.shape.first_plane, np.stack(list(rows)), self.head_rows(heads)
         )
 
 

@@ -6,16 +6,15 @@ One object for each rank. No method waits for the network.
 import contextlib
 import logging
 import os
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Final
 
-from kvstore.errors import InvalidArgument, KVStoreError, PeerUnreachable, reason
+from kvstore.errors import DeviceUnavailable, KVStoreError
 from kvstore.handoff.aux_data import AuxData, encode_aux
+from kvstore.handoff.device_reads import DeviceReads
 from kvstore.handoff.effects import Effect, PushJob, SendTo, Submit
 from kvstore.handoff.greeting import GREETING_S, PROTOCOL, Greeter, SealedStream
 from kvstore.handoff.job_watch import JobObserver, JobWatch
@@ -24,11 +23,11 @@ from kvstore.handoff.links import (
     PushLink,
     Ticker,
     cause_of,
-    fit_send_buffer,
     note_refused,
     refusals,
     send_limit_s,
 )
+from kvstore.handoff.listening import LinkListener
 from kvstore.handoff.memory import HandoffPool
 from kvstore.handoff.messages import RangesHead, RangesWritten, encode_message, read_from_decode
 from kvstore.handoff.places import pack_ranges
@@ -52,13 +51,11 @@ from kvstore.handoff.states import (
 from kvstore.handoff.writing import BlockWriter
 from kvstore.process.faults import Faults
 from kvstore.process.tls import CertificateFiles
-from kvstore.transport.streams import DataStream, stream_of
+from kvstore.tier.push_way import DeviceFence
+from kvstore.transport.streams import DataStream
 
 LINKS_MAX: Final = 256
 """Ranks of decode engines at a time."""
-GREETINGS_MAX: Final = 16
-"""Connections that have not greeted yet."""
-_ACCEPT_PAUSE_S: Final = 0.05
 _LOG: Final = logging.getLogger(__name__)
 
 
@@ -82,7 +79,9 @@ class PrefillManager:
 
     Raises:
         InvalidArgument: it cannot listen there, ``registry`` is no URL, or a file of
-            ``certificates`` cannot be used; with its field.
+            ``certificates`` cannot be used; or another transport is given for a pool on a device;
+            with its field.
+        DeviceUnavailable: the device of the pool has no memory for staging, or it cannot be pinned.
     """
 
     def __init__(
@@ -94,37 +93,32 @@ class PrefillManager:
         self._group = pool.group
         self._boot = os.urandom(16)
         self._greeter = Greeter(secret, space, pool.shape, self._group, boot=self._boot)
-        (host, port), patience = listen, patience or Patience()
+        patience = patience or Patience()
         self._silence_s, self._send_s = patience.silence_s, send_limit_s(patience)
         self._core = Senders(pool.shape, patience, self._group.rank)
         self._watch = JobWatch(self._group.rank)
         self._lock = threading.Lock()
         self._links: dict[bytes, PushLink] = {}
         self._threads = LinkThreads()
-        self._greeting: set[DataStream] = set()
         self._closed = False
-        self._over = threading.Event()
         self.faults = Faults(_LOG, "handoff, prefill")
         with contextlib.ExitStack() as undo:
             if writer is not None:
                 undo.callback(writer.close)
+                pool.check_transport("writer")
             self._tls = certificates.accepting() if certificates is not None else None
             tls = certificates.connecting() if certificates is not None else None
             client = RegistryClient(registry, secret, tls) if registry else None
-            try:
-                self._listener = socket.create_server((host, port), backlog=64)
-            except OSError as error:
-                raise InvalidArgument("listen", f"cannot listen: {reason(error)}") from error
-            undo.callback(self._listener.close)
-            self._listener.settimeout(None)
-            at = self._listener.getsockname()[1]
-            self.address = f"[{host}]:{at}" if ":" in host else f"{host}:{at}"
             self._writes = PushWrites(writer, pool, self._written)
-            self._acceptor = threading.Thread(
-                target=self._accept, name="kvstore-handoff-acceptor", daemon=True
+            self._reads: DeviceReads | None = None
+            if pool.device is not None:
+                self._reads = DeviceReads(pool, self._read_ready, self._read_failed)
+                undo.callback(self._reads.close)
+            self._listener = LinkListener(
+                listen, self._greet, self._threads, self.faults, self._tls
             )
-            self._acceptor.start()
-            undo.callback(self._stop_listening)
+            undo.callback(self._listener.close)
+            self.address = self._listener.address
             self._ticker = Ticker(self._tick, "kvstore-handoff-ticker")
             undo.callback(self._ticker.close)
             self._registration: RankLease | None = None
@@ -174,6 +168,7 @@ class PrefillManager:
             return {
                 **self._core.counts, **self.faults.counts, "links": len(self._links),
                 "threads": len(self._threads), **self._writes.counts,
+                "device_copies": self._reads.copying if self._reads is not None else 0,
             }  # fmt: skip
 
     def close(self) -> None:
@@ -183,14 +178,13 @@ class PrefillManager:
         with self._lock:
             self._closed = True
             links = list(self._links.values())
-            greeting = list(self._greeting)
-        self._stop_listening()
-        for stream in greeting:
-            stream.shutdown()
+        self._listener.close()
         for link in links:
             self._drop(link, FailureCode.CLOSED, "the manager was closed")
         self._threads.join(GREETING_S + self._silence_s)
         self._writes.close()
+        if self._reads is not None:
+            self._reads.close()
         self._ticker.close()
         for one in self.describe():  # those that decode had not spoken of
             self.abort(one.room)
@@ -205,12 +199,16 @@ class PrefillManager:
     def push(self, room: int, layers: range, positions: range, blocks: Sequence[int]) -> None:
         """See :meth:`Sender.send`."""
         generations = self._pool.generations(blocks)
-        self.act(lambda core, now: core.push(room, layers, positions, blocks, generations, now))
+        self._push(room, lambda core, now, after: core.push(
+            room, layers, positions, blocks, generations, now, after
+        ))  # fmt: skip
 
     def push_state(self, room: int, name: str, positions: range, blocks: Sequence[int]) -> None:
         """See :meth:`Sender.send_state`."""
         numbers = self._pool.state_generations(name, blocks)
-        self.act(lambda core, now: core.push_state(room, name, positions, blocks, numbers, now))
+        self._push(room, lambda core, now, after: core.push_state(
+            room, name, positions, blocks, numbers, now, after
+        ))  # fmt: skip
 
     def abort(self, room: int) -> None:
         """See :meth:`Sender.abort`."""
@@ -219,9 +217,22 @@ class PrefillManager:
     def holds_blocks(self, room: int) -> bool:
         """See :attr:`Sender.holds_blocks`."""
         with self._lock:
-            return self._core.holds_blocks(room)
+            held = self._core.holds_blocks(room)
+        return held or (self._reads is not None and self._reads.holds_blocks(room))
 
     # ---- inside -----------------------------------------------------------------------------
+
+    def _push(
+        self, room: int, push: Callable[[Senders, int, tuple[DeviceFence, ...]], list[Effect]]
+    ) -> None:
+        """Push what is there when the device has done what the engine has given to it."""
+        try:
+            after = self._pool.fence()
+        except DeviceUnavailable as error:
+            why = str(error)
+            self.act(lambda core, now: core.device_failed(room, why, now))
+            return
+        self.act(lambda core, now: push(core, now, after))
 
     def _carry_out(self, effects: Sequence[Effect]) -> None:
         """Carry out effects, under the lock."""
@@ -235,11 +246,11 @@ class PrefillManager:
             elif isinstance(effect, Submit):
                 link = self._links.get(effect.job.link)
                 self._watch.submitted(effect.job)
-                if link is None or not link.outbox.put_job(effect.job):
+                if link is not None and self._reads is not None and not effect.job.aux:
+                    self._reads.submit(effect.job)
+                elif link is None or not link.outbox.put_job(effect.job):
                     failure = self._failure(FailureCode.PEER_CLOSED, "the link was closed")
-                    self._watch.ended(effect.job, failure, TCP)
-                    now_ns = time.monotonic_ns()
-                    left.extend(self._core.completed(effect.job.number, failure, now_ns))
+                    left.extend(self._end_job(effect.job, failure))
 
     def _tick(self) -> None:
         self.act(lambda core, now: core.tick(now))
@@ -253,48 +264,7 @@ class PrefillManager:
             len(group.parts), group.data_rank, group.data_ranks,
         )  # fmt: skip
 
-    def _stop_listening(self) -> None:
-        self._over.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._acceptor.join()
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, peer = self._listener.accept()
-            except OSError:
-                self.faults.count("accept")  # no descriptor is left, perhaps
-                if self._over.wait(_ACCEPT_PAUSE_S):
-                    return
-                continue
-            try:
-                fit_send_buffer(connection)
-                stream = stream_of(connection, self._tls)
-            except KVStoreError:
-                continue  # it is broken already
-            self._begin(stream, str(peer[0]))
-
-    def _begin(self, stream: DataStream, peer: str) -> None:
-        """Let a thread greet a connection, unless there are too many."""
-        with self._lock:
-            full = self._closed or len(self._greeting) >= GREETINGS_MAX
-            if not full:
-                self._greeting.add(stream)
-        if full:
-            self.faults.note("greetings", f"{peer}: too many connections are greeting")
-            stream.close()
-            return
-        try:
-            self._threads.start(partial(self._greet, stream, peer), "kvstore-handoff-link")
-        except PeerUnreachable as error:
-            self.faults.note("greeting", f"{peer}: {error}")
-            with self._lock:
-                self._greeting.discard(stream)
-            stream.close()
-
-    def _greet(self, stream: DataStream, peer: str) -> None:
+    def _greet(self, stream: DataStream, peer: str, greeted: Callable[[], None]) -> None:
         """Greet a connection, then be the thread that uses it."""
         cause = "tls"
         try:
@@ -306,8 +276,7 @@ class PrefillManager:
             stream.close()
             return
         finally:
-            with self._lock:
-                self._greeting.discard(stream)
+            greeted()
         link = self._link(greeting.link, f"{greeting.name[:64]} at {peer}")
         if link is None or not link.add(greeting.purpose, sealed):
             self.faults.note("greeting", f"{peer}: too many links, or one that there is already")
@@ -344,9 +313,9 @@ class PrefillManager:
             now_ns = time.monotonic_ns()
             self._carry_out(self._core.closed(link.number, code, f"{link.peer}: {why}", now_ns))
             failure = self._failure(code, why)
-            for job in link.outbox.left():
-                self._watch.ended(job, failure, TCP)
-                self._carry_out(self._core.completed(job.number, failure, now_ns))
+            unread = self._reads.drop(link.number) if self._reads is not None else []
+            for job in link.outbox.left() + unread:
+                self._carry_out(self._end_job(job, failure))
 
     def _read(self, link: PushLink, sealed: SealedStream) -> None:
         """Read decode's messages until the link ends."""
@@ -384,7 +353,10 @@ class PrefillManager:
 
     def _send(self, job: PushJob, sealed: SealedStream, staging: Staging) -> HandoffFailure | None:
         """Send ranges, straight from the pool if they are whole; returns why they were not sent."""
-        places, digests = staging.read(self._pool, job)
+        if self._reads is not None and not job.aux:
+            places, digests = self._reads.read(job)
+        else:
+            places, digests = staging.read(self._pool, job)
         if not self._pool.is_unchanged(job):  # after the digest: what was digested was right
             why = "a block was given away before it was sent"
             return self._failure(FailureCode.BLOCKS_REUSED, why)
@@ -406,8 +378,27 @@ class PrefillManager:
             self._carry_out(effects)
 
     def _completed(self, job: PushJob, failure: HandoffFailure | None) -> None:
+        with self._lock:
+            self._carry_out(self._end_job(job, failure))
+
+    def _end_job(self, job: PushJob, failure: HandoffFailure | None) -> list[Effect]:
+        """A job of the link has ended; under the lock."""
         self._watch.ended(job, failure, TCP)
-        self.act(lambda core, now: core.completed(job.number, failure, now))
+        if self._reads is not None:
+            self._reads.ended(job)
+        return self._core.completed(job.number, failure, time.monotonic_ns())
+
+    def _read_ready(self, job: PushJob) -> None:
+        """The bytes of a job are in staging."""
+        with self._lock:
+            link = self._links.get(job.link)
+            if link is None or not link.outbox.put_job(job):
+                failure = self._failure(FailureCode.PEER_CLOSED, "the link was closed")
+                self._carry_out(self._end_job(job, failure))
+
+    def _read_failed(self, job: PushJob, why: str) -> None:
+        self.faults.note(FailureCode.DEVICE, f"room {job.room}: {why}")
+        self._completed(job, self._failure(FailureCode.DEVICE, why))
 
     def _failure(self, code: FailureCode, why: str) -> HandoffFailure:
         layer = Layer.PROTOCOL if code is FailureCode.BLOCKS_REUSED else Layer.TRANSPORT

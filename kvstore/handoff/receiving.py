@@ -13,7 +13,7 @@ write wait for the end of decode's engine besides, if a write may not have ended
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
 from kvstore.handoff.effects import Effect, EndEngine, EndLink, Landing, SendTo
@@ -117,7 +117,7 @@ class Receivers:
 
     def announce(
         self, room: int, first_token: int, blocks: Sequence[int], now_ns: int,
-        states: Mapping[str, Sequence[int]] = MappingProxyType({}),
+        states: Mapping[str, Sequence[int]] = MappingProxyType({}), after: tuple[Any, ...] = (),
     ) -> list[Effect]:  # fmt: skip
         """The engine has memory for a request; nothing happens if the handoff has ended.
 
@@ -127,6 +127,7 @@ class Receivers:
             blocks: block of each position from that of ``first_token`` on.
             now_ns: the time.
             states: blocks in each state buffer, by its name.
+            after: fences of a device, before which the blocks are not written.
 
         Raises:
             InvalidArgument: a block is not in the pool, named twice, or of another handoff.
@@ -140,6 +141,7 @@ class Receivers:
         parts = self._shape.wanted_states(one.token_count, first, states)
         self._owners.take(room, block_names(numbers, parts))
         one.first_token, one.first, one.blocks, one.states = first_token, first, numbers, parts
+        one.after = after
         for leg in one.legs.values():
             one.expect(leg)
         one.progress.heard(now_ns)
@@ -159,6 +161,11 @@ class Receivers:
         one = self._rooms[room]
         why = "the decode engine gave it up"
         return self._fail(one, FailureCode.ABORTED, Layer.PROTOCOL, why, now_ns)
+
+    def device_failed(self, room: int, why: str, now_ns: int) -> list[Effect]:
+        """The device of the pool has failed; what is landing lands until its end is told."""
+        one = self._rooms[room]
+        return self._fail(one, FailureCode.DEVICE, Layer.TRANSPORT, why, now_ns)
 
     def close(self, room: int, now_ns: int) -> list[Effect]:
         """The engine asks no more about a handoff; one that has not ended is aborted."""
@@ -321,7 +328,9 @@ class Receivers:
         leg.heard = True
         targets, rows = one.targets(leg, ranges)
         staged_at = one.staged_at(leg, ranges) if written else []
-        landing = Landing(link, head.room, ranges, targets, head.digests, share, rows, staged_at)
+        landing = Landing(
+            link, head.room, ranges, targets, head.digests, share, rows, staged_at, one.after
+        )
         return landing, size, []
 
     def landed(

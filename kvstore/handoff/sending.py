@@ -9,7 +9,7 @@ ended, and so has every job that was submitted for it.
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -111,7 +111,7 @@ class Senders:
 
     def push(
         self, room: int, layers: range, positions: range, blocks: Sequence[int],
-        generations: npt.NDArray[np.uint64], now_ns: int,
+        generations: npt.NDArray[np.uint64], now_ns: int, after: tuple[Any, ...] = (),
     ) -> list[Effect]:  # fmt: skip
         """The KV of these layers is in these blocks; nothing happens if the handoff has ended.
 
@@ -122,6 +122,7 @@ class Senders:
             blocks: the block of each.
             generations: of each block; empty = the pool has none.
             now_ns: the time.
+            after: fences of a device, before which the blocks are not read.
 
         Raises:
             InvalidArgument: something is outside, or was pushed before.
@@ -143,11 +144,11 @@ class Senders:
             raise InvalidArgument("positions", f"{layers} of {positions} is outside, or was sent")
         first = self._shape.first_plane
         planes = range(planes.start + first, planes.stop + first)
-        return self._pushed(one, SentPart(planes, positions, numbers, generations), now_ns)
+        return self._pushed(one, SentPart(planes, positions, numbers, generations, after), now_ns)
 
     def push_state(
         self, room: int, name: str, positions: range, blocks: Sequence[int],
-        generations: npt.NDArray[np.uint64], now_ns: int,
+        generations: npt.NDArray[np.uint64], now_ns: int, after: tuple[Any, ...] = (),
     ) -> list[Effect]:  # fmt: skip
         """State data of these positions is in these blocks of its buffer; as :meth:`push`."""
         one = self._rooms[room]
@@ -163,7 +164,7 @@ class Senders:
             raise InvalidArgument(field, f"{positions} is outside, or was sent")
         planes = self._shape.state_shares[index].planes
         numbers = np.asarray(blocks, dtype=np.int64)
-        return self._pushed(one, SentPart(planes, positions, numbers, generations), now_ns)
+        return self._pushed(one, SentPart(planes, positions, numbers, generations, after), now_ns)
 
     def finish(self, room: int, aux: bytes, now_ns: int) -> list[Effect]:
         """Everything was pushed; send the aux data.
@@ -198,6 +199,10 @@ class Senders:
         one = self._rooms[room]
         why = "the prefill engine gave it up"
         return self._fail(one, FailureCode.ABORTED, Layer.PROTOCOL, why, now_ns)
+
+    def device_failed(self, room: int, why: str, now_ns: int) -> list[Effect]:
+        """The device of the pool cannot say when the blocks are written."""
+        return self._fail(self._rooms[room], FailureCode.DEVICE, Layer.TRANSPORT, why, now_ns)
 
     def close(self, room: int, now_ns: int) -> list[Effect]:
         """The engine asks no more about a handoff; one that has not ended is aborted."""

@@ -71,6 +71,8 @@ class FailureCode(StrEnum):
     """The manager of this side was closed."""
     DEADLINE = "deadline"
     """The other side said nothing for as long as the state allows, or the whole took too long."""
+    DEVICE = "device"
+    """A copy to or from the device of a pool has failed, or was late, or there was no staging."""
     DIGEST = "digest"
     """Bytes that arrived do not match their digest."""
     ENGINE_ENDED = "engine_ended"

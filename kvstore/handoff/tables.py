@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,12 +51,16 @@ class LinkSource(NamedTuple):
 
 
 class SentPart(NamedTuple):
-    """KV, or state data, of some planes and positions that the engine has written."""
+    """KV, or state data, of some planes and positions that the engine has written.
+
+    On a device it may not have yet, but it has at the fences ``after``.
+    """
 
     planes: range
     positions: range
     blocks: npt.NDArray[np.int64]
     generations: npt.NDArray[np.uint64]
+    after: tuple[Any, ...] = ()
 
 
 class Wanted(NamedTuple):
@@ -203,7 +207,7 @@ class ReceivingRoom:
     """One room at decode; only :class:`~kvstore.handoff.receiving.Receivers` changes it."""
 
     __slots__ = (
-        "aborts", "aux_bytes", "aux_claimed", "blocks", "closed", "first", "first_token",
+        "aborts", "after", "aux_bytes", "aux_claimed", "blocks", "closed", "first", "first_token",
         "is_unstaged", "legs", "next_abort_ns", "peer", "progress", "room", "said_ns", "slot",
         "states", "token_count",
     )  # fmt: skip
@@ -220,6 +224,7 @@ class ReceivingRoom:
         self.first_token = self.first = 0
         self.blocks: list[int] | None = None  # from position first on; None = not announced
         self.states: list[StatePart] = []  # of each state buffer
+        self.after: tuple[Any, ...] = ()  # fences before which a device writes none of them
         self.aux_claimed = self.closed = False
         self.is_unstaged = False  # there was no memory for heads that another transport writes
         self.aux_bytes = -1  # how many have arrived

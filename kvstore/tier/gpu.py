@@ -64,8 +64,8 @@ class DevicePool:
         self._pool = pool
         self._device = device
         self._in, self._out = way_in, way_out
-        self._item, self._type = _item(pool)
-        self._planes = [self._plane(address) for address in pool.planes]
+        item, self._type = item_of(pool)
+        self._planes = [plane_view(device, pool, at, item, self._type) for at in pool.planes]
         self._direct = len(self._planes) == 1 and pool.block_bytes >= DIRECT_BYTES
         self._table: tuple[Table, Any] | None = None
         self.launches = 0
@@ -163,14 +163,6 @@ class DevicePool:
         return there, self._out.speed(page_bytes, inwards=False)
 
     # ---- internal ---------------------------------------------------------------------------
-
-    def _plane(self, address: int) -> Any:
-        """Shape (blocks, items of a block)."""
-        pool = self._pool
-        size = (pool.block_count - 1) * pool.block_stride_bytes + pool.block_bytes
-        shape = pool.block_count, pool.block_bytes // self._item
-        flat = self._device.view(address, size).view(self._type)
-        return flat.as_strided(shape, (pool.block_stride_bytes // self._item, 1))
 
     def _pages(self, staged: Any, table: Table) -> Any:
         """Staged pages as (pages, planes, blocks of a page, items of a block)."""
@@ -467,7 +459,23 @@ def check_lockable(size: int) -> None:
         )
 
 
-def _item(pool: KVPool) -> tuple[int, Any]:
+def plane_view(device: Device, pool: KVPool, address: int, item: int, kind: Any) -> Any:
+    """A plane as a tensor, shape (blocks, items of a block).
+
+    Args:
+        device: of the pool.
+        pool: the pool.
+        address: of the plane.
+        item: bytes of an item.
+        kind: type of the items.
+    """
+    size = (pool.block_count - 1) * pool.block_stride_bytes + pool.block_bytes
+    flat = device.view(address, size).view(kind)
+    shape = pool.block_count, pool.block_bytes // item
+    return flat.as_strided(shape, (pool.block_stride_bytes // item, 1))
+
+
+def item_of(pool: KVPool) -> tuple[int, Any]:
     """Bytes and type of the largest items of which all blocks consist."""
     places = [*pool.planes, pool.block_bytes]
     places += [pool.block_stride_bytes] if pool.block_count > 1 else []

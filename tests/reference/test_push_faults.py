@@ -280,11 +280,12 @@ def test_kv_that_are_not_proved_to_be_of_the_prompt_are_not_used(
 @pytest.mark.parametrize(
     "wrong",
     [{"seed": 1 << 63}, {"seed": (1 << 64) - 1}, {"seed": -1},
-     {"first_token": 1 << 40}, {"first_token": -1}, {"position": 7}],
+     {"first_token": 1 << 40}, {"first_token": -1}, {"position": 7}, {"cached_tokens": 91},
+     {"cached_tokens": -1}, {"logprobs": {7: -1.0}}, {"logprobs": {-1: float("nan")}}],
     ids=str,
 )  # fmt: skip
 def test_aux_data_that_make_no_sense_are_a_failed_push_and_the_engine_goes_on(
-    make_engine: MakeEngine, ask: Ask, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, int]
+    make_engine: MakeEngine, ask: Ask, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, object]
 ) -> None:
     monkeypatch.setattr(
         prefill_side, "encode_aux", lambda aux: msgspec.msgpack.encode(asdict(aux) | wrong)

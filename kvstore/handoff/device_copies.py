@@ -1,0 +1,176 @@
+"""Copies between a device and pinned staging that are under way, and a thread that tells their end.
+
+A device works behind the host's back. It may fail, or never finish: after :data:`DEVICE_S` a copy
+has failed, but its slot and its blocks stay in use until the device has really left them alone.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import DeviceUnavailable
+from kvstore.mover.kvpool import HeadRows
+from kvstore.tier.push_way import BlockRows, DeviceWay
+
+DEVICE_S = 10.0
+"""How long a device may take for a copy, with the engine's step before it; and how long a copy
+waits for staging. Less than a handoff may be silent, so that its failure has the right cause."""
+_PAUSE_S_MIN: Final = 0.0001
+_PAUSE_S_MAX: Final = 0.005
+_LATE_PAUSE_S: Final = 0.05
+_LOG: Final = logging.getLogger(__name__)
+
+CopyEnded = Callable[[str, bool], None]
+"""Told why a copy has failed, empty = it has not; and whether the device has left blocks and slot
+alone. If it has not, this is called again when it has. Called without locks."""
+
+
+class _Flying:
+    """A copy that the device has not finished, as far as is known."""
+
+    def __init__(self, slot: int, fence: Any, why: str, ended: CopyEnded) -> None:
+        self.slot, self.fence, self.why, self.ended = slot, fence, why, ended
+        self.until = time.monotonic() + DEVICE_S
+        self.is_told = False
+
+    def look(self, now: float) -> bool:
+        """Whether the device has finished it; says in ``why`` that it is late, or cannot tell."""
+        if self.fence is not None:
+            try:
+                if self.fence.done():
+                    return True
+            except DeviceUnavailable as error:
+                self.why = self.why or str(error)
+        if now >= self.until:
+            self.why = self.why or f"the device has not finished a copy after {DEVICE_S:.0f} s"
+        return False
+
+
+class DeviceCopies:
+    """The copies of one manager, all in one direction; thread-safe.
+
+    Args:
+        way: this closes it.
+        feed: called by the thread again and again, to begin copies; returns whether some wait.
+    """
+
+    def __init__(self, way: DeviceWay, feed: Callable[[], bool] | None = None) -> None:
+        self._way = way
+        self._feed = feed
+        self._changed = threading.Condition()
+        self._free = list(range(len(way.slots)))
+        self._flying: list[_Flying] = []
+        self._woken = self._closed = False
+        self._thread = threading.Thread(
+            target=self._run, name="kvstore-handoff-device", daemon=True
+        )
+        self._thread.start()
+
+    def take(self, timeout_s: float) -> int:
+        """A free slot; -1 = there was none in time, or the device is late."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._free or self._is_late, timeout_s)
+            return self._free.pop() if self._free and not self._is_late else -1
+
+    def free(self, slot: int) -> None:
+        """Give a slot back that no copy uses."""
+        with self._changed:
+            assert slot not in self._free
+            self._free.append(slot)
+            self._woken = True
+            self._changed.notify_all()
+
+    @property
+    def flying(self) -> int:
+        """How many the device has not finished."""
+        return len(self._flying)
+
+    def slot(self, slot: int) -> npt.NDArray[np.uint8]:
+        """The memory of a slot."""
+        memory: npt.NDArray[np.uint8] = self._way.slots[slot]
+        return memory
+
+    def begin(
+        self, slot: int, rows: Sequence[BlockRows], heads: HeadRows | None, after: Sequence[Any],
+        ended: CopyEnded,
+    ) -> None:  # fmt: skip
+        """Give a copy to the device; a slot whose copy has failed is given back by this.
+
+        Args:
+            slot: that was taken; if the copy ends well, it is the caller's again.
+            rows: what is in the slot, or is to be.
+            heads: see :meth:`kvstore.tier.push_way.DeviceWay.copy`.
+            after: fences that the device reaches before.
+            ended: told its end, by the thread.
+        """
+        started = self._way.copy(slot, rows, heads, after)
+        with self._changed:
+            self._flying.append(_Flying(slot, started.fence, started.why, ended))
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the thread look for copies to begin."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Wait for all copies, as long as one may take; memory that is still in use stays."""
+        with self._changed:
+            self._closed = True
+        self.wake()
+        self._thread.join()
+        if self._flying:
+            _LOG.error(
+                "%d copies of handoffs are not finished by the device: see its errors (nvidia-smi,"
+                " dmesg); their blocks and staging stay in use", len(self._flying),
+            )  # fmt: skip
+        else:
+            self._way.close()
+
+    # ---- internal ---------------------------------------------------------------------------
+
+    @property
+    def _is_late(self) -> bool:
+        return any(one.is_told for one in self._flying)
+
+    def _run(self) -> None:
+        pause_s, waiting = _PAUSE_S_MIN, False
+        while True:
+            with self._changed:
+                if not self._woken:
+                    self._changed.wait(self._pause(pause_s, waiting=waiting))
+                woken, self._woken = self._woken, False
+                flying = list(self._flying)
+                if self._closed and all(one.is_told for one in flying):
+                    return
+            waiting = self._feed() if self._feed is not None else False
+            ended = self._look(flying)
+            pause_s = _PAUSE_S_MIN if woken or ended else min(2 * pause_s, _PAUSE_S_MAX)
+
+    def _pause(self, pause_s: float, *, waiting: bool) -> float | None:
+        if any(not one.is_told for one in self._flying):
+            return pause_s
+        return _LATE_PAUSE_S if self._flying or waiting else None
+
+    def _look(self, flying: Sequence[_Flying]) -> bool:
+        """Tell the ends of copies; returns whether there was one."""
+        any_ended, now = False, time.monotonic()
+        for one in flying:
+            done = one.look(now)
+            if not done and (one.is_told or not one.why):
+                continue
+            with self._changed:
+                one.is_told = any_ended = True
+                if done:
+                    self._flying.remove(one)
+                    if one.why:
+                        self._free.append(one.slot)
+                self._changed.notify_all()
+            one.ended(one.why, done)
+        return any_ended

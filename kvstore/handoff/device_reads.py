@@ -1,0 +1,152 @@
+"""Prefill's jobs of a pool on a device: their blocks are in staging before their link has them.
+
+Each link has a share of the slots, so that a slow one does not keep the others waiting.
+"""
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Final
+
+from kvstore.handoff import device_copies
+from kvstore.handoff.device_copies import DeviceCopies
+from kvstore.handoff.effects import PushJob
+from kvstore.handoff.memory import HandoffPool, digests_of
+from kvstore.mover.ranges import Places
+
+LINK_SLOTS_MAX: Final = 2
+"""Slots of one link: one is filled while the other is sent."""
+
+
+class DeviceReads:
+    """The jobs of one prefill manager that are gathered on a device.
+
+    Args:
+        pool: on a device.
+        ready: told each job whose bytes are in staging, until :meth:`ended`.
+        failed: told each job that cannot be read, and why. Both are called without locks.
+
+    Raises:
+        DeviceUnavailable: there is no memory for staging.
+    """
+
+    def __init__(
+        self, pool: HandoffPool, ready: Callable[[PushJob], None],
+        failed: Callable[[PushJob, str], None],
+    ) -> None:  # fmt: skip
+        self._pool, self._ready, self._failed = pool, ready, failed
+        self._lock = threading.Lock()
+        self._waiting: dict[bytes, deque[PushJob]] = {}
+        self._held: Counter[bytes] = Counter()  # slots of each link
+        self._since: dict[bytes, float] = {}  # links that have jobs and no slot
+        self._slots: dict[int, tuple[int, bytes]] = {}  # job → slot and link
+        self._stuck: Counter[int] = Counter()  # room → failed copies that the device may still do
+        assert pool.device is not None
+        way = pool.device.way_out(pool.slot_bytes, pool.rows_max)
+        self._copies = DeviceCopies(way, self._feed)
+
+    @property
+    def copying(self) -> int:
+        """How many copies the device has not finished."""
+        return self._copies.flying
+
+    def submit(self, job: PushJob) -> None:
+        """Read the blocks of a job as soon as there is staging; returns at once."""
+        with self._lock:
+            self._waiting.setdefault(job.link, deque()).append(job)
+        self._copies.wake()
+
+    def read(self, job: PushJob) -> tuple[Places, bytes]:
+        """Where each range of a ready job is, and 16 bytes of digest of each."""
+        with self._lock:
+            slot, _ = self._slots[job.number]
+        at, places = int(self._copies.slot(slot).ctypes.data), []
+        for one in job.ranges:
+            places.append((at, job.share.range_bytes(one)))
+            at += places[-1][1]
+        return places, digests_of(job.share.seed_of(job.room), job.ranges, places)
+
+    def ended(self, job: PushJob) -> None:
+        """A job has ended; its staging is free."""
+        with self._lock:
+            found = self._slots.pop(job.number, None)
+            if found is not None:
+                self._held[found[1]] -= 1
+        if found is not None:
+            self._copies.free(found[0])
+
+    def drop(self, link: bytes) -> list[PushJob]:
+        """Take back the jobs of a link of which nothing was begun."""
+        with self._lock:
+            return list(self._waiting.pop(link, ()))
+
+    def holds_blocks(self, room: int) -> bool:
+        """Whether the device may still read blocks for a copy that has failed."""
+        return self._stuck[room] > 0
+
+    def close(self) -> None:
+        """Wait until the device has finished, as long as it may take."""
+        self._copies.close()
+
+    # ---- by the thread of the copies --------------------------------------------------------
+
+    def _feed(self) -> bool:
+        """Begin what there is staging for; returns whether jobs wait."""
+        while (taken := self._next()) is not None:
+            job, slot = taken
+            rows = self._pool.block_rows(job.ranges, job.sources, job.rows)
+            heads = self._pool.head_rows(job.share.heads) if job.rows else None
+            self._copies.begin(slot, rows, heads, job.after, self._end_of(job))
+        for job in self._late():
+            why = f"no staging was free for {device_copies.DEVICE_S:.0f} s"
+            self._failed(job, why)
+        with self._lock:
+            return any(self._waiting.values())
+
+    def _next(self) -> tuple[PushJob, int] | None:
+        """The job that is to be read now, of the link that has the fewest slots; and its slot."""
+        with self._lock:
+            links = [link for link, jobs in self._waiting.items() if jobs]
+            if not links:
+                return None
+            link = min(links, key=lambda link: self._held[link])
+            slot = self._copies.take(0.0) if self._held[link] < LINK_SLOTS_MAX else -1
+            if slot < 0:
+                return None
+            job = self._waiting[link].popleft()
+            if not self._waiting[link]:
+                del self._waiting[link]
+            self._held[link] += 1
+            self._slots[job.number] = slot, link
+            return job, slot
+
+    def _late(self) -> list[PushJob]:
+        """Jobs of links that have waited too long for any slot."""
+        now = time.monotonic()
+        with self._lock:
+            self._held = +self._held
+            without = [link for link in self._waiting if not self._held[link]]
+            self._since = {link: self._since.get(link, now) for link in without}
+            late = [link for link in without if now - self._since[link] >= device_copies.DEVICE_S]
+            return [job for link in late for job in self._waiting.pop(link)]
+
+    def _end_of(self, job: PushJob) -> Callable[[str, bool], None]:
+        told = False
+
+        def ended(why: str, idle: bool) -> None:  # noqa: FBT001
+            nonlocal told
+            first, told = not told, True
+            if not why:
+                self._ready(job)
+                return
+            with self._lock:
+                found = self._slots.pop(job.number, None)  # the slot is not ours any more
+                if found is not None:
+                    self._held[found[1]] -= 1
+                self._stuck[job.room] += (not idle) - (not first)
+                self._stuck = +self._stuck
+            if first:
+                self._failed(job, why)
+
+        return ended

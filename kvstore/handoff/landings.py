@@ -1,0 +1,228 @@
+"""What arrives at decode: received and verified, in the pool or in staging of a device.
+
+In host memory bytes land in the pool itself. For a pool on a device they land in staging, are
+verified there, and then spread; such a landing has ended when the device has finished.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from kvstore.errors import KVStoreError
+from kvstore.handoff import device_copies
+from kvstore.handoff.device_copies import DeviceCopies
+from kvstore.handoff.effects import Landing
+from kvstore.handoff.links import cause_of
+from kvstore.handoff.memory import AuxSlots, HandoffPool, seeds_of
+from kvstore.handoff.places import AUX_PLANE
+from kvstore.handoff.staging import Receive, Staging
+from kvstore.handoff.states import FailureCode
+from kvstore.mover.ranges import Places
+
+_WRONG_BYTES: Final = "bytes do not match their digest"
+_SCRATCH_BYTES: Final = 64 * 1024
+
+LandingEnded = Callable[[Landing, FailureCode | None, str], None]
+"""Told a landing whose blocks nothing writes to any more, what is wrong with it, and in words."""
+
+
+def skip(size: int, receive: Receive) -> None:
+    """Receive bytes that belong nowhere; raises what ``receive`` raises."""
+    scratch = np.empty(min(size, _SCRATCH_BYTES), dtype=np.uint8)
+    for at in range(0, size, _SCRATCH_BYTES):
+        receive([(int(scratch.ctypes.data), min(size - at, _SCRATCH_BYTES))], b"")
+
+
+class HostLandings:
+    """The landings of one decode manager, into a pool in host memory.
+
+    Args:
+        pool: of decode.
+        aux: for aux data.
+        staged: where the memory for heads begins that another transport writes.
+        landed: told each landing once, without locks.
+    """
+
+    copying = 0
+
+    def __init__(self, pool: HandoffPool, aux: AuxSlots, staged: int, landed: LandingEnded) -> None:
+        self._pool, self._aux, self._staged, self._landed = pool, aux, staged, landed
+
+    def reader(self) -> "HostReader":
+        """For one reader; it has memory of its own."""
+        return HostReader(self._pool, self._aux, self._staged, self._landed)
+
+    def settle(self, link: bytes, settled: Callable[[], None]) -> None:
+        """A link has ended: call something, as nothing lands any more."""
+        del link
+        settled()
+
+    def close(self) -> None:
+        """Nothing is left to wait for."""
+
+
+class HostReader:
+    """Lands what one reader receives; the arguments are those of :class:`HostLandings`."""
+
+    def __init__(self, pool: HandoffPool, aux: AuxSlots, staged: int, landed: LandingEnded) -> None:
+        self._pool, self._aux, self._staged, self._landed = pool, aux, staged, landed
+        self._staging = Staging()
+
+    def land(self, landing: Landing, receive: Receive | None) -> None:
+        """Receive what belongs to a landing, unless another transport has written it; check it.
+
+        Raises:
+            KVStoreError: what ``receive`` raises; the landing has ended.
+        """
+        code: FailureCode | None = FailureCode.PEER_CLOSED
+        why = "the connection broke within a range"
+        try:
+            right = self._staging.land(self._pool, self._aux, landing, receive, self._staged)
+            code, why = None if right else FailureCode.DIGEST, _WRONG_BYTES
+        except KVStoreError as error:
+            code, why = cause_of(error), f"within a range: {error}"
+            raise
+        finally:
+            self._landed(landing, code, why)
+
+
+class DeviceLandings:
+    """The landings of one decode manager; its readers call it, each for its own link.
+
+    Args:
+        pool: on a device.
+        aux: for aux data.
+        landed: told each landing once, without locks.
+        failed: told the room of a landing whose copy has failed, and why, while the device may
+            still write to its blocks.
+
+    Raises:
+        DeviceUnavailable: there is no memory for staging.
+    """
+
+    def __init__(
+        self, pool: HandoffPool, aux: AuxSlots, landed: LandingEnded,
+        failed: Callable[[int, str], None],
+    ) -> None:  # fmt: skip
+        self._pool, self._aux, self._landed, self._failed = pool, aux, landed, failed
+        self._lock = threading.Lock()
+        self._copying: Counter[bytes] = Counter()  # of each link
+        self._settled: dict[bytes, Callable[[], None]] = {}
+        assert pool.device is not None
+        way = pool.device.way_in(pool.slot_bytes, pool.rows_max)
+        self._copies = DeviceCopies(way)
+
+    @property
+    def copying(self) -> int:
+        """How many copies the device has not finished."""
+        return self._copies.flying
+
+    def land(self, landing: Landing, receive: Receive | None) -> None:
+        """Receive what belongs to a landing, and let the device put it into its blocks.
+
+        Raises:
+            KVStoreError: what ``receive`` raises; the landing has ended.
+        """
+        assert receive is not None, "no other transport writes to a device"
+        size = landing.share.bytes_of(landing.ranges)
+        slot = self._copies.take(device_copies.DEVICE_S)
+        if slot < 0:
+            why = "no staging is free: the device is late"
+            code: FailureCode | None = FailureCode.DEVICE
+        else:
+            code, why = None, _WRONG_BYTES
+        try:
+            if slot < 0:
+                skip(size, receive)
+            elif receive(self._places(landing, slot), _seeds(landing)) != landing.digests:
+                code = FailureCode.DIGEST
+        except KVStoreError as error:
+            code, why = cause_of(error), f"within a range: {error}"
+            raise
+        finally:
+            if code is not None:
+                if slot >= 0:
+                    self._copies.free(slot)
+                self._landed(landing, code, why)
+        if code is None:
+            self._spread(landing, slot)
+
+    def reader(self) -> "DeviceLandings":
+        """For one reader."""
+        return self
+
+    def settle(self, link: bytes, settled: Callable[[], None]) -> None:
+        """A link has ended: call something when no landing of it is being copied any more."""
+        with self._lock:
+            if self._copying[link]:
+                self._settled[link] = settled
+                return
+        settled()
+
+    def close(self) -> None:
+        """Wait until the device has finished, as long as it may take."""
+        self._copies.close()
+
+    # ---- internal ---------------------------------------------------------------------------
+
+    def _places(self, landing: Landing, slot: int) -> Places:
+        places, at = [], int(self._copies.slot(slot).ctypes.data)
+        for one, target in zip(landing.ranges, landing.targets, strict=True):
+            if one.plane == AUX_PLANE:
+                places.append(self._aux.place(target, one.size))
+                continue
+            places.append((at, landing.share.range_bytes(one)))
+            at += places[-1][1]
+        return places
+
+    def _spread(self, landing: Landing, slot: int) -> None:
+        """Let the device copy what is in a slot."""
+        of_blocks = [at for at, one in enumerate(landing.ranges) if one.plane != AUX_PLANE]
+        if not of_blocks:
+            self._copies.free(slot)
+            self._landed(landing, None, "")
+            return
+        rows = self._pool.block_rows(
+            [landing.ranges[at] for at in of_blocks],
+            [landing.targets[at] for at in of_blocks],
+            landing.rows,
+        )
+        heads = self._pool.head_rows(landing.share.heads) if landing.rows else None
+        with self._lock:
+            self._copying[landing.link] += 1
+        self._copies.begin(slot, rows, heads, landing.after, self._end_of(landing, slot))
+
+    def _end_of(self, landing: Landing, slot: int) -> Callable[[str, bool], None]:
+        def ended(why: str, idle: bool) -> None:  # noqa: FBT001
+            if not idle:
+                self._failed(landing.room, why)
+                return
+            if not why:
+                self._copies.free(slot)
+            self._landed(landing, FailureCode.DEVICE if why else None, why)
+            with self._lock:
+                self._copying[landing.link] -= 1
+                self._copying = +self._copying
+                last = not self._copying[landing.link]
+                settled = self._settled.pop(landing.link, None) if last else None
+            if settled is not None:
+                settled()
+
+        return ended
+
+
+def open_landings(
+    pool: HandoffPool, aux: AuxSlots, staged: int, landed: LandingEnded,
+    failed: Callable[[int, str], None],
+) -> HostLandings | DeviceLandings:  # fmt: skip
+    """The landings into a pool, in host memory or on a device; see these classes."""
+    if pool.device is None:
+        return HostLandings(pool, aux, staged, landed)
+    return DeviceLandings(pool, aux, landed, failed)
+
+
+def _seeds(landing: Landing) -> bytes:
+    return seeds_of(landing.share.seed_of(landing.room), landing.ranges)

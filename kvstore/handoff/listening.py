@@ -1,0 +1,110 @@
+"""The port of a prefill manager: connections are accepted, and greeted a few at a time."""
+
+import contextlib
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from kvstore.errors import InvalidArgument, KVStoreError, PeerUnreachable, reason
+from kvstore.handoff.links import LinkThreads, fit_send_buffer
+from kvstore.process.faults import Faults
+from kvstore.transport.streams import DataStream, stream_of
+
+GREETINGS_MAX: Final = 16
+"""Connections that have not greeted yet."""
+_ACCEPT_PAUSE_S: Final = 0.05
+
+
+class LinkListener:
+    """Listens at a port, and gives each connection a thread.
+
+    Args:
+        listen: address to listen at and to be reached at, and port; port 0 = any free one.
+        greet: called in that thread with the connection, the peer's address, and what it calls
+            when the connection has greeted or failed to.
+        threads: to start it.
+        faults: of the manager.
+        tls: of the connections; None = no TLS.
+
+    Attributes:
+        address: ``host:port``.
+
+    Raises:
+        InvalidArgument: it cannot listen there.
+    """
+
+    def __init__(
+        self, listen: tuple[str, int], greet: Callable[[DataStream, str, Callable[[], None]], None],
+        threads: LinkThreads, faults: Faults, tls: ssl.SSLContext | None,
+    ) -> None:  # fmt: skip
+        self._greet, self._threads, self._faults, self._tls = greet, threads, faults, tls
+        self._lock = threading.Lock()
+        self._greeting: set[DataStream] = set()
+        self._over = threading.Event()
+        host = listen[0]
+        try:
+            self._listener = socket.create_server(listen, backlog=64)
+        except OSError as error:
+            raise InvalidArgument("listen", f"cannot listen: {reason(error)}") from error
+        self._listener.settimeout(None)
+        at = self._listener.getsockname()[1]
+        self.address = f"[{host}]:{at}" if ":" in host else f"{host}:{at}"
+        self._acceptor = threading.Thread(
+            target=self._accept, name="kvstore-handoff-acceptor", daemon=True
+        )
+        self._acceptor.start()
+
+    def close(self) -> None:
+        """Accept no more, and break what has not greeted."""
+        self._over.set()
+        with self._lock:
+            greeting = list(self._greeting)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._acceptor.join()
+        self._listener.close()
+        for stream in greeting:
+            stream.shutdown()
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, peer = self._listener.accept()
+            except OSError:
+                self._faults.count("accept")  # no descriptor is left, perhaps
+                if self._over.wait(_ACCEPT_PAUSE_S):
+                    return
+                continue
+            try:
+                fit_send_buffer(connection)
+                stream = stream_of(connection, self._tls)
+            except KVStoreError:
+                continue  # it is broken already
+            self._begin(stream, str(peer[0]))
+
+    def _begin(self, stream: DataStream, peer: str) -> None:
+        """Let a thread greet a connection, unless there are too many."""
+        with self._lock:
+            full = self._over.is_set() or len(self._greeting) >= GREETINGS_MAX
+            if not full:
+                self._greeting.add(stream)
+        if full:
+            self._faults.note("greetings", f"{peer}: too many connections are greeting")
+            stream.close()
+            return
+        greeted = partial(self._greeted, stream)
+        try:
+            self._threads.start(partial(self._greet, stream, peer, greeted), "kvstore-handoff-link")
+        except PeerUnreachable as error:
+            self._faults.note("greeting", f"{peer}: {error}")
+            greeted()
+            stream.close()
+
+    def _greeted(self, stream: DataStream) -> None:
+        with self._lock:
+            self._greeting.discard(stream)

@@ -1,0 +1,111 @@
+"""What a handoff needs of a device: blocks copied to and from pinned staging. No torch.
+
+A **way** is one direction: a stream, and a few **slots** of pinned memory. In a slot the blocks of
+ranges lie one after the other, as they are sent. :mod:`kvstore.tier.push_memory` implements this.
+"""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.mover.kvpool import HeadRows
+
+SLOT_COUNT: Final = 8
+"""Slots of a way."""
+
+
+class BlockRows(NamedTuple):
+    """Some blocks of one plane.
+
+    Attributes:
+        memory: 0 = the pool, from 1 on the state buffers.
+        plane: of that memory.
+        blocks: their numbers.
+    """
+
+    memory: int
+    plane: int
+    blocks: npt.NDArray[np.int64]
+
+
+class DeviceFence(Protocol):
+    """A point in the work of a device."""
+
+    def done(self) -> bool:
+        """Whether the device has reached it.
+
+        Raises:
+            DeviceUnavailable: the device has failed, so nobody can tell any more.
+        """
+
+
+class StartedCopy(NamedTuple):
+    """A copy that was given to the device.
+
+    Attributes:
+        fence: after it and all that was given before; None = the device has failed so badly that
+            nobody can tell any more when it leaves the slot and the blocks alone.
+        why: it was not given completely; empty = it was.
+    """
+
+    fence: DeviceFence | None
+    why: str
+
+
+class DeviceWay(Protocol):
+    """One direction between an engine's blocks and pinned memory; any thread may call it.
+
+    Attributes:
+        slots: the pinned memory, shape (slots, bytes of one); its owner is the way.
+    """
+
+    slots: npt.NDArray[np.uint8]
+
+    def copy(
+        self, slot: int, rows: Sequence[BlockRows], heads: HeadRows | None,
+        after: Sequence[DeviceFence],
+    ) -> StartedCopy:  # fmt: skip
+        """Queue the copy of blocks to a slot, or from it; never waits, never raises.
+
+        Args:
+            slot: nobody else uses it until the fence is reached.
+            rows: what is in the slot, in order.
+            heads: only these heads of each token; None = whole blocks.
+            after: points that the device reaches before it copies.
+        """
+
+    def close(self) -> None:
+        """Free the memory: the device has left it alone. Without this it stays for good."""
+
+
+class DeviceMemory(Protocol):
+    """An engine's pool and state buffers on one device.
+
+    Attributes:
+        device: its name, as that of the pool.
+    """
+
+    device: str
+
+    def fence(self) -> DeviceFence:
+        """A point after all that the calling thread's engine has given to the device so far.
+
+        Raises:
+            DeviceUnavailable: the device has failed.
+        """
+
+    def way_out(self, slot_bytes: int, rows_max: int) -> DeviceWay:
+        """Make the way from the blocks to pinned memory.
+
+        Args:
+            slot_bytes: of a slot.
+            rows_max: blocks that a slot has room for.
+
+        Raises:
+            DeviceUnavailable: there is not so much memory, or it cannot be pinned.
+        """
+
+    def way_in(self, slot_bytes: int, rows_max: int) -> DeviceWay:
+        """Make the way from pinned memory to the blocks; as :meth:`way_out`."""

@@ -1,0 +1,131 @@
+"""Goal: links share the staging of a device, and who finds none for too long is told."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from kvstore.handoff import device_copies
+from kvstore.handoff.device_reads import LINK_SLOTS_MAX, DeviceReads
+from kvstore.handoff.effects import PushJob
+from kvstore.handoff.memory import HandoffPool
+from kvstore.handoff.places import PushRange
+from kvstore.mover.kvpool import KVPool
+from kvstore.tier.push_way import StartedCopy
+
+BLOCKS, BLOCK_BYTES, SLOTS = 8, 64, 4
+
+
+class Device:
+    """A device without torch; it copies when it is told to go on."""
+
+    device = "cpu:0"
+
+    def __init__(self):
+        self.memory = np.arange(BLOCKS, dtype=np.uint8).repeat(BLOCK_BYTES).reshape(BLOCKS, -1)
+        self.slots = np.zeros((SLOTS, 1 << 20), dtype=np.uint8)
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        pool = KVPool((int(self.memory.ctypes.data),), BLOCK_BYTES, BLOCK_BYTES, BLOCKS, 1, "cpu:0")
+        self.pool = HandoffPool(pool, 16, device=self)
+
+    def fence(self):
+        return self
+
+    def way_out(self, slot_bytes, rows_max):
+        assert slot_bytes == self.slots.shape[1]
+        assert rows_max > slot_bytes // BLOCK_BYTES
+        return self
+
+    def copy(self, slot, rows, heads, after):
+        assert heads is None
+        found = np.concatenate([self.memory[one.blocks].reshape(-1) for one in rows])
+        self.slots[slot, : len(found)] = found
+        return StartedCopy(self, "")
+
+    def done(self):
+        return self.goes_on.is_set()
+
+    def close(self):
+        pass
+
+
+class Told:
+    """What reads have told."""
+
+    def __init__(self):
+        self.ready, self.failed = [], []
+        self.device = Device()
+        self.reads = DeviceReads(
+            self.device.pool, self.ready.append, lambda job, why: self.failed.append((job, why))
+        )
+
+    def submit(self, number, link, block=0):
+        share, none = self.device.pool.shape.whole, np.zeros(0, dtype=np.uint64)
+        ranges, blocks = [PushRange(0, 0, 1)], np.array([block])
+        job = PushJob(number, link, number, ranges, [block], blocks, none, share, [])
+        self.reads.submit(job)
+        return job
+
+    @property
+    def numbers(self):
+        return sorted(job.number for job in self.ready)
+
+
+@pytest.fixture
+def told():
+    made = Told()
+    yield made
+    made.device.goes_on.set()
+    for link in (b"slow", b"fast", b"a", b"b"):
+        made.reads.drop(link)
+    made.reads.close()
+
+
+def test_a_slow_link_leaves_slots_to_the_others(told, wait_until):
+    for number in range(1, 7):
+        told.submit(number, b"slow")
+    wait_until(lambda: told.numbers == [1, 2])
+    assert LINK_SLOTS_MAX == 2
+    for number in range(11, 20):
+        job = told.submit(number, b"fast", number % BLOCKS)
+        wait_until(lambda number=number: number in told.numbers)
+        places, _ = told.reads.read(job)
+        assert places[0][1] == BLOCK_BYTES
+        told.reads.ended(job)
+    assert [number for number in told.numbers if number < 10] == [1, 2]
+    told.reads.ended(told.ready[0])
+    wait_until(lambda: [number for number in told.numbers if number < 10] == [1, 2, 3])
+    assert [job.number for job in told.reads.drop(b"slow")] == [4, 5, 6]
+
+
+def test_who_finds_no_staging_for_too_long_is_told_and_a_slow_link_is_not_late(
+    told, wait_until, monkeypatch
+):
+    monkeypatch.setattr(device_copies, "DEVICE_S", 0.2)
+    for number, link in enumerate([b"a", b"a", b"b", b"b"], 1):
+        told.submit(number, link)
+    wait_until(lambda: told.numbers == [1, 2, 3, 4])
+    told.submit(5, b"a")
+    told.submit(6, b"slow")
+    wait_until(lambda: [job.number for job, _ in told.failed] == [6])
+    assert "staging" in told.failed[0][1]
+    assert told.numbers == [1, 2, 3, 4], "the third of the first link waits for its own"
+
+
+def test_a_late_copy_keeps_its_slot_and_blocks_until_the_device_has_finished(
+    told, wait_until, monkeypatch
+):
+    monkeypatch.setattr(device_copies, "DEVICE_S", 0.2)
+    told.device.goes_on.clear()
+    job = told.submit(1, b"a")
+    wait_until(lambda: told.failed)
+    told.reads.ended(job)
+    assert told.reads.holds_blocks(1)
+    assert told.reads.copying == 1
+    told.device.goes_on.set()
+    wait_until(lambda: not told.reads.holds_blocks(1))
+    assert told.ready == []
+    for number in range(2, 2 + SLOTS):
+        told.submit(number, bytes([number]))
+    wait_until(lambda: len(told.ready) == SLOTS)
