@@ -57,7 +57,8 @@ from kvstore.transport.streams import DataStream, stream_of
 LINKS_MAX: Final = 256
 """Ranks of decode engines at a time."""
 GREETINGS_MAX: Final = 16
-"""Connections that have not greeted yet."""
+"""Connections that have not greeted yet; of more, the oldest gives way. There are as many threads
+besides at most, of those that have given way."""
 _ACCEPT_PAUSE_S: Final = 0.05
 _LOG: Final = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class PrefillManager:
         self._lock = threading.Lock()
         self._links: dict[bytes, PushLink] = {}
         self._threads = LinkThreads()
-        self._greeting: set[DataStream] = set()
+        self._greeting: dict[DataStream, bool] = {}  # oldest first → whether it has given way
         self._closed = False
         self._over = threading.Event()
         self.faults = Faults(_LOG, "handoff, prefill")
@@ -277,13 +278,19 @@ class PrefillManager:
             self._begin(stream, str(peer[0]))
 
     def _begin(self, stream: DataStream, peer: str) -> None:
-        """Let a thread greet a connection, unless there are too many."""
+        """Let a thread greet a connection; if there are too many, the oldest gives way."""
         with self._lock:
-            full = self._closed or len(self._greeting) >= GREETINGS_MAX
+            greeting = [one for one, has_given_way in self._greeting.items() if not has_given_way]
+            full = self._closed or len(self._greeting) >= 2 * GREETINGS_MAX
+            many = len(greeting) >= GREETINGS_MAX
+            if many and not full:
+                greeting[0].shutdown()
+                self._greeting[greeting[0]] = True
             if not full:
-                self._greeting.add(stream)
-        if full:
+                self._greeting[stream] = False
+        if full or many:
             self.faults.note("greetings", f"{peer}: too many connections are greeting")
+        if full:
             stream.close()
             return
         try:
@@ -291,7 +298,7 @@ class PrefillManager:
         except PeerUnreachable as error:
             self.faults.note("greeting", f"{peer}: {error}")
             with self._lock:
-                self._greeting.discard(stream)
+                self._greeting.pop(stream, None)
             stream.close()
 
     def _greet(self, stream: DataStream, peer: str) -> None:
@@ -307,7 +314,7 @@ class PrefillManager:
             return
         finally:
             with self._lock:
-                self._greeting.discard(stream)
+                self._greeting.pop(stream, None)
         link = self._link(greeting.link, f"{greeting.name[:64]} at {peer}")
         if link is None or not link.add(greeting.purpose, sealed):
             self.faults.note("greeting", f"{peer}: too many links, or one that there is already")

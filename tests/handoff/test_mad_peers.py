@@ -1,6 +1,8 @@
 """Goal: a peer that knows the secret and behaves as no engine does costs nobody else anything."""
 
+import contextlib
 import os
+import socket
 import time
 
 import pytest
@@ -10,6 +12,7 @@ from kvstore.handoff.connecting import PURPOSES
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.greeting import SealedStream
 from kvstore.handoff.messages import Announce, HandoffPing, encode_message
+from kvstore.handoff.prefill import GREETINGS_MAX
 from kvstore.handoff.ranks import plan_ranks
 from kvstore.handoff.sending import Senders
 from kvstore.handoff.states import FailureCode, Patience, State
@@ -88,6 +91,23 @@ def test_links_that_break_when_they_are_made_do_not_take_those_of_the_next_try(
         assert len(tries) == 2
         for _, receiver in both:
             receiver.close()
+
+
+def test_strangers_who_connect_and_say_nothing_keep_no_engine_out(wait_until):
+    """More than may greet at a time: the one that has said nothing for longest gives way."""
+    with managers() as pair, contextlib.ExitStack() as strangers:
+        place = host_and_port(pair.prefill.address)
+        for _ in range(3 * GREETINGS_MAX):
+            strangers.enter_context(socket.create_connection(place, SOON_S))
+        wait_until(lambda: pair.prefill.stats().get("greetings", 0) >= GREETINGS_MAX)
+
+        sender, receiver = pair.begin(1, 4)
+        receiver.announce(0, range(4))
+        push_all(sender, pair.here, [0, 1, 2, 3])
+        wait_until(lambda: receiver.progress.ended)
+        assert receiver.state == State.SUCCESS
+        assert len(pair.prefill._greeting) <= 2 * GREETINGS_MAX
+        receiver.close()
 
 
 def codes_of(effects) -> list[str]:
