@@ -16,6 +16,7 @@ from typing import Final
 
 from kvstore.errors import InvalidArgument, KVStoreError, PeerUnreachable, reason
 from kvstore.handoff.aux_data import AuxData, encode_aux
+from kvstore.handoff.crowd import GreetingCrowd
 from kvstore.handoff.effects import Effect, PushJob, SendTo, Submit
 from kvstore.handoff.greeting import GREETING_S, PROTOCOL, Greeter, SealedStream
 from kvstore.handoff.job_watch import JobObserver, JobWatch
@@ -56,9 +57,6 @@ from kvstore.transport.streams import DataStream, stream_of
 
 LINKS_MAX: Final = 256
 """Ranks of decode engines at a time."""
-GREETINGS_MAX: Final = 16
-"""Connections that have not greeted yet; of more, the oldest gives way. There are as many threads
-besides at most, of those that have given way."""
 _ACCEPT_PAUSE_S: Final = 0.05
 _LOG: Final = logging.getLogger(__name__)
 
@@ -102,7 +100,7 @@ class PrefillManager:
         self._lock = threading.Lock()
         self._links: dict[bytes, PushLink] = {}
         self._threads = LinkThreads()
-        self._greeting: dict[DataStream, bool] = {}  # oldest first → whether it has given way
+        self._crowd = GreetingCrowd()
         self._closed = False
         self._over = threading.Event()
         self.faults = Faults(_LOG, "handoff, prefill")
@@ -184,10 +182,8 @@ class PrefillManager:
         with self._lock:
             self._closed = True
             links = list(self._links.values())
-            greeting = list(self._greeting)
         self._stop_listening()
-        for stream in greeting:
-            stream.shutdown()
+        self._crowd.close()
         for link in links:
             self._drop(link, FailureCode.CLOSED, "the manager was closed")
         self._threads.join(GREETING_S + self._silence_s)
@@ -279,42 +275,35 @@ class PrefillManager:
 
     def _begin(self, stream: DataStream, peer: str) -> None:
         """Let a thread greet a connection; if there are too many, the oldest gives way."""
-        with self._lock:
-            greeting = [one for one, has_given_way in self._greeting.items() if not has_given_way]
-            full = self._closed or len(self._greeting) >= 2 * GREETINGS_MAX
-            many = len(greeting) >= GREETINGS_MAX
-            if many and not full:
-                greeting[0].shutdown()
-                self._greeting[greeting[0]] = True
-            if not full:
-                self._greeting[stream] = False
-        if full or many:
+        has_place, are_many = self._crowd.enter(stream)
+        if are_many:
             self.faults.note("greetings", f"{peer}: too many connections are greeting")
-        if full:
+        if not has_place:
             stream.close()
             return
         try:
             self._threads.start(partial(self._greet, stream, peer), "kvstore-handoff-link")
         except PeerUnreachable as error:
             self.faults.note("greeting", f"{peer}: {error}")
-            with self._lock:
-                self._greeting.pop(stream, None)
+            self._crowd.leave(stream)
             stream.close()
 
     def _greet(self, stream: DataStream, peer: str) -> None:
         """Greet a connection, then be the thread that uses it."""
-        cause = "tls"
+        cause, greeted = "tls", None
         try:
             stream.begin(time.monotonic_ns() + int(GREETING_S * 1e9))
             cause = "greeting"
-            greeting, target, sealed = self._greeter.answer(stream)
+            greeted = self._greeter.answer(stream)
         except KVStoreError as error:
             self.faults.note(cause, f"{peer}: {error}")
-            stream.close()
-            return
         finally:
-            with self._lock:
-                self._greeting.pop(stream, None)
+            self._crowd.leave(stream)
+            if greeted is None:
+                stream.close()
+        if greeted is None:
+            return
+        greeting, target, sealed = greeted
         link = self._link(greeting.link, f"{greeting.name[:64]} at {peer}")
         if link is None or not link.add(greeting.purpose, sealed):
             self.faults.note("greeting", f"{peer}: too many links, or one that there is already")

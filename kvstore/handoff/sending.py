@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
+from kvstore.handoff import unopened
 from kvstore.handoff.effects import Effect, SendTo, Submit
 from kvstore.handoff.job_queues import JobQueues
 from kvstore.handoff.messages import (
@@ -28,7 +29,7 @@ from kvstore.handoff.messages import (
     HandoffPing,
     RenewRoom,
 )
-from kvstore.handoff.places import BLOCKS_MAX, NUMBER_BYTES, PushRange
+from kvstore.handoff.places import BLOCKS_MAX, PushRange
 from kvstore.handoff.rooms import DoubtedRooms, SeenRooms, check_room
 from kvstore.handoff.shape import PoolShape, announced_blocks, announced_states, check_place
 from kvstore.handoff.states import (
@@ -45,10 +46,6 @@ from kvstore.handoff.tables import LinkTarget, SendingLeg, SendingRoom, SentPart
 
 ROOMS_MAX = 1_024
 """Handoffs in the table."""
-UNOPENED_MAX = 512
-"""Of these, how many may be known from decode only."""
-UNOPENED_BLOCKS_MAX = 4 << 20
-"""And how many blocks these have announced together: a peer must not use up our memory."""
 _SAID_NS: Final = 1_000_000_000
 """Renewals are sent no more often."""
 
@@ -317,8 +314,7 @@ class Senders:
         assert not isinstance(message, HandoffPing)
         if isinstance(message, Done) or message.room in self._seen:
             return None
-        unopened = sum(not one.opened for one in self._rooms.values())
-        if unopened >= UNOPENED_MAX or len(self._rooms) >= ROOMS_MAX:
+        if len(self._rooms) >= ROOMS_MAX or not unopened.may_be_more(self._rooms.values()):
             return None
         return self._add(message.room, now_ns)
 
@@ -362,10 +358,9 @@ class Senders:
         if leg.there is not None:
             self.counts["repeated_messages"] += 1
             return []
-        if not one.opened and self._unopened_blocks + _blocks_in(message) > UNOPENED_BLOCKS_MAX:
-            why = "requests that have not come here have announced too many blocks"
-            return self._fail(one, FailureCode.REFUSED, Layer.PROTOCOL, why, now_ns)
         try:
+            if not one.opened:
+                unopened.refuse_blocks(self._rooms.values(), message)
             blocks = announced_blocks(self._shape, message, one.token_count)
             states = announced_states(self._shape, message, leg.target.share)
             if message.place is not None:
@@ -385,13 +380,6 @@ class Senders:
         if one.aux is not None:
             self._queue_aux(one)
         return self._submit_all(one, now_ns) + self._succeed(one, now_ns)
-
-    @property
-    def _unopened_blocks(self) -> int:
-        """Blocks that were announced for rooms that the engine has not opened."""
-        legs = [leg for one in self._rooms.values() if not one.opened for leg in one.legs.values()]
-        parts = sum([len(part.blocks) for leg in legs for part in leg.states])
-        return sum([len(leg.there or ()) for leg in legs]) + parts
 
     def _pushed(self, one: SendingRoom, part: SentPart, now_ns: int) -> list[Effect]:
         if not one.is_announced:
@@ -483,8 +471,3 @@ class Senders:
         )
         if one.closed or (not one.opened and old):
             self._rooms.pop(one.room, None)
-
-
-def _blocks_in(message: Announce) -> int:
-    """How many blocks an announcement names."""
-    return (len(message.blocks) + sum(map(len, message.states))) // NUMBER_BYTES

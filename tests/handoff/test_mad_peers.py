@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from kvstore.handoff import sending, shape
+from kvstore.handoff import shape, unopened
 from kvstore.handoff.connecting import PURPOSES
+from kvstore.handoff.crowd import GREETINGS_MAX
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.greeting import SealedStream
 from kvstore.handoff.messages import Announce, HandoffPing, encode_message
-from kvstore.handoff.prefill import GREETINGS_MAX
 from kvstore.handoff.ranks import plan_ranks
 from kvstore.handoff.sending import Senders
 from kvstore.handoff.states import FailureCode, Patience, State
@@ -106,7 +106,7 @@ def test_strangers_who_connect_and_say_nothing_keep_no_engine_out(wait_until):
         push_all(sender, pair.here, [0, 1, 2, 3])
         wait_until(lambda: receiver.progress.ended)
         assert receiver.state == State.SUCCESS
-        assert len(pair.prefill._greeting) <= 2 * GREETINGS_MAX
+        assert len(pair.prefill._crowd) <= 2 * GREETINGS_MAX
         receiver.close()
 
 
@@ -118,7 +118,7 @@ def codes_of(effects) -> list[str]:
 
 def test_announcements_of_what_no_engine_has_asked_for_have_a_bound_together(monkeypatch):
     """One has up to a million blocks, and 512 rooms may be known from decode only."""
-    monkeypatch.setattr(sending, "UNOPENED_BLOCKS_MAX", 8)
+    monkeypatch.setattr(unopened, "BLOCKS_MAX", 8)
     core = Senders(SHAPE, Patience())
     assert codes_of(core.received(b"L", announce(1, [1, 2, 3, 4, 5]), 0)) == []
     assert codes_of(core.received(b"L", announce(2, [6, 7, 8, 9]), 0)) == ["refused"]
