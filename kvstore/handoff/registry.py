@@ -38,7 +38,10 @@ LEASE_S_MAX: Final = 3_600.0
 NUMBER_MAX: Final = 1 << 16
 """Of layers, and of heads."""
 TRANSPORTS_MAX: Final = 16
-_BODY_BYTES_MAX: Final = 1 << 20
+_RECORD_BYTES_MAX: Final = 8 << 10
+"""Of a registration; with 16 state buffers it has 4 KiB."""
+_LIST_BYTES_MAX: Final = RANKS_MAX * 2 * _RECORD_BYTES_MAX
+"""Of all; fields that a rank has left out are in it."""
 _WAIT_S: Final = 2.0
 """For each step of a connection."""
 _REQUEST_S = 5.0
@@ -194,7 +197,7 @@ class HandoffRegistry:
 
             def do_PUT(self) -> None:
                 size = self.headers.get("Content-Length", "")
-                if not size.isdecimal() or len(size) > 9 or int(size) > _BODY_BYTES_MAX:
+                if not size.isdecimal() or len(size) > 9 or int(size) > _RECORD_BYTES_MAX:
                     self.send_error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
                     return
                 registry.answer(self, self.rfile.read(int(size)))
@@ -413,7 +416,7 @@ class RegistryClient:
                 with _cut_after(connection.sock, _REQUEST_S):
                     connection.request(method, path, body or None, {_HEADER: proof})
                     answer = connection.getresponse()
-                    said = answer.read(_BODY_BYTES_MAX)
+                    said = answer.read(_LIST_BYTES_MAX)
                     told = answer.getheader(_HEADER) or ""
         except (OSError, http.client.HTTPException, RuntimeError) as error:  # or no thread is left
             where = f"{self._host}:{self._port}"
