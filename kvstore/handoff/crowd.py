@@ -1,52 +1,64 @@
-"""Connections that have not greeted yet: how many there may be, and which gives way."""
+"""Connections that have said nothing yet: how many there may be, and which gives way."""
 
 import threading
-from typing import Final
+from collections.abc import Callable
 
-from kvstore.transport.streams import DataStream
-
-GREETINGS_MAX: Final = 16
-"""Connections that have not greeted yet; of more, the oldest gives way. There are as many besides
-at most, of those that have given way and whose threads have not ended."""
+Cut = Callable[[], None]
+"""Breaks a connection under whoever uses it; it does not wait."""
 
 
-class GreetingCrowd:
-    """The connections of one port; thread-safe."""
+class Crowd:
+    """The connections of one port that are not known yet; thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        most: of more, the oldest gives way. There are as many besides at most, of those that have
+            given way and whose threads have not ended.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._lock = threading.Lock()
-        self._streams: dict[DataStream, bool] = {}  # oldest first → whether it has given way
+        self._cuts: dict[object, Cut] = {}  # oldest first
+        self._gone: set[object] = set()  # those of them that have given way
         self._closed = False
 
     def __len__(self) -> int:
-        """How many there are."""
-        return len(self._streams)
+        """How many there are, those that have given way among them."""
+        return len(self._cuts)
 
-    def enter(self, stream: DataStream) -> tuple[bool, bool]:
-        """A connection begins to greet.
+    def enter(self, connection: object, cut: Cut) -> tuple[bool, bool]:
+        """A connection has come.
 
         Returns:
-            Whether it may, and whether there were as many as may be.
+            Whether it may stay, and whether there were as many as may be.
         """
         with self._lock:
-            greeting = [one for one, has_given_way in self._streams.items() if not has_given_way]
-            many = len(greeting) >= GREETINGS_MAX
-            if self._closed or len(self._streams) >= 2 * GREETINGS_MAX:
+            many = len(self._cuts) - len(self._gone) >= self._most
+            if self._closed or len(self._cuts) >= 2 * self._most:
                 return False, many
             if many:
-                greeting[0].shutdown()
-                self._streams[greeting[0]] = True
-            self._streams[stream] = False
+                oldest = next(one for one in self._cuts if one not in self._gone)
+                self._gone.add(oldest)
+                self._cuts[oldest]()
+            self._cuts[connection] = cut
             return True, many
 
-    def leave(self, stream: DataStream) -> None:
-        """A connection has greeted, or is broken; it may be closed after this."""
+    def change(self, connection: object, cut: Cut) -> None:
+        """It must be broken in another way from now on, as with TLS."""
         with self._lock:
-            self._streams.pop(stream, None)
+            self._cuts[connection] = cut
+            if connection in self._gone:
+                cut()
+
+    def leave(self, connection: object) -> None:
+        """A connection is known, or broken; it may be closed after this. May be repeated."""
+        with self._lock:
+            self._cuts.pop(connection, None)
+            self._gone.discard(connection)
 
     def close(self) -> None:
         """Break all; nobody enters any more."""
         with self._lock:
             self._closed = True
-            for stream in self._streams:
-                stream.shutdown()
+            for cut in self._cuts.values():
+                cut()

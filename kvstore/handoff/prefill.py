@@ -16,7 +16,7 @@ from typing import Final
 
 from kvstore.errors import InvalidArgument, KVStoreError, PeerUnreachable, reason
 from kvstore.handoff.aux_data import AuxData, encode_aux
-from kvstore.handoff.crowd import GreetingCrowd
+from kvstore.handoff.crowd import Crowd
 from kvstore.handoff.effects import Effect, PushJob, SendTo, Submit
 from kvstore.handoff.greeting import GREETING_S, PROTOCOL, Greeter, SealedStream
 from kvstore.handoff.job_watch import JobObserver, JobWatch
@@ -57,6 +57,8 @@ from kvstore.transport.streams import DataStream, stream_of
 
 LINKS_MAX: Final = 256
 """Ranks of decode engines at a time."""
+GREETINGS_MAX: Final = 16
+"""Connections that have not greeted yet; of more, the oldest gives way."""
 _ACCEPT_PAUSE_S: Final = 0.05
 _LOG: Final = logging.getLogger(__name__)
 
@@ -100,7 +102,7 @@ class PrefillManager:
         self._lock = threading.Lock()
         self._links: dict[bytes, PushLink] = {}
         self._threads = LinkThreads()
-        self._crowd = GreetingCrowd()
+        self._crowd = Crowd(GREETINGS_MAX)
         self._closed = False
         self._over = threading.Event()
         self.faults = Faults(_LOG, "handoff, prefill")
@@ -275,7 +277,7 @@ class PrefillManager:
 
     def _begin(self, stream: DataStream, peer: str) -> None:
         """Let a thread greet a connection; if there are too many, the oldest gives way."""
-        has_place, are_many = self._crowd.enter(stream)
+        has_place, are_many = self._crowd.enter(stream, stream.shutdown)
         if are_many:
             self.faults.note("greetings", f"{peer}: too many connections are greeting")
         if not has_place:

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvstore.errors import InvalidArgument, PeerUnreachable, ProtocolError, reason
+from kvstore.handoff.crowd import Crowd
 from kvstore.handoff.greeting import proof_of
 from kvstore.handoff.messages import UNREADABLE
 from kvstore.handoff.ranks import RANKS_MAX
@@ -186,7 +187,7 @@ class HandoffRegistry:
         self._lock = threading.Lock()
         self._table = RankTable()
         self.faults = Faults(_LOG, "handoff, registry")
-        self._places = threading.BoundedSemaphore(_REQUESTS_MAX)
+        self._crowd = Crowd(_REQUESTS_MAX)
         registry = self
 
         class RankHandler(BaseHTTPRequestHandler):
@@ -210,15 +211,16 @@ class HandoffRegistry:
 
         class RankServer(ThreadingHTTPServer):
             daemon_threads = False
+            request_queue_size = 2 * _REQUESTS_MAX
 
             def process_request(self, request: Any, client_address: Any) -> None:
                 start = partial(super().process_request, request, client_address)
-                if not registry.starts(start, client_address[0]):
+                if not registry.starts(start, request, client_address[0]):
                     self.shutdown_request(request)
 
             def process_request_thread(self, request: Any, client_address: Any) -> None:
                 with contextlib.ExitStack() as ends:
-                    ends.callback(registry._places.release)
+                    ends.callback(registry._crowd.leave, request)
                     try:
                         stream = registry.begin(request)
                     except OSError as error:  # ssl.SSLError is one
@@ -259,16 +261,31 @@ class HandoffRegistry:
         if self._tls is None:
             return connection
         connection.settimeout(_WAIT_S)
-        return self._tls.wrap_socket(connection, server_side=True)
+        stream = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        self._crowd.change(connection, partial(_cut, stream))
+        try:
+            stream.do_handshake()
+        except OSError:
+            self._crowd.leave(connection)
+            stream.close()
+            raise
+        return stream
 
-    def starts(self, start: Callable[[], None], peer: str) -> bool:
-        """Start the thread of a request, unless there are too many; returns whether it runs."""
-        if not self._places.acquire(blocking=False):
+    def starts(self, start: Callable[[], None], request: socket.socket, peer: str) -> bool:
+        """Start the thread of a request; if there are too many, the oldest gives way.
+
+        Returns:
+            Whether it runs.
+        """
+        has_place, are_many = self._crowd.enter(request, partial(_cut, request))
+        if are_many:
+            self.faults.note("crowd", f"{peer}: too many requests at a time")
+        if not has_place:
             return False
         try:
             start()
         except RuntimeError as error:  # no thread is left
-            self._places.release()
+            self._crowd.leave(request)
             self.refused(peer, str(error))
             return False
         return True

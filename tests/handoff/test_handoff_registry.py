@@ -22,6 +22,7 @@ from kvstore.handoff.ranks import RANKS_MAX, RankGroup
 from kvstore.handoff.registry import HandoffRegistry, RankRecord, RegistryClient
 from kvstore.handoff.state_data import STATES_MAX, StateKind, StateShape
 from kvstore.handoff.states import FailureCode, State
+from tests.cluster.nodes import files
 from tests.handoff.pair import PATIENCE, SECRET, SPACE, Memory
 from tests.handoff.wrong_fields import of_another_type
 
@@ -208,6 +209,24 @@ def test_a_registration_is_as_small_as_that_all_can_be_listed():
         with pytest.raises(ProtocolError, match="413"):
             client.register(msgspec.structs.replace(record, rank=1, address="a" * 8_000 + ":9"))
         assert len(client.ranks()) == RANKS_MAX
+    finally:
+        registry.close()
+
+
+@pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "tls"])
+def test_strangers_who_connect_and_ask_nothing_keep_no_rank_out(with_tls, wait_until):
+    """More than may ask at a time: the one that has said nothing for longest gives way."""
+    shown = files() if with_tls else None
+    registry = HandoffRegistry("127.0.0.1", 0, SECRET, shown)
+    client = RegistryClient(registry.url, SECRET, shown.connecting() if shown else None)
+    place = urlsplit(registry.url)
+    try:
+        with contextlib.ExitStack() as strangers:
+            for _ in range(3 * registries._REQUESTS_MAX):
+                at = (place.hostname, place.port)
+                strangers.enter_context(socket.create_connection(at, 10))
+            wait_until(lambda: registry.faults.counts["crowd"] > 0)
+            assert client.ranks() == []
     finally:
         registry.close()
 

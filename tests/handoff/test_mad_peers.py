@@ -9,10 +9,10 @@ import pytest
 
 from kvstore.handoff import shape, unopened
 from kvstore.handoff.connecting import PURPOSES
-from kvstore.handoff.crowd import GREETINGS_MAX
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.greeting import SealedStream
 from kvstore.handoff.messages import Announce, HandoffPing, encode_message
+from kvstore.handoff.prefill import GREETINGS_MAX
 from kvstore.handoff.ranks import plan_ranks
 from kvstore.handoff.sending import Senders
 from kvstore.handoff.states import FailureCode, Patience, State
