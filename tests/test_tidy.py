@@ -45,6 +45,8 @@ CATCH_ALL: dict[str, str] = {
     "kvstore/client/jobs.py:Job.run": "a job's failure must not end the worker of engines",
     "kvstore/handoff/decode.py:DecodeManager._serve": "who is not given up is never tried again",
     "kvstore/handoff/links.py:Ticker._run": "deadlines and leases must be kept after a fault, too",
+    "kvstore/handoff/mooncake.py:MooncakeLanding._run": "engines must be ended after a fault, too",
+    "kvstore/handoff/mooncake.py:MooncakeWriter._run": "all writes need an end after a fault, too",
 }
 """``path:function``: why this loop must survive whatever happens in it; it logs and counts."""
 

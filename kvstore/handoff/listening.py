@@ -9,12 +9,13 @@ from functools import partial
 from typing import Final
 
 from kvstore.errors import InvalidArgument, KVStoreError, PeerUnreachable, reason
+from kvstore.handoff.crowd import Crowd
 from kvstore.handoff.links import LinkThreads, fit_send_buffer
 from kvstore.process.faults import Faults
 from kvstore.transport.streams import DataStream, stream_of
 
 GREETINGS_MAX: Final = 16
-"""Connections that have not greeted yet."""
+"""Connections that have not greeted yet; of more, the oldest gives way."""
 _ACCEPT_PAUSE_S: Final = 0.05
 
 
@@ -41,8 +42,7 @@ class LinkListener:
         threads: LinkThreads, faults: Faults, tls: ssl.SSLContext | None,
     ) -> None:  # fmt: skip
         self._greet, self._threads, self._faults, self._tls = greet, threads, faults, tls
-        self._lock = threading.Lock()
-        self._greeting: set[DataStream] = set()
+        self._crowd = Crowd(GREETINGS_MAX)
         self._over = threading.Event()
         host = listen[0]
         try:
@@ -60,14 +60,11 @@ class LinkListener:
     def close(self) -> None:
         """Accept no more, and break what has not greeted."""
         self._over.set()
-        with self._lock:
-            greeting = list(self._greeting)
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._acceptor.join()
         self._listener.close()
-        for stream in greeting:
-            stream.shutdown()
+        self._crowd.close()
 
     # ---- inside -----------------------------------------------------------------------------
 
@@ -88,23 +85,17 @@ class LinkListener:
             self._begin(stream, str(peer[0]))
 
     def _begin(self, stream: DataStream, peer: str) -> None:
-        """Let a thread greet a connection, unless there are too many."""
-        with self._lock:
-            full = self._over.is_set() or len(self._greeting) >= GREETINGS_MAX
-            if not full:
-                self._greeting.add(stream)
-        if full:
+        """Let a thread greet a connection; if there are too many, the oldest gives way."""
+        has_place, are_many = self._crowd.enter(stream, stream.shutdown)
+        if are_many:
             self._faults.note("greetings", f"{peer}: too many connections are greeting")
+        if not has_place:
             stream.close()
             return
-        greeted = partial(self._greeted, stream)
+        known = partial(self._crowd.leave, stream)
         try:
-            self._threads.start(partial(self._greet, stream, peer, greeted), "kvstore-handoff-link")
+            self._threads.start(partial(self._greet, stream, peer, known), "kvstore-handoff-link")
         except PeerUnreachable as error:
             self._faults.note("greeting", f"{peer}: {error}")
-            greeted()
+            known()
             stream.close()
-
-    def _greeted(self, stream: DataStream) -> None:
-        with self._lock:
-            self._greeting.discard(stream)

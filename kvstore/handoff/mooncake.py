@@ -132,7 +132,10 @@ class MooncakeWriter:
         while not self._closed:
             _ready([self._mooncake.fileno(), self._wake], -1.0)
             for event in self._mooncake.poll():
-                self._hear(event, whys)
+                try:
+                    self._hear(event, whys)
+                except Exception:  # nobody would be told the end of any other write
+                    _log.exception("%s goes on after a fault of ours", self._thread.name)
 
     def _hear(self, event: TransportEvent, whys: dict[int, tuple[str, bool]]) -> None:
         if isinstance(event, TransferEnd):
@@ -236,10 +239,13 @@ class MooncakeLanding:
 
     def _run(self) -> None:
         while not self._closed:
-            now_ns = time.monotonic_ns()
-            self._keep(now_ns)
-            idle = self._place is not None and not self._engine.ending
-            self._wait(_TURN_S if idle else _KILL_S)
+            try:
+                self._keep(time.monotonic_ns())
+                idle = self._place is not None and not self._engine.ending
+                self._wait(_TURN_S if idle else _KILL_S)
+            except Exception:  # nobody would end an engine that still writes
+                _log.exception("%s goes on after a fault of ours", self._thread.name)
+                time.sleep(_KILL_S)
 
     def _keep(self, now_ns: int) -> None:
         """End the process if it has to end, and start one where there is none."""
@@ -255,9 +261,9 @@ class MooncakeLanding:
                 engine.start_ns += int(RESTART_S * 1e9)
             else:
                 self._place = None
+                self._number += 1  # first: none has the number of one that has ended
                 assert self._gone is not None
-                self._gone(self._number)
-                self._number += 1
+                self._gone(self._number - 1)
         if engine.process is None and now_ns >= engine.start_ns:
             engine.begin(now_ns)
 

@@ -24,7 +24,9 @@ BLOCKS_MAX: Final = 1 << 20
 _NUMBERS: Final = np.dtype("<u4")
 _FEW: Final = 8
 """Ranges that are noted one after the other."""
-RANGE_BYTES: Final = 3 * _NUMBERS.itemsize
+NUMBER_BYTES: Final = _NUMBERS.itemsize
+"""Of one number in a message."""
+RANGE_BYTES: Final = 3 * NUMBER_BYTES
 """Of one range in a message."""
 
 

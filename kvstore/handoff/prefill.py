@@ -264,19 +264,22 @@ class PrefillManager:
             len(group.parts), group.data_rank, group.data_ranks,
         )  # fmt: skip
 
-    def _greet(self, stream: DataStream, peer: str, greeted: Callable[[], None]) -> None:
+    def _greet(self, stream: DataStream, peer: str, known: Callable[[], None]) -> None:
         """Greet a connection, then be the thread that uses it."""
-        cause = "tls"
+        cause, greeted = "tls", None
         try:
             stream.begin(time.monotonic_ns() + int(GREETING_S * 1e9))
             cause = "greeting"
-            greeting, target, sealed = self._greeter.answer(stream)
+            greeted = self._greeter.answer(stream)
         except KVStoreError as error:
             self.faults.note(cause, f"{peer}: {error}")
-            stream.close()
-            return
         finally:
-            greeted()
+            known()
+            if greeted is None:
+                stream.close()
+        if greeted is None:
+            return
+        greeting, target, sealed = greeted
         link = self._link(greeting.link, f"{greeting.name[:64]} at {peer}")
         if link is None or not link.add(greeting.purpose, sealed):
             self.faults.note("greeting", f"{peer}: too many links, or one that there is already")

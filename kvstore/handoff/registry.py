@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvstore.errors import InvalidArgument, PeerUnreachable, ProtocolError, reason
+from kvstore.handoff.crowd import Crowd
 from kvstore.handoff.greeting import proof_of
 from kvstore.handoff.messages import UNREADABLE
 from kvstore.handoff.ranks import RANKS_MAX
@@ -38,7 +39,10 @@ LEASE_S_MAX: Final = 3_600.0
 NUMBER_MAX: Final = 1 << 16
 """Of layers, and of heads."""
 TRANSPORTS_MAX: Final = 16
-_BODY_BYTES_MAX: Final = 1 << 20
+_RECORD_BYTES_MAX: Final = 8 << 10
+"""Of a registration; with 16 state buffers it has 4 KiB."""
+_LIST_BYTES_MAX: Final = RANKS_MAX * 2 * _RECORD_BYTES_MAX
+"""Of all; fields that a rank has left out are in it."""
 _WAIT_S: Final = 2.0
 """For each step of a connection."""
 _REQUEST_S = 5.0
@@ -183,7 +187,7 @@ class HandoffRegistry:
         self._lock = threading.Lock()
         self._table = RankTable()
         self.faults = Faults(_LOG, "handoff, registry")
-        self._places = threading.BoundedSemaphore(_REQUESTS_MAX)
+        self._crowd = Crowd(_REQUESTS_MAX)
         registry = self
 
         class RankHandler(BaseHTTPRequestHandler):
@@ -194,7 +198,7 @@ class HandoffRegistry:
 
             def do_PUT(self) -> None:
                 size = self.headers.get("Content-Length", "")
-                if not size.isdecimal() or len(size) > 9 or int(size) > _BODY_BYTES_MAX:
+                if not size.isdecimal() or len(size) > 9 or int(size) > _RECORD_BYTES_MAX:
                     self.send_error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
                     return
                 registry.answer(self, self.rfile.read(int(size)))
@@ -207,15 +211,16 @@ class HandoffRegistry:
 
         class RankServer(ThreadingHTTPServer):
             daemon_threads = False
+            request_queue_size = 2 * _REQUESTS_MAX
 
             def process_request(self, request: Any, client_address: Any) -> None:
                 start = partial(super().process_request, request, client_address)
-                if not registry.starts(start, client_address[0]):
+                if not registry.starts(start, request, client_address[0]):
                     self.shutdown_request(request)
 
             def process_request_thread(self, request: Any, client_address: Any) -> None:
                 with contextlib.ExitStack() as ends:
-                    ends.callback(registry._places.release)
+                    ends.callback(registry._crowd.leave, request)
                     try:
                         stream = registry.begin(request)
                     except OSError as error:  # ssl.SSLError is one
@@ -256,16 +261,31 @@ class HandoffRegistry:
         if self._tls is None:
             return connection
         connection.settimeout(_WAIT_S)
-        return self._tls.wrap_socket(connection, server_side=True)
+        stream = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        self._crowd.change(connection, partial(_cut, stream))
+        try:
+            stream.do_handshake()
+        except OSError:
+            self._crowd.leave(connection)
+            stream.close()
+            raise
+        return stream
 
-    def starts(self, start: Callable[[], None], peer: str) -> bool:
-        """Start the thread of a request, unless there are too many; returns whether it runs."""
-        if not self._places.acquire(blocking=False):
+    def starts(self, start: Callable[[], None], request: socket.socket, peer: str) -> bool:
+        """Start the thread of a request; if there are too many, the oldest gives way.
+
+        Returns:
+            Whether it runs.
+        """
+        has_place, are_many = self._crowd.enter(request, partial(_cut, request))
+        if are_many:
+            self.faults.note("crowd", f"{peer}: too many requests at a time")
+        if not has_place:
             return False
         try:
             start()
         except RuntimeError as error:  # no thread is left
-            self._places.release()
+            self._crowd.leave(request)
             self.refused(peer, str(error))
             return False
         return True
@@ -413,7 +433,7 @@ class RegistryClient:
                 with _cut_after(connection.sock, _REQUEST_S):
                     connection.request(method, path, body or None, {_HEADER: proof})
                     answer = connection.getresponse()
-                    said = answer.read(_BODY_BYTES_MAX)
+                    said = answer.read(_LIST_BYTES_MAX)
                     told = answer.getheader(_HEADER) or ""
         except (OSError, http.client.HTTPException, RuntimeError) as error:  # or no thread is left
             where = f"{self._host}:{self._port}"

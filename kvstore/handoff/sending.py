@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
+from kvstore.handoff import unopened
 from kvstore.handoff.effects import Effect, SendTo, Submit
 from kvstore.handoff.job_queues import JobQueues
 from kvstore.handoff.messages import (
@@ -45,8 +46,6 @@ from kvstore.handoff.tables import LinkTarget, SendingLeg, SendingRoom, SentPart
 
 ROOMS_MAX = 1_024
 """Handoffs in the table."""
-UNOPENED_MAX = 512
-"""Of these, how many may be known from decode only."""
 _SAID_NS: Final = 1_000_000_000
 """Renewals are sent no more often."""
 
@@ -320,8 +319,7 @@ class Senders:
         assert not isinstance(message, HandoffPing)
         if isinstance(message, Done) or message.room in self._seen:
             return None
-        unopened = sum(not one.opened for one in self._rooms.values())
-        if unopened >= UNOPENED_MAX or len(self._rooms) >= ROOMS_MAX:
+        if len(self._rooms) >= ROOMS_MAX or not unopened.may_be_more(self._rooms.values()):
             return None
         return self._add(message.room, now_ns)
 
@@ -366,6 +364,8 @@ class Senders:
             self.counts["repeated_messages"] += 1
             return []
         try:
+            if not one.opened:
+                unopened.refuse_blocks(self._rooms.values(), message)
             blocks = announced_blocks(self._shape, message, one.token_count)
             states = announced_states(self._shape, message, leg.target.share)
             if message.place is not None:

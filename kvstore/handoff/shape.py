@@ -15,6 +15,7 @@ from kvstore.handoff.messages import TEXT_MAX, Announce, LandingPlace
 from kvstore.handoff.places import (
     AUX_PLANE,
     BLOCKS_MAX,
+    NUMBER_BYTES,
     PLANES_MAX,
     STATE_PLANE,
     PushRange,
@@ -259,11 +260,8 @@ def announced_blocks(shape: PoolShape, message: Announce, token_count: int) -> l
         raise ProtocolError(f"KV from token {first} on, of {tokens}")
     if not 0 <= message.aux_slot < BLOCKS_MAX:
         raise ProtocolError(f"aux slot {message.aux_slot}")
-    blocks = unpack_numbers(message.blocks)
     wanted = shape.blocks_of(tokens) - first // shape.block_tokens if first < tokens else 0
-    if len(blocks) != wanted or len(set(blocks)) != len(blocks):
-        raise ProtocolError(f"{len(blocks)} blocks, {wanted} different ones are needed")
-    return blocks
+    return _different(message.blocks, wanted, "blocks")
 
 
 def announced_states(shape: PoolShape, message: Announce, share: LinkShare) -> list[StatePart]:
@@ -285,12 +283,23 @@ def announced_states(shape: PoolShape, message: Announce, share: LinkShare) -> l
     first = stop if first == tokens else first // shape.block_tokens
     found: list[StatePart] = []
     for state, packed in zip(states, message.states, strict=True):
-        blocks, wanted = unpack_numbers(packed), state.positions(stop, first)
-        if len(blocks) != len(wanted) or len(set(blocks)) != len(blocks):
-            what = f"{len(blocks)} blocks of {state.name}, {len(wanted)} different ones are needed"
-            raise ProtocolError(what)
+        wanted = state.positions(stop, first)
+        blocks = _different(packed, len(wanted), f"blocks of {state.name}")
         found.append(StatePart(wanted.start, blocks))
     return found
+
+
+def _different(packed: bytes, wanted: int, what: str) -> list[int]:
+    """So many different numbers of a message; they are counted before they are read.
+
+    Raises:
+        ProtocolError: they are not.
+    """
+    count = len(packed) / NUMBER_BYTES
+    numbers = unpack_numbers(packed) if count == wanted else []
+    if len(set(numbers)) != wanted:
+        raise ProtocolError(f"{count:g} {what}, {wanted} different ones are needed")
+    return numbers
 
 
 def check_place(share: LinkShare, place: LandingPlace, blocks: list[int]) -> None:

@@ -13,6 +13,8 @@ imported once, so a start costs a tenth of a second. Gates of prefill:
 
 Of decode, for prompts that begin with :data:`BEGINNING`: ``announce``: it has blocks and has not
 said so; ``success``: everything has arrived and the engine has not looked.
+
+An engine makes the file ``left`` beside its gates when it has heard that a client is gone.
 """
 
 import json
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_adapters.reference import __main__ as program
+from engine_adapters.reference.engine import Engine
 from engine_adapters.reference.landing import DecodePushes
 from engine_adapters.reference.pushing import PrefillPushes
 from engine_adapters.reference.request import Request
@@ -103,6 +106,16 @@ def put_gates_into_decode(gates: Path) -> None:
     DecodePushes.poll = gated_poll  # type: ignore[method-assign]
 
 
+def mark_who_leaves(gates: Path) -> None:
+    abort = Engine.abort
+
+    def marked(self: Engine, request: Request) -> None:
+        abort(self, request)
+        (gates / "left").touch()
+
+    Engine.abort = marked  # type: ignore[method-assign]
+
+
 def run(folder: Path, name: str, words: list[str]) -> None:
     """Be one engine."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -114,6 +127,7 @@ def run(folder: Path, name: str, words: list[str]) -> None:
     Patience.of_silence = partial(Patience, **DEADLINES)  # type: ignore[method-assign]
     put_gates_into_prefill(folder / f"{name}.gates")
     put_gates_into_decode(folder / f"{name}.gates")
+    mark_who_leaves(folder / f"{name}.gates")
     sys.argv = [name, *words]
     program.main()
     os._exit(0)

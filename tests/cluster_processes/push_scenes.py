@@ -104,6 +104,11 @@ class PushEngine:
             opened.write("go\n")
         (self._gates / f"{name}.held").unlink()
 
+    def notices(self) -> None:
+        """Wait until it has heard that a client is gone, and begin anew."""
+        assert wait_for((self._gates / "left").exists, ANSWER_S), "it has not noticed"
+        (self._gates / "left").unlink()
+
     def get(self, path: str) -> Any:
         with urllib.request.urlopen(self.url + path, timeout=ANSWER_S) as answer:
             return json.load(answer)
@@ -142,6 +147,10 @@ class PushEngine:
 
     def handoffs(self) -> list[dict[str, Any]]:
         return list(self.get("/v1/handoffs")["handoffs"])
+
+    def has_given_up(self, room: int) -> bool:
+        """Whether nothing will come of a push any more."""
+        return all(one["state"] == "failed" for one in self.handoffs() if one["room"] == room)
 
     def held(self) -> dict[str, Any]:
         """What it holds for pushes now; empty when that is nothing."""
@@ -188,6 +197,8 @@ class Asked:
         self, scene: "PushScene", prompt: str, registry: str = "", *, leaves: bool = False
     ) -> None:
         prefill, decode, room = scene.prefill, scene.decode, next(_rooms)
+        self.room = room
+        self._engines = {"prefill": prefill, "decode": decode}
         here = {"handoff": "push", "room": room, "do_remote_decode": True}
         there = {
             "handoff": "push", "room": room, "do_remote_prefill": True,
@@ -203,12 +214,21 @@ class Asked:
         self.prefill = scene.threads.submit(ask_prefill)
         self.decode = scene.threads.submit(ask_decode)
 
-    def leave(self, *sides: str) -> None:
-        """The client of these engines goes."""
+    def leave(self, *sides: str, answered: str = "") -> None:
+        """The client of these engines goes; returns when they know.
+
+        Args:
+            sides: of the engines.
+            answered: of the one that may have answered already.
+        """
         for side in sides:
-            self._sockets[side].shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # it has been closed, after an answer
+                self._sockets[side].shutdown(socket.SHUT_RDWR)
             answer = self.prefill if side == "prefill" else self.decode
-            assert answer.exception(ANSWER_S) is not None
+            if answer.exception(ANSWER_S) is not None:
+                self._engines[side].notices()
+            else:
+                assert side == answered
 
 
 def tokens_of(answer: "Future[dict[str, Any]]") -> list[int]:

@@ -5,6 +5,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -196,7 +197,12 @@ def test_a_push_that_is_given_up_in_any_state_costs_nobody_else_anything(
         engine.close_gate(gate)
         asked = scene.ask(prompt_of(state), leaves=True)
         engine.at_gate(gate)
-        asked.leave(*(["prefill", "decode"] if who == "client" else [who]))
+        sides = ["prefill", "decode"] if who == "client" else [who]
+        asked.leave(*sides, answered="prefill" if gate == "success" else "")
+        if who == "decode" and side == "prefill":  # else all may arrive before its step
+            assert wait_for(partial(scene.decode.has_given_up, asked.room)), state
+        elif who == "prefill" and gate == "range":  # likewise, all may be sent
+            assert wait_for(partial(scene.prefill.has_given_up, asked.room)), state
         engine.open_gate(gate)
         others.check(state)
         if who == "prefill":

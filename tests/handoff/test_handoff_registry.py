@@ -1,8 +1,10 @@
 """Goal: only ranks that are there, and know the secret, are listed; nobody waits for a registry."""
 
 import contextlib
+import dataclasses
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from socketserver import ThreadingMixIn
 from typing import Any
@@ -18,7 +20,9 @@ from kvstore.handoff.greeting import PROTOCOL
 from kvstore.handoff.peers import peer_ranks
 from kvstore.handoff.ranks import RANKS_MAX, RankGroup
 from kvstore.handoff.registry import HandoffRegistry, RankRecord, RegistryClient
+from kvstore.handoff.state_data import STATES_MAX, StateKind, StateShape
 from kvstore.handoff.states import FailureCode, State
+from tests.cluster.nodes import files
 from tests.handoff.pair import PATIENCE, SECRET, SPACE, Memory
 from tests.handoff.wrong_fields import of_another_type
 
@@ -55,7 +59,7 @@ def test_what_no_rank_can_be_is_refused_in_the_registrys_answer_too(monkeypatch)
         client.ranks()
 
 
-@pytest.mark.parametrize("said", [b'[{"rank": ' + b"[" * 100_000, b'[{"address":"\xff"}]'])
+@pytest.mark.parametrize("said", [b'[{"rank": ' + b"[" * 5_000, b'[{"address":"\xff"}]'])
 def test_what_is_no_text_or_too_deep_is_refused_by_registry_and_client(said, monkeypatch, caplog):
     """Other errors of the decoder; the server of the standard library would say nothing of them."""
     client = RegistryClient("http://127.0.0.1:9", SECRET)
@@ -186,6 +190,45 @@ def test_ranks_whose_leases_have_ended_take_no_place_from_others():
     assert "are registered" in table.register(late, 4_000_000_000)
     assert table.register(late, 6_000_000_000) == ""
     assert table.listed(6_000_000_000) == [late]
+
+
+def test_a_registration_is_as_small_as_that_all_can_be_listed():
+    shape = Memory().pool.shape
+    states = tuple(StateShape(f"{at:032}", StateKind.LAST, 4096, 1 << 30, 1 << 31, 1 << 20)
+                   for at in range(STATES_MAX))  # fmt: skip
+    shape = dataclasses.replace(shape, states=states)
+    fields = ("a" * 200 + ":9", "ab" * 16, 1 << 62, (0, 4), (0, 1), shape, "ab" * 64)
+    record = RankRecord(0, *fields, ["x" * 40] * 16, PROTOCOL, 60.0, RANKS_MAX)
+    registry = HandoffRegistry("127.0.0.1", 0, SECRET)
+    client = RegistryClient(registry.url, SECRET)
+    try:
+        client.register(record)
+        for rank in range(RANKS_MAX):
+            one = msgspec.structs.replace(record, rank=rank, boot="cd" * 16)
+            registry._table.register(one, time.monotonic_ns())
+        with pytest.raises(ProtocolError, match="413"):
+            client.register(msgspec.structs.replace(record, rank=1, address="a" * 8_000 + ":9"))
+        assert len(client.ranks()) == RANKS_MAX
+    finally:
+        registry.close()
+
+
+@pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "tls"])
+def test_strangers_who_connect_and_ask_nothing_keep_no_rank_out(with_tls, wait_until):
+    """More than may ask at a time: the one that has said nothing for longest gives way."""
+    shown = files() if with_tls else None
+    registry = HandoffRegistry("127.0.0.1", 0, SECRET, shown)
+    client = RegistryClient(registry.url, SECRET, shown.connecting() if shown else None)
+    place = urlsplit(registry.url)
+    try:
+        with contextlib.ExitStack() as strangers:
+            for _ in range(3 * registries._REQUESTS_MAX):
+                at = (place.hostname, place.port)
+                strangers.enter_context(socket.create_connection(at, 10))
+            wait_until(lambda: registry.faults.counts["crowd"] > 0)
+            assert client.ranks() == []
+    finally:
+        registry.close()
 
 
 def test_a_request_for_which_there_is_no_thread_takes_no_place_for_good(monkeypatch):

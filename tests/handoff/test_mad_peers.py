@@ -1,16 +1,24 @@
 """Goal: a peer that knows the secret and behaves as no engine does costs nobody else anything."""
 
+import contextlib
 import os
+import socket
 import time
 
+import pytest
+
+from kvstore.handoff import shape, unopened
 from kvstore.handoff.connecting import PURPOSES
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.greeting import SealedStream
-from kvstore.handoff.messages import HandoffPing, encode_message
+from kvstore.handoff.listening import GREETINGS_MAX
+from kvstore.handoff.messages import Announce, HandoffPing, encode_message
 from kvstore.handoff.ranks import plan_ranks
-from kvstore.handoff.states import FailureCode, State
+from kvstore.handoff.sending import Senders
+from kvstore.handoff.states import FailureCode, Patience, State
 from kvstore.transport.streams import connect, host_and_port
 from tests.handoff.pair import Pair, managers, push_all
+from tests.handoff.test_cores import SECOND, SHAPE, announce
 
 SOON_S = 5
 
@@ -83,3 +91,55 @@ def test_links_that_break_when_they_are_made_do_not_take_those_of_the_next_try(
         assert len(tries) == 2
         for _, receiver in both:
             receiver.close()
+
+
+def test_strangers_who_connect_and_say_nothing_keep_no_engine_out(wait_until):
+    """More than may greet at a time: the one that has said nothing for longest gives way."""
+    with managers() as pair, contextlib.ExitStack() as strangers:
+        place = host_and_port(pair.prefill.address)
+        for _ in range(3 * GREETINGS_MAX):
+            strangers.enter_context(socket.create_connection(place, SOON_S))
+        wait_until(lambda: pair.prefill.stats().get("greetings", 0) >= GREETINGS_MAX)
+
+        sender, receiver = pair.begin(1, 4)
+        receiver.announce(0, range(4))
+        push_all(sender, pair.here, [0, 1, 2, 3])
+        wait_until(lambda: receiver.progress.ended)
+        assert receiver.state == State.SUCCESS
+        assert len(pair.prefill._listener._crowd) <= 2 * GREETINGS_MAX
+        receiver.close()
+
+
+def codes_of(effects) -> list[str]:
+    """Why prefill refuses, if it does."""
+    told = [one.message for one in effects]
+    return [one.failure.code for one in told if hasattr(one, "failure")]
+
+
+def test_announcements_of_what_no_engine_has_asked_for_have_a_bound_together(monkeypatch):
+    """One has up to a million blocks, and 512 rooms may be known from decode only."""
+    monkeypatch.setattr(unopened, "BLOCKS_MAX", 8)
+    core = Senders(SHAPE, Patience())
+    assert codes_of(core.received(b"L", announce(1, [1, 2, 3, 4, 5]), 0)) == []
+    assert codes_of(core.received(b"L", announce(2, [6, 7, 8, 9]), 0)) == ["refused"]
+    assert codes_of(core.received(b"L", announce(3, [6, 7, 8]), 0)) == []
+    assert codes_of(core.received(b"L", announce(4, [1]), 0)) == ["refused"]
+
+    core.open(5, 48, 0)
+    assert codes_of(core.received(b"L", announce(5, [1, 2, 3]), 0)) == []
+    core.open(1, 80, 0)
+    assert codes_of(core.received(b"L", announce(6, [1, 2, 3, 4, 5]), 0)) == []
+    core.tick(61 * SECOND)  # nobody wants them any more
+    core.tick(92 * SECOND)  # and they are forgotten
+    assert codes_of(core.received(b"L", announce(7, list(range(8))), 92 * SECOND)) == []
+    core.check()
+
+
+@pytest.mark.parametrize("states", [[], [bytes(4 << 20)]])
+def test_blocks_that_are_too_many_are_counted_before_they_are_read(states, monkeypatch):
+    """To read a million takes long, and others wait meanwhile."""
+    monkeypatch.setattr(shape, "unpack_numbers", lambda _: pytest.fail("they are read"))
+    core = Senders(SHAPE, Patience())
+    core.open(1, 48, 0)
+    message = Announce(1, 48, 0, b"" if states else bytes(4 << 20), 0, None, states)
+    assert codes_of(core.received(b"L", message, 0)) == ["refused"]

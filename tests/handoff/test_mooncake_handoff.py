@@ -3,14 +3,20 @@
 ``tests/cluster_processes/test_handoff_mooncake.py`` has the real one.
 """
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from kvstore.errors import ConfigError
 from kvstore.handoff.mooncake import MooncakeLanding, MooncakeWriter
+from kvstore.handoff.push_writes import PushWrites
+from kvstore.handoff.receiving import Receivers
 from kvstore.handoff.shared_memory import SharedMemory
 from tests.cluster_processes import handoff_mooncake_program
+from tests.cluster_processes.handoff_mooncake_scene import NEW, OLD, Scene, until
+from tests.handoff.pair import push_all
 
 FAKE = Path(__file__).parent.parent / "transport" / "fake_mooncake"
 pytestmark = pytest.mark.timeout(120)
@@ -20,6 +26,41 @@ pytestmark = pytest.mark.timeout(120)
 def test_a_handoff_over_mooncake_keeps_its_rules(check, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(FAKE))
     check()
+
+
+def test_a_fault_of_ours_in_one_push_ends_no_thread_that_others_need(monkeypatch, caplog):
+    monkeypatch.setenv("PYTHONPATH", str(FAKE))
+    written, engine_up, faults = PushWrites._written, Receivers.engine_up, []
+
+    def once(call):
+        def broken(self, number, *rest, **more):
+            if call not in faults:
+                faults.append(call)
+                raise AssertionError("a fault of ours, for a test")
+            return call(self, number, *rest, **more)
+
+        return broken
+
+    monkeypatch.setattr(PushWrites, "_written", once(written))
+    scene = Scene()
+    sender, receiver = scene.begin(2, [0, 1, 2, 3])
+    push_all(sender, scene.here, [0, 1, 2, 3])
+    until(lambda: written in faults)
+    receiver.close()
+    scene.push(3, OLD, NEW)
+
+    monkeypatch.setattr(Receivers, "engine_up", once(engine_up))
+    engine = scene.engine_pid()
+    os.kill(engine, signal.SIGKILL)
+    until(lambda: engine_up in faults)
+    os.kill(scene.engine_pid(), signal.SIGKILL)
+    before = scene.written()
+    until(lambda: scene.decode._core._engines._place is not None)
+    scene.push(4, OLD, NEW)
+    assert scene.written() > before
+    assert caplog.text.count("goes on after a fault of ours") == 2
+    caplog.clear()  # its tracebacks hold the pools
+    scene.close()
 
 
 def test_a_machine_without_mooncake_is_told_what_to_install(monkeypatch, tmp_path):
