@@ -1,7 +1,7 @@
 """What is simulated, and what becomes of each request."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -123,6 +123,7 @@ class Flight:
         computed: whether its prompt is computed.
         continued: whether the decode engine has a place for it.
         fetches: whether the prefill engine's node may fetch from others.
+        followers: called when its fetches have ended, for those who count on them.
     """
 
     record: Record
@@ -134,6 +135,7 @@ class Flight:
     computed: bool = False
     continued: bool = False
     fetches: bool = True
+    followers: list[Callable[[int], None]] = field(default_factory=list)
 
     @property
     def where(self) -> set[str]:
