@@ -218,7 +218,9 @@ class Simulation:
         fetches = self.scenario.peers and (assign.fetch_tokens > 0 or not decides)
         flight = Flight(record, assign.prefill, assign.decode, fetches=fetches)
         self._flights[one.number] = flight
-        self._fetch(flight, Work(one.number, one.tokens, one.output if alone else 0))
+        factor = self.scenario.factor(one.number)
+        output = one.output if alone else 0
+        self._fetch(flight, Work(one.number, one.tokens, output, factor=factor))
         self._expect(flight, assign.prefill)
         self._expect(flight, assign.decode)
 
