@@ -4,11 +4,13 @@ With ``--trace``: at the speed at which ``cache-global`` just holds 90 % effecti
 ``promise/ttft``, ``/p99``, ``/effective`` and ``/longest`` (effective of the longest tenth of the
 prompts) compare the two policies, and ``promise/load`` the speeds at which each just holds 90 %.
 
-Without it: rows ``shape/LOAD/FLEET/SKEW/PART/ttft`` and ``/effective`` compare ours with the best
-other policy on made-up loads, as means over some seeds. A fleet is ``equal`` or ``unequal`` in
-hardware, pairs or ``mixed``; ``SKEW`` is by which part the policy's estimates stay off; ``PART`` is
-of the speed at which ``cache-global`` just holds 90 % there. Everybody waits as long as it takes,
-so that the mean is of the same requests for all.
+Without it: rows ``shape/LOAD/FLEET/ESTIMATES/PART/ttft`` and ``/effective`` compare ours with the
+best other policy on made-up loads, as means over some seeds. A fleet is ``equal`` or ``unequal`` in
+hardware, pairs or ``mixed``, or ``learned``: its engines are 30 % slower or faster than is thought
+at first. ``ESTIMATES`` are ``exact``, ``fixed`` (30 % off for good, up or down by engine) or
+``noise`` (off by up to 30 %, another part for each request). ``PART`` is of the speed at which
+``cache-global`` just holds 90 % there. Everybody waits as long as it takes, so that the mean is of
+the same requests for all.
 
 ``ratio`` is 1 where both are equal and more where ours is better; ``kept`` is whether it is at
 least ``floor``. Everything is simulated; the exit status is 1 if a promise is not kept.
@@ -42,6 +44,7 @@ FLEETS: Final[dict[str, dict[Role, str]]] = {
     "equal": {Role.PREFILL: "4xa800", Role.DECODE: "4xa800"},
     "unequal": {Role.PREFILL: "2xa800,2xh800", Role.DECODE: "2xh800,2xa800"},
     "mixed": {Role.MIXED: "3xa800,3xh800"},
+    "learned": {Role.PREFILL: "2xa800@1.3,2xa800@0.7", Role.DECODE: "2xa800@1.3,2xa800@0.7"},
 }
 
 
@@ -68,7 +71,12 @@ LOADS: Final = {
     "burst": Load(10.0, 400, 9.0),
 }
 PARTS: Final = (0.5, 1.0)
-SKEWS: Final = (0.0, 0.3)
+ESTIMATES: Final = {
+    "exact": (0.0, 0.0),
+    "fixed": (0.3, 0.0),
+    "noise": (0.0, 0.3),
+}
+"""Skew and noise of a scenario."""
 OTHERS: Final = tuple(name for name in POLICIES if name not in (OURS, "random", "round-robin"))
 """Policies that somebody would choose; the two that look at nothing are never the best."""
 _TBT_S: Final = 0.1
@@ -86,10 +94,13 @@ class Case(NamedTuple):
     objectives: Objectives
     wait_s: float
     skew: float = 0.0
+    noise: float = 0.0
 
     def simulation(self, policy: str, speed: float) -> Simulation:
         """One simulation, not yet run."""
-        scenario = Scenario(policy=policy, speed=speed, wait_s=self.wait_s, skew=self.skew)
+        scenario = Scenario(
+            policy=policy, speed=speed, wait_s=self.wait_s, skew=self.skew, noise=self.noise
+        )
         return Simulation(self.trace, self.engines, scenario)
 
     def summary(self, policy: str, speed: float) -> Summary:
@@ -130,6 +141,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="speed of the first try; default: %(default)s")  # fmt: skip
     parser.add_argument("--loads", default=",".join(LOADS), help="default: %(default)s")
     parser.add_argument("--fleets", default=",".join(FLEETS), help="default: %(default)s")
+    parser.add_argument("--estimates", default=",".join(ESTIMATES), help="default: %(default)s")
     parser.add_argument("--seeds", default="1,2", help="of the made-up loads; default: %(default)s")
 
 
@@ -183,10 +195,13 @@ def promises(options: argparse.Namespace) -> Iterator[Promise]:
 def shapes(options: argparse.Namespace) -> Iterator[Promise]:
     """Compare ours with the best other policy on made-up loads."""
     loads, fleets = options.loads.split(","), options.fleets.split(",")
+    estimates = options.estimates.split(",")
     if not options.seeds.replace(",", "").isdecimal():
         raise InvalidArgument("seeds", f"{options.seeds!r} is not like 1,2")
     seeds = [int(seed) for seed in options.seeds.split(",")]
-    for name, given, known in (("loads", loads, LOADS), ("fleets", fleets, FLEETS)):
+    for name, given, known in (
+        ("loads", loads, LOADS), ("fleets", fleets, FLEETS), ("estimates", estimates, ESTIMATES)
+    ):  # fmt: skip
         if not set(given) <= set(known):
             raise InvalidArgument(name, f"{', '.join(known)} are possible")
     with Progress("shape", len(loads) * len(fleets)) as progress:
@@ -201,10 +216,11 @@ def shapes(options: argparse.Namespace) -> Iterator[Promise]:
                 limit = cases[0].highest(BESIDE, first, _ROUGHLY).speed
                 progress.note(f"{load}/{fleet}: {BESIDE} holds 90 % at speed {limit:.4g}")
                 found: dict[str, Means] = {}
-                for skew in SKEWS:
-                    cases = [one._replace(skew=skew) for one in cases]
+                for wrong in estimates:
+                    skew, noise = ESTIMATES[wrong]
+                    cases = [one._replace(skew=skew, noise=noise) for one in cases]
                     for part in PARTS:
-                        name = f"shape/{load}/{fleet}/{skew:g}/{part:g}"
+                        name = f"shape/{load}/{fleet}/{wrong}/{part:g}"
                         yield from _against_all(name, cases, limit * part, found)
 
 
@@ -229,7 +245,7 @@ def _against_all(
     """
     others: dict[str, Means] = {}
     for policy in OTHERS:
-        key = f"{policy}/{speed}"
+        key = f"{policy}/{speed}/{cases[0].noise}"
         others[policy] = known[key] if key in known else _means(cases, policy, speed)
         if POLICIES[policy].fetches is None:
             known[key] = others[policy]

@@ -29,8 +29,8 @@ def test_ours_is_compared_with_the_best_other_policy_in_each_figure(
     found = list(shapes(given))
 
     assert [one.case for one in found] == [
-        f"shape/sessions/mixed/{skew}/{part}/{figure}"
-        for skew in ("0", "0.3")
+        f"shape/sessions/mixed/{wrong}/{part}/{figure}"
+        for wrong in ("exact", "fixed", "noise")
         for part in ("0.5", "1")
         for figure in ("ttft", "effective")
     ]
@@ -72,5 +72,6 @@ def test_what_cannot_be_compared_is_refused_by_name(
     assert run(options("--trace", str(tmp_path / "missing"))) == 1
     assert run(options("--seeds", "one")) == 2
     assert run(options("--fleets", "paper")) == 2
+    assert run(options("--estimates", "none")) == 2
     assert "fleets" in capsys.readouterr().err
     assert "unequal" in FLEETS

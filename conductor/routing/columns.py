@@ -74,6 +74,7 @@ class CostColumns:
         token_bytes: bytes of one token's KV.
         network_bytes_per_s: of its links to others.
         coming_bytes: KV on its way to it.
+        streams: requests that decode there.
         kept: what was found out of these.
     """
 
@@ -87,6 +88,7 @@ class CostColumns:
     token_bytes: Column
     network_bytes_per_s: Column
     coming_bytes: Column
+    streams: Column
     kept: GatheredCosts = field(default_factory=GatheredCosts, compare=False, repr=False)
 
 
@@ -287,6 +289,8 @@ class Terms(NamedTuple):
         prefill_s: to compute the rest of its prompt.
         handoff_s: until the rest of its KV is where its tokens are generated.
         tbt_s: between two of its tokens.
+        stall_s: for which requests that decode at the engine wait for a token while it computes the
+            rest of the prompt, all of them together.
     """
 
     queue_s: Column
@@ -294,6 +298,7 @@ class Terms(NamedTuple):
     prefill_s: Column
     handoff_s: Column
     tbt_s: Column
+    stall_s: Column
 
     @property
     def ttft_s(self) -> Column:

@@ -95,6 +95,7 @@ class _Row(NamedTuple):
     token_bytes: float
     network_bytes_per_s: float
     coming_bytes: float
+    streams: float
 
 
 @dataclass(slots=True)
@@ -153,6 +154,7 @@ class _Load:
             token_bytes=token_bytes,
             network_bytes_per_s=self.costs.prior.network.bytes_per_s,
             coming_bytes=coming * token_bytes,
+            streams=len(self.decoding),
         )
 
     def pass_late(self, now: float) -> None:

@@ -50,6 +50,7 @@ class _Fixed(NamedTuple):
     token_bytes: Column
     network_bytes_per_s: Column
     step_s: Column
+    streams: Column
 
 
 class Computing(NamedTuple):
@@ -105,7 +106,7 @@ class PricedEngines:
         return int(self.fetched[at]), float(fetch_s), float(prefill_s), float(ttft_s)
 
     def shown(self, rows: Rows) -> npt.NDArray[np.float32]:
-        """The terms of other rows, float32 [5, rows]; not a number for engines that have none."""
+        """The terms of other rows, float32 [6, rows]; not a number for engines that have none."""
         every = np.full((len(self.terms), int(rows.max()) + 1), np.nan, dtype=np.float32)
         every[:, self.rows] = self.terms
         return every.take(rows, axis=1)
@@ -191,7 +192,8 @@ class Prices:
     ) -> PricedEngines:
         known = self._alone(prompt, rows)
         queue_s = self._thought_s.take(rows)
-        terms = Terms(queue_s, known.fetch_s, known.prefill_s, handoff_s, tbt_s)
+        stall_s = self._of(rows).streams * known.prefill_s
+        terms = Terms(queue_s, known.fetch_s, known.prefill_s, handoff_s, tbt_s, stall_s)
         return PricedEngines(rows, terms, known.fetched)
 
     def _alone(self, prompt: Prompt, rows: Rows) -> Computing:

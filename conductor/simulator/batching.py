@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
+from statistics import fmean
 from typing import Final, NamedTuple
 
 from conductor.simulator.steps import Part, TrueSteps
@@ -41,6 +42,7 @@ class Work:
         tbt_s: mean of the longest tenth of its intervals between tokens; 0 without any.
         joined: number of the engine's step that gave its first token.
         last: number of the step that gives its last token.
+        factor: how much longer its prompt takes than the engine's others.
     """
 
     number: int
@@ -52,6 +54,7 @@ class Work:
     tbt_s: float = 0.0
     joined: int = -1
     last: int = -1
+    factor: float = 1.0
 
     @property
     def room(self) -> int:
@@ -318,6 +321,7 @@ class BatchEngine:
         full = sum(part.new for part in parts)
         steps = -(-full // chunk)
         step_s = self._steps.prompts(parts, steps, batch, self._context) / steps
+        step_s *= fmean(work.factor for work in self._prompts)
         if batch:
             steps = min(steps, self._lasts[0][0] - self._step)
         self._stretch = _Stretch(now, steps, step_s, chunk, full, batch)

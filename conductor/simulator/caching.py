@@ -119,6 +119,10 @@ class Caching:
             count = at + 1
         return min(count * BLOCK_TOKENS, request.tokens - 1)
 
+    def fetched(self, request: TracedRequest, engine: str, blocks: range) -> None:
+        """Blocks of a prompt at these positions were fetched: who comes next finds them."""
+        self._local[engine].put(request.blocks[: blocks.stop] if blocks else ())
+
     def computed(self, request: TracedRequest, engine: str, reserved: int) -> None:
         """An engine has the KV of a prompt, and has stored it at its node.
 

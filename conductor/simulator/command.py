@@ -45,7 +45,7 @@ _RANGES: Final = (
     ("handoff_part", 0.001, 1), ("waiting_max", 0, 1e9), ("wait_s", 0, float("inf")),
     ("chunk_tokens", 16, 1e6), ("host_bytes", 0, 1e15), ("disk_bytes", 0, 1e15),
     ("prefill_running", 1, 1e5), ("decode_running", 1, 1e5), ("mixed_running", 1, 1e5),
-    ("skew", 0, 0.99),
+    ("skew", 0, 0.99), ("noise", 0, 0.99),
 )  # fmt: skip
 """Options that are numbers, with the least and most of each."""
 
@@ -102,6 +102,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="of KV, leaves when a prompt is computed; default: all")  # fmt: skip
     parser.add_argument("--skew", type=float, default=0.0,
                         help="part by which estimates are off for ever; default: 0")  # fmt: skip
+    parser.add_argument("--noise", type=float, default=0.0,
+                        help="part by which prompts differ from estimates; default: 0")  # fmt: skip
     parser.add_argument("--fail", default="", metavar="ENGINE@S[:S]",
                         help="engines that die, and come back, at seconds")  # fmt: skip
     parser.add_argument("--series", type=Path, metavar="FOLDER",
@@ -175,6 +177,7 @@ class Cases:
             journal=options.journal is not None,
             rules=AdmissionRules(mode, (service,), fair=options.fair),
             skew=options.skew,
+            noise=options.noise,
         )
         return Simulation(self._trace, self._engines, scenario)
 

@@ -1,7 +1,7 @@
 """What is simulated, and what becomes of each request."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -9,6 +9,8 @@ from conductor.routing.admission import EVERYBODY, AdmissionRules
 from conductor.simulator.trace import TracedRequest
 
 NEVER: Final = math.inf
+_GOLDEN: Final = (5**0.5 - 1) / 2
+"""Its multiples are spread evenly between whole numbers, and look as if by chance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,8 @@ class Scenario:
         rules: who is admitted, and who comes first.
         skew: by which part the dispatcher's estimates are off for ever, 0 to less than 1: of every
             other engine too high, of those between too low.
+        noise: by which part a prompt takes longer or shorter than any estimate can know, at most;
+            another for each, 0 to less than 1.
     """
 
     policy: str = "longest-prefix"
@@ -67,6 +71,11 @@ class Scenario:
     journal: bool = False
     rules: AdmissionRules = EVERYBODY
     skew: float = 0.0
+    noise: float = 0.0
+
+    def factor(self, number: int) -> float:
+        """How much longer the prompt of a request takes than usual; evenly spread."""
+        return 1.0 + self.noise * (2.0 * (number * _GOLDEN % 1.0) - 1.0)
 
 
 @dataclass(slots=True)
@@ -123,6 +132,7 @@ class Flight:
         computed: whether its prompt is computed.
         continued: whether the decode engine has a place for it.
         fetches: whether the prefill engine's node may fetch from others.
+        followers: called when its fetches have ended, for those who count on them.
     """
 
     record: Record
@@ -134,6 +144,7 @@ class Flight:
     computed: bool = False
     continued: bool = False
     fetches: bool = True
+    followers: list[Callable[[int], None]] = field(default_factory=list)
 
     @property
     def where(self) -> set[str]:

@@ -18,6 +18,7 @@ from conductor.routing.policy import POLICIES, Binding
 from conductor.routing.requests import Request
 from conductor.simulator.batching import BatchEngine, EngineLimits, Work
 from conductor.simulator.caching import CacheLimits, Caching
+from conductor.simulator.fetching import leader_of, worth_fetching
 from conductor.simulator.fleet import SimulatedEngine
 from conductor.simulator.journal import Desk, JournalHead, Line
 from conductor.simulator.links import Link, Links
@@ -217,7 +218,9 @@ class Simulation:
         fetches = self.scenario.peers and (assign.fetch_tokens > 0 or not decides)
         flight = Flight(record, assign.prefill, assign.decode, fetches=fetches)
         self._flights[one.number] = flight
-        self._fetch(flight, Work(one.number, one.tokens, one.output if alone else 0))
+        factor = self.scenario.factor(one.number)
+        output = one.output if alone else 0
+        self._fetch(flight, Work(one.number, one.tokens, output, factor=factor))
         self._expect(flight, assign.prefill)
         self._expect(flight, assign.decode)
 
@@ -250,33 +253,25 @@ class Simulation:
         """Bring what the node, or a peer of it, has of a prompt, if that pays; then queue it."""
         engine, one = flight.prefill, flight.record.request
         sources = self.caching.sources(one, engine)
-        facts = self._engines[engine]
-        block_bytes = facts.kv_bytes * BLOCK_TOKENS
-        at = sources.start
-        ways: list[tuple[tuple[Link, ...], int]] = [
-            ((("host", engine),), sources.host), ((("disk", engine),), sources.disk),
-        ]  # fmt: skip
-        if sources.peer is not None and flight.fetches:
-            ways.append(((("out", sources.peer), ("in", engine)), sources.more))
-        wanted: list[tuple[tuple[Link, ...], float]] = []
-        for links, blocks in ways:
-            if not blocks:
-                continue
-            seconds = self.links.seconds(links, blocks * block_bytes)
-            saved = facts.times.prefill_seconds(blocks * BLOCK_TOKENS, at * BLOCK_TOKENS)
-            if seconds >= saved:
-                break  # what lies behind would be of no use
-            wanted.append((links, blocks * block_bytes))
-            at += blocks
-        flight.fetched = range(sources.start, at)
+        wanted, end = worth_fetching(
+            sources, self._engines[engine], self.links, peers=flight.fetches
+        )
+        flight.fetched = range(sources.start, end)
 
         def ready(_: int) -> None:
             if not flight.transfers:
+                self.caching.fetched(one, engine, flight.fetched)
                 self._add(engine, work)
+                for follower in flight.followers:
+                    follower(0)
 
         for links, size in wanted:
             self._transfer(flight, links, size, ready)
-        ready(0)
+        leader = None if wanted else leader_of(self._flights.values(), flight, sources.start)
+        if leader is not None:
+            leader.followers.append(ready)
+        else:
+            ready(0)
 
     def _transfer(
         self, flight: Flight, links: tuple[Link, ...], size: float, then: Callable[[int], None]
@@ -353,7 +348,7 @@ class Simulation:
             self.desk.began(work.number, self.now, work.prefix)
         else:
             self.desk.prefilled(work.number, self.now, work.prefix)
-            self._dirty = True
+        self._dirty = True  # the engine can get its next prompt, whoever decodes this one
 
     def _continue(self, flight: Flight, effect: Continue) -> None:
         """The decode engine has a place: its part of the KV that it does not have goes there."""

@@ -36,6 +36,7 @@ class EngineRow:
     max_running: int = 4
     last_assigned: int = 0
     backlog_s: float = 0.0
+    streams: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ def view_of(rows: Sequence[EngineRow], *, assigned: int = 0, retry_after_s: int 
     ]  # fmt: skip
     costs = EngineLoads(CostBook()).columns(infos, NOW)
     backlog = np.array([row.backlog_s for row in rows], dtype=np.float64)
-    costs = replace(costs, backlog_s=backlog)
+    streams = np.array([row.streams for row in rows], dtype=np.float64)
+    costs = replace(costs, backlog_s=backlog, streams=streams)
     return View(
         ids=[row.id for row in rows],
         models=[row.model for row in rows],

@@ -10,7 +10,14 @@ from conductor.costs.prior import transfer_seconds
 from conductor.routing.binding import AHEAD_S
 from conductor.routing.choices import Assign, Hold
 from conductor.routing.columns import Matches, Prefix
-from conductor.routing.policy import AGING, KVCACHE_BALANCING_THRESHOLD, OVERTAKEN, POLICIES, WORK
+from conductor.routing.policy import (
+    AGING,
+    KVCACHE_BALANCING_THRESHOLD,
+    OVERTAKEN,
+    POLICIES,
+    STALLED,
+    WORK,
+)
 from conductor.routing.scheduler import Scheduler
 from tests.conductor.columns import (
     NOW,
@@ -49,13 +56,18 @@ def seconds_at(policy: str, row: EngineRow, prefix: Prefix, busy: float) -> tupl
     if policy != "earliest-first-token":
         return ttft_s, ttft_s
     passed_s = OVERTAKEN * busy**2 * min(row.backlog_s, prefill_s)
-    return ttft_s + passed_s + WORK * busy**4 * prefill_s, ttft_s
+    stall_s = STALLED * row.streams * prefill_s
+    return ttft_s + passed_s + WORK * busy**4 * prefill_s + stall_s, ttft_s
 
 
 @st.composite
 def places(draw: st.DrawFn) -> tuple[list[EngineRow], Matches]:
     rows = [
-        engine(f"e{at}", backlog_s=draw(st.sampled_from([0.0, 0.01, 0.3, 2.0])))
+        engine(
+            f"e{at}",
+            backlog_s=draw(st.sampled_from([0.0, 0.01, 0.3, 2.0])),
+            streams=draw(st.sampled_from([0, 0, 1, 20])),
+        )
         for at in range(draw(st.integers(1, 6)))
     ]
     tokens = st.sampled_from([0, 0, 512, 8192, 30_000, TOKENS])
@@ -118,6 +130,17 @@ def test_who_has_a_prefix_at_a_full_engine_is_bound_to_it_at_arrival() -> None:
     matches = {"full": Prefix(30_000, 0, 30_000)}
 
     assert schedule("cache-global", rows, [request(tokens=TOKENS)], matches) == [Hold(1, "full")]
+
+
+def test_a_prompt_goes_where_fewer_requests_wait_for_tokens_meanwhile() -> None:
+    rows = [engine("crowded", streams=20, last_assigned=0), engine("quiet", last_assigned=1)]
+    [decision] = schedule("earliest-first-token", rows, [request(tokens=TOKENS)])
+
+    assert isinstance(decision, Assign)
+    assert decision.prefill == "quiet"
+    shown = {one.engine: one for one in decision.candidates}
+    assert shown["quiet"].stall_s == 0
+    assert shown["crowded"].stall_s == pytest.approx(20 * shown["crowded"].prefill_s, rel=1e-3)
 
 
 def test_a_late_engine_gets_its_next_prompt_when_it_is_about_to_need_one() -> None:

@@ -91,6 +91,27 @@ def test_a_node_fetches_from_a_peer_if_that_is_faster_than_to_compute():
     assert {one.prefill for one in fetched.records} == {"p0", "p1"}
 
 
+def test_who_counts_on_a_fetch_waits_until_it_has_ended():
+    blocks = [1, 2, 3, 4, 5]
+    trace = trace_of(*[(at, 2_100, 1, blocks) for at in (0.0, 9.0, 9.001, 9.002)])
+
+    done = simulated(trace, fleet(prefill=2, decode=1), policy="round-robin")
+
+    _, fetches, _, follows = done.records
+    assert fetches.prefill == follows.prefill == "p1"
+    assert (fetches.hit_tokens, follows.hit_tokens) == (4 * BLOCK_TOKENS, 4 * BLOCK_TOKENS)
+
+
+def test_a_mixed_engine_gets_its_next_prompt_as_soon_as_it_has_told_of_the_last():
+    trace = trace_of((0.0, 15_000, 200, []), (0.0, 15_000, 200, []))
+
+    done = simulated(trace, fleet(mixed=1, room_tokens=40_000), policy="earliest-first-token")
+
+    first, second = done.records  # estimated at 2.6 s each, and computed in 1.6 s
+    assert first.first_s is not None
+    assert second.assigned == first.first_s
+
+
 def test_a_prompt_that_fits_nowhere_is_refused():
     trace = trace_of((0.0, 30_000, 1, []), (1.0, 10, 1, []))
 

@@ -6,7 +6,7 @@ from conductor.costs.book import EngineCosts, Machine
 from conductor.simulator.journal import replay
 from conductor.simulator.skew import SkewedBook
 from conductor.simulator.workloads import made_up
-from tests.conductor.simulated import fleet, simulated
+from tests.conductor.simulated import LinearSteps, fleet, simulated, trace_of
 
 MACHINE = Machine("llama3-70b", "a800", 8)
 
@@ -48,3 +48,16 @@ def test_a_skew_changes_decisions_and_a_replay_has_it_too() -> None:
     assert [one.prefill for one in straight.records] != [one.prefill for one in skewed.records]
     assert skewed.head.skew == 0.3
     assert not replay(skewed.head, skewed.journal)
+
+
+def test_with_noise_each_prompt_takes_another_time_than_estimated() -> None:
+    trace = trace_of(*[(9.0 * at, 1_000, 1, []) for at in range(40)])
+
+    done = simulated(trace, fleet(mixed=1), noise=0.3)
+
+    usual_s = LinearSteps().prefill_seconds(1_000, 0)
+    factors = [(one.ttft_s or 0.0) / usual_s for one in done.records]
+    assert len({round(one, 6) for one in factors}) == len(factors)
+    assert 0.7 <= min(factors) < 0.75
+    assert 1.25 < max(factors) <= 1.3
+    assert sum(factors) / len(factors) == pytest.approx(1.0, abs=0.03)
