@@ -6,6 +6,7 @@ from itertools import count
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.handoff.effects import PushJob
 from kvstore.handoff.messages import RANGES_BYTES_MAX, RANGES_MAX
@@ -50,16 +51,19 @@ class JobQueues:
         there = blocks[positions.start - start :][: len(positions)]
         generations = part.generations[offset : offset + len(positions)]
         blocks_max = max(RANGES_BYTES_MAX // max(share.block_bytes, 1), 1)
-        runs = _joined(positions, here.tolist(), there, blocks_max, share)
+        numbers = here.tolist()
+        runs = _joined(positions, numbers, there, blocks_max, share)
         for ranges in batches(planes, runs, blocks_max, RANGES_MAX):
-            sources = [int(here[one.first - positions.start]) for one in ranges]
+            sources = [numbers[one.first - positions.start] for one in ranges]
             targets = [one.first - start for one in ranges]
             if not share.is_staged:
                 targets = [blocks[before] for before in targets]
-            rows = [here[one.first - positions.start :][: one.size] for one in ranges]
+            rows: list[npt.NDArray[np.int64]] = []
+            if share.is_staged:
+                rows = [here[one.first - positions.start :][: one.size] for one in ranges]
             job = PushJob(
                 next(self._numbers), leg.link, room, ranges, sources, here, generations, share,
-                rows if share.is_staged else [], b"", targets, place,
+                rows, b"", targets, place,
             )  # fmt: skip
             self._put(leg, job)
 

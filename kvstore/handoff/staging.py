@@ -4,6 +4,7 @@ All ranges come through here; those with all heads go straight from pool to pool
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,7 @@ class Staging:
 
     def __init__(self, memory: npt.NDArray[np.uint8] | None = None) -> None:
         self._memory = np.zeros(0, dtype=np.uint8) if memory is None else memory
+        self._base = int(self._memory.ctypes.data)
 
     def read(self, pool: HandoffPool, job: PushJob) -> tuple[Places, bytes]:
         """Where each range of a job is, until the next call, and 16 bytes of digest of each."""
@@ -118,9 +120,9 @@ class Staging:
         total = sum(lengths)
         if total > len(self._memory):
             self._memory = np.empty(total, dtype=np.uint8)
-        ends = np.cumsum(lengths, dtype=np.int64).tolist()
-        base = int(self._memory.ctypes.data)
-        return [(base + end - size, size) for end, size in zip(ends, lengths, strict=True)]
+            self._base = int(self._memory.ctypes.data)
+        starts = accumulate(lengths[:-1], initial=self._base)
+        return list(zip(starts, lengths, strict=True))
 
 
 def _by_length(lengths: Sequence[int]) -> list[npt.NDArray[np.intp]]:

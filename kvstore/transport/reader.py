@@ -39,6 +39,8 @@ CONNECT_S: Final = 2.0
 """A peer that does not even accept a connection for so long is not there."""
 GROUP_BYTES: Final = 1 << 20
 """Small pages are received and digested in groups of so many bytes."""
+_PAUSES_S: Final = (0.0, 0.01, 0.04)
+"""Before a peer is asked again that has closed a connection without an answer."""
 _JOIN_S: Final = 5.0
 
 
@@ -248,25 +250,29 @@ class PageReader:
             del self._lanes[endpoint]
 
     def _carry(self, part: TransferPart, stream: DataStream | None) -> DataStream | None:
-        """Move a part; returns the connection if it can be used again."""
-        transfer, reused = part.of.transfer, stream is not None
+        """Move a part; returns the connection if it can be used again.
+
+        A peer that closes a connection before it answers has closed it while it was idle, or has
+        needed its place for one of many others: it is asked again.
+        """
         try:
-            if stream is None:
-                stream = self._connect(transfer)
-            if not self._begin(part, stream):
-                return stream
-            try:
-                self._ask(part, stream)
-            except PeerUnreachable:
-                if not reused or part.of.cancelled:
-                    raise
-                with self._lock:
-                    part.stream = None
-                self._close(stream)  # the peer has closed it while it was idle
-                stream = self._connect(transfer)
+            for pause_s in (*_PAUSES_S, None):
+                if stream is None:
+                    stream = self._connect(part.of.transfer)
                 if not self._begin(part, stream):
                     return stream
-                self._ask(part, stream)
+                try:
+                    self._ask(part, stream)
+                    break
+                except PeerUnreachable:
+                    if pause_s is None or part.of.cancelled:
+                        raise
+                with self._lock:
+                    part.stream = None
+                self._close(stream)
+                stream = None
+                time.sleep(pause_s)
+            assert stream is not None
             self._move(part, stream)
         except KVStoreError as error:
             if stream is not None:
