@@ -3,14 +3,13 @@
 import os
 from collections.abc import Iterator
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvstore.index import layout, runs, sets, writer
+from kvstore.index import layout, sets, writer
 from kvstore.index import table as reading
 from kvstore.index.directory import PageHolder
 from kvstore.index.layout import HOLDER_BITS_MAX, TableLayout
@@ -414,36 +413,3 @@ def test_looking_up_what_is_absent_allocates_no_memory(opened: list[TableMemory]
     absent = [((1 << 64) - 1 - (at << 24)) * back % (1 << 64) for at in range(100, 5000)]
     assert not any(held(reader, np.array(absent, dtype=np.uint64)))
     assert used_bytes(memory) == before
-
-
-@pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("bit", [HOLDER_BITS_MAX, 1 << 40, -1, None])
-def test_a_directory_of_nonsense_is_none(
-    native: bool, bit: int | None, opened: list[TableMemory], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it says becomes a position in memory."""
-    if not native:
-        monkeypatch.setattr(reading, "LOOKUP", None)
-        monkeypatch.setattr(runs, "LOOKUP", None)
-    made, reader = open_table(opened, 4000)
-    made.apply(*arrays(made, [(1, 0, True), (2, 0, True)]))
-    needs = runs.PrefixNeeds([[runs.PartNeed([HOLDERS[0]])]])
-    assert reader.match([CHAINS[1:3]], needs).tolist() == [[2]]
-    packed = b"\xc1 is no msgpack" if bit is None else msgspec.msgpack.encode([(bit, HOLDERS[0])])
-    view = layout.TableView(opened[-1].buffer, TableLayout(4000, 256))
-    state = layout.Switch.read(view.header[layout.Field.DIRECTORY])
-    view.directories[state.half, : len(packed)] = np.frombuffer(packed, dtype=np.uint8)
-    state = state._replace(version=state.version + 1, size=len(packed))
-    view.header[layout.Field.DIRECTORY] = state.word()
-    assert reader.holders().holders == {}
-    needs = runs.PrefixNeeds([[runs.PartNeed([HOLDERS[0]])]])
-    assert reader.match([CHAINS[1:3]], needs).tolist() == [[0]]
-
-
-@pytest.mark.parametrize("sets_max", [0, 1, (1 << 24) + 1])
-def test_a_table_that_cannot_be_is_not_opened(sets_max: int, opened: list[TableMemory]) -> None:
-    _, reader = open_table(opened, 100)
-    header = np.frombuffer(opened[-1].buffer, dtype=np.uint64, count=8)
-    header[layout.Field.SETS_MAX] = sets_max
-    assert IndexReader(opened[-1].buffer).secret == 0
-    assert reader.secret == 0
