@@ -323,6 +323,9 @@ class FollowedCluster(Section, frozen=True):
         read_token_file: file with the ``http.read_token`` of all nodes, without which they tell
             nothing over TCP. It is sent to each URL that a record of a node names.
         events_token_file: file with the ``events.follow_token`` of all nodes; empty = none.
+        operate_token_file: file with the ``http.operate_token`` of all nodes, for ``bring``; empty
+            = the nodes of the cluster are not asked to bring anything. It is sent to the URL that a
+            record names, with each such request: who sets it trusts whoever writes to the store.
     """
 
     name: Annotated[
@@ -331,6 +334,7 @@ class FollowedCluster(Section, frozen=True):
     membership: Literal["local", "etcd", "redis"] = "local"
     read_token_file: str = ""
     events_token_file: str = ""
+    operate_token_file: str = ""
 
     def __post_init__(self) -> None:
         """Refuse a membership of no cluster."""

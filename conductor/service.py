@@ -19,6 +19,7 @@ from conductor.costs.book import CostBook
 from conductor.front.admin import Admin, errors_as_json
 from conductor.front.advising import Adviser
 from conductor.front.auth import Auth, MadeToken
+from conductor.front.bodies import Bodies
 from conductor.front.bringing import Bringer
 from conductor.front.connections import CAUSES, CONNECTIONS_MAX, KEEPALIVE_S, Front, complaints
 from conductor.front.guarding import Guard
@@ -68,6 +69,7 @@ class Conductor:
     """One Conductor on a running event loop.
 
     Attributes:
+        bodies: of the requests in progress.
         failed: an assertion failed, so the state cannot be trusted.
         trace: the trace of its requests; None = none is written.
         token_path: file with the token generated at the start; None if a token is configured.
@@ -130,14 +132,18 @@ class Conductor:
             self.decisions, self.metrics, self.membership, clock, self._bringer, self.trace,
         )  # fmt: skip
         names = [one.name for one in rules.classes]
-        self.proxy = Proxy(parts, config.policy.name, config.queue, config.deadline, names)
+        self.bodies = Bodies(config.http.body_bytes_max)
+        self.proxy = Proxy(
+            parts, config.policy.name, config.queue, config.deadline, self.bodies, names
+        )
         self._adviser = Adviser(self.registry, dispatcher, rules.classes[0], clock)
         self._front = Front(self.faults, _connections_max())
         self._app = web.Application(
             client_max_size=config.http.body_bytes_max,
             middlewares=[self._front.middleware, errors_as_json(self.faults, self._broken)],
         )
-        self._app.add_routes(Admin(parts, self.proxy, self._auth, self._adviser).routes())
+        admin = Admin(parts, self.proxy, self._auth, self._adviser, self.bodies)
+        self._app.add_routes(admin.routes())
 
     def _broken(self, error: BaseException | None) -> None:
         """An assertion failed: log it and stop, because the state cannot be trusted."""

@@ -12,6 +12,7 @@ from aiohttp.typedefs import Handler, Middleware
 from conductor.config import EngineEntry, NodeEntry
 from conductor.front.advising import Adviser
 from conductor.front.auth import Auth, CallerRole
+from conductor.front.bodies import Bodies, TooManyBodiesError
 from conductor.front.cluster import LeftOut
 from conductor.front.matching import MatchBody
 from conductor.front.membership import Membership
@@ -22,7 +23,6 @@ from conductor.front.openai import (
     ModelName,
     error_response,
     parse,
-    read_body,
 )
 from conductor.front.prompts import Prompts
 from conductor.front.proxy import Proxy
@@ -50,7 +50,10 @@ class _TokenizeBody(msgspec.Struct):
 class Admin:
     """Handlers of these routes."""
 
-    def __init__(self, parts: Parts, proxy: Proxy, auth: Auth, adviser: Adviser) -> None:
+    def __init__(
+        self, parts: Parts, proxy: Proxy, auth: Auth, adviser: Adviser, bodies: Bodies
+    ) -> None:
+        self._bodies = bodies
         self._adviser = adviser
         self._registry: EngineRegistry = parts.registry
         self._prompts: Prompts = parts.prompts
@@ -102,7 +105,10 @@ class Admin:
         return web.json_response({"object": "list", "data": data})
 
     async def _tokenize(self, http: web.Request) -> web.Response:
-        raw = await read_body(http)
+        async with self._bodies.of(http) as raw:
+            return await self._tokenized(raw)
+
+    async def _tokenized(self, raw: bytes) -> web.Response:
         body = parse(raw, _TokenizeBody)
         if body.model is not None and not self._registry.of_model(body.model):
             return _not_served("model", body.model)
@@ -154,7 +160,8 @@ class Admin:
         }
 
     async def _register(self, http: web.Request) -> web.Response:
-        entry = parse(await read_body(http), EngineEntry)
+        async with self._bodies.of(http) as raw:
+            entry = parse(raw, EngineEntry)
         try:
             info = await self._membership.register(entry)
         except EngineError as error:
@@ -177,7 +184,8 @@ class Admin:
         return _json({"nodes": shown, "membership": cluster.state()})
 
     async def _add_node(self, http: web.Request) -> web.Response:
-        entry = parse(await read_body(http), NodeEntry)
+        async with self._bodies.of(http) as raw:
+            entry = parse(raw, NodeEntry)
         try:
             node = await self._membership.nodes.register(entry)
         except NodeUnreadableError as error:
@@ -210,7 +218,8 @@ class Admin:
         return _json({**state, **msgspec.structs.asdict(report)})
 
     async def _match(self, http: web.Request) -> web.Response:
-        body = parse(await read_body(http), MatchBody)
+        async with self._bodies.of(http) as raw:
+            body = parse(raw, MatchBody)
         asked = body.asked()
         engines = self._registry.of_model(body.model)
         if not engines:
@@ -301,6 +310,10 @@ def errors_as_json(faults: Faults, broken: Callable[[AssertionError], None]) -> 
             return await handler(request)
         except BadRequestError as error:
             return error_response(400, "invalid_value", str(error), field=error.field)
+        except TooManyBodiesError:
+            faults.note("bodies", f"{request.path[:200]!r}: there is no room for its body")
+            what = "the bodies of all requests together are too large now"
+            return error_response(503, "bodies_full", what, retry_after_s=1)
         except EngineRefusedError as error:
             return web.Response(
                 status=error.status, body=error.body, content_type=error.content_type

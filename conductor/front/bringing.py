@@ -211,9 +211,12 @@ class Bringer:
         return True
 
     def _entry(self, node: str) -> NodeEntry | None:
-        """A node that can be asked."""
-        found = next((one.entry for one in self._nodes if one.id == node), None)
-        return found if found is not None and found.url is not None else None
+        """A node that can be asked: over HTTP it refuses who has no token."""
+        found = self._nodes.get(node)
+        entry = found.entry if found is not None else None
+        if entry is None or entry.url is None:
+            return None
+        return entry if entry.operate_token or entry.url.startswith("unix:") else None
 
     # What becomes of requests
 

@@ -74,6 +74,7 @@ class ClusterNodes:
         self._wake = asyncio.Event()
         self._read_token = self._token("read_token_file", cluster.read_token_file)
         self._events_token = self._token("events_token_file", cluster.events_token_file)
+        self._operate_token = self._token("operate_token_file", cluster.operate_token_file)
         self._membership: WatchedMembership | None = None
         self._said = ""
         if cluster.membership != "local":
@@ -164,7 +165,7 @@ class ClusterNodes:
             return _BAD_ADMIN
         entry = NodeEntry(
             id=record.name, url=record.admin, read_token=self._read_token,
-            events_token=self._events_token,
+            operate_token=self._operate_token, events_token=self._events_token,
         )  # fmt: skip
         return None if self._nodes.take_up(entry) else _TOO_MANY
 

@@ -23,7 +23,7 @@ FIRST_REQUEST_S: Final = 15.0
 KEEPALIVE_S: Final = 75.0
 CAUSES: Final = (
     "malformed", "unauthorized", "forbidden", "full", "silent", "internal", "unhandled",
-    "background",
+    "background", "bodies",
 )  # fmt: skip
 """Causes of faults; exported from the start, so that the first fault is an increase."""
 

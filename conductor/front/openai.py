@@ -1,6 +1,5 @@
 """OpenAI's JSON: requests of clients, errors, and the reports of engines."""
 
-import asyncio
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -19,8 +18,6 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _NULL: Final = msgspec.Raw(b"null")  # never equal to bytes
 _TRUE: Final = msgspec.Raw(b"true")
 _NAME_CHARS: Final = 256
-_BODY_S: Final = 60.0
-"""Seconds for a client to send its request."""
 _TYPES: Final = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -108,22 +105,6 @@ def parse(raw: bytes, kind: type[Kind]) -> Kind:
             if colon and head.isidentifier():  # message of one of our own checks
                 field, what = head, rest
         raise BadRequestError(field, what) from error
-
-
-async def read_body(http: web.Request) -> bytes:
-    """Read the whole body.
-
-    Raises:
-        BadRequestError: it cannot be decompressed, or is incomplete.
-        HTTPException: it is too long, or takes too long.
-    """
-    try:
-        async with asyncio.timeout(_BODY_S):
-            return await http.read()
-    except TimeoutError as error:
-        raise web.HTTPRequestTimeout from error
-    except web.RequestPayloadError as error:
-        raise BadRequestError("body", f"cannot be read: {error}") from error
 
 
 def parse_completion(raw: bytes) -> Completion:

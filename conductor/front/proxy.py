@@ -17,6 +17,7 @@ from typing import Final
 from aiohttp import web
 
 from conductor.config import DeadlineConfig, QueueConfig
+from conductor.front.bodies import Bodies
 from conductor.front.openai import (
     BadRequestError,
     Completion,
@@ -24,7 +25,6 @@ from conductor.front.openai import (
     error_response,
     name_of,
     parse_completion,
-    read_body,
 )
 from conductor.front.runs import Run
 from conductor.front.sending import Parts, Sender
@@ -46,6 +46,7 @@ class Proxy:
         policy: str,
         queue: QueueConfig,
         deadline: DeadlineConfig,
+        bodies: Bodies,
         classes: Collection[str] = (),
     ) -> None:
         """Connect the parts.
@@ -55,6 +56,7 @@ class Proxy:
             policy: name of the policy, for decisions.
             queue: limits of waits and tries.
             deadline: deadlines for engines.
+            bodies: reads those of requests.
             classes: names of the classes of requests.
         """
         self._parts = parts
@@ -63,6 +65,7 @@ class Proxy:
         self._deadline = deadline
         self._classes = classes
         self._sender = Sender(parts, deadline)
+        self._bodies = bodies
         self._numbers = itertools.count(1)
         self.active = 0
         self.closing = False
@@ -96,7 +99,11 @@ class Proxy:
                 f"{self.active} requests are in progress already",
                 retry_after_s=self._parts.dispatcher.retry_after_s,
             )
-        raw = await read_body(http)
+        async with self._bodies.of(http) as raw:
+            return await self._complete(http, raw, arrived)
+
+    async def _complete(self, http: web.Request, raw: bytes, arrived: float) -> web.StreamResponse:
+        """Handle one request whose body has been read."""
         try:
             body = parse_completion(raw)
             body = replace(body, service=self._service(http, body))

@@ -140,6 +140,10 @@ class Caching:
         local.shrink(max(0, self._limits[engine].local - -(-reserved // BLOCK_TOKENS)))
         local.put(request.blocks)
 
+    def brought(self, request: TracedRequest, engine: str, blocks: int) -> None:
+        """The first blocks of a prompt were brought into the memory of an engine's node."""
+        self._tiers[engine].put(request.blocks[:blocks])
+
     def lose(self, engine: str, *, node: bool) -> None:
         """An engine has died, with its own cache, and perhaps its node with the memory."""
         self._local[engine].clear()

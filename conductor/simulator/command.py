@@ -44,6 +44,7 @@ _SAMPLE_S: Final = 10.0
 _RANGES: Final = (
     ("handoff_part", 0.001, 1), ("waiting_max", 0, 1e9), ("wait_s", 0, float("inf")),
     ("chunk_tokens", 16, 1e6), ("host_bytes", 0, 1e15), ("disk_bytes", 0, 1e15),
+    ("bring_bytes", 0, 1e15),
     ("prefill_running", 1, 1e5), ("decode_running", 1, 1e5), ("mixed_running", 1, 1e5),
     ("skew", 0, 0.99), ("noise", 0, 0.99),
 )  # fmt: skip
@@ -97,6 +98,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk-tokens", type=int, default=8192, help="of a step of an engine")
     parser.add_argument("--host-bytes", type=float, default=1e12, help="memory of a node for KV")
     parser.add_argument("--disk-bytes", type=float, default=0.0, help="disk of a node for KV")
+    parser.add_argument("--bring-bytes", type=float, default=0.0,
+                        help="that nodes load and copy at a time for who waits")  # fmt: skip
     parser.add_argument("--alone", action="store_true", help="nodes do not fetch from each other")
     parser.add_argument("--handoff-part", type=float, default=1.0,
                         help="of KV, leaves when a prompt is computed; default: all")  # fmt: skip
@@ -171,6 +174,7 @@ class Cases:
             host_bytes=options.host_bytes,
             disk_bytes=options.disk_bytes,
             peers=not options.alone,
+            bring_bytes=options.bring_bytes,
             handoff_part=options.handoff_part,
             failures=self._failures,
             sample_s=_SAMPLE_S if options.series else 0.0,

@@ -1,7 +1,7 @@
 """The engines and nodes of a simulation, from ``8xh800`` to their bounds."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -9,6 +9,9 @@ from conductor.costs.hardware import ACCELERATORS
 from conductor.costs.prior import USUAL, CostPrior
 from conductor.costs.shapes import SHAPES
 from conductor.routing.engines import EngineInfo, Role
+from conductor.simulator.caching import CacheLimits
+from conductor.simulator.links import Link
+from conductor.simulator.scenario import Scenario
 from conductor.simulator.steps import StepTimes
 from conductor.simulator.trace import BLOCK_TOKENS
 from kvstore.errors import InvalidArgument
@@ -117,3 +120,24 @@ def _engine(role: Role, number: int, text: str, model: str, running: Running) ->
         network_bytes_per_s=prior.network.bytes_per_s,
         memory_bytes_per_s=prior.host.bytes_per_s,
     )
+
+
+def cache_limits(one: SimulatedEngine, scenario: Scenario) -> CacheLimits:
+    """The bounds of the caches of an engine and its node."""
+    block_bytes = one.kv_bytes * BLOCK_TOKENS
+    return CacheLimits(
+        local=one.room_tokens // BLOCK_TOKENS,
+        host=int(scenario.host_bytes / block_bytes),
+        disk=int(scenario.disk_bytes / block_bytes),
+    )
+
+
+def bandwidths(engines: Iterable[SimulatedEngine], scenario: Scenario) -> dict[Link, float]:
+    """The links of all engines and their nodes, with bytes a second."""
+    found: dict[Link, float] = {}
+    for one in engines:
+        name = one.info.id
+        found["out", name] = found["in", name] = one.network_bytes_per_s
+        found["host", name] = one.memory_bytes_per_s
+        found["disk", name] = scenario.disk_bytes_per_s
+    return found

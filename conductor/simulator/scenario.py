@@ -43,6 +43,8 @@ class Scenario:
         disk_bytes: disk of each node for KV; 0 = none.
         disk_bytes_per_s: how fast it reads.
         peers: whether nodes fetch from each other.
+        bring_bytes: maximum bytes that nodes load from disks and copy at a time for requests that
+            wait; 0 = they do not.
         handoff_part: part of a prompt's KV that leaves for the decode engine when all of it is
             computed, as with protocols that ask the engines in turn; the rest went before.
         failures: engines that die.
@@ -65,6 +67,7 @@ class Scenario:
     disk_bytes: float = 0.0
     disk_bytes_per_s: float = 6e9
     peers: bool = True
+    bring_bytes: float = 0.0
     handoff_part: float = 1.0
     failures: Sequence[Failure] = ()
     sample_s: float = 0.0

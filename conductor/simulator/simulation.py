@@ -17,15 +17,17 @@ from conductor.routing.columns import Matches
 from conductor.routing.policy import POLICIES, Binding
 from conductor.routing.requests import Request
 from conductor.simulator.batching import BatchEngine, EngineLimits, Work
-from conductor.simulator.caching import CacheLimits, Caching
+from conductor.simulator.caching import Caching
 from conductor.simulator.fetching import leader_of, worth_fetching
-from conductor.simulator.fleet import SimulatedEngine
+from conductor.simulator.fleet import SimulatedEngine, bandwidths, cache_limits
 from conductor.simulator.journal import Desk, JournalHead, Line
 from conductor.simulator.links import Link, Links
+from conductor.simulator.prefetching import PERIOD_S, Prefetching
 from conductor.simulator.samples import EngineLoad, Sample
 from conductor.simulator.scenario import NEVER, Flight, Record, Scenario
 from conductor.simulator.steps import TrueSteps
 from conductor.simulator.trace import BLOCK_TOKENS, TracedRequest
+from conductor.simulator.transfers import Transfers
 from kvstore.errors import InvalidArgument
 
 
@@ -69,14 +71,19 @@ class Simulation:
         journal = self.journal if scenario.journal else None
         self.desk = Desk(dispatcher, registry, self._find, journal)
         self._batches = {one.info.id: self._batch(one) for one in engines}
-        self.caching = Caching({one.info.id: self._cache_limits(one) for one in engines})
-        self.links = Links(self._bandwidths())
+        self.caching = Caching({one.info.id: cache_limits(one, scenario) for one in engines})
+        self.links = Links(bandwidths(engines, scenario))
+        self.transfers = Transfers(self.links, self._at, lambda: self.now)
+        self.prefetching = Prefetching(
+            self.desk, self.caching, self.transfers, scenario.bring_bytes,
+            {one.info.id: one.kv_bytes * BLOCK_TOKENS for one in engines},
+            lambda number: self.records[number - 1].request,
+        )  # fmt: skip
+        self._brings = False  # a look at those who wait is planned
         self._flights: dict[int, Flight] = {}
-        self._transfers: dict[int, tuple[int, Callable[[int], None]]] = {}
         self._events: list[tuple[float, int, Callable[[int], None], int]] = []
         self._order = 0
         self._turns = dict.fromkeys(self._engines, 0)  # makes older events of engines void
-        self._turn_of_links = 0
         self._next = 0  # request that arrives
         self._dead: set[str] = set()
         self._wake: float | None = None
@@ -97,22 +104,6 @@ class Simulation:
         return BatchEngine(
             TrueSteps(one.times, one.factor), limits, lambda work: self._prefix(work, name)
         )
-
-    def _cache_limits(self, one: SimulatedEngine) -> CacheLimits:
-        block_bytes = one.kv_bytes * BLOCK_TOKENS
-        return CacheLimits(
-            local=one.room_tokens // BLOCK_TOKENS,
-            host=int(self.scenario.host_bytes / block_bytes),
-            disk=int(self.scenario.disk_bytes / block_bytes),
-        )
-
-    def _bandwidths(self) -> dict[Link, float]:
-        found: dict[Link, float] = {}
-        for name, one in self._engines.items():
-            found["out", name] = found["in", name] = one.network_bytes_per_s
-            found["host", name] = one.memory_bytes_per_s
-            found["disk", name] = self.scenario.disk_bytes_per_s
-        return found
 
     # Time
 
@@ -165,6 +156,7 @@ class Simulation:
         one = record.request
         self.events += 1
         self._dirty = True
+        self._plan_bringing()
         self.desk.arrive(
             Request(
                 number=one.number, model=self.head.engines[0].model, arrived=record.arrived,
@@ -196,6 +188,7 @@ class Simulation:
 
     def _end(self, record: Record, outcome: str, code: str = "") -> None:
         assert not record.outcome
+        self.prefetching.went(record.request.number, None)
         record.outcome, record.code, record.ended = outcome, code, self.now
         self.ended.append(record)
 
@@ -203,6 +196,7 @@ class Simulation:
         one = record.request
         record.tries += 1
         record.prefill, record.decode = assign.prefill, assign.decode
+        self.prefetching.went(one.number, assign.prefill)
         record.predicted_hit = assign.usable_tokens + assign.fetch_tokens
         if record.assigned is None:
             record.assigned = self.now
@@ -238,9 +232,7 @@ class Simulation:
         """A request ends, or has to start again: nobody keeps anything for it."""
         number = flight.record.request.number
         for transfer in flight.transfers:
-            self.links.stop(transfer, self.now)
-            del self._transfers[transfer]
-            self._plan_links()
+            self.transfers.stop(transfer)
         for engine in tuple(flight.expected):
             self._unexpect(flight, engine)
         if flight.prefill not in self._dead:
@@ -276,25 +268,25 @@ class Simulation:
     def _transfer(
         self, flight: Flight, links: tuple[Link, ...], size: float, then: Callable[[int], None]
     ) -> None:
-        transfer = self.links.start(links, size, self.now)
+        def ended() -> None:
+            flight.transfers.remove(transfer)
+            then(flight.record.request.number)
+
+        transfer = self.transfers.start(links, size, ended)
         flight.transfers.add(transfer)
-        self._transfers[transfer] = flight.record.request.number, then
-        self._plan_links()
 
-    def _plan_links(self) -> None:
-        self._turn_of_links += 1
-        ends_at = self.links.ends_at
-        if ends_at is not None:
-            self._at(max(ends_at, self.now), self._moved, self._turn_of_links)
+    # What is brought to nodes for those who wait
 
-    def _moved(self, turn: int) -> None:
-        if turn != self._turn_of_links:
-            return
-        for transfer in self.links.ended(self.now):
-            number, then = self._transfers.pop(transfer)
-            self._flights[number].transfers.remove(transfer)
-            then(number)
-        self._plan_links()
+    def _plan_bringing(self) -> None:
+        if self.scenario.bring_bytes and not self._brings:
+            self._brings = True
+            self._at(self.now + PERIOD_S, self._bring, 0)
+
+    def _bring(self, _: int) -> None:
+        self._brings = False
+        self.prefetching.look(self.now)
+        if len(self.desk.dispatcher):
+            self._plan_bringing()
 
     def _prefix(self, work: Work, engine: str) -> int:
         flight = self._flights[work.number]
@@ -423,15 +415,13 @@ class Simulation:
     def check(self) -> None:
         """Assert the invariants of all parts."""
         self.desk.dispatcher.check()
-        self.links.check()
         for name, batch in self._batches.items():
             batch.check()
             info = self._engines[name].info
             assert self.desk.dispatcher.in_flight(name) <= info.max_running
         flights = self._flights.values()
         moving = [one for flight in flights for one in flight.transfers]
-        assert sorted(moving) == sorted(self._transfers)
-        assert len(moving) == len(self.links)
+        self.transfers.check([*moving, *self.prefetching.moving])
         sent = [(flight.record.request, name) for flight in flights for name in flight.expected]
         self.caching.check(sent)
         for number, flight in self._flights.items():

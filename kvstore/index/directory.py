@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
 from kvstore.index.layout import DIRECTORY_BYTES, HOLDER_BITS_MAX
+from kvstore.index.reading import read
 
 HOLDER_BYTES_MAX: Final = DIRECTORY_BYTES // HOLDER_BITS_MAX - 1
 
@@ -49,7 +50,8 @@ class HolderDirectory:
         return result
 
 
-_ENCODED = list[tuple[int, PageHolder]]
+_Bit = Annotated[int, msgspec.Meta(ge=0, lt=HOLDER_BITS_MAX)]
+_ENCODED = list[tuple[_Bit, PageHolder]]
 _decoder: Final = msgspec.msgpack.Decoder(_ENCODED)
 
 
@@ -67,5 +69,9 @@ def pack_holders(holders: Mapping[PageHolder, int]) -> bytes:
 
 
 def unpack_holders(packed: bytes) -> dict[PageHolder, int]:
-    """Decode a directory."""
-    return {holder: bit for bit, holder in _decoder.decode(packed)}
+    """Decode a directory, in which each bit is one of a holder set.
+
+    Raises:
+        UnreadableError: it is none.
+    """
+    return {holder: bit for bit, holder in read(_decoder.decode, packed)}

@@ -289,5 +289,8 @@ def open_table(buffer: memoryview) -> TableView | None:
     header = np.frombuffer(buffer, dtype=np.uint64, count=PAGE_SLOTS)
     if int(header[Field.MAGIC]) != _MAGIC:
         return None
-    layout = TableLayout(int(header[Field.ENTRIES_MAX]), int(header[Field.SETS_MAX]))
+    entries_max, sets_max = int(header[Field.ENTRIES_MAX]), int(header[Field.SETS_MAX])
+    if not (0 < entries_max <= len(buffer) and 2 <= sets_max <= int(SET_MASK) + 1):
+        return None
+    layout = TableLayout(entries_max, sets_max)
     return TableView(buffer, layout) if len(buffer) >= layout.total_bytes else None

@@ -21,6 +21,7 @@ from kvstore.index.layout import (
     Words,
     open_table,
 )
+from kvstore.index.reading import UnreadableError
 from kvstore.index.runs import HolderRuns, PrefixNeeds
 from kvstore.mover.lookup import LOOKUP, NativeLookup
 
@@ -80,7 +81,10 @@ class IndexReader:
                 return self._directory
             packed = table.directories[state.half, : state.size].tobytes()
             if table.header[Field.DIRECTORY] == word:
-                holders = unpack_holders(packed) if packed else {}
+                try:
+                    holders = unpack_holders(packed) if packed else {}
+                except UnreadableError:
+                    holders = {}  # nobody counts, until another one is written
                 self._directory = HolderDirectory(state.version, holders)
                 return self._directory
         return _NOTHING

@@ -100,6 +100,7 @@ class NativeNeeds:
         self._candidates = len(candidates)
         parts = [part for one in candidates for part in one]
         pairs = [pair for _, masks in parts for pair in masks.items()]
+        assert all(0 <= word < _ROW_WORDS for word, _ in pairs), "the library reads at these words"
         self._kept = (
             np.cumsum([0, *map(len, candidates)], dtype=np.int64),
             np.cumsum([0, *(len(masks) for _, masks in parts)], dtype=np.int64),

@@ -1,8 +1,9 @@
 """Goal: nodes bring what waiting requests need, and stop when it is of no use; then all is told."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -12,8 +13,10 @@ from aiohttp import web
 
 from conductor.front import bringing
 from conductor.routing.bringing import Wish
+from kvstore.cluster.records import NodeRecord, write_record
 from kvstore.events.publisher import EventPublisher
 from kvstore.page import page_keys
+from kvstore.testing.stores import MemoryRecords, MemoryStore
 from tests.conductor.fakes import OPERATE, Client, FakeEngine, FakeNode, serving, session_of
 from tests.conductor.test_service import LOOPBACK, stored
 from tests.index.publishers import as_node
@@ -34,6 +37,7 @@ class WorkingNode(FakeNode):
 
     Attributes:
         jobs: what it was asked, by number.
+        tokens: with which.
         ended: those that were cancelled.
         state: of every job.
         refuses: whether it refuses to begin any.
@@ -45,6 +49,7 @@ class WorkingNode(FakeNode):
             replay_endpoint=publisher.bound_replay_endpoint,
         )  # fmt: skip
         self.jobs: list[Job] = []
+        self.tokens: list[str] = []
         self.ended: list[int] = []
         self.state = "running"
         self.result: dict[str, object] = {}
@@ -59,6 +64,7 @@ class WorkingNode(FakeNode):
     async def _begin(self, http: web.Request) -> web.Response:
         if self.refuses:
             return web.json_response({}, status=403)
+        self.tokens.append(http.headers.get("Authorization", ""))
         self.jobs.append(Job(http.path, await http.json()))
         return self._told(len(self.jobs) - 1, 202)
 
@@ -93,8 +99,14 @@ class Scene(NamedTuple):
 
 
 @asynccontextmanager
-async def scene(**bring: object) -> AsyncIterator[Scene]:
-    """Two mixed engines with a place each, each at a node of its own; both places are taken."""
+async def scene(
+    cluster: Mapping[str, object] | None = None, token: str | None = OPERATE, **bring: object
+) -> AsyncIterator[Scene]:
+    """Two mixed engines with a place each, each at a node of its own.
+
+    ``cluster``: the nodes are in the store of this one, instead of being registered with ``token``.
+    """
+    records = MemoryRecords(lease_s=60.0)
     async with AsyncExitStack() as stack:
         publishers, nodes, engines = {}, {}, {}
         for name in ("n1", "n2"):
@@ -106,15 +118,23 @@ async def scene(**bring: object) -> AsyncIterator[Scene]:
             nodes[name].sessions = [session_of(engine.id, shards=["cd" * 32])]
             await nodes[name].start()
             stack.push_async_callback(nodes[name].stop)
-        sections = {
+        sections: dict[str, Any] = {
             "policy": {"name": "longest-prefix"},
             "bring": {"prefetches": True, "after_s": 0.0, **bring},
         }
-        client = await stack.enter_async_context(serving(*engines.values(), **sections))
+        if cluster is not None:
+            sections |= {"cluster": cluster, "etcd": {"endpoints": ["127.0.0.1:1"]}}
+        made = serving(*engines.values(), store=MemoryStore(records), **sections)
+        client = await stack.enter_async_context(made)
         for name, node in nodes.items():
-            body = {"url": node.url, "operate_token": OPERATE}
-            status, answer, _ = await client.operate("/v1/nodes", body)
-            assert status == 201, answer
+            if cluster is not None:
+                boot = name.encode() * 8
+                record = NodeRecord(name=name, boot=boot, endpoint="127.0.0.1:1", admin=node.url)
+                records.put(name, write_record(record))
+            else:
+                body = {"url": node.url, "operate_token": token}
+                status, answer, _ = await client.operate("/v1/nodes", body)
+                assert status == 201, answer
             await eventually(lambda: client.is_current(f"node/{name}"))  # noqa: B023
         yield Scene(client, nodes, publishers, engines)
 
@@ -146,10 +166,10 @@ class Waits(NamedTuple):
 
 @asynccontextmanager
 async def waiting(
-    prepare: Callable[[Scene], Awaitable[object]] | None = None, **bring: object
+    prepare: Callable[[Scene], Awaitable[object]] | None = None, **given: Any
 ) -> AsyncIterator[Waits]:
     """A request waits, because both places are taken; at the end they are free."""
-    async with scene(**bring) as made:
+    async with scene(**given) as made:
         await made.knows("n1", 8, "STORAGE")
         taken = await blocked(made)
         if prepare is not None:
@@ -221,6 +241,29 @@ async def test_a_node_in_trouble_costs_a_request_nothing(trouble: str) -> None:
             assert one.node.ended[0] == 0
         one.made.engines["e1"].gate.set()
         assert (await one.asked)[0] == 200
+
+
+@in_loop
+async def test_the_nodes_of_a_membership_are_asked_with_its_operate_token(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("operates-all-nodes\n")
+    cluster = {
+        "name": "blue", "membership": "etcd", "operate_token_file": str(tmp_path / "token"),
+    }  # fmt: skip
+    async with waiting(cluster=cluster) as one:
+        await eventually(lambda: one.node.jobs)
+        assert one.node.tokens == ["Bearer operates-all-nodes"]
+
+
+@pytest.mark.parametrize("cluster", [None, {"name": "blue", "membership": "etcd"}])
+@in_loop
+async def test_a_node_whose_operate_token_is_not_known_is_not_asked(cluster: Any) -> None:
+    async with waiting(cluster=cluster, token=None) as one:
+        bringer = one.bringer
+        await eventually(lambda: any(look.wish for look in bringer._looks.values()))
+        await eventually(lambda: bringer._planner._numbers, "it was to be begun")
+        assert bringer.gauges()["bring_bytes"][()] == 0
+    assert not one.node.jobs
+    assert not one.node.tokens
 
 
 @pytest.mark.parametrize("bug", ["look", "step", "begin", "carry", "went", "replicate"])

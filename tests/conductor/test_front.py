@@ -164,6 +164,51 @@ async def test_a_body_that_grows_when_it_is_unpacked_is_bounded() -> None:
         assert (await client.post("/v1/completions", bomb, **headers))[0] == 413
 
 
+@in_loop
+async def test_the_bodies_of_all_requests_together_are_bounded_however_slowly_they_come() -> None:
+    """Each is within the limit of one; thousands of connections may send one."""
+    async with serving(FakeEngine("e", "mixed")) as client:
+        bodies = client.conductor.bodies
+        bodies.total_bytes_max = 10_000
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 9000\r\n\r\n"
+        host, port = client.url.removeprefix("http://").split(":")
+        slow = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+        try:
+            slow[0][1].write(head + b"x" * 8_000)
+            await eventually(lambda: bodies.total_bytes == 8_000)
+            slow[1][1].write(head + b"x" * 8_000)
+            answer = await slow[1][0].readuntil(b"}}")
+            assert answer.split()[1] == b"503"
+            assert b"Retry-After: 1" in answer
+            assert b"bodies_full" in answer
+            assert bodies.total_bytes == 8_000, "what was refused counts no more"
+            assert (await client.complete("short"))[0] == 200
+            slow[0][1].close()
+            await eventually(lambda: bodies.total_bytes == 0, "who leaves gives it back")
+            assert (await client.complete("x" * 9_000))[0] == 200
+        finally:
+            for _, writer in slow:
+                writer.close()
+        assert client.conductor.faults.counts["bodies"] == 1
+
+
+@in_loop
+async def test_a_body_counts_until_its_request_has_ended() -> None:
+    engine = FakeEngine("e", "mixed")
+    async with serving(engine, http={"body_bytes_max": 1_000}) as client:
+        bodies = client.conductor.bodies
+        engine.gate.clear()
+        asked = asyncio.create_task(client.complete("x" * 500))
+        await eventually(lambda: engine.running == 1)
+        assert bodies.total_bytes > 500
+        assert (await client.complete("x" * 2_000))[0] == 413
+        assert (await client.operate("/v1/nodes", b"no JSON"))[0] == 400
+        assert 500 < bodies.total_bytes < 1_000
+        engine.gate.set()
+        await asked
+        assert bodies.total_bytes == 0
+
+
 # Our own mistakes
 
 

@@ -1,4 +1,4 @@
-"""The native mover under AddressSanitizer and UBSan: random jobs touch no byte they may not."""
+"""The native mover and lookup under AddressSanitizer and UBSan: they touch no byte they may not."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ROOT / "kvstore" / "mover" / "_mover.c"
+SOURCES = ROOT / "kvstore" / "mover"
 FLAGS = [
     "-O1", "-g", "-std=c11", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra",
     "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer",
@@ -32,17 +32,27 @@ def runtime(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tmp_path_factory, "_mover.c")
+
+
+@pytest.fixture(scope="module")
+def lookup(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tmp_path_factory, "_table.c")
+
+
+def built(tmp_path_factory: pytest.TempPathFactory, source: str) -> Path:
     runtime("libasan.so")
     runtime("libubsan.so")
-    built = tmp_path_factory.mktemp("sanitized") / "mover.so"
-    subprocess.run(["gcc", *FLAGS, "-o", str(built), str(SOURCE)], check=True, timeout=120)
-    return built
+    library = tmp_path_factory.mktemp("sanitized") / f"{source}.so"
+    command = ["gcc", *FLAGS, "-o", str(library), str(SOURCES / source)]
+    subprocess.run(command, check=True, timeout=120)
+    return library
 
 
-def run(library: Path, spawn, *arguments: str):
+def run(library: Path, spawn, *arguments: str, program: str = "jobs"):
     """Random jobs on a library, in a process that has the sanitizers' runtime from its start."""
     preloaded = f"{runtime('libasan.so')} {runtime('libubsan.so')}"
-    command = [sys.executable, "-m", "tests.mover.jobs", str(library), *arguments]
+    command = [sys.executable, "-m", f"tests.mover.{program}", str(library), *arguments]
     environment = {
         "LD_PRELOAD": preloaded,
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
@@ -64,6 +74,22 @@ def test_random_jobs_touch_no_byte_but_their_own(library, spawn, soak_s):
 def test_the_sanitizer_sees_a_job_that_reads_past_its_list(library, spawn):
     """What the test above would not notice it could not prove."""
     process = run(library, spawn, "overread")
+
+    assert process.wait(60) != 0
+    assert "AddressSanitizer: heap-buffer-overflow" in process.stderr
+
+
+@pytest.mark.soak("mover", minutes=1)
+def test_random_lookups_in_nonsense_touch_no_byte_but_the_tables(lookup, spawn, soak_s):
+    process = run(lookup, spawn, str(SEED), str(soak_s), program="lookups")
+
+    assert process.wait(3 * soak_s + 30) == 0, process.report()
+    assert int(process.stdout.split()[0]) > 20, "too few lookups were made"
+
+
+@pytest.mark.soak("mover", minutes=1)
+def test_the_sanitizer_sees_a_lookup_beyond_its_table(lookup, spawn):
+    process = run(lookup, spawn, "overread", program="lookups")
 
     assert process.wait(60) != 0
     assert "AddressSanitizer: heap-buffer-overflow" in process.stderr
