@@ -9,7 +9,8 @@ of the gaps of four running streams while such prompts arrive.
 ``push/block16/...``: the KV of such a prompt (33 MB, blocks of 16 tokens) from the pool of this
 process to that of another, digests on, beside two bare TCP sockets in this process that move the
 same bytes. ``push/mooncake/block16/...``: the same over Mooncake's own TCP, beside a bare engine
-that writes the same blocks; left out, with a message, where Mooncake cannot be had. ``send/p50`` is
+that writes the same blocks; left out, with a message, where Mooncake cannot be had.
+``push/tls/block16/contiguous``: over TLS, beside the same push without it. ``send/p50`` is
 what one layer of 512 tokens costs the step thread, ``poll/64`` a poll of 64 handoffs.
 ``abort/others``: nine of ten pushes while one is aborted, beside the same nine when none is; both
 managers in this process. ``reshard/...``: the KV of such a prompt between engines of unequal ranks
@@ -27,6 +28,7 @@ from bench import (
     handoff_reshard,
     handoff_slow,
     handoff_tbt,
+    handoff_tls,
     handoff_ttft,
 )
 from bench.measure import Progress, Report
@@ -46,6 +48,7 @@ def run(options: argparse.Namespace) -> int:
         "push/block16/permuted": handoff_processes.pushes,
         "push/mooncake/block16/contiguous": handoff_mooncake.results,
         "push/mooncake/block16/permuted": handoff_mooncake.results,
+        "push/tls/block16/contiguous": handoff_tls.results,
         "send/p50": handoff_pools.sends,
         "poll/64": handoff_pools.polls,
         "abort/others": handoff_pools.aborts,

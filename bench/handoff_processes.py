@@ -27,6 +27,7 @@ from kvstore.handoff.prefill import PrefillManager
 from kvstore.handoff.registry import HandoffRegistry
 from kvstore.handoff.rooms import RoomNumbers
 from kvstore.handoff.states import State
+from kvstore.process.tls import CertificateFiles
 
 SPACE: Final = b"demo"
 
@@ -84,14 +85,20 @@ class Orders:
 
 
 @contextmanager
-def pushing(*, permuted: bool) -> Iterator[Push]:
-    """What pushes a prompt's KV; both processes have their pool until the block ends."""
+def pushing(*, permuted: bool, certificates: CertificateFiles | None = None) -> Iterator[Push]:
+    """What pushes a prompt's KV; both processes have their pool until the block ends.
+
+    Args:
+        permuted: as of :class:`Orders`.
+        certificates: of both processes and the registry; None = no TLS.
+    """
     secret = secrets.token_bytes(32)
-    registry = HandoffRegistry("127.0.0.1", 0, secret)
+    registry = HandoffRegistry("127.0.0.1", 0, secret, certificates=certificates)
     pool, _memory = new_pool()
-    prefill = PrefillManager(pool, SPACE, secret, registry=registry.url)
+    prefill = PrefillManager(pool, SPACE, secret, registry=registry.url, certificates=certificates)
     try:
-        with decode_process(_decode, registry.url, secret, permuted) as pipe:
+        told = (registry.url, secret, permuted, certificates)
+        with decode_process(_decode, *told) as pipe:
             yield Push(prefill, pipe, Orders(permuted=permuted, seed=1))
     finally:
         prefill.close()
@@ -99,9 +106,7 @@ def pushing(*, permuted: bool) -> Iterator[Push]:
 
 
 @contextmanager
-def decode_process(
-    program: Callable[[Connection, str, bytes, bool], None], *arguments: str | bytes | bool
-) -> Iterator[Connection]:
+def decode_process(program: Callable[..., None], *arguments: object) -> Iterator[Connection]:
     """A process that takes pushes until the block ends; what it is told and asked through.
 
     Args:
@@ -129,10 +134,13 @@ def pushes(name: str, seconds: float) -> Iterator[Result]:
     yield throughput(name, PROMPT_BYTES, measured, "two bare TCP sockets, same bytes")
 
 
-def _decode(pipe: Connection, registry: str, secret: bytes, permuted: bool) -> None:  # noqa: FBT001
+def _decode(
+    pipe: Connection, registry: str, secret: bytes, permuted: bool,  # noqa: FBT001
+    certificates: CertificateFiles | None,
+) -> None:  # fmt: skip
     """Decode's process: take pushes until there is no room."""
     pool, _memory = new_pool()
-    manager = DecodeManager(pool, SPACE, secret, name="bench")
+    manager = DecodeManager(pool, SPACE, secret, name="bench", certificates=certificates)
     take_pushes(manager, pipe, registry, permuted=permuted)
     manager.close()
 

@@ -1,4 +1,4 @@
-"""The cases of ``python -m bench remote`` that run several nodes keep the contract of output."""
+"""Benchmarks that start several nodes, or use TLS, keep the contract of output."""
 
 import os
 
@@ -42,3 +42,10 @@ def test_two_nodes_find_nearly_what_one_with_both_memories_does(
 
     assert result["case"] == "capacity/two"
     assert float(str(result["ratio"])) >= 0.9  # counts of pages: a busy machine changes little
+
+
+def test_a_push_over_tls_is_measured_beside_the_same_without() -> None:
+    (result,) = printed("handoff", "--cases", "push/tls", "--seconds", "0.01", timeout_s=200)
+    assert_keeps_the_contract(result)
+    assert result["case"] == "push/tls/block16/contiguous"
+    assert result["bound"] == "the same push without TLS"
