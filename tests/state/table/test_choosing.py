@@ -131,8 +131,10 @@ class Walked(list[Leaving]):
 
 
 def test_a_plan_knows_its_victims_without_going_through_them_for_each_one() -> None:
-    leaves = [PrefixNode.__new__(PrefixNode) for _ in range(128)]
-    plan, stranger = RoomPlan(None), PrefixNode.__new__(PrefixNode)
+    world = World()
+    space = world.space(world.process())
+    *leaves, stranger = [PrefixNode(space, key(str(at)), None) for at in range(129)]
+    plan = RoomPlan(None)
     plan.victims = victims = Walked()
 
     for leaf in leaves:
