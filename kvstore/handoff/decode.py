@@ -96,9 +96,7 @@ class DecodeManager:
         aux_slots: int = 64, patience: Patience | None = None,
         engine: LandingEngine | None = None, certificates: CertificateFiles | None = None,
     ) -> None:  # fmt: skip
-        self._pool = pool
-        self._secret = secret
-        self._group = pool.group
+        self._pool, self._secret, self._group = pool, secret, pool.group
         self._greeter = Greeter(secret, space, pool.shape, self._group, name=name)
         self._aux = AuxSlots(aux_slots, AUX_BYTES_MAX)
         patience, rank = patience or Patience(), self._group.rank
@@ -106,8 +104,7 @@ class DecodeManager:
         self._core = Receivers(pool.shape, aux_slots, AUX_BYTES_MAX, patience, rank)
         self._lock = threading.Lock()
         self._links: dict[str, PeerLinks] = {}  # peer → the links that are up or being made
-        self._threads = LinkThreads()
-        self._over = threading.Event()
+        self._threads, self._over = LinkThreads(), threading.Event()
         self.faults = Faults(_LOG, "handoff, decode")
         self._engine = engine
         self._transport = engine.transport if engine is not None else ""
