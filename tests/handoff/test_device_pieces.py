@@ -24,8 +24,8 @@ from tests.handoff.test_unequal_ranks import split  # noqa: E402
 class RankOnDevice(RankMemory):
     """The pool of one rank, in host memory that is treated as a device which is late."""
 
-    def __init__(self, group, *, shared=False):
-        super().__init__(group, shared=shared)
+    def __init__(self, group, states=(), *, shared=False):
+        super().__init__(group, states, shared=shared)
         heads = self.planes.shape[3]
         size = engines_of_ranks.BLOCK_TOKENS * heads * engines_of_ranks.HEAD_BYTES
         pool = KVPool(self.starts, size, size, BLOCKS, device="cpu:0")

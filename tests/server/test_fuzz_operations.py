@@ -36,7 +36,8 @@ class Desk:
         self.chance = chance
         self.world = DiskWorld(write=chance.choice(["through", "back"]), extents=3)
         self.table = self.world.table
-        self.table.keeping.pins.budget_bytes = self.table.keeping.pins.disk_budget_bytes = 6 * PAGE
+        for kept in (self.table.keeping.pins, self.table.keeping.conversations):
+            kept.budget_bytes = kept.disk_budget_bytes = 6 * PAGE
         self.other = self.world.space(self.world.process("other"), tenant="blue")
         node = SimpleNamespace(pages=self.table, sessions={}, processes={})
         memory = SimpleNamespace(read=self._read)
@@ -77,6 +78,9 @@ class Desk:
         assert not self.tasks, "work that never ends"
         for pin in list(self.table.keeping.pins):
             self.table.keeping.unpin(pin.number)
+        for one in list(self.table.keeping.conversations):
+            self.table.keeping.end(one.space, one.name)
+        self.table.expire(max(1, self.table.now_ns))
         self.world.end_all()
         check(self.table)
         assert {job.state for job in self.operation._jobs._jobs.values()} <= {
@@ -120,7 +124,8 @@ class Desk:
             "ttl_s": lambda: chance.choice([0.0, 1e-9, 60.0, -1.0, float("nan"), 1e300]),
             "deadline_s": lambda: chance.choice([1e-9, 60.0]),
             "bytes_per_s": lambda: chance.choice([0, 1]), "copies": lambda: chance.randint(1, 3),
-            "node": lambda: "b",
+            "node": lambda: "b", "conversation": lambda: chance.choice("xy"),
+            "bytes_max": lambda: chance.choice([0, 0, PAGE, 1 << 62]),
             "quota_bytes": lambda: chance.choice([0, 0, PAGE, 6 * PAGE, 1 << 62]),
             "reserved_bytes": lambda: chance.choice([0, 0, PAGE, 1 << 62]),
             "name": lambda: chance.choice([*POLICIES, "x"]), "all": lambda: chance.random() < 0.5,

@@ -123,7 +123,7 @@ def test_an_ended_pin_lets_its_pages_go(world_of_two):
     world, process, space, other = world_of_two
     world.table.keeping.pins.budget_bytes = 4 * PAGE
     world.store(process, space, "abcd")
-    world.table.keeping.pins.add(space, key("abcd"), 10 * SECOND)
+    world.table.keeping.pin(space, key("abcd"), 10 * SECOND)
     assert world.store(process, other, "w") == [PageStatus.NO_ROOM]
     assert world.table.next_deadline_ns() == 10 * SECOND
 

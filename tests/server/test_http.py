@@ -346,14 +346,14 @@ def test_every_change_is_in_the_log_with_who_and_how_many(own, wait_until):
 
 BROKEN = """
 import sys
-from kvstore.server import daemon, inspect
+from kvstore.server import daemon, kept
 
 def broken(self, _asked):
     yield from ()
     self._table.slots.extents[0].pinned = 7
     assert False, "an invariant of the state"
 
-inspect.Inspection.quotas = broken
+kept.KeptViews.quotas = broken
 sys.exit(daemon.main(sys.argv[1:]))
 """
 

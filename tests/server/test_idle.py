@@ -78,7 +78,7 @@ def test_a_piece_ends_with_the_stretch_that_ends_its_time(desk, monkeypatch):
 
 BREAK = """
 import sys
-from kvstore.server import daemon, idle, inspect
+from kvstore.server import daemon, idle, kept
 
 idle.PAUSE_S = 0.0
 
@@ -88,7 +88,7 @@ def broken(self, _asked):
     max(space.nodes.values(), key=lambda node: node.depth).children_in_memory = 1
     return {"quotas": []}
 
-inspect.Inspection.quotas = broken
+kept.KeptViews.quotas = broken
 sys.exit(daemon.main(sys.argv[1:]))
 """
 

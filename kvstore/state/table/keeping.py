@@ -23,11 +23,13 @@ class Keeping:
     Attributes:
         pins: of operators.
         conversations: of engines.
+        is_used: there are some of either.
     """
 
     def __init__(self, residents: Residents, tiers: Tiers) -> None:
         self.pins = Pins()
         self.conversations = Conversations()
+        self.is_used = False
         self._held = residents
         self._tiers = tiers
 
@@ -47,6 +49,7 @@ class Keeping:
         if tier == "ssd" and not self._held.disk.exists:
             raise TierUnavailable("this node has no SSD tier: give it ssd.directories")
         pin = self.pins.add(space, key, expires_ns, tier, measured)
+        self.is_used = True
         try:
             for node in pin.nodes if tier == "ssd" else ():
                 for shard in node.digests:
@@ -81,6 +84,7 @@ class Keeping:
         tier: Tier = "ssd" if disk.exists else "host"
         quota = (disk.limits.quotas if disk.exists else self._held.quotas).get(space).quota_bytes
         expires_ns = self._held.moment.now_ns + ttl_ns
+        self.is_used = True
         pages, cause, added = kept.keep(space, name, keys, expires_ns, bytes_max, tier, quota)
         refused = self._write(added) if tier == "ssd" else []
         if refused:
@@ -108,6 +112,7 @@ class Keeping:
         if len(self.pins):
             self._released(self.pins.expire(now_ns))
         self._released(self.conversations.expire(now_ns))
+        self.is_used = bool(len(self.pins) or len(self.conversations))
 
     def next_deadline_ns(self) -> int:
         """The earliest deadline that :meth:`expire` would apply; 0 = none."""

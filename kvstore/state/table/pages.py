@@ -369,7 +369,8 @@ class PageTable:
                 break
         for node, shard in self._deadlines.pages_due(now_ns, left):
             self.residents.drop(node, shard, "expired")
-        self.keeping.expire(now_ns)
+        if self.keeping.is_used:
+            self.keeping.expire(now_ns)
         return 0 < self.next_deadline_ns() <= now_ns
 
     def _expire_lease(self, process: Process, lease_id: int, lease: Lease) -> None:
