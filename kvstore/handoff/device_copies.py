@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvstore.errors import DeviceUnavailable
 from kvstore.mover.kvpool import HeadRows
-from kvstore.tier.push_way import BlockRows, DeviceWay
+from kvstore.tier.push_way import BlockRows, DeviceWay, StartedCopy
 
 DEVICE_S = 10.0
 """How long a device may take for a copy, with the engine's step before it; and how long a copy
@@ -46,6 +46,10 @@ class _Flying:
                     return True
             except DeviceUnavailable as error:
                 self.why = self.why or str(error)
+            except Exception as error:  # nobody would look at the others any more
+                if not self.why:
+                    _LOG.exception("a copy of a handoff is given up after a fault of ours")
+                self.why = self.why or said_of(error)
         if now >= self.until:
             self.why = self.why or f"the device has not finished a copy after {DEVICE_S:.0f} s"
         return False
@@ -108,7 +112,11 @@ class DeviceCopies:
             after: fences that the device reaches before.
             ended: told its end, by the thread.
         """
-        started = self._way.copy(slot, rows, heads, after)
+        try:
+            started = self._way.copy(slot, rows, heads, after)
+        except Exception as error:  # it may have been given to the device: nobody can tell
+            _LOG.exception("a copy of a handoff is given up after a fault of ours")
+            started = StartedCopy(None, said_of(error))
         with self._changed:
             self._flying.append(_Flying(slot, started.fence, started.why, ended))
         self.wake()
@@ -149,9 +157,17 @@ class DeviceCopies:
                 flying = list(self._flying)
                 if self._closed and all(one.is_told for one in flying):
                     return
-            waiting = self._feed() if self._feed is not None else False
+            waiting = self._feed_more()
             ended = self._look(flying)
             pause_s = _PAUSE_S_MIN if woken or ended else min(2 * pause_s, _PAUSE_S_MAX)
+
+    def _feed_more(self) -> bool:
+        """Begin copies; returns whether some wait."""
+        try:
+            return self._feed() if self._feed is not None else False
+        except Exception:  # no copy would ever end any more
+            _LOG.exception("copies of handoffs go on after a fault of ours")
+            return True
 
     def _pause(self, pause_s: float, *, waiting: bool) -> float | None:
         if any(not one.is_told for one in self._flying):
@@ -172,5 +188,13 @@ class DeviceCopies:
                     if one.why:
                         self._free.append(one.slot)
                 self._changed.notify_all()
-            one.ended(one.why, done)
+            try:
+                one.ended(one.why, done)
+            except Exception:  # the others have ends too
+                _LOG.exception("copies of handoffs go on after a fault of ours")
         return any_ended
+
+
+def said_of(error: Exception) -> str:
+    """A fault of ours in a few words."""
+    return repr(error)[:200]

@@ -3,6 +3,7 @@
 Each link has a share of the slots, so that a slow one does not keep the others waiting.
 """
 
+import logging
 import threading
 import time
 from collections import Counter, deque
@@ -10,13 +11,14 @@ from collections.abc import Callable
 from typing import Final
 
 from kvstore.handoff import device_copies
-from kvstore.handoff.device_copies import DeviceCopies
+from kvstore.handoff.device_copies import DeviceCopies, said_of
 from kvstore.handoff.effects import PushJob
 from kvstore.handoff.memory import HandoffPool, digests_of
 from kvstore.mover.ranges import Places
 
 LINK_SLOTS_MAX: Final = 2
 """Slots of one link: one is filled while the other is sent."""
+_LOG: Final = logging.getLogger(__name__)
 
 
 class DeviceReads:
@@ -94,15 +96,24 @@ class DeviceReads:
     def _feed(self) -> bool:
         """Begin what there is staging for; returns whether jobs wait."""
         while (taken := self._next()) is not None:
-            job, slot = taken
-            rows = self._pool.block_rows(job.ranges, job.sources, job.rows)
-            heads = self._pool.head_rows(job.share.heads) if job.rows else None
-            self._copies.begin(slot, rows, heads, job.after, self._end_of(job))
+            self._begin(*taken)
         for job in self._late():
             why = f"no staging was free for {device_copies.DEVICE_S:.0f} s"
             self._failed(job, why)
         with self._lock:
             return any(self._waiting.values())
+
+    def _begin(self, job: PushJob, slot: int) -> None:
+        """Begin the copy of a job, or tell that it has failed."""
+        try:
+            rows = self._pool.block_rows(job.ranges, job.sources, job.rows)
+            heads = self._pool.head_rows(job.share.heads) if job.rows else None
+        except Exception as error:  # a job that has no end would hold its blocks for good
+            _LOG.exception("a job of room %d is given up after a fault of ours", job.room)
+            self.ended(job)
+            self._failed(job, said_of(error))
+            return
+        self._copies.begin(slot, rows, heads, job.after, self._end_of(job))
 
     def _next(self) -> tuple[PushJob, int] | None:
         """The job that is to be read now, of the link that has the fewest slots; and its slot."""

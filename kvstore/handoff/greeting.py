@@ -352,7 +352,6 @@ class Greeter(NamedTuple):
         for field, differs in unlike.items():
             if differs:
                 raise InvalidArgument(field, f"{field} of decode is not that of prefill")
-        check_alike(self.shape.states, shape.states)
         group.check(shape.plane_count // shape.planes_per_layer)
         if group.part != shape.part:
             raise InvalidArgument("ranks", "the pool of decode is not that of its rank")
@@ -362,6 +361,8 @@ class Greeter(NamedTuple):
         if share is None or (share.part, share.has_aux) != (greeting.part, greeting.has_aux):
             what = "the registered ranks of prefill are not those that it has"
             raise InvalidArgument("ranks", what)
+        if share.part is not None:  # ranks of other layers may have other numbers of planes
+            check_alike(self.shape.states, shape.states)
         for state, (first, stop) in zip(self.shape.states, greeting.states, strict=False):
             same = group.parts == self.group.parts and group.rank == self.group.rank
             if first < stop and not state.is_alike and not same:

@@ -20,11 +20,15 @@ from kvstore.handoff.memory import AuxSlots, HandoffPool, seeds_of
 from kvstore.handoff.places import AUX_PLANE
 from kvstore.handoff.staging import Receive, Staging
 from kvstore.handoff.states import FailureCode
+from kvstore.mover.kvpool import HeadRows
 from kvstore.mover.ranges import Places
+from kvstore.tier.push_way import BlockRows
 
+_BROKE: Final = "the connection broke within a range"
 _WRONG_BYTES: Final = "bytes do not match their digest"
 _SCRATCH_BYTES: Final = 64 * 1024
 
+_Copy = tuple[list[BlockRows], HeadRows | None]
 LandingEnded = Callable[[Landing, FailureCode | None, str], None]
 """Told a landing whose blocks nothing writes to any more, what is wrong with it, and in words."""
 
@@ -78,7 +82,7 @@ class HostReader:
             KVStoreError: what ``receive`` raises; the landing has ended.
         """
         code: FailureCode | None = FailureCode.PEER_CLOSED
-        why = "the connection broke within a range"
+        why = _BROKE
         try:
             right = self._staging.land(self._pool, self._aux, landing, receive, self._staged)
             code, why = None if right else FailureCode.DIGEST, _WRONG_BYTES
@@ -129,16 +133,17 @@ class DeviceLandings:
         assert receive is not None, "no other transport writes to a device"
         size = landing.share.bytes_of(landing.ranges)
         slot = self._copies.take(device_copies.DEVICE_S)
-        if slot < 0:
-            why = "no staging is free: the device is late"
-            code: FailureCode | None = FailureCode.DEVICE
-        else:
-            code, why = None, _WRONG_BYTES
+        code: FailureCode | None = FailureCode.PEER_CLOSED
+        why, copy = _BROKE, None
         try:
             if slot < 0:
                 skip(size, receive)
+                code, why = FailureCode.DEVICE, "no staging is free: the device is late"
             elif receive(self._places(landing, slot), _seeds(landing)) != landing.digests:
-                code = FailureCode.DIGEST
+                code, why = FailureCode.DIGEST, _WRONG_BYTES
+            else:
+                copy = self._copy_of(landing)
+                code = None
         except KVStoreError as error:
             code, why = cause_of(error), f"within a range: {error}"
             raise
@@ -148,7 +153,7 @@ class DeviceLandings:
                     self._copies.free(slot)
                 self._landed(landing, code, why)
         if code is None:
-            self._spread(landing, slot)
+            self._spread(landing, slot, copy)
 
     def reader(self) -> "DeviceLandings":
         """For one reader."""
@@ -178,22 +183,27 @@ class DeviceLandings:
             at += places[-1][1]
         return places
 
-    def _spread(self, landing: Landing, slot: int) -> None:
-        """Let the device copy what is in a slot."""
+    def _copy_of(self, landing: Landing) -> _Copy | None:
+        """What the device is to copy; None = nothing is for blocks."""
         of_blocks = [at for at, one in enumerate(landing.ranges) if one.plane != AUX_PLANE]
         if not of_blocks:
-            self._copies.free(slot)
-            self._landed(landing, None, "")
-            return
+            return None
         rows = self._pool.block_rows(
             [landing.ranges[at] for at in of_blocks],
             [landing.targets[at] for at in of_blocks],
             landing.rows,
         )
-        heads = self._pool.head_rows(landing.share.heads) if landing.rows else None
+        return rows, self._pool.head_rows(landing.share.heads) if landing.rows else None
+
+    def _spread(self, landing: Landing, slot: int, copy: _Copy | None) -> None:
+        """Let the device copy what is in a slot."""
+        if copy is None:
+            self._copies.free(slot)
+            self._landed(landing, None, "")
+            return
         with self._lock:
             self._copying[landing.link] += 1
-        self._copies.begin(slot, rows, heads, landing.after, self._end_of(landing, slot))
+        self._copies.begin(slot, *copy, landing.after, self._end_of(landing, slot))
 
     def _end_of(self, landing: Landing, slot: int) -> Callable[[str, bool], None]:
         def ended(why: str, idle: bool) -> None:  # noqa: FBT001

@@ -1,6 +1,7 @@
 """The port of a prefill manager: connections are accepted, and greeted a few at a time."""
 
 import contextlib
+import logging
 import socket
 import ssl
 import threading
@@ -17,6 +18,7 @@ from kvstore.transport.streams import DataStream, stream_of
 GREETINGS_MAX: Final = 16
 """Connections that have not greeted yet; of more, the oldest gives way."""
 _ACCEPT_PAUSE_S: Final = 0.05
+_LOG: Final = logging.getLogger(__name__)
 
 
 class LinkListener:
@@ -79,10 +81,12 @@ class LinkListener:
                 continue
             try:
                 fit_send_buffer(connection)
-                stream = stream_of(connection, self._tls)
+                self._begin(stream_of(connection, self._tls), str(peer[0]))
             except KVStoreError:
                 continue  # it is broken already
-            self._begin(stream, str(peer[0]))
+            except Exception:  # nobody would be let in any more
+                _LOG.exception("a connection is given up after a fault of ours")
+                connection.close()
 
     def _begin(self, stream: DataStream, peer: str) -> None:
         """Let a thread greet a connection; if there are too many, the oldest gives way."""

@@ -222,7 +222,7 @@ class HandoffPool:
             rows: blocks of each; empty = they are neighbours.
         """
         index = state_of(ranges[0].plane)
-        before = self.shape.first_plane if index < 0 else STATE_PLANE + index * PLANES_MAX
+        before = self.shape.first_plane if index < 0 else self._states[index].first_plane
         blocks = rows or [
             np.arange(first, first + one.size, dtype=np.int64)
             for one, first in zip(ranges, firsts, strict=True)
@@ -260,11 +260,14 @@ class StateMemory:
         buffer: of the engine.
         index: of the buffer.
         block_bytes: that are moved of each block; 0 = nothing is.
+
+    Attributes:
+        first_plane: number of its first plane in messages.
     """
 
     def __init__(self, buffer: StateBuffer, index: int, block_bytes: int) -> None:
         self.buffer = buffer
-        self._first_plane = STATE_PLANE + index * PLANES_MAX + (buffer.first_plane or 0)
+        self.first_plane = STATE_PLANE + index * PLANES_MAX + (buffer.first_plane or 0)
         self._block_bytes = block_bytes
 
     def generations(self, blocks: Sequence[int]) -> npt.NDArray[np.uint64]:
@@ -280,7 +283,7 @@ class StateMemory:
         """As :meth:`HandoffPool.places`."""
         size, planes = self._block_bytes, self.buffer.planes
         return [
-            (planes[one.plane - self._first_plane] + first * size, one.size * size)
+            (planes[one.plane - self.first_plane] + first * size, one.size * size)
             for one, first in zip(ranges, firsts, strict=True)
         ]
 

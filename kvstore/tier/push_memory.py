@@ -157,7 +157,7 @@ class _PushWay:
                     assert isinstance(fence, _PushFence)
                     self._stream.wait(fence.event)
                 self._stream.run(self._work(slot, rows, heads))
-            except (RuntimeError, MemoryError) as error:
+            except Exception as error:  # whatever it is: a part may have been given to the device
                 why = _said(error)
             try:
                 return StartedCopy(_PushFence(self._stream.record(), self._device.name), why)

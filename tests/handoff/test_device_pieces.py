@@ -1,5 +1,7 @@
 """Goal: heads, and state data, of pools on a device arrive as they do in host memory."""
 
+import random
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ torch = pytest.importorskip("torch")
 
 from kvstore.handoff.aux_data import AuxData  # noqa: E402
 from kvstore.handoff.memory import HandoffPool  # noqa: E402
+from kvstore.handoff.places import PushRange  # noqa: E402
 from kvstore.handoff.states import State  # noqa: E402
 from kvstore.mover.kvpool import HeadRows, KVPool  # noqa: E402
 from kvstore.testing.device import LateDevice  # noqa: E402
@@ -16,6 +19,7 @@ from kvstore.tier.push_way import BlockRows  # noqa: E402
 from tests.handoff import ranked as engines_of_ranks  # noqa: E402
 from tests.handoff.pair import BLOCK_TOKENS  # noqa: E402
 from tests.handoff.ranked import BLOCKS, RankMemory, ranked, whole_of  # noqa: E402
+from tests.handoff.ranked_states import RankStates, some_blocks  # noqa: E402
 from tests.handoff.stateful import KV, StatefulMemory, positions_of, send_kv, send_state  # noqa: E402
 from tests.handoff.stateful import stateful_pair as pair_of  # noqa: E402
 from tests.handoff.test_unequal_ranks import split  # noqa: E402
@@ -28,11 +32,19 @@ class RankOnDevice(RankMemory):
         super().__init__(group, states, shared=shared)
         heads = self.planes.shape[3]
         size = engines_of_ranks.BLOCK_TOKENS * heads * engines_of_ranks.HEAD_BYTES
-        pool = KVPool(self.starts, size, size, BLOCKS, device="cpu:0")
-        memory = PushMemory([pool], LateDevice(group.rank))
+        pools = [KVPool(self.starts, size, size, BLOCKS, device="cpu:0"), *pools_of(states)]
+        memory = PushMemory(pools, LateDevice(group.rank))
         self.pool = HandoffPool(
-            pool, engines_of_ranks.BLOCK_TOKENS, self.generations, group, device=memory
-        )
+            pools[0], engines_of_ranks.BLOCK_TOKENS, self.generations, group, states=states,
+            device=memory,
+        )  # fmt: skip
+
+
+def pools_of(states):
+    return [
+        KVPool(one.planes, one.block_bytes, one.block_bytes, one.block_count, 1, "cpu:0")
+        for one in states
+    ]
 
 
 @pytest.mark.parametrize(
@@ -53,16 +65,28 @@ def test_heads_are_gathered_and_spread_on_the_device(prefill, decode, wait_until
             assert not np.delete(memory.planes, there, axis=1).any()
 
 
+def test_state_data_of_a_pipeline_arrive_on_the_device(wait_until, monkeypatch):
+    monkeypatch.setattr(engines_of_ranks, "RankMemory", RankOnDevice)
+    chance, here, there = random.Random(5), RankStates(), RankStates()
+    with ranked(split(layers=2), split(), states=(here.of, there.of)) as engines:
+        blocks = some_blocks(6, chance)
+        senders, (receiver,) = engines.begin(1, 6)
+        receiver.announce(0, [9, 8, 7, 3, 2, 1], blocks)
+        here.send(senders, 1, 6, chance)
+        engines.push(senders, whole_of(1, 6), [0, 2, 4, 6, 8, 10])
+        wait_until(lambda: receiver.progress.ended)
+        assert receiver.state == State.SUCCESS, receiver.failure
+        assert there.wrong(1, 6, blocks) == []
+
+
 class StatefulOnDevice(StatefulMemory):
     """The same with state buffers."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, change=None):
+        super().__init__(change)
         buffers = [one.buffer for one in self.pool._states]
-        pools = [KVPool(self.starts("kv"), KV[2], KV[2], KV[1], device="cpu:0")] + [
-            KVPool(one.planes, one.block_bytes, one.block_bytes, one.block_count, 1, "cpu:0")
-            for one in buffers
-        ]
+        pools = [KVPool(self.starts("kv"), KV[2], KV[2], KV[1], device="cpu:0")]
+        pools += pools_of(buffers)
         memory = PushMemory(pools, LateDevice(3))
         self.pool = HandoffPool(pools[0], BLOCK_TOKENS, states=buffers, device=memory)
 
@@ -82,6 +106,19 @@ def test_state_data_of_three_kinds_arrive_on_the_device(wait_until):
         for name, blocks in states.items():
             assert pair.there.has(1, name, positions_of(name, 5), blocks)
             assert pair.there.others_are_zero(name, blocks)
+
+
+def test_a_rank_of_later_layers_has_the_same_planes_on_a_device_as_in_host_memory():
+    changed = {name: {"first_plane": 7, "is_alike": True} for name in ("mamba", "window", "index")}
+    host, there = StatefulMemory(changed), StatefulOnDevice(changed)
+    for index, one in enumerate(host.pool.shape.states):
+        for at, plane in enumerate(host.pool.shape.state_shares[index].planes):
+            ranges = [PushRange(plane, 0, 1)]
+            (place,) = host.pool.places(ranges, [2])
+            start = host.starts(one.name)[at]
+            assert place == (start + 2 * one.block_bytes, one.block_bytes)
+            (rows,) = there.pool.block_rows(ranges, [2], [])
+            assert (rows.memory, rows.plane, rows.blocks.tolist()) == (index + 1, at, [2])
 
 
 def open_cuda():

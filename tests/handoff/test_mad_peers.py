@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kvstore.handoff import shape, unopened
+from kvstore.handoff import listening, shape, unopened
 from kvstore.handoff.connecting import PURPOSES
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.greeting import SealedStream
@@ -107,6 +107,27 @@ def test_strangers_who_connect_and_say_nothing_keep_no_engine_out(wait_until):
         wait_until(lambda: receiver.progress.ended)
         assert receiver.state == State.SUCCESS
         assert len(pair.prefill._listener._crowd) <= 2 * GREETINGS_MAX
+        receiver.close()
+
+
+def test_a_fault_of_ours_costs_one_connection_and_not_the_port(wait_until, monkeypatch):
+    faults = [MemoryError("ours")]
+
+    def fit(_connection):
+        if faults:
+            raise faults.pop()
+
+    monkeypatch.setattr(listening, "fit_send_buffer", fit)
+    with managers() as pair:
+        place = host_and_port(pair.prefill.address)
+        with socket.create_connection(place, SOON_S) as stranger:
+            stranger.settimeout(SOON_S)
+            assert stranger.recv(1) == b"", "closed at once"
+        sender, receiver = pair.begin(1, 4)
+        receiver.announce(0, range(4))
+        push_all(sender, pair.here, [0, 1, 2, 3])
+        wait_until(lambda: receiver.progress.ended)
+        assert receiver.state == State.SUCCESS
         receiver.close()
 
 

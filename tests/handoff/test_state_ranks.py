@@ -201,10 +201,11 @@ def test_ranks_of_unequal_heads_do_not_push_what_each_has_for_itself(name, wait_
         assert f"states.{name}" in receiver.failure.message
 
 
-def test_equal_ranks_push_what_each_has_for_itself(wait_until):
+@pytest.mark.parametrize("ranks", [split(heads=2), grid([0, 1, 4], [0, 4])], ids=str)
+def test_equal_ranks_push_what_each_has_for_itself(ranks, wait_until):
     chance = random.Random(3)
     here, there = RankStates(alike=False), RankStates(alike=False)
-    with ranked(split(heads=2), split(heads=2), states=(here.of, there.of)) as engines:
+    with ranked(ranks, ranks, states=(here.of, there.of)) as engines:
         blocks = some_blocks(COUNT, chance)
         senders, receivers = engines.begin(1, COUNT)
         for receiver in receivers:
