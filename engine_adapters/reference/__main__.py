@@ -11,7 +11,7 @@ import sys
 import urllib.parse
 import uuid
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
@@ -38,6 +38,13 @@ from kvstore.process.tls import CertificateFiles
 
 _log = logging.getLogger(__name__)
 _PROGRAM = "python -m engine_adapters.reference"
+_OPTIONS_OF_ENGINE = {
+    "fake": "--handoff-fake",
+    "listen": "--handoff-host, --handoff-port",
+    "port": "--handoff-host, --handoff-registry-port",
+    "ranks": "--ranks",
+}
+"""By the field of what an engine refuses."""
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -178,13 +185,15 @@ def _address(text: str) -> str:
 
 
 @contextmanager
-def _given_by(option: str) -> Iterator[None]:
-    """Add the name of the option to errors."""
+def _given_by(option: str, by_field: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Add the name of the option to errors: that of their field in ``by_field``, if it is there."""
     try:
         yield
+    except InvalidArgument as error:
+        option = (by_field or {}).get(error.field, option)
+        raise ConfigError(f"{option}: {str(error).removeprefix(f'{error.field}: ')}") from error
     except KVStoreError as error:
-        field = f"{error.field}: " if isinstance(error, InvalidArgument) else ""
-        raise ConfigError(f"{option}: {str(error).removeprefix(field)}") from error
+        raise ConfigError(f"{option}: {error}") from error
 
 
 async def run(args: argparse.Namespace) -> int:
@@ -214,7 +223,7 @@ async def run(args: argparse.Namespace) -> int:
     if args.store:
         with _given_by("--store"):
             store = _connect(args.store, args.id, args.device_slab, options.block_tokens)
-    with _given_by("--ranks, --handoff-host, --handoff-port, --handoff-registry-port, -transport"):
+    with _given_by("--handoff-transport", _OPTIONS_OF_ENGINE):
         engine = Engine(options, store, handoff)
     events: EngineEvents | None = None
     if args.events:

@@ -1,7 +1,7 @@
 """The verbs of ``kvstore`` for conversations whose pages are kept."""
 
 import argparse
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 
@@ -11,21 +11,30 @@ from kvstore.cli.numbers import seconds, size
 from kvstore.cli.remote import Remote
 from kvstore.config.sizes import rounded
 
+_CAUSES: Final = {
+    "missing": "a page is not stored, or was evicted before",
+    "bytes": "--max-bytes is reached",
+    "budget": "admin.conversations_budget_bytes or admin.conversations_ssd_budget_bytes is reached",
+    "quota": "the quota of the space is reached",
+    "conversations": "the node keeps no more conversations",
+    "disk": "the SSDs take no more now",
+}
+
 
 def add_conversations(verb: AddVerb) -> None:
     """Add the verbs."""
     verb("conversations", "the conversations whose pages are kept, and until when",
          lambda node, _options: node.get("/v1/conversations"), conversations)  # fmt: skip
     keep = verb("keep", "keep a page and all pages before it as those of a conversation", _keep,
-                show.anything)  # fmt: skip
+                _kept)  # fmt: skip
     names_page(keep)
     keep.add_argument("conversation", help="its name, as the engines call it")
     keep.add_argument("--ttl", type=seconds(zero=False), default=3600.0, metavar="SECONDS",
                       help="how long from now on; default: 3600")  # fmt: skip
     keep.add_argument("--max-bytes", type=size, default=0, metavar="SIZE",
-                      help="what it may take; default: no limit of its own")  # fmt: skip
+                      help="what it may take; default: 0 = no limit of its own")  # fmt: skip
     end = verb("end-conversation", "leave the pages of a conversation to the eviction policy",
-               _end, show.anything)  # fmt: skip
+               _end, _ended)  # fmt: skip
     end.add_argument("space", help=SPACE)
     end.add_argument("conversation", help="its name; see kvstore conversations")
 
@@ -52,6 +61,22 @@ def _keep(node: Remote, at: argparse.Namespace) -> Any:
     return node.send("POST", "/v1/conversations", body)
 
 
+def _kept(answer: Any, console: Console) -> None:
+    said = f"{answer['conversation']}: {answer['pages']} pages are kept"
+    if cause := answer["cause"]:
+        said += f"; the others are left to the policy: {_CAUSES.get(cause, cause)} ({cause})"
+    _say(said, console)
+
+
 def _end(node: Remote, at: argparse.Namespace) -> Any:
     body = {"space": at.space, "conversation": at.conversation}
     return node.send("POST", "/v1/conversations/end", body)
+
+
+def _ended(answer: Any, console: Console) -> None:
+    was = f"{answer['pages']} pages are left to the policy" if answer["pages"] else "was not kept"
+    _say(f"{answer['conversation']}: {was}", console)
+
+
+def _say(said: str, console: Console) -> None:
+    console.print(said, markup=False, highlight=False, soft_wrap=True)

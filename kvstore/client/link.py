@@ -177,14 +177,9 @@ class Link:
         try:
             self._dial()
         except KVStoreError as error:
-            self.why = self._refusal = str(error)
-            log.log(
-                level,
-                "%s: no node at %s (%s); everything is a miss until it is there",
-                name,
-                path,
-                error,
-            )
+            self._refusal, self.why = str(error), self._without_path(error)
+            log.log(level, "%s: no node at %s (%s); everything is a miss until it is there",
+                    name, path, self.why)  # fmt: skip
         self._start()
         forks.register(self)
 
@@ -327,6 +322,10 @@ class Link:
 
             self._mappings[memory] = Mapping(boot, fetch)
 
+    def _without_path(self, error: KVStoreError) -> str:
+        """What the error says; who repeats it says the path before it."""
+        return str(error).removeprefix(f"{self.path}: ")
+
     def _lost(self, connection: Connection) -> None:
         """The connection is broken, or the node has closed it."""
         why = connection.broken or "the node closed the connection"
@@ -427,7 +426,7 @@ class Link:
             self._dial()
         except KVStoreError as error:
             if not self._reconnecting.closing:
-                self.why = str(error)
+                self.why = self._without_path(error)
             if nobody_listens(error):
                 with self._state:
                     self._note(self._reconnecting.gone())

@@ -236,7 +236,8 @@ class HandoffRegistry:
         try:
             self._server = RankServer((host, port), RankHandler)
         except OSError as error:
-            raise InvalidArgument("port", f"cannot listen: {reason(error)}") from error
+            what = f"cannot listen at {host}:{port}: {reason(error)}"
+            raise InvalidArgument("port", what) from error
         bound, at = self._server.server_address[:2]
         shown = f"[{bound!s}]" if ":" in str(bound) else str(bound)
         self.url = f"{_scheme(self._tls)}://{shown}:{at}"
@@ -310,7 +311,8 @@ class HandoffRegistry:
         else:
             status, said = HTTPStatus.OK, msgspec.json.encode(self._listed())
         if status != HTTPStatus.OK:
-            self.refused(request.client_address[0], f"{method} {path}: {status}: {said!r}")
+            why = "no proof of our secret" if status == HTTPStatus.UNAUTHORIZED else repr(said)
+            self.refused(request.client_address[0], f"{method} {path}: {status}: {why}")
         request.send_response(status)
         request.send_header("Content-Type", "application/json")
         request.send_header("Content-Length", str(len(said)))
@@ -438,6 +440,8 @@ class RegistryClient:
         except (OSError, http.client.HTTPException, RuntimeError) as error:  # or no thread is left
             where = f"{self._host}:{self._port}"
             raise PeerUnreachable(f"the registry at {where}: {reason(error)}") from error
+        if answer.status == HTTPStatus.UNAUTHORIZED:
+            raise ProtocolError("the registry answers 401: it has another secret than this engine")
         if answer.status != HTTPStatus.OK:
             raise ProtocolError(f"the registry answers {answer.status}: {said[:200]!r}")
         if not hmac.compare_digest(

@@ -85,6 +85,19 @@ def test_changes_are_made_and_waited_for(kvstore, daemon, stored):
     assert (status, told["verdict"], told["asked_pages"]) == (0, "cleared", 1)
 
 
+def test_a_kept_conversation_says_how_much_of_it_is_kept(kvstore, stored):
+    last = stored.put(3)[2].hex()
+    keep, end = ("keep", stored.label, last, "c"), ("end-conversation", stored.label, "c")
+
+    status, told = kvstore(*keep, "--max-bytes", PAGE_BYTES)
+    assert (status, told.startswith("c: 1 pages are kept; the others ")) == (0, True)
+    assert "--max-bytes is reached (bytes)" in told
+    assert kvstore(*keep) == (0, "c: 3 pages are kept\n")
+    assert kvstore(*end) == (0, "c: 3 pages are left to the policy\n")
+    assert kvstore(*end) == (0, "c: was not kept\n")
+    assert kvstore("keep", stored.label, UNKNOWN, "c")[0] == 1
+
+
 def test_tokens_may_come_from_a_file(kvstore, stored, tmp_path):
     stored.put(2)
     (tmp_path / "tokens").write_text(json.dumps(list(range(8))))

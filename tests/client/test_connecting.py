@@ -76,6 +76,16 @@ def test_without_descriptors_a_link_goes_on_trying(peer, monkeypatch, wait_until
     made.close()
 
 
+def test_the_socket_of_a_node_that_is_not_there_is_named_once(tmp_path):
+    path = str(tmp_path / "nobody.sock")
+    made = Link(path, "engine")
+    with pytest.raises(PeerUnreachable) as refused:
+        made.request(wire.Ping(0), TIMEOUT_S)
+    made.close()
+
+    assert str(refused.value).count(path) == 1
+
+
 def test_a_node_that_is_not_there_is_told_from_one_that_does_not_answer(tmp_path):
     path = str(tmp_path / "nobody.sock")
     with pytest.raises(PeerUnreachable) as missing:

@@ -113,7 +113,7 @@ def test_a_silence_that_cannot_be_kept_is_refused(text, said, capsys) -> None:
         (["--events", "foo"], "--events: 'foo' is neither ipc:///path"),
         (["--host", "192.0.2.1"], "--host: "),
         (["--port", "{taken}"], "--port: error while attempting to bind"),
-        (["--ranks", "3"], "--ranks, --handoff-host"),
+        (["--ranks", "3"], "--ranks: 3 does not divide the 2 K/V heads of tiny"),
     ],
 )
 def test_what_cannot_be_used_ends_the_engine_with_one_line(words, said) -> None:
@@ -129,6 +129,22 @@ def test_what_cannot_be_used_ends_the_engine_with_one_line(words, said) -> None:
     assert done.stdout == ""
     assert done.stderr.splitlines()[-1].startswith(f"python -m engine_adapters.reference: {said}")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--handoff-port", "--handoff-host, --handoff-port: cannot listen"),
+        ("--handoff-registry-port", "--handoff-host, --handoff-registry-port: cannot listen at"),
+    ],
+)
+def test_a_port_of_pushes_that_is_taken_is_named_with_its_option(option, said, secret) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        args = parse_args(["--mode", "prefill", *PUSH, str(secret), option, port])
+
+        with pytest.raises(ConfigError, match=f"^{said}"):
+            asyncio.run(run(args))
 
 
 def test_an_engine_listens_where_it_is_told(spawn) -> None:
