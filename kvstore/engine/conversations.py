@@ -8,8 +8,9 @@ from kvstore.client.space import Space
 from kvstore.engine.options import Retain
 from kvstore.engine.requests import Request
 from kvstore.page import PrefixKeys
-from kvstore.wire import CONVERSATION_CHARS_MAX
 
+NAME_CHARS_MAX: Final = 256
+"""Longer names are hashed: a node refuses them."""
 WAITING_MAX: Final = 1024
 """Ended requests whose stores have not; further ones are told of at once."""
 
@@ -38,7 +39,7 @@ class ConversationKeeper:
         name = getattr(request, "session_id", None)
         if not (self._retain.seconds and name and len(keys)):
             return
-        if len(name) > CONVERSATION_CHARS_MAX:
+        if len(name) > NAME_CHARS_MAX:
             name = hashlib.sha256(name.encode()).hexdigest()
         if len(self._waiting) < WAITING_MAX:
             self._waiting[request.request_id] = name, keys

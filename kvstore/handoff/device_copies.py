@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvstore.errors import DeviceUnavailable
 from kvstore.mover.kvpool import HeadRows
-from kvstore.tier.push_way import BlockRows, DeviceWay, StartedCopy
+from kvstore.mover.push_way import BlockRows, DeviceWay, StartedCopy
 
 DEVICE_S = 10.0
 """How long a device may take for a copy, with the engine's step before it; and how long a copy
@@ -108,7 +108,7 @@ class DeviceCopies:
         Args:
             slot: that was taken; if the copy ends well, it is the caller's again.
             rows: what is in the slot, or is to be.
-            heads: see :meth:`kvstore.tier.push_way.DeviceWay.copy`.
+            heads: see :meth:`kvstore.mover.push_way.DeviceWay.copy`.
             after: fences that the device reaches before.
             ended: told its end, by the thread.
         """

@@ -21,8 +21,8 @@ from kvstore.handoff.places import AUX_PLANE
 from kvstore.handoff.staging import Receive, Staging
 from kvstore.handoff.states import FailureCode
 from kvstore.mover.kvpool import HeadRows
+from kvstore.mover.push_way import BlockRows
 from kvstore.mover.ranges import Places
-from kvstore.tier.push_way import BlockRows
 
 _BROKE: Final = "the connection broke within a range"
 _WRONG_BYTES: Final = "bytes do not match their digest"

@@ -24,8 +24,8 @@ from kvstore.handoff.state_data import StateBuffer
 from kvstore.handoff.writing import BlockWrite
 from kvstore.mover import Pieces
 from kvstore.mover.kvpool import HeadRows, KVPool
+from kvstore.mover.push_way import BlockRows, DeviceFence, DeviceMemory
 from kvstore.mover.ranges import Places, digest_ranges, range_seeds
-from kvstore.tier.push_way import BlockRows, DeviceFence, DeviceMemory
 
 
 class HandoffPool:

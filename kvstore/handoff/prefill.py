@@ -49,9 +49,9 @@ from kvstore.handoff.states import (
     agreed,
 )
 from kvstore.handoff.writing import BlockWriter
+from kvstore.mover.push_way import DeviceFence
 from kvstore.process.faults import Faults
 from kvstore.process.tls import CertificateFiles
-from kvstore.tier.push_way import DeviceFence
 from kvstore.transport.streams import DataStream
 
 LINKS_MAX: Final = 256

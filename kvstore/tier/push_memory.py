@@ -15,9 +15,9 @@ import torch
 
 from kvstore.errors import DeviceUnavailable, InvalidArgument
 from kvstore.mover.kvpool import HeadRows, KVPool
+from kvstore.mover.push_way import SLOT_COUNT, BlockRows, DeviceFence, DeviceWay, StartedCopy
 from kvstore.tier.gpu import item_of, open_device, plane_view
 from kvstore.tier.lane import Device, DeviceEvent
-from kvstore.tier.push_way import SLOT_COUNT, BlockRows, DeviceFence, DeviceWay, StartedCopy
 
 _ALIGNED_BYTES: Final = 64
 
@@ -52,18 +52,18 @@ class PushMemory:
             raise DeviceUnavailable(f"{self.device}: {error}") from error
 
     def fence(self) -> DeviceFence:
-        """See :class:`kvstore.tier.push_way.DeviceMemory`."""
+        """See :class:`kvstore.mover.push_way.DeviceMemory`."""
         try:
             return _PushFence(self._device.current().record(), self.device)
         except RuntimeError as error:
             raise DeviceUnavailable(f"{self.device}: {_said(error)}") from error
 
     def way_out(self, slot_bytes: int, rows_max: int) -> DeviceWay:
-        """See :class:`kvstore.tier.push_way.DeviceMemory`."""
+        """See :class:`kvstore.mover.push_way.DeviceMemory`."""
         return self._way(_gather, slot_bytes, rows_max)
 
     def way_in(self, slot_bytes: int, rows_max: int) -> DeviceWay:
-        """See :class:`kvstore.tier.push_way.DeviceMemory`."""
+        """See :class:`kvstore.mover.push_way.DeviceMemory`."""
         return self._way(_spread, slot_bytes, rows_max)
 
     @torch.inference_mode(mode=False)
@@ -149,7 +149,7 @@ class _PushWay:
         self, slot: int, rows: Sequence[BlockRows], heads: HeadRows | None,
         after: Sequence[DeviceFence],
     ) -> StartedCopy:  # fmt: skip
-        """See :class:`kvstore.tier.push_way.DeviceWay`."""
+        """See :class:`kvstore.mover.push_way.DeviceWay`."""
         with self._lock:
             why = ""
             try:
@@ -165,7 +165,7 @@ class _PushWay:
                 return StartedCopy(None, why or _said(error))
 
     def close(self) -> None:
-        """See :class:`kvstore.tier.push_way.DeviceWay`."""
+        """See :class:`kvstore.mover.push_way.DeviceWay`."""
         self._pinned = self._staged = None
         self.slots = np.zeros((0, 0), dtype=np.uint8)
 

@@ -12,10 +12,10 @@ from kvstore.handoff.memory import HandoffPool  # noqa: E402
 from kvstore.handoff.places import PushRange  # noqa: E402
 from kvstore.handoff.states import State  # noqa: E402
 from kvstore.mover.kvpool import HeadRows, KVPool  # noqa: E402
+from kvstore.mover.push_way import BlockRows  # noqa: E402
 from kvstore.testing.device import LateDevice  # noqa: E402
 from kvstore.tier.gpu import CudaDevice, HostDevice  # noqa: E402
 from kvstore.tier.push_memory import PushMemory  # noqa: E402
-from kvstore.tier.push_way import BlockRows  # noqa: E402
 from tests.handoff import ranked as engines_of_ranks  # noqa: E402
 from tests.handoff.pair import BLOCK_TOKENS  # noqa: E402
 from tests.handoff.ranked import BLOCKS, RankMemory, ranked, whole_of  # noqa: E402

@@ -11,7 +11,7 @@ from kvstore.handoff.effects import PushJob
 from kvstore.handoff.memory import HandoffPool
 from kvstore.handoff.places import PushRange
 from kvstore.mover.kvpool import KVPool
-from kvstore.tier.push_way import StartedCopy
+from kvstore.mover.push_way import StartedCopy
 
 BLOCKS, BLOCK_BYTES, SLOTS = 8, 64, 4
 

@@ -386,7 +386,8 @@ class PageTable:
 
     def next_deadline_ns(self) -> int:
         """The earliest deadline that :meth:`expire` would apply; 0 = none."""
-        due = (self._deadlines.next_ns(), self.keeping.next_deadline_ns())
+        kept_ns = self.keeping.next_deadline_ns() if self.keeping.is_used else 0
+        due = (self._deadlines.next_ns(), kept_ns)
         return min((at for at in due if at), default=0)
 
     # ---- inside -----------------------------------------------------------------------------
