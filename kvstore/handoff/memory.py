@@ -55,8 +55,8 @@ class HandoffPool:
         device: as given.
 
     Raises:
-        InvalidArgument: the pool is on another device, has gaps between blocks in host memory, or a
-            number is wrong; or the group does not fit to it.
+        InvalidArgument: the pool or a state buffer is not the memory of ``device``, has gaps
+            between blocks in host memory, or a number is wrong; or the group does not fit to it.
     """
 
     def __init__(
@@ -77,6 +77,8 @@ class HandoffPool:
             raise InvalidArgument("block_stride_bytes", "handoffs need blocks without gaps")
         if fake and group is not None:
             raise InvalidArgument("fake", "only where there is one rank")
+        if device is not None:
+            _check_device(device, pool, states)
         self.device = None if fake else device
         size = 0 if fake else pool.block_bytes
         if group is None:
@@ -251,6 +253,20 @@ class HandoffPool:
         return self._pool.head_pieces(
             np.array(planes) - self.shape.first_plane, np.stack(list(rows)), self.head_rows(heads)
         )
+
+
+def _check_device(device: DeviceMemory, pool: KVPool, states: Sequence[StateBuffer]) -> None:
+    """Refuse a device's part of other memory: what it copies would verify, and be something else.
+
+    Raises:
+        InvalidArgument: ``device``.
+    """
+    there = [(tuple(one.planes), one.block_bytes, one.block_count) for one in device.pools]
+    here = [(tuple(pool.planes), pool.block_bytes, pool.block_count)]
+    here += [(tuple(one.planes), one.block_bytes, one.block_count) for one in states]
+    if there != here:
+        what = "its pools are not this pool and the planes of each state buffer, in their order"
+        raise InvalidArgument("device", what)
 
 
 class StateMemory:

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.mover.kvpool import HeadRows
+from kvstore.mover.kvpool import HeadRows, KVPool
 
 SLOT_COUNT: Final = 8
 """Slots of a way."""
@@ -85,9 +85,11 @@ class DeviceMemory(Protocol):
 
     Attributes:
         device: its name, as that of the pool.
+        pools: the pool, then one with the planes of each state buffer, in their order.
     """
 
     device: str
+    pools: Sequence[KVPool]
 
     def fence(self) -> DeviceFence:
         """A point after all that the calling thread's engine has given to the device so far.

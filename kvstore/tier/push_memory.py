@@ -36,6 +36,7 @@ class PushMemory:
 
     Attributes:
         device: its name, as that of the pools.
+        pools: as given.
     """
 
     # An engine may call us in inference mode; tensors made there cannot be written outside of it.
@@ -45,6 +46,7 @@ class PushMemory:
         if len(names) != 1 or names == {"cpu"}:
             raise InvalidArgument("pools", f"{sorted(names)} are not one device")
         (self.device,) = names
+        self.pools = tuple(pools)
         try:
             self._device = device or open_device(self.device)
             self._pools = [_Planes(pool, self._device) for pool in pools]

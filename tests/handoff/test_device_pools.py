@@ -13,6 +13,7 @@ from kvstore.errors import DeviceUnavailable, InvalidArgument  # noqa: E402
 from kvstore.handoff import device_copies  # noqa: E402
 from kvstore.handoff.memory import HandoffPool  # noqa: E402
 from kvstore.handoff.prefill import PrefillManager  # noqa: E402
+from kvstore.handoff.state_data import StateBuffer, StateKind  # noqa: E402
 from kvstore.handoff.states import FailureCode, State  # noqa: E402
 from kvstore.mover.kvpool import KVPool  # noqa: E402
 from kvstore.testing.device import LateDevice  # noqa: E402
@@ -245,6 +246,28 @@ def test_a_block_that_is_given_away_before_it_is_read_fails_the_handoff(wait_unt
         here.device.stalled = False
         wait_until(lambda: receiver.state == State.FAILED)
         assert receiver.failure.code == FailureCode.BLOCKS_REUSED
+
+
+@pytest.mark.parametrize("others", [0, 2, "size", "count", "order"])
+def test_a_device_s_part_of_other_memory_is_refused(others):
+    """What it copies would verify, and be something else."""
+    device = LateDevice(1)
+    starts = DeviceBlocks(device).starts
+    pool = KVPool(starts, 64, 64, 4, device="cpu:0")
+    state = StateBuffer("mamba", StateKind.SLOT, starts[:1], 32, 4)
+    right = KVPool(state.planes, 32, 32, 4, 1, device="cpu:0")
+    pools = {
+        0: [pool], 2: [pool, right, right],
+        "size": [pool, KVPool(state.planes, 16, 16, 4, 1, device="cpu:0")],
+        "count": [pool, KVPool(state.planes, 32, 32, 3, 1, device="cpu:0")],
+        "order": [right, pool],
+    }[others]  # fmt: skip
+
+    HandoffPool(pool, 16, states=[state], device=PushMemory([pool, right], device))
+    with pytest.raises(InvalidArgument) as caught:
+        HandoffPool(pool, 16, states=[state], device=PushMemory(pools, device))
+
+    assert caught.value.field == "device"
 
 
 def test_what_cannot_be_is_refused_by_field():

@@ -27,6 +27,7 @@ class Device:
         self.goes_on = threading.Event()
         self.goes_on.set()
         pool = KVPool((int(self.memory.ctypes.data),), BLOCK_BYTES, BLOCK_BYTES, BLOCKS, 1, "cpu:0")
+        self.pools = (pool,)
         self.pool = HandoffPool(pool, 16, device=self)
 
     def fence(self):
