@@ -52,6 +52,7 @@ CATCH_ALL: dict[str, str] = {
     "kvstore/tier/push_memory.py:_PushWay.copy": "the device may have a part",
     "kvstore/handoff/links.py:Ticker._run": "deadlines and leases must be kept after a fault, too",
     "kvstore/handoff/listening.py:LinkListener._accept": "a port must let the next ones in",
+    "kvstore/handoff/mooncake.py:MooncakeWriter._events": "all writes must have ends",
     "kvstore/handoff/mooncake.py:MooncakeLanding._run": "engines must be ended after a fault, too",
     "kvstore/handoff/mooncake.py:MooncakeWriter._run": "all writes need an end after a fault, too",
 }

@@ -107,8 +107,8 @@ class MooncakeWriter:
         with self._lock:
             closed = self._closed
             if not closed:
+                self._mooncake.write(_transfer(write))  # if it raises, nothing was begun
                 self._moving.add(write.number)
-                self._mooncake.write(_transfer(write))
         if closed:
             self._tell(write.number, "the transport is closed", doubtful=False)
 
@@ -130,12 +130,21 @@ class MooncakeWriter:
     def _run(self) -> None:
         whys: dict[int, tuple[str, bool]] = {}  # ended, but our memory may still be read
         while not self._closed:
-            _ready([self._mooncake.fileno(), self._wake], -1.0)
-            for event in self._mooncake.poll():
+            for event in self._events():
                 try:
                     self._hear(event, whys)
                 except Exception:  # nobody would be told the end of any other write
                     _log.exception("%s goes on after a fault of ours", self._thread.name)
+
+    def _events(self) -> list[TransportEvent]:
+        """Wait for ends."""
+        try:
+            _ready([self._mooncake.fileno(), self._wake], -1.0)
+            return self._mooncake.poll()
+        except Exception:  # as above
+            _log.exception("%s goes on after a fault of ours", self._thread.name)
+            time.sleep(_STEP_S)
+            return []
 
     def _hear(self, event: TransportEvent, whys: dict[int, tuple[str, bool]]) -> None:
         if isinstance(event, TransferEnd):

@@ -67,15 +67,18 @@ class PushWrites:
         if slot is None:
             self.counts["jobs_not_taken"] += 1
             return False
-        staging = Staging(slot)
-        places = staging.places([job.share.range_bytes(one) for one in job.ranges])
-        write = self._pool.write_of(job, place, places)
-        if self._takes(write) and self._write(
-            job, write, lambda: staging.gather(self._pool, job)[1], slot
-        ):
-            return True
-        self._free(slot)
-        return False
+        begun = False
+        try:
+            staging = Staging(slot)
+            places = staging.places([job.share.range_bytes(one) for one in job.ranges])
+            write = self._pool.write_of(job, place, places)
+            begun = self._takes(write) and self._write(
+                job, write, lambda: staging.gather(self._pool, job)[1], slot
+            )
+        finally:
+            if not begun:
+                self._free(slot)
+        return begun
 
     def _takes(self, write: BlockWrite) -> bool:
         assert self._writer is not None
@@ -100,7 +103,13 @@ class PushWrites:
             self._jobs[job.number] = job, RangesWritten(job.room, packed, digests)
             if slot is not None:
                 self._taken[job.number] = slot
-        self._writer.submit(write)
+        try:
+            self._writer.submit(write)
+        except BaseException:  # it was not begun, and nobody would tell its end
+            with self._lock:
+                self._jobs.pop(job.number, None)
+                self._taken.pop(job.number, None)
+            raise
         return True
 
     def _free(self, slot: Slot) -> None:
