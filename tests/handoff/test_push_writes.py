@@ -68,7 +68,7 @@ def test_a_write_that_cannot_be_begun_gives_its_memory_back(fault, monkeypatch):
 
     assert writes.submit(gathered_job(2)), "there is memory for it"
     assert not writes.submit(gathered_job(3)), "no more is free until the write has ended"
-    writer.ended(2, "", False)  # noqa: FBT003
+    writer.ended(2, "", False)
     assert writes.submit(gathered_job(4))
     assert (writer.numbers, ended) == ([2, 4], [2])
     assert list(writes._jobs) == [4], "nobody tells the end of what was not begun"
