@@ -132,11 +132,12 @@ class DeviceCopies:
         with self._changed:
             self._closed = True
         self.wake()
-        self._thread.join()
-        if self._flying:
+        self._thread.join(2 * DEVICE_S)
+        if self._flying or self._thread.is_alive():  # a stuck device may not even take a copy
             _LOG.error(
                 "%d copies of handoffs are not finished by the device: see its errors (nvidia-smi,"
-                " dmesg); their blocks and staging stay in use", len(self._flying),
+                " dmesg); their blocks and staging stay in use",
+                len(self._flying) + self._thread.is_alive(),
             )  # fmt: skip
         else:
             self._way.close()

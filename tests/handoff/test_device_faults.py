@@ -1,5 +1,7 @@
 """Goal: after a fault of ours all jobs and landings of a device end, and its thread lives on."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -73,6 +75,33 @@ def test_a_copy_of_which_nobody_knows_whether_it_runs_keeps_its_blocks(
     wait_until(lambda: sorted(job.number for job, _ in told.failed) == [1, 2])
     assert told.reads.holds_blocks(1)
     assert not told.reads.holds_blocks(2), "it was never begun, as the device is late"
+
+
+def test_a_device_that_does_not_even_take_a_copy_holds_up_no_close(monkeypatch, caplog):
+    """Its queue is full, and it is stuck: torch waits in the call."""
+    monkeypatch.setattr(device_copies, "DEVICE_S", 0.1)
+    stuck, taken, closed = threading.Event(), threading.Event(), []
+    made = Told()
+    copy = made.device.copy
+
+    def blocked(*given):
+        taken.set()
+        assert stuck.wait(30)
+        return copy(*given)
+
+    made.device.copy, made.device.close = blocked, lambda: closed.append(True)
+    made.submit(1, b"a")
+    assert taken.wait(10)
+    try:
+        closing = threading.Thread(target=made.reads.close, daemon=True)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive()
+        assert not closed, "its memory may still be used"
+        assert "not finished by the device" in caplog.text
+    finally:
+        stuck.set()
+        made.reads._copies._thread.join(10)
 
 
 class Landings:
