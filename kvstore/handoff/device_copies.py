@@ -148,15 +148,19 @@ class DeviceCopies:
     def _is_late(self) -> bool:
         return any(one.is_told for one in self._flying)
 
+    @property
+    def _is_over(self) -> bool:
+        return self._closed and all(one.is_told for one in self._flying)
+
     def _run(self) -> None:
         pause_s, waiting = _PAUSE_S_MIN, False
         while True:
             with self._changed:
-                if not self._woken:
+                if not (self._woken or self._is_over):
                     self._changed.wait(self._pause(pause_s, waiting=waiting))
                 woken, self._woken = self._woken, False
                 flying = list(self._flying)
-                if self._closed and all(one.is_told for one in flying):
+                if self._is_over:
                     return
             waiting = self._feed_more()
             ended = self._look(flying)
