@@ -19,6 +19,7 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 CONVERSATIONS_MAX: Final = 4096
 RELEASE_PAGES: Final = 256
 """Pages that one step lets go."""
+_ENDED_NS: Final = 1
 
 KeepCause = Literal["", "missing", "bytes", "budget", "quota", "conversations", "disk"]
 """Why further pages are not kept: not stored (yet), beyond the conversation's bytes, the node's
@@ -133,11 +134,11 @@ class Conversations:
         return [one for one in self._all.values() if one.nodes.get(node.key) is node]
 
     def end(self, space: PrefixTree, name: str) -> int:
-        """Let :meth:`expire` let a conversation go; returns its pages, 0 if there is none."""
+        """Let :meth:`expire` let a conversation go; returns its pages, 0 if none is kept."""
         found = self._all.get((space.number, name))
-        if found is None:
+        if found is None or found.expires_ns == _ENDED_NS:
             return 0
-        found.expires_ns = self._next_ns = 1
+        found.expires_ns = self._next_ns = _ENDED_NS
         return len(found.nodes)
 
     def give_back(self, space: PrefixTree, name: str, nodes: Sequence[PrefixNode]) -> None:

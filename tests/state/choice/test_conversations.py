@@ -145,6 +145,7 @@ def test_an_ended_conversation_is_left_to_the_policy():
     scene.keep("abcd")
 
     assert scene.table.keeping.end(scene.space, "chat") == 4
+    assert scene.table.keeping.end(scene.space, "chat") == 0, "that was said"
     assert scene.table.keeping.end(scene.space, "nobody's") == 0
     scene.pass_time(0)
     scene.flood()
