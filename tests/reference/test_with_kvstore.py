@@ -13,6 +13,7 @@ from kvstore.client.store import KVStore
 from kvstore.config import DeviceSlabConfig
 from tests.conftest import wait_for
 from tests.reference.conftest import Ask, MakeEngine
+from tests.reference.pushed import TEXT, kept_hashes, pair_of, report
 
 WORDS = [
     "page",
@@ -155,6 +156,28 @@ def test_pages_of_other_ranks_are_a_miss(
     answer = ask(decode, text, 16, SEEDED, from_handoff=handoff).wait()
     assert answer.tokens == ask(make_engine(), text, 16, SEEDED).wait().tokens
     assert answer.request.timings.restored_tokens == 0
+
+
+def test_pushes_between_two_ranks_begin_behind_what_the_store_has(
+    make_engine: MakeEngine, ask: Ask, store: Borrowed
+) -> None:
+    mono = make_engine(prefix_cache=False)
+    sides: dict[str, Any] = {"ranks": 2, "prefix_cache": False}
+    pair = pair_of(make_engine, ask, (store, store), prefill=sides, decode=sides)
+    for length, restored in ((200, 0), (390, 192)):
+        text, name = TEXT[:length], f"r{length}"
+        expected = ask(mono, text, 12, SEEDED, id=name).wait()
+        here, there = pair.ask(text, 12, SEEDED, name=name)
+        assert there.wait().tokens == expected.tokens
+        assert report(here.wait()) == report(there) == ("success", None)
+        assert kept_hashes(pair, name) == [mono.kv_hashes(name)] * 2
+        assert there.request.timings.restored_tokens == restored
+        assert wait_for(lambda: pages_of_both_ranks(store) >= length // 64, 10.0)  # noqa: B023
+
+
+def pages_of_both_ranks(store: Borrowed) -> int:
+    spaces = store._link.node.pages.spaces
+    return sum(len(node.digests) == 2 for space in spaces for node in space.nodes.values())
 
 
 @pytest.mark.parametrize("shard", [0, 1])
