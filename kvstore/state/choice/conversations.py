@@ -16,8 +16,8 @@ from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.places import Tier
 from kvstore.state.tree.prefix_tree import PrefixTree
 
-CONVERSATIONS_MAX: Final = 4096
-RELEASE_PAGES: Final = 256
+CONVERSATIONS_MAX = 4096
+RELEASE_PAGES = 256
 """Pages that one step lets go."""
 _ENDED_NS: Final = 1
 
