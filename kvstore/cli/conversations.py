@@ -25,7 +25,7 @@ def add_conversations(verb: AddVerb) -> None:
     """Add the verbs."""
     verb("conversations", "the conversations whose pages are kept, and until when",
          lambda node, _options: node.get("/v1/conversations"), conversations)  # fmt: skip
-    keep = verb("keep", "keep a page and all pages before it as those of a conversation", _keep,
+    keep = verb("keep", "keep a page and all pages before it for a conversation", _keep,
                 _kept)  # fmt: skip
     names_page(keep)
     keep.add_argument("conversation", help="its name, as the engines call it")

@@ -28,16 +28,20 @@ class ConversationKeeper:
         self._retain = retain
         self._waiting: dict[str, tuple[str, PrefixKeys]] = {}
 
-    def finished(self, request: Request, keys: PrefixKeys) -> None:
+    def finished(self, request: Request, stored: Callable[[], PrefixKeys]) -> None:
         """A request has ended.
 
         Args:
             request: its ``session_id``, if it has such an attribute and a value, names the
                 conversation; else nothing is kept.
-            keys: its pages that are stored, or are being stored.
+            stored: gives its pages that are stored, or are being stored; called only if they are
+                kept, as it may hash tokens.
         """
         name = getattr(request, "session_id", None)
-        if not (self._retain.seconds and name and len(keys)):
+        if not (self._retain.seconds and name):
+            return
+        keys = stored()
+        if not len(keys):
             return
         if len(name) > NAME_CHARS_MAX:
             name = hashlib.sha256(name.encode()).hexdigest()

@@ -11,7 +11,7 @@ from kvstore.state.choice.quotas import Pin, Quotas
 from kvstore.state.table.keeping import Keeping
 from kvstore.state.table.pages import PageTable
 
-_STEP_ROWS: Final = 128
+_STEP_ROWS: Final = 64
 _NS_PER_S: Final = 1_000_000_000
 
 
@@ -39,7 +39,7 @@ class KeptViews:
         rows: list[answers.PinRow] = []
         for pin in list(pins):
             rows.append(_pin_row(pin))
-            if len(rows) % (_STEP_ROWS * 4) == 0:
+            if len(rows) % _STEP_ROWS == 0:
                 yield None
         return answers.PinList(
             pins=rows, used_bytes=pins.used_bytes, budget_bytes=pins.budget_bytes,
@@ -62,7 +62,7 @@ class KeptViews:
                     ends_in_s=ends_in_s,
                 )
             )
-            if len(rows) % (_STEP_ROWS * 4) == 0:
+            if len(rows) % _STEP_ROWS == 0:
                 yield None
         return answers.ConversationList(
             conversations=rows, used_bytes=kept.used_bytes, budget_bytes=kept.budget_bytes,

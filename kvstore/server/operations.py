@@ -203,7 +203,7 @@ class PinPages(Change, frozen=True):
 
 
 class KeepPages(Change, frozen=True):
-    """Keep the pages of a key and of all keys before it as those of a conversation.
+    """Keep the pages of a key and of all keys before it for a conversation.
 
     For ``ttl_s`` seconds from now on, on the SSDs if there are some. ``bytes_max``: what the
     conversation may take; 0 = no limit of its own.

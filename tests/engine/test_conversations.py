@@ -2,7 +2,9 @@
 
 import pytest
 
+from kvstore import wire
 from kvstore.client.results import Hit
+from kvstore.engine.conversations import NAME_CHARS_MAX
 from kvstore.engine.messages import Report
 from kvstore.engine.requests import ScheduledRequest
 from tests.engine.engine import PLAIN, World
@@ -48,3 +50,15 @@ def test_nothing_is_kept_without_a_time_and_a_conversation(options, more):
     world.ended(store.job, 4)
 
     assert world.store.kept == []
+
+
+def test_the_longest_name_that_is_not_hashed_is_one_that_a_node_takes():
+    assert NAME_CHARS_MAX == wire.CONVERSATION_CHARS_MAX
+
+
+def test_without_a_time_no_token_is_hashed_for_a_conversation(monkeypatch):
+    world = World()
+    world.side.see(request(session_id="chat"), PLAIN)
+    monkeypatch.setattr(world.side, "_keys", lambda _: pytest.fail("it hashes"))
+
+    world.side.finished("r")

@@ -191,8 +191,8 @@ class Explainer:
         """For which conversations it is kept, and how long."""
         kept = self._pages.keeping.conversations.of(node)[:_CONVERSATIONS_TOLD]
         left = [(one.name, (one.expires_ns - self._now_ns) / _NS_PER_S) for one in kept]
-        told = [f"{name[:_NAME_CHARS]} for {max(0.0, seconds):.0f} s" for name, seconds in left]
-        return f", kept as of conversation {', '.join(told)}" if told else ""
+        told = [f"{name[:_NAME_CHARS]} ({max(0.0, seconds):.0f} s left)" for name, seconds in left]
+        return f", kept for conversation {', '.join(told)}" if told else ""
 
     def _other_shard(self, node: PrefixNode, shard: int) -> Explanation:
         space = node.space
