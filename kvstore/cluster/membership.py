@@ -19,7 +19,7 @@ from kvstore.cluster.messages import (
     NodesTold,
 )
 from kvstore.cluster.records import JoinStanding, NodeRecord
-from kvstore.process.faults import printable
+from kvstore.errors import printable
 from kvstore.process.logs import event
 
 log = logging.getLogger(__name__)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from kvstore.cluster.asked import AskedDirectory
+from kvstore.cluster.directory import index_settings
 from kvstore.cluster.membership import ToldMembership
 from kvstore.cluster.messages import (
     BeginCluster,
@@ -12,7 +13,14 @@ from kvstore.cluster.messages import (
     encode_message,
     message_from_child,
 )
+from kvstore.config.cluster import ClusterConfig
 from kvstore.index.process import IndexProcess
+
+
+def index_process(cluster: ClusterConfig) -> IndexProcess:
+    """The index process of a node, not started yet; with stores it answers :class:`ChildTalk`."""
+    module = "kvstore.cluster.child" if cluster.stores else "kvstore.index.child"
+    return IndexProcess(index_settings(cluster.index_pages_max), module)
 
 
 class ChildTalk:

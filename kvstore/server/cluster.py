@@ -13,19 +13,17 @@ from typing import Any
 from kvstore.cluster.asked import AskedDirectory
 from kvstore.cluster.configured import check_stores, store_servers
 from kvstore.cluster.copier import Copier
-from kvstore.cluster.directory import PeersDirectory, index_settings
+from kvstore.cluster.directory import PeersDirectory
 from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.membership import LocalMembership, ToldMembership
 from kvstore.cluster.messages import ChildSettings, DirectorySettings, StorePlace
 from kvstore.cluster.records import SCHEME, NodeRecord, NodeState
 from kvstore.cluster.serving import EventTunnels
 from kvstore.cluster.side import Peers
-from kvstore.cluster.talk import ChildTalk
-from kvstore.cluster.tls import certificate_files, client_context, server_context
+from kvstore.cluster.talk import ChildTalk, index_process
+from kvstore.cluster.tls import client_context, credentials, server_context
 from kvstore.config import ServerConfig
 from kvstore.config.addresses import Address, is_loopback, is_wildcard, read_address
-from kvstore.index.credentials import PeerCredentials
-from kvstore.index.process import IndexProcess
 from kvstore.node.desk import Desk
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.process.logs import event
@@ -100,11 +98,8 @@ class ClusterSide:
         self._local = LocalNode(cluster.name, node.name, node.boot, SCHEME)
         self._client = client_context(cluster)
         server = server_context(cluster)
-        credentials = PeerCredentials(
-            cluster.name, node.name, SCHEME, certificate_files(cluster)
-        )  # fmt: skip
         self._config = config
-        self._credentials = credentials
+        self._credentials = credentials(cluster, node.name)
         self._membership, self._directory = self._members()
         self._tunnels = EventTunnels(publication)
         self._advertise = cluster.advertise
@@ -174,10 +169,7 @@ class ClusterSide:
     ) -> tuple[LocalMembership | ToldMembership, PeersDirectory | AskedDirectory]:
         """Membership and directory, and the index process that they use."""
         config, cluster, shown = self._config, self._config.cluster, self._credentials
-        settings = index_settings(cluster.index_pages_max)
-        index = IndexProcess(
-            settings, "kvstore.cluster.child" if cluster.stores else "kvstore.index.child"
-        )
+        index = index_process(cluster)
         talk = ChildTalk(index, self._child_settings) if cluster.stores else None
         membership: LocalMembership | ToldMembership
         if cluster.membership == "local" or talk is None:

@@ -17,9 +17,16 @@ from kvstore import wire
 from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.standing import Refusals
 from kvstore.config.addresses import is_wildcard, read_address
-from kvstore.errors import ConfigError, InvalidArgument, KVStoreError, ProtocolError, reason
+from kvstore.errors import (
+    ConfigError,
+    InvalidArgument,
+    KVStoreError,
+    ProtocolError,
+    printable,
+    reason,
+)
 from kvstore.node.desk import Desk
-from kvstore.process.faults import Faults, printable
+from kvstore.process.faults import Faults
 from kvstore.process.listeners import Listener, parse_endpoint
 from kvstore.server.frames import FrameConnection, FrameConnections
 from kvstore.server.handshakes import FirstFrame, Handshakes
