@@ -30,16 +30,16 @@ class Storer:
     """The puts of one space.
 
     Args:
-        services: of its store.
+        resources: of its store.
         pages: the pages of each shard.
         numbers: the numbers of the space and its shards on a connection.
     """
 
     def __init__(
-        self, services: StoreResources, pages: Sequence[PageSet],
+        self, resources: StoreResources, pages: Sequence[PageSet],
         numbers: Callable[[NodeLink], Opened],
     ) -> None:  # fmt: skip
-        self._services = services
+        self._resources = resources
         self._pages = pages
         self._numbers = numbers
 
@@ -64,7 +64,7 @@ class Storer:
                 0, put, opened.space, number, keys.packed, keys.parent, tokens, int(wait_s * 1000)
             )
             try:
-                granted = link.request(request, self._services.timeout_s + wait_s, opened.epoch)
+                granted = link.request(request, self._resources.timeout_s + wait_s, opened.epoch)
                 assert isinstance(granted, wire.PutGranted)
                 statuses = granted.statuses
                 if granted.addresses:
@@ -74,7 +74,7 @@ class Storer:
                     )
                     if reserved is not None and reserved.is_worth_asking(opened.space, number):
                         commit.ahead = ahead = next(names)
-                    committed = link.request(commit, self._services.timeout_s, opened.epoch)
+                    committed = link.request(commit, self._resources.timeout_s, opened.epoch)
                     assert isinstance(committed, wire.Committed)
                     statuses += committed.statuses
                     if committed.ahead and reserved is not None:
@@ -115,7 +115,7 @@ class Storer:
                     0, slot.put, opened.space, number, keys.packed, keys.parent, digest, tokens,
                     int(keep.ttl_s * 1000), keep.read_once, keep.memory_only, following,
                 )  # fmt: skip
-                answer = link.request(request, self._services.timeout_s, opened.epoch)
+                answer = link.request(request, self._resources.timeout_s, opened.epoch)
                 assert isinstance(answer, wire.Committed)
             except BaseException:
                 link.send(wire.AbortPut(slot.put), opened.epoch)  # nothing is being written
