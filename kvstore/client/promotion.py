@@ -55,7 +55,7 @@ class Promotion:
             from kvstore.errors import TierUnavailable
 
             raise TierUnavailable(
-                f"device_slab needs torch ({error}); install kvstore[torch]"
+                f"device_slab needs torch ({error}); install kvstore-server[torch]"
             ) from error
         return cls(DeviceSlab(config.device, config.capacity_bytes))
 

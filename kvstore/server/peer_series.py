@@ -17,11 +17,11 @@ _GAUGES: Final[dict[str, tuple[str, Callable[[Mapping[str, Any]], float]]]] = {
         lambda peer: peer["state"] == "up",
     ),
     "refused": (
-        "1 = the peer or this node refuses the session, because they differ.",
+        "1 = the peer or this node refuses the session: their settings do not match.",
         lambda peer: peer["state"] == "refused",
     ),
     "index_current": (
-        "1 = the index knows which pages the peer has; else it is taken to have none.",
+        "1 = the index knows which pages the peer has; 0 = it counts as having none.",
         lambda peer: peer["current"],
     ),
     "index_lag_seconds": (
@@ -34,15 +34,15 @@ _GAUGES: Final[dict[str, tuple[str, Callable[[Mapping[str, Any]], float]]]] = {
         lambda peer: peer["unsettled_reads"],
     ),
     "bytes_per_second": (
-        "How fast the peer gives pages, as measured last; 0 = it gave none yet.",
+        "Last measured rate of reads from the peer; 0 = nothing was read yet.",
         lambda peer: peer["bytes_per_s"],
     ),
 }
 _COUNTERS: Final = {
-    "failed_reads": ("failed_reads", "Reads from the peer that did not bring all pages."),
+    "failed_reads": ("failed_reads", "Reads from the peer that did not deliver all pages."),
     "read_bytes": ("fetched_bytes", "Bytes of pages that were read from the peer and verified."),
 }
-_OUTCOMES: Final = {
+_RESULTS: Final = {
     "read": "fetched_pages", "missing": "missing_pages", "retried": "retried_pages",
 }  # fmt: skip
 
@@ -51,7 +51,7 @@ def peer_series(remote: Mapping[str, Any]) -> Iterator[Metric]:
     """Reads from all peers together."""
     size = GaugeMetricFamily(
         "kvstore_peer_bytes",
-        "Slot bytes of reads from peers: in flight, and the most that may be.",
+        "Slot bytes of reads from peers: in flight, and the limit.",
         labels=["use"],
     )
     size.add_metric(["in_flight"], remote["in_flight_bytes"])
@@ -70,17 +70,17 @@ def peer_series(remote: Mapping[str, Any]) -> Iterator[Metric]:
 def copy_series(copies: Mapping[str, int]) -> Iterator[Metric]:
     """Copies of this node's pages at other nodes."""
     yield GaugeMetricFamily(
-        "kvstore_copies_running", "Nodes that are asked to bring pages now.",
+        "kvstore_copies_running", "Requests in progress that other nodes fetch pages of this one.",
         value=copies["running"],
     )  # fmt: skip
     yield CounterMetricFamily(
         "kvstore_copied_pages",
-        "Pages of one shard that other nodes said to have when they were asked to bring them.",
+        "Pages of one shard that other nodes had after they were asked to fetch them.",
         value=copies["copied_pages"],
     )
     yield CounterMetricFamily(
         "kvstore_copies_failed",
-        "Times that another node did not get all pages that it was asked to bring.",
+        "Requests after which another node did not have all pages.",
         value=copies["failed"],
     )
 
@@ -115,7 +115,7 @@ def node_series(cluster: Mapping[str, Any]) -> Iterator[Metric]:
         labels=["peer", "medium"],
     )
     for peer in peers:
-        for outcome, field in _OUTCOMES.items():
+        for outcome, field in _RESULTS.items():
             pages.add_metric([peer["name"], outcome], peer[field])
         for cause, count in sorted(({"unreachable": 0} | peer["faults"]).items()):
             faults.add_metric([peer["name"], cause], count)
@@ -150,7 +150,7 @@ def _membership(member: Mapping[str, Any]) -> Iterator[Metric]:
     )
     changes = CounterMetricFamily(
         "kvstore_cluster_membership_changes",
-        "How often the membership has come to a state.",
+        "Times that the membership entered a state.",
         labels=["state"],
     )
     for name in ("joining", "joined", "away", "refused"):
@@ -159,7 +159,7 @@ def _membership(member: Mapping[str, Any]) -> Iterator[Metric]:
     yield from (state, changes)
     yield GaugeMetricFamily(
         "kvstore_cluster_membership_unreadable_records",
-        "Records of the membership's store that describe no node, and are left out.",
+        "Records in the membership's store that cannot be read as a node, and are ignored.",
         value=member["unreadable_records"],
     )
 
@@ -167,21 +167,21 @@ def _membership(member: Mapping[str, Any]) -> Iterator[Metric]:
 def _shared(shared: Mapping[str, Any]) -> Iterator[Metric]:
     """The directory in Redis."""
     for name, of, help_text in (
-        ("waiting_pages", "waiting", "Pages and changes of this node that wait to be announced."),
-        ("outstanding", "outstanding", "Questions to the directory that have no answer yet."),
+        ("waiting_pages", "waiting", "Pages and changes of this node that are not announced yet."),
+        ("outstanding", "outstanding", "Queries to the directory without an answer yet."),
     ):
         yield GaugeMetricFamily(
             f"kvstore_cluster_directory_{name}", help_text, value=float(shared[of])
         )
     for name, of, help_text in (
         ("announced_pages", "announced", "Pages announced in the directory, changes included."),
-        ("announcements", "announcements", "How often all pages of this node were announced."),
-        ("answers", "asked", "Questions that the directory answered."),
+        ("announcements", "announcements", "Complete announcements of all pages of this node."),
+        ("answers", "asked", "Queries that the directory answered."),
     ):
         yield CounterMetricFamily(f"kvstore_cluster_directory_{name}", help_text, value=shared[of])
     for name, of, first, help_text in (
         ("faults", "faults", "away", "Calls to the directory that failed, and what was lost."),
-        ("unanswered", "unanswered", "timeout", "Questions without an answer in time."),
+        ("unanswered", "unanswered", "timeout", "Queries without an answer in time."),
     ):
         counter = CounterMetricFamily(
             f"kvstore_cluster_directory_{name}", f"{help_text[:-1]}, by cause.", labels=["cause"]
@@ -194,12 +194,12 @@ def _shared(shared: Mapping[str, Any]) -> Iterator[Metric]:
 def _index(index: Mapping[str, Any]) -> Iterator[Metric]:
     for name, of, help_text in (
         ("entries", "entries", "Entries of the index of peers' pages."),
-        ("entries_max", "entries_max", "The most entries of that index, cluster.index_pages_max."),
-        ("resident_bytes", "resident_bytes", "Resident memory of the index's process."),
+        ("entries_max", "entries_max", "Maximum entries of that index (cluster.index_pages_max)."),
+        ("resident_bytes", "resident_bytes", "Resident memory of the index process."),
     ):
         yield GaugeMetricFamily(f"kvstore_cluster_index_{name}", help_text, value=index[of])
     for name, of, help_text in (
-        ("left_out_pages", "left_out", "Pages of peers that found no room in the index."),
-        ("restarts", "restarts", "Restarts of the process of the index of peers' pages."),
+        ("left_out_pages", "left_out", "Pages of peers left out of the index because it was full."),
+        ("restarts", "restarts", "Restarts of the index process."),
     ):
         yield CounterMetricFamily(f"kvstore_cluster_index_{name}", help_text, value=index[of])
