@@ -261,15 +261,18 @@ class Space:
         """Keep the stored pages of a conversation for a time, whatever the eviction policy thinks.
 
         They stay on the node's SSDs if it has some, else in its memory, as long as the node's
-        budget for conversations and the quota of the space allow; ``kvstore conversations`` and the
-        metric ``kvstore_not_kept_pages_total`` say what did not fit. A later call with the same
-        name sets a new end, and adds pages. Returns at once; if the node is away, nothing is kept.
+        budget for conversations and the quota of the space allow, and until a tenant or a space
+        that keeps less wants the room; ``kvstore conversations`` and the metrics
+        ``kvstore_not_kept_pages_total`` and ``kvstore_gave_way_pages_total`` say what is not kept.
+        A later call with the same name sets a new end, and adds pages. Returns at once; if the node
+        is away, nothing is kept.
 
         Args:
             keys: from the start of the chain; pages that are not stored yet, and all after them,
                 are not kept.
             name: of the conversation, 1 to 256 characters.
-            ttl_s: seconds from now on, more than 0 and at most ten years.
+            ttl_s: seconds from now on, more than 0 and at most ten years; the node cuts it to its
+                ``admin.conversations_s_max``, a day if not told otherwise.
             bytes_max: what the conversation may take, all shards together; 0 = no limit of its own.
 
         Raises:
