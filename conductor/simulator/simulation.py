@@ -63,7 +63,7 @@ class Simulation:
         self.head = JournalHead(
             scenario.policy, [one.info for one in engines], scenario.waiting_max,
             scenario.wait_s if scenario.wait_s < NEVER else None, scenario.tries, scenario.rules,
-            scenario.skew,
+            scenario.skew, scenario.lends,
         )  # fmt: skip
         dispatcher, registry = self.head.dispatcher()
         if not registry.can_serve():
