@@ -418,13 +418,14 @@ class Space:
             there, load = self._loads.device_load(
                 keys, pool, table, shard, progress, order, at_once, state
             )
-        began: list[float] = []
+        submitted, runs = perf_counter(), 0
 
         def run() -> RestoreResult:
-            began.append(perf_counter())
-            state.may_wait = len(began) > 1  # the second time, it is on a thread that may wait
+            nonlocal runs
+            state.may_wait = runs > 0  # the second time, it is on a thread that may wait
+            runs += 1
             pages = load()
-            return RestoreResult(pages, pages * size, perf_counter() - began[0])
+            return RestoreResult(pages, pages * size, perf_counter() - submitted)
 
         layered = order == "segment" and (pool.device == "cpu" or there is not None)
         services = self._services
