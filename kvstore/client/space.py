@@ -13,7 +13,7 @@ from kvstore.client.link import NodeLink
 from kvstore.client.loads import DISK_WAIT_S, Loader, LoadState
 from kvstore.client.resources import Opened, StoreResources
 from kvstore.client.results import MISS, Hit, PageViews, PutResult, RestoreResult
-from kvstore.client.stores import Keep, Storer
+from kvstore.client.stores import Keep, Storer, added
 from kvstore.config.cluster import NODES_MAX
 from kvstore.errors import CapacityError, InvalidArgument, KVStoreError, TooFewCopies
 from kvstore.mover.kvpool import KVPool
@@ -310,11 +310,13 @@ class Space:
 
     def put_pieces(
         self, keys: PrefixKeys, source: mover.Pieces | BlocksOnDevice, shard: int,
-        keep: Keep | None = None,
+        keep: Keep | None = None, only: range | None = None,
     ) -> PutResult:  # fmt: skip
         """:meth:`put` for pages that consist of pieces; the memory must stay valid."""
         parts = [PutResult(0)]
         keep = keep or Keep()
+        if only is not None:
+            return _stored(self._stores.put_turns(keys, source, shard, keep, only), len(only))
         for start, stop in self._batches(len(keys), shard):
             at, deadline = start, monotonic() + DISK_WAIT_S
             link, wait_s = self._services.link, 0.0
@@ -334,13 +336,7 @@ class Space:
             if parts[-1].refused:
                 parts.append(PutResult(0, refused=len(keys) - stop))
                 break
-        total = PutResult(*map(sum, zip(*parts, strict=True)))
-        if total.refused:
-            raise CapacityError(
-                f"{total.refused} of {len(keys)} pages were not stored: no slot is free and none"
-                " may be evicted, the quota is used up, or the page before them is gone"
-            )
-        return total
+        return _stored(added(parts), len(keys))
 
     @overload
     def get(self, keys: PrefixKeys, out: None = None, shard: int = 0) -> PageViews: ...
@@ -436,10 +432,16 @@ class Space:
     def extract_from_kvpool(
         self, pool: KVPool, blocks: npt.ArrayLike, keys: PrefixKeys, shard: int = 0, *,
         ttl_s: float = 0.0, read_once: bool = False, no_store: bool = False,
+        only: range | None = None,
     ) -> StoreJob[PutResult]:  # fmt: skip
         """Store pages from an engine's blocks, in the background.
 
         The engine must not change the blocks until the job has ended.
+
+        With ``only``, several writers that hold the same pages, as ranks do, share the work: each
+        names its own pages, and all of them call this with the same keys at about the same time. A
+        page waits up to a second for the one before it; if that does not come, this page and the
+        rest are refused (``CapacityError``).
 
         Args:
             pool: where the engine keeps K and V. If it is on a device, the job begins when the
@@ -451,6 +453,7 @@ class Space:
             ttl_s: see :meth:`put`.
             read_once: see :meth:`put`.
             no_store: see :meth:`put`.
+            only: indexes into ``keys`` of the pages that this writer stores, ascending; None = all.
 
         Returns:
             The job; its ``result()`` is what :meth:`put` returns, or raises what that raises.
@@ -466,9 +469,11 @@ class Space:
         if pool.device != "cpu":
             table = pool.table(blocks, size, len(keys))
             there = self._services.devices.blocks(pool, table)
-            return StoreJob(stores, lambda: self.put_pieces(keys, there, shard, keep), blocks=there)
+            return StoreJob(
+                stores, lambda: self.put_pieces(keys, there, shard, keep, only), blocks=there
+            )
         source = pool.pieces(blocks, size, len(keys))
-        return StoreJob(stores, lambda: self.put_pieces(keys, source, shard, keep))
+        return StoreJob(stores, lambda: self.put_pieces(keys, source, shard, keep, only))
 
     def prefetch(self, keys: PrefixKeys, shard: int = 0) -> StoreJob[int]:
         """Load pages from the SSD tier, and from other nodes, into host memory, in the background.
@@ -548,3 +553,17 @@ class Space:
     ) -> list[tuple[int, int]]:
         each = min(most, self._batch_pages(shard))
         return [(start, min(start + each, count)) for start in range(0, count, each)]
+
+
+def _stored(total: PutResult, pages: int) -> PutResult:
+    """The result of a put of so many pages.
+
+    Raises:
+        CapacityError: some of them were refused.
+    """
+    if total.refused:
+        raise CapacityError(
+            f"{total.refused} of {pages} pages were not stored: no slot is free and none may be"
+            " evicted, the quota is used up, or the page before them is gone"
+        )
+    return total

@@ -1,7 +1,7 @@
 """Puts pages into the node's memory: with two round trips, or with one into a reserved slot."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from kvstore.client.results import PutResult
 from kvstore.page import PrefixKeys, page_seeds
 from kvstore.state.table.slab import PageSet
 from kvstore.state.tree.actions import PageStatus
+
+TURN_WAIT_S: Final = 1.0
+"""Maximum wait for a page that another writer is to put before the next one of this writer."""
 
 
 class Keep(NamedTuple):
@@ -45,9 +48,12 @@ class Storer:
 
     def put(
         self, keys: PrefixKeys, source: mover.Pieces | BlocksOnDevice, shard: int, keep: Keep,
-        link: NodeLink, wait_s: float,
+        link: NodeLink, wait_s: float, *, follows: bool = False,
     ) -> tuple[PutResult, bool]:  # fmt: skip
-        """Put pages on one connection; also returns whether slots for refused ones become free."""
+        """Put pages on one connection; also returns whether slots for refused ones become free.
+
+        ``follows``: wait, too, for the page before them, which somebody else puts.
+        """
         # Open the space before using the memory, so that both belong to the same connection.
         opened = self._numbers(link)
         single = len(keys) == 1 and not wait_s and link.node_minor >= wire.AHEAD_MINOR
@@ -61,8 +67,9 @@ class Storer:
         with link.moving() as memory:
             number = opened.shards[shard]
             request = wire.BeginPut(
-                0, put, opened.space, number, keys.packed, keys.parent, tokens, int(wait_s * 1000)
-            )
+                0, put, opened.space, number, keys.packed, keys.parent, tokens, int(wait_s * 1000),
+                follows,
+            )  # fmt: skip
             try:
                 granted = link.request(request, self._services.timeout_s + wait_s, opened.epoch)
                 assert isinstance(granted, wire.PutGranted)
@@ -89,6 +96,27 @@ class Storer:
                 raise
         waits = PageStatus.NO_PARENT not in statuses and PageStatus.DROPPED not in statuses
         return _result(statuses), granted.busy and waits
+
+    def put_turns(
+        self, keys: PrefixKeys, source: mover.Pieces | BlocksOnDevice, shard: int, keep: Keep,
+        only: range,
+    ) -> PutResult:  # fmt: skip
+        """Put the pages with these indexes; each waits for the one before it, see ``only``.
+
+        After the first page that is refused, the rest is refused too.
+        """
+        # Not the connection of loads, which must not wait behind another rank.
+        link = self._services.waiting_link("store")
+        parts = [PutResult(0)]
+        for done, at in enumerate(only):
+            one = keys[at : at + 1]
+            pages = source.pages(at, at + 1)
+            part, _ = self.put(one, pages, shard, keep, link, TURN_WAIT_S, follows=True)
+            parts.append(part)
+            if part.refused:
+                parts.append(PutResult(0, refused=len(only) - done - 1))
+                break
+        return added(parts)
 
     def _put_reserved(
         self, keys: PrefixKeys, source: mover.Pieces | BlocksOnDevice, shard: int, keep: Keep,
@@ -149,6 +177,11 @@ class Storer:
         if isinstance(source, BlocksOnDevice):
             return source.gather(targets, size, seeds).tobytes()
         return mover.gather(targets, size, source, seeds).tobytes()
+
+
+def added(parts: Sequence[PutResult]) -> PutResult:
+    """The sum of at least one result."""
+    return PutResult(*map(sum, zip(*parts, strict=True)))
 
 
 def _keep(link: NodeLink, reserved: ReservedSlots, slot: ReservedSlot) -> None:
