@@ -27,6 +27,8 @@ AHEAD_MINOR: Final = 7
 """The minor version since which a node reserves slots ahead, and understands StorePage."""
 CONVERSATIONS_MINOR: Final = 8
 """The minor version since which a node understands KeepConversation."""
+TURNS_MINOR = 9
+"""The minor version since which a BeginPut can wait for the page before its own."""
 FRAME_BYTES_MAX: Final = 16 << 20
 BATCH_KEYS_MAX: Final = 65_536
 HOLDER_CHARS_MAX: Final = 64

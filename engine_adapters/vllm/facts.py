@@ -114,7 +114,8 @@ def _heads(config: Any, spec: Any) -> int:
 
 def _alone(config: Any, specs: Iterable[tuple[int, Any]]) -> dict[str, str]:
     """A setting that differs between numbers of ranks where it is unknown which heads they hold."""
-    if all(_heads(config, group.kv_cache_spec) for _, group in specs):
+    known = all(_heads(config, group.kv_cache_spec) for _, group in specs)
+    if known and config.speculative_config is None:  # a draft model may be divided otherwise
         return {}
     return {"ranks": str(config.parallel_config.tensor_parallel_size)}
 

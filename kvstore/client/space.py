@@ -316,7 +316,9 @@ class Space:
         parts = [PutResult(0)]
         keep = keep or Keep()
         if only is not None:
-            return _stored(self._stores.put_turns(keys, source, shard, keep, only), len(only))
+            taken = self._stores.put_turns(keys, source, shard, keep, only)
+            if taken is not None:
+                return taken
         for start, stop in self._batches(len(keys), shard):
             at, deadline = start, monotonic() + DISK_WAIT_S
             link, wait_s = self._services.link, 0.0
@@ -336,7 +338,13 @@ class Space:
             if parts[-1].refused:
                 parts.append(PutResult(0, refused=len(keys) - stop))
                 break
-        return _stored(added(parts), len(keys))
+        total = added(parts)
+        if total.refused:
+            raise CapacityError(
+                f"{total.refused} of {len(keys)} pages were not stored: no slot is free and none"
+                " may be evicted, the quota is used up, or the page before them is gone"
+            )
+        return total
 
     @overload
     def get(self, keys: PrefixKeys, out: None = None, shard: int = 0) -> PageViews: ...
@@ -440,8 +448,8 @@ class Space:
 
         With ``only``, several writers that hold the same pages, as ranks do, share the work: each
         names its own pages, and all of them call this with the same keys at about the same time. A
-        page waits up to a second for the one before it; if that does not come, this page and the
-        rest are refused (``CapacityError``).
+        page waits up to a second for the one before it. If that does not come, this writer stores
+        all of ``keys``, and for ten seconds those of later calls.
 
         Args:
             pool: where the engine keeps K and V. If it is on a device, the job begins when the
@@ -553,17 +561,3 @@ class Space:
     ) -> list[tuple[int, int]]:
         each = min(most, self._batch_pages(shard))
         return [(start, min(start + each, count)) for start in range(0, count, each)]
-
-
-def _stored(total: PutResult, pages: int) -> PutResult:
-    """The result of a put of so many pages.
-
-    Raises:
-        CapacityError: some of them were refused.
-    """
-    if total.refused:
-        raise CapacityError(
-            f"{total.refused} of {pages} pages were not stored: no slot is free and none may be"
-            " evicted, the quota is used up, or the page before them is gone"
-        )
-    return total

@@ -1,6 +1,7 @@
 """Puts pages into the node's memory: with two round trips, or with one into a reserved slot."""
 
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -17,8 +18,10 @@ from kvstore.page import PrefixKeys, page_seeds
 from kvstore.state.table.slab import PageSet
 from kvstore.state.tree.actions import PageStatus
 
-TURN_WAIT_S: Final = 1.0
+TURN_WAIT_S = 1.0
 """Maximum wait for a page that another writer is to put before the next one of this writer."""
+ALONE_S: Final = 10.0
+"""How long a writer that has waited in vain puts all pages itself."""
 
 
 class Keep(NamedTuple):
@@ -45,6 +48,8 @@ class Storer:
         self._services = services
         self._pages = pages
         self._numbers = numbers
+        #: Shard → until when this writer puts all of its pages, because others did not come.
+        self._alone_until: dict[int, float] = {}
 
     def put(
         self, keys: PrefixKeys, source: mover.Pieces | BlocksOnDevice, shard: int, keep: Keep,
@@ -100,22 +105,27 @@ class Storer:
     def put_turns(
         self, keys: PrefixKeys, source: mover.Pieces | BlocksOnDevice, shard: int, keep: Keep,
         only: range,
-    ) -> PutResult:  # fmt: skip
-        """Put the pages with these indexes; each waits for the one before it, see ``only``.
+    ) -> PutResult | None:  # fmt: skip
+        """Put the pages with these indexes; each waits for the one before it, of another writer.
 
-        After the first page that is refused, the rest is refused too.
+        Returns:
+            None: some are not stored, because another writer does not come, or none would wait for
+            it. Put all of them.
         """
-        # Not the connection of loads, which must not wait behind another rank.
+        # Not the connection of loads, which must not wait behind another writer.
         link = self._services.waiting_link("store")
+        opened = self._numbers(link)
+        old = link.node_minor < wire.TURNS_MINOR
+        if old or monotonic() < self._alone_until.get(opened.shards[shard], 0.0):
+            return None
         parts = [PutResult(0)]
-        for done, at in enumerate(only):
-            one = keys[at : at + 1]
-            pages = source.pages(at, at + 1)
+        for at in only:
+            one, pages = keys[at : at + 1], source.pages(at, at + 1)
             part, _ = self.put(one, pages, shard, keep, link, TURN_WAIT_S, follows=True)
-            parts.append(part)
             if part.refused:
-                parts.append(PutResult(0, refused=len(only) - done - 1))
-                break
+                self._alone_until[opened.shards[shard]] = monotonic() + ALONE_S
+                return None
+            parts.append(part)
         return added(parts)
 
     def _put_reserved(

@@ -12,6 +12,7 @@ from time import monotonic
 import numpy as np
 import pytest
 
+from kvstore import wire
 from kvstore.client.stores import Storer
 from kvstore.engine.identity import EngineFacts, Group, shard_specs, space_identity
 from kvstore.engine.messages import Blocks, Load, Store
@@ -176,23 +177,38 @@ def test_ranks_go_on_with_a_prompt_where_they_ended(make, wait_until):
     assert engine.load(prompt, keys, wait_until) == PAGES
 
 
-def test_pages_that_one_rank_cannot_write_are_lost_and_nothing_else(make, wait_until, monkeypatch):
-    """Its followers wait for a limited time; what is there is a hit."""
+def test_what_one_rank_does_not_write_another_one_does(make, wait_until, monkeypatch):
+    """It waits in vain once; then it writes all for a while, and waits for nobody."""
     monkeypatch.setattr("kvstore.client.stores.TURN_WAIT_S", 0.1)
     engine = make(1, 2)
-    put, broken = Storer.put_turns, engine.ranks[1].opening.get()
+    turns, put, lazy = Storer.put_turns, Storer.put, engine.ranks[1].opening.get()
+    waits: list[bool] = []
 
-    def fail(self, keys, source, shard, keep, only):
-        only = only[:1] if self is broken._stores else only
-        return put(self, keys, source, shard, keep, only)
+    def only_the_first(self, keys, source, shard, keep, only):
+        return turns(self, keys, source, shard, keep, only[: 1 if self is lazy._stores else None])
 
-    monkeypatch.setattr(Storer, "put_turns", fail)
+    def noted(self, *given, follows=False):
+        waits.append(follows and self is not lazy._stores)
+        return put(self, *given, follows=follows)
+
+    monkeypatch.setattr(Storer, "put_turns", only_the_first)
+    monkeypatch.setattr(Storer, "put", noted)
+    for expected in (3, 0):
+        prompt, keys = new_prompt()
+        engine.store(prompt, keys, wait_until)
+        assert sum(waits) == expected, "0 and 2 were written, 4 was not"
+        assert engine.load(prompt, keys, wait_until) == PAGES
+        waits.clear()
+
+
+def test_at_an_older_node_each_rank_offers_all_pages(make, wait_until, monkeypatch):
+    monkeypatch.setattr("kvstore.wire.TURNS_MINOR", wire.PROTOCOL_MINOR + 1)
+    engine = make(1, 2)
     prompt, keys = new_prompt()
     engine.store(prompt, keys, wait_until)
 
-    assert engine.space.lookup(keys).pages == 3, "0 and 2 of the first rank, 1 of the second"
-    assert engine.load(prompt, keys[:3], wait_until) == 3
-    assert engine.ranks[0].side.counts.take()["store_failures"] == 1
+    assert engine.counted("stored_bytes") == PAGES * LAYERS * EACH * HEAD_BYTES, "once all the same"
+    assert engine.load(prompt, keys, wait_until) == PAGES
 
 
 def test_a_page_is_a_hit_only_when_all_shards_of_a_cover_have_it(make, wait_until):
