@@ -5,6 +5,7 @@ while a load is under way the engine computes the prompts that are before this o
 and what is not loaded is computed after it. Computing all takes ``backlog + compute(all)``.
 """
 
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from kvstore.client.results import Hit
@@ -23,6 +24,8 @@ PROBE_SHARE: Final = 0.25
 LOADS_MAX: Final = 16
 """Loads in flight; further requests wait for one to end. Five run at a time, more only hold
 blocks of the engine."""
+UNMEASURED_MAX: Final = 4
+"""Loads in flight of a tier of which too few were measured: if it is slow, few requests wait."""
 _PARTS: Final = 8
 """In so many steps a part grows within a tier."""
 
@@ -82,6 +85,10 @@ class HitOffer(NamedTuple):
     def gained(self, pages: int) -> int:
         """Tokens to gain by loading the first ``pages``."""
         return max(0, self.tokens - (self.pages - pages) * self.page_tokens)
+
+    def tiers(self, pages: int) -> tuple[str, ...]:
+        """The tiers of the first ``pages``."""
+        return tuple(part.tier for part, count in self.split(pages).items() if count)
 
     def split(self, pages: int) -> dict[TierPart, int]:
         """How many of the first ``pages`` are of each part."""
@@ -169,10 +176,12 @@ class LoadChooser:
         self._rule = loads
         self._skipped: dict[str, int] = {}
 
-    @property
-    def has_room(self) -> bool:
-        """Whether one more load may begin."""
-        return self.costs.in_flight < LOADS_MAX
+    def has_room(self, tiers: Iterable[str]) -> bool:
+        """Whether one more load, from these tiers, may begin."""
+        if self.costs.in_flight >= LOADS_MAX:
+            return False
+        new = [tier for tier in tiers if not self.costs.is_known(tier)]
+        return all(self.costs.in_flight_of(tier) < UNMEASURED_MAX for tier in new)
 
     def choose(self, asked: HitOffer, now: float) -> Choice:
         """Choose; changes nothing. Tell :meth:`took` when it is carried out.
@@ -247,7 +256,7 @@ class LoadChooser:
         before = 0
         for part in asked.parts:
             due = self._skipped.get(part.tier, 0) >= PROBE_AFTER
-            if due and best <= before and self.has_room:
+            if due and best <= before and self.has_room([part.tier]):
                 least_s = self._load_s(asked, before, ahead)
                 pages = before + 1
                 while pages < before + part.pages:

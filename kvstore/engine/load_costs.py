@@ -10,6 +10,9 @@ TIERS: Final = ("host", "ssd", "remote")
 memory, then those on its disk, and last those at other nodes."""
 _LEFT_MIN: Final = 0.2
 """What is left at least of a load that has not ended, however long it takes already."""
+_LATE: Final = 2.0
+"""A load that was given up counts as this multiple of the time until then. Requests wait for as
+long as computing takes; as that, a load would not count as slower."""
 
 
 class TierPart(NamedTuple):
@@ -75,6 +78,10 @@ class LoadCosts:
         """Loads that have not ended."""
         return len(self._flights)
 
+    def in_flight_of(self, tier: str) -> int:
+        """Those that read from a tier."""
+        return sum(tier in flight.terms for flight in self._flights.values())
+
     def is_known(self, tier: str) -> bool:
         """Whether enough loads of a tier were measured."""
         return self._fits[tier].is_known
@@ -115,10 +122,10 @@ class LoadCosts:
         self._flights[job] = _Flight(now, terms, expected)
 
     def late(self, job: int, now: float) -> None:
-        """The request of a load has stopped waiting for it: it takes at least so long."""
+        """The request of a load has stopped waiting for it: it takes longer than until now."""
         flight = self._flights.get(job)
-        if flight is not None and now - flight.began > flight.expected_s:
-            self._learn(flight, now - flight.began)
+        if flight is not None and _LATE * (now - flight.began) > flight.expected_s:
+            self._learn(flight, _LATE * (now - flight.began))
 
     def ended(self, job: int, seconds: float, *, whole: bool) -> LoadEnd | None:
         """A load has ended.

@@ -17,12 +17,14 @@ class RequestLoad:
     Attributes:
         asked: the hit; None = nothing is decided that was not carried out.
         choice: what was chosen for it.
+        tiers: from which it waits to load.
         room_since: when its wait for room began.
         room_until: when that ends; it waits for room once for each load.
     """
 
     asked: HitOffer | None = None
     choice: Choice | None = None
+    tiers: tuple[str, ...] = ()
     room_since: float | None = None
     room_until: float = 0.0
 
@@ -52,7 +54,7 @@ class LoadDecisions:
             now: monotonic seconds.
         """
         began = own.room_since is not None
-        return began and now < own.room_until and not self._chooser.has_room
+        return began and now < own.room_until and not self._chooser.has_room(own.tiers)
 
     def decide(self, own: RequestLoad, asked: HitOffer, now: float) -> Choice | None:
         """Choose for a request that has a hit of at least one token.
@@ -61,7 +63,8 @@ class LoadDecisions:
             The choice; None: there is no room now, ask again, at the latest at ``own.room_until``.
         """
         choice = self._chooser.choose(asked, now)
-        if choice.pages and not self._chooser.has_room:
+        own.tiers = asked.tiers(choice.pages)
+        if choice.pages and not self._chooser.has_room(own.tiers):
             if own.room_since is None:
                 own.room_since = now
                 own.room_until = now + min(self._room_wait_s, choice.compute_s)

@@ -273,11 +273,11 @@ def test_a_fit_stays_finite_and_never_negative_whatever_it_sees(samples):
 def test_there_is_room_for_so_many_loads_and_for_the_next_one_after_an_end():
     chooser = LoadChooser(paced())
     for job in range(LOADS_MAX):
-        assert chooser.has_room
+        assert chooser.has_room(["host"])
         chooser.costs.began(job, {}, 0.0)
-    assert not chooser.has_room
+    assert not chooser.has_room(["host"])
     chooser.costs.ended(3, 0.0, whole=False)
-    assert chooser.has_room
+    assert chooser.has_room(["host"])
 
 
 def test_a_request_is_not_before_itself():

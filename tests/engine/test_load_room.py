@@ -3,18 +3,33 @@
 import pytest
 
 from kvstore.client.results import Hit
-from kvstore.engine.load_choice import LOADS_MAX
+from kvstore.engine.fit import SAMPLES_MIN
+from kvstore.engine.load_choice import LOADS_MAX, UNMEASURED_MAX
 from kvstore.engine.requests import ScheduledRequest
 from tests.engine.engine import PLAIN, Request, World
 from tests.engine.test_scheduler import request, table
 
 
 def full(world):
-    """As many loads in flight as there is room for."""
+    """As many loads in flight as there is room for, once some were measured."""
     world.store.answer = Hit(4)
+    for number in range(SAMPLES_MIN):
+        (load,) = world.load(request(f"before{number}")).loads
+        world.ended(load.job, 4, 0.001)
     for number in range(LOADS_MAX):
         (load,) = world.load(request(f"other{number}")).loads
+    world.side.counts.take()
     return load.job
+
+
+def test_until_some_were_measured_there_is_room_for_few_loads():
+    world = World()
+    world.store.answer = Hit(4)
+    jobs = [world.load(request(str(number))).loads[0].job for number in range(UNMEASURED_MAX)]
+
+    assert world.side.match(request(), PLAIN, 0) == (None, False)
+    world.ended(jobs[1], 4, 0.001)
+    assert world.side.match(request(), PLAIN, 0) == (256, True)
 
 
 def test_a_request_waits_for_room_and_is_loaded_when_a_load_ends():
@@ -76,7 +91,7 @@ def test_requests_that_waited_for_room_and_went_leave_nothing(way):
 
     assert not world.blocks.held
     assert not world.side.busy
-    assert world.side.chooser.has_room
+    assert world.side.chooser.has_room(["host"])
     assert world.side.chooser.costs.in_flight == 0
     again = (0, False) if way == "node away" else (256, True)
     assert world.side.match(asked, PLAIN, 0) == again
