@@ -28,7 +28,7 @@ HOLD_S: Final = 15.0
 """An engine keeps what it does for so long."""
 LOOK_S: Final = 2.0
 """Between two looks."""
-SAMPLES_MIN: Final = 16
+SAMPLES_MIN: Final = 4
 """With fewer prompts, nobody is lent."""
 SAMPLES_KEPT: Final = 128
 """Prompts and arrivals of which the load is taken."""
@@ -308,7 +308,8 @@ class Pools:
         """
         if now < self._look_at:
             return
-        self._look_at = now + LOOK_S
+        if any(len(model.samples) >= SAMPLES_MIN for model in self._models.values()):
+            self._look_at = now + LOOK_S
         changed = False
         for name, model in [*self._models.items()]:
             engines, others = fleet(name)

@@ -184,15 +184,20 @@ def test_nothing_is_lent_before_enough_is_known() -> None:
         looks += 1
         return engines, ()
 
-    for number in range(3 * SAMPLES_MIN):
-        now = number * 0.02
-        pools.came("m", now)
+    for number in range(40):
+        pools.came("m", number * 0.02)
         if number < SAMPLES_MIN - 1:
             pools.assigned("m", LONG)
-        pools.look(seen, now)
-    assert (pools.lent, looks) == ({}, 1)  # it looks now and then
-    pools.assigned("m", LONG)
-    pools.look(seen, LOOK_S)
+        pools.look(seen, number * 0.02)
+    assert pools.lent == {}
+    pools.assigned("m", SHORT)
+    pools.look(seen, 1.0)
+    before, looks = pools.lent, 0
+    for number in range(40):
+        pools.look(seen, 1.0 + number * LOOK_S / 40)
+    assert (pools.lent, looks) == (before, 0)  # it looks now and then
+    pools.look(seen, 1.0 + LOOK_S)
+    assert looks == 1
     assert set(pools.lent.values()) == {Role.PREFILL, Role.DECODE}
     gauges = pools.gauges()
     assert gauges["lendings"] == {("m",): 1.0}
