@@ -15,7 +15,7 @@ from kvstore.cluster.configured import check_stores, store_servers
 from kvstore.cluster.copier import Copier
 from kvstore.cluster.directory import PeersDirectory
 from kvstore.cluster.greeting import LocalNode
-from kvstore.cluster.membership import LocalMembership, ToldMembership
+from kvstore.cluster.membership import LocalMembership, StoreMembership
 from kvstore.cluster.messages import ChildSettings, DirectorySettings, StorePlace
 from kvstore.cluster.records import SCHEME, NodeRecord, NodeState
 from kvstore.cluster.serving import EventTunnels
@@ -28,7 +28,7 @@ from kvstore.node.desk import Desk
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.process.logs import event
 from kvstore.server.loans import Loans
-from kvstore.server.peers import PeerService, told_transports
+from kvstore.server.peers import PeerService, advertised_transports
 from kvstore.server.publish import Publication
 from kvstore.server.transports import Registration, open_transports
 from kvstore.state.remote.jobs import PeerJob, PeerLimits
@@ -160,28 +160,28 @@ class ClusterSide:
             endpoint = Address(endpoint.host, read_address(listening).port)
         return NodeRecord(
             name=self._local.name, boot=self._local.boot, endpoint=str(endpoint),
-            transports=told_transports(self._transports), state=self.state,
-            admin=told_admin(self._config.http.advertise, self._admin_url, endpoint.host),
+            transports=advertised_transports(self._transports), state=self.state,
+            admin=advertised_admin(self._config.http.advertise, self._admin_url, endpoint.host),
         )  # fmt: skip
 
     def _members(
         self,
-    ) -> tuple[LocalMembership | ToldMembership, PeersDirectory | AskedDirectory]:
+    ) -> tuple[LocalMembership | StoreMembership, PeersDirectory | AskedDirectory]:
         """Membership and directory, and the index process that they use."""
         config, cluster, shown = self._config, self._config.cluster, self._credentials
         index = index_process(cluster)
         talk = ChildTalk(index, self._child_settings) if cluster.stores else None
-        membership: LocalMembership | ToldMembership
+        membership: LocalMembership | StoreMembership
         if cluster.membership == "local" or talk is None:
             places = {name: str(at) for name, at in cluster.others(config.node.name).items()}
             membership = LocalMembership(places)
         else:
-            membership = ToldMembership(cluster.membership, talk.tell)
-            talk.told_nodes(membership)
+            membership = StoreMembership(cluster.membership, talk.tell)
+            talk.attach_membership(membership)
         if cluster.directory == "peers" or talk is None:
             return membership, PeersDirectory(index, membership, shown)
         directory = AskedDirectory(index, membership, shown.node, talk.tell)
-        talk.told_pages(directory)
+        talk.attach_directory(directory)
         return membership, directory
 
     def _child_settings(self) -> ChildSettings:
@@ -243,7 +243,7 @@ class ClusterSide:
         return taken
 
 
-def told_admin(advertise: str, listening: str, host: str) -> str:
+def advertised_admin(advertise: str, listening: str, host: str) -> str:
     """The URL of a node's admin API as other machines reach it; empty if they do not.
 
     Args:

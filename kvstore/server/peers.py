@@ -207,7 +207,7 @@ class PeerService:
             connection, hello.node, self._desk, self._loans
         )
         local = self._local
-        transports = told_transports(self._loans.transports)
+        transports = advertised_transports(self._loans.transports)
         connection.answer(
             wire.PeerWelcome(
                 hello.id, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, local.name, local.boot,
@@ -315,7 +315,7 @@ class _Opening(asyncio.Protocol):
             self.transport.abort()
 
 
-def told_transports(transports: Sequence[Transport]) -> dict[str, str]:
+def advertised_transports(transports: Sequence[Transport]) -> dict[str, str]:
     """Name and endpoint of each transport through which this node can be read now.
 
     An endpoint whose host stands for all addresses is told without it.
