@@ -113,7 +113,7 @@ class Storer:
             it. Put all of them.
         """
         # Not the connection of loads, which must not wait behind another writer.
-        link = self._services.waiting_link("store")
+        link = self._resources.waiting_link("store")
         opened = self._numbers(link)
         old = link.node_minor < wire.TURNS_MINOR
         if old or monotonic() < self._alone_until.get(opened.shards[shard], 0.0):
