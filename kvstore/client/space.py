@@ -13,7 +13,7 @@ from kvstore.client.link import NodeLink
 from kvstore.client.loads import DISK_WAIT_S, Loader, LoadState
 from kvstore.client.resources import Opened, StoreResources
 from kvstore.client.results import MISS, Hit, PageViews, PutResult, RestoreResult
-from kvstore.client.stores import Keep, Storer
+from kvstore.client.stores import Keep, Storer, added
 from kvstore.config.cluster import NODES_MAX
 from kvstore.errors import CapacityError, InvalidArgument, KVStoreError, TooFewCopies
 from kvstore.mover.kvpool import KVPool
@@ -261,15 +261,18 @@ class Space:
         """Keep the stored pages of a conversation for a time, whatever the eviction policy thinks.
 
         They stay on the node's SSDs if it has some, else in its memory, as long as the node's
-        budget for conversations and the quota of the space allow; ``kvstore conversations`` and the
-        metric ``kvstore_not_kept_pages_total`` say what did not fit. A later call with the same
-        name sets a new end, and adds pages. Returns at once; if the node is away, nothing is kept.
+        budget for conversations and the quota of the space allow, and until a tenant or a space
+        that keeps less wants the room; ``kvstore conversations`` and the metrics
+        ``kvstore_not_kept_pages_total`` and ``kvstore_gave_way_pages_total`` say what is not kept.
+        A later call with the same name sets a new end, and adds pages. Returns at once; if the node
+        is away, nothing is kept.
 
         Args:
             keys: from the start of the chain; pages that are not stored yet, and all after them,
                 are not kept.
             name: of the conversation, 1 to 256 characters.
-            ttl_s: seconds from now on, more than 0 and at most ten years.
+            ttl_s: seconds from now on, more than 0 and at most ten years; the node cuts it to its
+                ``admin.conversations_s_max``, a day if not told otherwise.
             bytes_max: what the conversation may take, all shards together; 0 = no limit of its own.
 
         Raises:
@@ -307,11 +310,15 @@ class Space:
 
     def put_pieces(
         self, keys: PrefixKeys, source: mover.Pieces | BlocksOnDevice, shard: int,
-        keep: Keep | None = None,
+        keep: Keep | None = None, only: range | None = None,
     ) -> PutResult:  # fmt: skip
         """:meth:`put` for pages that consist of pieces; the memory must stay valid."""
         parts = [PutResult(0)]
         keep = keep or Keep()
+        if only is not None:
+            taken = self._stores.put_turns(keys, source, shard, keep, only)
+            if taken is not None:
+                return taken
         for start, stop in self._batches(len(keys), shard):
             at, deadline = start, monotonic() + DISK_WAIT_S
             link, wait_s = self._resources.link, 0.0
@@ -331,7 +338,7 @@ class Space:
             if parts[-1].refused:
                 parts.append(PutResult(0, refused=len(keys) - stop))
                 break
-        total = PutResult(*map(sum, zip(*parts, strict=True)))
+        total = added(parts)
         if total.refused:
             raise CapacityError(
                 f"{total.refused} of {len(keys)} pages were not stored: no slot is free and none"
@@ -415,13 +422,14 @@ class Space:
             there, load = self._loads.device_load(
                 keys, pool, table, shard, progress, order, at_once, state
             )
-        began: list[float] = []
+        submitted, runs = perf_counter(), 0
 
         def run() -> RestoreResult:
-            began.append(perf_counter())
-            state.may_wait = len(began) > 1  # the second time, it is on a thread that may wait
+            nonlocal runs
+            state.may_wait = runs > 0  # the second time, it is on a thread that may wait
+            runs += 1
             pages = load()
-            return RestoreResult(pages, pages * size, perf_counter() - began[0])
+            return RestoreResult(pages, pages * size, perf_counter() - submitted)
 
         layered = order == "segment" and (pool.device == "cpu" or there is not None)
         resources = self._resources
@@ -432,10 +440,16 @@ class Space:
     def extract_from_kvpool(
         self, pool: KVPool, blocks: npt.ArrayLike, keys: PrefixKeys, shard: int = 0, *,
         ttl_s: float = 0.0, read_once: bool = False, no_store: bool = False,
+        only: range | None = None,
     ) -> StoreJob[PutResult]:  # fmt: skip
         """Store pages from an engine's blocks, in the background.
 
         The engine must not change the blocks until the job has ended.
+
+        With ``only``, several writers that hold the same pages, as ranks do, share the work: each
+        names its own pages, and all of them call this with the same keys at about the same time. A
+        page waits up to a second for the one before it. If that does not come, this writer stores
+        all of ``keys``, and for ten seconds those of later calls.
 
         Args:
             pool: where the engine keeps K and V. If it is on a device, the job begins when the
@@ -447,6 +461,7 @@ class Space:
             ttl_s: see :meth:`put`.
             read_once: see :meth:`put`.
             no_store: see :meth:`put`.
+            only: indexes into ``keys`` of the pages that this writer stores, ascending; None = all.
 
         Returns:
             The job; its ``result()`` is what :meth:`put` returns, or raises what that raises.
@@ -462,9 +477,11 @@ class Space:
         if pool.device != "cpu":
             table = pool.table(blocks, size, len(keys))
             there = self._resources.devices.blocks(pool, table)
-            return StoreJob(stores, lambda: self.put_pieces(keys, there, shard, keep), blocks=there)
+            return StoreJob(
+                stores, lambda: self.put_pieces(keys, there, shard, keep, only), blocks=there
+            )
         source = pool.pieces(blocks, size, len(keys))
-        return StoreJob(stores, lambda: self.put_pieces(keys, source, shard, keep))
+        return StoreJob(stores, lambda: self.put_pieces(keys, source, shard, keep, only))
 
     def prefetch(self, keys: PrefixKeys, shard: int = 0) -> StoreJob[int]:
         """Load pages from the SSD tier, and from other nodes, into host memory, in the background.

@@ -122,11 +122,23 @@ class Explainer:
         return None
 
     def _kept_for(self, node: PrefixNode) -> str:
-        """For which conversations it is kept, and how long."""
+        """For which conversations it is kept, and how long; or why no longer."""
         kept = self._pages.keeping.conversations.of(node)[:_CONVERSATIONS_TOLD]
         left = [(one.name, (one.expires_ns - self._now_ns) / _NS_PER_S) for one in kept]
         told = [f"{name[:_NAME_CHARS]} ({max(0.0, seconds):.0f} s left)" for name, seconds in left]
-        return f", kept for conversation {', '.join(told)}" if told else ""
+        if told:
+            return f", kept for conversation {', '.join(told)}"
+        return self._gave_way(node.space, node.key)
+
+    def _gave_way(self, space: PrefixTree, key: PrefixKey) -> str:
+        """For which conversation it was kept, and for whom it was given up; empty = it was not."""
+        past = self._pages.keeping.conversations.gave_way.get((space.number, key))
+        if past is None:
+            return ""
+        return (
+            f", kept for conversation {past.name[:_NAME_CHARS]} until {self._ago(past.at_ns):.1f} s"
+            f" ago: it gave way to space {past.space[:12]}, which kept less"
+        )
 
     def _other_shard(self, node: PrefixNode, shard: int) -> Explanation:
         space = node.space
@@ -178,6 +190,7 @@ class Explainer:
             text = f"quarantined {ago}: its bytes were not those that were stored"
         else:
             text = f"{_SENTENCES.get(ghost.cause, ghost.cause)} {ago}"
+        text += self._gave_way(space, ghost.key)
         return Explanation(
             verdict if verdict in VERDICTS else "unknown", text, ghost.key.hex(), space.label,
             head=head, left=left,
