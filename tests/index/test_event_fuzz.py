@@ -97,7 +97,7 @@ def test_no_batch_ends_or_holds_up_who_applies_it(seconds: float) -> None:
                 unreadable += 1
                 feed.clear()
             watch.look()
-            feeds.tend(batches)
+            feeds.advance(batches)
             watch.look()
             batches += 1
             if batches % 20 == 0:
@@ -106,7 +106,7 @@ def test_no_batch_ends_or_holds_up_who_applies_it(seconds: float) -> None:
         assert 0 < unreadable < batches
         assert watch.worst < stall_s(seconds)
         feed.end()
-        while feeds.tend(batches):
+        while feeds.advance(batches):
             pass
         assert len(feeds) == len(feed._ingest.blocks) == 0
         writer.check()
