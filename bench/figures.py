@@ -34,7 +34,7 @@ TOPS: Final = (10, 100, 1_000, 10_000)
 NODES: Final = 10
 SAMPLE_S: Final = 120.0
 _PREFILL_TIMES: Final = {"local": 1.43, "none": 1.56}
-"""Of vLLM with prefix caching, and without (Mooncake takes 36 % less), as multiples of its own."""
+"""Of vLLM with prefix caching, and without (Mooncake: 36 % less), as multiples of Mooncake's."""
 _LOCAL_PART: Final = {"3M": 0.5, "50M": 1.0}
 """Of the ceiling: less than this with the memory of one node, and about this with that of 17."""
 _TOP_COPIES: Final = {100: 1.0}

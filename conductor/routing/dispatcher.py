@@ -195,10 +195,10 @@ class Dispatcher:
     def _decodes(self, known: KnownRequest, engine_id: str, now: float) -> None:
         engine = self._registry.get(engine_id)
         if engine is not None:
-            tokens = known.request.tokens or 0
-            self.loads.decodes(known.request.number, engine.info, tokens, now)
+            number, tokens = known.request.number, known.request.tokens or 0
+            self.loads.decodes(number, engine.info, tokens, now, self.admission.answer(number))
             step_s = self.loads.step_s(engine.info)
-            self.admission.decodes(known.request.number, tokens, step_s, now)
+            self.admission.decodes(number, tokens, step_s, now)
 
     def prefilled(self, number: int, now: float, hit_tokens: int | None = None) -> None:
         """The prefill engine of a pair has done its part; the KV goes to the decode engine.
@@ -389,6 +389,7 @@ class Dispatcher:
         assert not known.held
         known.assign = assign
         self._load(known, assign, now)
+        self.loads.foreseen(assign.ttft_s + now - known.request.arrived)
         known.tries += 1
         engine_ids = list(dict.fromkeys((assign.prefill, assign.decode)))
         self._places.chosen(engine_ids)
