@@ -39,7 +39,7 @@ LOADS: Final = {
     "short": ChoiceLoad(2.0, 0.1, 1500, 28.0),
     "mixed": ChoiceLoad(5.0, 0.1, 1200, 4.0),
     "long": ChoiceLoad(20.0, 0.1, 400, 0.4),
-    "answers": ChoiceLoad(5.0, 0.1, 600, 12.0),
+    "answers": ChoiceLoad(5.0, 0.1, 3000, 12.0),
 }
 Roles = Mapping[Role, str]
 FIXED: Final[dict[str, dict[str, Roles]]] = {

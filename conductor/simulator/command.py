@@ -233,7 +233,8 @@ class Cases:
             }
             series = series_of(simulation.samples, capacities)
             (options.series / f"{name}.json").write_bytes(msgspec.json.encode(series))
-            mean, swing = swing_of(series.decode)
+            arriving = max(one.arrived for one in simulation.records)
+            mean, swing = swing_of(series.until(arriving).decode)
             swings = f"; decode load {mean:.2f}, swings by {swing:.2f}"
             columns = {"prefill": series.prefill, "decode": series.decode, "KV": series.kv}
             (options.series / f"{name}.svg").write_text(plot(name, series.at_s, columns))

@@ -1,5 +1,6 @@
 """Load over time: samples, as columns of JSON and as a plot."""
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean, pstdev
@@ -61,6 +62,11 @@ class Series(msgspec.Struct):
     prefill: list[float] = []
     decode: list[float] = []
     kv: list[float] = []
+
+    def until(self, at_s: float) -> "Series":
+        """Its part up to a time: without the end, when nobody comes any more."""
+        size = bisect_right(self.at_s, at_s)
+        return Series(*(getattr(self, name)[:size] for name in self.__struct_fields__))
 
 
 class Capacity(NamedTuple):

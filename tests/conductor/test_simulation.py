@@ -20,7 +20,7 @@ from conductor.simulator.journal import (
     write_journal,
 )
 from conductor.simulator.report import Objectives, percentile, rejections, summary_of
-from conductor.simulator.samples import Capacity, plot, series_of, swing_of
+from conductor.simulator.samples import Capacity, Series, plot, series_of, swing_of
 from conductor.simulator.scenario import Failure, Record
 from conductor.simulator.simulation import Simulation
 from conductor.simulator.trace import BLOCK_TOKENS, TracedRequest, read_trace
@@ -477,4 +477,6 @@ def test_a_trace_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str
 
 def test_the_swing_of_a_load_is_its_standard_deviation():
     assert swing_of([0.0, 1.0, 0.0, 1.0]) == (0.5, 0.5)
+    whole = Series([1.0, 2.0, 3.0], [4, 5, 6], [0.1] * 3, [0.2, 0.3, 0.4], [0.5] * 3)
+    assert whole.until(2.0) == Series([1.0, 2.0], [4, 5], [0.1] * 2, [0.2, 0.3], [0.5] * 2)
     assert swing_of([]) == (0.0, 0.0)

@@ -127,12 +127,15 @@ def conductor_series(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seri
                 return (await client.get("/metrics"))[1]
 
     series = series_of(asyncio.run(scraped()))
-    for name in ("advice_rate", "advice_short", "advice_gain", "admission_load", "ttft_error"):
+    for name in (
+        "advice_rate", "advice_short", "advice_gain", "admission_load", "ttft_error", "engine_lent"
+    ):  # fmt: skip
         # They need minutes of load, or a setting; tests/conductor has both.
         labels = {label: set[str]() for label in metrics._GAUGES[name][1]}
         series.setdefault(CONDUCTOR + name, Series("gauge", 0, labels))
-    labels = {label: set[str]() for label in metrics._COUNTS["admission"][1]}
-    series.setdefault(CONDUCTOR + "admission_total", Series("counter", 0, labels))
+    for name in ("admission", "lendings"):
+        labels = {label: set[str]() for label in metrics._COUNTS[name][1]}
+        series.setdefault(CONDUCTOR + f"{name}_total", Series("counter", 0, labels))
     return series
 
 
