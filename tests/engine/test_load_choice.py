@@ -31,6 +31,7 @@ FAST, SLOW = 0.001, 0.5
 def paced(seconds_per_token: float = 1e-3) -> Pace:
     pace = Pace()
     pace.seconds_per_token = seconds_per_token
+    pace.step_tokens = 1e6
     return pace
 
 
@@ -85,6 +86,32 @@ def test_what_loads_from_memory_took_says_nothing_of_pages_on_disk():
     assert choice[:3] == ("part", "faster", 2), "those in memory"
     choice = chooser.choose(asked(hit_of(2, ssd=2, guess_s=0.01)), 0.0)
     assert choice[:3] == ("load", "unmeasured", 4)
+
+
+def test_an_engine_that_loads_everything_measures_computing_with_a_page_and_then_more():
+    pace = Pace()
+    chooser, question = LoadChooser(pace), asked(hit_of(16))
+    measured(chooser.costs, "host", 0.02)  # a page
+    left = []
+    for _ in range(80):
+        choice = chooser.choose(question, 0.0)
+        chooser.took(question, choice)
+        computed = question.tokens - question.gained(choice.pages)
+        if choice.reason == "stretch":
+            left.append(computed // PAGE_TOKENS)
+        pace.note_step(computed, 0.01 + 1e-3 * computed)
+
+    assert left == [1, 2, 4, 8, 16]
+
+
+def test_computing_is_not_measured_better_where_that_would_change_nothing():
+    pace = Pace()
+    chooser, question = LoadChooser(pace), asked(hit_of(16))
+    measured(chooser.costs, "host", FAST)
+    pace.note_step(64, 0.3)
+    for _ in range(80):
+        assert chooser.choose(question, 0.0).kind == "load"
+        chooser.took(question, chooser.choose(question, 0.0))
 
 
 def test_the_options_decide_alone_where_they_say_so():
