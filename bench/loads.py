@@ -121,7 +121,7 @@ def _results(name: str, options: argparse.Namespace) -> Iterator[Result]:
     prompts = [rng.integers(32, 127, count).tolist() for _ in range(options.prompts)]
     found: dict[Loads, list[float]] = {rule: [] for rule in Loads}
     with ExitStack() as undo:
-        address = undo.enter_context(server.running(1 << 30))
+        address = undo.enter_context(server.running(1 << 28, prefault=False))
         sides = {}
         for rule in Loads:
             sides[rule] = _Side(address, rule, options.model, options.prompts)
