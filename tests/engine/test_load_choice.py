@@ -263,6 +263,20 @@ def test_a_load_that_nobody_waits_for_any_more_was_at_least_so_slow():
     assert not chooser.choose(question, 10.0).pages
 
 
+def test_loads_that_are_always_given_up_when_computing_would_have_ended_are_left():
+    chooser, question = LoadChooser(paced()), asked(hit_of(16))
+    measured(chooser.costs, "host", FAST)
+    for job in range(20):
+        choice = chooser.choose(question, 0.0)
+        chooser.took(question, choice)
+        if choice.pages:
+            chooser.costs.began(job, question.split(choice.pages), 0.0)
+            chooser.costs.late(job, choice.compute_s)
+            chooser.costs.ended(job, 0.0, whole=False)
+
+    assert not chooser.choose(question, 0.0).pages
+
+
 def test_failed_loads_and_unknown_ones_say_nothing():
     costs, part = LoadCosts(), TierPart("host", 8, PAGE_BYTES, 0.0)
     for job in range(5):
