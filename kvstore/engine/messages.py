@@ -37,11 +37,16 @@ class Load(NamedTuple):
 
 
 class Store(NamedTuple):
-    """Pages to store from blocks that are complete after this step."""
+    """Pages to store from blocks that are complete after this step.
+
+    Attributes:
+        page: number of the first of them in its prompt.
+    """
 
     job: int
     keys: PrefixKeys
     blocks: list[Blocks]
+    page: int = 0
 
 
 @dataclass(slots=True)

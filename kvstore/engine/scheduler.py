@@ -337,7 +337,7 @@ class SchedulerSide:
         if end <= first or not blocks:
             return None
         state.stored = end
-        store = Store(self._next_job, keys[first:end], blocks)
+        store = Store(self._next_job, keys[first:end], blocks, first)
         self._begin(progress.request_id, store, first, is_load=False)
         return store
 
