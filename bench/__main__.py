@@ -28,6 +28,7 @@ GROUPS: Final = {
     "keys": "bench.keys",
     "kvpool": "bench.kvpool",
     "live": "bench.live",
+    "loads": "bench.loads",
     "node": "bench.node",
     "policy": "bench.policy",
     "reclaim": "bench.reclaim",

@@ -48,6 +48,16 @@ def assert_keeps_the_contract(result: dict[str, object]) -> None:
     assert result["bound"]
 
 
+def test_loads_prints_both_fixed_rules_and_the_choice():
+    results = printed(
+        "loads", "--turns", "1", "--model", "tiny", "--prompts", "2", "--cases", "fast"
+    )  # fmt: skip
+    for result in results:
+        assert_keeps_the_contract(result)
+    names = [result["case"] for result in results]
+    assert names == ["loads/fast/faster", "loads/fast/always", "loads/fast/never"]
+
+
 def children(environment_mark: str) -> list[str]:
     """Processes that inherited this environment variable."""
     found = []

@@ -21,6 +21,13 @@ PROBE_AFTER: Final = 16
 measure it again."""
 PROBE_SHARE: Final = 0.25
 """Maximum of the time of such a try, as expected, of what computing takes; but at least a page."""
+STRETCH_AFTER: Final = 4
+"""Hits that are loaded, and then one of which more tokens are computed than ever in one step, to
+measure that: twice as many, at least a page. Only while loading is expected to take more than
+:data:`STRETCH_SHARE` of computing; otherwise knowing it better changes nothing."""
+STRETCH_SHARE: Final = 0.25
+STRETCH_S_MIN: Final = 0.02
+"""Nor while loading takes at most this and computing was never measured: that is soon enough."""
 LOADS_MAX: Final = 16
 """Loads in flight; further requests wait for one to end. Five run at a time, more only hold
 blocks of the engine."""
@@ -105,7 +112,8 @@ class Choice(NamedTuple):
     Attributes:
         kind: ``load`` all, a ``part``, or ``compute`` all.
         reason: ``faster``; ``unmeasured``: not enough was measured; ``probe``: to measure a tier
-            again; ``always``: as the options say; ``no_room``: too many loads, for too long.
+            again; ``stretch``: to measure how more tokens are computed than ever; ``always``: as
+            the options say; ``no_room``: too many loads, for too long.
         pages: leading pages to load.
         load_s: expected seconds of that load; of all pages if none is loaded.
         compute_s: expected seconds to compute what is loaded, after the backlog; of all tokens if
@@ -121,8 +129,8 @@ class Choice(NamedTuple):
 
 COUNTED: Final = (
     ("load", "faster"), ("load", "unmeasured"), ("load", "probe"), ("load", "always"),
-    ("part", "faster"), ("part", "probe"),
-    ("compute", "faster"), ("compute", "always"), ("compute", "no_room"),
+    ("part", "faster"), ("part", "probe"), ("part", "stretch"),
+    ("compute", "faster"), ("compute", "stretch"), ("compute", "always"), ("compute", "no_room"),
 )  # fmt: skip
 """Every kind and reason."""
 
@@ -175,6 +183,8 @@ class LoadChooser:
         self._pace = pace
         self._rule = loads
         self._skipped: dict[str, int] = {}
+        self._stretched = 0
+        self._since_stretch = STRETCH_AFTER
 
     def has_room(self, tiers: Iterable[str]) -> bool:
         """Whether one more load, from these tiers, may begin."""
@@ -198,38 +208,45 @@ class LoadChooser:
         if self._rule is not Loads.FASTER:
             pages = whole if self._rule is Loads.ALWAYS else 0
             return Choice("load" if pages else "compute", "always", pages, load_s, compute_s)
-        if compute_s == float("inf"):
-            return Choice("load", "unmeasured", whole, load_s, compute_s)
+        best = whole
+        if compute_s < float("inf"):
+            best = self._fastest(asked, ahead)
+            probe = self._probe_pages(asked, best, ahead)
+            if probe > best:
+                return self._with("probe", asked, probe, ahead)
+        if best < whole:
+            return self._with("faster", asked, best, ahead)
+        left = self._stretch_pages(asked, load_s, compute_s)
+        if left:
+            return self._with("stretch", asked, whole - left, ahead)
+        known = all(self.costs.is_known(part.tier) for part in asked.parts)
+        known = known and compute_s < float("inf")
+        return self._with("faster" if known else "unmeasured", asked, whole, ahead)
+
+    def _fastest(self, asked: HitOffer, ahead: dict[str, float]) -> int:
+        """Pages to load, for the shortest time; all or none where that is nearly as short."""
         taken = {pages: self._taken_s(asked, pages, ahead) for pages in _candidates(asked)}
         best = min(taken, key=lambda pages: (taken[pages], -pages))
-        for simple in (whole, 0):
-            if taken[simple] <= PREFER * taken[best]:
-                best = simple
-                break
-        probe = self._probe_pages(asked, best, ahead)
-        if probe > best:
-            kind = "load" if probe == whole else "part"
-            return self._with(kind, "probe", asked, probe, ahead)
-        if not best:
-            return Choice("compute", "faster", 0, load_s, compute_s)
-        if best < whole:
-            return self._with("part", "faster", asked, best, ahead)
-        known = all(self.costs.is_known(part.tier) for part in asked.parts)
-        return Choice("load", "faster" if known else "unmeasured", whole, load_s, compute_s)
+        nearly = (pages for pages in (asked.pages, 0) if taken[pages] <= PREFER * taken[best])
+        return next(nearly, best)
 
     def took(self, asked: HitOffer, choice: Choice) -> None:
         """A choice is being carried out."""
+        self._since_stretch += 1
+        if choice.reason == "stretch":
+            computed = asked.tokens - asked.gained(choice.pages)
+            self._stretched, self._since_stretch = max(self._stretched, computed), 0
         for part, pages in asked.split(choice.pages).items():
             if pages:
                 self._skipped.pop(part.tier, None)
             elif choice.reason == "faster":
                 self._skipped[part.tier] = self._skipped.get(part.tier, 0) + 1
 
-    def _with(
-        self, kind: str, reason: str, asked: HitOffer, pages: int, ahead: dict[str, float]
-    ) -> Choice:
-        load_s = self._load_s(asked, pages, ahead)
-        return Choice(kind, reason, pages, load_s, self._after_backlog_s(asked, pages))
+    def _with(self, reason: str, asked: HitOffer, pages: int, ahead: dict[str, float]) -> Choice:
+        kind = "load" if pages == asked.pages else "part" if pages else "compute"
+        shown = pages or asked.pages
+        load_s = self._load_s(asked, shown, ahead)
+        return Choice(kind, reason, pages, load_s, self._after_backlog_s(asked, shown))
 
     def _load_s(self, asked: HitOffer, pages: int, ahead: dict[str, float]) -> float:
         parts = asked.split(pages).items()
@@ -249,6 +266,17 @@ class LoadChooser:
         rest_s = self._pace.recompute_s(asked.tokens - gained, asked.computed + gained)
         backlog_s = self._backlog_s(asked)
         return max(self._load_s(asked, pages, ahead), backlog_s) + rest_s
+
+    def _stretch_pages(self, asked: HitOffer, load_s: float, compute_s: float) -> int:
+        """Last pages to compute, although loading is faster, to measure that; 0 = none."""
+        measured = max(self._pace.step_tokens, float(self._stretched))
+        if not all(self.costs.is_known(part.tier) for part in asked.parts):
+            return 0
+        unknown = compute_s == float("inf")
+        needless = load_s <= (STRETCH_S_MIN if unknown else STRETCH_SHARE * compute_s)
+        if needless or measured >= asked.tokens or self._since_stretch < STRETCH_AFTER:
+            return 0
+        return min(asked.pages, max(1, int(2 * measured) // asked.page_tokens))
 
     def _probe_pages(self, asked: HitOffer, best: int, ahead: dict[str, float]) -> int:
         """Pages to load so that a tier is measured that was not for a while; 0 = none is due."""

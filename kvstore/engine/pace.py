@@ -20,12 +20,13 @@ class Pace:
 
     Attributes:
         seconds_per_token: seconds per token of prefill; 0.0 while unknown.
+        step_tokens: tokens of the largest step of late.
     """
 
     def __init__(self) -> None:
         self.seconds_per_token = 0.0
         self._fit = OnlineFit((0.0, 1.0, 0.0))
-        self._step_tokens = 0.0
+        self.step_tokens = 0.0
         self._report_at = 0.0
 
     def note_step(self, tokens: int, seconds: float, pairs: float = 0.0) -> bool:
@@ -44,7 +45,7 @@ class Pace:
         known, now = self.seconds_per_token, seconds / tokens
         self.seconds_per_token = known + _WEIGHT * (now - known) if known else now
         self._fit.note((1.0, float(tokens), pairs), seconds)
-        self._step_tokens = max(float(tokens), self._step_tokens * _BUDGET_FADE)
+        self.step_tokens = max(float(tokens), self.step_tokens * _BUDGET_FADE)
         return True
 
     def recompute_s(self, tokens: int, before: int = 0) -> float:
@@ -60,7 +61,7 @@ class Pace:
             return 0.0
         if not self._fit.is_known:
             return tokens * self.seconds_per_token
-        steps = max(1.0, tokens / self._step_tokens)
+        steps = max(1.0, tokens / self.step_tokens)
         return self._fit.seconds((steps, float(tokens), pairs_of(tokens, before)))
 
     def wait_s(self, tokens: int, shortest_s: float, longest_s: float) -> float:

@@ -31,6 +31,7 @@ FAST, SLOW = 0.001, 0.5
 def paced(seconds_per_token: float = 1e-3) -> Pace:
     pace = Pace()
     pace.seconds_per_token = seconds_per_token
+    pace.step_tokens = 1e6
     return pace
 
 
@@ -85,6 +86,32 @@ def test_what_loads_from_memory_took_says_nothing_of_pages_on_disk():
     assert choice[:3] == ("part", "faster", 2), "those in memory"
     choice = chooser.choose(asked(hit_of(2, ssd=2, guess_s=0.01)), 0.0)
     assert choice[:3] == ("load", "unmeasured", 4)
+
+
+def test_an_engine_that_loads_everything_measures_computing_with_a_page_and_then_more():
+    pace = Pace()
+    chooser, question = LoadChooser(pace), asked(hit_of(16))
+    measured(chooser.costs, "host", 0.02)  # a page
+    left = []
+    for _ in range(80):
+        choice = chooser.choose(question, 0.0)
+        chooser.took(question, choice)
+        computed = question.tokens - question.gained(choice.pages)
+        if choice.reason == "stretch":
+            left.append(computed // PAGE_TOKENS)
+        pace.note_step(computed, 0.01 + 1e-3 * computed)
+
+    assert left == [1, 2, 4, 8, 16]
+
+
+def test_computing_is_not_measured_better_where_that_would_change_nothing():
+    pace = Pace()
+    chooser, question = LoadChooser(pace), asked(hit_of(16))
+    measured(chooser.costs, "host", FAST)
+    pace.note_step(64, 0.3)
+    for _ in range(80):
+        assert chooser.choose(question, 0.0).kind == "load"
+        chooser.took(question, chooser.choose(question, 0.0))
 
 
 def test_the_options_decide_alone_where_they_say_so():
@@ -234,6 +261,20 @@ def test_a_load_that_nobody_waits_for_any_more_was_at_least_so_slow():
         assert chooser.costs.ended(job, 9.0, whole=False) is None
 
     assert not chooser.choose(question, 10.0).pages
+
+
+def test_loads_that_are_always_given_up_when_computing_would_have_ended_are_left():
+    chooser, question = LoadChooser(paced()), asked(hit_of(16))
+    measured(chooser.costs, "host", FAST)
+    for job in range(20):
+        choice = chooser.choose(question, 0.0)
+        chooser.took(question, choice)
+        if choice.pages:
+            chooser.costs.began(job, question.split(choice.pages), 0.0)
+            chooser.costs.late(job, choice.compute_s)
+            chooser.costs.ended(job, 0.0, whole=False)
+
+    assert not chooser.choose(question, 0.0).pages
 
 
 def test_failed_loads_and_unknown_ones_say_nothing():

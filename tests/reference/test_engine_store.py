@@ -1,6 +1,7 @@
 """Goal: with a store tokens stay the same, less is computed, and its troubles stay its own."""
 
 import threading
+from collections.abc import Callable
 from itertools import cycle
 
 import pytest
@@ -9,6 +10,7 @@ from engine_adapters.reference.engine import Engine
 from engine_adapters.reference.request import State
 from engine_adapters.reference.sampler import Sampling
 from engine_adapters.reference.scheduler import Limits
+from kvstore.engine.load_choice import UNMEASURED_MAX
 from kvstore.errors import PeerUnreachable
 from tests.reference.conftest import Ask, MakeEngine
 from tests.reference.fake_store import FakeNode, FakeStore
@@ -319,3 +321,76 @@ def test_requests_in_one_batch_get_the_tokens_they_get_alone(
     ]
     answers = [ask(together, p, 10, s) for p, s in zip(prompts, cycle(SAMPLINGS), strict=False)]
     assert [answer.wait().tokens for answer in answers] == expected
+
+
+def test_restores_wait_for_room_and_leave_nothing_when_their_requests_go(
+    make_engine: MakeEngine, ask: Ask, wait_until: Callable[..., None]
+) -> None:
+    node = FakeNode()
+    prompts = [f"{number} " + TEXT[:130] for number in range(UNMEASURED_MAX + 2)]
+    writer = make_engine(FakeStore(node), prefix_cache=False)
+    expected = [ask(writer, prompt, 4, SEEDED).wait().tokens for prompt in prompts]
+    engine = make_engine(FakeStore(node), prefix_cache=False)
+    for _ in range(node.arrived._value):
+        node.arrived.acquire()
+    node.gate.clear()
+    answers = [ask(engine, prompt, 4, SEEDED) for prompt in prompts]
+    waited = engine.metrics.loads["room_waits"]._value
+    wait_until(lambda: waited.get() == 2)
+    for gone in (answers[0], answers[-1]):  # one is being restored, one waits for room
+        engine.abort(gone.request)
+        wait_until(lambda gone=gone: gone.request.state is State.FINISHED)
+    node.gate.set()
+
+    assert [answer.wait().tokens for answer in answers[1:-1]] == expected[1:-1]
+    choices = engine.parts.store._choices  # type: ignore[union-attr]
+    wait_until(lambda: not choices.decisions._chooser.costs.in_flight)
+    assert not choices.waiting
+
+
+def test_a_node_that_restarts_under_restores_leaves_room_for_the_next_ones(
+    make_engine: MakeEngine, ask: Ask
+) -> None:
+    node = FakeNode()
+    expected = ask(make_engine(FakeStore(node)), TEXT[:200], 6, SEEDED).wait().tokens
+    engine = make_engine(FakeStore(node), prefix_cache=False)
+    node.gone = 0  # looked up, and then gone
+    for _ in range(2 * UNMEASURED_MAX):
+        assert ask(engine, TEXT[:200], 6, SEEDED).wait().tokens == expected
+    node.gone = 1 << 30
+    answer = ask(engine, TEXT[:200], 6, SEEDED).wait()
+
+    assert answer.tokens == expected
+    assert answer.request.timings.restored_tokens == 192
+
+
+def test_a_part_is_restored_and_the_rest_computed(make_engine: MakeEngine, ask: Ask) -> None:
+    node = FakeNode()
+    expected = ask(make_engine(FakeStore(node)), TEXT[:200], 6, SEEDED).wait().tokens
+    node.load_seconds = 100.0
+    engine = make_engine(FakeStore(node), prefix_cache=False)
+    ask(engine, "x" * 100, 1).wait()  # measures computing
+    node.here, node.remote_seconds = 1 << 30, 0.0
+    computed = counted(engine, "computed")
+    assert ask(engine, TEXT[:200], 6, SEEDED).wait().tokens == expected
+    assert counted(engine, "computed") == computed + 200, "the node says loading takes forever"
+    node.load_seconds = 0.0
+    node.here, node.remote_seconds = 1, 1000.0
+    assert ask(engine, TEXT[:200], 6, SEEDED).wait().tokens == expected
+    assert counted(engine, "computed") == computed + 200 + 136, "one page is here"
+    choice = engine.metrics.load_choices.labels("part", "faster")
+    assert choice._value.get() == 1
+
+
+def test_an_aborted_request_that_waits_for_pages_is_forgotten(
+    make_engine: MakeEngine, ask: Ask, wait_until: Callable[..., None]
+) -> None:
+    node = FakeNode(pending_lookups=1 << 30)
+    engine = make_engine(FakeStore(node))
+    choices = engine.parts.store._choices  # type: ignore[union-attr]
+    answer = ask(engine, TEXT[:200], 4)
+    wait_until(lambda: choices.waiting == 1)
+    engine.abort(answer.request)
+    wait_until(lambda: answer.request.state is State.FINISHED)
+
+    assert not choices.waiting
