@@ -198,7 +198,7 @@ class Cases:
         longest, foretold = summary.long_effective, summary.predicted_hit
         note = f"{summary.seconds:.0f} simulated seconds, {simulation.events} events"
         note += f"; of the longest tenth {longest:.1%} effective; hits foretold {foretold:.1%}"
-        note += swings
+        note += swings + _brought(simulation)
         if self._options.advise:
             advice = advice_of(simulation, self._objectives)
             note += "; " + shown_advice(advice)
@@ -243,6 +243,17 @@ class Cases:
             path = options.journal / f"{name}.jsonl"
             write_journal(path, simulation.head, simulation.journal)
         return swings
+
+
+def _brought(simulation: Simulation) -> str:
+    """What nodes brought for those who waited."""
+    if not simulation.scenario.bring_bytes:
+        return ""
+    one = simulation.prefetching.brought
+    return (
+        f"; {one.looks} looks at those who wait, {one.begun} wishes begun, {one.come} came "
+        f"({one.come_bytes / 1e9:.1f} GB), {one.given_up} given up"
+    )
 
 
 def _case(policy: str, mode: AdmissionMode) -> str:

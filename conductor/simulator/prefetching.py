@@ -5,6 +5,7 @@ is looked at now and then, and has a wish at the node of the engine that will mo
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from conductor.routing.bringing import (
@@ -34,13 +35,36 @@ JOBS_MAX: Final = 4
 """Wishes that one node carries out at a time."""
 
 
+@dataclass(slots=True)
+class BroughtCounts:
+    """What became of those who waited.
+
+    Attributes:
+        looks: at requests that waited.
+        begun: wishes that were carried out.
+        come: of these, those that ended.
+        come_bytes: their bytes.
+        given_up: of those begun, those that were cancelled.
+    """
+
+    looks: int = 0
+    begun: int = 0
+    come: int = 0
+    come_bytes: int = 0
+    given_up: int = 0
+
+
 class _Look(NamedTuple):
     again_at: float
     wish: Wish | None
 
 
 class Prefetching:
-    """The wishes of those who wait."""
+    """The wishes of those who wait.
+
+    Attributes:
+        brought: what became of them so far.
+    """
 
     def __init__(
         self, desk: Desk, caching: Caching, transfers: Transfers, bytes_max: float,
@@ -56,6 +80,7 @@ class Prefetching:
             block_bytes: of the KV of a block, by engine.
             request: a request by its number.
         """
+        self.brought = BroughtCounts()
         self._desk = desk
         self._caching = caching
         self._transfers = transfers
@@ -79,6 +104,7 @@ class Prefetching:
             waits = now - known.request.arrived >= PERIOD_S
             if waits and (look is None or look.again_at <= now) and looked < _LOOKED_MAX:
                 looked += 1
+                self.brought.looks += 1
                 self._looks[number] = _Look(now + _LOOK_S, self._wish(known))
         wishes = [one.wish for one in self._looks.values() if one.wish is not None]
         for effect in self._planner.step(wishes):
@@ -89,6 +115,7 @@ class Prefetching:
 
     def _start(self, start: Start) -> None:
         wish = start.wish
+        self.brought.begun += 1
         own: tuple[Link, ...] = (("disk", wish.node),)
         far: tuple[Link, ...] = (("out", wish.source), ("in", wish.node))
         links = own if wish.kind is BringKind.LOAD else far
@@ -97,12 +124,15 @@ class Prefetching:
 
     def _has_come(self, start: Start) -> None:
         wish = start.wish
+        self.brought.come += 1
+        self.brought.come_bytes += wish.size_bytes
         self._caching.brought(self._request(wish.request), wish.node, wish.tokens // BLOCK_TOKENS)
         self._ended(start)
 
     def _cancel(self, effect: Cancel) -> None:
         transfer, start = self._moving[effect.number]
         self._transfers.stop(transfer)
+        self.brought.given_up += 1
         self._ended(start)
 
     def _ended(self, start: Start) -> None:

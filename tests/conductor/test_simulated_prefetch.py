@@ -32,6 +32,10 @@ def test_pages_on_disk_are_in_memory_when_the_request_that_waited_has_its_engine
         disk_s - 3 * BLOCK_BYTES / 5e9, rel=0.02
     )
     assert outcomes(no_room) == outcomes(left)
+    counts = brought.prefetching.brought
+    assert (counts.begun, counts.come, counts.come_bytes) == (1, 1, 3 * BLOCK_BYTES)
+    assert no_room.prefetching.brought.looks
+    assert not no_room.prefetching.brought.begun
 
 
 def test_what_is_brought_for_a_request_that_leaves_is_given_up():
@@ -39,3 +43,5 @@ def test_what_is_brought_for_a_request_that_leaves_is_given_up():
     assert done.records[3].code == "queue_timeout"
     assert not done.prefetching.moving
     assert not len(done.links)
+    counts = done.prefetching.brought
+    assert (counts.begun, counts.come, counts.given_up) == (1, 0, 1)
