@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import torch
 import vllm
 from huggingface_hub import try_to_load_from_cache
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from engine_adapters.vllm.names import ENGINE, length_settings
-from engine_adapters.vllm.support import check_groups, check_model
+from engine_adapters.vllm.support import check_groups, check_model, is_state
 from kvstore.engine.identity import EngineFacts, Group
 from kvstore.engine.requests import files_fingerprint
 from kvstore.errors import ConfigError
@@ -61,7 +63,8 @@ def read_facts(config: Any, kv: Any, revision: str) -> EngineFacts:
     check_groups(kv.kv_cache_groups, kv.transfer_group_ids)
     specs = list(enumerate(kv.kv_cache_groups))
     groups = tuple(_group(index, group) for index, group in specs)
-    dtypes = {str(group.kv_cache_spec.dtype).removeprefix("torch.") for _, group in specs}
+    with_kv = [group.kv_cache_spec for _, group in specs if not is_state(group.kv_cache_spec)]
+    dtypes = {str(spec.dtype).removeprefix("torch.") for spec in with_kv}
     if len(dtypes) != 1:
         raise ConfigError(f"KV cache: groups of different dtypes ({', '.join(sorted(dtypes))})")
     return EngineFacts(
@@ -69,9 +72,10 @@ def read_facts(config: Any, kv: Any, revision: str) -> EngineFacts:
         model=model.model,
         revision=revision or weights_revision(model),
         kv_dtype=dtypes.pop(),
-        settings=_settings(config, (name for _, group in specs for name in group.layer_names)),
+        settings=_settings(config, (name for _, group in specs for name in group.layer_names))
+        | _state_settings(group.kv_cache_spec for _, group in specs),
         version=".".join(vllm.__version__.split(".")[:2]),
-        isa=_isa(config, specs[0][1].kv_cache_spec),
+        isa=_isa(config, with_kv[0]),
         ranks=parallel.tensor_parallel_size,
         groups=groups,
     )
@@ -79,6 +83,15 @@ def read_facts(config: Any, kv: Any, revision: str) -> EngineFacts:
 
 def _group(index: int, group: Any) -> Group:
     spec = group.kv_cache_spec
+    if is_state(spec):
+        return Group(
+            index=index,
+            layers=len(group.layer_names),
+            block_tokens=spec.block_size,
+            block_bytes=spec.state_content_size_bytes,
+            kv_heads=spec.num_heads,
+            state=True,
+        )
     return Group(
         index=index,
         layers=len(group.layer_names),
@@ -109,6 +122,20 @@ def _settings(config: Any, layers: Iterable[str]) -> dict[str, str]:
     if settings["load_format"].endswith("dummy"):
         settings["seed"] = str(model.seed)
     return settings | length_settings(hf, model.max_model_len)
+
+
+def _state_settings(specs: Iterable[Any]) -> dict[str, str]:
+    """What a state's bytes mean, besides its size: others must not share it."""
+    states = [
+        f"{spec.shapes} {spec.dtypes} {spec.mamba_type.name} {spec.mamba_cache_mode}"
+        for spec in specs
+        if is_state(spec)
+    ]
+    if not states:
+        return {}
+    layout = "dim first" if is_conv_state_dim_first() else "dim last"
+    kernels = str(sorted(torch.cpu.get_capabilities().items())) if current_platform.is_cpu() else ""
+    return {"states": f"{'; '.join(states)}; {layout}; {kernels}"}
 
 
 def _isa(config: Any, spec: Any) -> str:

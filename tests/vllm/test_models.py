@@ -52,6 +52,21 @@ def test_a_restarted_engine_hits_although_half_its_layers_see_a_window_only(
     restarts_and_hits(node, start, model=make("windows"))
 
 
+def test_a_restarted_engine_hits_although_half_its_layers_have_a_state_instead_of_kv(
+    node, start: Start, make: Make
+):
+    model = make("states")
+    first = start(node.address, model=model)
+    expected = first.tokens(PROMPTS)
+    first.ask("settle")
+    assert first.metric(HITS) == 0
+    first.close()
+
+    answers = start(node.address, model=model).generate(PROMPTS)
+    assert [answer["tokens"] for answer in answers] == expected
+    assert [answer["cached"] for answer in answers] == [288, 0, 0, 0, 480], "blocks of 96 tokens"
+
+
 def test_a_restarted_engine_of_two_ranks_hits(node, start: Start):
     restarts_and_hits(node, start, hooks=("two ranks",), tensor_parallel_size=2)
 
