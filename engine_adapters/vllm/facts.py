@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import torch
 import vllm
 from huggingface_hub import try_to_load_from_cache
 from vllm.distributed.utils import get_pp_indices
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec
 
 from engine_adapters.vllm.names import ENGINE, length_settings
-from engine_adapters.vllm.support import check_groups, check_model
+from engine_adapters.vllm.support import check_groups, check_model, is_state
 from kvstore.engine.identity import EngineFacts, Group
 from kvstore.engine.requests import files_fingerprint
 from kvstore.errors import ConfigError
@@ -62,7 +64,8 @@ def read_facts(config: Any, kv: Any, revision: str) -> EngineFacts:
     specs = list(enumerate(kv.kv_cache_groups))
     stages = _stages(config, len(specs))
     groups = tuple(_group(config, index, group, stages) for index, group in specs)
-    dtypes = {str(group.kv_cache_spec.dtype).removeprefix("torch.") for _, group in specs}
+    with_kv = [group.kv_cache_spec for _, group in specs if not is_state(group.kv_cache_spec)]
+    dtypes = {str(spec.dtype).removeprefix("torch.") for spec in with_kv}
     if len(dtypes) != 1:
         raise ConfigError(f"KV cache: groups of different dtypes ({', '.join(sorted(dtypes))})")
     return EngineFacts(
@@ -71,9 +74,10 @@ def read_facts(config: Any, kv: Any, revision: str) -> EngineFacts:
         revision=revision or weights_revision(model),
         kv_dtype=dtypes.pop(),
         settings=_settings(config, (name for _, group in specs for name in group.layer_names))
-        | _alone(config, specs),
+        | _alone(config, with_kv)
+        | _state_settings(group.kv_cache_spec for _, group in specs),
         version=".".join(vllm.__version__.split(".")[:2]),
-        isa=_isa(config, specs[0][1].kv_cache_spec),
+        isa=_isa(config, with_kv[0]),
         ranks=parallel.tensor_parallel_size,
         groups=groups,
         # On a device a block is copied as a whole: with a shard for each head group it would be as
@@ -112,9 +116,9 @@ def _heads(config: Any, spec: Any) -> int:
     return heads if divides and spec.num_kv_heads == max(1, heads // ranks) else 0
 
 
-def _alone(config: Any, specs: Iterable[tuple[int, Any]]) -> dict[str, str]:
+def _alone(config: Any, specs: Iterable[Any]) -> dict[str, str]:
     """A setting that differs between numbers of ranks where it is unknown which heads they hold."""
-    known = all(_heads(config, group.kv_cache_spec) for _, group in specs)
+    known = all(_heads(config, spec) for spec in specs)
     if known and config.speculative_config is None:  # a draft model may be divided otherwise
         return {}
     return {"ranks": str(config.parallel_config.tensor_parallel_size)}
@@ -122,6 +126,15 @@ def _alone(config: Any, specs: Iterable[tuple[int, Any]]) -> dict[str, str]:
 
 def _group(config: Any, index: int, group: Any, stages: Sequence[tuple[int, int]]) -> Group:
     spec = group.kv_cache_spec
+    if is_state(spec):
+        return Group(
+            index=index,
+            layers=len(group.layer_names),
+            block_tokens=spec.block_size,
+            block_bytes=spec.state_content_size_bytes,
+            kv_heads=1,  # a state is one piece, of whatever heads
+            state=True,
+        )
     return Group(
         index=index,
         layers=stages[-1][1] if stages else len(group.layer_names),
@@ -183,6 +196,20 @@ def _settings(config: Any, layers: Iterable[str]) -> dict[str, str]:
     if settings["load_format"].endswith("dummy"):
         settings["seed"] = str(model.seed)
     return settings | length_settings(hf, model.max_model_len)
+
+
+def _state_settings(specs: Iterable[Any]) -> dict[str, str]:
+    """What a state's bytes mean, besides its size: others must not share it."""
+    states = [
+        f"{spec.shapes} {spec.dtypes} {spec.mamba_type.name} {spec.mamba_cache_mode}"
+        for spec in specs
+        if is_state(spec)
+    ]
+    if not states:
+        return {}
+    layout = "dim first" if is_conv_state_dim_first() else "dim last"
+    kernels = str(sorted(torch.cpu.get_capabilities().items())) if current_platform.is_cpu() else ""
+    return {"states": f"{'; '.join(states)}; {layout}; {kernels}"}
 
 
 def _isa(config: Any, spec: Any) -> str:

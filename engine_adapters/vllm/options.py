@@ -33,7 +33,8 @@ def page_tokens_of(options: Options, groups: Sequence[Group]) -> int:
     """Tokens per page for an engine with these KV groups.
 
     Raises:
-        ConfigError: the page size is not a multiple of each group's block, or layer-wise loads are
+        ConfigError: the page size is not a multiple of each group's block (with states: not the
+            block), or layer-wise loads are
             configured for several groups, for which vLLM cannot handle failed loads of running
             requests.
     """
@@ -43,6 +44,14 @@ def page_tokens_of(options: Options, groups: Sequence[Group]) -> int:
             " KV that was not loaded; use async"
         )
     blocks = [group.block_tokens for group in groups]
+    if any(group.state for group in groups):
+        # A block has one state, and a page one block: vLLM makes the blocks of all groups equal.
+        if len(set(blocks)) > 1 or options.page_tokens not in {0, blocks[0]}:
+            raise ConfigError(
+                f"{_WHERE}: page_tokens: {options.page_tokens}: of a model with states a page is"
+                f" one block ({', '.join(map(str, sorted(set(blocks))))} tokens); leave it out"
+            )
+        return blocks[0]
     try:
         page_tokens = options.page_tokens_for(max(blocks))
         for block in blocks:

@@ -18,6 +18,9 @@ _QUANTISED: Final = ("NONE", "FP8_PER_TENSOR")
 _DRAFTS: Final = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 """Ways of speculation whose drafts have no KV of their own."""
 _STATES: Final = ("MambaSpec",)
+_STATE_KINDS: Final = ("GDN_ATTN",)
+"""Those that ran: vLLM's others do not run with its prefix cache on CPUs."""
+_STATE_MODELS: Final = ("Qwen3NextForCausalLM",)
 
 
 def check_model(config: Any) -> None:
@@ -33,10 +36,7 @@ def check_model(config: Any) -> None:
     if model is None:
         return
     if model.is_hybrid or model.is_attention_free:
-        raise ConfigError(
-            f"model: {_architecture(model)} has layers with a state (Mamba, linear attention or"
-            f" short convolution) instead of KV for each token: not supported; {REMEDY}"
-        )
+        _check_states(config)
     if model.is_encoder_decoder:
         raise ConfigError(
             f"model: {_architecture(model)} has an encoder, whose KV are not those of the prompt's"
@@ -47,6 +47,37 @@ def check_model(config: Any) -> None:
             f"speculative_config: method {speculative.method}: its draft layers have KV of their"
             f" own, which differ with the next token: not supported; use one of"
             f" {', '.join(_DRAFTS)}, or {REMEDY}"
+        )
+
+
+def is_state(spec: Any) -> bool:
+    """Whether a group with this ``KVCacheSpec`` has states instead of KV for each token."""
+    return type(spec).__name__ in _STATES
+
+
+def _check_states(config: Any) -> None:
+    """Refuse models with states, except those that are known to be right, where they are."""
+    name = _architecture(config.model_config)
+    if name not in _STATE_MODELS:
+        raise ConfigError(
+            f"model: {name} has layers with a state (Mamba, linear attention or short convolution)"
+            f" instead of KV for each token: only {', '.join(_STATE_MODELS)} is supported; {REMEDY}"
+        )
+    if not config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            f"enable_prefix_caching: without it vLLM keeps no state of {name} at the end of a"
+            f" block; add --enable-prefix-caching, or {REMEDY}"
+        )
+    ranks = config.parallel_config.tensor_parallel_size
+    if ranks > 1:
+        raise ConfigError(
+            f"tensor_parallel_size: {ranks} with {name}: states of several ranks are not"
+            f" supported; {REMEDY}"
+        )
+    if config.speculative_config is not None:
+        raise ConfigError(
+            f"speculative_config: not with {name}, whose states would have those of drafts among"
+            f" them; leave it out, or {REMEDY}"
         )
 
 
@@ -67,7 +98,9 @@ def check_groups(groups: Sequence[Any], transferred: Sequence[int]) -> None:
         if index not in transferred:
             wrong = "is kept out of transfers by vLLM (HiSparse)"
         elif kind in _STATES:
-            wrong = f"is {kind}: a state, not KV for each token"
+            wrong = _wrong_state(spec)
+            if not wrong:
+                continue
         elif kind not in _GROUPS:
             wrong = f"is {kind}"
         elif group.is_eagle_group or getattr(spec, "non_causal_multi_token_decode", False):
@@ -82,6 +115,19 @@ def check_groups(groups: Sequence[Any], transferred: Sequence[int]) -> None:
             continue
         name = group.layer_names[0] if group.layer_names else "no layer"
         raise ConfigError(f"KV cache: group {index} ({name}) {wrong}: not supported; {REMEDY}")
+    if all(is_state(group.kv_cache_spec) for group in groups):
+        raise ConfigError(f"KV cache: no group has KV: not supported; {REMEDY}")
+
+
+def _wrong_state(spec: Any) -> str:
+    """What is wrong with a group of states; empty = nothing."""
+    if spec.mamba_type.name not in _STATE_KINDS:
+        return f"is MambaSpec: a state of the kind {spec.mamba_type.name}"
+    if spec.mamba_cache_mode != "align":
+        return f"has states in the mode {spec.mamba_cache_mode}, not align"
+    if spec.num_speculative_blocks or spec.num_prefill_checkpoint_blocks:
+        return "has states of drafts or checkpoints among its blocks"
+    return ""
 
 
 def _architecture(model: Any) -> str:

@@ -33,6 +33,9 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         block_bytes: bytes of one block of one layer on one rank.
         kv_heads: KV heads of the model, those of all ranks together; 1 for latents (MLA).
         window_tokens: sliding window; 0 = all tokens before are needed.
+        state: a block has no KV of its tokens, but one state (Mamba, linear attention) after the
+            last one of them, or after fewer if the engine is not so far; a page is one block, and a
+            hit needs only its last page.
     """
 
     index: int
@@ -41,6 +44,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int
     kv_heads: int
     window_tokens: int = 0
+    state: bool = False
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,6 +150,8 @@ def cover(facts: EngineFacts, rank: int, group: int, stage: int = 0) -> list[Cov
 
 def window_pages(group: Group, page_tokens: int) -> int:
     """Number of last pages of a group that a hit needs; 0 = all."""
+    if group.state:
+        return 1
     return -(-(group.window_tokens - 1) // page_tokens) if group.window_tokens > 1 else 0
 
 

@@ -30,6 +30,7 @@ from kvstore.engine.options import LoadOrder, Options
 from kvstore.engine.pace import Pace, pairs_of
 from kvstore.engine.pending import PendingWait, missing_tokens
 from kvstore.engine.requests import BlockHolder, PromptScope, Request, ScheduledRequest, Setup
+from kvstore.engine.sources import source_blocks
 from kvstore.engine.states import BlockJob, RequestState
 from kvstore.engine.transfer import NOTHING, Transfer, read_transfer
 from kvstore.page import PrefixKeys
@@ -332,7 +333,7 @@ class SchedulerSide:
         blocks = [
             part
             for place in range(len(self._setup.groups))
-            if (part := self._source(place, progress.blocks, first, end)) is not None
+            if (part := source_blocks(self._setup, place, progress, first, end)) is not None
         ]
         if end <= first or not blocks:
             return None
@@ -347,22 +348,6 @@ class SchedulerSide:
             return 0
         blocks = sum(self._page_tokens // group.block_tokens for group in self._setup.groups)
         return max(0, self._held_max - self._held) // blocks
-
-    def _source(
-        self, place: int, blocks: Sequence[Sequence[int]], first: int, end: int
-    ) -> Blocks | None:
-        """Source blocks of the pages from ``first`` to ``end`` in one group.
-
-        Only the last run without null blocks; pages before a sliding window are not in any block.
-        """
-        group = self._setup.groups[place]
-        each = self._page_tokens // group.block_tokens
-        table = list(blocks[group.index][first * each : end * each])
-        if len(table) < (end - first) * each:
-            return None
-        start = max((index + 1 for index, block in enumerate(table) if block == 0), default=0)
-        start = -(-start // each) * each
-        return Blocks(place, start // each, table[start:]) if start < len(table) else None
 
     # ---- jobs -------------------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ def names(facts, page_tokens=64, tenant="default"):
         {"groups": (msgspec.structs.replace(FULL, block_bytes=256),)},
         {"groups": (msgspec.structs.replace(FULL, block_tokens=16),)},
         {"groups": (msgspec.structs.replace(FULL, window_tokens=128),)},
+        {"groups": (msgspec.structs.replace(FULL, state=True),)},
     ],
 )  # fmt: skip
 def test_whatever_changes_kv_changes_the_name_of_every_page(change):

@@ -1,6 +1,7 @@
 """Random models and adapters on disk for the tests; run in vLLM's environment.
 
-``python -m tests.vllm.models windows FOLDER``, ``latents FOLDER`` or ``adapter FOLDER SEED``.
+``python -m tests.vllm.models KIND FOLDER`` (``windows``, ``latents``, ``states``) or ``adapter
+FOLDER SEED``.
 """
 
 import json
@@ -46,6 +47,26 @@ def make_latents(folder: Path) -> None:
     DeepseekV2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
+def make_states(folder: Path) -> None:
+    """A model in which every second layer has a state (Gated DeltaNet) instead of KV."""
+    import torch
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    make(folder, SHAPES["tiny"])  # its tokenizer
+    torch.manual_seed(0)
+    config = Qwen3NextConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=4, head_dim=128,
+        layer_types=["linear_attention", "full_attention"] * 2, linear_num_key_heads=1,
+        linear_num_value_heads=2, linear_key_head_dim=128, linear_value_head_dim=128,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
+        shared_expert_intermediate_size=64, decoder_sparse_step=1, max_position_embeddings=8192,
+        initializer_range=0.2, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1,
+        dtype="bfloat16",
+    )  # fmt: skip
+    Qwen3NextForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
 def make_adapter(folder: Path, seed: int) -> None:
     """A LoRA adapter of the tiny model that changes what it says."""
     import torch
@@ -75,5 +96,7 @@ if __name__ == "__main__":
         make_windows(Path(sys.argv[2]))
     elif sys.argv[1] == "latents":
         make_latents(Path(sys.argv[2]))
+    elif sys.argv[1] == "states":
+        make_states(Path(sys.argv[2]))
     else:
         make_adapter(Path(sys.argv[2]), int(sys.argv[3]))

@@ -101,6 +101,21 @@ def test_two_ranks_in_a_pipeline_hit(node, start: Start, plain):
     assert engine.metric(HITS) == HIT_TOKENS
 
 
+def test_a_restarted_engine_hits_although_half_its_layers_have_a_state_instead_of_kv(
+    node, start: Start, make: Make
+):
+    model = make("states")
+    first = start(node.address, model=model)
+    expected = first.tokens(PROMPTS)
+    first.ask("settle")
+    assert first.metric(HITS) == 0
+    first.close()
+
+    answers = start(node.address, model=model).generate(PROMPTS)
+    assert [answer["tokens"] for answer in answers] == expected
+    assert [answer["cached"] for answer in answers] == [288, 0, 0, 0, 480], "blocks of 96 tokens"
+
+
 def restarts_and_hits(node: Node, start: Start, **changes: object) -> None:
     first = start(node.address, num_gpu_blocks_override=640, **changes)
     expected = first.tokens(PROMPTS)

@@ -17,9 +17,12 @@ def model_of(architecture, **changes):
     return Values(architecture=architecture, model="/models/m", **{**plain, **changes})
 
 
-def config_of(model, method=None):
-    speculative = Values(method=method) if method else None
-    return Values(model_config=model, speculative_config=speculative)
+def config_of(model, method=None, *, caching=True, ranks=1):
+    return Values(
+        model_config=model, speculative_config=Values(method=method) if method else None,
+        cache_config=Values(enable_prefix_caching=caching),
+        parallel_config=Values(tensor_parallel_size=ranks),
+    )  # fmt: skip
 
 
 def group_of(kind, layers=("model.layers.0.attn",), eagle=False, **spec):
@@ -29,7 +32,16 @@ def group_of(kind, layers=("model.layers.0.attn",), eagle=False, **spec):
     )
 
 
+def states_of(kind="GDN_ATTN", mode="align", drafts=0):
+    """A group of states."""
+    return group_of(
+        "MambaSpec", ["model.layers.0.mixer"], mamba_type=Values(name=kind), mamba_cache_mode=mode,
+        num_speculative_blocks=drafts, num_prefill_checkpoint_blocks=0,
+    )  # fmt: skip
+
+
 FULL = group_of("FullAttentionSpec")
+STATES = model_of("Qwen3NextForCausalLM", is_hybrid=True)
 
 
 @pytest.mark.parametrize("method", [None, "ngram", "ngram_gpu", "suffix", "medusa"])
@@ -56,16 +68,31 @@ def test_a_model_or_a_way_of_speculation_that_is_not_supported_is_named(model, m
     assert str(raised.value).endswith(REMEDY)
 
 
+def test_the_states_of_a_known_model_are_taken_on_one_rank_with_a_prefix_cache_and_no_drafts():
+    check_model(config_of(STATES))
+    for config, named in (
+        (config_of(STATES, caching=False), "enable_prefix_caching: without it vLLM keeps no state"),
+        (config_of(STATES, ranks=2), "tensor_parallel_size: 2 with Qwen3NextForCausalLM"),
+        (config_of(STATES, "ngram"), "speculative_config: not with Qwen3NextForCausalLM"),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            check_model(config)
+        assert named in str(raised.value)
+        assert str(raised.value).endswith(REMEDY)
+
+
 def test_groups_of_whole_and_windowed_attention_and_latents_are_taken():
-    groups = [FULL, group_of("SlidingWindowSpec"), group_of("MLAAttentionSpec")]
-    check_groups(groups, (0, 1, 2))
+    groups = [FULL, group_of("SlidingWindowSpec"), group_of("MLAAttentionSpec"), states_of()]
+    check_groups(groups, (0, 1, 2, 3))
     check_groups([group_of("FullAttentionSpec", kv_quant_mode=Values(name="FP8_PER_TENSOR"))], [0])
 
 
 @pytest.mark.parametrize(
     ("group", "named"),
     [
-        (group_of("MambaSpec", ["model.layers.0.mixer"]), "group 1 (model.layers.0.mixer) is Mamb"),
+        (states_of("MAMBA2"), "group 1 (model.layers.0.mixer) is MambaSpec: a state of the kind"),
+        (states_of(mode="all"), "has states in the mode all, not align"),
+        (states_of(drafts=1), "has states of drafts or checkpoints among its blocks"),
         (group_of("ChunkedLocalAttentionSpec"), "is ChunkedLocalAttentionSpec: not supported"),
         (group_of("CrossAttentionSpec"), "is CrossAttentionSpec: not supported"),
         (group_of("UniformTypeKVCacheSpecs"), "is UniformTypeKVCacheSpecs: not supported"),
@@ -83,6 +110,11 @@ def test_a_group_that_is_not_supported_is_named_with_its_first_layer(group, name
         check_groups([FULL, group], (0, 1))
     assert named in str(raised.value)
     assert str(raised.value).endswith(REMEDY)
+
+
+def test_states_alone_are_refused_because_nothing_tells_the_type_of_the_kv():
+    with pytest.raises(ConfigError, match="no group has KV"):
+        check_groups([states_of()], (0,))
 
 
 def test_a_group_that_vllm_does_not_let_connectors_move_is_refused_and_not_left_out():
