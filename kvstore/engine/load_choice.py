@@ -75,6 +75,9 @@ class HitOffer(NamedTuple):
         page_tokens: tokens per page.
         backlog: tokens of prompts that the engine computes before this one.
         backlog_before: tokens before those in their prompts, on average.
+        divisible: any number of leading pages can be loaded. Else only what a lookup said: all of
+            this node's pages, or those of others too. Where a group of the engine needs only the
+            last pages of a hit (windows, states), it may have none at the end of a part.
     """
 
     parts: tuple[TierPart, ...]
@@ -83,6 +86,19 @@ class HitOffer(NamedTuple):
     page_tokens: int
     backlog: int = 0
     backlog_before: int = 0
+    divisible: bool = True
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Numbers of leading pages to think about: all, this node's, or each tier's in eighths."""
+        found, before = set[int](), 0
+        for part in self.parts:
+            if self.divisible:
+                found |= {before + part.pages * step // _PARTS for step in range(1, _PARTS + 1)}
+            elif part.tier == "remote":
+                found.add(before)
+            before += part.pages
+        return tuple(sorted(end for end in found | {before} if end and self.gained(end)))
 
     @property
     def pages(self) -> int:
@@ -136,8 +152,9 @@ COUNTED: Final = (
 
 
 def offer_of(
-    hit: Hit, computed: int, page_tokens: int, page_bytes: int, backlog: tuple[int, int] = (0, 0)
-) -> HitOffer:
+    hit: Hit, computed: int, page_tokens: int, page_bytes: int, backlog: tuple[int, int] = (0, 0),
+    *, divisible: bool = True,
+) -> HitOffer:  # fmt: skip
     """What a lookup found beyond what the engine has.
 
     Args:
@@ -147,6 +164,7 @@ def offer_of(
         page_tokens: tokens per page.
         page_bytes: bytes of a page on all ranks.
         backlog: from :meth:`PromptsAhead.beside`.
+        divisible: see :class:`HitOffer`.
     """
     first = computed // page_tokens
     here = max(0, hit.pages - first)
@@ -162,7 +180,7 @@ def offer_of(
     )
     found = tuple(part for part in parts if part.pages)
     tokens = max(0, (hit.pages + hit.remote) * page_tokens - computed)
-    return HitOffer(found, tokens, computed, page_tokens, *backlog)
+    return HitOffer(found, tokens, computed, page_tokens, *backlog, divisible)
 
 
 class LoadChooser:
@@ -225,7 +243,7 @@ class LoadChooser:
 
     def _fastest(self, asked: HitOffer, ahead: dict[str, float]) -> int:
         """Pages to load, for the shortest time; all or none where that is nearly as short."""
-        taken = {pages: self._taken_s(asked, pages, ahead) for pages in _candidates(asked)}
+        taken = {pages: self._taken_s(asked, pages, ahead) for pages in (0, *asked.ends)}
         best = min(taken, key=lambda pages: (taken[pages], -pages))
         nearly = (pages for pages in (asked.pages, 0) if taken[pages] <= PREFER * taken[best])
         return next(nearly, best)
@@ -273,6 +291,8 @@ class LoadChooser:
         if not all(self.costs.is_known(part.tier) for part in asked.parts):
             return 0
         unknown = compute_s == float("inf")
+        if not asked.divisible:
+            return 0
         needless = load_s <= (STRETCH_S_MIN if unknown else STRETCH_SHARE * compute_s)
         if needless or measured >= asked.tokens or self._since_stretch < STRETCH_AFTER:
             return 0
@@ -286,6 +306,8 @@ class LoadChooser:
             due = self._skipped.get(part.tier, 0) >= PROBE_AFTER
             if due and best <= before and self.has_room([part.tier]):
                 least_s = self._load_s(asked, before, ahead)
+                if not asked.divisible:
+                    return next(end for end in asked.ends if end > before)
                 pages = before + 1
                 while pages < before + part.pages:
                     more = min(before + part.pages, before + 2 * (pages - before))
@@ -295,12 +317,3 @@ class LoadChooser:
                 return pages
             before += part.pages
         return 0
-
-
-def _candidates(asked: HitOffer) -> set[int]:
-    """Numbers of pages to think about: none, and each tier's in eighths."""
-    found, before = {0}, 0
-    for part in asked.parts:
-        found |= {before + part.pages * step // _PARTS for step in range(1, _PARTS + 1)}
-        before += part.pages
-    return {pages for pages in found if not pages or asked.gained(pages)}

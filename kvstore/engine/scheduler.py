@@ -167,7 +167,8 @@ class SchedulerSide:
         page_bytes = sum(space.page_bytes) if space is not None else 0
         waits = self._options.load is LoadOrder.ASYNC
         backlog = self._backlog.beside(state.request.request_id) if waits else (0, 0)
-        return offer_of(hit, computed, self._page_tokens, page_bytes, backlog)
+        divisible = not any(window_pages(one, self._page_tokens) for one in self._setup.groups)
+        return offer_of(hit, computed, self._page_tokens, page_bytes, backlog, divisible=divisible)
 
     def allocated(self, request: Request, blocks: Sequence[Sequence[int]], tokens: int) -> None:
         """A request got blocks; queue the load of ``tokens`` tokens."""

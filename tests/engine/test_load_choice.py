@@ -53,6 +53,10 @@ def asked(hit: Hit, computed: int = 0, backlog: int = 0) -> HitOffer:
     return offer_of(hit, computed, PAGE_TOKENS, PAGE_BYTES, (backlog, 0))
 
 
+def undivided(hit: Hit) -> HitOffer:
+    return offer_of(hit, 0, PAGE_TOKENS, PAGE_BYTES, divisible=False)
+
+
 # ---- what is chosen -----------------------------------------------------------------------------
 
 
@@ -67,6 +71,19 @@ def test_until_loads_were_measured_the_nodes_guess_counts():
 
     assert chooser.choose(asked(hit_of(4, guess_s=0.2)), 0.0)[:3] == ("load", "unmeasured", 4)
     assert chooser.choose(asked(hit_of(4, guess_s=0.3)), 0.0)[:3] == ("compute", "faster", 0)
+
+
+def test_where_only_the_last_pages_are_needed_no_part_is_loaded_that_may_end_without_any():
+    chooser = LoadChooser(paced())
+    measured(chooser.costs, "host", FAST)
+    measured(chooser.costs, "ssd", SLOW, times=8)
+    hit = hit_of(6, 2)
+
+    assert chooser.choose(asked(hit), 0.0)[:3] == ("part", "faster", 6)
+    assert chooser.choose(undivided(hit), 0.0)[:3] == ("compute", "faster", 0)
+    assert undivided(hit).ends == (8,)
+    remote = Hit(8, tiers={"host": 8}, remote=4)
+    assert undivided(remote).ends == (8, 12), "a lookup says of both that they are hits"
 
 
 def test_what_was_measured_counts_more_than_the_guess():
