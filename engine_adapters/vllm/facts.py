@@ -13,14 +13,10 @@ import vllm
 from huggingface_hub import try_to_load_from_cache
 from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVQuantMode,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec
 
 from engine_adapters.vllm.names import ENGINE, length_settings
+from engine_adapters.vllm.support import check_groups, check_model
 from kvstore.engine.identity import EngineFacts, Group
 from kvstore.engine.requests import files_fingerprint
 from kvstore.errors import ConfigError
@@ -28,9 +24,6 @@ from kvstore.errors import ConfigError
 log = logging.getLogger("vllm.kvstore")
 
 TESTED_VERSIONS: Final = ("0.32.0",)
-_SUPPORTED: Final = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
-_SUPPORTED_QUANTISED: Final = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
-"""Those whose scales, if any, are in the model."""
 
 
 def check_version() -> None:
@@ -64,7 +57,9 @@ def read_facts(config: Any, kv: Any, revision: str) -> EngineFacts:
             raise ConfigError(f"{name}: {getattr(parallel, name)} is not supported")
     if getattr(cache, "calculate_kv_scales", False):
         raise ConfigError("calculate_kv_scales: scales that are not in the model are not supported")
-    specs = [(index, kv.kv_cache_groups[index]) for index in kv.transfer_group_ids]
+    check_model(config)
+    check_groups(kv.kv_cache_groups, kv.transfer_group_ids)
+    specs = list(enumerate(kv.kv_cache_groups))
     stages = _stages(config, len(specs))
     groups = tuple(_group(config, index, group, stages) for index, group in specs)
     dtypes = {str(group.kv_cache_spec.dtype).removeprefix("torch.") for _, group in specs}
@@ -127,15 +122,6 @@ def _alone(config: Any, specs: Iterable[tuple[int, Any]]) -> dict[str, str]:
 
 def _group(config: Any, index: int, group: Any, stages: Sequence[tuple[int, int]]) -> Group:
     spec = group.kv_cache_spec
-    if type(spec) not in _SUPPORTED:
-        raise ConfigError(f"KV cache: group {index} is {type(spec).__name__}: not supported")
-    if group.is_eagle_group or getattr(spec, "non_causal", False):
-        raise ConfigError(f"KV cache: group {index} (EAGLE or not causal) is not supported")
-    quantised = getattr(spec, "kv_quant_mode", KVQuantMode.NONE)
-    if quantised not in _SUPPORTED_QUANTISED:
-        raise ConfigError(
-            f"KV cache: group {index} is quantised as {quantised.name}: not supported"
-        )
     return Group(
         index=index,
         layers=stages[-1][1] if stages else len(group.layer_names),
@@ -143,7 +129,7 @@ def _group(config: Any, index: int, group: Any, stages: Sequence[tuple[int, int]
         block_bytes=spec.unpadded_page_size_bytes,
         kv_heads=_heads(config, spec)
         or spec.num_kv_heads * config.parallel_config.tensor_parallel_size,
-        window_tokens=spec.sliding_window if type(spec) is SlidingWindowSpec else 0,
+        window_tokens=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0,
     )
 
 

@@ -36,16 +36,16 @@ class Storer:
     """The puts of one space.
 
     Args:
-        services: of its store.
+        resources: of its store.
         pages: the pages of each shard.
         numbers: the numbers of the space and its shards on a connection.
     """
 
     def __init__(
-        self, services: StoreResources, pages: Sequence[PageSet],
+        self, resources: StoreResources, pages: Sequence[PageSet],
         numbers: Callable[[NodeLink], Opened],
     ) -> None:  # fmt: skip
-        self._services = services
+        self._resources = resources
         self._pages = pages
         self._numbers = numbers
         #: Shard → until when this writer puts all of its pages, because others did not come.
@@ -76,7 +76,7 @@ class Storer:
                 follows,
             )  # fmt: skip
             try:
-                granted = link.request(request, self._services.timeout_s + wait_s, opened.epoch)
+                granted = link.request(request, self._resources.timeout_s + wait_s, opened.epoch)
                 assert isinstance(granted, wire.PutGranted)
                 statuses = granted.statuses
                 if granted.addresses:
@@ -86,7 +86,7 @@ class Storer:
                     )
                     if reserved is not None and reserved.is_worth_asking(opened.space, number):
                         commit.ahead = ahead = next(names)
-                    committed = link.request(commit, self._services.timeout_s, opened.epoch)
+                    committed = link.request(commit, self._resources.timeout_s, opened.epoch)
                     assert isinstance(committed, wire.Committed)
                     statuses += committed.statuses
                     if committed.ahead and reserved is not None:
@@ -113,7 +113,7 @@ class Storer:
             it. Put all of them.
         """
         # Not the connection of loads, which must not wait behind another writer.
-        link = self._services.waiting_link("store")
+        link = self._resources.waiting_link("store")
         opened = self._numbers(link)
         old = link.node_minor < wire.TURNS_MINOR
         if old or monotonic() < self._alone_until.get(opened.shards[shard], 0.0):
@@ -153,7 +153,7 @@ class Storer:
                     0, slot.put, opened.space, number, keys.packed, keys.parent, digest, tokens,
                     int(keep.ttl_s * 1000), keep.read_once, keep.memory_only, following,
                 )  # fmt: skip
-                answer = link.request(request, self._services.timeout_s, opened.epoch)
+                answer = link.request(request, self._resources.timeout_s, opened.epoch)
                 assert isinstance(answer, wire.Committed)
             except BaseException:
                 link.send(wire.AbortPut(slot.put), opened.epoch)  # nothing is being written

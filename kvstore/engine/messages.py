@@ -68,7 +68,7 @@ class End(NamedTuple):
     Attributes:
         ranks: number of these ranks.
         pages: leading pages that succeeded on all of them.
-        seconds: the longest duration of the copy on one of them; 0.0 = not measured.
+        seconds: the longest time from submission to end on one of them; 0.0 = not measured.
     """
 
     ranks: int

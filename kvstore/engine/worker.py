@@ -326,7 +326,7 @@ class WorkerSide:
                 whole = len(self.groups) == 1
                 pages = min(pages, result.pages if whole else 0)
             self.counts.add("loaded_bytes", result.size_bytes)
-            seconds += result.seconds
+            seconds = max(seconds, result.seconds)
         self.counts.add("loads")
         self.counts.add("load_seconds", self.clock() - loading.began)
         if not loading.late:
