@@ -75,18 +75,6 @@ def test_one_rank_and_two_ranks_read_what_the_other_has_stored(node, start: Star
     assert one.metric(HITS) == 256 + 448
 
 
-def test_latents_that_two_ranks_hold_alike_are_stored_once(node, start: Start, make: Make):
-    engine = start(
-        node.address, model=make("latents"), block_size=16, hooks=("two ranks",),
-        tensor_parallel_size=2,
-    )  # fmt: skip
-    answers = engine.tokens(PROMPTS)
-    engine.ask("settle")
-
-    assert len({tuple(tokens) for tokens in answers}) == len(PROMPTS)
-    assert engine.metric("kvstore:stored_pages") == 4 + 1 + 1 + 7, "of both ranks together"
-
-
 def restarts_and_hits(node: Node, start: Start, **changes: object) -> None:
     first = start(node.address, num_gpu_blocks_override=640, **changes)
     expected = first.tokens(PROMPTS)
