@@ -90,17 +90,6 @@ def test_latents_that_two_ranks_hold_alike_are_stored_once(node, start: Start, m
     assert engine.metric(HITS) == HIT_TOKENS
 
 
-def test_two_ranks_in_a_pipeline_hit(node, start: Start, plain):
-    expected = plain.tokens(PROMPTS)
-    engine = start(
-        node.address, hooks=("two ranks",), pipeline_parallel_size=2, enable_prefix_caching=False
-    )
-    assert engine.tokens(PROMPTS) == expected
-    engine.ask("settle")
-    assert engine.tokens(PROMPTS) == expected
-    assert engine.metric(HITS) == HIT_TOKENS
-
-
 def test_a_restarted_engine_hits_although_half_its_layers_have_a_state_instead_of_kv(
     node, start: Start, make: Make
 ):
