@@ -34,7 +34,9 @@ from kvstore.client.jobs import RestoreJob, StoreJob
 from kvstore.client.results import MISS, Hit, PutResult, RestoreResult
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
+from kvstore.engine.conversations import ConversationKeeper
 from kvstore.engine.opening import Opening
+from kvstore.engine.options import Retain
 from kvstore.engine.pace import Pace
 from kvstore.engine.pending import PendingWait, missing_tokens
 from kvstore.engine.transfer import Transfer
@@ -78,6 +80,7 @@ class StoreAdapter:
         pool: PagedPool,
         allocator: BlockAllocator,
         metrics: Metrics,
+        retain: Retain,
     ) -> None:
         """Create the adapter; the node need not run.
 
@@ -88,6 +91,7 @@ class StoreAdapter:
             pool: the engine's pool; jobs use its addresses, so it must outlive them.
             allocator: allocator of the pool.
             metrics: the engine's metrics.
+            retain: how long the pages of a conversation are kept.
         """
         self._store = store
         private = msgspec.structs.replace(identity, scope=HANDOFF_SCOPE)
@@ -101,6 +105,7 @@ class StoreAdapter:
         self._allocator = allocator
         self._metrics = metrics
         self._pace = Pace()
+        self._keeper = ConversationKeeper(self._shared.get, retain)
         self._pending: dict[Request, PendingWait] = {}
         self._restores: list[RestoreJobs] = []
         self._puts: list[PutJob] = []
@@ -166,6 +171,7 @@ class StoreAdapter:
         for put in [p for p in self._puts if all(job.wait(0.0) for job in p.jobs)]:
             self._puts.remove(put)
             self._end_put(put, now)
+        self._keeper.advance(put.request.id for put in self._puts)
         return ready
 
     def abort(self, request: Request) -> None:
@@ -350,6 +356,12 @@ class StoreAdapter:
         blocks = request.blocks[first * self._page_blocks : pages * self._page_blocks]
         request.stored_pages = pages
         self._submit_put(spaces.shared, request, request.keys[first:pages], blocks, now)
+
+    def finished(self, request: Request) -> None:
+        """A request has ended: keep its pages when its puts have, if it is of a conversation."""
+        stored = request.stored_pages
+        self._keeper.finished(request.id, request.session_id, lambda: request.keys[:stored])
+        self._keeper.advance(put.request.id for put in self._puts)
 
     def flush(self, request: Request, now: float) -> bool:
         """Store everything that a handoff of ``request`` needs.

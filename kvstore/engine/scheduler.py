@@ -329,7 +329,8 @@ class SchedulerSide:
         state = self._states.pop(request_id, None)
         if state is None:
             return None
-        self._keeper.finished(state.request, lambda: self._keys(state)[: state.stored])
+        name = getattr(state.request, "session_id", None)
+        self._keeper.finished(request_id, name, lambda: self._keys(state)[: state.stored])
         if not read_transfer(state.request.kv_transfer_params).do_remote_decode:
             return None
         prompt = state.request.num_prompt_tokens
