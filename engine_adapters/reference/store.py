@@ -73,15 +73,9 @@ class StoreAdapter:
     """One engine's use of one store. All calls come from the engine's step thread."""
 
     def __init__(
-        self,
-        store: KVStore,
-        identity: SpaceIdentity,
-        shards: Sequence[ShardSpec],
-        pool: PagedPool,
-        allocator: BlockAllocator,
-        metrics: Metrics,
-        retain: Retain,
-    ) -> None:
+        self, store: KVStore, identity: SpaceIdentity, shards: Sequence[ShardSpec],
+        pool: PagedPool, allocator: BlockAllocator, metrics: Metrics, retain: Retain,
+    ) -> None:  # fmt: skip
         """Create the adapter; the node need not run.
 
         Args:
@@ -320,9 +314,8 @@ class StoreAdapter:
         timings = request.timings
         timings.restored_tokens += tokens
         timings.restored_bytes += size_bytes
-        began = restore.deadline - RESTORE_TIMEOUT_S
         self._metrics.restore_bytes.inc(size_bytes)
-        self._metrics.restore_seconds.inc(now - began)
+        self._metrics.restore_seconds.inc(now - restore.deadline + RESTORE_TIMEOUT_S)
         return restore.first_page * self._page_tokens + tokens
 
     def _restore_outcome(self, jobs: Sequence[RestoreJob]) -> RestoreResult:
@@ -359,8 +352,8 @@ class StoreAdapter:
 
     def finished(self, request: Request) -> None:
         """A request has ended: keep its pages when its puts have, if it is of a conversation."""
-        stored = request.stored_pages
-        self._keeper.finished(request.id, request.session_id, lambda: request.keys[:stored])
+        pages = request.stored_pages
+        self._keeper.finished(request.id, request.session_id, lambda: request.keys[:pages])
         self._keeper.advance(put.request.id for put in self._puts)
 
     def flush(self, request: Request, now: float) -> bool:
