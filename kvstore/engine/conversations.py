@@ -27,15 +27,17 @@ class ConversationKeeper:
         self._retain = retain
         self._waiting: dict[str, tuple[str, PrefixKeys]] = {}
 
-    def finished(self, request_id: str, name: str | None, stored: Callable[[], PrefixKeys]) -> None:
+    def finished(self, request_id: str, request: object, stored: Callable[[], PrefixKeys]) -> None:
         """A request has ended.
 
         Args:
             request_id: its id, for :meth:`advance`.
-            name: of its conversation; nothing is kept of one that has none.
+            request: its ``session_id``, if it has such an attribute and a value, names the
+                conversation; else nothing is kept.
             stored: gives its pages that are stored, or are being stored; called only if they are
                 kept, as it may hash tokens.
         """
+        name: str | None = getattr(request, "session_id", None)
         if not (self._retain.seconds and name):
             return
         keys = stored()

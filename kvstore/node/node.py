@@ -174,14 +174,16 @@ class Node:
         self._after(now_ns)
 
     def disk_completed(
-        self, job: int, error: KVStoreError | None, now_ns: int, tokens: bytes = b""
-    ) -> None:
+        self, job: int, error: KVStoreError | None, now_ns: int, tokens: bytes = b"",
+        failed: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
         """The SSD tier has completed a job; ``error`` None = success.
 
-        ``tokens``: tokens in the record, if the job read one.
+        ``tokens``: tokens in the record, if the job read one. ``failed``: segments that it could
+        not sync.
         """
         self.pages.moment.now_ns = now_ns
-        self._room_may_be |= self.pages.tiers.completed(job, error, tokens)
+        self._room_may_be |= self.pages.tiers.completed(job, error, tokens, failed)
         self._after(now_ns)
 
     def located(self, number: int, holdings: Sequence[Holding], now_ns: int) -> None:
@@ -427,10 +429,13 @@ class Node:
             self.remote.chains.answered.clear()
             ended += self.remote.spreads.ended
             self.remote.spreads.ended.clear()
+        begun = self._requests.begun
         if self.waiting.count:
             things = {(at.space.number, key): None for at in actions for key in at.keys}
+            things |= {(number, key): None for number, keys in begun for key in keys}
             for thing in [*things, *ended]:
                 self.waiting.wake(thing)
+        begun.clear()
         actions.clear()
 
     def next_deadline_ns(self) -> int:

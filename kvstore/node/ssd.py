@@ -147,19 +147,19 @@ class DiskTier:
                 self._set_address(job)
                 made.append(job)
             except KVStoreError as error:  # an error of this job's memory; the others continue
-                self._end(job.job, error, self._node.pages.now_ns)
+                self._end(Completion(job.job, error), self._node.pages.now_ns)
         try:
             self._log.submit(made)
         except KVStoreError as error:
             for one in made:
-                self._end(one.job, error, self._node.pages.now_ns)
+                self._end(Completion(one.job, error), self._node.pages.now_ns)
 
     def poll(self, now_ns: int) -> None:
         """Pass completed jobs to the node, and ask for another call if more are left."""
         self._completions.extend(self._log.poll())
         for _ in range(min(COMPLETIONS_TURN, len(self._completions))):
             completion = self._completions.popleft()
-            self._end(completion.job, completion.error, now_ns, completion.tokens)
+            self._end(completion, now_ns)
         if self.behind:
             self._wake()
 
@@ -184,13 +184,14 @@ class DiskTier:
         """Content and counts of the tier, as plain values."""
         return {**self._log.stats(), **self.pages.stats(), "recovery_s": self.recovery_s}
 
-    def _end(self, job: int, error: KVStoreError | None, now_ns: int, tokens: bytes = b"") -> None:
+    def _end(self, ended: Completion, now_ns: int) -> None:
+        job, error = ended.job, ended.error
         del self._jobs[job]
         self._scratch.pop(job, None)
         if error is not None:  # logged once while it lasts; all are counted
             level = logging.DEBUG if self.pages.degraded else logging.WARNING
             log.log(level, "the SSD tier: %s: %s", error.code, error)
-        self._node.disk_completed(job, error, now_ns, tokens)
+        self._node.disk_completed(job, error, now_ns, ended.tokens, ended.failed)
 
     def _waits(self, job: DiskJob) -> bool:
         """Whether a page's target memory is still being created."""

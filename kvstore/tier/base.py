@@ -19,11 +19,14 @@ class Completion:
 
     Attributes:
         tokens: of a read: the tokens in the record; empty if it has none.
+        failed: of a sync or a seal: the segments that could not be synced, now or before. What was
+            to become durable in all others is.
     """
 
     job: int
     error: KVStoreError | None = None
     tokens: bytes = b""
+    failed: tuple[int, ...] = ()
 
 
 class Tier(Protocol):

@@ -317,6 +317,18 @@ def _pairs_of(table: bytes, count: int) -> list[bytes] | None:
     return pairs if at <= len(table) else None
 
 
+def end_of(entries: Entries) -> int:
+    """The first byte after the last record; 0 if there is none."""
+    return int(_behind(entries).max(initial=0))
+
+
+def _behind(entries: Entries) -> npt.NDArray[np.uint64]:
+    """For each record: the first byte after it."""
+    blocks = np.uint64(BLOCK_BYTES)
+    pages: npt.NDArray[np.uint64] = -(-entries["payload_bytes"] // blocks) * blocks
+    return entries["offset"] + np.uint64(HEADER_BYTES) + pages
+
+
 def _are_records(entries: Entries, pairs: int, end: int) -> bool:
     """Whether all entries are possible: records before ``end`` that do not overlap."""
     offsets, sizes = entries["offset"], entries["payload_bytes"]
@@ -326,10 +338,8 @@ def _are_records(entries: Entries, pairs: int, end: int) -> bool:
     fine &= (offsets % BLOCK_BYTES == 0) & (offsets <= end)
     if not fine.all():
         return False
-    blocks = np.uint64(BLOCK_BYTES)
-    behind = offsets + np.uint64(HEADER_BYTES) + -(-sizes // blocks) * blocks
     starts = np.append(offsets[1:], np.uint64(end))
-    return bool((behind <= starts).all())
+    return bool((_behind(entries) <= starts).all())
 
 
 def _closed(fixed: bytes) -> bytes:

@@ -1,5 +1,10 @@
 """The segment files of an SSD log: creates, opens, syncs, seals and deletes them.
 
+Which segments there are, what lies in them and which one takes the next record is decided by
+:class:`kvstore.state.disk.log.SegmentLog`. Here is only what can be known of files alone: which is
+open, which writes are not synced, what a footer will list, which file failed. The log is told of
+that in completions.
+
 Worker threads share it. ``_lock`` protects the table and all fields of its segments, and is never
 held during file operations. A segment's own ``lock`` is held while its file is created, opened or
 synced, and is taken before ``_lock``.
@@ -18,7 +23,7 @@ from kvstore.state.disk.log import SEGMENT_PAIRS_MAX
 from kvstore.state.tree.places import FOOTER_ENTRY_BYTES, footer_bytes
 from kvstore.tier.directories import OpenDirectory, failure
 from kvstore.tier.disk import Disk
-from kvstore.tier.record import ENTRY, encode_footer, segment_name
+from kvstore.tier.record import ENTRY, encode_footer, end_of, segment_name
 from kvstore.tier.vectored import aligned, write_fully
 
 DESCRIPTORS_MAX: Final = 256
@@ -38,7 +43,6 @@ class LogFile:
         users: jobs that use it now.
         written: number of completed writes.
         synced: how many of them are durable.
-        end: the first byte after the last record.
         entries: packed footer entries of the records, until it is sealed.
         pairs: packed pair → its index in the footer, until it is sealed.
         sealing: a footer may have been written, so no more records may follow: a start that finds
@@ -57,7 +61,6 @@ class LogFile:
     users: int = 0
     written: int = 0
     synced: int = 0
-    end: int = 0
     entries: bytearray = field(default_factory=bytearray)
     pairs: dict[bytes, int] = field(default_factory=dict)
     sealing: bool = False
@@ -122,29 +125,18 @@ class Segments:
             self._leave(segment)
 
     def pair_index(self, segment: LogFile, packed: bytes) -> int:
-        """The index of a pair in the segment's footer.
-
-        Raises:
-            CapacityError: the footer has no space for another pair.
-        """
+        """The index of a pair in the segment's footer; the log gives it no more than fit."""
         with self._lock:
-            index = segment.pairs.get(packed)
-            if index is None:
-                index = len(segment.pairs)
-                if index >= SEGMENT_PAIRS_MAX:
-                    raise CapacityError(
-                        f"segment {segment.number} already has pages of {index} spaces and shards"
-                    )
-                segment.pairs[packed] = index
-            return index
+            index = segment.pairs.setdefault(packed, len(segment.pairs))
+        assert index < SEGMENT_PAIRS_MAX
+        return index
 
-    def note_written(self, segment: LogFile, entries: list[bytes], end: int) -> None:
-        """Record completed writes; ``end`` is the first byte after the last record."""
+    def note_written(self, segment: LogFile, entries: list[bytes]) -> None:
+        """Record completed writes."""
         with self._lock:
             assert not segment.sealing, "a start would not find these records"
             segment.written += len(entries)
             self._dirty[segment.number] = segment
-            segment.end = max(segment.end, end)
             segment.entries += b"".join(entries)
 
     def unsynced(self) -> dict[int, int]:
@@ -188,8 +180,8 @@ class Segments:
             with self._lock:
                 written = segment.written
                 entries = np.frombuffer(bytes(segment.entries), dtype=ENTRY)
-                pairs, end = list(segment.pairs), segment.end
-            size = footer_bytes(len(entries))
+                pairs = list(segment.pairs)
+            size, end = footer_bytes(len(entries)), end_of(entries)
             if end + size > segment.size_bytes:
                 raise InvalidArgument("segment", f"{number} has no space for a footer of {size}")
             ordered = entries[np.argsort(entries["offset"], kind="stable")]

@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Final, NamedTuple, cast
 
 from kvstore.errors import CapacityError, ConfigError, KVStoreError, TierUnavailable
@@ -187,7 +188,6 @@ class SSDLog:
             return
         segment = LogFile(found.number, found.directory, found.size_bytes)
         segment.sealing = segment.sealed = loaded.sealed
-        segment.end = loaded.end
         if not loaded.sealed:
             segment.entries = bytearray(loaded.entries.tobytes())
             segment.pairs = {packed: index for index, packed in enumerate(loaded.pairs)}
@@ -355,9 +355,11 @@ class SSDLog:
             case DiskCopy():
                 yield mover.copy(first, work.sequence)
             case DiskSync():
-                yield self._attempt(first, lambda: self._sync(work.unsynced, mover))
+                yield self._sync(first, work.unsynced, mover)
             case DiskSeal(segment=number):
-                yield self._attempt(first, lambda: self._segments.seal(number))
+                ended = self._attempt(first, lambda: self._segments.seal(number))
+                failed = (number,) if number in self._segments.failures() else ()
+                yield replace(ended, failed=failed)
                 mover.counts["seals"] += 1
             case DiskDrop(segment=number):
                 yield self._attempt(first, lambda: self._segments.drop(number))
@@ -372,16 +374,16 @@ class SSDLog:
             return Completion(job.job, error)
         return Completion(job.job)
 
-    def _sync(self, unsynced: dict[int, int], mover: RecordMover) -> None:
-        """Sync all segments, even after a failure; raises the last failure."""
-        failed: KVStoreError | None = None
+    def _sync(self, job: DiskSync, unsynced: dict[int, int], mover: RecordMover) -> Completion:
+        """Sync all segments, even after a failure; the answer names those that failed."""
+        errors: dict[int, KVStoreError] = {}
         for number, written in unsynced.items():
             try:
                 mover.counts["syncs"] += self._segments.sync(number, written)
             except KVStoreError as error:
-                failed = error
-        if failed is not None:
-            raise failed
+                errors[number] = error
+        last = list(errors.values())[-1] if errors else None
+        return Completion(job.job, last, failed=tuple(errors))
 
     def _ended(self, completions: list[Completion]) -> None:
         if not completions:

@@ -202,7 +202,7 @@ class RecordMover:
             except OSError as error:
                 self._segments.directories[segment.directory].failing = True
                 raise self._failure(segment, error) from error
-            self._segments.note_written(segment, entries, end)
+            self._segments.note_written(segment, entries)
         self.counts["written_records"] += len(run)
         self.counts["written_bytes"] += end - first.offset
 

@@ -4,6 +4,7 @@ import os
 import socket
 import threading
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from kvstore.errors import (
 )
 from kvstore.mover.kvpool import KVPool
 from kvstore.node import ssd
+from kvstore.state.disk.jobs import DiskRules
 from kvstore.testing.disk import DiskFault, FaultyDisk
 from kvstore.tier.disk import OSDisk
 from tests.client.conftest import content, identity, new_keys, open_space
@@ -181,21 +183,21 @@ def test_a_lookup_reckons_with_what_the_disk_takes_and_learns_it(tmp_path):
         space.put(keys, content(5, space.page_bytes[0]), durable=True)
     with open_store(tmp_path) as store:
         space = large_space(store, model=model)
-        services = store._services
-        memory_rate, disk_rate = services.load_bytes_per_s, services.disk_bytes_per_s
+        resources = store._resources
+        memory_rate, disk_rate = resources.load_bytes_per_s, resources.disk_bytes_per_s
         size = 5 * space.page_bytes[0]
         cold = space.lookup(keys)
         assert cold.tiers == {"host": 0, "ssd": 5}
         assert cold.load_seconds == pytest.approx(size / memory_rate + size / disk_rate)
 
         assert len(read(space, keys)) == 5
-        assert services.disk_bytes_per_s != disk_rate
-        assert services.load_bytes_per_s == memory_rate, "the disk's time says nothing of memory"
+        assert resources.disk_bytes_per_s != disk_rate
+        assert resources.load_bytes_per_s == memory_rate, "the disk's time says nothing of memory"
 
         assert len(read(space, keys)) == 5
-        assert services.load_bytes_per_s != memory_rate
+        assert resources.load_bytes_per_s != memory_rate
         warm = space.lookup(keys)
-        assert warm.load_seconds == pytest.approx(size / services.load_bytes_per_s)
+        assert warm.load_seconds == pytest.approx(size / resources.load_bytes_per_s)
 
 
 def test_a_sync_comes_at_its_interval_without_anybody_calling(tmp_path, wait_until):
@@ -266,11 +268,13 @@ def test_one_prompt_longer_than_memory_is_stored_and_read_whole(tmp_path):
         assert read(space, keys) == [bytes(page) for page in pages]
 
 
-def test_after_a_failed_sync_nothing_is_called_durable_until_the_store_is_opened_again(
-    tmp_path, monkeypatch
+def test_after_a_failed_sync_nothing_is_called_durable_until_its_segment_is_given_up(
+    tmp_path, monkeypatch, wait_until
 ):
     disk = FaultyDisk(OSDisk())
     monkeypatch.setattr("kvstore.tier.ssd.OSDisk", lambda: disk)
+    soon = partial(DiskRules, retry_ns=2_000_000_000)
+    monkeypatch.setattr("kvstore.node.ssd.DiskRules", soon)
     model = identity().model
     with open_store(tmp_path) as store:
         space = large_space(store, model=model)
@@ -282,11 +286,9 @@ def test_after_a_failed_sync_nothing_is_called_durable_until_the_store_is_opened
         assert disk.hits == 1, "the second one was refused for the first one's sake"
         assert store.stats()["ssd"]["degraded"]
         assert read(space, keys) == [bytes(page) for page in pages], "it serves on"
-
-    with open_store(tmp_path) as store:
-        space = large_space(store, model=model)
+        wait_until(lambda: not store.stats()["ssd"]["degraded"])
+        assert not store.stats()["ssd"]["failed_segments"]
         space.put(keys, pages, durable=True)
-        assert not store.stats()["ssd"]["degraded"]
     with open_store(tmp_path) as store:
         assert read(large_space(store, model=model), keys) == [bytes(page) for page in pages]
 

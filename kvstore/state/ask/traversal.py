@@ -12,7 +12,8 @@ from kvstore.errors import InvalidArgument
 from kvstore.page import PrefixKey
 from kvstore.state.choice.quotas import PINS_MAX
 from kvstore.state.table.pages import PageTable
-from kvstore.state.tree.node import PrefixNode, first_page, is_live
+from kvstore.state.tree.children import first_page
+from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 T = TypeVar("T")

@@ -67,7 +67,8 @@ class Segment:
         sealing: its footer is being written.
         failed: something could not be written or synced there; it is reclaimed first.
         waits_for: numbers of the segments that may hold records older than its tombstones; it is
-            not reclaimed before them, for without the tombstones those would come back.
+            not reclaimed before them, for without the tombstones those would come back. Nor before
+            those to which its pages were copied in vain.
     """
 
     number: int
@@ -274,9 +275,14 @@ class SegmentLog:
         return min(candidates, key=lambda one: (not one.failed, bool(one.pages)), default=None)
 
     @property
+    def is_failing(self) -> bool:
+        """Whether there is a failed segment."""
+        return self._failed > 0
+
+    @property
     def wants_reclaim(self) -> bool:
         """Whether room is needed, or a failed segment is to be got rid of."""
-        return self.free_segments < FREE_SEGMENTS_MIN or self._failed > 0
+        return self.free_segments < FREE_SEGMENTS_MIN or self.is_failing
 
     def fail(self, number: int) -> None:
         """Something could not be written or synced in a segment: no more records go there."""
@@ -288,11 +294,6 @@ class SegmentLog:
         for carried, open_segment in list(self._open.items()):
             if open_segment is segment:
                 self._close(carried)
-
-    def fail_open(self) -> None:
-        """A sync failed: nobody knows which of the open segments it was."""
-        for segment in list(self._open.values()):
-            self.fail(segment.number)
 
     def _close(self, carried: bool) -> None:  # noqa: FBT001
         segment = self._open.pop(carried, None)

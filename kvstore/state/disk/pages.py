@@ -136,8 +136,8 @@ class DiskPages:
 
     @property
     def troubled(self) -> bool:
-        """Whether writes fail, or a sync did: then nothing becomes durable before a restart."""
-        return self.degraded or self._sync_failed
+        """Whether writes fail, or a sync did and what it could not sync is still there."""
+        return self.degraded or (self._sync_failed and self.log.is_failing)
 
     def stored(self, nodes: Iterable[PrefixNode], shard: int) -> None:
         """Pages became READY in memory."""
@@ -348,19 +348,26 @@ class DiskPages:
 
     # ---- what the tier says -----------------------------------------------------------------
 
-    def completed(self, job: int, error: KVStoreError | None, tokens: bytes = b"") -> bool:
+    def completed(
+        self, job: int, error: KVStoreError | None, tokens: bytes = b"",
+        failed: tuple[int, ...] = (),
+    ) -> bool:  # fmt: skip
         """A job has ended; ``error`` None = all of it was done. :meth:`go_on` is called then.
 
-        ``tokens``: of one that read a record, those that it has of its page.
+        Args:
+            job: its number.
+            error: why it was not done.
+            tokens: of one that read a record, those that it has of its page.
+            failed: of a sync or a seal: the segments that cannot be synced; the log gives up each.
 
         Returns:
             whether there may be more room than before: not as long as a run is written in part.
         """
         writes = len(self.writes)
         ended, of = self._queue.end(job, error)
+        for number in failed:
+            self.log.fail(number)
         if isinstance(ended, DiskSync):
-            if error is not None and not self._sync_failed:
-                self.log.fail_open()  # once: until a restart every later sync fails as well
             self._sync_failed = error is not None
         match ended:
             case DiskWrite():
@@ -384,7 +391,7 @@ class DiskPages:
                     self._fail(error)
                 self._syncs.completed(error)
             case _:
-                self._reclaimer.completed(ended, of, error, self._memory.moment.tick)
+                self._reclaimer.completed(ended, of, error, self._memory.moment.tick, failed)
         settled = error is not None or len(self.writes) != writes
         return settled or not isinstance(ended, DiskWrite)
 

@@ -83,6 +83,8 @@ class SegmentReclaimer:
         #: What of the victim has still to leave, and what is to be copied then.
         self._plan = Reclaim([], [])
         self._copies = 0
+        #: The segments that pages of the victim were copied to.
+        self._targets: set[int] = set()
         self._sync = 0
         #: Pages of the victim are to leave, and nobody has said :meth:`resume` since.
         self._losing = False
@@ -124,9 +126,18 @@ class SegmentReclaimer:
             self._go_on(victim)
 
     def completed(
-        self, job: DiskJob, of: RecordOf | None, error: KVStoreError | None, tick: int
-    ) -> None:
-        """One of this keeper's jobs has ended; ``of``: whose page it was to copy."""
+        self, job: DiskJob, of: RecordOf | None, error: KVStoreError | None, tick: int,
+        failed: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        """One of this keeper's jobs has ended.
+
+        Args:
+            job: the job.
+            of: whose page it was to copy.
+            error: why it was not done.
+            tick: now.
+            failed: of a sync: the segments that cannot be synced.
+        """
         match job:
             case DiskSeal(segment=number):
                 # Without a footer it is scanned at the next start; that is all.
@@ -137,10 +148,7 @@ class SegmentReclaimer:
                 assert of is not None
                 self._copied(job, of, error)
             case DiskSync():
-                assert self._stage is _Drain.SYNCING
-                if error is not None:
-                    self._rests_until_ns = self._now_ns + self._retry_ns
-                self._stage = _Drain.COPYING if error else _Drain.READ
+                error = self._synced(error, failed)
             case DiskDrop(segment=number):
                 self._counts["disk_drops_failed"] += error is not None
                 assert self._victim is not None
@@ -194,6 +202,7 @@ class SegmentReclaimer:
         assert not self._copies
         victim.state, self._stage = SegmentState.DRAINING, _Drain.DROPPING
         self._plan = Reclaim(plan.carry, plan.drop[::-1])
+        self._targets.clear()
         self._drop(victim, tick, DROPS_MAX)
 
     def _drop(self, victim: Segment, tick: int, limit: int) -> None:
@@ -252,6 +261,7 @@ class SegmentReclaimer:
         source = node.place_at(shard, position)
         self._log.pin_segment(source.segment)
         self._copies += 1
+        self._targets.add(placed.place.segment)
         self._admission.charge(space.shards[shard].record_bytes)
         page = page_record(node, shard, position)
         job = DiskCopy(self._queue.number(), source, placed.place, page)
@@ -274,6 +284,25 @@ class SegmentReclaimer:
             self._stage = _Drain.DELETING
             assert not victim.pages, "pages would lose their records"
             self._queue.submit(DiskDrop(self._queue.number(), victim.number))
+
+    def _synced(self, error: KVStoreError | None, failed: tuple[int, ...]) -> KVStoreError | None:
+        """The sync before a deletion has ended; None when what was copied is durable.
+
+        A segment that cannot be synced is no reason to keep the victim, often it is that one. Only
+        if copies went there the victim stays until they were copied once more.
+        """
+        lost = self._targets.intersection(failed)
+        if error is None or (failed and not lost):
+            self._stage = _Drain.READ
+            return None
+        self._rests_until_ns = self._now_ns + self._retry_ns
+        self._stage = _Drain.COPYING
+        if lost:
+            assert self._victim is not None
+            self._victim.waits_for |= lost
+            self._victim.state = SegmentState.SEALED
+            self._victim = None
+        return error
 
     def _copied(self, job: DiskCopy, of: RecordOf, error: KVStoreError | None) -> None:
         page, source = job.page, job.source

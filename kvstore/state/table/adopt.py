@@ -79,6 +79,11 @@ def adopt(
             sealed=segment.sealed, waits_for=_waits_for(segment, segments),
         )  # fmt: skip
     log.adopt_pages(spaces)
+    for space in spaces:
+        for number in space.by_creation.numbers(0):
+            for node in space.by_creation.nodes(number):
+                if node.on_disk:
+                    space.index.cool(node)
     log.next_segment = next_segment
     return sum(len(segment.pages) for segment in log.segments.values())
 

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvstore.state.tree.node import PrefixNode, first_page
+from kvstore.state.tree.children import first_page
+from kvstore.state.tree.node import PrefixNode
 
 
 class Orphans(NamedTuple):

@@ -28,13 +28,16 @@ class Tiers:
     def __init__(self, residents: Residents) -> None:
         self._held = residents
 
-    def completed(self, job: int, error: KVStoreError | None, tokens: bytes = b"") -> bool:
+    def completed(
+        self, job: int, error: KVStoreError | None, tokens: bytes = b"",
+        failed: tuple[int, ...] = (),
+    ) -> bool:  # fmt: skip
         """The SSD tier has ended a job; see :meth:`kvstore.state.disk.pages.DiskPages.completed`.
 
         Returns:
             whether there may be more room than before.
         """
-        more = self._held.disk.completed(job, error, tokens)
+        more = self._held.disk.completed(job, error, tokens, failed)
         apply_effects(self._held)
         self.go_on()
         return more

@@ -1,10 +1,9 @@
 """Nodes of the prefix tree: each is a run of pages of one prefix. Pure."""
 
-import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
+from kvstore.state.tree.children import Children
 from kvstore.state.tree.columns import (
     PLACE_COLUMN,
     SLOT_COLUMN,
@@ -79,6 +78,7 @@ class PrefixNode:
         present: bit i set = the pages of shard i are WRITING or READY, in whatever tier.
         ready: bit i set = the pages of shard i are READY, in whatever tier.
         children_in_memory: nodes below that have slots or lead to nodes that do.
+        cold: its pages are on disk only: the space's index has them among its cold keys.
         depth: pages up to the last one, itself included.
         access: tick of the last use of the last page or of a descendant that is gone.
         uses: requests whose prefix ended at the last page, or at a descendant that is gone; none
@@ -105,7 +105,7 @@ class PrefixNode:
     """
 
     __slots__ = (
-        "above", "access", "ask_depth", "below", "branches", "children_in_memory", "count",
+        "above", "access", "ask_depth", "below", "branches", "children_in_memory", "cold", "count",
         "deepest", "depth", "digest_columns", "disk_pins", "expires", "hits", "keys", "memory",
         "memory_only", "memory_pins", "on_disk", "pages_added", "place_columns", "present",
         "queued", "read_once", "ready", "replica", "serial", "slot_columns", "space", "stored_ns",
@@ -122,6 +122,7 @@ class PrefixNode:
         self.above: PrefixNode | None = None
         self.below: dict[PrefixKey, PrefixNode] = _NOTHING
         self.children_in_memory = 0
+        self.cold = False
         self.slot_columns: dict[int, bytes] = no_columns()
         self.place_columns: dict[int, bytes] = no_columns()
         self.digest_columns: dict[int, bytes] = no_columns()
@@ -220,7 +221,7 @@ class PrefixNode:
         return above
 
     @property
-    def children(self) -> "Children":
+    def children(self) -> Children:
         """The pages that continue the last one; each that is shown is a node of its own."""
         return Children(self)
 
@@ -310,7 +311,7 @@ class PrefixNode:
         head.access, head.stored_ns, head.ask_depth = self.access, self.stored_ns, self.ask_depth
         head.turns, head.use_interval, head.branches = self.turns, self.use_interval, 1
         head.pages_added = max(0, self.pages_added - rest)
-        head.serial = self.serial + first
+        head.serial, head.cold = self.serial + first, self.cold
 
     def copies(self) -> list["PrefixNode"]:
         """Its pages as single nodes, to be looked at only: they are in no tree."""
@@ -360,7 +361,7 @@ class PrefixNode:
         self.slot_columns = leading(self.slot_columns, left * SLOT_COLUMN)
         self.digest_columns = leading(self.digest_columns, left * DIGEST_BYTES)
         self.tokens = self.tokens[: left * space.token_bytes]
-        space.index.discard(self.keys, left, self.count)
+        space.index.discard(self, left)
         self.keys = self.keys[: left * KEY_BYTES]
         self.count = left
         self.depth -= pages
@@ -452,6 +453,8 @@ class PrefixNode:
         if not self.in_memory:
             self.count_above(-1)
         self._leave(shard)
+        if self.on_disk and not self.memory:
+            self.space.index.cool(self)
         return slots
 
     def forget_disk(self, shard: int) -> None:
@@ -465,6 +468,8 @@ class PrefixNode:
     def _enter_memory(self, shard: int, slots: bytes) -> None:
         if not self.in_memory:
             self.count_above(1)
+        if self.cold:
+            self.space.index.warm(self)
         self.slot_columns = {**self.slot_columns, shard: slots}
         self.memory |= 1 << shard
         self.space.changes += 1
@@ -514,42 +519,6 @@ class PrefixNode:
     def _settle(self) -> None:
         if self.present == self.ready:
             self.space.writing.discard(self)
-
-
-class Children:
-    """The pages that continue a page, each made a node of its own when it is shown.
-
-    Args:
-        node: its last page is the one.
-    """
-
-    __slots__ = ("_node",)
-
-    def __init__(self, node: PrefixNode) -> None:
-        self._node = node
-
-    def __len__(self) -> int:
-        return len(self._node.below)
-
-    def __iter__(self) -> Iterator[PrefixKey]:
-        return iter(self._node.below)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._node.below
-
-    def values(self, most: int = sys.maxsize) -> list[PrefixNode]:
-        """The first pages, ``most`` of them."""
-        found: list[PrefixNode] = []
-        for node in self._node.below.values():
-            if len(found) >= most:
-                break
-            found.append(node)
-        return [first_page(node) for node in found]
-
-
-def first_page(node: PrefixNode) -> PrefixNode:
-    """The first page of a node, which is a node of its own from now on."""
-    return node.split(1) if node.count > 1 else node
 
 
 def is_live(node: PrefixNode) -> bool:

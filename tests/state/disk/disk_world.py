@@ -85,9 +85,12 @@ class DiskWorld(World):
     def write_of(self, path: str) -> DiskWrite:
         return next(job for job in self.jobs(DiskWrite) if job.page.key == key(path))
 
-    def end_job(self, job: DiskJob, error: Exception | None = None) -> None:
+    def end_job(
+        self, job: DiskJob, error: Exception | None = None, failed: tuple[int, ...] = ()
+    ) -> None:
+        """``failed``: segments that the job could not sync."""
         del self.open[job.job]
-        self.table.tiers.completed(job.job, error)
+        self.table.tiers.completed(job.job, error, failed=failed)
         check(self.table)
 
     def end_all(self) -> None:

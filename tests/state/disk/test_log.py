@@ -47,7 +47,7 @@ from tests.state.world import DIGEST, FULL, ROOT, World, hold, identity, key
 
 DROPS_MAX = keeper.DROPS_MAX
 ERROR = TierUnavailable("no such disk")
-RULES = DiskRules(WritePolicy.BACK, SyncPolicy.ALWAYS, 0, 1 << 30)
+RULES = DiskRules(WritePolicy.BACK, SyncPolicy.ALWAYS, 0, 1 << 30, retry_ns=0)
 
 
 @dataclass
@@ -83,6 +83,8 @@ class LogMachine(RuleBasedStateMachine):
         counts = world.table.counts
         self.records: dict[int, Record] = {}
         self.covered: dict[int, list[Record]] = {}
+        #: Files that cannot be synced any more.
+        self.unsyncable: set[int] = set()
         self.writes: list[Write] = []
         self.burials: list[tuple[Durable, set[str]]] = []
         self.syncs = Syncs(RULES, self.queue)
@@ -305,23 +307,37 @@ class LogMachine(RuleBasedStateMachine):
                     self.log.fail(job.place.segment)
                 self.graves.completed(job, error)
             case DiskSync():
-                for covered in self.covered.pop(number):
-                    covered.synced = True
+                covered = self.covered.pop(number)
+                failed = self._sync([one for one in covered if not one.synced], fails=fails)
+                error = ERROR if failed else None
                 self._note_durable()
                 if self.keeper.is_mine(number):
-                    self.keeper.completed(job, of, None, self.tick)
+                    self.keeper.completed(job, of, error, self.tick, failed)
                 else:
-                    self.syncs.completed(None)
+                    self.syncs.completed(error)
+            case DiskSeal():
+                file = self.files.by_number[job.segment]
+                written = [one for one in file.records if one.written and not one.synced]
+                file.sealed = not self._sync(written, fails=fails)
+                error = None if file.sealed else ERROR
+                self.keeper.completed(job, of, error, self.tick)
             case _:
-                if isinstance(job, DiskSeal):
-                    file = self.files.by_number[job.segment]
-                    file.sealed = True
-                    for one in file.records:
-                        one.synced = one.synced or one.written
                 if isinstance(job, DiskDrop) and error is None:
                     del self.files.by_number[job.segment]
                 self.keeper.completed(job, of, error, self.tick)
         self._go_on()
+
+    def _sync(self, records: list[Record], *, fails: bool) -> tuple[int, ...]:
+        """Sync what is written; which files failed: those that did before, and one more."""
+        there = [one for one in records if one.place.segment in self.files.by_number]
+        if fails and there:
+            self.unsyncable.add(there[-1].place.segment)
+        failed = {one.place.segment for one in there} & self.unsyncable
+        for one in there:
+            one.synced = one.place.segment not in failed
+        for segment in failed:
+            self.log.fail(segment)
+        return tuple(sorted(failed))
 
     def _note_durable(self) -> None:
         there = self.files.synced()

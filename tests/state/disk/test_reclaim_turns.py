@@ -1,10 +1,11 @@
 """Goal: giving segments back never holds the state for long, and nothing stops it for good."""
 
 from kvstore.state.disk import segments as keeper
-from kvstore.state.disk.jobs import DiskDrop, DiskJob
+from kvstore.state.disk.jobs import DiskCopy, DiskDrop, DiskJob, DiskSeal, DiskSync
 from kvstore.state.disk.log import SegmentState
-from tests.state.disk.disk_world import IO_ERROR
+from tests.state.disk.disk_world import IO_ERROR, DiskWorld
 from tests.state.disk.test_disk_limits import LimitedWorld
+from tests.state.world import key
 
 
 def test_a_file_that_cannot_be_deleted_keeps_no_other_segment_from_being_given_back():
@@ -71,3 +72,83 @@ def test_a_segment_is_given_up_as_fast_as_pages_are_written(monkeypatch):
     world.store(world.me, world.mine, chr(next(world.letters)))
 
     assert counts["reclaimed_pages"] == before + 1, "no time has passed, but a write began"
+
+
+def end_all(world: DiskWorld, unsyncable: int, needed: int = 0) -> None:
+    """End all jobs; one file cannot be synced, and another one is needed as long as it is there."""
+    segments = world.disk.log.segments
+    while jobs := world.jobs(DiskJob):
+        for job in jobs:
+            there = unsyncable in segments
+            seals = isinstance(job, DiskSeal) and job.segment == unsyncable
+            if there and (seals or isinstance(job, DiskSync)):
+                world.end_job(job, IO_ERROR, (unsyncable,))
+            else:
+                world.end_job(job)
+            assert not needed or unsyncable not in segments or needed in segments
+
+
+def test_a_segment_that_cannot_be_synced_is_given_up_and_then_puts_are_durable_again():
+    """It fails every sync for as long as it is there, so its own deletion cannot wait for one."""
+    world = DiskWorld()
+    world.store(world.me, world.mine, "a")
+    durable = world.persist("a")
+    end_all(world, 1)
+    assert durable.error is IO_ERROR
+    assert world.disk.troubled
+
+    for now_ns in (1000, 2000):
+        world.disk.advance(now_ns)
+        end_all(world, 1)
+
+    assert 1 not in world.disk.log.segments
+    assert not world.disk.troubled
+    world.store(world.me, world.mine, "b")
+    durable = world.persist("b")
+    end_all(world, 1)
+    assert durable.ended
+    assert durable.error is None
+
+
+def test_the_segment_whose_seal_could_not_sync_it_is_given_up_and_not_the_one_that_is_open():
+    world = LimitedWorld()
+    while not world.jobs(DiskSeal):
+        world.store(world.me, world.other, chr(next(world.letters)))
+        for job in [job for job in world.jobs(DiskJob) if not isinstance(job, DiskSeal)]:
+            world.end_job(job)
+    (seal,) = world.jobs(DiskSeal)
+    assert isinstance(seal, DiskSeal)
+
+    world.end_job(seal, IO_ERROR, (seal.segment,))
+    for now_ns in (1000, 2000):
+        world.disk.advance(now_ns)
+        end_all(world, seal.segment)
+
+    assert seal.segment not in world.disk.log.segments
+    assert not any(one.failed for one in world.disk.log.segments.values())
+    assert any(one.state is SegmentState.OPEN for one in world.disk.log.segments.values())
+
+
+def test_a_segment_stays_whose_pages_were_copied_to_one_that_cannot_be_synced():
+    """The copies may be lost in a power cut, so they are copied again before the originals go."""
+    world = LimitedWorld()
+    world.put("a")
+    world.flood(3)
+    world.table.keeping.pin(world.mine, key("a"), 0, "ssd")
+    while not world.jobs(DiskCopy):
+        world.store(world.me, world.other, chr(next(world.letters)))
+        while world.jobs(DiskJob) and not world.jobs(DiskCopy):
+            world.end_job(world.jobs(DiskJob)[0])
+    (copy,) = world.jobs(DiskCopy)
+    assert isinstance(copy, DiskCopy)
+    source, target = copy.source.segment, copy.place.segment
+    world.end_job(copy)
+    assert world.node("a").place(0).segment == target
+
+    for now_ns in range(1000, 5000, 1000):
+        end_all(world, target, source)
+        world.disk.advance(now_ns)
+
+    assert source not in world.disk.log.segments
+    assert target not in world.disk.log.segments
+    assert world.node("a").place(0).segment not in (source, target), "it was copied twice"

@@ -38,7 +38,7 @@ CORRUPTIONS: dict[str, Corrupt] = {
     "a node too deep": put_wrong("depth", 7),
     "a leaf that no policy knows": put_wrong("queued", ()),
     "a node of another key": put_wrong("keys", key("x")),
-    "a node that the tree has lost": lambda world, node: world.mine.index.pop(node.key),
+    "a node that the tree has lost": lambda world, node: world.mine.index.discard(node),
     "a node that its parent has lost": lambda _, node: node.parent.below.clear(),
     "a node that is not listed": lambda world, node: world.mine.by_creation.remove(node),
     "a child too many of the root": lambda world, _: setattr(world.mine.root, "depth", 1),

@@ -148,10 +148,17 @@ def test_after_a_failed_sync_a_segment_is_never_called_durable_again(faulty):
     driver.write(first)
     faulty.arm("sync", DiskFault.IO_ERROR)
 
-    assert isinstance(driver.sync().error, TierUnavailable)
-    assert isinstance(driver.sync().error, TierUnavailable), "a second sync proves nothing"
+    assert driver.sync().failed == (0,)
+    again = driver.sync()
+    assert isinstance(again.error, TierUnavailable), "a second sync proves nothing"
+    assert again.failed == (0,)
+    assert driver.write((Place(1, 0), second[1]))[0].error is None, "others take records"
+    assert driver.sync().failed == (0,)
     assert isinstance(driver.write(second)[0].error, TierUnavailable)
-    assert isinstance(driver.seal(0).error, TierUnavailable)
+    sealed = driver.seal(0)
+    assert isinstance(sealed.error, TierUnavailable)
+    assert sealed.failed == (0,)
+    assert driver.seal(1).failed == ()
     assert list(log.stats()["failed_segments"]) == [0]
     assert_reads_back(driver, *first)
     assert driver.drop(0).error is None

@@ -1,0 +1,46 @@
+"""The pages that continue a page, as single ones. Pure."""
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from kvstore.page import PrefixKey
+
+if TYPE_CHECKING:
+    from kvstore.state.tree.node import PrefixNode
+
+
+class Children:
+    """The pages that continue a page, each made a node of its own when it is shown.
+
+    Args:
+        node: its last page is the one.
+    """
+
+    __slots__ = ("_node",)
+
+    def __init__(self, node: "PrefixNode") -> None:
+        self._node = node
+
+    def __len__(self) -> int:
+        return len(self._node.below)
+
+    def __iter__(self) -> Iterator[PrefixKey]:
+        return iter(self._node.below)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._node.below
+
+    def values(self, most: int = sys.maxsize) -> "list[PrefixNode]":
+        """The first pages, ``most`` of them."""
+        found: list[PrefixNode] = []
+        for node in self._node.below.values():
+            if len(found) >= most:
+                break
+            found.append(node)
+        return [first_page(node) for node in found]
+
+
+def first_page(node: "PrefixNode") -> "PrefixNode":
+    """The first page of a node, which is a node of its own from now on."""
+    return node.split(1) if node.count > 1 else node

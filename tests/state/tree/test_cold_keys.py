@@ -1,0 +1,61 @@
+"""Goal: the keys of pages that are on disk only are found as those of a dict are."""
+
+from random import Random
+
+import pytest
+
+from kvstore.state.tree import cold_keys
+from kvstore.state.tree.cold_keys import ColdKeys
+from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.prefix_tree import PrefixTree
+from tests.state.world import identity
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_runs_that_come_part_and_leave_are_found_as_in_a_dict(seed, monkeypatch):
+    """With few marks, most of them equal, every other seed; and with buckets of two pages."""
+    random = Random(seed)
+    if seed % 2:
+        monkeypatch.setattr(cold_keys, "MARKS_MASK", 7)
+    monkeypatch.setattr(cold_keys, "BUCKET_PAGES", 2)
+    space = PrefixTree(1, identity())
+    cold, model, runs = ColdKeys(), dict[bytes, PrefixNode](), list[PrefixNode]()
+    for _ in range(400):
+        verb = random.choice(("put", "put", "part", "discard"))
+        if verb == "put" or not runs:
+            keys = [random.randbytes(32) for _ in range(random.randint(1, 9))]
+            node = PrefixNode(space, b"".join(keys), None, len(keys))
+            cold.put(node)
+            model |= dict.fromkeys(keys, node)
+            runs.append(node)
+        elif verb == "part":
+            node = random.choice(runs)
+            if node.count > 1:
+                at = random.randint(1, node.count - 1)
+                head = PrefixNode(space, node.keys[: 32 * at], None, at)
+                cold.assign(head.keys, node, head)
+                model |= dict.fromkeys(head.key_list(), head)
+                node.keys, node.count = node.keys[32 * at :], node.count - at
+                runs.append(head)
+        else:
+            node = runs.pop(random.randrange(len(runs)))
+            cold.discard(node.keys, node)
+            for key in node.key_list():
+                del model[key]
+        assert cold.count == len(model)
+        for key in random.sample(sorted(model), min(5, len(model))):
+            assert cold.get(key) is model[key]
+        assert cold.get(random.randbytes(32)) is None
+    assert set(cold) == set(model)
+    assert all(cold.get(key) is node for key, node in model.items())
+
+
+def test_a_key_that_lies_across_two_keys_of_a_run_is_none_of_its_pages(monkeypatch):
+    monkeypatch.setattr(cold_keys, "MARKS_MASK", 0)
+    space, cold = PrefixTree(1, identity()), ColdKeys()
+    keys = [Random(at).randbytes(32) for at in range(3)]
+    node = PrefixNode(space, b"".join(keys), None, 3)
+    cold.put(node)
+
+    assert cold.get(node.keys[8:40]) is None
+    assert cold.get(keys[2]) is node
