@@ -31,6 +31,7 @@ from kvstore.client.store import KVStore
 from kvstore.config import DeviceSlabConfig
 from kvstore.config.sizes import size_of
 from kvstore.engine.label import EngineSources, engine_label
+from kvstore.engine.options import Retain
 from kvstore.errors import ConfigError, InvalidArgument, KVStoreError
 from kvstore.handoff.greeting import read_secret
 from kvstore.handoff.states import Patience
@@ -63,6 +64,11 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--store", metavar="URL", help="unix:///path of the node's socket; default: no store")
     add("--device-slab", type=_size, default=0, metavar="SIZE",
         help="memory for copies of loaded pages; 0 = none")  # fmt: skip
+    add("--retain-seconds", type=_number(0, 366 * 86_400), default=0, metavar="SECONDS",
+        help="how long the node keeps the pages of a conversation after each request with its"
+        " session_id")  # fmt: skip
+    add("--retain-bytes", type=_size, default=0, metavar="SIZE",
+        help="what one such conversation may take there; 0 = no limit of its own")  # fmt: skip
     add("--node", metavar="NAME", help="id of the node of --store, for the Conductor")
     add("--conductor", metavar="URL", type=_address,
         help="http://host:port; register with it every 3 s")  # fmt: skip
@@ -212,6 +218,7 @@ async def run(args: argparse.Namespace) -> int:
         prefix_cache=args.prefix_cache == "on",
         kv_hashes=args.kv_hashes == "on",
         ranks=args.ranks,
+        retain=Retain(seconds=args.retain_seconds, bytes=args.retain_bytes),
         limits=Limits(
             token_budget=args.token_budget,
             running_max=args.max_running,

@@ -17,7 +17,7 @@ from engine_adapters.reference.pushing import PrefillPushes
 from engine_adapters.reference.scheduler import Limits, Scheduler
 from engine_adapters.reference.store import StoreAdapter
 from kvstore.client.store import KVStore
-from kvstore.engine.options import Loads
+from kvstore.engine.options import Loads, Retain
 from kvstore.errors import InvalidArgument
 from kvstore.page import CanonicalLayout, ShardSpec, SpaceIdentity
 
@@ -34,6 +34,7 @@ class EngineOptions:
         prefix_cache: keep the pages of ended requests for later ones.
         kv_hashes: hash each prompt's K/V (a few milliseconds per 1,000 tokens of the demo model).
         ranks: pools that share the K/V heads; with a store, each has a page of its own.
+        retain: how long the store keeps the pages of a conversation after each of its requests.
         loads: what is restored of a hit; the benchmarks compare all three.
     """
 
@@ -45,6 +46,7 @@ class EngineOptions:
     prefix_cache: bool = True
     kv_hashes: bool = True
     ranks: int = 1
+    retain: Retain = field(default_factory=Retain)
     loads: Loads = Loads.FASTER
     limits: Limits = field(default_factory=Limits)
 
@@ -140,7 +142,7 @@ def build(
                 for rank in range(options.ranks)
             ]
             parts.store = StoreAdapter(
-                store, identity, shards, pool, allocator, metrics, options.loads
+                store, identity, shards, pool, allocator, metrics, options.loads, options.retain
             )
         undo.pop_all()
     return parts

@@ -58,6 +58,7 @@ class CompletionBody(msgspec.Struct):
     return_token_ids: bool = False
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
     request_id: str | None = None
+    session_id: str | None = None
 
 
 class ChoiceLogprobs(msgspec.Struct):
@@ -189,6 +190,7 @@ def to_request(
         to_handoff=transfer.do_remote_decode,
         from_handoff=handoff,
         push=push,
+        session_id=body.session_id or "",
     )
 
 

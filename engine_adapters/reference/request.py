@@ -137,6 +137,7 @@ class Request:
         report: how the push went, once it has ended.
         pushes: prefill's blocks are pushed: it is never retracted.
         retracted: it has lost its blocks.
+        session_id: names its conversation; empty = it has none.
         hashed: the prompt's K/V hashes were recorded.
         emit: called in the engine thread with each :class:`Output`; must not block.
     """
@@ -165,6 +166,7 @@ class Request:
     report: HandoffReport | None = None
     pushes: bool = False
     retracted: bool = False
+    session_id: str = ""
     hashed: bool = False
     timings: Timings = field(default_factory=Timings)
     phase_began: float = 0.0

@@ -279,6 +279,7 @@ class Steps:
         if self._parts.store is not None and request.fake is None:  # else its K/V are none
             self._parts.scheduler.extend_keys(request)
             self._parts.store.offer(request, now, final=True)
+            self._parts.store.finished(request)
         self._remove(request)
         self._emit_last(request, last)
 
@@ -292,6 +293,8 @@ class Steps:
     def _answer_handoff(self, request: Request) -> None:
         """Answer with what a decode engine needs."""
         last = self._held.pop(request)
+        if self._parts.store is not None and request.fake is None:
+            self._parts.store.finished(request)
         self._remove(request)
         page_tokens = self._parts.options.page_tokens
         if not request.output_tokens:

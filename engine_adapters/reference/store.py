@@ -36,10 +36,11 @@ from kvstore.client.jobs import RestoreJob, StoreJob
 from kvstore.client.results import MISS, Hit, PutResult, RestoreResult
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
+from kvstore.engine.conversations import ConversationKeeper
 from kvstore.engine.counts import AdapterCounts
 from kvstore.engine.load_choice import PromptsAhead
 from kvstore.engine.opening import Opening
-from kvstore.engine.options import Loads
+from kvstore.engine.options import Loads, Retain
 from kvstore.engine.pace import Pace
 from kvstore.engine.transfer import Transfer
 from kvstore.errors import KVStoreError
@@ -73,15 +74,9 @@ class StoreAdapter:
     """One engine's use of one store. All calls come from the engine's step thread."""
 
     def __init__(
-        self,
-        store: KVStore,
-        identity: SpaceIdentity,
-        shards: Sequence[ShardSpec],
-        pool: PagedPool,
-        allocator: BlockAllocator,
-        metrics: Metrics,
-        loads: Loads = Loads.FASTER,
-    ) -> None:
+        self, store: KVStore, identity: SpaceIdentity, shards: Sequence[ShardSpec],
+        pool: PagedPool, allocator: BlockAllocator, metrics: Metrics, loads: Loads, retain: Retain,
+    ) -> None:  # fmt: skip
         """Create the adapter; the node need not run.
 
         Args:
@@ -92,6 +87,7 @@ class StoreAdapter:
             allocator: allocator of the pool.
             metrics: the engine's metrics.
             loads: what is restored of a hit.
+            retain: how long the pages of a conversation are kept.
         """
         self._store = store
         private = msgspec.structs.replace(identity, scope=HANDOFF_SCOPE)
@@ -105,6 +101,7 @@ class StoreAdapter:
         self._allocator = allocator
         self._metrics = metrics
         self._pace = Pace()
+        self._keeper = ConversationKeeper(self._shared.get, retain)
         self._counts = AdapterCounts()
         page_bytes = self._page_bytes * len(self._kvpools)
         self._choices = RestoreChoices(
@@ -183,6 +180,7 @@ class StoreAdapter:
         for put in [p for p in self._puts if all(job.wait(0.0) for job in p.jobs)]:
             self._puts.remove(put)
             self._end_put(put, now)
+        self._keeper.advance(put.request.id for put in self._puts)
         return ready
 
     def abort(self, request: Request) -> None:
@@ -305,9 +303,8 @@ class StoreAdapter:
         timings = request.timings
         timings.restored_tokens += tokens
         timings.restored_bytes += size_bytes
-        began = restore.deadline - RESTORE_TIMEOUT_S
         self._metrics.restore_bytes.inc(size_bytes)
-        self._metrics.restore_seconds.inc(now - began)
+        self._metrics.restore_seconds.inc(now - restore.deadline + RESTORE_TIMEOUT_S)
         return restore.first_page * self._page_tokens + tokens
 
     def _restore_outcome(self, jobs: Sequence[RestoreJob]) -> RestoreResult:
@@ -341,6 +338,12 @@ class StoreAdapter:
         blocks = request.blocks[first * self._page_blocks : pages * self._page_blocks]
         request.stored_pages = pages
         self._submit_put(spaces.shared, request, request.keys[first:pages], blocks, now)
+
+    def finished(self, request: Request) -> None:
+        """A request has ended: keep its pages when its puts have, if it is of a conversation."""
+        pages = request.stored_pages
+        self._keeper.finished(request.id, request, lambda: request.keys[:pages])
+        self._keeper.advance(put.request.id for put in self._puts)
 
     def flush(self, request: Request, now: float) -> bool:
         """Store everything that a handoff of ``request`` needs.

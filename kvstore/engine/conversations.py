@@ -6,7 +6,6 @@ from typing import Final
 
 from kvstore.client.space import Space
 from kvstore.engine.options import Retain
-from kvstore.engine.requests import Request
 from kvstore.page import PrefixKeys
 
 NAME_CHARS_MAX: Final = 256
@@ -28,16 +27,17 @@ class ConversationKeeper:
         self._retain = retain
         self._waiting: dict[str, tuple[str, PrefixKeys]] = {}
 
-    def finished(self, request: Request, stored: Callable[[], PrefixKeys]) -> None:
+    def finished(self, request_id: str, request: object, stored: Callable[[], PrefixKeys]) -> None:
         """A request has ended.
 
         Args:
+            request_id: its id, for :meth:`advance`.
             request: its ``session_id``, if it has such an attribute and a value, names the
                 conversation; else nothing is kept.
             stored: gives its pages that are stored, or are being stored; called only if they are
                 kept, as it may hash tokens.
         """
-        name = getattr(request, "session_id", None)
+        name: str | None = getattr(request, "session_id", None)
         if not (self._retain.seconds and name):
             return
         keys = stored()
@@ -46,7 +46,7 @@ class ConversationKeeper:
         if len(name) > NAME_CHARS_MAX:
             name = hashlib.sha256(name.encode()).hexdigest()
         if len(self._waiting) < WAITING_MAX:
-            self._waiting[request.request_id] = name, keys
+            self._waiting[request_id] = name, keys
         else:
             self._keep(name, keys)
 

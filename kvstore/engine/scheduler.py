@@ -307,7 +307,7 @@ class SchedulerSide:
         state = self._states.pop(request_id, None)
         if state is None:
             return None
-        self._keeper.finished(state.request, lambda: self._keys(state)[: state.stored])
+        self._keeper.finished(request_id, state.request, lambda: self._keys(state)[: state.stored])
         if not read_transfer(state.request.kv_transfer_params).do_remote_decode:
             return None
         prompt = state.request.num_prompt_tokens

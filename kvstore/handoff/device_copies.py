@@ -1,7 +1,9 @@
 """Copies between a device and pinned staging that are under way, and a thread that tells their end.
 
-A device works behind the host's back. It may fail, or never finish: after :data:`DEVICE_S` a copy
-has failed, but its slot and its blocks stay in use until the device has really left them alone.
+A device works behind the host's back. It may fail, or never finish, or not even take a copy: the
+call that gives it one waits when its queue is full. After :data:`DEVICE_S` a copy has failed, but
+its slot and its blocks stay in use until the device has really left them alone. So who tells that
+gives the device nothing.
 """
 
 import logging
@@ -23,6 +25,8 @@ waits for staging. Less than a handoff may be silent, so that its failure has th
 _PAUSE_S_MIN: Final = 0.0001
 _PAUSE_S_MAX: Final = 0.005
 _LATE_PAUSE_S: Final = 0.05
+_CLOSE_S: Final = 1.0
+"""Until the threads have noticed that the last copy is late."""
 _LOG: Final = logging.getLogger(__name__)
 
 CopyEnded = Callable[[str, bool], None]
@@ -33,14 +37,24 @@ alone. If it has not, this is called again when it has. Called without locks."""
 class _Flying:
     """A copy that the device has not finished, as far as is known."""
 
-    def __init__(self, slot: int, fence: Any, why: str, ended: CopyEnded) -> None:
-        self.slot, self.fence, self.why, self.ended = slot, fence, why, ended
+    def __init__(self, slot: int, ended: CopyEnded) -> None:
+        self.slot, self.ended = slot, ended
         self.until = time.monotonic() + DEVICE_S
-        self.is_told = False
+        self.fence: Any = None
+        self.why = ""
+        self.is_taken = self.is_told = False
+
+    def taken(self, started: StartedCopy) -> None:
+        """The call that gave it to the device has returned."""
+        self.fence = started.fence
+        if started.why and not self.why:  # else it was told meanwhile that it is late
+            self.why = started.why
+        self.is_taken = True
 
     def look(self, now: float) -> bool:
         """Whether the device has finished it; says in ``why`` that it is late, or cannot tell."""
-        if self.fence is not None:
+        taken = self.is_taken
+        if taken and self.fence is not None:
             try:
                 if self.fence.done():
                     return True
@@ -51,7 +65,8 @@ class _Flying:
                     _LOG.exception("a copy of a handoff is given up after a fault of ours")
                 self.why = self.why or said_of(error)
         if now >= self.until:
-            self.why = self.why or f"the device has not finished a copy after {DEVICE_S:.0f} s"
+            verb = "finished" if taken else "taken"
+            self.why = self.why or f"the device has not {verb} a copy after {DEVICE_S:.0f} s"
         return False
 
 
@@ -60,20 +75,29 @@ class DeviceCopies:
 
     Args:
         way: this closes it.
-        feed: called by the thread again and again, to begin copies; returns whether some wait.
+        feed: called again and again by a thread of its own, to begin copies; returns whether some
+            wait.
+        late: called again and again by the thread that tells ends, to give up copies that wait.
     """
 
-    def __init__(self, way: DeviceWay, feed: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self, way: DeviceWay, feed: Callable[[], bool] | None = None,
+        late: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         self._way = way
-        self._feed = feed
+        self._feed, self._late = feed, late
         self._changed = threading.Condition()
         self._free = list(range(len(way.slots)))
         self._flying: list[_Flying] = []
-        self._woken = self._closed = False
-        self._thread = threading.Thread(
-            target=self._run, name="kvstore-handoff-device", daemon=True
-        )
-        self._thread.start()
+        self._woken = self._hungry = self._waiting = self._closed = False
+        self._feeds = feed is not None  # its thread has not ended
+        name = "kvstore-handoff-device"
+        self._threads = [threading.Thread(target=self._run, name=name, daemon=True)]
+        if feed is not None:
+            feeder = threading.Thread(target=self._run_feed, name=name, daemon=True)
+            self._threads.insert(0, feeder)
+        for thread in self._threads:
+            thread.start()
 
     def take(self, timeout_s: float) -> int:
         """A free slot; -1 = there was none in time, or the device is late."""
@@ -86,7 +110,7 @@ class DeviceCopies:
         with self._changed:
             assert slot not in self._free
             self._free.append(slot)
-            self._woken = True
+            self._woken = self._hungry = True
             self._changed.notify_all()
 
     @property
@@ -105,6 +129,8 @@ class DeviceCopies:
     ) -> None:  # fmt: skip
         """Give a copy to the device; a slot whose copy has failed is given back by this.
 
+        Waits as long as the device takes nothing; the copy has failed meanwhile.
+
         Args:
             slot: that was taken; if the copy ends well, it is the caller's again.
             rows: what is in the slot, or is to be.
@@ -112,19 +138,23 @@ class DeviceCopies:
             after: fences that the device reaches before.
             ended: told its end, by the thread.
         """
+        flying = _Flying(slot, ended)
+        with self._changed:
+            self._flying.append(flying)
+        self.wake()
         try:
             started = self._way.copy(slot, rows, heads, after)
         except Exception as error:  # it may have been given to the device: nobody can tell
             _LOG.exception("a copy of a handoff is given up after a fault of ours")
             started = StartedCopy(None, said_of(error))
         with self._changed:
-            self._flying.append(_Flying(slot, started.fence, started.why, ended))
+            flying.taken(started)
         self.wake()
 
     def wake(self) -> None:
         """Let the thread look for copies to begin."""
         with self._changed:
-            self._woken = True
+            self._woken = self._hungry = True
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -132,13 +162,15 @@ class DeviceCopies:
         with self._changed:
             self._closed = True
         self.wake()
-        self._thread.join(2 * DEVICE_S)
-        if self._flying or self._thread.is_alive():  # a stuck device may not even take a copy
+        until = time.monotonic() + DEVICE_S + _CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        if self._flying or any(thread.is_alive() for thread in self._threads):
             _LOG.error(
                 "%d copies of handoffs are not finished by the device: see its errors (nvidia-smi,"
                 " dmesg); their blocks and staging stay in use",
-                len(self._flying) + self._thread.is_alive(),
-            )  # fmt: skip
+                max(1, len(self._flying)),
+            )
         else:
             self._way.close()
 
@@ -150,34 +182,56 @@ class DeviceCopies:
 
     @property
     def _is_over(self) -> bool:
-        return self._closed and all(one.is_told for one in self._flying)
+        """Whether nothing is left to be told; who feeds may be stuck with one that was told."""
+        if not self._closed or not all(one.is_told for one in self._flying):
+            return False
+        return not self._feeds or not all(one.is_taken for one in self._flying)
 
     def _run(self) -> None:
-        pause_s, waiting = _PAUSE_S_MIN, False
+        pause_s = _PAUSE_S_MIN
         while True:
             with self._changed:
                 if not (self._woken or self._is_over):
-                    self._changed.wait(self._pause(pause_s, waiting=waiting))
+                    self._changed.wait(self._pause(pause_s))
                 woken, self._woken = self._woken, False
                 flying = list(self._flying)
                 if self._is_over:
                     return
-            waiting = self._feed_more()
+            self._give_up_late()
             ended = self._look(flying)
             pause_s = _PAUSE_S_MIN if woken or ended else min(2 * pause_s, _PAUSE_S_MAX)
 
-    def _feed_more(self) -> bool:
-        """Begin copies; returns whether some wait."""
+    def _run_feed(self) -> None:
+        """Begin copies, until this is closed."""
+        assert self._feed is not None
+        while not self._closed:
+            try:
+                waiting = self._feed()
+            except Exception:  # no copy would ever be begun any more
+                _LOG.exception("copies of handoffs go on after a fault of ours")
+                waiting = True
+            with self._changed:
+                if waiting != self._waiting:
+                    self._waiting, self._woken = waiting, True
+                    self._changed.notify_all()
+                if not (self._hungry or self._closed):
+                    self._changed.wait(_LATE_PAUSE_S if waiting else None)
+                self._hungry = False
+        with self._changed:
+            self._feeds, self._woken = False, True
+            self._changed.notify_all()
+
+    def _give_up_late(self) -> None:
         try:
-            return self._feed() if self._feed is not None else False
+            if self._late is not None:
+                self._late()
         except Exception:  # no copy would ever end any more
             _LOG.exception("copies of handoffs go on after a fault of ours")
-            return True
 
-    def _pause(self, pause_s: float, *, waiting: bool) -> float | None:
+    def _pause(self, pause_s: float) -> float | None:
         if any(not one.is_told for one in self._flying):
             return pause_s
-        return _LATE_PAUSE_S if self._flying or waiting else None
+        return _LATE_PAUSE_S if self._flying or self._waiting else None
 
     def _look(self, flying: Sequence[_Flying]) -> bool:
         """Tell the ends of copies; returns whether there was one."""
@@ -187,7 +241,7 @@ class DeviceCopies:
             if not done and (one.is_told or not one.why):
                 continue
             with self._changed:
-                one.is_told = any_ended = True
+                one.is_told = any_ended = self._hungry = True
                 if done:
                     self._flying.remove(one)
                     if one.why:

@@ -17,7 +17,7 @@ from kvstore.handoff.memory import HandoffPool, digests_of
 from kvstore.mover.ranges import Places
 
 LINK_SLOTS_MAX: Final = 2
-"""Slots of one link: one is filled while the other is sent."""
+"""Slots of one link: one is filled while the other is sent. Of few slots it has half."""
 _LOG: Final = logging.getLogger(__name__)
 
 
@@ -46,7 +46,8 @@ class DeviceReads:
         self._stuck: Counter[int] = Counter()  # room → failed copies that the device may still do
         assert pool.device is not None
         way = pool.device.way_out(pool.slot_bytes, pool.rows_max)
-        self._copies = DeviceCopies(way, self._feed)
+        self._link_slots = min(LINK_SLOTS_MAX, len(way.slots) // 2)
+        self._copies = DeviceCopies(way, self._feed, self._give_up_late)
 
     @property
     def copying(self) -> int:
@@ -91,17 +92,20 @@ class DeviceReads:
         """Wait until the device has finished, as long as it may take."""
         self._copies.close()
 
-    # ---- by the thread of the copies --------------------------------------------------------
+    # ---- by the threads of the copies -------------------------------------------------------
 
     def _feed(self) -> bool:
         """Begin what there is staging for; returns whether jobs wait."""
         while (taken := self._next()) is not None:
             self._begin(*taken)
+        with self._lock:
+            return any(self._waiting.values())
+
+    def _give_up_late(self) -> None:
+        """Tell the jobs that have waited too long for staging."""
         for job in self._late():
             why = f"no staging was free for {device_copies.DEVICE_S:.0f} s"
             self._failed(job, why)
-        with self._lock:
-            return any(self._waiting.values())
 
     def _begin(self, job: PushJob, slot: int) -> None:
         """Begin the copy of a job, or tell that it has failed."""
@@ -122,7 +126,7 @@ class DeviceReads:
             if not links:
                 return None
             link = min(links, key=lambda link: self._held[link])
-            slot = self._copies.take(0.0) if self._held[link] < LINK_SLOTS_MAX else -1
+            slot = self._copies.take(0.0) if self._held[link] < self._link_slots else -1
             if slot < 0:
                 return None
             job = self._waiting[link].popleft()

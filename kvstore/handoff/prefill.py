@@ -287,7 +287,7 @@ class PrefillManager:
             return
         with self._lock:
             if not link.is_closed:
-                self._core.linked(link.number, target)
+                self._core.linked(link.number, target, peer)
         try:
             if not link.connected.wait(GREETING_S):
                 self._fault(link, FailureCode.PEER_CLOSED, "it made one connection only")

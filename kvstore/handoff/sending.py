@@ -31,7 +31,7 @@ from kvstore.handoff.messages import (
 )
 from kvstore.handoff.places import BLOCKS_MAX, PushRange
 from kvstore.handoff.rooms import DoubtedRooms, SeenRooms, check_room
-from kvstore.handoff.shape import PoolShape, announced_blocks, announced_states, check_place
+from kvstore.handoff.shape import PoolShape, announced_parts
 from kvstore.handoff.states import (
     FailureCode,
     HandoffFailure,
@@ -42,7 +42,7 @@ from kvstore.handoff.states import (
     Patience,
     State,
 )
-from kvstore.handoff.tables import LinkTarget, SendingLeg, SendingRoom, SentPart
+from kvstore.handoff.tables import LinkTarget, SendingLeg, SendingLinks, SendingRoom, SentPart
 
 ROOMS_MAX = 1_024
 """Handoffs in the table."""
@@ -67,9 +67,7 @@ class Senders:
         self._patience = patience
         self._rank = rank
         self._rooms: dict[int, SendingRoom] = {}
-        self._targets: dict[
-            bytes, LinkTarget
-        ] = {}  # of each link that leads to one of several ranks
+        self._links = SendingLinks(shape.whole)
         self._seen = SeenRooms()
         self._jobs = JobQueues()
         self._doubts = DoubtedRooms()
@@ -218,33 +216,36 @@ class Senders:
 
     # ---- the other side ---------------------------------------------------------------------
 
-    def linked(self, link: bytes, target: LinkTarget) -> None:
-        """A link is up; one that was not named leads to all of a decode engine of one rank."""
-        self._targets[link] = target
+    def linked(self, link: bytes, target: LinkTarget, origin: str = "") -> None:
+        """A link is up; one that was not named leads to all of a decode engine of one rank.
+
+        ``origin``: address of the peer.
+        """
+        self._links.add(link, target, origin)
 
     def received(self, link: bytes, message: FromDecode, now_ns: int) -> list[Effect]:
         """A message of decode."""
         if isinstance(message, HandoffPing):
             return []
-        one = self._rooms.get(message.room) or self._first_heard(message, now_ns)
+        effects: list[Effect] = []
+        one = self._rooms.get(message.room) or self._first_heard(link, message, now_ns, effects)
         if one is None:
             return self._answer_late(link, message)
-        leg = self._leg(one, link)
+        leg = self._links.leg(one, link)
         if leg is None:
             self.counts["foreign_messages"] += 1
-            return []
+            return effects
         if one.progress.ended:
             self.counts["late_messages"] += not isinstance(message, Abort)
-            return self._answer_ended(one, leg, message)
+            return effects + self._answer_ended(one, leg, message)
         one.progress.heard(now_ns)
-        effects: list[Effect] = []
         match message:
             case Announce():
-                effects = self._announced(one, leg, message, now_ns)
+                effects += self._announced(one, leg, message, now_ns)
             case Abort(failure=failure):
-                effects = self._end(one, failure, now_ns, but=link)
+                effects += self._end(one, failure, now_ns, but=link)
             case Done():
-                effects = self._done(one, leg, now_ns)
+                effects += self._done(one, leg, now_ns)
         return effects
 
     def completed(
@@ -283,7 +284,7 @@ class Senders:
             effects += self._fail(one, code, Layer.TRANSPORT, why, now_ns)
             self._forget(one)
         self._jobs.closed(link)
-        self._targets.pop(link, None)
+        self._links.remove(link)
         return effects
 
     def tick(self, now_ns: int) -> list[Effect]:
@@ -309,30 +310,35 @@ class Senders:
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _add(self, room: int, now_ns: int) -> SendingRoom:
-        one = self._rooms[room] = SendingRoom(room, HandoffProgress(self._patience, now_ns))
+    def _add(self, room: int, now_ns: int, origin: str = "") -> SendingRoom:
+        progress = HandoffProgress(self._patience, now_ns)
+        one = self._rooms[room] = SendingRoom(room, progress, origin)
         self._seen.add(room)
         return one
 
-    def _first_heard(self, message: FromDecode, now_ns: int) -> SendingRoom | None:
+    def _first_heard(
+        self, link: bytes, message: FromDecode, now_ns: int, effects: list[Effect]
+    ) -> SendingRoom | None:
         """A room that the engine has not opened yet; None = it was used, or there are too many."""
         assert not isinstance(message, HandoffPing)
         if isinstance(message, Done) or message.room in self._seen:
             return None
-        if len(self._rooms) >= ROOMS_MAX or not unopened.may_be_more(self._rooms.values()):
+        origin = self._links.origin(link)
+        given_up = unopened.make_place(self._rooms.values(), origin)
+        if given_up is None or len(self._rooms) - len(given_up) >= ROOMS_MAX:
             return None
-        return self._add(message.room, now_ns)
+        effects += self._give_up(given_up, now_ns)
+        return self._add(message.room, now_ns, origin)
 
-    def _leg(self, one: SendingRoom, link: bytes) -> SendingLeg | None:
-        """The leg over a link, perhaps a new one; None = the room is another engine's."""
-        if link in one.legs:
-            return one.legs[link]
-        target = self._targets.get(link) or LinkTarget(link, 0, self._shape.whole, frozenset((0,)))
-        for leg in one.legs.values():
-            if leg.target.instance != target.instance or leg.target.rank == target.rank:
-                return None
-        one.legs[link] = SendingLeg(link, target)
-        return one.legs[link]
+    def _give_up(self, rooms: list[SendingRoom], now_ns: int) -> list[Effect]:
+        """Rooms that the engine has not opened give way."""
+        effects: list[Effect] = []
+        for one in rooms:
+            why = unopened.WHY_GAVE_WAY
+            effects += self._fail(one, FailureCode.REFUSED, Layer.PROTOCOL, why, now_ns)
+            del self._rooms[one.room]
+            self.counts["gave_way"] += 1
+        return effects
 
     def _answer_late(self, link: bytes, message: FromDecode) -> list[Effect]:
         """Nothing arrives for a room that is not in the table; who asks for more is told."""
@@ -363,20 +369,18 @@ class Senders:
         if leg.there is not None:
             self.counts["repeated_messages"] += 1
             return []
+        share = leg.target.share
         try:
-            if not one.opened:
-                unopened.refuse_blocks(self._rooms.values(), message)
-            blocks = announced_blocks(self._shape, message, one.token_count)
-            states = announced_states(self._shape, message, leg.target.share)
-            if message.place is not None:
-                check_place(leg.target.share, message.place, blocks)
+            given_up = unopened.make_room(self._rooms.values(), one, message)
+            blocks, states = announced_parts(self._shape, message, one.token_count, share)
         except ProtocolError as error:
             return self._fail(one, FailureCode.REFUSED, Layer.PROTOCOL, str(error), now_ns)
+        effects = self._give_up(given_up, now_ns)
         one.token_count = message.token_count
         leg.announced(blocks, message.first_token // self._shape.block_tokens, states, message)
         leg.place = message.place
         if not one.is_announced:
-            return []
+            return effects
         one.progress.advance(State.WAITING_FOR_INPUT, now_ns)
         for part in one.parts:
             for each in one.legs.values():
@@ -384,7 +388,7 @@ class Senders:
         one.parts.clear()
         if one.aux is not None:
             self._queue_aux(one)
-        return self._submit_all(one, now_ns) + self._succeed(one, now_ns)
+        return effects + self._submit_all(one, now_ns) + self._succeed(one, now_ns)
 
     def _pushed(self, one: SendingRoom, part: SentPart, now_ns: int) -> list[Effect]:
         if not one.is_announced:
@@ -471,8 +475,7 @@ class Senders:
         """Take an ended handoff out of the table when nobody asks about it any more."""
         if not one.progress.ended or one.submitted:
             return
-        old = now_ns is not None and (
-            now_ns - one.progress.since_ns >= self._patience.silence_ns(State.BOOTSTRAPPING)
-        )
+        after_ns = self._patience.silence_ns(State.BOOTSTRAPPING)
+        old = now_ns is not None and now_ns - one.progress.since_ns >= after_ns
         if one.closed or (not one.opened and old):
             self._rooms.pop(one.room, None)

@@ -264,6 +264,27 @@ def announced_blocks(shape: PoolShape, message: Announce, token_count: int) -> l
     return _different(message.blocks, wanted, "blocks")
 
 
+def announced_parts(
+    shape: PoolShape, message: Announce, token_count: int, share: LinkShare
+) -> tuple[list[int], list[StatePart]]:
+    """What an announcement says: blocks of the pool, and those of each state buffer.
+
+    Args:
+        shape: of the pools of both sides.
+        message: the announcement.
+        token_count: of the request; -1 = not known.
+        share: what the link moves.
+
+    Raises:
+        ProtocolError: a field is wrong.
+    """
+    blocks = announced_blocks(shape, message, token_count)
+    states = announced_states(shape, message, share)
+    if message.place is not None:
+        check_place(share, message.place, blocks)
+    return blocks, states
+
+
 def announced_states(shape: PoolShape, message: Announce, share: LinkShare) -> list[StatePart]:
     """The blocks of an announcement in each state buffer.
 

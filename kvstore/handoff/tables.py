@@ -125,13 +125,14 @@ class SendingRoom:
     """One room at prefill; only :class:`~kvstore.handoff.sending.Senders` changes it."""
 
     __slots__ = (
-        "aux", "closed", "coverage", "legs", "opened", "parts", "progress", "room", "said_ns",
-        "states", "token_count",
+        "aux", "closed", "coverage", "legs", "opened", "origin", "parts", "progress", "room",
+        "said_ns", "states", "token_count",
     )  # fmt: skip
 
-    def __init__(self, room: int, progress: HandoffProgress) -> None:
+    def __init__(self, room: int, progress: HandoffProgress, origin: str = "") -> None:
         self.room = room
         self.progress = progress
+        self.origin = origin  # address of the peer that spoke of it first; empty = the engine did
         self.legs: dict[bytes, SendingLeg] = {}  # link → leg, of ranks that have spoken of the room
         self.opened = self.closed = False
         self.token_count = -1
@@ -171,6 +172,43 @@ class SendingRoom:
         legs = list(self.legs.values())
         told = sum(leg.there is not None for leg in legs)
         return bool(legs) and told == len(legs[0].target.receivers)
+
+
+class SendingLinks:
+    """The links of one rank of prefill, and whom each leads to.
+
+    Args:
+        whole: what a link moves that was not named: all, to a decode engine of one rank.
+    """
+
+    def __init__(self, whole: LinkShare) -> None:
+        self._whole = whole
+        self._known: dict[bytes, tuple[LinkTarget, str]] = {}
+
+    def add(self, link: bytes, target: LinkTarget, origin: str) -> None:
+        """A link is up; ``origin``: address of the peer."""
+        self._known[link] = target, origin
+
+    def remove(self, link: bytes) -> None:
+        """A link is gone."""
+        self._known.pop(link, None)
+
+    def origin(self, link: bytes) -> str:
+        """Address of the peer; empty = not known."""
+        known = self._known.get(link)
+        return known[1] if known is not None else ""
+
+    def leg(self, room: SendingRoom, link: bytes) -> SendingLeg | None:
+        """The leg over a link, perhaps a new one; None = the room is another engine's."""
+        if link in room.legs:
+            return room.legs[link]
+        known = self._known.get(link)
+        target = known[0] if known else LinkTarget(link, 0, self._whole, frozenset((0,)))
+        for leg in room.legs.values():
+            if leg.target.instance != target.instance or leg.target.rank == target.rank:
+                return None
+        room.legs[link] = SendingLeg(link, target)
+        return room.legs[link]
 
 
 BlockName = tuple[int, int]

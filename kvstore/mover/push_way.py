@@ -12,8 +12,21 @@ import numpy.typing as npt
 
 from kvstore.mover.kvpool import HeadRows, KVPool
 
-SLOT_COUNT: Final = 8
+SLOTS_MAX: Final = 8
 """Slots of a way."""
+SLOTS_MIN: Final = 2
+"""One is filled while the other is sent."""
+STAGING_BYTES = 256 * 1024 * 1024
+"""Pinned memory of a way at most, as long as that is :data:`SLOTS_MIN` slots or more."""
+
+
+def slot_count(slot_bytes: int) -> int:
+    """How many slots of that size a way has.
+
+    A slot has room for one block of state data, which may be large: 8 of 100 MB would be more than
+    a process may lock.
+    """
+    return min(SLOTS_MAX, max(SLOTS_MIN, STAGING_BYTES // max(slot_bytes, 1)))
 
 
 class BlockRows(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 
 from kvstore.errors import DeviceUnavailable, InvalidArgument
 from kvstore.mover.kvpool import HeadRows, KVPool
-from kvstore.mover.push_way import SLOT_COUNT, BlockRows, DeviceFence, DeviceWay, StartedCopy
+from kvstore.mover.push_way import BlockRows, DeviceFence, DeviceWay, StartedCopy, slot_count
 from kvstore.tier.gpu import item_of, open_device, plane_view
 from kvstore.tier.lane import Device, DeviceEvent
 
@@ -143,7 +143,8 @@ class _PushWay:
         self._index_at = -(-slot_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
         whole = self._index_at + -(-8 * rows_max // _ALIGNED_BYTES) * _ALIGNED_BYTES
         self._stream = device.stream()
-        self._pinned: Any = device.pinned(SLOT_COUNT * whole).view(SLOT_COUNT, whole)
+        count = slot_count(whole)
+        self._pinned: Any = device.pinned(count * whole).view(count, whole)
         self._staged: Any = device.memory(whole, self._stream)
         self.slots = self._pinned.numpy()[:, :slot_bytes]
 

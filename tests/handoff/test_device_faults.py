@@ -77,31 +77,85 @@ def test_a_copy_of_which_nobody_knows_whether_it_runs_keeps_its_blocks(
     assert not told.reads.holds_blocks(2), "it was never begun, as the device is late"
 
 
-def test_a_device_that_does_not_even_take_a_copy_holds_up_no_close(monkeypatch, caplog):
-    """Its queue is full, and it is stuck: torch waits in the call."""
+def test_a_device_that_does_not_even_take_a_copy_holds_up_no_close(wait_until, monkeypatch, caplog):
     monkeypatch.setattr(device_copies, "DEVICE_S", 0.1)
-    stuck, taken, closed = threading.Event(), threading.Event(), []
     made = Told()
-    copy = made.device.copy
-
-    def blocked(*given):
-        taken.set()
-        assert stuck.wait(30)
-        return copy(*given)
-
-    made.device.copy, made.device.close = blocked, lambda: closed.append(True)
+    blocked = Blocked(made.device)
     made.submit(1, b"a")
-    assert taken.wait(10)
+    wait_until(lambda: blocked.taken)
     try:
         closing = threading.Thread(target=made.reads.close, daemon=True)
         closing.start()
         closing.join(10)
         assert not closing.is_alive()
-        assert not closed, "its memory may still be used"
+        assert not blocked.closed, "its memory may still be used"
         assert "not finished by the device" in caplog.text
     finally:
-        stuck.set()
-        made.reads._copies._thread.join(10)
+        blocked.goes_on.set()
+        for thread in made.reads._copies._threads:
+            thread.join(10)
+
+
+class Blocked:
+    """A device that takes no copy until it is told to; torch waits in the call."""
+
+    def __init__(self, device):
+        self.goes_on, self.taken, self.closed, self._copy = threading.Event(), [], [], device.copy
+        device.copy, device.close = self.copy, lambda: self.closed.append(True)
+
+    def copy(self, *given):
+        self.taken.append(given)
+        assert self.goes_on.wait(30)
+        return self._copy(*given)
+
+
+def test_a_copy_that_the_device_does_not_take_fails_in_time_and_so_do_those_behind_it(
+    wait_until, monkeypatch
+):
+    monkeypatch.setattr(device_copies, "DEVICE_S", 0.2)
+    made = Told()
+    blocked = Blocked(made.device)
+    made.submit(1, b"a")
+    wait_until(lambda: blocked.taken)
+    made.submit(2, b"b")
+
+    wait_until(lambda: sorted(job.number for job, _ in made.failed) == [1, 2])
+    why = {job.number: why for job, why in made.failed}
+    assert why[1] == "the device has not taken a copy after 0 s"
+    assert "staging" in why[2]
+    assert made.reads.holds_blocks(1)
+    assert not made.reads.holds_blocks(2)
+    blocked.goes_on.set()
+    wait_until(lambda: not made.reads.holds_blocks(1))
+    assert made.ready == []
+    has_slots(made, wait_until)
+    made.reads.close()
+    assert blocked.closed
+
+
+def test_a_landing_that_the_device_does_not_take_is_told_in_time(landings, wait_until, monkeypatch):
+    """Its reader waits in the call; the others are told that the device is late."""
+    monkeypatch.setattr(device_copies, "DEVICE_S", 0.2)
+    blocked = Blocked(landings.device)
+    landing = landings.landing()
+
+    def land():
+        landings.landings.land(landing, lambda _places, _seeds: landing.digests)
+
+    reader = threading.Thread(target=land, daemon=True)
+    reader.start()
+    try:
+        wait_until(lambda: landings.stuck)
+        assert landings.stuck == [(1, "the device has not taken a copy after 0 s")]
+        landings.landings.land(landing, lambda _places, _seeds: b"")
+        assert landings.ended[-1][1:] == (
+            FailureCode.DEVICE, "no staging is free: the device is late"
+        )  # fmt: skip
+        landings.landings.close()
+        assert not blocked.closed, "its memory may still be used"
+    finally:
+        blocked.goes_on.set()
+        reader.join(10)
 
 
 class Landings:

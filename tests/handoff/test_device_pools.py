@@ -15,6 +15,7 @@ from kvstore.handoff.memory import HandoffPool  # noqa: E402
 from kvstore.handoff.prefill import PrefillManager  # noqa: E402
 from kvstore.handoff.state_data import StateBuffer, StateKind  # noqa: E402
 from kvstore.handoff.states import FailureCode, State  # noqa: E402
+from kvstore.mover import push_way  # noqa: E402
 from kvstore.mover.kvpool import KVPool  # noqa: E402
 from kvstore.testing.device import LateDevice  # noqa: E402
 from kvstore.tier.gpu import CudaDevice, HostDevice  # noqa: E402
@@ -306,3 +307,19 @@ def test_decode_has_a_part_already(wait_until):
         wait_until(lambda: receiver.state == State.SUCCESS)
         assert there.has(1, range(7, 10), [50, 51, 52])
         assert there.others_are_zero([50, 51, 52])
+
+
+@pytest.mark.parametrize("direction", ["way_in", "way_out"])
+def test_a_way_pins_no_more_than_its_slots(direction, monkeypatch):
+    monkeypatch.setattr(push_way, "STAGING_BYTES", 3 << 20)
+    device = HostDevice("cpu:0")
+    pinned = []
+    allocate = device.pinned
+    monkeypatch.setattr(device, "pinned", lambda size: pinned.append(size) or allocate(size))
+    blocks = DeviceBlocks(device)
+
+    way = getattr(blocks.pool.device, direction)(1 << 20, 8)
+
+    assert way.slots.shape == (2, 1 << 20)
+    assert pinned[-1] <= 3 << 20
+    way.close()

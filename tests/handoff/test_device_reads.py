@@ -11,7 +11,7 @@ from kvstore.handoff.effects import PushJob
 from kvstore.handoff.memory import HandoffPool
 from kvstore.handoff.places import PushRange
 from kvstore.mover.kvpool import KVPool
-from kvstore.mover.push_way import StartedCopy
+from kvstore.mover.push_way import StartedCopy, slot_count
 
 BLOCKS, BLOCK_BYTES, SLOTS = 8, 64, 4
 
@@ -21,9 +21,9 @@ class Device:
 
     device = "cpu:0"
 
-    def __init__(self):
+    def __init__(self, slots=SLOTS):
         self.memory = np.arange(BLOCKS, dtype=np.uint8).repeat(BLOCK_BYTES).reshape(BLOCKS, -1)
-        self.slots = np.zeros((SLOTS, 1 << 20), dtype=np.uint8)
+        self.slots = np.zeros((slots, 1 << 20), dtype=np.uint8)
         self.goes_on = threading.Event()
         self.goes_on.set()
         pool = KVPool((int(self.memory.ctypes.data),), BLOCK_BYTES, BLOCK_BYTES, BLOCKS, 1, "cpu:0")
@@ -54,9 +54,9 @@ class Device:
 class Told:
     """What reads have told."""
 
-    def __init__(self):
+    def __init__(self, slots=SLOTS):
         self.ready, self.failed = [], []
-        self.device = Device()
+        self.device = Device(slots)
         self.reads = DeviceReads(
             self.device.pool, self.ready.append, lambda job, why: self.failed.append((job, why))
         )
@@ -71,6 +71,26 @@ class Told:
     @property
     def numbers(self):
         return sorted(job.number for job in self.ready)
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("slot_bytes", "slots"), [(MIB, 8), (32 * MIB, 8), (33 * MIB, 7), (128 * MIB, 2), (1 << 30, 2)]
+)
+def test_large_slots_are_fewer(slot_bytes, slots):
+    """They are as large as a block of state data, and pinned."""
+    assert slot_count(slot_bytes) == slots
+
+
+def test_of_two_slots_a_link_has_one(wait_until):
+    made = Told(slots=2)
+    jobs = [made.submit(1, b"slow"), made.submit(2, b"slow"), made.submit(3, b"fast")]
+    wait_until(lambda: made.numbers == [1, 3])
+    made.reads.ended(jobs[0])
+    wait_until(lambda: made.numbers == [1, 2, 3])
+    made.reads.close()
 
 
 @pytest.fixture

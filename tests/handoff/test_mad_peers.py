@@ -16,6 +16,7 @@ from kvstore.handoff.messages import Announce, HandoffPing, encode_message
 from kvstore.handoff.ranks import plan_ranks
 from kvstore.handoff.sending import Senders
 from kvstore.handoff.states import FailureCode, Patience, State
+from kvstore.handoff.tables import LinkTarget
 from kvstore.transport.streams import connect, host_and_port
 from tests.handoff.pair import Pair, managers, push_all
 from tests.handoff.test_cores import SECOND, SHAPE, announce
@@ -154,6 +155,71 @@ def test_announcements_of_what_no_engine_has_asked_for_have_a_bound_together(mon
     core.tick(92 * SECOND)  # and they are forgotten
     assert codes_of(core.received(b"L", announce(7, list(range(8))), 92 * SECOND)) == []
     core.check()
+
+
+def linked_from(core: Senders, **links: str) -> None:
+    """Links of decode engines at these addresses."""
+    for name, address in links.items():
+        target = LinkTarget(name.encode(), 0, SHAPE.whole, frozenset((0,)))
+        core.linked(name.encode(), target, address)
+
+
+def test_a_peer_that_fills_the_table_with_requests_that_never_come_gives_way(monkeypatch):
+    """It renews them, so they do not end by themselves; and it has many links."""
+    monkeypatch.setattr(unopened, "ROOMS_MAX", 7)
+    core = Senders(SHAPE, Patience())
+    linked_from(core, A="10.0.0.1", B="10.0.0.1", C="10.0.0.2")
+    for room in range(1, 8):
+        assert codes_of(core.received(b"AB"[room % 2 :][:1], announce(room, [1]), 0)) == []
+    assert codes_of(core.received(b"A", announce(8, [1]), 0)) == ["refused"]
+
+    for room, oldest in ((11, 1), (12, 2), (13, 3)):
+        given_up, drained = core.received(b"C", announce(room, [1]), 0)
+        assert given_up.message.room == drained.message.room == oldest
+        assert given_up.message.failure.code == FailureCode.REFUSED
+        assert given_up.link == drained.link == b"AB"[oldest % 2 :][:1]
+    assert codes_of(core.received(b"C", announce(14, [1]), 0)) == ["refused"], "four and three"
+    assert core.counts["gave_way"] == 3
+    assert [one.room for one in core.describe(0)] == [4, 5, 6, 7, 11, 12, 13]
+    core.check()
+
+
+def test_a_peer_that_announces_too_many_blocks_for_such_requests_gives_way(monkeypatch):
+    monkeypatch.setattr(unopened, "BLOCKS_MAX", 9)
+    core = Senders(SHAPE, Patience())
+    linked_from(core, A="10.0.0.1", C="10.0.0.2")
+    for room, blocks in ((1, [1, 2]), (2, [3, 4]), (3, [5, 6]), (4, [7, 8]), (5, [9])):
+        assert codes_of(core.received(b"A", announce(room, blocks), 0)) == []
+
+    effects = core.received(b"C", announce(11, [1, 2, 3]), 0)
+
+    assert [one.message.room for one in effects if one.link == b"A"] == [1, 1, 2, 2]
+    assert codes_of(core.received(b"C", announce(12, [1, 2]), 0)) == ["refused"]
+    assert codes_of(core.received(b"C", announce(13, [1]), 0)) == []
+    assert [one.room for one in core.describe(0) if one.state != "FAILED"] == [3, 4, 5, 11, 13]
+    core.check()
+
+
+def test_a_request_that_has_come_gives_way_to_nobody(monkeypatch):
+    monkeypatch.setattr(unopened, "ROOMS_MAX", 2)
+    core = Senders(SHAPE, Patience())
+    linked_from(core, A="10.0.0.1", C="10.0.0.2")
+    for room in (1, 2, 3, 4):
+        core.open(room, 16, 0)
+        assert codes_of(core.received(b"A", announce(room, [1]), 0)) == []
+
+    for room in (11, 12):
+        assert codes_of(core.received(b"C", announce(room, [1]), 0)) == []
+    assert codes_of(core.received(b"C", announce(13, [1]), 0)) == ["refused"]
+    assert core.counts["gave_way"] == 0
+
+
+def test_links_know_the_address_of_their_peer(wait_until):
+    with managers() as pair:
+        pair.begin(1, 4)
+        wait_until(lambda: pair.prefill.stats()["links"] == 1)
+        [link] = pair.prefill._links
+        wait_until(lambda: pair.prefill._core._links.origin(link) == "127.0.0.1")
 
 
 @pytest.mark.parametrize("states", [[], [bytes(4 << 20)]])

@@ -25,6 +25,8 @@ class FakeNode:
         remote_seconds: what lookups expect a fetch of those to take.
         gone: stored pages beyond this number are not there any more when they are restored.
         told: what each lookup named as a holder.
+        kept: name of each conversation that was to be kept, pages of it that were there, pages,
+            seconds and bytes.
     """
 
     pages: dict[bytes, dict[bytes, bytes]] = field(default_factory=dict)
@@ -40,6 +42,7 @@ class FakeNode:
     remote_seconds: float = 0.0
     gone: int = 1 << 30
     told: list[tuple[str, int]] = field(default_factory=list)
+    kept: list[tuple[str, int, int, float, int]] = field(default_factory=list)
     reported: list[float] = field(default_factory=list)
     puts: list[tuple[int, float, bool]] = field(default_factory=list)
 
@@ -84,6 +87,10 @@ class FakeSpace:
         here = min(pages, self._node.here)
         load_s, remote_s = self._node.load_seconds, self._node.remote_seconds
         return Hit(here, 0, {}, load_s, pages - here, remote_s if pages > here else 0.0)
+
+    def keep_conversation(self, keys: Any, name: str, ttl_s: float, bytes_max: int) -> None:
+        there = sum(key in self._pages for key in keys)
+        self._node.kept.append((name, there, len(keys), ttl_s, bytes_max))
 
     def restore_to_kvpool(self, keys: Any, pool: Any, blocks: Any, shard: int) -> FakeJob:
         assert shard == 0, "engines of several ranks are tested with a real store"
