@@ -20,6 +20,7 @@ GROUPS: Final = {
     "demo-cluster": "bench.demo_cluster",
     "demo-vllm": "bench.demo_vllm",
     "device": "bench.device",
+    "figures": "bench.figures",
     "flood": "bench.flood",
     "handoff": "bench.handoff",
     "host": "bench.host",

@@ -18,7 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -103,14 +103,22 @@ class Service:
             self.process.send_signal(signal.SIGCONT)
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End it, at last with SIGKILL."""
+        """End it, at last with SIGKILL, then with all that descend from it.
+
+        A descendant that lived on would keep the pipe open that the reader waits for.
+        """
+        descendants = family(self.process.pid)
         self.ask_to_end(number)
         try:
             self.process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            for pid in descendants:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             self.process.wait(STOP_TIMEOUT_S)
         self._reader.join(STOP_TIMEOUT_S)
+        if self._reader.is_alive():  # closing would wait for it without a limit
+            return
         assert self.process.stdout is not None
         self.process.stdout.close()
 
@@ -119,6 +127,16 @@ class Service:
         for line in self.process.stdout:
             self._lines.put(line)
         self._lines.put("")
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    found = [pid]
+    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # a thread that just ended
+            for child in tasks.read_text().split():
+                found += family(int(child))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,9 @@ at first. ``ESTIMATES`` are ``exact``, ``fixed`` (30 % off for good, up or down 
 ``cache-global`` just holds 90 % there. Everybody waits as long as it takes, so that the mean is of
 the same requests for all.
 
+With ``--choice``: rows ``choice/LOAD/FLEET/SEED`` compare the goodput of mixed engines that are
+lent with that of the same engines in fixed roles; see :mod:`bench.scheduling_choice`.
+
 ``ratio`` is 1 where both are equal and more where ours is better; ``kept`` is whether it is at
 least ``floor``. Everything is simulated; the exit status is 1 if a promise is not kept.
 """
@@ -19,11 +22,12 @@ least ``floor``. Everything is simulated; the exit status is 1 if a promise is n
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Final, NamedTuple
 
+from bench import scheduling_choice
 from bench.measure import Progress, Report, Result
 from conductor.routing.engines import Role
 from conductor.routing.policy import POLICIES
@@ -129,6 +133,7 @@ class Promise(Result, frozen=True, kw_only=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    scheduling_choice.add_arguments(parser)
     parser.add_argument("--trace", type=Path, help="JSON lines, as Mooncake's traces")
     parser.add_argument(
         "--requests", type=int, help="the first so many; default: all, or 400 (1200)"
@@ -139,9 +144,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="that requests of it may wait; default: %(default)s")  # fmt: skip
     parser.add_argument("--first", type=float, default=1.9,
                         help="speed of the first try; default: %(default)s")  # fmt: skip
-    parser.add_argument("--loads", default=",".join(LOADS), help="default: %(default)s")
-    parser.add_argument("--fleets", default=",".join(FLEETS), help="default: %(default)s")
-    parser.add_argument("--estimates", default=",".join(ESTIMATES), help="default: %(default)s")
+    parser.add_argument("--loads", help="names, joined by commas; default: all")
+    parser.add_argument("--fleets", help="likewise")
+    parser.add_argument("--estimates", help="likewise")
     parser.add_argument("--seeds", default="1,2", help="of the made-up loads; default: %(default)s")
 
 
@@ -149,7 +154,10 @@ def run(options: argparse.Namespace) -> int:
     """Simulate and print; exit status 1 if a promise is not kept, 2 if an option is wrong."""
     kept = True
     try:
-        wanted = promises(options) if options.trace is not None else shapes(options)
+        if options.choice:
+            wanted = choices(options)
+        else:
+            wanted = promises(options) if options.trace is not None else shapes(options)
         with Report(json=options.json) as report:
             for one in wanted:
                 report.add(one)
@@ -194,16 +202,8 @@ def promises(options: argparse.Namespace) -> Iterator[Promise]:
 
 def shapes(options: argparse.Namespace) -> Iterator[Promise]:
     """Compare ours with the best other policy on made-up loads."""
-    loads, fleets = options.loads.split(","), options.fleets.split(",")
-    estimates = options.estimates.split(",")
-    if not options.seeds.replace(",", "").isdecimal():
-        raise InvalidArgument("seeds", f"{options.seeds!r} is not like 1,2")
-    seeds = [int(seed) for seed in options.seeds.split(",")]
-    for name, given, known in (
-        ("loads", loads, LOADS), ("fleets", fleets, FLEETS), ("estimates", estimates, ESTIMATES)
-    ):  # fmt: skip
-        if not set(given) <= set(known):
-            raise InvalidArgument(name, f"{', '.join(known)} are possible")
+    loads, fleets = _names(options, "loads", LOADS), _names(options, "fleets", FLEETS)
+    estimates, seeds = _names(options, "estimates", ESTIMATES), _seeds(options)
     with Progress("shape", len(loads) * len(fleets)) as progress:
         for load in loads:
             ttft_s, requests, first = LOADS[load]
@@ -222,6 +222,29 @@ def shapes(options: argparse.Namespace) -> Iterator[Promise]:
                     for part in PARTS:
                         name = f"shape/{load}/{fleet}/{wrong}/{part:g}"
                         yield from _against_all(name, cases, limit * part, found)
+
+
+def choices(options: argparse.Namespace) -> Iterator[Promise]:
+    """Compare one engine or a pair per request with the best fixed roles."""
+    loads = _names(options, "loads", scheduling_choice.LOADS)
+    fleets = _names(options, "fleets", scheduling_choice.FIXED)
+    for one in scheduling_choice.choices(loads, fleets, _seeds(options), options.requests):
+        lowest = scheduling_choice.LOWEST
+        yield _higher(one.case, one.ours, one.fixed, lowest, one.best, unit="1/s")
+
+
+def _names(options: argparse.Namespace, name: str, known: Collection[str]) -> list[str]:
+    given = getattr(options, name)
+    names = [*known] if given is None else given.split(",")
+    if not set(names) <= set(known):
+        raise InvalidArgument(name, f"{', '.join(known)} are possible")
+    return names
+
+
+def _seeds(options: argparse.Namespace) -> list[int]:
+    if not options.seeds.replace(",", "").isdecimal():
+        raise InvalidArgument("seeds", f"{options.seeds!r} is not like 1,2")
+    return [int(seed) for seed in options.seeds.split(",")]
 
 
 class Means(NamedTuple):

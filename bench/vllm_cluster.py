@@ -15,7 +15,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from bench.cluster import DAEMON_READY, LISTENING, ClusterError, Service, register, request, script
+from bench.cluster import (
+    DAEMON_READY,
+    LISTENING,
+    ClusterError,
+    Service,
+    family,
+    register,
+    request,
+    script,
+)
 from bench.vllm_environment import interpreter
 
 MODEL: Final = "demo"
@@ -36,10 +45,14 @@ class VllmCluster:
     """Starts processes on demand; a context manager that ends them all, by their pids.
 
     Attributes:
+        capacity_bytes: of the node's host memory.
+        ssd_bytes: of its SSD tier, in this cluster's directory: a node that is stopped and started
+            again has its pages there only; 0 = none.
         urls: name of each server to its URL.
     """
 
     capacity_bytes: int = 1 << 30
+    ssd_bytes: int = 0
     urls: dict[str, str] = field(default_factory=dict)
     services: dict[str, Service] = field(default_factory=dict)
     store_url: str = ""
@@ -66,10 +79,15 @@ class VllmCluster:
     def start_node(self) -> None:
         """The node; ``store_url`` is set afterwards."""
         arguments = [script("kvstore-server"), "--log-level", "WARNING"]
-        for value in (
+        values = [
             f"socket.path={self.directory}/kvstore.sock", "http.port=0",
             f"host.capacity_bytes={self.capacity_bytes}", f"host.extent_bytes={64 << 20}",
-        ):  # fmt: skip
+        ]  # fmt: skip
+        if self.ssd_bytes:
+            folder = self.directory / "ssd"
+            folder.mkdir(exist_ok=True)
+            values += [f"ssd.directories={folder}", f"ssd.capacity_bytes={self.ssd_bytes}"]
+        for value in values:
             arguments += ["--set", value]
         found = self.launch("node", arguments, DAEMON_READY).wait_ready()
         self.store_url = found.group(1)
@@ -86,7 +104,7 @@ class VllmCluster:
 
     def start_server(
         self, name: str, transfer: Mapping[str, Any] | None = None, flags: Sequence[str] = (),
-        variables: Mapping[str, str] | None = None,
+        variables: Mapping[str, str] | None = None, blocks: int = 1024,
     ) -> None:  # fmt: skip
         """Begin to start a server; :meth:`wait_server` waits.
 
@@ -95,13 +113,14 @@ class VllmCluster:
             transfer: ``--kv-transfer-config``.
             flags: further ones of vLLM.
             variables: of its environment, besides :data:`ENVIRONMENT`.
+            blocks: of 32 tokens, of its own KV cache.
         """
         port = _free_port()
         arguments = [
             str(self.python), "-m", "vllm.entrypoints.openai.api_server", "--model",
             str(self.model), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port",
-            str(port), "--dtype", "float32", "--max-model-len", "4096", "--max-num-seqs", "8",
-            "--enforce-eager", "--block-size", "32", "--num-gpu-blocks-override", "1024",
+            str(port), "--dtype", "float32", "--max-model-len", "8192", "--max-num-seqs", "8",
+            "--enforce-eager", "--block-size", "32", "--num-gpu-blocks-override", str(blocks),
             "--enable-prompt-tokens-details", *flags,
         ]  # fmt: skip
         if transfer is not None:
@@ -132,7 +151,7 @@ class VllmCluster:
     @contextmanager
     def suspended(self, name: str) -> Iterator[None]:
         """Inside, a server stands still: for a while after a request vLLM's processes spin."""
-        processes = _family(self.services[name].process.pid)
+        processes = family(self.services[name].process.pid)
         for pid in processes:
             os.kill(pid, signal.SIGSTOP)
         try:
@@ -144,7 +163,7 @@ class VllmCluster:
     def cpu_s(self, name: str) -> float:
         """CPU seconds of a server's processes so far; what neighbours do hardly shows in them."""
         ticks = 0
-        for pid in _family(self.services[name].process.pid):
+        for pid in family(self.services[name].process.pid):
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             ticks += int(fields[11]) + int(fields[12])
         return ticks / os.sysconf("SC_CLK_TCK")
@@ -177,15 +196,6 @@ class VllmCluster:
         self.services[name] = service
         self._undo.callback(service.stop)
         return service
-
-
-def _family(pid: int) -> list[int]:
-    """A process and all that descend from it."""
-    found = [pid]
-    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in tasks.read_text().split():
-            found += _family(int(child))
-    return found
 
 
 def _free_port() -> int:

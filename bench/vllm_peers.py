@@ -165,7 +165,7 @@ def _main(name: str, prompts: int) -> int:
         with VllmCluster() as cluster:
             peer = PEERS[name](cluster, site, {**os.environ, **variables})
             result = asyncio.run(
-                restarted(cluster, range(prompts), peer.transfer, {**variables, **peer.variables})
+                restarted(cluster, prompts, peer.transfer, {**variables, **peer.variables})
             )
     except ClusterError as error:
         sys.stderr.write(f"{error}\n")

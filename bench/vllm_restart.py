@@ -1,7 +1,7 @@
 """The first token after a restart, from a store and then from the engine's own cache."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import aiohttp
@@ -11,35 +11,51 @@ import numpy as np
 from bench.completion import complete
 from bench.vllm_cluster import HITS, MODEL, VllmCluster
 
-PROMPT_TOKENS: Final = 2000
+LENGTHS: Final = (1000, 2000, 8000)
 WARM_UP: Final = 3
+_LONG: Final = 8000
+_LONG_PROMPTS: Final = 3
 _SETTLE_S: Final = 3.0
 _WARM_UP_SEED: Final = 10_000
+_SEEDS: Final = 100
+"""Seeds of a length begin at its place among :data:`LENGTHS` times this."""
 
 
 class Restarted(msgspec.Struct):
-    """What a restarted server did.
+    """What a restarted server did; all times are in the order of the prompts.
 
     Attributes:
-        loaded_s: time to the first token of each prompt, whose KV came from the store.
+        computed_s: length of a prompt to the times to the first token, when the server computed
+            and stored the KV.
+        loaded_s: the same after a restart, when the KV came from the store.
         cached_s: the same at once again, when the engine's own prefix cache had it.
         hit_tokens: that came from the store in all.
         notes: what else is worth telling.
     """
 
-    loaded_s: list[float]
-    cached_s: list[float]
+    computed_s: dict[int, list[float]]
+    loaded_s: dict[int, list[float]]
+    cached_s: dict[int, list[float]]
     hit_tokens: int
     notes: list[str] = []
 
 
-def prompt(seed: int, tokens: int = PROMPT_TOKENS) -> list[int]:
+def prompt(seed: int, tokens: int) -> list[int]:
     """A prompt that shares no prefix with those of other seeds."""
     return [int(token) for token in np.random.default_rng(seed).integers(2, 500, tokens)]
 
 
+def prompts(count: int) -> list[tuple[int, int]]:
+    """Seed and length of every prompt: ``count`` of each length, of the longest only three."""
+    return [
+        (place * _SEEDS + number, tokens)
+        for place, tokens in enumerate(LENGTHS)
+        for number in range(_LONG_PROMPTS if tokens == _LONG else min(count, _SEEDS))
+    ]
+
+
 async def restarted(
-    cluster: VllmCluster, seeds: Sequence[int], transfer: Mapping[str, Any],
+    cluster: VllmCluster, count: int, transfer: Mapping[str, Any],
     variables: Mapping[str, str] | None = None,
 ) -> Restarted:  # fmt: skip
     """Compute prompts, restart the server, and ask for each twice.
@@ -49,34 +65,65 @@ async def restarted(
 
     Args:
         cluster: its store serves already.
-        seeds: of the prompts.
+        count: of :func:`prompts`.
         transfer: ``--kv-transfer-config``.
         variables: environment of the server.
     """
-    result = Restarted([], [], 0)
-    warm_up = range(_WARM_UP_SEED, _WARM_UP_SEED + WARM_UP)
+    result = Restarted({}, {}, {}, 0)
     cluster.start_server("store", transfer, variables=variables)
     cluster.wait_server("store")
-    for seed in (*warm_up, *seeds):
-        await ttft_s(cluster, "store", seed)
+    await _warm_up(cluster)
+    for seed, tokens in prompts(count):
+        seconds = await ttft_s(cluster, "store", seed, tokens)
+        result.computed_s.setdefault(tokens, []).append(seconds)
     # An idle vLLM does not say how far its connector's stores are.
     await asyncio.sleep(_SETTLE_S)
     cluster.stop("store")
     cluster.start_server("store", transfer, variables=variables)
     cluster.wait_server("store")
-    for seed in warm_up:
-        await ttft_s(cluster, "store", seed)
-    for seed in seeds:
-        result.loaded_s.append(await ttft_s(cluster, "store", seed))
-        result.cached_s.append(await ttft_s(cluster, "store", seed))
+    await _warm_up(cluster)
+    for seed, tokens in prompts(count):
+        for times in (result.loaded_s, result.cached_s):
+            seconds = await ttft_s(cluster, "store", seed, tokens)
+            times.setdefault(tokens, []).append(seconds)
     result.hit_tokens = int(cluster.metric("store", HITS))
     return result
 
 
-async def ttft_s(cluster: VllmCluster, name: str, seed: int) -> float:
+async def from_disk(cluster: VllmCluster, transfer: Mapping[str, Any]) -> tuple[list[float], int]:
+    """Restart node and server after :func:`restarted`, and ask for the longest prompts once.
+
+    Args:
+        cluster: its node has an SSD tier, its server just served :func:`restarted`.
+        transfer: ``--kv-transfer-config``.
+
+    Returns:
+        Times to the first token, and tokens that came from the store.
+    """
+    cluster.stop("store")
+    cluster.stop("node")
+    cluster.start_node()
+    cluster.start_server("store", transfer)
+    cluster.wait_server("store")
+    await _warm_up(cluster)
+    before = cluster.metric("store", HITS)
+    seconds = [
+        await ttft_s(cluster, "store", seed, tokens)
+        for seed, tokens in prompts(0) if tokens == _LONG
+    ]  # fmt: skip
+    return seconds, int(cluster.metric("store", HITS) - before)
+
+
+async def _warm_up(cluster: VllmCluster) -> None:
+    for seed in range(_WARM_UP_SEED, _WARM_UP_SEED + WARM_UP):
+        await ttft_s(cluster, "store", seed, LENGTHS[0])
+
+
+async def ttft_s(cluster: VllmCluster, name: str, seed: int, tokens: int) -> float:
     """Seconds to the first token of one prompt."""
     async with aiohttp.ClientSession() as session:
         answer = await complete(
-            session, cluster.urls[name], prompt(seed), max_tokens=1, temperature=0.0, model=MODEL
-        )
+            session, cluster.urls[name], prompt(seed, tokens),
+            max_tokens=1, temperature=0.0, model=MODEL,
+        )  # fmt: skip
     return answer.ttft_s

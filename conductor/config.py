@@ -113,9 +113,12 @@ class PolicyConfig(Section, frozen=True):
 
     Attributes:
         name: one of ``conductor.routing.policy.POLICIES``.
+        lends: whether mixed engines compute prompts only, or decode only, while that serves more.
+            All mixed engines must be able to hand KV over then.
     """
 
     name: str = "longest-prefix"
+    lends: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a policy that does not exist."""

@@ -112,7 +112,8 @@ class Conductor:
         self._kept_costs = KeptCosts(config.costs.file, book)
         rules = admission_rules(config)
         scheduler = Scheduler(policy, at_once)
-        dispatcher = Dispatcher(self.registry, scheduler, limits, book, rules)
+        lends = config.policy.lends
+        dispatcher = Dispatcher(self.registry, scheduler, limits, book, rules, lends=lends)
         self.queue = RequestQueue(dispatcher, prefixes.find, clock, self._guard)
         self.membership = Membership(
             config, self.registry, self._upstream, self.index, self._pump, clock, self._guard, store
@@ -177,6 +178,7 @@ class Conductor:
             },
             **self.queue.dispatcher.loads.gauges(),
             **self.queue.dispatcher.admission.gauges(),
+            **self.queue.dispatcher.lent(),
             **self._adviser.gauges(),
             **self._bringer.gauges(),
             "costs_file_faults": {(): float(self._kept_costs.faults)},

@@ -22,7 +22,10 @@
 A miss is a value, never an error. ``code`` is stable: the socket, REST and metrics use it.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Final
+
+FOREIGN_TEXT_MAX: Final = 500
+"""Most characters of text that others sent in a log line or an error."""
 
 
 class KVStoreError(Exception):
@@ -154,6 +157,11 @@ class ProtocolError(KVStoreError):
     """The peer does not understand a message or the protocol version."""
 
     code = "protocol"
+
+
+def printable(text: str) -> str:
+    """Text that others sent as one line, shortened; what cannot be printed becomes ``?``."""
+    return "".join(c if c.isprintable() else "?" for c in text[:FOREIGN_TEXT_MAX])
 
 
 def reason(error: BaseException) -> str:

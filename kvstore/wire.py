@@ -17,7 +17,7 @@ from kvstore.errors import InvalidArgument, ProtocolError
 from kvstore.page import ALL_KEYS, KEY_BYTES, EngineLabel, ShardSpec, SpaceIdentity
 
 PROTOCOL_MAJOR: Final = 1
-PROTOCOL_MINOR: Final = 8
+PROTOCOL_MINOR: Final = 9
 SETTLED_MINOR: Final = 3
 """The minor version since which Settled has ``before``. It is not sent to an older node, which
 would settle too much."""
@@ -27,6 +27,8 @@ AHEAD_MINOR: Final = 7
 """The minor version since which a node reserves slots ahead, and understands StorePage."""
 CONVERSATIONS_MINOR: Final = 8
 """The minor version since which a node understands KeepConversation."""
+TURNS_MINOR = 9
+"""The minor version since which a BeginPut can wait for the page before its own."""
 FRAME_BYTES_MAX: Final = 16 << 20
 BATCH_KEYS_MAX: Final = 65_536
 HOLDER_CHARS_MAX: Final = 64
@@ -193,7 +195,9 @@ class Release(msgspec.Struct, array_like=True, tag=9):
 class BeginPut(msgspec.Struct, array_like=True, tag=10):
     """Request slots for pages; ``parent`` is the key before the first, empty at a chain's start.
 
-    Waits up to ``wait_ms`` for the first slot while slots are being freed.
+    Waits up to ``wait_ms`` for the first slot while slots are being freed; and if ``follows``,
+    until the page of ``parent`` is there, or is being written: somebody else puts it now. Protocol
+    1.8 and older know no ``follows``: they refuse the pages.
     """
 
     id: int
@@ -204,6 +208,7 @@ class BeginPut(msgspec.Struct, array_like=True, tag=10):
     parent: bytes
     tokens: bytes = b""
     wait_ms: int = 0
+    follows: bool = False
 
 
 class PutGranted(msgspec.Struct, array_like=True, tag=11):

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from conductor.advice.capacity import EngineKind, FleetRates, Needs, Targets, capacity
+from conductor.routing.capacity import EngineKind, FleetRates, Needs, Targets, capacity
 from conductor.routing.engines import Role
 from conductor.routing.recent import LoadShape
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from conductor.advice.advise import Advice, advise
-from conductor.advice.capacity import EngineKind, Targets
-from conductor.advice.fleet import kinds_of
 from conductor.routing.admission import ServiceClass
+from conductor.routing.capacity import EngineKind, Targets
 from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import Engine, EngineRegistry
+from conductor.routing.fleet import kinds_of
 from conductor.routing.recent import LoadShape
 
 REFRESHED_S: Final = 15.0

@@ -104,6 +104,11 @@ _GAUGES: Final = {
         " role, as a multiple of the present ones; 0 = none is served now.",
         ("model", "change", "role", "hardware", "was"),
     ),
+    "engine_lent": (
+        "1 for mixed engines that only compute prompts, or only decode, at the moment; the role is"
+        " prefill or decode.",
+        ("engine", "role"),
+    ),
     "bring_bytes": ("Bytes of prefetches under way at nodes, as estimated.", ()),
     "costs_file_faults": ("Times that the file of costs could not be read or written.", ()),
     "index_up": ("1 while the prefix index can be read, else 0.", ()),
@@ -141,6 +146,7 @@ _COUNTS: Final = {
         " another node for it, to replicate a prefix that many have; by how they ended.",
         ("kind", "outcome"),
     ),
+    "lendings": ("Times that other mixed engines of a model were lent, or went home.", ("model",)),
     "advice_faults": ("Times that no advice could be computed; a bug.", ()),
     "admission": (
         "Requests that were judged: admitted, or refused because prompts would be computed too"

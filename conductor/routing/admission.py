@@ -31,7 +31,7 @@ import msgspec
 from conductor.routing.choices import Assign, Judgement, Reject
 from conductor.routing.columns import View, Waiting
 from conductor.routing.demand import Crowd, DecodeDemand
-from conductor.routing.load import EngineLoads
+from conductor.routing.load import Answer, EngineLoads
 from conductor.routing.outlook import Ahead, Outlook, enter
 from conductor.routing.output_lengths import TOKENS_MAX, OutputLengths
 from conductor.routing.policy import Policy
@@ -202,6 +202,11 @@ class Admission:
     def output(self, number: int) -> float:
         """Tokens that the answer to a request is expected to have."""
         return self._asked[number].output
+
+    def answer(self, number: int) -> Answer:
+        """What is expected of the answer to a request."""
+        asked = self._asked[number]
+        return Answer(asked.output, asked.service.tbt_s)
 
     def priority(self, number: int) -> int:
         """Lower is more urgent."""

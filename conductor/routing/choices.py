@@ -43,8 +43,8 @@ class Candidate(msgspec.Struct, frozen=True, omit_defaults=True):
         prefill_s: seconds to compute the rest of the prompt.
         handoff_s: seconds from the prefill engine to this one.
         tbt_s: seconds between two tokens.
-        stall_s: seconds for which requests that decode at this engine wait for a token while it
-            computes the rest of the prompt, all of them together.
+        late_s: requests that decode at this engine and would be late because it computes the rest
+            of the prompt, times the seconds of a usual first token.
     """
 
     engine: str
@@ -63,7 +63,7 @@ class Candidate(msgspec.Struct, frozen=True, omit_defaults=True):
     prefill_s: float | None = None
     handoff_s: float | None = None
     tbt_s: float | None = None
-    stall_s: float | None = None
+    late_s: float | None = None
 
 
 VERDICTS: Final = (
@@ -118,8 +118,7 @@ class Candidates:
             numbers: int32 [6, engines]: requests, places, and local, node, usable, peer tokens.
             verdicts: uint8 [engines], positions in :data:`VERDICTS`.
             seconds: float32 [6, engines]: queue, fetch, prefill, handoff, between tokens and of
-                stalls; not a number = it could not be chosen. None if the policy does not use
-                costs.
+                late requests; not a number = it could not be chosen. None if the policy uses none.
         """
         assert numbers.shape == (6, len(engines))
         self._columns: CandidateColumns | None = CandidateColumns(

@@ -74,7 +74,9 @@ class CostColumns:
         token_bytes: bytes of one token's KV.
         network_bytes_per_s: of its links to others.
         coming_bytes: KV on its way to it.
-        streams: requests that decode there.
+        late_per_s, late_per_s2, late_most: requests that decode there and are late if it computes a
+            prompt: so many for each of its seconds, and for each squared; at most so many.
+        usual_s: seconds to the first token of requests, lately; one number.
         kept: what was found out of these.
     """
 
@@ -88,7 +90,10 @@ class CostColumns:
     token_bytes: Column
     network_bytes_per_s: Column
     coming_bytes: Column
-    streams: Column
+    late_per_s: Column
+    late_per_s2: Column
+    late_most: Column
+    usual_s: float = 0.0
     kept: GatheredCosts = field(default_factory=GatheredCosts, compare=False, repr=False)
 
 
@@ -289,8 +294,8 @@ class Terms(NamedTuple):
         prefill_s: to compute the rest of its prompt.
         handoff_s: until the rest of its KV is where its tokens are generated.
         tbt_s: between two of its tokens.
-        stall_s: for which requests that decode at the engine wait for a token while it computes the
-            rest of the prompt, all of them together.
+        late_s: for requests that decode at the engine and would be late because it computes the
+            rest of the prompt; each of them counts as much as a usual first token takes.
     """
 
     queue_s: Column
@@ -298,7 +303,7 @@ class Terms(NamedTuple):
     prefill_s: Column
     handoff_s: Column
     tbt_s: Column
-    stall_s: Column
+    late_s: Column
 
     @property
     def ttft_s(self) -> Column:

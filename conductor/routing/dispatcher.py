@@ -30,11 +30,14 @@ from typing import Final
 from conductor.costs.book import CostBook
 from conductor.routing.admission import EVERYBODY, Admission, AdmissionRules
 from conductor.routing.binding import AHEAD_S
+from conductor.routing.capacity import Targets
 from conductor.routing.choices import Assign, Continue, Effect, Hold, Reject
 from conductor.routing.columns import Matches, View, Waiting
 from conductor.routing.engines import EngineInfo, EngineRegistry
+from conductor.routing.fleet import fleet_of
+from conductor.routing.lending import Pools
 from conductor.routing.load import EngineLoads
-from conductor.routing.occupancy import Occupancy
+from conductor.routing.occupancy import AT_HOME, Occupancy
 from conductor.routing.pending import WaitingRow, WaitingRows
 from conductor.routing.policy import Binding
 from conductor.routing.requests import DispatchLimits, KnownRequest, Request, reach, too_short
@@ -51,6 +54,7 @@ class Dispatcher:
     Attributes:
         loads: what the engines have to do for them, and how fast they are.
         admission: which of them are refused because they would be served too late.
+        pools: which mixed engines are lent; None = none ever is.
     """
 
     def __init__(
@@ -60,6 +64,8 @@ class Dispatcher:
         limits: DispatchLimits,
         book: CostBook | None = None,
         rules: AdmissionRules = EVERYBODY,
+        *,
+        lends: bool = False,
     ) -> None:
         """Start empty.
 
@@ -69,12 +75,16 @@ class Dispatcher:
             limits: bounds.
             book: the engines' costs; None = nothing is known of them.
             rules: who is admitted, and who comes first.
+            lends: whether mixed engines are lent to prompts or to tokens. They must be able to hand
+                KV over then.
         """
         self._registry = registry
         self._scheduler = scheduler
         self._limits = limits
         self.loads = EngineLoads(book or CostBook())
         self.admission = Admission(rules, self.loads, scheduler.policy)
+        first = rules.classes[0]
+        self.pools = Pools(Targets(first.ttft_s, first.tbt_s)) if lends else None
         self._learned: set[int] = set()  # since the last step, without an assignment
         self._stepped_at = -math.inf
         self._known: dict[int, KnownRequest] = {}
@@ -128,6 +138,9 @@ class Dispatcher:
         """A request arrives; it is rejected if too many wait, or after :meth:`close`."""
         assert request.number not in self._known
         self.admission.recent.came(request.model, request.arrived)
+        infos = self._infos(request.model) if self.pools is not None else []
+        if self.pools is not None and infos:
+            self.pools.came(infos[0].model, request.arrived)
         if self._closed:
             self._refused.append(self._closing(request.number))
         elif len(self._waiting) >= self._limits.waiting_max:
@@ -182,10 +195,10 @@ class Dispatcher:
     def _decodes(self, known: KnownRequest, engine_id: str, now: float) -> None:
         engine = self._registry.get(engine_id)
         if engine is not None:
-            tokens = known.request.tokens or 0
-            self.loads.decodes(known.request.number, engine.info, tokens, now)
+            number, tokens = known.request.number, known.request.tokens or 0
+            self.loads.decodes(number, engine.info, tokens, now, self.admission.answer(number))
             step_s = self.loads.step_s(engine.info)
-            self.admission.decodes(known.request.number, tokens, step_s, now)
+            self.admission.decodes(number, tokens, step_s, now)
 
     def prefilled(self, number: int, now: float, hit_tokens: int | None = None) -> None:
         """The prefill engine of a pair has done its part; the KV goes to the decode engine.
@@ -290,6 +303,8 @@ class Dispatcher:
         effects: list[Effect] = [*self._refused]
         self._refused.clear()
         self._stepped_at = now
+        if self.pools is not None:
+            self.pools.look(lambda one: fleet_of(self._registry.of_model(one), self.loads), now)
         effects += self._receive(now)
         if self._waiting:
             view = self.view(now)
@@ -374,6 +389,7 @@ class Dispatcher:
         assert not known.held
         known.assign = assign
         self._load(known, assign, now)
+        self.loads.foreseen(assign.ttft_s + now - known.request.arrived)
         known.tries += 1
         engine_ids = list(dict.fromkeys((assign.prefill, assign.decode)))
         self._places.chosen(engine_ids)
@@ -390,8 +406,8 @@ class Dispatcher:
         first, second = self._registry.get(assign.prefill), self._registry.get(assign.decode)
         tokens = known.request.tokens or 0
         prefix = max(0, min(assign.usable_tokens + assign.fetch_tokens, tokens - 1))
+        of = (tokens - prefix, prefix)
         if first is not None:
-            of = (tokens - prefix, prefix)
             prefill_s = assign.prefill_s
             if self.admission.judges and not prefill_s:
                 prefill_s = self.loads.prefill_seconds(first.info, *of)
@@ -402,6 +418,9 @@ class Dispatcher:
                 self.loads.comes(assign.request, second.info, tokens)
             step_s = self.loads.step_s(second.info)
             self.admission.assigned(assign, second.info.model, tokens, step_s, now)
+            if self.pools is not None and tokens:
+                output = self.admission.output(assign.request)
+                self.pools.assigned(second.info.model, (*of, round(output)))
 
     def _give_back(self, known: KnownRequest, now: float) -> None:
         """Give all places of a request back."""
@@ -444,9 +463,14 @@ class Dispatcher:
         """The engines, in columns."""
         priced = self._scheduler.policy.fetches is not None or self.admission.judges
         loads = self.loads if priced else None
-        view = self._places.view(self._registry, loads, self.retry_after_s, now)
+        lent = self.pools.lent if self.pools is not None else AT_HOME
+        view = self._places.view(self._registry, loads, self.retry_after_s, now, lent)
         over = self.admission.levels()
         return replace(view, over=over) if over else view
+
+    def lent(self) -> dict[str, dict[tuple[str, ...], float]]:
+        """Which mixed engines are lent, as metrics."""
+        return self.pools.gauges() if self.pools is not None else {}
 
     def check(self) -> None:
         """Assert the invariants."""

@@ -24,6 +24,12 @@ _LATE_S: Final = 1.0
 """A prompt that is overdue by this, and by as long as it should take, no longer holds others up."""
 _TOKENS_MAX: Final = 1 << 24
 """Of an output; an engine may say any number."""
+_LONGEST: Final = 0.1
+"""The time between tokens of a request is the mean of this longest part of its intervals."""
+_LONGEST_MIN: Final = 10.0
+"""Intervals in it; shorter answers are over before many prompts come."""
+_USUAL_WEIGHT: Final = 0.05
+"""Of the newest request in the moving average of seconds to the first token."""
 _TERMS: Final = ("constant", "weights", "attention")
 
 
@@ -37,6 +43,8 @@ class _Decoding:
         batch_s: what :attr:`_Load.batch_s` was then.
         context_s: what :attr:`_Load.context_s` was then.
         told: whether we have heard that it began.
+        bears_s: seconds of prompts after which it is late; 0 = none makes it so.
+        stalled_s: what :attr:`_Load.stalled_s` was when it began.
     """
 
     tokens: int
@@ -44,6 +52,8 @@ class _Decoding:
     batch_s: float
     context_s: float
     told: bool
+    bears_s: float
+    stalled_s: float
 
 
 @dataclass(slots=True)
@@ -72,6 +82,27 @@ class _Computing:
         return self.seconds + (max(_LATE_S, self.seconds) if self.told else 0.0)
 
 
+class Answer(NamedTuple):
+    """What is expected of an answer.
+
+    Attributes:
+        tokens: that it has; 0 = nobody waits for one after the other.
+        tbt_s: maximum seconds between two of them, as the mean of the longest tenth.
+    """
+
+    tokens: float
+    tbt_s: float
+
+    def bears_s(self, step_s: float) -> float:
+        """Seconds for which prompts may stall it before it is late, if steps take ``step_s``."""
+        longest = max(_LONGEST_MIN, _LONGEST * self.tokens) if self.tokens else 0.0
+        return longest * max(0.0, self.tbt_s - step_s)
+
+
+NO_ANSWER: Final = Answer(0.0, 0.0)
+"""Nothing makes it late."""
+
+
 class _Row(NamedTuple):
     """What the costs of an engine are computed of, whenever it is; see :class:`CostColumns`.
 
@@ -95,7 +126,9 @@ class _Row(NamedTuple):
     token_bytes: float
     network_bytes_per_s: float
     coming_bytes: float
-    streams: float
+    late_per_s: float
+    late_per_s2: float
+    late_most: float
 
 
 @dataclass(slots=True)
@@ -105,7 +138,7 @@ class _Load:
     Attributes:
         computing: its prompts, in the order in which they were assigned.
         head_since: since when the first of them is computed.
-        late: prompts that count as computed, but of whose first tokens we have not heard.
+        overdue: prompts that count as computed, but of whose first tokens we have not heard.
         decoding: requests that decode there.
         context: tokens of their prompts.
         coming: tokens of the KV that is on its way there, by request.
@@ -117,13 +150,14 @@ class _Load:
         factors: the fit's for which ``line`` is.
         line: what prompts take.
         begun: when requests of which we do not hear began to decode; until somebody asks.
+        stalled_s: seconds for which it computed prompts, since the beginning.
     """
 
     costs: EngineCosts
     ranks: int = 1
     computing: dict[int, _Computing] = field(default_factory=dict)
     head_since: float = 0.0
-    late: dict[int, _Computing] = field(default_factory=dict)
+    overdue: dict[int, _Computing] = field(default_factory=dict)
     decoding: dict[int, _Decoding] = field(default_factory=dict)
     context: int = 0
     coming: dict[int, int] = field(default_factory=dict)
@@ -135,6 +169,7 @@ class _Load:
     factors: object = None
     line: PrefillLine | None = None
     begun: dict[int, float] = field(default_factory=dict)
+    stalled_s: float = 0.0
 
     def row(self) -> _Row:
         """What is the same until something changes, or :meth:`pass_late` would change it."""
@@ -154,7 +189,7 @@ class _Load:
             token_bytes=token_bytes,
             network_bytes_per_s=self.costs.prior.network.bytes_per_s,
             coming_bytes=coming * token_bytes,
-            streams=len(self.decoding),
+            **self.late(),
         )
 
     def pass_late(self, now: float) -> None:
@@ -164,7 +199,8 @@ class _Load:
             if now < self.head_since + head.counts_s:
                 return
             del self.computing[number]
-            self.late[number] = replace(head, since=self.head_since)
+            self.overdue[number] = replace(head, since=self.head_since)
+            self.stalled_s += head.seconds
             self.head_since += head.seconds
             if not head.told:
                 tokens = head.new_tokens + head.prefix_tokens
@@ -174,15 +210,39 @@ class _Load:
                 self.head_since = max(self.head_since, following.since)
                 break
 
-    def decodes(self, number: int, tokens: int, now: float, *, told: bool = True) -> None:
+    def decodes(
+        self, number: int, tokens: int, now: float, *, told: bool = True, bears_s: float = 0.0
+    ) -> None:
         """A request begins to decode; ``told``: we have heard so, and shall hear when it ends."""
         self.pass_time(now)
         self.coming.pop(number, None)
+        stalled_s = self.stalled_s
         if number in self.decoding:
             self.context -= self.decoding[number].tokens
-        self.decoding[number] = _Decoding(tokens, now, self.batch_s, self.context_s, told)
+            stalled_s = self.decoding[number].stalled_s
+        self.decoding[number] = _Decoding(
+            tokens, now, self.batch_s, self.context_s, told, bears_s, stalled_s
+        )
         self.context += tokens
         self.step_cost_s = -1.0
+
+    def late(self) -> dict[str, float]:
+        """What :class:`CostColumns` says of the requests that a prompt makes late.
+
+        Nobody knows how many prompts will come yet. So who has used a part ``u`` of the seconds
+        that it bears counts as late to the part ``u**2``: the first stall costs less than the last
+        one. Who is late already counts as if it were about to be, or all prompts would go there.
+        """
+        stalled_s = self.stalled_s + self.total_s()
+        line = square = most = 0.0
+        for one in self.decoding.values():
+            if not one.bears_s:
+                continue
+            used = (stalled_s - one.stalled_s) / one.bears_s
+            line += 2.0 * min(used, 1.0) / one.bears_s
+            square += one.bears_s**-2 if used < 1.0 else 0.0
+            most += 1.0 - used * used if used < 1.0 else 1.0
+        return {"late_per_s": line, "late_per_s2": square, "late_most": most}
 
     def total_s(self) -> float:
         """Seconds of all prompts that it has, the first one whole."""
@@ -222,6 +282,7 @@ class EngineLoads:
     def __init__(self, book: CostBook) -> None:
         """Start without requests; ``book`` has the costs of engines, and learns."""
         self.changes = 0
+        self._usual_s = 0.0
         self._book = book
         self._loads: dict[str, _Load] = {}
         self._infos: Sequence[EngineInfo] | None = None  # of the rows
@@ -265,7 +326,12 @@ class EngineLoads:
         left_s = np.maximum(rows.head_s - np.maximum(now - rows.head_since, 0.0), _OVERDUE_S)
         backlog_s = np.where(rows.head_s >= 0, rows.rest_s + left_s, 0.0)
         fixed = self._rows[4:].copy()
-        return CostColumns(backlog_s=backlog_s, **dict(zip(_Row._fields[4:], fixed, strict=True)))
+        named = dict(zip(_Row._fields[4:], fixed, strict=True))
+        return CostColumns(backlog_s=backlog_s, usual_s=self._usual_s, **named)
+
+    def foreseen(self, ttft_s: float) -> None:
+        """A request that has got engines is thought to have its first token after so long."""
+        self._usual_s += (_USUAL_WEIGHT if self._usual_s else 1.0) * (ttft_s - self._usual_s)
 
     def assigned(
         self,
@@ -331,22 +397,28 @@ class EngineLoads:
         if load is None:
             return
         load.pass_late(now)
-        mine = load.late if number in load.late else load.computing
+        mine = load.overdue if number in load.overdue else load.computing
         if number not in mine:
             return
         first = next(iter(mine)) == number
         one = mine.pop(number)
         if first:
-            since = max(one.since, load.computed_at) if mine is load.late else load.head_since
+            since = max(one.since, load.computed_at) if mine is load.overdue else load.head_since
             tokens = one.new_tokens + one.prefix_tokens
             hit = min(one.prefix_tokens if hit_tokens is None else max(0, hit_tokens), tokens)
-            load.costs.computed(tokens - hit, hit, now - since - one.fetch_s)
+            seconds = now - since - one.fetch_s
+            load.costs.computed(tokens - hit, hit, seconds)
+            if mine is load.computing:
+                load.stalled_s += max(0.0, seconds)
             load.head_since = load.computed_at = now
 
-    def decodes(self, number: int, info: EngineInfo, tokens: int, now: float) -> None:
+    def decodes(
+        self, number: int, info: EngineInfo, tokens: int, now: float, answer: Answer = NO_ANSWER
+    ) -> None:
         """A request begins to decode; its KV has arrived if it comes from elsewhere."""
         self._changed(info.id)
-        self._of(info).decodes(number, tokens, now)
+        load = self._of(info)
+        load.decodes(number, tokens, now, bears_s=answer.bears_s(load.step_s()))
 
     def decoded(self, number: int, engine_id: str, output_tokens: int, now: float) -> None:
         """A request has got all its tokens; learn how long a step took meanwhile."""
@@ -372,7 +444,7 @@ class EngineLoads:
         if load is None:
             return
         load.pass_late(now)
-        load.late.pop(number, None)
+        load.overdue.pop(number, None)
         load.begun.pop(number, None)
         if number in load.computing:
             if next(iter(load.computing)) == number:
@@ -453,4 +525,4 @@ class EngineLoads:
         for load in self._loads.values():
             assert load.context == sum(one.tokens for one in load.decoding.values())
             assert not load.decoding.keys() & load.coming.keys()
-            assert not load.late.keys() & load.computing.keys()
+            assert not load.overdue.keys() & load.computing.keys()

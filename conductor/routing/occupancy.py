@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -11,11 +11,18 @@ from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.load import EngineLoads
 from kvstore.index.layout import Numbers
 
+AT_HOME: Final[Mapping[str, Role]] = {}
+"""No mixed engine is lent."""
+
 
 class _Fixed(NamedTuple):
-    """What registrations say: the same until an engine registers, again or anew, or is removed."""
+    """What registrations say: the same until an engine registers, again or anew, or is removed.
+
+    It is another one, too, when others are lent.
+    """
 
     changes: int
+    lent: Mapping[str, Role]
     infos: list[EngineInfo]
     ids: list[str]
     models: list[str]
@@ -92,8 +99,9 @@ class Occupancy:
         self._changed(engine_id)
 
     def view(
-        self, registry: EngineRegistry, loads: EngineLoads | None, retry_after_s: int, now: float
-    ) -> View:
+        self, registry: EngineRegistry, loads: EngineLoads | None, retry_after_s: int, now: float,
+        lent: Mapping[str, Role] = AT_HOME,
+    ) -> View:  # fmt: skip
         """All engines in columns; the same object until something changes.
 
         Args:
@@ -101,8 +109,9 @@ class Occupancy:
             loads: their costs; None = the policy uses none.
             retry_after_s: for rejected clients.
             now: time.
+            lent: what mixed engines do instead; another object whenever that changes.
         """
-        fixed = self._registered(registry)
+        fixed = self._registered(registry, lent)
         health = [engine.health.state for engine in registry]
         state: tuple[float, ...] = (
             self._changes,
@@ -144,19 +153,20 @@ class Occupancy:
         assert held + self.detached == self.in_flight
         assert promised == self.promised
 
-    def _registered(self, registry: EngineRegistry) -> _Fixed:
+    def _registered(self, registry: EngineRegistry, lent: Mapping[str, Role]) -> _Fixed:
         known = self._fixed
-        if known is None or known.changes != registry.changes:
+        if known is None or known.changes != registry.changes or known.lent is not lent:
             infos = [engine.info for engine in registry]
             known = self._fixed = _Fixed(
                 registry.changes,
+                lent,
                 infos,
                 ids=[info.id for info in infos],
                 models=[info.model for info in infos],
                 adapters=[info.adapters for info in infos],
                 protocols=[info.protocol for info in infos],
                 offers=[info.offers for info in infos],
-                roles=[info.role for info in infos],
+                roles=[_role(info, lent) for info in infos],
                 max_running=np.array([info.max_running for info in infos], dtype=np.int64),
                 kept={},
                 kept_groups={},
@@ -191,3 +201,8 @@ class Occupancy:
                 )
         self._stale.clear()
         return self._counts.copy()
+
+
+def _role(info: EngineInfo, lent: Mapping[str, Role]) -> Role:
+    """What an engine does now."""
+    return lent.get(info.id, info.role) if info.role is Role.MIXED else info.role

@@ -123,9 +123,6 @@ OVERTAKEN: Final = 3.0
 """Who waits for an engine is passed by later requests that need less: the wait counts as so many
 times the prompt's own seconds longer, but at most so many times itself, when all engines are busy,
 and with the square of the part that is. So an engine that is free now is worth more."""
-STALLED: Final = 0.1
-"""A second for which a request that decodes waits for a token, because its mixed engine computes a
-prompt, counts as so many seconds of a first token; so prompts go where fewer decode."""
 FIRST_TOKENS: Final = 5
 """So many tokens after the first one count when ``earliest-first-token`` compares engines."""
 KVCACHE_BALANCING_THRESHOLD: Final = 2.0
@@ -145,7 +142,7 @@ def _first_tokens(_: Waiting, __: int, engines: Offers) -> Sequence[Column]:
     busy = np.count_nonzero(terms.queue_s) / max(1, len(terms.queue_s))
     passed_s = OVERTAKEN * busy**2 * np.minimum(terms.queue_s, terms.prefill_s)
     work_s = WORK * busy**4 * terms.prefill_s
-    others_s = passed_s + work_s + STALLED * terms.stall_s
+    others_s = passed_s + work_s + terms.late_s
     return (terms.ttft_s + others_s + FIRST_TOKENS * terms.tbt_s,)
 
 

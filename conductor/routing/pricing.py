@@ -50,7 +50,9 @@ class _Fixed(NamedTuple):
     token_bytes: Column
     network_bytes_per_s: Column
     step_s: Column
-    streams: Column
+    late_per_s: Column
+    late_per_s2: Column
+    late_most: Column
 
 
 class Computing(NamedTuple):
@@ -192,8 +194,10 @@ class Prices:
     ) -> PricedEngines:
         known = self._alone(prompt, rows)
         queue_s = self._thought_s.take(rows)
-        stall_s = self._of(rows).streams * known.prefill_s
-        terms = Terms(queue_s, known.fetch_s, known.prefill_s, handoff_s, tbt_s, stall_s)
+        fixed, own_s = self._of(rows), known.prefill_s
+        late = np.minimum(fixed.late_most, own_s * (fixed.late_per_s + own_s * fixed.late_per_s2))
+        late_s = late * self._costs.usual_s
+        terms = Terms(queue_s, known.fetch_s, own_s, handoff_s, tbt_s, late_s)
         return PricedEngines(rows, terms, known.fetched)
 
     def _alone(self, prompt: Prompt, rows: Rows) -> Computing:
@@ -283,6 +287,9 @@ class Prices:
     def _expect(self, usable: Column, rows: Rows, prompt: Prompt) -> None:
         """Count what engines will have of a prompt when those of this call are computed."""
         keys = prompt.keys
+        page_tokens = (
+            prompt.tokens // (len(keys) + 1) + 1
+        )  # at least so many; the last is not whole
         for row, given in self._given:
             if given[0] != keys[0]:  # no later ones are equal then
                 continue
@@ -290,4 +297,4 @@ class Prices:
             common = int(np.count_nonzero(given[:size] == keys[:size]))
             if common:
                 at = np.flatnonzero(rows == row)
-                usable[at] = np.maximum(usable[at], common * (prompt.tokens // len(keys)))
+                usable[at] = np.maximum(usable[at], common * page_tokens)

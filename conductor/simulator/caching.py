@@ -150,6 +150,10 @@ class Caching:
         if node:
             self._tiers[engine].host.clear()
 
+    def copies(self) -> dict[int, int]:
+        """In the memories of how many nodes each block is; blocks that are in none are left out."""
+        return {block: bits.bit_count() for block, bits in self._holders.host.items() if bits}
+
     def check(self, sent: Iterable[tuple[TracedRequest, str]]) -> None:
         """Assert that exactly the blocks of these prompts are expected, each at an engine."""
         self._expected.check([(one.blocks, self._bits[engine]) for one, engine in sent])

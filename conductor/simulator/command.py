@@ -77,6 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default=",".join(POLICIES), help="names; default: all")
     parser.add_argument("--admission", default="none", help="none,load,prediction; default: none")
     parser.add_argument("--fair", action="store_true", help="fair shares of tenants")
+    parser.add_argument("--lend", action="store_true",
+                        help="mixed engines are lent to prompts or to tokens")  # fmt: skip
     parser.add_argument("--advise", action="store_true",
                         help="say which engines the fleet was short of at the end")  # fmt: skip
     parser.add_argument("--prefill", default="0", help="such as 8xh800, 4xh800:4,2xa800@1.3")
@@ -182,6 +184,7 @@ class Cases:
             rules=AdmissionRules(mode, (service,), fair=options.fair),
             skew=options.skew,
             noise=options.noise,
+            lends=options.lend,
         )
         return Simulation(self._trace, self._engines, scenario)
 

@@ -141,7 +141,8 @@ def _shown(effect: Effect) -> list[str]:
 class JournalHead(msgspec.Struct, frozen=True, tag="head"):
     """What a dispatcher was made of; the first line of a file. ``wait_s`` None = for ever.
 
-    ``skew``: by which part its estimates are off; see :class:`SkewedBook`.
+    ``skew``: by which part its estimates are off; see :class:`SkewedBook`. ``lends``: whether mixed
+    engines are lent.
     """
 
     policy: str
@@ -151,6 +152,7 @@ class JournalHead(msgspec.Struct, frozen=True, tag="head"):
     tries: int
     rules: AdmissionRules = EVERYBODY
     skew: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    lends: bool = False
 
     def dispatcher(self) -> tuple[Dispatcher, EngineRegistry]:
         """A new one like it, and its engines."""
@@ -161,7 +163,8 @@ class JournalHead(msgspec.Struct, frozen=True, tag="head"):
         limits = DispatchLimits(self.waiting_max, wait_s, self.tries)
         scheduler = Scheduler(POLICIES[self.policy])
         book = SkewedBook(self.skew) if self.skew else None
-        return Dispatcher(registry, scheduler, limits, book, self.rules), registry
+        dispatcher = Dispatcher(registry, scheduler, limits, book, self.rules, lends=self.lends)
+        return dispatcher, registry
 
 
 class Difference(NamedTuple):

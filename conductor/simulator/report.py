@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from conductor.advice.advise import Advice, advise
-from conductor.advice.capacity import Targets
-from conductor.advice.fleet import kinds_of
+from conductor.routing.capacity import Targets
+from conductor.routing.fleet import kinds_of
 from conductor.simulator.goodput import ATTAINED
 from conductor.simulator.scenario import Record
 from conductor.simulator.simulation import Simulation

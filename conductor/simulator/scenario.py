@@ -55,6 +55,7 @@ class Scenario:
             other engine too high, of those between too low.
         noise: by which part a prompt takes longer or shorter than any estimate can know, at most;
             another for each, 0 to less than 1.
+        lends: whether mixed engines are lent to prompts or tokens.
     """
 
     policy: str = "longest-prefix"
@@ -75,6 +76,7 @@ class Scenario:
     rules: AdmissionRules = EVERYBODY
     skew: float = 0.0
     noise: float = 0.0
+    lends: bool = False
 
     def factor(self, number: int) -> float:
         """How much longer the prompt of a request takes than usual; evenly spread."""

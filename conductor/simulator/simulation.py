@@ -25,7 +25,7 @@ from conductor.simulator.links import Link, Links
 from conductor.simulator.prefetching import PERIOD_S, Prefetching
 from conductor.simulator.samples import EngineLoad, Sample
 from conductor.simulator.scenario import NEVER, Flight, Record, Scenario
-from conductor.simulator.steps import TrueSteps
+from conductor.simulator.steps import StepTimes, TrueSteps
 from conductor.simulator.trace import BLOCK_TOKENS, TracedRequest
 from conductor.simulator.transfers import Transfers
 from kvstore.errors import InvalidArgument
@@ -63,7 +63,7 @@ class Simulation:
         self.head = JournalHead(
             scenario.policy, [one.info for one in engines], scenario.waiting_max,
             scenario.wait_s if scenario.wait_s < NEVER else None, scenario.tries, scenario.rules,
-            scenario.skew,
+            scenario.skew, scenario.lends,
         )  # fmt: skip
         dispatcher, registry = self.head.dispatcher()
         if not registry.can_serve():
@@ -146,6 +146,10 @@ class Simulation:
     def _at(self, when: float, act: Callable[[int], None], what: int) -> None:
         self._order += 1
         heapq.heappush(self._events, (when, self._order, act, what))
+
+    def times(self, engine: str) -> StepTimes:
+        """How long the steps of an engine are thought to take."""
+        return self._engines[engine].times
 
     # Requests
 

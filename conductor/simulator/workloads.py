@@ -129,14 +129,15 @@ WORKLOADS: Final[dict[str, _Load]] = {
     "short": _independent(400, 0.8, 250),
     "long": _independent(24_000, 0.7, 200),
     "mixed": _mixed,
+    "answers": _independent(300, 0.6, 900),
     "sessions": _sessions,
     "hot": _hot,
     "burst": _burst,
     "diurnal": _diurnal,
 }
-"""By name: short prompts, long ones, both; conversations; a few documents that everybody asks
-about; bursts with a prefix that is new; conversations by day and night. About one request a
-second, so ``speed`` is about the rate."""
+"""By name: short prompts, long ones, both; short ones with long answers; conversations; a few
+documents that everybody asks about; bursts with a prefix that is new; conversations by day and
+night. About one request a second, so ``speed`` is about the rate."""
 
 
 def made_up(name: str, requests: int, seed: int = 0) -> list[TracedRequest]:

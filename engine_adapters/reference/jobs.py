@@ -22,6 +22,7 @@ class RestoreJobs:
         tail_jobs: those of the prompt's unfilled last page.
         tail_tokens: tokens in that page.
         deadline: when it is cancelled, monotonic seconds.
+        number: of this restore, among all of the engine.
     """
 
     request: Request
@@ -34,6 +35,7 @@ class RestoreJobs:
     tail_blocks: list[int]
     tail_tokens: int
     deadline: float
+    number: int
     cancelled: bool = False
 
     def jobs(self) -> list[RestoreJob]:

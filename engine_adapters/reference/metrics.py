@@ -1,7 +1,16 @@
 """Metrics of one engine, in a separate registry (two engines may run in one process)."""
 
+from collections.abc import Mapping
+from typing import Final
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kvstore.engine.counts import CHOICES, CHOICES_TEXT, SERIES
+
+_OF_LOADS: Final = (
+    "slower_tokens", "room_waits", "room_wait_seconds",
+    "load_expected_seconds", "load_measured_seconds", "load_error_seconds",
+)  # fmt: skip
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
@@ -29,6 +38,8 @@ class Metrics:
             "store_pages", "Pages of puts, of all ranks, by outcome.", "outcome"
         )
         self.store_errors = counter("store_errors", "Errors of the store, by code.", "code")
+        self.load_choices = counter("load_choices", CHOICES_TEXT, "choice", "reason")
+        self.loads = {name: counter(name, SERIES[name]) for name in _OF_LOADS}
         self.handoffs = counter(
             "handoffs", "Ended pushes, by last state and cause.", "state", "cause"
         )
@@ -61,6 +72,14 @@ class Metrics:
         self.aux_slots = Gauge(
             "reference_engine_aux_slots", "Slots for aux data of pushes in use.", registry=registry
         )
+
+    def note_loads(self, sums: Mapping[str, float]) -> None:
+        """Add what was counted of decisions about loads."""
+        for name, value in sums.items():
+            if name in CHOICES:
+                self.load_choices.labels(*CHOICES[name]).inc(value)
+            else:
+                self.loads[name].inc(value)
 
     def text(self) -> bytes:
         """All metrics in the Prometheus text format."""

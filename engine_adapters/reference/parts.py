@@ -17,6 +17,7 @@ from engine_adapters.reference.pushing import PrefillPushes
 from engine_adapters.reference.scheduler import Limits, Scheduler
 from engine_adapters.reference.store import StoreAdapter
 from kvstore.client.store import KVStore
+from kvstore.engine.options import Loads
 from kvstore.errors import InvalidArgument
 from kvstore.page import CanonicalLayout, ShardSpec, SpaceIdentity
 
@@ -33,6 +34,7 @@ class EngineOptions:
         prefix_cache: keep the pages of ended requests for later ones.
         kv_hashes: hash each prompt's K/V (a few milliseconds per 1,000 tokens of the demo model).
         ranks: pools that share the K/V heads; with a store, each has a page of its own.
+        loads: what is restored of a hit; the benchmarks compare all three.
     """
 
     model: str = "tiny"
@@ -43,6 +45,7 @@ class EngineOptions:
     prefix_cache: bool = True
     kv_hashes: bool = True
     ranks: int = 1
+    loads: Loads = Loads.FASTER
     limits: Limits = field(default_factory=Limits)
 
 
@@ -136,7 +139,9 @@ def build(
                 ShardSpec(layout=layout, layers=layers, heads=pool.heads(rank))
                 for rank in range(options.ranks)
             ]
-            parts.store = StoreAdapter(store, identity, shards, pool, allocator, metrics)
+            parts.store = StoreAdapter(
+                store, identity, shards, pool, allocator, metrics, options.loads
+            )
         undo.pop_all()
     return parts
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from engine_adapters.reference.prefix_tree import BlockAllocator, PrefixTree
 from engine_adapters.reference.request import Request, State
 from kvstore.engine.chain import Chain
+from kvstore.engine.load_choice import PromptsAhead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,16 @@ class Scheduler:
     def available(self) -> int:
         """Blocks that are free, or only in the prefix tree."""
         return self._allocator.free + (self._tree.evictable if self._tree is not None else 0)
+
+    def prompts_before(self, until: Request) -> PromptsAhead:
+        """The prompts that are computed before that of a request with a place."""
+        found = PromptsAhead()
+        for request in self._running:
+            if request is until:
+                break
+            if request.state is State.RUNNING:
+                found.joins(request.id, request.uncomputed, request.computed)
+        return found
 
     @property
     def next_waiting(self) -> Request | None:

@@ -10,6 +10,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Final, NamedTuple
 
@@ -22,6 +23,7 @@ from engine_adapters.reference.pushing import PrefillPushes
 from engine_adapters.reference.request import Output, Request, State
 from engine_adapters.reference.sampler import logprobs_of, sample
 from engine_adapters.reference.tokenizer import EOS
+from kvstore.engine.pace import pairs_of
 from kvstore.engine.transfer import Transfer
 
 _HASHES_KEPT: Final = 1024
@@ -184,7 +186,8 @@ class Steps:
         self._parts.metrics.prompt_tokens.labels("local").inc(request.computed)
 
     def _begin_restoring(self, request: Request, now: float) -> None:
-        if self._parts.store is not None and self._parts.store.begin(request, now):
+        store, others = self._parts.store, partial(self._parts.scheduler.prompts_before, request)
+        if store is not None and store.begin(request, now, others):
             request.state = State.RESTORING
         else:
             self._end_restoring(request, time.monotonic())
@@ -208,10 +211,11 @@ class Steps:
         )
         logits = self._parts.model.forward(chunks, self._parts.pool, hook)
         now = time.monotonic()
-        prefilled = 0
+        prefilled, pairs = 0, 0.0
         for row, (request, count) in enumerate(work):
             fresh = min(request.computed + count, request.prompt_tokens) - request.computed
             prefilled += max(fresh, 0)
+            pairs += pairs_of(max(fresh, 0), request.computed)
             self._parts.scheduler.computed(request, count)
             self._record_hashes(request)
             if request.uncomputed:
@@ -234,7 +238,7 @@ class Steps:
         self._parts.metrics.step_seconds.observe(spent)
         self._parts.metrics.prompt_tokens.labels("computed").inc(prefilled)
         if self._parts.store is not None and prefilled:
-            self._parts.store.observe_prefill(prefilled, spent, began + spent)
+            self._parts.store.observe_prefill(prefilled, pairs, spent, began + spent)
 
     def _offer(self, request: Request, now: float) -> None:
         if self._parts.store is not None and request.fake is None:

@@ -16,11 +16,12 @@ skipped page, is counted, and is logged once per code.
 """
 
 import hashlib
+import itertools
 import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -30,13 +31,16 @@ from engine_adapters.reference.metrics import Metrics
 from engine_adapters.reference.pool import PagedPool
 from engine_adapters.reference.prefix_tree import BlockAllocator
 from engine_adapters.reference.request import Request, State
+from engine_adapters.reference.restoring import Chosen, RestoreChoices
 from kvstore.client.jobs import RestoreJob, StoreJob
 from kvstore.client.results import MISS, Hit, PutResult, RestoreResult
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
+from kvstore.engine.counts import AdapterCounts
+from kvstore.engine.load_choice import PromptsAhead
 from kvstore.engine.opening import Opening
+from kvstore.engine.options import Loads
 from kvstore.engine.pace import Pace
-from kvstore.engine.pending import PendingWait, missing_tokens
 from kvstore.engine.transfer import Transfer
 from kvstore.errors import KVStoreError
 from kvstore.page import PrefixKeys, ShardSpec, SpaceIdentity
@@ -49,8 +53,6 @@ PUTS_MAX: Final = 16
 """Maximum puts in flight; further pages wait for one to end, until their request ends."""
 RESTORE_TIMEOUT_S: Final = 5.0
 """After this time a restore is cancelled."""
-PENDING_WAIT_MAX_S: Final = 2.0
-"""Maximum wait for pages that another engine is writing; less if computing them takes less."""
 FLUSH_TIMEOUT_S: Final = 10.0
 """Maximum wait of a handoff for its puts."""
 
@@ -78,6 +80,7 @@ class StoreAdapter:
         pool: PagedPool,
         allocator: BlockAllocator,
         metrics: Metrics,
+        loads: Loads = Loads.FASTER,
     ) -> None:
         """Create the adapter; the node need not run.
 
@@ -88,6 +91,7 @@ class StoreAdapter:
             pool: the engine's pool; jobs use its addresses, so it must outlive them.
             allocator: allocator of the pool.
             metrics: the engine's metrics.
+            loads: what is restored of a hit.
         """
         self._store = store
         private = msgspec.structs.replace(identity, scope=HANDOFF_SCOPE)
@@ -101,7 +105,12 @@ class StoreAdapter:
         self._allocator = allocator
         self._metrics = metrics
         self._pace = Pace()
-        self._pending: dict[Request, PendingWait] = {}
+        self._counts = AdapterCounts()
+        page_bytes = self._page_bytes * len(self._kvpools)
+        self._choices = RestoreChoices(
+            self._lookup, self._pace, loads, self._page_tokens, page_bytes, self._counts.add
+        )
+        self._numbers = itertools.count(1)
         self._restores: list[RestoreJobs] = []
         self._puts: list[PutJob] = []
         self._logged: set[str] = set()
@@ -110,7 +119,7 @@ class StoreAdapter:
     @property
     def busy(self) -> bool:
         """Whether there is something to poll for."""
-        return bool(self._pending or self._restores or self._puts)
+        return bool(self._choices.waiting or self._restores or self._puts)
 
     @property
     def takes_pages(self) -> bool:
@@ -124,17 +133,19 @@ class StoreAdapter:
 
     # Store to engine
 
-    def begin(self, request: Request, now: float) -> bool:
+    def begin(self, request: Request, now: float, others: Callable[[], PromptsAhead]) -> bool:
         """Look up a longer prefix than the local one.
+
+        Args:
+            request: has its blocks.
+            now: monotonic seconds.
+            others: returns the prompts that are computed before it.
 
         Returns:
             True if the request must wait until :meth:`poll` returns it; it keeps its blocks.
         """
-        hit, wait = self._lookup(request), PendingWait()
-        if self._waits(request, wait, hit, now):
-            self._pending[request] = wait
-            return True
-        return self._start_restore(request, hit, now)
+        chosen = self._choices.begin(request, others, now)
+        return chosen is None or self._start_restore(request, chosen, now)
 
     def begin_beside(self, request: Request, now: float) -> int:
         """Restore what the node has of the beginning of a request whose rest is pushed.
@@ -144,8 +155,9 @@ class StoreAdapter:
             ``request.computed``, :meth:`poll` returns the request.
         """
         hit = self._lookup(request)._replace(pending=0, remote=0)  # those are pushed as well
+        chosen = self._choices.at_once(request, hit, now)
         request.stored_pages = hit.pages
-        if not self._start_restore(request, hit, now):
+        if not self._start_restore(request, chosen, now):
             return request.computed
         pages = self._restores[-1].first_page + self._restores[-1].pages
         return pages * self._page_tokens
@@ -157,7 +169,12 @@ class StoreAdapter:
             Requests that can continue, each once.
         """
         self._count_troubles()
-        ready = self._poll_pending(now)
+        self._metrics.note_loads(self._counts.take())
+        ready = [
+            Ready(request, request.computed)
+            for request, chosen in self._choices.poll(now)
+            if not self._start_restore(request, chosen, now)
+        ]
         for restore in [r for r in self._restores if self._has_ended(r, now)]:
             self._restores.remove(restore)
             tokens = self._end_restore(restore, now)
@@ -170,29 +187,20 @@ class StoreAdapter:
 
     def abort(self, request: Request) -> None:
         """Cancel a request; its jobs keep their blocks until they have ended."""
-        self._pending.pop(request, None)
+        self._choices.forget(request)
         for restore in self._restores:
             if restore.request is request:
                 restore.cancel()
 
     def _lookup(self, request: Request) -> Hit:
-        """Look up a request; what takes longer to load than to compute is left out."""
         spaces = self._open()
         if spaces is None or not len(request.keys):
             return MISS
         try:
-            hit = spaces.shared.lookup(request.keys, **self._promise(request))
+            return spaces.shared.lookup(request.keys, **self._promise(request))
         except KVStoreError as error:
             self._trouble("lookup", error)
             return MISS
-        request.stored_pages = hit.pages
-        tokens = hit.pages * self._page_tokens - request.computed
-        if tokens > 0 and self._pace.is_slower(hit, tokens, self._page_tokens):
-            self._pace.doubt_loads()
-            return MISS
-        remote = self._pace.remote_pages(hit, request.computed, self._page_tokens)
-        request.stored_pages += remote
-        return hit._replace(remote=remote)
 
     def _promise(self, request: Request) -> dict[str, Any]:
         """The node where the prefill engine has stored pages, and how many."""
@@ -202,30 +210,9 @@ class StoreAdapter:
         held = handoff.promised_pages(self._page_tokens)
         return {"holder": handoff.kvstore_node, "held": held}
 
-    def _waits(self, request: Request, wait: PendingWait, hit: Hit, now: float) -> bool:
-        """Whether to look up again later, because pages are being written or looked for."""
-        there = hit.pages + hit.remote
-        wanted = there + hit.pending
-        missing = missing_tokens(there, wanted, request.computed, self._page_tokens)
-        wait_s = self._pace.wait_s(missing, 0.0, PENDING_WAIT_MAX_S)
-        return missing > 0 and wait.goes_on(now, wait_s)
-
-    def _poll_pending(self, now: float) -> list[Ready]:
-        ready: list[Ready] = []
-        for request, wait in list(self._pending.items()):
-            if now < wait.ask_at:
-                continue
-            hit = self._lookup(request)
-            if self._waits(request, wait, hit, now):
-                continue
-            del self._pending[request]
-            if not self._start_restore(request, hit, now):
-                ready.append(Ready(request, request.computed))
-        return ready
-
-    def _start_restore(self, request: Request, hit: Hit, now: float) -> bool:
+    def _start_restore(self, request: Request, chosen: Chosen, now: float) -> bool:
         """Restore pages beyond the local prefix; returns False if there are none."""
-        first = request.computed // self._page_tokens
+        first, hit = request.computed // self._page_tokens, chosen.hit
         there = hit.pages + hit.remote
         pages = max(first, min(there, (len(request.tokens) - 1) // self._page_tokens))
         handoff, request.from_handoff = request.from_handoff, None  # a tail can be read once
@@ -240,6 +227,7 @@ class StoreAdapter:
             tail_blocks=[],
             tail_tokens=0,
             deadline=now + RESTORE_TIMEOUT_S,
+            number=next(self._numbers),
         )
         spaces = self._open()
         if spaces is None:
@@ -259,6 +247,8 @@ class StoreAdapter:
             return False
         self._allocator.retain(restore.blocks + restore.tail_blocks)
         self._restores.append(restore)
+        if chosen.load.choice is not None:
+            self._choices.decisions.began(restore.number, chosen.load, now)
         return True
 
     def _find_tail(self, space: Space, keys: PrefixKeys, handoff: Transfer) -> None:
@@ -285,7 +275,8 @@ class StoreAdapter:
     def _has_ended(self, restore: RestoreJobs, now: float) -> bool:
         if all(job.wait(0.0) for job in restore.jobs()):
             return True
-        if now >= restore.deadline:
+        if now >= restore.deadline and not restore.cancelled:
+            self._choices.decisions.late(restore.number, now)
             restore.cancel()
         return False
 
@@ -293,8 +284,8 @@ class StoreAdapter:
         """Handle an ended restore; returns the number of tokens whose K/V are in the pool."""
         restored = self._restore_outcome(restore.page_jobs)
         tail = self._restore_outcome(restore.tail_jobs)
-        if not restore.remote:
-            self._pace.note_load(restored.pages, restored.seconds)
+        whole = restored.pages == restore.pages and not restore.cancelled
+        self._choices.decisions.ended(restore.number, restored.seconds, whole=whole)
         pages = min(restored.pages, restore.pages)
         size_bytes = restored.size_bytes + tail.size_bytes
         unverified = restore.blocks[pages * self._page_blocks :]
@@ -423,9 +414,16 @@ class StoreAdapter:
 
     # Other
 
-    def observe_prefill(self, tokens: int, seconds: float, now: float) -> None:
-        """Measure the time per prompt token, and report it to the store from time to time."""
-        if self._pace.note_step(tokens, seconds) and self._pace.report_due(now):
+    def observe_prefill(self, tokens: int, pairs: float, seconds: float, now: float) -> None:
+        """Measure a step that computed prompts, and report its speed from time to time.
+
+        Args:
+            tokens: tokens of prompts that it computed.
+            pairs: see :meth:`Pace.note_step`.
+            seconds: it took so long.
+            now: monotonic seconds.
+        """
+        if self._pace.note_step(tokens, seconds, pairs) and self._pace.report_due(now):
             try:
                 self._store.report_prefill(self._pace.seconds_per_token)
             except KVStoreError as error:
@@ -439,7 +437,7 @@ class StoreAdapter:
         Returns:
             False if a job still runs; then the pool's memory must not be freed.
         """
-        self._pending.clear()
+        self._choices.forget_all()
         for restore in self._restores:
             restore.cancel()
         jobs: list[RestoreJob | StoreJob[PutResult]] = []

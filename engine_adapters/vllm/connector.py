@@ -14,25 +14,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from engine_adapters.vllm.facts import check_version, read_facts
+from engine_adapters.vllm.facts import check_stage, check_version, heads_apart, read_facts
 from engine_adapters.vllm.label import label_of
 from engine_adapters.vllm.names import names_of
 from engine_adapters.vllm.options import page_tokens_of, read_options
 from engine_adapters.vllm.stats import StoreMetrics, StoreStats
 from engine_adapters.vllm.tensors import pool_of
 from kvstore.client.store import KVStore
-from kvstore.engine.identity import shard_index, shard_specs, space_identity
+from kvstore.engine.identity import cover, shard_specs, space_identity
 from kvstore.engine.messages import Report, Step
 from kvstore.engine.opening import Opening
 from kvstore.engine.options import LoadOrder
 from kvstore.engine.requests import Role, ScheduledRequest, Setup
 from kvstore.engine.scheduler import SchedulerSide
 from kvstore.engine.start import prefault, round_trip, try_device
-from kvstore.engine.worker import GroupMemory, WorkerSide
+from kvstore.engine.worker import GroupMemory, WorkerSide, memory_of
 from kvstore.errors import ConfigError
 
 log = logging.getLogger("vllm.kvstore")
@@ -101,7 +101,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._identity = space_identity(facts, self._options.tenant, self._page_tokens)
         self._shards = shard_specs(facts, self._page_tokens)
         on_scheduler = role is KVConnectorRole.SCHEDULER
-        side = "scheduler" if on_scheduler else f"worker{get_tensor_model_parallel_rank()}"
+        side = "scheduler" if on_scheduler else f"worker{_worker_number()}"
         level = logging.WARNING if on_scheduler else logging.DEBUG  # one warning per engine
         self._store = KVStore.connect(
             self._options.address,
@@ -132,7 +132,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             groups=self._facts.groups,
             page_tokens=self._page_tokens,
             hash_tokens=self._kv_cache_config.hash_block_size or self._smallest_block,
-            ranks=self._facts.ranks,
+            ranks=self._facts.workers,
             role=Role(
                 loads=transfer.kv_role in {"kv_both", "kv_consumer"},
                 stores=transfer.kv_role in {"kv_both", "kv_producer"},
@@ -140,10 +140,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         report = self._store.report_prefill
         self._scheduler = SchedulerSide(self._opening, setup, self._options, monotonic, report)
+        held = [one for at in range(len(self._facts.groups)) for one in cover(self._facts, 0, at)]
         log.info(
-            "kvstore: pages of %d tokens, %d bytes on each of %d ranks, at %s",
-            self._page_tokens, self._shards[0].page_bytes(self._identity), self._facts.ranks,
-            self._options.address,
+            "kvstore: pages of %d tokens, %d bytes on each of %d ranks in %d of %d shards, at %s",
+            self._page_tokens,
+            sum(self._shards[one.shard].page_bytes(self._identity) for one in held),
+            self._facts.workers, len(held), len(self._shards), self._options.address,
         )  # fmt: skip
 
     @property
@@ -290,16 +292,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ConfigError: its layout is not as the scheduler assumes.
         """
         rank, kv = get_tensor_model_parallel_rank(), self._kv_cache_config
+        stage = get_pp_group().rank_in_group
         memories: list[GroupMemory] = []
         self._layers: dict[str, tuple[int, int]] = {}
         for place, group in enumerate(self._facts.groups):
             layers = kv.kv_cache_groups[group.index].layer_names
-            pool = pool_of(group, layers, kv_caches, kv.num_blocks)
-            shard = shard_index(self._facts, rank, place)
-            memories.append(GroupMemory(pool, shard, self._page_tokens, group.block_tokens))
+            check_stage(self._facts, stage, layers)
+            pool = pool_of(group, layers, kv_caches, kv.num_blocks, heads_apart(self._facts, group))
+            memories.append(memory_of(self._facts, self._page_tokens, pool, place, rank, stage))
             self._layers |= {name: (place, index) for index, name in enumerate(layers)}
         self._worker = WorkerSide(self._opening, memories, monotonic)
-        first = memories[0]
+        first = memories[0].shards[0]
         if first.pool.device != "cpu" and self._options.device_slab_bytes:
             raise ConfigError(
                 "kv_connector_extra_config: device_slab_bytes: not with KV memory on a GPU, where"
@@ -314,7 +317,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         if wrong:
             log.warning("kvstore: the self-test failed, expect misses: %s", wrong)
-        prefault([memory.pool for memory in memories], log)
+        prefault([memory.shards[0].pool for memory in memories], log)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start this step's loads."""
@@ -363,6 +366,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
         return metadata
+
+
+def _worker_number() -> int:
+    """Number of this worker among those of all pipeline stages."""
+    stage = get_pp_group()
+    return int(get_tensor_model_parallel_rank() * stage.world_size + stage.rank_in_group)
 
 
 def _decoded(output: Any) -> int:

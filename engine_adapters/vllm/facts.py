@@ -4,22 +4,19 @@ import hashlib
 import json
 import logging
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import vllm
 from huggingface_hub import try_to_load_from_cache
+from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVQuantMode,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec
 
 from engine_adapters.vllm.names import ENGINE, length_settings
+from engine_adapters.vllm.support import check_groups, check_model
 from kvstore.engine.identity import EngineFacts, Group
 from kvstore.engine.requests import files_fingerprint
 from kvstore.errors import ConfigError
@@ -27,9 +24,6 @@ from kvstore.errors import ConfigError
 log = logging.getLogger("vllm.kvstore")
 
 TESTED_VERSIONS: Final = ("0.32.0",)
-_SUPPORTED: Final = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
-_SUPPORTED_QUANTISED: Final = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
-"""Those whose scales, if any, are in the model."""
 
 
 def check_version() -> None:
@@ -58,14 +52,16 @@ def read_facts(config: Any, kv: Any, revision: str) -> EngineFacts:
         raise ConfigError(
             f"platform: {current_platform.device_name}: only cpu and cuda are supported"
         )
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size",
-                 "prefill_context_parallel_size"):  # fmt: skip
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             raise ConfigError(f"{name}: {getattr(parallel, name)} is not supported")
     if getattr(cache, "calculate_kv_scales", False):
         raise ConfigError("calculate_kv_scales: scales that are not in the model are not supported")
-    specs = [(index, kv.kv_cache_groups[index]) for index in kv.transfer_group_ids]
-    groups = tuple(_group(index, group) for index, group in specs)
+    check_model(config)
+    check_groups(kv.kv_cache_groups, kv.transfer_group_ids)
+    specs = list(enumerate(kv.kv_cache_groups))
+    stages = _stages(config, len(specs))
+    groups = tuple(_group(config, index, group, stages) for index, group in specs)
     dtypes = {str(group.kv_cache_spec.dtype).removeprefix("torch.") for _, group in specs}
     if len(dtypes) != 1:
         raise ConfigError(f"KV cache: groups of different dtypes ({', '.join(sorted(dtypes))})")
@@ -74,33 +70,95 @@ def read_facts(config: Any, kv: Any, revision: str) -> EngineFacts:
         model=model.model,
         revision=revision or weights_revision(model),
         kv_dtype=dtypes.pop(),
-        settings=_settings(config, (name for _, group in specs for name in group.layer_names)),
+        settings=_settings(config, (name for _, group in specs for name in group.layer_names))
+        | _alone(config, specs),
         version=".".join(vllm.__version__.split(".")[:2]),
         isa=_isa(config, specs[0][1].kv_cache_spec),
         ranks=parallel.tensor_parallel_size,
         groups=groups,
+        # On a device a block is copied as a whole: with a shard for each head group it would be as
+        # many copies.
+        whole_ranks=not current_platform.is_cpu(),
+        stages=stages,
     )
 
 
-def _group(index: int, group: Any) -> Group:
-    spec = group.kv_cache_spec
-    if type(spec) not in _SUPPORTED:
-        raise ConfigError(f"KV cache: group {index} is {type(spec).__name__}: not supported")
-    if group.is_eagle_group or getattr(spec, "non_causal", False):
-        raise ConfigError(f"KV cache: group {index} (EAGLE or not causal) is not supported")
-    quantised = getattr(spec, "kv_quant_mode", KVQuantMode.NONE)
-    if quantised not in _SUPPORTED_QUANTISED:
+def _stages(config: Any, groups: int) -> tuple[tuple[int, int], ...]:
+    """The layers of each pipeline stage; empty = there is one stage."""
+    count = config.parallel_config.pipeline_parallel_size
+    if count == 1:
+        return ()
+    if groups != 1:
         raise ConfigError(
-            f"KV cache: group {index} is quantised as {quantised.name}: not supported"
+            f"pipeline_parallel_size: {count} is not supported with {groups} KV groups"
         )
+    layers = config.model_config.get_total_num_hidden_layers()
+    return tuple(get_pp_indices(layers, stage, count) for stage in range(count))
+
+
+def _heads(config: Any, spec: Any) -> int:
+    """KV heads of a group on all ranks together; 0 = that cannot be known.
+
+    vLLM divides the heads among the ranks, or gives each of several ranks the same one; layers of
+    some models have other numbers of heads than the model says.
+    """
+    ranks = config.parallel_config.tensor_parallel_size
+    if isinstance(spec, MLAAttentionSpec):
+        return 1 if spec.num_kv_heads == 1 else 0
+    if ranks == 1:
+        return int(spec.num_kv_heads)
+    heads = config.model_config.get_total_num_kv_heads()
+    divides = not (heads % ranks and ranks % heads)
+    return heads if divides and spec.num_kv_heads == max(1, heads // ranks) else 0
+
+
+def _alone(config: Any, specs: Iterable[tuple[int, Any]]) -> dict[str, str]:
+    """A setting that differs between numbers of ranks where it is unknown which heads they hold."""
+    known = all(_heads(config, group.kv_cache_spec) for _, group in specs)
+    if known and config.speculative_config is None:  # a draft model may be divided otherwise
+        return {}
+    return {"ranks": str(config.parallel_config.tensor_parallel_size)}
+
+
+def _group(config: Any, index: int, group: Any, stages: Sequence[tuple[int, int]]) -> Group:
+    spec = group.kv_cache_spec
     return Group(
         index=index,
-        layers=len(group.layer_names),
+        layers=stages[-1][1] if stages else len(group.layer_names),
         block_tokens=spec.block_size,
         block_bytes=spec.unpadded_page_size_bytes,
-        kv_heads=spec.num_kv_heads,
-        window_tokens=spec.sliding_window if type(spec) is SlidingWindowSpec else 0,
+        kv_heads=_heads(config, spec)
+        or spec.num_kv_heads * config.parallel_config.tensor_parallel_size,
+        window_tokens=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0,
     )
+
+
+def heads_apart(facts: EngineFacts, group: Group) -> int:
+    """Heads that must lie one behind the other in a rank's blocks; 0 = it does not matter how."""
+    return 0 if facts.whole_ranks or group.kv_heads == 1 else facts.split(group).rank_heads
+
+
+def check_stage(facts: EngineFacts, stage: int, layers: Sequence[str]) -> None:
+    """Refuse a pipeline stage that has other layers than its shards.
+
+    Args:
+        facts: of the engine.
+        stage: of the pipeline.
+        layers: names of its layers of the only KV group.
+
+    Raises:
+        ConfigError: says which layers it should have.
+    """
+    if not facts.stages:
+        return
+    first, stop = facts.stages[stage]
+    numbers = [[int(part) for part in name.split(".") if part.isdigit()] for name in layers]
+    found = sorted(number for each in numbers for number in each)
+    if found != list(range(first, stop)):
+        raise ConfigError(
+            f"pipeline_parallel_size: stage {stage} has the KV of layers {found}, not of {first} to"
+            f" {stop - 1}: not supported"
+        )
 
 
 def _settings(config: Any, layers: Iterable[str]) -> dict[str, str]:
@@ -110,13 +168,15 @@ def _settings(config: Any, layers: Iterable[str]) -> dict[str, str]:
     hf.pop("transformers_version", None)
     encoded = json.dumps(hf, default=str, sort_keys=True).encode()
     speculative = config.speculative_config
+    # A stage of a pipeline knows its own layers only; shards have their numbers.
+    names = list(layers) if config.parallel_config.pipeline_parallel_size == 1 else ["pipeline"]
     settings = {
         "hf_config": hashlib.sha256(encoded).hexdigest(),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "cache_dtype": str(config.cache_config.cache_dtype),
         "load_format": str(config.load_config.load_format),
-        "layers": hashlib.sha256(msgspec.msgpack.encode(list(layers))).hexdigest(),
+        "layers": hashlib.sha256(msgspec.msgpack.encode(names)).hexdigest(),
         "speculative": f"{speculative.method} {speculative.model}" if speculative else "",
         "pooling": str(model.runner_type),
     }

@@ -1,4 +1,4 @@
-"""vLLM's plugin: makes ``KVStoreConnector`` known by its name, and checks its options early.
+"""vLLM's plugin: makes ``KVStoreConnector`` known by its name, and checks early what it can.
 
 vLLM calls :func:`register` in each of its processes (entry point ``vllm.general_plugins``), before
 it reads its command line, whether a connector is used or not. It must not fail, and costs no import
@@ -20,11 +20,12 @@ def register() -> None:
     """Register the connector with vLLM; may be called several times."""
     try:
         from vllm.config.kv_transfer import KVTransferConfig
+        from vllm.config.vllm import VllmConfig
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
         if CONNECTOR not in KVConnectorFactory._registry:  # noqa: SLF001 - there is no question
             KVConnectorFactory.register_connector(CONNECTOR, _MODULE, CONNECTOR)
-        check_early(KVTransferConfig)
+        check_early(KVTransferConfig, VllmConfig)
     except (ImportError, AttributeError, ValueError) as error:
         log.warning(
             "kvstore cannot register its connector with this vLLM (%s): add"
@@ -32,27 +33,45 @@ def register() -> None:
         )  # fmt: skip
 
 
-def check_early(config: type[Any]) -> None:
-    """Check the connector's options whenever vLLM makes its configuration of KV transfers.
+def check_early(transfer: type[Any], whole: type[Any]) -> None:
+    """Check the connector's options and the model whenever vLLM makes its configuration.
 
-    vLLM creates connectors in child processes, after it has loaded the model: a mistyped option
-    would end the start minutes later, with the reason somewhere in the log. The configuration is
-    made from the command line, in the process that the user started.
+    vLLM creates connectors in child processes, after it has loaded the model: a mistyped option or
+    a model that cannot be stored would end the start minutes later, with the reason somewhere in
+    the log. The configuration is made from the command line, in the process that the user started.
 
     Args:
-        config: ``KVTransferConfig``. Its ``__post_init__`` raises :class:`ConfigError` for a wrong
-            option of our connector; other connectors are not affected.
+        transfer: ``KVTransferConfig``. Its ``__post_init__`` raises :class:`ConfigError` for a
+            wrong option of our connector; other connectors are not affected.
+        whole: ``VllmConfig``; the same for a model that our connector does not support.
     """
+    _check_after_init(transfer, _check_options)
+    _check_after_init(whole, _check_model)
+
+
+def _check_options(made: Any) -> None:
+    if made.kv_connector == CONNECTOR:
+        from engine_adapters.vllm.options import read_options
+
+        read_options(made.kv_connector_extra_config)
+
+
+def _check_model(made: Any) -> None:
+    transfer = made.kv_transfer_config
+    if transfer is not None and transfer.kv_connector == CONNECTOR:
+        from engine_adapters.vllm.support import check_model
+
+        check_model(made)
+
+
+def _check_after_init(config: type[Any], check: Callable[[Any], None]) -> None:
     if getattr(config, _MARK, False):
         return
-    checked: Callable[[Any], None] = config.__post_init__
+    finish: Callable[[Any], None] = config.__post_init__
 
     def post_init(made: Any) -> None:
-        checked(made)
-        if made.kv_connector == CONNECTOR:
-            from engine_adapters.vllm.options import read_options
-
-            read_options(made.kv_connector_extra_config)
+        finish(made)
+        check(made)
 
     config.__post_init__ = post_init
     setattr(config, _MARK, True)

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from kvstore.engine.counts import SERIES
+from kvstore.engine.counts import CHOICES, CHOICES_TEXT, SERIES
 
 
 @dataclass
@@ -38,7 +38,7 @@ class StoreStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class StoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """``kvstore:<series>_total`` counters, one for each of :data:`SERIES`."""
+    """``kvstore:<series>_total`` counters, one for each of :data:`SERIES`, and the choices."""
 
     def __init__(
         self, config: Any, metric_types: Any, labels: list[str], values: dict[int, list[object]]
@@ -51,6 +51,16 @@ class StoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 counter(name=f"kvstore:{name}", documentation=text, labelnames=labels), values
             )
             for name, text in SERIES.items()
+        }
+        choices = counter(
+            name="kvstore:load_choices", documentation=CHOICES_TEXT,
+            labelnames=[*labels, "choice", "reason"],
+        )  # fmt: skip
+        self._series |= {
+            name: {
+                engine: choices.labels(*of_engine, *kind) for engine, of_engine in values.items()
+            }
+            for name, kind in CHOICES.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

@@ -30,19 +30,22 @@ class _Blocks(NamedTuple):
 
 
 def pool_of(
-    group: Group, layers: Sequence[str], tensors: Mapping[str, torch.Tensor], block_count: int
-) -> KVPool:
+    group: Group, layers: Sequence[str], tensors: Mapping[str, torch.Tensor], block_count: int,
+    heads: int = 0,
+) -> KVPool:  # fmt: skip
     """The memory of one KV group: whole blocks, in their own format.
 
     If the parts of a block of all layers are adjacent (vLLM's layouts with blocks outermost), they
-    are one plane, and a page has the blocks' bytes as they are; else each layer has planes of its
-    own.
+    are one plane, and a page has the blocks' bytes as they are; else, and if ``heads`` are told
+    apart, each layer has planes of its own.
 
     Args:
         group: the group as the scheduler sees it.
         layers: names of its layers, in order.
         tensors: layer name → tensor whose first dimension is blocks; the others may lie anywhere.
         block_count: number of blocks in the engine's tables.
+        heads: a block of a layer must have so many heads, one behind the other; 0 = its order does
+            not matter.
 
     Raises:
         ConfigError: the tensors are on an unknown device, or their layout cannot be described or is
@@ -68,9 +71,11 @@ def pool_of(
             f"KV cache: a block of {_shown(*found[0])} has {block_bytes} bytes, not"
             f" {group.block_bytes}"
         )
+    for name, tensor in found if heads else ():
+        _check_heads(name, tensor, block_count, heads)
     device = found[0][1].device
     planes = tuple(address for blocks in described for address in blocks.addresses)
-    whole = _together(planes, first)
+    whole = _together(planes, first) if not heads else 0
     return KVPool(
         planes=planes[:1] if whole else planes,
         block_bytes=whole or first.part_bytes,
@@ -88,6 +93,21 @@ def _together(planes: tuple[int, ...], first: _Blocks) -> int:
     order = tuple(range(start, start + size, first.part_bytes))
     adjacent = tuple(sorted(planes)) == order and planes[0] == start
     return size if adjacent and len(planes) > 1 and size <= first.stride_bytes else 0
+
+
+def _check_heads(name: str, tensor: torch.Tensor, block_count: int, heads: int) -> None:
+    """Refuse a layer whose blocks have other heads, or bytes of several heads in between."""
+    shape, strides = tensor.shape, tensor.stride()
+    inside = sorted(zip(strides[2:], shape[2:], strict=True))
+    size = 1
+    for stride, count in inside:
+        size = size * count if stride == size or count == 1 else 0
+    if shape[:2] != (block_count, heads) or strides[1] != size:
+        raise ConfigError(
+            f"KV cache: {_shown(name, tensor)}: its {heads} KV heads do not lie one behind the"
+            " other in a block, so that servers of other tensor-parallel sizes could not read"
+            " them: not supported"
+        )
 
 
 def _blocks(name: str, tensor: torch.Tensor, block_count: int) -> _Blocks:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from kvstore.cli import doctor, show, top
+from kvstore.cli import show, top
 from kvstore.cli.conversations import add_conversations
 from kvstore.cli.index import asked_index, index
 from kvstore.cli.jobs import (
@@ -80,6 +80,9 @@ def _carried_out(options: argparse.Namespace) -> int:
     """Send the request and print the answer; returns the exit status."""
     node = Remote(options.url, options.token)
     if options.verb == "doctor":
+        # It imports what a node is made of; the other verbs answer sooner without.
+        from kvstore.cli import doctor
+
         return doctor.run(
             options.url, options.token, options.directory, options.config, show.console(),
             as_json=options.json, conductor=options.conductor,

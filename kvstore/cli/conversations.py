@@ -14,9 +14,10 @@ from kvstore.config.sizes import rounded
 _CAUSES: Final = {
     "missing": "a page is not stored, or was evicted before",
     "bytes": "--max-bytes is reached",
-    "budget": "admin.conversations_budget_bytes or admin.conversations_ssd_budget_bytes is reached",
+    "budget": "admin.conversations_budget_bytes or admin.conversations_ssd_budget_bytes is reached,"
+    " and no tenant or space keeps more than this one",
     "quota": "the quota of the space is reached",
-    "conversations": "the node keeps no more conversations",
+    "conversations": "the node keeps no more conversations, and nobody has more than this space",
     "disk": "the SSDs take no more now",
 }
 
@@ -43,14 +44,15 @@ def conversations(answer: Any, console: Console) -> None:
     """Conversations whose pages are kept."""
     rows = (
         [one["conversation"], one["tier"], one["space"][:show.LABEL_DIGITS], one["pages"],
-         rounded(one["bytes"]), show.seconds(one["ends_in_s"])]
+         rounded(one["bytes"]), one["gave_way_pages"], show.seconds(one["ends_in_s"])]
         for one in answer["conversations"]
     )  # fmt: skip
     title = f"conversations: {rounded(answer['used_bytes'])} of {rounded(answer['budget_bytes'])}"
     title += (
         f"; on SSD: {rounded(answer['ssd_used_bytes'])} of {rounded(answer['ssd_budget_bytes'])}"
     )
-    show.table(console, title, ("conversation", "tier", "space", "pages", "bytes", "ends in"), rows)
+    columns = ("conversation", "tier", "space", "pages", "bytes", "gave way", "ends in")
+    show.table(console, title, columns, rows)
 
 
 def _keep(node: Remote, at: argparse.Namespace) -> Any:
@@ -63,6 +65,7 @@ def _keep(node: Remote, at: argparse.Namespace) -> Any:
 
 def _kept(answer: Any, console: Console) -> None:
     said = f"{answer['conversation']}: {answer['pages']} pages are kept"
+    said += f" for {show.seconds(answer['ends_in_s'])}"
     if cause := answer["cause"]:
         said += f"; the others are left to the policy: {_CAUSES.get(cause, cause)} ({cause})"
     _say(said, console)

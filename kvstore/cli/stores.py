@@ -59,7 +59,7 @@ def running_store_checks(settings: Sequence[Mapping[str, Any]] | None) -> Iterat
     Args:
         settings: rows of ``/v1/config``; None = the node does not tell them.
     """
-    config = _told_config(settings)
+    config = _reported_config(settings)
     if config is None:
         found = "not looked at: the node does not tell which stores it uses"
         yield Check("stores", "warn", found, _GIVE_CONFIG)
@@ -72,7 +72,7 @@ def running_store_checks(settings: Sequence[Mapping[str, Any]] | None) -> Iterat
     yield from store_checks(config)
 
 
-def _told_config(settings: Sequence[Mapping[str, Any]] | None) -> ServerConfig | None:
+def _reported_config(settings: Sequence[Mapping[str, Any]] | None) -> ServerConfig | None:
     """The sections that stores are in; None = they cannot be read."""
     tree: dict[str, dict[str, Any]] = {}
     try:

@@ -88,16 +88,16 @@ class Loader:
     """Loads pages of one space.
 
     Args:
-        services: the store's shared resources: node and slab.
+        resources: the store's shared resources: node and slab.
         pages: for each shard of the engine, its pages' name in the slab.
         numbers: returns the numbers of the space on a connection.
     """
 
     def __init__(
-        self, services: StoreResources, pages: tuple[PageSet, ...],
+        self, resources: StoreResources, pages: tuple[PageSet, ...],
         numbers: Callable[[NodeLink], Opened],
     ) -> None:  # fmt: skip
-        self._services = services
+        self._resources = resources
         self._pages = pages
         self._numbers = numbers
 
@@ -121,10 +121,10 @@ class Loader:
         """
         loaded = first = state.loaded
         start = perf_counter()
-        waits = self._services.waits
+        waits = self._resources.waits
         at_once = max(1, len(keys) if order == "segment" else at_once)
         try:
-            if self._services.promotion is not None and not loaded:
+            if self._resources.promotion is not None and not loaded:
                 loaded, final = self._from_slab(keys, target, shard, progress, order)
                 if final:
                     return loaded
@@ -140,10 +140,10 @@ class Loader:
                 if loaded < stop:
                     break
         except KVStoreError as error:
-            self._services.note_trouble(error)
+            self._resources.note_trouble(error)
         size = (loaded - first) * self._pages[shard].page_bytes
-        if self._services.waits == waits:
-            self._services.note_load(size, perf_counter() - start)
+        if self._resources.waits == waits:
+            self._resources.note_load(size, perf_counter() - start)
         return loaded
 
     def device_load(
@@ -169,15 +169,15 @@ class Loader:
             The blocks, unless a slab on the same device serves them; and the load, which returns
             the length of the loaded run in pages.
         """
-        promotion = self._services.promotion
+        promotion = self._resources.promotion
         if promotion is not None and promotion.slab.serves(pool):
             return None, self._slab_load(
                 keys, pool, table, shard, promotion, progress, at_once, state
             )
         try:
-            there = self._services.devices.blocks(pool, table)
+            there = self._resources.devices.blocks(pool, table)
         except KVStoreError as error:
-            self._services.note_trouble(error)
+            self._resources.note_trouble(error)
             return None, lambda: 0
         return there, lambda: self._load_to_device(
             keys, there, shard, progress, order, at_once, state
@@ -207,7 +207,7 @@ class Loader:
                         break
                     loaded += count
             except KVStoreError as error:
-                self._services.note_trouble(error)
+                self._resources.note_trouble(error)
             progress.before = loaded
             return loaded
 
@@ -218,7 +218,7 @@ class Loader:
         order: mover.Order, at_once: int, state: LoadState,
     ) -> int:  # fmt: skip
         """Load the leading run to blocks on a device; returns its length in pages."""
-        loaded, start, waits = state.loaded, perf_counter(), self._services.waits
+        loaded, start, waits = state.loaded, perf_counter(), self._resources.waits
         first = loaded
         try:
             while loaded < len(keys) and not progress.cancelled:
@@ -234,11 +234,11 @@ class Loader:
                 if loaded < stop:
                     break
         except KVStoreError as error:
-            self._services.note_trouble(error)
+            self._resources.note_trouble(error)
         progress.before = loaded
-        if self._services.waits == waits:
+        if self._resources.waits == waits:
             size = (loaded - first) * self._pages[shard].page_bytes
-            self._services.note_load(size, perf_counter() - start)
+            self._resources.note_load(size, perf_counter() - start)
         return loaded
 
     def view(self, keys: PrefixKeys, shard: int) -> PageViews:
@@ -251,7 +251,7 @@ class Loader:
                 count = self._verified(leased, keys, shard, good)
                 views = leased.memory.views(leased.answer.addresses, size)[:count]
             except KVStoreError as error:
-                self._services.note_trouble(error)
+                self._resources.note_trouble(error)
                 return PageViews([], lambda: None)
             return PageViews(views, undo.pop_all().close)
 
@@ -263,7 +263,7 @@ class Loader:
         """
         lease = next(names)
         # Within a move, because a closed link would disconnect before the lease is released.
-        with self._services.slow_link() as link, link.moving():
+        with self._resources.slow_link() as link, link.moving():
             opened = self._numbers(link)
             try:
                 leased = self._ask(opened, keys, shard, lease, link, DISK_WAIT_S)
@@ -279,8 +279,8 @@ class Loader:
         progress: mover.Progress | None, order: mover.Order,
     ) -> tuple[int, bool]:  # fmt: skip
         """Load the leading run of the slab; returns its length, and whether the load is over."""
-        assert self._services.promotion is not None
-        slab, pages = self._services.promotion.slab, self._pages[shard]
+        assert self._resources.promotion is not None
+        slab, pages = self._resources.promotion.slab, self._pages[shard]
         run = slab.run(pages, keys.packed)
         if not run:
             return 0, not len(keys)
@@ -310,12 +310,12 @@ class Loader:
                 leased.sources, size, leased.digests, leased.seeds, target, progress, order
             )
             count = self._verified(leased, keys, shard, good, progress)
-            promotion = self._services.promotion
+            promotion = self._resources.promotion
             kept = min(count, leased.answer.lasting)
             if kept and promotion is not None and promotion.slab.mapped:
                 promotion.promote(
                     self._pages[shard], keys[:kept], leased.sources, leased.answer.digests,
-                    undo, self._services.link.quota_bytes,
+                    undo, self._resources.link.quota_bytes,
                 )  # fmt: skip
             return count
 
@@ -361,7 +361,7 @@ class Loader:
 
     def _lease(self, keys: PrefixKeys, shard: int, undo: ExitStack, *, may_wait: bool) -> _Leased:
         """Lease the leading run; ``undo`` releases it."""
-        link, lease = self._services.link, next(names)
+        link, lease = self._resources.link, next(names)
         # Open the space before using the memory, so that both belong to the same connection.
         opened = self._numbers(link)
         memory = undo.enter_context(link.moving())
@@ -384,7 +384,7 @@ class Loader:
             KVStoreError: the node is away, or refuses.
             MustWaitError: pages are to be brought to memory, and the load may not wait.
         """
-        link = self._services.link
+        link = self._resources.link
         leased = self._ask(opened, keys, shard, lease)
         if not leased.more:
             return leased
@@ -398,12 +398,12 @@ class Loader:
             leased = self._ask(opened, keys, shard, lease)
 
         known, remote, start = len(leased.digests), leased.remote, perf_counter()
-        self._services.waits += 1
+        self._resources.waits += 1
         self.warm(keys, shard, again)
         brought = max(0, len(leased.digests) - known) // DIGEST_BYTES
         size = brought * self._pages[shard].page_bytes
         if not remote:  # the time of a wait for other nodes tells nothing of the disk
-            self._services.note_disk(size, perf_counter() - start)
+            self._resources.note_disk(size, perf_counter() - start)
         return leased
 
     def _ask(
@@ -411,12 +411,12 @@ class Loader:
         link: NodeLink | None = None, wait_s: float = 0.0,
     ) -> wire.Acquired:  # fmt: skip
         number, lease_ms = opened.shards[shard], int(LEASE_S * 1000)
-        wait_ms, link = int(wait_s * 1000), link or self._services.link
+        wait_ms, link = int(wait_s * 1000), link or self._resources.link
         request = wire.Acquire(
             0, lease, opened.space, number, keys.packed, lease_ms, wait_ms, not keys.parent,
             parent=keys.parent,
         )  # fmt: skip
-        leased = link.request(request, self._services.timeout_s + wait_s, opened.epoch)
+        leased = link.request(request, self._resources.timeout_s + wait_s, opened.epoch)
         assert isinstance(leased, wire.Acquired)
         return leased
 
@@ -434,12 +434,12 @@ class Loader:
 
     def _quarantine(self, leased: _Leased, keys: PrefixKeys, shard: int, index: int) -> None:
         """Report a corrupt page: from now on it is a miss, at the node and in the slab."""
-        opened, link = leased.opened, self._services.link
+        opened, link = leased.opened, self._resources.link
         slot = np.frombuffer(leased.answer.addresses, dtype=wire.ADDRESS)[index]
         number, generation = opened.shards[shard], int(slot["generation"])
         boot = leased.memory.boot
         link.send(wire.Corrupt(opened.space, number, keys[index], generation, boot), opened.epoch)
-        if self._services.promotion is not None:
-            self._services.promotion.slab.forget(self._pages[shard], keys[index])
-        self._services.troubles["corrupt"] += 1
+        if self._resources.promotion is not None:
+            self._resources.promotion.slab.forget(self._pages[shard], keys[index])
+        self._resources.troubles["corrupt"] += 1
         log.error("page %s failed its digest: quarantined, a miss", keys[index].hex()[:16])

@@ -13,7 +13,7 @@ from kvstore.client.link import NodeLink
 from kvstore.client.loads import DISK_WAIT_S, Loader, LoadState
 from kvstore.client.resources import Opened, StoreResources
 from kvstore.client.results import MISS, Hit, PageViews, PutResult, RestoreResult
-from kvstore.client.stores import Keep, Storer
+from kvstore.client.stores import Keep, Storer, added
 from kvstore.config.cluster import NODES_MAX
 from kvstore.errors import CapacityError, InvalidArgument, KVStoreError, TooFewCopies
 from kvstore.mover.kvpool import KVPool
@@ -51,19 +51,19 @@ class Space:
     """
 
     def __init__(
-        self, services: StoreResources, identity: SpaceIdentity, shards: Sequence[ShardSpec]
+        self, resources: StoreResources, identity: SpaceIdentity, shards: Sequence[ShardSpec]
     ) -> None:
         """Made by :meth:`KVStore.space`."""
         if not shards:
             raise InvalidArgument("shards", "at least one is needed")
-        self._services = services
+        self._resources = resources
         self.identity = identity
         self.shards = tuple(shards)
         self.pages = tuple(PageSet(identity, spec) for spec in shards)
         self.page_bytes = tuple(pages.page_bytes for pages in self.pages)
         self._opened: dict[int, Opened] = {}
-        self._loads = Loader(services, self.pages, self.numbers)
-        self._stores = Storer(services, self.pages, self.numbers)
+        self._loads = Loader(resources, self.pages, self.numbers)
+        self._stores = Storer(resources, self.pages, self.numbers)
 
     def page_keys(
         self, tokens: Tokens, *, known: PrefixKeys | None = None, seed: bytes = b""
@@ -102,9 +102,9 @@ class Space:
             self._size(shard)
         if not len(keys):
             return MISS
-        services = self._services
+        resources = self._resources
         try:
-            link = services.waiting_link("lookup") if wait_s > 0 else services.link
+            link = resources.waiting_link("lookup") if wait_s > 0 else resources.link
             opened = self.numbers(link)
             numbers = opened.shards
             wanted = numbers if shards is None else [numbers[shard] for shard in shards]
@@ -113,11 +113,11 @@ class Space:
             named = holder.isascii() and len(holder) <= wire.HOLDER_CHARS_MAX
             if named and holder != link.node_name:
                 request.holder, request.held = holder, min(max(0, held), len(keys))
-            answer = link.request(request, services.timeout_s + wait_s, opened.epoch)
+            answer = link.request(request, resources.timeout_s + wait_s, opened.epoch)
             assert isinstance(answer, wire.Found)
             found: wire.Found | None = answer
         except KVStoreError as error:
-            services.note_trouble(error)
+            resources.note_trouble(error)
             found = None
         on_device = self._on_device(keys, shards)
         if found is None:
@@ -129,7 +129,7 @@ class Space:
         tiers = {"host": pages - on_device - on_disk}
         tiers |= {tier: n for tier, n in (("gpu", on_device), ("ssd", on_disk)) if n}
         each = sum(self.page_bytes)
-        seconds = services.load_seconds((pages - on_device) * each, on_disk * each)
+        seconds = resources.load_seconds((pages - on_device) * each, on_disk * each)
         remote = max(0, found.pages + found.remote - pages)
         remote_s = found.remote_s * remote / found.remote if remote else 0.0
         return Hit(pages, found.pending, tiers, seconds, remote, remote_s)
@@ -206,7 +206,7 @@ class Space:
         if not 1 <= replicas <= NODES_MAX:
             raise InvalidArgument("replicas", f"{replicas} is outside 1..{NODES_MAX}")
         # Not the connection of puts that wait for free slots: copying can take much longer.
-        link = self._services.waiting_link("replicate")
+        link = self._resources.waiting_link("replicate")
         fewest, draining = replicas, 0
         for start, stop in self._batches(len(keys), shard, REPLICATE_PAGES):
             opened = self.numbers(link)
@@ -217,7 +217,7 @@ class Space:
                 0, opened.space, number, keys[start:stop].packed, replicas, wait_ms
             )
             answer = link.request(
-                request, self._services.timeout_s + REPLICATE_WAIT_S, opened.epoch
+                request, self._resources.timeout_s + REPLICATE_WAIT_S, opened.epoch
             )
             assert isinstance(answer, wire.Replicated)
             if answer.copies < fewest:
@@ -248,12 +248,12 @@ class Space:
         """
         batches = self._batches(len(keys), shard)
         # Not the connection of puts that wait for free slots: a sync can take much longer.
-        link = self._services.waiting_link("persist")
+        link = self._resources.waiting_link("persist")
         for start, stop in batches:
             opened = self.numbers(link)
             number, wait_ms = opened.shards[shard], int(SYNC_WAIT_S * 1000)
             request = wire.Persist(0, opened.space, number, keys[start:stop].packed, wait_ms)
-            link.request(request, self._services.timeout_s + SYNC_WAIT_S, opened.epoch)
+            link.request(request, self._resources.timeout_s + SYNC_WAIT_S, opened.epoch)
 
     def keep_conversation(
         self, keys: PrefixKeys, name: str, ttl_s: float, bytes_max: int = 0
@@ -261,15 +261,18 @@ class Space:
         """Keep the stored pages of a conversation for a time, whatever the eviction policy thinks.
 
         They stay on the node's SSDs if it has some, else in its memory, as long as the node's
-        budget for conversations and the quota of the space allow; ``kvstore conversations`` and the
-        metric ``kvstore_not_kept_pages_total`` say what did not fit. A later call with the same
-        name sets a new end, and adds pages. Returns at once; if the node is away, nothing is kept.
+        budget for conversations and the quota of the space allow, and until a tenant or a space
+        that keeps less wants the room; ``kvstore conversations`` and the metrics
+        ``kvstore_not_kept_pages_total`` and ``kvstore_gave_way_pages_total`` say what is not kept.
+        A later call with the same name sets a new end, and adds pages. Returns at once; if the node
+        is away, nothing is kept.
 
         Args:
             keys: from the start of the chain; pages that are not stored yet, and all after them,
                 are not kept.
             name: of the conversation, 1 to 256 characters.
-            ttl_s: seconds from now on, more than 0 and at most ten years.
+            ttl_s: seconds from now on, more than 0 and at most ten years; the node cuts it to its
+                ``admin.conversations_s_max``, a day if not told otherwise.
             bytes_max: what the conversation may take, all shards together; 0 = no limit of its own.
 
         Raises:
@@ -295,11 +298,11 @@ class Space:
     def _tell_conversation(self, name: str, packed: bytes, ttl_ms: int, bytes_max: int) -> None:
         if not 0 < len(name) <= wire.CONVERSATION_CHARS_MAX:
             raise InvalidArgument("name", f"has 1 to {wire.CONVERSATION_CHARS_MAX} characters")
-        link = self._services.link
+        link = self._resources.link
         try:
             opened = self.numbers(link)
         except KVStoreError as error:
-            self._services.note_trouble(error)
+            self._resources.note_trouble(error)
             return
         if link.node_minor >= wire.CONVERSATIONS_MINOR:
             message = wire.KeepConversation(opened.space, name, packed, ttl_ms, bytes_max)
@@ -307,14 +310,18 @@ class Space:
 
     def put_pieces(
         self, keys: PrefixKeys, source: mover.Pieces | BlocksOnDevice, shard: int,
-        keep: Keep | None = None,
+        keep: Keep | None = None, only: range | None = None,
     ) -> PutResult:  # fmt: skip
         """:meth:`put` for pages that consist of pieces; the memory must stay valid."""
         parts = [PutResult(0)]
         keep = keep or Keep()
+        if only is not None:
+            taken = self._stores.put_turns(keys, source, shard, keep, only)
+            if taken is not None:
+                return taken
         for start, stop in self._batches(len(keys), shard):
             at, deadline = start, monotonic() + DISK_WAIT_S
-            link, wait_s = self._services.link, 0.0
+            link, wait_s = self._resources.link, 0.0
             while at < stop:
                 part, busy = self._stores.put(
                     keys[at:stop], source.pages(at, stop), shard, keep, link, wait_s
@@ -326,12 +333,12 @@ class Space:
                     break
                 # Pages are being written to disk to free slots: wait for it on another connection.
                 parts[-1] = part._replace(refused=0)
-                link, wait_s = self._services.waiting_link("store"), DISK_WAIT_S
+                link, wait_s = self._resources.waiting_link("store"), DISK_WAIT_S
                 deadline = monotonic() + DISK_WAIT_S
             if parts[-1].refused:
                 parts.append(PutResult(0, refused=len(keys) - stop))
                 break
-        total = PutResult(*map(sum, zip(*parts, strict=True)))
+        total = added(parts)
         if total.refused:
             raise CapacityError(
                 f"{total.refused} of {len(keys)} pages were not stored: no slot is free and none"
@@ -415,27 +422,34 @@ class Space:
             there, load = self._loads.device_load(
                 keys, pool, table, shard, progress, order, at_once, state
             )
-        began: list[float] = []
+        submitted, runs = perf_counter(), 0
 
         def run() -> RestoreResult:
-            began.append(perf_counter())
-            state.may_wait = len(began) > 1  # the second time, it is on a thread that may wait
+            nonlocal runs
+            state.may_wait = runs > 0  # the second time, it is on a thread that may wait
+            runs += 1
             pages = load()
-            return RestoreResult(pages, pages * size, perf_counter() - began[0])
+            return RestoreResult(pages, pages * size, perf_counter() - submitted)
 
         layered = order == "segment" and (pool.device == "cpu" or there is not None)
-        services = self._services
+        resources = self._resources
         return RestoreJob(
-            services.loads, run, progress, layered=layered, slow=services.slow_loads, blocks=there
+            resources.loads, run, progress, layered=layered, slow=resources.slow_loads, blocks=there
         )
 
     def extract_from_kvpool(
         self, pool: KVPool, blocks: npt.ArrayLike, keys: PrefixKeys, shard: int = 0, *,
         ttl_s: float = 0.0, read_once: bool = False, no_store: bool = False,
+        only: range | None = None,
     ) -> StoreJob[PutResult]:  # fmt: skip
         """Store pages from an engine's blocks, in the background.
 
         The engine must not change the blocks until the job has ended.
+
+        With ``only``, several writers that hold the same pages, as ranks do, share the work: each
+        names its own pages, and all of them call this with the same keys at about the same time. A
+        page waits up to a second for the one before it. If that does not come, this writer stores
+        all of ``keys``, and for ten seconds those of later calls.
 
         Args:
             pool: where the engine keeps K and V. If it is on a device, the job begins when the
@@ -447,6 +461,7 @@ class Space:
             ttl_s: see :meth:`put`.
             read_once: see :meth:`put`.
             no_store: see :meth:`put`.
+            only: indexes into ``keys`` of the pages that this writer stores, ascending; None = all.
 
         Returns:
             The job; its ``result()`` is what :meth:`put` returns, or raises what that raises.
@@ -458,13 +473,15 @@ class Space:
         """
         size = self._size(shard)
         keep = Keep(ttl_s, read_once=read_once, memory_only=no_store)
-        stores = self._services.stores
+        stores = self._resources.stores
         if pool.device != "cpu":
             table = pool.table(blocks, size, len(keys))
-            there = self._services.devices.blocks(pool, table)
-            return StoreJob(stores, lambda: self.put_pieces(keys, there, shard, keep), blocks=there)
+            there = self._resources.devices.blocks(pool, table)
+            return StoreJob(
+                stores, lambda: self.put_pieces(keys, there, shard, keep, only), blocks=there
+            )
         source = pool.pieces(blocks, size, len(keys))
-        return StoreJob(stores, lambda: self.put_pieces(keys, source, shard, keep))
+        return StoreJob(stores, lambda: self.put_pieces(keys, source, shard, keep, only))
 
     def prefetch(self, keys: PrefixKeys, shard: int = 0) -> StoreJob[int]:
         """Load pages from the SSD tier, and from other nodes, into host memory, in the background.
@@ -489,18 +506,18 @@ class Space:
                     break
             return there
 
-        return StoreJob(self._services.slow_loads, run)
+        return StoreJob(self._resources.slow_loads, run)
 
     # ---- copying ----------------------------------------------------------------------------
 
     def numbers(self, link: NodeLink | None = None) -> Opened:
         """Space and shard numbers on the current connection; opens the space after a reconnect."""
-        link = link or self._services.link
+        link = link or self._resources.link
         epoch = link.epoch
         opened = self._opened.get(id(link))
         if opened is None or opened.epoch != epoch:
             request = wire.OpenSpace(0, self.identity, list(self.shards))
-            answer = link.request(request, self._services.timeout_s, epoch)
+            answer = link.request(request, self._resources.timeout_s, epoch)
             assert isinstance(answer, wire.SpaceOpened)
             opened = self._opened[id(link)] = Opened(epoch, answer.space, answer.shards)
         return opened
@@ -516,7 +533,7 @@ class Space:
 
     def _on_device(self, keys: PrefixKeys, shards: Sequence[int] | None) -> int:
         """Length of the prefix of ``keys`` that the slab has for all shards."""
-        promotion = self._services.promotion
+        promotion = self._resources.promotion
         if promotion is None:
             return 0
         wanted = range(len(self.pages)) if shards is None else shards
@@ -535,7 +552,7 @@ class Space:
 
     def _batch_pages(self, shard: int) -> int:
         """Maximum pages that one message may pin or reserve."""
-        quota = self._services.link.quota_bytes or 2 * BATCH_BYTES
+        quota = self._resources.link.quota_bytes or 2 * BATCH_BYTES
         most = min(BATCH_BYTES, quota // 2)  # half, so that a load and a store fit at the same time
         return max(1, min(wire.BATCH_KEYS_MAX, most // self._size(shard)))
 

@@ -62,13 +62,13 @@ class KVStore:
         self._waiting: dict[str, Link] = {}
         self._closed = False
         self._timeout_s = timeout_s
-        self._services = StoreResources(link, self._waiting_link, timeout_s, promotion)
+        self._resources = StoreResources(link, self._waiting_link, timeout_s, promotion)
         forks.register(self)
 
     @property
     def troubles(self) -> Counter[str]:
         """Error code → how many reads became misses because of that error."""
-        return self._services.troubles
+        return self._resources.troubles
 
     @classmethod
     def connect(
@@ -179,7 +179,7 @@ class KVStore:
     @property
     def load_bytes_per_s(self) -> float:
         """Speed of loads, in bytes per second (moving average)."""
-        return self._services.load_bytes_per_s
+        return self._resources.load_bytes_per_s
 
     def space(self, identity: SpaceIdentity, shards: Sequence[ShardSpec]) -> "Space":
         """Open a space: the pages of one model, as the ranks of one engine hold them.
@@ -194,7 +194,7 @@ class KVStore:
                 node is away, the space is opened when it is back; if it refuses then, every read of
                 the space misses.
         """
-        space = Space(self._services, identity, shards)
+        space = Space(self._resources, identity, shards)
         try:
             space.numbers()
         except TransferError as error:
@@ -240,11 +240,11 @@ class KVStore:
             InvalidArgument: the pool's device has a wrong name.
             DeviceUnavailable: torch or the device is missing; the message says which.
         """
-        return self._services.devices.pool(pool)
+        return self._resources.devices.pool(pool)
 
     def slab_stats(self) -> dict[str, Any] | None:
         """Statistics of this store's device slab; None without one. Asks nothing of the node."""
-        promotion = self._services.promotion
+        promotion = self._resources.promotion
         return None if promotion is None else promotion.stats()
 
     def clear_slab(self) -> int:
@@ -252,7 +252,7 @@ class KVStore:
 
         The node keeps its pages.
         """
-        promotion = self._services.promotion
+        promotion = self._resources.promotion
         return 0 if promotion is None else promotion.slab.clear()
 
     def close(self) -> None:
@@ -261,16 +261,16 @@ class KVStore:
         While a view is open or another thread is in a put, the memory stays mapped; the store
         disconnects when they have ended. Any other call after this is a miss, or is refused.
         """
-        promotion = self._services.promotion
+        promotion = self._resources.promotion
         with ExitStack() as steps:  # all steps run, even if one raises
             steps.callback(self._link.close)
             steps.callback(self._close_waiting)
             if promotion is not None:
                 steps.callback(promotion.close)
-            steps.callback(self._services.devices.close)
-            steps.callback(self._services.stores.close)
-            steps.callback(self._services.slow_loads.close)
-            steps.callback(self._services.loads.close)  # its jobs may go on at slow_loads
+            steps.callback(self._resources.devices.close)
+            steps.callback(self._resources.stores.close)
+            steps.callback(self._resources.slow_loads.close)
+            steps.callback(self._resources.loads.close)  # its jobs may go on at slow_loads
 
     def forked(self) -> None:
         """In a forked child: replace the lock, which another thread may have held."""

@@ -1,7 +1,8 @@
 """Puts pages into the node's memory: with two round trips, or with one into a reserved slot."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from time import monotonic
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,11 @@ from kvstore.page import PrefixKeys, page_seeds
 from kvstore.state.table.slab import PageSet
 from kvstore.state.tree.actions import PageStatus
 
+TURN_WAIT_S = 1.0
+"""Maximum wait for a page that another writer is to put before the next one of this writer."""
+ALONE_S: Final = 10.0
+"""How long a writer that has waited in vain puts all pages itself."""
+
 
 class Keep(NamedTuple):
     """How long pages are kept, and in which tiers; see :meth:`kvstore.client.space.Space.put`."""
@@ -30,24 +36,29 @@ class Storer:
     """The puts of one space.
 
     Args:
-        services: of its store.
+        resources: of its store.
         pages: the pages of each shard.
         numbers: the numbers of the space and its shards on a connection.
     """
 
     def __init__(
-        self, services: StoreResources, pages: Sequence[PageSet],
+        self, resources: StoreResources, pages: Sequence[PageSet],
         numbers: Callable[[NodeLink], Opened],
     ) -> None:  # fmt: skip
-        self._services = services
+        self._resources = resources
         self._pages = pages
         self._numbers = numbers
+        #: Shard → until when this writer puts all of its pages, because others did not come.
+        self._alone_until: dict[int, float] = {}
 
     def put(
         self, keys: PrefixKeys, source: mover.Pieces | BlocksOnDevice, shard: int, keep: Keep,
-        link: NodeLink, wait_s: float,
+        link: NodeLink, wait_s: float, *, follows: bool = False,
     ) -> tuple[PutResult, bool]:  # fmt: skip
-        """Put pages on one connection; also returns whether slots for refused ones become free."""
+        """Put pages on one connection; also returns whether slots for refused ones become free.
+
+        ``follows``: wait, too, for the page before them, which somebody else puts.
+        """
         # Open the space before using the memory, so that both belong to the same connection.
         opened = self._numbers(link)
         single = len(keys) == 1 and not wait_s and link.node_minor >= wire.AHEAD_MINOR
@@ -61,10 +72,11 @@ class Storer:
         with link.moving() as memory:
             number = opened.shards[shard]
             request = wire.BeginPut(
-                0, put, opened.space, number, keys.packed, keys.parent, tokens, int(wait_s * 1000)
-            )
+                0, put, opened.space, number, keys.packed, keys.parent, tokens, int(wait_s * 1000),
+                follows,
+            )  # fmt: skip
             try:
-                granted = link.request(request, self._services.timeout_s + wait_s, opened.epoch)
+                granted = link.request(request, self._resources.timeout_s + wait_s, opened.epoch)
                 assert isinstance(granted, wire.PutGranted)
                 statuses = granted.statuses
                 if granted.addresses:
@@ -74,7 +86,7 @@ class Storer:
                     )
                     if reserved is not None and reserved.is_worth_asking(opened.space, number):
                         commit.ahead = ahead = next(names)
-                    committed = link.request(commit, self._services.timeout_s, opened.epoch)
+                    committed = link.request(commit, self._resources.timeout_s, opened.epoch)
                     assert isinstance(committed, wire.Committed)
                     statuses += committed.statuses
                     if committed.ahead and reserved is not None:
@@ -89,6 +101,32 @@ class Storer:
                 raise
         waits = PageStatus.NO_PARENT not in statuses and PageStatus.DROPPED not in statuses
         return _result(statuses), granted.busy and waits
+
+    def put_turns(
+        self, keys: PrefixKeys, source: mover.Pieces | BlocksOnDevice, shard: int, keep: Keep,
+        only: range,
+    ) -> PutResult | None:  # fmt: skip
+        """Put the pages with these indexes; each waits for the one before it, of another writer.
+
+        Returns:
+            None: some are not stored, because another writer does not come, or none would wait for
+            it. Put all of them.
+        """
+        # Not the connection of loads, which must not wait behind another writer.
+        link = self._resources.waiting_link("store")
+        opened = self._numbers(link)
+        old = link.node_minor < wire.TURNS_MINOR
+        if old or monotonic() < self._alone_until.get(opened.shards[shard], 0.0):
+            return None
+        parts = [PutResult(0)]
+        for at in only:
+            one, pages = keys[at : at + 1], source.pages(at, at + 1)
+            part, _ = self.put(one, pages, shard, keep, link, TURN_WAIT_S, follows=True)
+            if part.refused:
+                self._alone_until[opened.shards[shard]] = monotonic() + ALONE_S
+                return None
+            parts.append(part)
+        return added(parts)
 
     def _put_reserved(
         self, keys: PrefixKeys, source: mover.Pieces | BlocksOnDevice, shard: int, keep: Keep,
@@ -115,7 +153,7 @@ class Storer:
                     0, slot.put, opened.space, number, keys.packed, keys.parent, digest, tokens,
                     int(keep.ttl_s * 1000), keep.read_once, keep.memory_only, following,
                 )  # fmt: skip
-                answer = link.request(request, self._services.timeout_s, opened.epoch)
+                answer = link.request(request, self._resources.timeout_s, opened.epoch)
                 assert isinstance(answer, wire.Committed)
             except BaseException:
                 link.send(wire.AbortPut(slot.put), opened.epoch)  # nothing is being written
@@ -149,6 +187,11 @@ class Storer:
         if isinstance(source, BlocksOnDevice):
             return source.gather(targets, size, seeds).tobytes()
         return mover.gather(targets, size, source, seeds).tobytes()
+
+
+def added(parts: Sequence[PutResult]) -> PutResult:
+    """The sum of at least one result."""
+    return PutResult(*map(sum, zip(*parts, strict=True)))
 
 
 def _keep(link: NodeLink, reserved: ReservedSlots, slot: ReservedSlot) -> None:

@@ -66,13 +66,13 @@ class PageAnnouncement:
 
     left_out = 0
 
-    def __init__(self, token: str, names: EntryNames, workspace: Workspace) -> None:
+    def __init__(self, token: str, names: EntryNames, workspace: Workspace | None = None) -> None:
         """Begin without pages.
 
         Args:
             token: see there.
             names: names the pages.
-            workspace: what decoding events needs.
+            workspace: what decoding events needs; None = one of its own.
         """
         self.token = token
         self.number = 0
@@ -80,7 +80,7 @@ class PageAnnouncement:
         self.waiting = 0
         self.over = False
         self.published = 0.0
-        self.workspace = workspace
+        self.workspace = workspace or Workspace(0)
         self._names = names
         self._runs: deque[_Run] = deque()
         self._sent: list[ChangedPages] = []  # the batch that is on its way

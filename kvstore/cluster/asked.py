@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from kvstore.cluster.membership import Membership
-from kvstore.cluster.messages import AskPages, DirectoryReport, Told
+from kvstore.cluster.messages import AskPages, DirectoryReport, HoldingsFound
 from kvstore.cluster.records import NodeRecord
 from kvstore.index.face import PrefixIndex
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
@@ -107,7 +107,7 @@ class AskedDirectory:
         if not shards:
             found({})
 
-    def heard(self, told: Told | DirectoryReport) -> None:
+    def heard(self, told: HoldingsFound | DirectoryReport) -> None:
         """The process has said something."""
         self._unanswered = 0
         if isinstance(told, DirectoryReport):

@@ -20,7 +20,7 @@ from kvstore.cluster.messages import (
     ChildSettings,
     Join,
     Leave,
-    NodesTold,
+    NodesFound,
     StorePlace,
     encode_message,
     message_to_child,
@@ -143,7 +143,7 @@ class ClusterCompanion:
                 used = used_nodes(nodes, own, self._known)
                 if used:
                     self._known = frozenset(used)
-                tell(encode_message(NodesTold(used, standing)))
+                tell(encode_message(NodesFound(used, standing)))
 
     async def _wait(self) -> None:
         await self._changed.wait()

@@ -27,8 +27,7 @@ from kvstore.cluster.records import (
 )
 from kvstore.cluster.roster import Roster
 from kvstore.cluster.store import RecordStore
-from kvstore.errors import InvalidArgument, PeerUnreachable, TransferError, reason
-from kvstore.process.faults import printable
+from kvstore.errors import InvalidArgument, PeerUnreachable, TransferError, printable, reason
 
 _T = TypeVar("_T")
 

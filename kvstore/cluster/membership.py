@@ -16,15 +16,15 @@ import msgspec
 from kvstore.cluster.messages import (
     Join,
     Leave,
-    NodesTold,
+    NodesFound,
 )
 from kvstore.cluster.records import JoinStanding, NodeRecord
-from kvstore.process.faults import printable
+from kvstore.errors import printable
 from kvstore.process.logs import event
 
 log = logging.getLogger(__name__)
 
-TOLD_NODES_MAX: Final = 256
+STORE_NODES_MAX: Final = 256
 """Nodes of a membership that are used; as many as have sessions with one node."""
 
 
@@ -51,7 +51,7 @@ def used_nodes(
         own: name of the node.
         known: names of those that it used before.
     """
-    used = known_first(nodes, own, known)[: TOLD_NODES_MAX - 1]
+    used = known_first(nodes, own, known)[: STORE_NODES_MAX - 1]
     return {name: nodes[name] for name in (*used, *([own] if own in nodes else []))}
 
 
@@ -133,14 +133,14 @@ class LocalMembership:
         return name in self._others
 
     def stats(self) -> dict[str, Any]:
-        """As those of :meth:`ToldMembership.stats`: a node of the list is always one."""
+        """As those of :meth:`StoreMembership.stats`: a node of the list is always one."""
         return {
             "kind": "local", "state": "joined", "field": "", "why": "", "changes": {},
             "unreadable_records": 0,
         }  # fmt: skip
 
 
-class ToldMembership:
+class StoreMembership:
     """The nodes that the index process finds in a store outside of the nodes.
 
     What was told last stays true while the store or that process is away: nodes may have come and
@@ -188,7 +188,7 @@ class ToldMembership:
         if self._own is not None:
             self._tell(Join(self._own, sorted(self._nodes.present)))
 
-    def heard(self, told: NodesTold) -> None:
+    def heard(self, told: NodesFound) -> None:
         """The index process has told something."""
         self._stand(told.standing)
         own = self._own

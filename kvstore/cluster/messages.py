@@ -77,7 +77,7 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
     """Be no node of the cluster any more."""
 
 
-class NodesTold(msgspec.Struct, frozen=True, tag="nodes"):
+class NodesFound(msgspec.Struct, frozen=True, tag="nodes"):
     """The nodes of the cluster, and whether this one is among them.
 
     Attributes:
@@ -107,7 +107,7 @@ class AskPages(msgspec.Struct, frozen=True, tag="ask"):
     among: dict[str, bytes]
 
 
-class Told(msgspec.Struct, frozen=True, tag="told"):
+class HoldingsFound(msgspec.Struct, frozen=True, tag="told"):
     """The answer to an :class:`AskPages`.
 
     Attributes:
@@ -146,7 +146,7 @@ class DirectoryReport(msgspec.Struct, frozen=True, tag="directory"):
 
 
 ToChild = BeginCluster | Join | Leave | AskPages
-FromChild = NodesTold | Told | DirectoryReport
+FromChild = NodesFound | HoldingsFound | DirectoryReport
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _TO_CHILD: Final[msgspec.msgpack.Decoder[ToChild]] = msgspec.msgpack.Decoder(ToChild)

@@ -10,7 +10,7 @@ import msgspec
 
 from kvstore.cluster.announcer import PageAnnouncer
 from kvstore.cluster.entries import EntryNames, usable_prefixes
-from kvstore.cluster.messages import AskPages, DirectoryReport, DirectorySettings, Told
+from kvstore.cluster.messages import AskPages, DirectoryReport, DirectorySettings, HoldingsFound
 from kvstore.cluster.page_store import DirectoryFault, PageStore
 from kvstore.cluster.redis_client import redis_clients
 from kvstore.cluster.redis_pages import CALL_S, RedisPages
@@ -38,7 +38,7 @@ class SharedDirectory:
 
     def __init__(
         self, settings: DirectorySettings, shown: PeerCredentials,
-        tell: Callable[[Told | DirectoryReport], None],
+        tell: Callable[[HoldingsFound | DirectoryReport], None],
     ) -> None:  # fmt: skip
         """Do nothing yet; see :meth:`run`."""
         self._stores = [
@@ -89,7 +89,9 @@ class PageQuestions:
         asked: questions that were answered.
     """
 
-    def __init__(self, store: PageStore, cluster: str, tell: Callable[[Told], None]) -> None:
+    def __init__(
+        self, store: PageStore, cluster: str, tell: Callable[[HoldingsFound], None]
+    ) -> None:
         """Answer nothing yet; see :meth:`run`."""
         self.asked = 0
         self._store = store
@@ -109,7 +111,7 @@ class PageQuestions:
             self._waiting.put_nowait((monotonic(), question))
         except asyncio.QueueFull:
             self._log.note("overload", f"{ASKS_MAX} questions wait")
-            self._tell(Told(question.number, []))
+            self._tell(HoldingsFound(question.number, []))
 
     async def run(self) -> None:
         """Answer questions, a few at the same time, until cancelled."""
@@ -120,7 +122,7 @@ class PageQuestions:
     async def _answer_each(self) -> None:
         while True:
             since, question = await self._waiting.get()
-            told = Told(question.number, [])
+            told = HoldingsFound(question.number, [])
             try:
                 async with asyncio.timeout(since + ASK_S - monotonic()):
                     told = await self._answer(question)
@@ -132,7 +134,7 @@ class PageQuestions:
                 self.asked += 1
             self._tell(told)
 
-    async def _answer(self, question: AskPages) -> Told:
+    async def _answer(self, question: AskPages) -> HoldingsFound:
         """Look for pages.
 
         Raises:
@@ -143,6 +145,6 @@ class PageQuestions:
         ]
         found = await self._store.find(shards)
         usable = usable_prefixes(found, [window for _, window in question.shards], question.among)
-        return Told(
+        return HoldingsFound(
             question.number, [(one.holder.node, one.holder.boot, one.pages) for one in usable]
         )

@@ -5,7 +5,7 @@ from collections import Counter
 from time import monotonic
 from typing import Any, Final
 
-from kvstore.process.faults import printable
+from kvstore.errors import printable
 from kvstore.process.logs import event
 
 log = logging.getLogger(__name__)

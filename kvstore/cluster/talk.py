@@ -3,16 +3,24 @@
 from collections.abc import Callable
 
 from kvstore.cluster.asked import AskedDirectory
-from kvstore.cluster.membership import ToldMembership
+from kvstore.cluster.directory import index_settings
+from kvstore.cluster.membership import StoreMembership
 from kvstore.cluster.messages import (
     BeginCluster,
     ChildSettings,
-    NodesTold,
+    NodesFound,
     ToChild,
     encode_message,
     message_from_child,
 )
+from kvstore.config.cluster import ClusterConfig
 from kvstore.index.process import IndexProcess
+
+
+def index_process(cluster: ClusterConfig) -> IndexProcess:
+    """The index process of a node, not started yet; with stores it answers :class:`ChildTalk`."""
+    module = "kvstore.cluster.child" if cluster.stores else "kvstore.index.child"
+    return IndexProcess(index_settings(cluster.index_pages_max), module)
 
 
 class ChildTalk:
@@ -27,16 +35,16 @@ class ChildTalk:
         """Listen to the process."""
         self._index = index
         self._settings = settings
-        self._membership: ToldMembership | None = None
+        self._membership: StoreMembership | None = None
         self._directory: AskedDirectory | None = None
         index.began = self._began
         index.heard = self._heard
 
-    def told_nodes(self, membership: ToldMembership) -> None:
+    def attach_membership(self, membership: StoreMembership) -> None:
         """This membership gets what the process says of nodes."""
         self._membership = membership
 
-    def told_pages(self, directory: AskedDirectory) -> None:
+    def attach_directory(self, directory: AskedDirectory) -> None:
         """This directory gets what the process says of pages."""
         self._directory = directory
 
@@ -53,7 +61,7 @@ class ChildTalk:
 
     def _heard(self, body: bytes) -> None:
         message = message_from_child(body)
-        if not isinstance(message, NodesTold):
+        if not isinstance(message, NodesFound):
             if self._directory is not None:
                 self._directory.heard(message)
         elif self._membership is not None:

@@ -2,8 +2,10 @@
 
 import ssl
 
+from kvstore.cluster.records import SCHEME
 from kvstore.config.cluster import ClusterConfig
 from kvstore.errors import ConfigError, InvalidArgument
+from kvstore.index.credentials import PeerCredentials
 from kvstore.process.tls import CertificateFiles
 
 
@@ -12,6 +14,11 @@ def certificate_files(config: ClusterConfig) -> CertificateFiles | None:
     if not config.has_certificates:
         return None
     return CertificateFiles(config.certificate, config.key, config.authority)
+
+
+def credentials(config: ClusterConfig, node: str) -> PeerCredentials:
+    """What the node of this name shows when it follows the events of another one."""
+    return PeerCredentials(config.name, node, SCHEME, certificate_files(config))
 
 
 def server_context(config: ClusterConfig) -> ssl.SSLContext | None:

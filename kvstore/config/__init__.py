@@ -222,6 +222,9 @@ class AdminConfig(Section, frozen=True):
         conversations_budget_bytes: budget for the pages of all conversations that engines keep, in
             memory; 0 = a quarter of the host tier. Without an SSD tier only.
         conversations_ssd_budget_bytes: the same on the SSDs; 0 = a quarter of the SSD tier.
+        conversations_s_max: seconds for which a conversation is kept at most after its last
+            request, whatever an engine asks for. Set by who wants conversations back after a
+            weekend, or shares a node with tenants that ask for years.
         ghosts_max: number of dropped pages that ``explain`` can still report.
     """
 
@@ -229,6 +232,7 @@ class AdminConfig(Section, frozen=True):
     pin_ssd_budget_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     conversations_budget_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     conversations_ssd_budget_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    conversations_s_max: Annotated[int, msgspec.Meta(ge=1, le=10 * 366 * 86_400)] = 86_400
     ghosts_max: Annotated[int, msgspec.Meta(ge=0, le=100_000_000)] = 100_000
 
 

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final
 
+from kvstore.engine.load_choice import COUNTED
+
 SERIES: Final = {
     "lookups": "Lookups of the scheduler.",
     "lookup_seconds": "Seconds of the engine's scheduler spent in lookups.",
@@ -13,6 +15,11 @@ SERIES: Final = {
     "fetch_hints": "Requests whose router named a node that has pages of them.",
     "hints_ignored": "Hints that are unknown, of another version, or wrong.",
     "slower_tokens": "Tokens found but not loaded, because computing them is faster.",
+    "room_waits": "Requests that waited for room, because too many loads were in flight.",
+    "room_wait_seconds": "Seconds that they waited for room.",
+    "load_expected_seconds": "Seconds that whole loads were expected to take.",
+    "load_measured_seconds": "Seconds that these loads took, on the slowest rank.",
+    "load_error_seconds": "Difference of both, added up load by load, whichever was longer.",
     "waits": "Requests that waited for pages that others were writing, or were asked for.",
     "loads": "Loads that ended.",
     "loaded_tokens": "Tokens whose KV was loaded and verified in time; each rank counts its own.",
@@ -36,6 +43,9 @@ SERIES: Final = {
     "troubles": "Reads that missed because the node was down, slow, or refused them.",
 }
 """Name → help text of each series."""
+CHOICES: Final = {f"choices_{kind}_{reason}": (kind, reason) for kind, reason in COUNTED}
+"""Name → kind and reason of each choice: labels of one series."""
+CHOICES_TEXT: Final = "Hits by what was done with them (load, part, compute), and why."
 _SLAB: Final = {
     "slab_pages": "pages_hit", "slab_promoted_pages": "pages_promoted",
     "slab_evicted_pages": "pages_evicted", "slab_errors": "errors",
@@ -55,7 +65,7 @@ class AdapterCounts:
 
     def add(self, name: str, value: float = 1) -> None:
         """Add to a series."""
-        assert name in self._series, name
+        assert name in self._series or name in CHOICES, name
         if value:
             self._sums[name] += value  # type: ignore[assignment]
 

@@ -2,15 +2,18 @@
 
 Everything that determines the bytes of a token's KV, besides the tokens before it, is part of one
 of three names: the space (model, weights, dtype, page size, and a digest of all other settings),
-the shard (rank, layers, layout of a block) or the seed of the chain (LoRA adapter, cache salt).
+the shard (heads, layers, layout of a block) or the seed of the chain (LoRA adapter, cache salt).
+Neither the number of ranks nor the rank is part of one: a shard is what is stored, not who stores
+it. ``ranks`` says which rank holds which shards.
 """
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
+from kvstore.engine.ranks import HeadSplit, HeldShard
 from kvstore.errors import InvalidArgument
 from kvstore.page import OpaqueLayout, ShardSpec, SpaceIdentity
 
@@ -25,10 +28,10 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         index: its index in the engine's block tables.
-        layers: number of its layers.
+        layers: number of its layers, those of all pipeline stages together.
         block_tokens: tokens per block.
-        block_bytes: bytes of one block of one layer.
-        kv_heads: KV heads of one rank.
+        block_bytes: bytes of one block of one layer on one rank.
+        kv_heads: KV heads of the model, those of all ranks together; 1 for latents (MLA).
         window_tokens: sliding window; 0 = all tokens before are needed.
     """
 
@@ -54,6 +57,9 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
         isa: instruction set for which its blocks are packed; empty if it does not matter.
         ranks: size of tensor parallelism.
         groups: the KV groups that are stored.
+        whole_ranks: the heads of a rank cannot be told apart in a block, or are not worth it: only
+            engines with as many ranks share pages.
+        stages: half-open range of the layers of each pipeline stage; empty = one stage.
     """
 
     engine: str
@@ -65,6 +71,17 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     isa: str
     ranks: int
     groups: tuple[Group, ...]
+    whole_ranks: bool = False
+    stages: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def workers(self) -> int:
+        """Number of ranks of all pipeline stages."""
+        return self.ranks * max(1, len(self.stages))
+
+    def split(self, group: Group) -> HeadSplit:
+        """How the heads of a group are divided among the ranks."""
+        return HeadSplit(group.kv_heads, self.ranks, self.whole_ranks)
 
 
 def space_identity(facts: EngineFacts, tenant: str, page_tokens: int) -> SpaceIdentity:
@@ -85,18 +102,46 @@ def space_identity(facts: EngineFacts, tenant: str, page_tokens: int) -> SpaceId
     )
 
 
+class Covered(NamedTuple):
+    """A shard that a rank holds.
+
+    Attributes:
+        shard: its index in :func:`shard_specs`.
+        held: its heads, and whose turn it is to write a page.
+    """
+
+    shard: int
+    held: HeldShard
+
+
 def shard_specs(facts: EngineFacts, page_tokens: int) -> list[ShardSpec]:
-    """All shards of the engine, ordered by rank, then by group."""
+    """All shards of the engine, ordered by pipeline stage, then by group, then by heads.
+
+    Raises:
+        InvalidArgument: the heads of a group cannot be divided among the ranks.
+    """
     return [
-        _shard_spec(facts, group, rank, page_tokens)
-        for rank in range(facts.ranks)
+        _shard_spec(facts, group, layers, heads, page_tokens)
+        for stage in range(max(1, len(facts.stages)))
         for group in facts.groups
+        for layers in [facts.stages[stage] if facts.stages else (0, group.layers)]
+        for heads in facts.split(group).groups()
     ]
 
 
-def shard_index(facts: EngineFacts, rank: int, group: int) -> int:
-    """Index of a rank's group in :func:`shard_specs`."""
-    return rank * len(facts.groups) + group
+def cover(facts: EngineFacts, rank: int, group: int, stage: int = 0) -> list[Covered]:
+    """The shards that a rank holds of a group, in the order of its heads.
+
+    Args:
+        facts: of the engine.
+        rank: among those of tensor parallelism.
+        group: index in ``facts.groups``.
+        stage: of the pipeline.
+    """
+    counts = [len(facts.split(one).groups()) for one in facts.groups]
+    first = stage * sum(counts) + sum(counts[:group])
+    held = facts.split(facts.groups[group]).cover(rank)
+    return [Covered(first + one.number, one) for one in held]
 
 
 def window_pages(group: Group, page_tokens: int) -> int:
@@ -104,18 +149,27 @@ def window_pages(group: Group, page_tokens: int) -> int:
     return -(-(group.window_tokens - 1) // page_tokens) if group.window_tokens > 1 else 0
 
 
-def _shard_spec(facts: EngineFacts, group: Group, rank: int, page_tokens: int) -> ShardSpec:
+def _shard_spec(
+    facts: EngineFacts, group: Group, layers: tuple[int, int], heads: tuple[int, int],
+    page_tokens: int,
+) -> ShardSpec:  # fmt: skip
+    split = facts.split(group)
+    head_bytes, rest = divmod(group.block_bytes, split.rank_heads)
+    if rest:
+        what = f"{group.block_bytes} are not those of {split.rank_heads} heads"
+        raise InvalidArgument("block_bytes", what)
     layout = OpaqueLayout(
         engine=facts.engine,
-        version=f"{facts.version}/tp{facts.ranks}",
+        # The number of heads: where it is not the same, neither is what head 1 means.
+        version=f"{facts.version}/heads{group.kv_heads}",
         isa=facts.isa,
         block_tokens=group.block_tokens,
-        block_bytes=group.block_bytes,
+        block_bytes=head_bytes * split.group_heads,
     )
     return ShardSpec(
         layout=layout,
-        layers=(0, group.layers),
-        heads=(rank * group.kv_heads, (rank + 1) * group.kv_heads),
+        layers=layers,
+        heads=heads,
         group=f"group{group.index}",
         window_pages=window_pages(group, page_tokens),
     )

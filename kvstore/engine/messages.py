@@ -37,11 +37,16 @@ class Load(NamedTuple):
 
 
 class Store(NamedTuple):
-    """Pages to store from blocks that are complete after this step."""
+    """Pages to store from blocks that are complete after this step.
+
+    Attributes:
+        page: number of the first of them in its prompt.
+    """
 
     job: int
     keys: PrefixKeys
     blocks: list[Blocks]
+    page: int = 0
 
 
 @dataclass(slots=True)
@@ -63,7 +68,7 @@ class End(NamedTuple):
     Attributes:
         ranks: number of these ranks.
         pages: leading pages that succeeded on all of them.
-        seconds: the longest duration of the copy on one of them; 0.0 = not measured.
+        seconds: the longest time from submission to end on one of them; 0.0 = not measured.
     """
 
     ranks: int

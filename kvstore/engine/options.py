@@ -31,6 +31,14 @@ class LoadOrder(enum.StrEnum):
     LAYERWISE = "layerwise"
 
 
+class Loads(enum.StrEnum):
+    """What is loaded of a hit."""
+
+    FASTER = "faster"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
 class Retain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """For how long the pages of a conversation are kept after each of its requests.
 
@@ -60,6 +68,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         load_timeout_ms: maximum time that a request waits for its pages; less if computing them
             would take less.
         load_timeout_ms_min: lower limit of that time.
+        room_wait_ms: maximum time that a request waits to begin its load while too many are under
+            way; then it is computed.
+        loads: ``faster``: what is measured to be faster, loading or computing; ``always``: loads
+            all that is found, to spare the engine; ``never``: only stores.
         load: ``async``: requests wait outside of the engine's step; ``layerwise``: the step waits
             before each layer for the KV of that layer.
         store_output: also store pages with output tokens.
@@ -76,6 +88,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     lookup_timeout_ms: Milliseconds = 5.0
     load_timeout_ms: Milliseconds = 2000.0
     load_timeout_ms_min: Milliseconds = 20.0
+    room_wait_ms: Milliseconds = 200.0
+    loads: Loads = Loads.FASTER
     load: LoadOrder = LoadOrder.ASYNC
     store_output: bool = True
     retain: Retain = Retain()

@@ -1,82 +1,67 @@
-"""Measures how fast an engine computes and loads. Pure.
-
-Loads that fetch pages from other nodes are not measured here: the node measures each of them.
-"""
+"""Measures how fast an engine computes prompts. Pure."""
 
 from typing import Final
 
-from kvstore.client.results import Hit
-from kvstore.engine.pending import missing_tokens
+from kvstore.engine.fit import OnlineFit
 
 MEASURED_TOKENS_MIN: Final = 32
 """Steps with fewer tokens are ignored."""
 REPORT_S: Final = 1.0
 """Seconds between reports of the measured seconds per token to the node."""
 _WEIGHT: Final = 0.3
-_FADE: Final = 0.9
+_BUDGET_FADE: Final = 0.98
 
 
 class Pace:
-    """Moving averages of the speed of prefill and loads.
+    """The speed of prefill: an average, and what it depends on.
+
+    A step takes a constant, a factor for its tokens, and one for the pairs of a token and one
+    before it (attention): all fitted.
 
     Attributes:
         seconds_per_token: seconds per token of prefill; 0.0 while unknown.
-        seconds_per_page: seconds per page of loads, on the slowest rank; 0.0 while unknown.
     """
 
     def __init__(self) -> None:
         self.seconds_per_token = 0.0
-        self.seconds_per_page = 0.0
+        self._fit = OnlineFit((0.0, 1.0, 0.0))
+        self._step_tokens = 0.0
         self._report_at = 0.0
 
-    def note_step(self, tokens: int, seconds: float) -> bool:
-        """Measure a step that computed ``tokens``; returns False if it was ignored."""
-        if tokens < MEASURED_TOKENS_MIN:
+    def note_step(self, tokens: int, seconds: float, pairs: float = 0.0) -> bool:
+        """Measure a step.
+
+        Args:
+            tokens: it computed so many.
+            seconds: it took so long.
+            pairs: for each of its tokens the number of tokens before it, added up.
+
+        Returns:
+            False if it was ignored.
+        """
+        if tokens < MEASURED_TOKENS_MIN or seconds <= 0:
             return False
-        self.seconds_per_token = _towards(self.seconds_per_token, seconds / tokens)
+        known, now = self.seconds_per_token, seconds / tokens
+        self.seconds_per_token = known + _WEIGHT * (now - known) if known else now
+        self._fit.note((1.0, float(tokens), pairs), seconds)
+        self._step_tokens = max(float(tokens), self._step_tokens * _BUDGET_FADE)
         return True
 
-    def note_load(self, pages: int, seconds: float) -> None:
-        """Measure a load of ``pages``."""
-        if pages and seconds > 0:
-            self.seconds_per_page = _towards(self.seconds_per_page, seconds / pages)
-
-    def recompute_s(self, tokens: int) -> float:
-        """Estimated seconds to compute ``tokens``; infinite while unknown."""
-        return tokens * self.seconds_per_token if self.seconds_per_token else float("inf")
-
-    def load_s(self, hit: Hit, pages: float) -> float:
-        """Estimated seconds to load ``pages`` of a hit.
-
-        The node's estimate is used before the first load, and as a minimum for pages on disk,
-        because most measured loads are from memory.
+    def recompute_s(self, tokens: int, before: int = 0) -> float:
+        """Estimated seconds to compute ``tokens``; infinite while unknown.
 
         Args:
-            hit: a hit of at least one page.
-            pages: number of its pages; may be a fraction.
+            tokens: in steps as large as the largest of late.
+            before: tokens before the first of them.
         """
-        guess = hit.load_seconds / hit.pages
-        least = guess if hit.tiers.get("ssd") or not self.seconds_per_page else 0.0
-        return pages * max(self.seconds_per_page, least)
-
-    def is_slower(self, hit: Hit, tokens: int, page_tokens: int) -> bool:
-        """Whether loading the last ``tokens`` of a hit takes longer than computing them."""
-        return self.load_s(hit, tokens / page_tokens) > self.recompute_s(tokens)
-
-    def remote_pages(self, hit: Hit, computed: int, page_tokens: int) -> int:
-        """How many pages to fetch from other nodes: all of a hit's, or none if that is slower.
-
-        Args:
-            hit: the pages before them are loaded too.
-            computed: leading tokens that the engine has.
-            page_tokens: tokens per page.
-        """
-        wanted = hit.pages + hit.remote
-        tokens = missing_tokens(hit.pages, wanted, computed, page_tokens)
-        if not tokens:
-            return 0
-        load_s = hit.remote_seconds + tokens / page_tokens * self.seconds_per_page
-        return hit.remote if load_s <= self.recompute_s(tokens) else 0
+        if not self.seconds_per_token:
+            return float("inf")
+        if tokens <= 0:
+            return 0.0
+        if not self._fit.is_known:
+            return tokens * self.seconds_per_token
+        steps = max(1.0, tokens / self._step_tokens)
+        return self._fit.seconds((steps, float(tokens), pairs_of(tokens, before)))
 
     def wait_s(self, tokens: int, shortest_s: float, longest_s: float) -> float:
         """Maximum seconds to wait for ``tokens``: the time to compute them, within the limits."""
@@ -89,10 +74,7 @@ class Pace:
         self._report_at = now + REPORT_S
         return True
 
-    def doubt_loads(self) -> None:
-        """Lower the estimate after a load was skipped as too slow, so that loads are retried."""
-        self.seconds_per_page *= _FADE
 
-
-def _towards(known: float, value: float) -> float:
-    return known + _WEIGHT * (value - known) if known else value
+def pairs_of(tokens: int, before: int) -> float:
+    """Pairs of one of ``tokens`` and a token before it, of which ``before`` are older."""
+    return tokens * (before + tokens / 2)

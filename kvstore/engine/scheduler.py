@@ -14,21 +14,23 @@ request, and a request can be removed without waiting for its jobs.
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvstore.client.results import MISS, Hit
-from kvstore.engine.chain import Chain, ForeignChain, chain_of
+from kvstore.engine.chain import ForeignChain, chain_of
 from kvstore.engine.conversations import ConversationKeeper
 from kvstore.engine.counts import AdapterCounts
 from kvstore.engine.hints import FetchHint, read_hints
 from kvstore.engine.identity import window_pages
+from kvstore.engine.load_choice import HitOffer, LoadChooser, PromptsAhead, offer_of
+from kvstore.engine.load_decisions import LoadDecisions
 from kvstore.engine.messages import Blocks, Load, Report, Step, Store
 from kvstore.engine.opening import Opening
 from kvstore.engine.options import LoadOrder, Options
-from kvstore.engine.pace import Pace
+from kvstore.engine.pace import Pace, pairs_of
 from kvstore.engine.pending import PendingWait, missing_tokens
 from kvstore.engine.requests import BlockHolder, PromptScope, Request, ScheduledRequest, Setup
+from kvstore.engine.states import BlockJob, RequestState
 from kvstore.engine.transfer import NOTHING, Transfer, read_transfer
 from kvstore.page import PrefixKeys
 
@@ -37,62 +39,6 @@ HELD_SHARE_MAX: Final = 0.25
 """Maximum fraction of the engine's blocks that stores hold; further pages are stored later."""
 FREES_SOON_S: Final = 0.1
 """Seconds for which the engine should wait for a job instead of preempting a running request."""
-
-
-@dataclass(slots=True)
-class _State:
-    """One request.
-
-    Attributes:
-        stored: leading pages that are in the store, or that were submitted to it.
-        hit: end, in pages, of the last answer of :meth:`SchedulerSide.match`.
-        remote: how many of these pages, the last ones, are at other nodes.
-        on_disk: how many of those before them are on this node's disk only.
-        wait: its wait for pages that are being written.
-        loads_over: no more pages are loaded for it.
-        slower: at the first lookup, loading was estimated slower than computing.
-        hint: what a router said about its pages.
-    """
-
-    request: Request
-    names: PromptScope
-    chain: Chain | ForeignChain
-    hint: FetchHint
-    stored: int = 0
-    hit: int = 0
-    remote: int = 0
-    on_disk: int = 0
-    wait: PendingWait = field(default_factory=PendingWait)
-    loads_over: bool = False
-    slower: bool = False
-
-
-@dataclass(slots=True)
-class _Job:
-    """A load or store in flight.
-
-    Attributes:
-        first: index of its first page in the request's chain.
-        wanted: its pages.
-        pages: leading pages that succeeded on all ranks that have reported.
-        remote: pages of the load that are at other nodes.
-        seconds: the longest duration on one of these ranks.
-        began: end of the step that started it; infinite until then.
-        held: blocks it holds references to.
-        late: its request has stopped waiting for it.
-    """
-
-    request_id: str
-    first: int
-    wanted: int
-    pages: int
-    held: list[int]
-    is_load: bool
-    ranks_left: int
-    remote: int = 0
-    seconds: float = 0.0
-    began: float = float("inf")
-    late: bool = False
 
 
 class SchedulerSide:
@@ -117,6 +63,9 @@ class SchedulerSide:
         """
         self.counts = AdapterCounts()
         self.pace = Pace()
+        self.chooser = LoadChooser(self.pace, options.loads)
+        self._decisions = LoadDecisions(self.chooser, options.room_wait_ms / 1000, self.counts.add)
+        self._backlog = PromptsAhead()
         self._opening = opening
         self._setup = setup
         self._page_tokens = setup.page_tokens
@@ -127,8 +76,8 @@ class SchedulerSide:
         self._holder: BlockHolder | None = None
         self._held_max = 0
         self._held = 0
-        self._states: dict[str, _State] = {}
-        self._jobs: dict[int, _Job] = {}
+        self._states: dict[str, RequestState] = {}
+        self._jobs: dict[int, BlockJob] = {}
         self._next_job = 1
         self._loads: list[Load] = []
         #: Of the current step: incomplete layer-wise loads → their blocks; block tables of requests
@@ -140,6 +89,7 @@ class SchedulerSide:
         self._epoch: tuple[tuple[str, str], ...] = ()
         self._step_began = 0.0
         self._step_tokens = 0
+        self._step_pairs = 0.0
 
     def bind(self, holder: BlockHolder, blocks: int) -> None:
         """Set the holder of the engine's ``blocks`` blocks."""
@@ -175,32 +125,54 @@ class SchedulerSide:
             return 0, False
         state = self._state(request, names)
         now = self._clock()
-        if now < state.wait.ask_at:
+        if now < state.wait.ask_at or self._decisions.waits_for_room(state.load, now):
             return None, False
+        state.known, state.load.choice = computed, None
+        tokens = self._hit_tokens(state, computed, now)
+        if tokens is None:
+            return None, False
+        state.known += tokens
+        self._backlog.joins(request.request_id, request.num_tokens - state.known, state.known)
+        return tokens, tokens > 0 and self._options.load is LoadOrder.ASYNC
+
+    def _hit_tokens(self, state: RequestState, computed: int, now: float) -> int | None:
+        """How many tokens beyond ``computed`` to load; None = ask again later."""
+        request = state.request
         keys = self._keys(state)[: (request.num_tokens - 1) // self._page_tokens]
         if state.loads_over or len(keys) * self._page_tokens <= computed:
-            return 0, False
+            return 0
         promise = self._promise(request)
         hit = self._lookup(keys, promise, state.hint)
         there = hit.pages + hit.remote
         wanted = min(len(keys), max(there + hit.pending, promise.promised_pages(self._page_tokens)))
         missing = missing_tokens(there, wanted, computed, self._page_tokens)
         if missing and self._waits(state, missing, now):
-            return None, False
-        here = hit.pages * self._page_tokens - computed
-        slower = here > 0 and self._is_slower(state, hit, here)
-        state.remote = 0 if slower else self.pace.remote_pages(hit, computed, self._page_tokens)
-        state.hit = state.stored = hit.pages + state.remote
-        state.on_disk = hit.tiers.get("ssd", 0)
-        tokens = state.hit * self._page_tokens - computed
-        if tokens <= 0 or slower:
-            return 0, False
-        return tokens, self._options.load is LoadOrder.ASYNC
+            return None
+        first = computed // self._page_tokens
+        asked = self._question(state, hit, computed)
+        choice = self._decisions.decide(state.load, asked, now) if asked.tokens else None
+        if asked.tokens and choice is None:
+            return None
+        end = first + choice.pages if choice is not None else first
+        on_disk = hit.tiers.get("ssd", 0)
+        state.on_disk = max(0, min(end, hit.pages) - (hit.pages - on_disk))
+        state.remote = max(0, end - max(hit.pages, first))
+        state.hit, state.stored = end, hit.pages + state.remote
+        return max(0, end * self._page_tokens - computed)
+
+    def _question(self, state: RequestState, hit: Hit, computed: int) -> HitOffer:
+        """What to choose for a hit. A step that waits for layers computes nothing meanwhile."""
+        space = self._opening.get()
+        page_bytes = sum(space.page_bytes) if space is not None else 0
+        waits = self._options.load is LoadOrder.ASYNC
+        backlog = self._backlog.beside(state.request.request_id) if waits else (0, 0)
+        return offer_of(hit, computed, self._page_tokens, page_bytes, backlog)
 
     def allocated(self, request: Request, blocks: Sequence[Sequence[int]], tokens: int) -> None:
         """A request got blocks; queue the load of ``tokens`` tokens."""
         state = self._states.get(request.request_id)
-        if not tokens or state is None:
+        choice = state.load.choice if state is not None else None
+        if not tokens or state is None or choice is None:
             return
         self.counts.add("hit_tokens", tokens)
         end = state.hit * self._page_tokens
@@ -209,18 +181,18 @@ class SchedulerSide:
         self.counts.add("disk_hit_tokens", disk)
         self.counts.add("remote_hit_tokens", remote)
         first = computed // self._page_tokens
+        now, least_s = self._clock(), self._options.load_timeout_ms_min / 1000
         load = Load(
             job=self._next_job, request=request.request_id,
             keys=self._keys(state)[first : state.hit],
             blocks=[self._target(place, blocks, computed, first, state.hit)
                     for place in range(len(self._setup.groups))],
-            wait_s=state.wait.left_s(
-                self._clock(), self._wait_s(tokens), self._options.load_timeout_ms_min / 1000
-            ),
+            wait_s=state.wait.left_s(now, self._wait_s(choice.compute_s), least_s),
             layerwise=self._options.load is LoadOrder.LAYERWISE,
         )  # fmt: skip
         state.wait = PendingWait()
-        self._begin(request.request_id, load, first, is_load=True, remote=state.remote)
+        self._decisions.began(load.job, state.load, now)
+        self._begin(request.request_id, load, first, is_load=True)
         self._loads.append(load)
 
     def hit_sources(self, request_id: str, tokens: int) -> tuple[int, int]:
@@ -231,20 +203,10 @@ class SchedulerSide:
         remote = min(tokens, state.remote * self._page_tokens)
         return min(tokens - remote, state.on_disk * self._page_tokens), remote
 
-    def _is_slower(self, state: _State, hit: Hit, tokens: int) -> bool:
-        """Whether computing the last ``tokens`` of a hit is faster than loading them."""
-        if not self.pace.is_slower(hit, tokens, self._page_tokens):
-            return False
-        if not state.slower:
-            state.slower = True
-            self.counts.add("slower_tokens", tokens)
-            self.pace.doubt_loads()
-        return True
-
-    def _wait_s(self, tokens: int) -> float:
-        shortest = self._options.load_timeout_ms_min / 1000
-        longest = self._options.load_timeout_ms / 1000
-        return self.pace.wait_s(tokens, shortest, longest)
+    def _wait_s(self, compute_s: float) -> float:
+        """Maximum seconds to wait for what takes so long to compute, within the limits."""
+        least, most = self._options.load_timeout_ms_min / 1000, self._options.load_timeout_ms / 1000
+        return min(most, max(least, compute_s))
 
     def _lookup(self, keys: PrefixKeys, promise: Transfer, hint: FetchHint) -> Hit:
         space = self._opening.get()
@@ -264,11 +226,11 @@ class SchedulerSide:
             return NOTHING
         return read_transfer(request.kv_transfer_params)
 
-    def _waits(self, state: _State, missing: int, now: float) -> bool:
+    def _waits(self, state: RequestState, missing: int, now: float) -> bool:
         """Whether the request should wait for pages that are being written or looked for."""
         if not state.wait.begun:
             self.counts.add("waits")
-        return state.wait.goes_on(now, self._wait_s(missing))
+        return state.wait.goes_on(now, self._wait_s(self.pace.recompute_s(missing)))
 
     def _target(
         self, place: int, blocks: Sequence[Sequence[int]], computed: int, first: int, end: int
@@ -305,15 +267,29 @@ class SchedulerSide:
         # prefill, which takes far less per token.
         tells = not self._layered and 2 * decoded <= tokens
         self._step_began, self._step_tokens = self._clock(), tokens if tells else 0
+        self._step_pairs = 0.0
+        self._backlog = PromptsAhead()
         step = Step(loads, self._stores, idle=not tokens)
         self._stores = []
         for progress in scheduled:
+            self._count_progress(progress)
             if self._layered:
                 self._tables.append(progress.blocks[self._setup.groups[0].index])
             store = self._store(progress) if self._setup.role.stores else None
             if store is not None:
                 (self._withheld if self._layered else step.stores).append(store)
         return step
+
+    def _count_progress(self, progress: ScheduledRequest) -> None:
+        """A request is computed: what the step takes, and what is left of its prompt."""
+        state = self._states.get(progress.request_id)
+        if state is None:
+            return
+        self._decisions.computes(state.load, self._step_began)
+        self._step_pairs += pairs_of(max(0, progress.tokens - state.known), state.known)
+        state.known = progress.tokens
+        rest = state.request.num_tokens - progress.tokens
+        self._backlog.joins(progress.request_id, rest, progress.tokens)
 
     def see(self, request: Request, names: PromptScope) -> None:
         """Register a request, so that its pages can be stored."""
@@ -361,7 +337,7 @@ class SchedulerSide:
         if end <= first or not blocks:
             return None
         state.stored = end
-        store = Store(self._next_job, keys[first:end], blocks)
+        store = Store(self._next_job, keys[first:end], blocks, first)
         self._begin(progress.request_id, store, first, is_load=False)
         return store
 
@@ -393,7 +369,8 @@ class SchedulerSide:
     def reported(self, report: Report | None) -> None:
         """The workers have finished a step."""
         now = self._clock()
-        measured = self.pace.note_step(self._step_tokens, now - self._step_began)
+        took_s = now - self._step_began
+        measured = self.pace.note_step(self._step_tokens, took_s, self._step_pairs)
         if measured and self.pace.report_due(now):
             self._report_prefill(self.pace.seconds_per_token)
         self._step_tokens = 0
@@ -410,6 +387,7 @@ class SchedulerSide:
             if job is None:
                 continue
             job.late = True
+            self._decisions.late(number, self._clock())
             state = self._states.get(job.request_id)
             if state is not None:
                 state.loads_over = True
@@ -422,6 +400,8 @@ class SchedulerSide:
             job.seconds = max(job.seconds, end.seconds)
             if job.ranks_left <= 0:
                 del self._jobs[number]
+                if job.is_load:
+                    self._decisions.ended(number, job.seconds, whole=job.pages == job.wanted)
                 self._end(job)
                 if job.pages == job.wanted:
                     self._layered.pop(number, None)
@@ -446,19 +426,17 @@ class SchedulerSide:
             if state is not None:
                 state.stored = min(state.stored, job.first)
 
-    def _let_go(self, job: _Job) -> None:
+    def _let_go(self, job: BlockJob) -> None:
         assert self._holder is not None
         self._holder.release(job.held)
         self._held -= len(job.held)
 
-    def _end(self, job: _Job) -> None:
+    def _end(self, job: BlockJob) -> None:
         """A job has ended on all ranks: release its blocks."""
         self._let_go(job)
         state = self._states.get(job.request_id)
         if not job.is_load:
             return
-        if not job.remote:
-            self.pace.note_load(job.pages, job.seconds)
         used = 0 if job.late else job.pages
         self.counts.add("load_failed_tokens", (job.wanted - used) * self._page_tokens)
         if job.pages < job.wanted and state is not None:
@@ -466,30 +444,28 @@ class SchedulerSide:
             state.stored = min(state.stored, job.first + job.pages)
             state.loads_over = True
 
-    def _begin(
-        self, request_id: str, message: Load | Store, first: int, *, is_load: bool, remote: int = 0
-    ) -> None:
+    def _begin(self, request_id: str, message: Load | Store, first: int, *, is_load: bool) -> None:
         assert self._holder is not None, "blocks were allocated before they existed"
         held = [block for part in message.blocks for block in part.blocks if block]
         self._holder.hold(held)
         self._held += len(held)
         wanted = len(message.keys)
-        self._jobs[message.job] = _Job(
-            request_id, first, wanted, wanted, held, is_load, self._setup.ranks, remote
+        self._jobs[message.job] = BlockJob(
+            request_id, first, wanted, wanted, held, is_load, self._setup.ranks
         )
         self._next_job += 1
 
     # ---- requests ---------------------------------------------------------------------------
 
-    def _state(self, request: Request, names: PromptScope) -> _State:
+    def _state(self, request: Request, names: PromptScope) -> RequestState:
         state = self._states.get(request.request_id)
         if state is None or state.request is not request:
             chain = chain_of(self._setup, names, self._epoch)
             hint = read_hints(request, self.counts)
-            state = self._states[request.request_id] = _State(request, names, chain, hint)
+            state = self._states[request.request_id] = RequestState(request, names, chain, hint)
         return state
 
-    def _keys(self, state: _State) -> PrefixKeys:
+    def _keys(self, state: RequestState) -> PrefixKeys:
         if isinstance(state.chain, ForeignChain):
             return state.chain.extend(state.request.block_hashes)
         return state.chain.extend(state.request.all_token_ids)

@@ -12,10 +12,13 @@ from typing import Final, NamedTuple
 
 from kvstore.client.jobs import RestoreJob, StoreJob
 from kvstore.client.results import PutResult
+from kvstore.client.space import Space
 from kvstore.engine.counts import AdapterCounts
+from kvstore.engine.identity import EngineFacts, cover
 from kvstore.engine.messages import Blocks, Load, Report, Store
 from kvstore.engine.opening import Opening
-from kvstore.errors import DeviceUnavailable, KVStoreError
+from kvstore.engine.ranks import HeldShard
+from kvstore.errors import DeviceUnavailable, InvalidArgument, KVStoreError
 from kvstore.mover import Order
 from kvstore.mover.kvpool import KVPool
 
@@ -27,18 +30,36 @@ _END_TIMEOUT_S: Final = 60.0
 """Maximum wait, in a step, for the end of a cancelled layer-wise load."""
 
 
-class GroupMemory(NamedTuple):
-    """One KV group in this worker.
+class ShardMemory(NamedTuple):
+    """One shard of a KV group in this worker: some heads, or all, of each block.
 
     Attributes:
         pool: its memory.
         shard: its index in the space's shards.
-        page_tokens: tokens per page.
-        block_tokens: tokens per block.
+        held: whose turn it is to write a page; None = this rank writes all.
     """
 
     pool: KVPool
     shard: int
+    held: HeldShard | None = None
+
+    def own_pages(self, first: int, count: int) -> range | None:
+        """See :meth:`HeldShard.own_pages`; None = all."""
+        if self.held is None or self.held.copies == 1:
+            return None
+        return self.held.own_pages(first, count)
+
+
+class GroupMemory(NamedTuple):
+    """One KV group in this worker.
+
+    Attributes:
+        shards: those that this rank holds; together they are its blocks.
+        page_tokens: tokens per page.
+        block_tokens: tokens per block.
+    """
+
+    shards: Sequence[ShardMemory]
     page_tokens: int
     block_tokens: int
 
@@ -46,6 +67,38 @@ class GroupMemory(NamedTuple):
     def page_blocks(self) -> int:
         """Blocks per page."""
         return self.page_tokens // self.block_tokens
+
+
+def memory_of(
+    facts: EngineFacts, page_tokens: int, pool: KVPool, place: int, rank: int, stage: int = 0
+) -> GroupMemory:
+    """The shards of a KV group in a worker.
+
+    Args:
+        facts: of the engine.
+        page_tokens: tokens per page.
+        pool: the group's blocks. If the rank holds several shards of it, a plane has the blocks of
+            a layer, and a block has one head behind the other.
+        place: index of the group in ``facts.groups``.
+        rank: of the worker in tensor parallelism.
+        stage: of the worker in the pipeline.
+
+    Raises:
+        InvalidArgument: the blocks of the pool are not made of so many heads.
+    """
+    group = facts.groups[place]
+    split, held = facts.split(group), cover(facts, rank, place, stage)
+    if len(held) == 1:
+        return GroupMemory([ShardMemory(pool, *held[0])], page_tokens, group.block_tokens)
+    each, rest = divmod(pool.block_bytes, split.rank_heads)
+    if rest:
+        what = f"{pool.block_bytes} are not those of {split.rank_heads} heads"
+        raise InvalidArgument("block_bytes", what)
+    shards = []
+    for shard, one in held:
+        first, stop = one.heads
+        shards.append(ShardMemory(pool.part(first * each, (stop - first) * each), shard, one))
+    return GroupMemory(shards, page_tokens, group.block_tokens)
 
 
 class StepOutcome(NamedTuple):
@@ -69,7 +122,7 @@ class _Loading:
     """A load in flight.
 
     Attributes:
-        parts: the restore of each group.
+        parts: the restore of each shard of each group.
         refused: a part could not be started, or was used before it was loaded: no page counts.
         late: its request has stopped waiting.
     """
@@ -117,13 +170,12 @@ class WorkerSide:
             loading = _Loading(load, [], self.clock())
             self._loads.append(loading)
             for blocks in load.blocks:
-                if not blocks.blocks:
-                    continue
-                job = self._restore(load, blocks)
-                if job is None:
-                    loading.refused = True
-                else:
-                    loading.parts.append((blocks, job))
+                for memory in self.groups[blocks.group].shards if blocks.blocks else ():
+                    job = self._restore(load, blocks, memory)
+                    if job is None:
+                        loading.refused = True
+                    else:
+                        loading.parts.append((blocks, job))
 
     def wait_layer(self, place: int, layer: int) -> None:
         """Wait until a layer of all layer-wise loads is loaded, or has failed.
@@ -156,17 +208,8 @@ class WorkerSide:
                 self.counts.add("store_failures")
                 continue
             for blocks in store.blocks:
-                memory = self.groups[blocks.group]
-                first, count = blocks.first, len(blocks.blocks) // memory.page_blocks
-                keys = store.keys[first : first + count]
-                try:
-                    job = space.extract_from_kvpool(memory.pool, blocks.blocks, keys, memory.shard)
-                except KVStoreError as error:
-                    self.counts.add("store_failures")
-                    self._note("store", error)
-                    continue
-                storing.jobs.append(job)
-                storing.sizes.append(space.page_bytes[memory.shard])
+                for memory in self.groups[blocks.group].shards:
+                    self._extract(space, storing, blocks, memory)
 
     def poll(self, *, idle: bool = False) -> StepOutcome:
         """Return the ended jobs; wait for layer-wise loads, which end with their step.
@@ -185,12 +228,31 @@ class WorkerSide:
                 outcome.report.end(storing.store.job, self._stored(storing))
         return outcome
 
-    def _restore(self, load: Load, blocks: Blocks) -> RestoreJob | None:
+    def _extract(
+        self, space: Space, storing: _Storing, blocks: Blocks, memory: ShardMemory
+    ) -> None:
+        store, first = storing.store, blocks.first
+        count = len(blocks.blocks) // self.groups[blocks.group].page_blocks
+        keys = store.keys[first : first + count]
+        only = memory.own_pages(store.page + first, count)
+        if only is not None and not only:
+            return  # all of them are other ranks' to write
+        try:
+            job = space.extract_from_kvpool(
+                memory.pool, blocks.blocks, keys, memory.shard, only=only
+            )
+        except KVStoreError as error:
+            self.counts.add("store_failures")
+            self._note("store", error)
+            return
+        storing.jobs.append(job)
+        storing.sizes.append(space.page_bytes[memory.shard])
+
+    def _restore(self, load: Load, blocks: Blocks, memory: ShardMemory) -> RestoreJob | None:
         space = self.opening.get()
         if space is None:
             return None
-        memory = self.groups[blocks.group]
-        count = len(blocks.blocks) // memory.page_blocks
+        count = len(blocks.blocks) // self.groups[blocks.group].page_blocks
         keys = load.keys[blocks.first : blocks.first + count]
         order: Order = "segment" if load.layerwise else "page"
         try:
@@ -264,7 +326,7 @@ class WorkerSide:
                 whole = len(self.groups) == 1
                 pages = min(pages, result.pages if whole else 0)
             self.counts.add("loaded_bytes", result.size_bytes)
-            seconds += result.seconds
+            seconds = max(seconds, result.seconds)
         self.counts.add("loads")
         self.counts.add("load_seconds", self.clock() - loading.began)
         if not loading.late:

@@ -102,7 +102,7 @@ class Auditor:
             suspects = part._replace(keys=_chosen(part.keys, ~self._present(follower, part)))
             missing += await self._differ(follower, suspects)
             await asyncio.sleep(0)
-        for part in follower.told.pages():
+        for part in follower.sampled.pages():
             pages += len(part.keys) // KEY_BYTES
             stale += await self._differ(follower, part)
         return AuditResult(pages, missing, stale)

@@ -89,7 +89,7 @@ class PageFeeds:
             holders = np.full(count, holder, dtype=np.int32)
             self._writer.apply(change.chains, holders, np.full(count, change.begin))
 
-    def tend(self, now_ns: int) -> bool:
+    def advance(self, now_ns: int) -> bool:
         """Apply what was gathered, show that the writer lives, and clean up a part of the table.
 
         Args:

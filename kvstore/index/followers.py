@@ -24,6 +24,7 @@ from kvstore.index.event_feed import EventFeed
 from kvstore.index.feed import PageFeeds, WorkerFeed
 from kvstore.index.reading import UnreadableError
 from kvstore.index.replay import TOPIC_BYTES_MAX, NoReplayError, read_replay
+from kvstore.index.sampled import SampledPages
 from kvstore.index.sequence import BatchVerdict, Sequence
 from kvstore.index.snapshot import (
     SnapshotEnd,
@@ -32,7 +33,6 @@ from kvstore.index.snapshot import (
     SnapshotPages,
     read_snapshot,
 )
-from kvstore.index.told import ToldPages
 from kvstore.process.faults import Faults
 
 _log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Follower(Generic[FeedT]):
         snapshots: snapshots that were read.
         resyncs: times that everything was read again because of a gap or an audit.
         has_snapshots: it follows a node, of a version that answers questions.
-        told: some pages that the events of a node told of.
+        sampled: some of the pages that the events of a node named.
         faults: faults of its publisher, by cause.
     """
 
@@ -98,7 +98,7 @@ class Follower(Generic[FeedT]):
         self.resyncs = 0
         self.sequence = Sequence()
         self.feed = feed
-        self.told = ToldPages(feed.workspace)
+        self.sampled = SampledPages(feed.workspace)
         self.faults = Faults(_log, f"events of {source.worker}")
         self._bounds = bounds
         self._turn_ends = 0.0
@@ -338,7 +338,7 @@ class Follower(Generic[FeedT]):
             for _ in self.feed.apply(payload):
                 await self._let_others()
             if self.has_snapshots:
-                self.told.note(payload)
+                self.sampled.note(payload)
         except UnreadableError as error:
             # It may contain removals: everything known of the worker is invalid.
             self.faults.note("batch", f"batch {number} cannot be read: {error}")

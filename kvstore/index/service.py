@@ -26,7 +26,7 @@ from kvstore.index.memory import TableMemory
 from kvstore.index.table import IndexReader
 from kvstore.index.writer import IndexWriter
 
-_TEND_S: Final = 0.02
+_TURN_S: Final = 0.02
 """Pause before expectations are looked at again, and the next sign of life is given."""
 
 
@@ -72,8 +72,8 @@ class IndexService:
                 now_ns = time.monotonic_ns()
                 for change in self._expected.due(now_ns):
                     self._pages.expect(change)
-                more = self._pages.tend(now_ns)
-                await asyncio.sleep(0 if more else _TEND_S)
+                more = self._pages.advance(now_ns)
+                await asyncio.sleep(0 if more else _TURN_S)
 
     def report(self) -> IndexReport:
         """The present state."""

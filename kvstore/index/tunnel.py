@@ -9,10 +9,9 @@ import ssl
 from typing import Final
 
 from kvstore import wire
-from kvstore.errors import InvalidArgument, KVStoreError
+from kvstore.errors import InvalidArgument, KVStoreError, printable
 from kvstore.events import zmtp
 from kvstore.index.credentials import PeerCredentials
-from kvstore.process.faults import printable
 
 SCHEME: Final = "peer://"
 """Beginning of the endpoints of peer services: ``peer://10.0.0.2:7400``."""

@@ -28,8 +28,8 @@ from kvstore.mover.native import Native
 from kvstore.page import DIGEST_BYTES
 
 __all__ = [
-    "Addresses", "Buffer", "Digests", "Fallback", "Mode", "Native", "Order", "Pieces", "Progress",
-    "Word", "digest", "gather", "populate", "scatter",
+    "DIGEST_BYTES", "Addresses", "Buffer", "Digests", "Fallback", "Mode", "Native", "Order",
+    "Pieces", "Progress", "Word", "digest", "gather", "populate", "scatter",
 ]  # fmt: skip
 
 Order = Literal["page", "segment"]

@@ -8,7 +8,7 @@ order::
     page = plane 0: block b0, block b1, … │ plane 1: block b0, block b1, … │ …
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -80,6 +80,18 @@ class KVPool:
     def layer_count(self) -> int:
         """Number of layers in the pool."""
         return len(self.planes) // self.planes_per_layer
+
+    def part(self, offset: int, size: int) -> "KVPool":
+        """A pool of ``size`` bytes of each block in each plane, from ``offset`` on.
+
+        Raises:
+            InvalidArgument: these bytes are not within a block.
+        """
+        if not 0 <= offset < offset + size <= self.block_bytes:
+            what = f"{size} bytes at {offset} are not within {self.block_bytes}"
+            raise InvalidArgument("part", what)
+        planes = tuple(plane + offset for plane in self.planes)
+        return replace(self, planes=planes, block_bytes=size)
 
     def blocks_per_page(self, page_bytes: int) -> int:
         """Number of blocks of one page.

@@ -429,10 +429,13 @@ class Node:
             self.remote.chains.answered.clear()
             ended += self.remote.spreads.ended
             self.remote.spreads.ended.clear()
+        begun = self._requests.begun
         if self.waiting.count:
             things = {(at.space.number, key): None for at in actions for key in at.keys}
+            things |= {(number, key): None for number, keys in begun for key in keys}
             for thing in [*things, *ended]:
                 self.waiting.wake(thing)
+        begun.clear()
         actions.clear()
 
     def next_deadline_ns(self) -> int:

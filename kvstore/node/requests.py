@@ -89,6 +89,8 @@ class Requests:
         self._boot = boot
         #: What peers have; None = the node has none.
         self.remote: RemotePages | None = None
+        #: Pages whose puts have begun since the node last took them: number of a space, and keys.
+        self.begun: list[tuple[int, list[PrefixKey]]] = []
 
     def open_space(self, process: Process, request: wire.OpenSpace) -> wire.Answer:
         """Open a space with its shards; compare the layout with the known one."""
@@ -255,6 +257,9 @@ class Requests:
             busy = busy or not ended
         addresses = self._pages.slots.addresses(put.slots)
         answer = wire.PutGranted(request.id, bytes(statuses), wire.pack_addresses(addresses), busy)
+        self.begun.append((space.number, put.keys[:]))
+        if request.follows and statuses[0] is PageStatus.NO_PARENT:
+            return answer, (space.number, PrefixKey(request.parent))
         return answer, ROOM if busy and not addresses else None
 
     def commit_put(self, process: Process, request: wire.CommitPut, now_ns: int) -> wire.Answer:

@@ -5,12 +5,10 @@ import time
 from collections import Counter
 from typing import Final
 
+from kvstore.errors import printable
+
 SILENCE_S: Final = 10.0
 """Seconds after a log line in which faults of the same cause are only counted."""
-
-
-SAID_MAX: Final = 500
-"""Maximum characters of foreign text in log lines and errors."""
 
 
 class Faults:
@@ -52,8 +50,3 @@ class Faults:
         more = self.counts[cause] - count - 1
         hint = f" ({more} more since the last such line)" if more else ""
         self._log.warning("%s: %s: %s%s", self._whose, cause, printable(what), hint)
-
-
-def printable(text: str) -> str:
-    """Escape and shorten foreign text, so that it stays within one line."""
-    return "".join(c if c.isprintable() else "?" for c in text[:SAID_MAX])

@@ -320,13 +320,17 @@ class PinList(Answer, frozen=True):
 
 
 class ConversationRow(Answer, frozen=True):
-    """One conversation whose pages are kept for ``ends_in_s`` more seconds."""
+    """One conversation whose pages are kept for ``ends_in_s`` more seconds.
+
+    ``gave_way_pages``: those that it has lost to a tenant or a space that keeps less.
+    """
 
     conversation: str
     space: str
     tier: str
     pages: int
     bytes: int
+    gave_way_pages: int
     ends_in_s: float
 
 
@@ -341,15 +345,16 @@ class ConversationList(Answer, frozen=True):
 
 
 class KeptPages(Answer, frozen=True):
-    """How many leading pages of the chain are kept, and why the others are not.
+    """How many leading pages of the chain are kept, how long, and why the others are not.
 
     ``cause``: empty = all are; ``missing``, ``bytes``, ``budget``, ``quota``, ``conversations`` or
-    ``disk``.
+    ``disk``. ``ends_in_s``: what was asked for, or ``admin.conversations_s_max`` if that is less.
     """
 
     conversation: str
     pages: int
     cause: str
+    ends_in_s: float
 
 
 class ConversationEnded(Answer, frozen=True):

@@ -13,24 +13,22 @@ from typing import Any
 from kvstore.cluster.asked import AskedDirectory
 from kvstore.cluster.configured import check_stores, store_servers
 from kvstore.cluster.copier import Copier
-from kvstore.cluster.directory import PeersDirectory, index_settings
+from kvstore.cluster.directory import PeersDirectory
 from kvstore.cluster.greeting import LocalNode
-from kvstore.cluster.membership import LocalMembership, ToldMembership
+from kvstore.cluster.membership import LocalMembership, StoreMembership
 from kvstore.cluster.messages import ChildSettings, DirectorySettings, StorePlace
 from kvstore.cluster.records import SCHEME, NodeRecord, NodeState
 from kvstore.cluster.serving import EventTunnels
 from kvstore.cluster.side import Peers
-from kvstore.cluster.talk import ChildTalk
-from kvstore.cluster.tls import certificate_files, client_context, server_context
+from kvstore.cluster.talk import ChildTalk, index_process
+from kvstore.cluster.tls import client_context, credentials, server_context
 from kvstore.config import ServerConfig
 from kvstore.config.addresses import Address, is_loopback, is_wildcard, read_address
-from kvstore.index.credentials import PeerCredentials
-from kvstore.index.process import IndexProcess
 from kvstore.node.desk import Desk
 from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.process.logs import event
 from kvstore.server.loans import Loans
-from kvstore.server.peers import PeerService, told_transports
+from kvstore.server.peers import PeerService, advertised_transports
 from kvstore.server.publish import Publication
 from kvstore.server.transports import Registration, open_transports
 from kvstore.state.remote.jobs import PeerJob, PeerLimits
@@ -100,11 +98,8 @@ class ClusterSide:
         self._local = LocalNode(cluster.name, node.name, node.boot, SCHEME)
         self._client = client_context(cluster)
         server = server_context(cluster)
-        credentials = PeerCredentials(
-            cluster.name, node.name, SCHEME, certificate_files(cluster)
-        )  # fmt: skip
         self._config = config
-        self._credentials = credentials
+        self._credentials = credentials(cluster, node.name)
         self._membership, self._directory = self._members()
         self._tunnels = EventTunnels(publication)
         self._advertise = cluster.advertise
@@ -165,31 +160,28 @@ class ClusterSide:
             endpoint = Address(endpoint.host, read_address(listening).port)
         return NodeRecord(
             name=self._local.name, boot=self._local.boot, endpoint=str(endpoint),
-            transports=told_transports(self._transports), state=self.state,
-            admin=told_admin(self._config.http.advertise, self._admin_url, endpoint.host),
+            transports=advertised_transports(self._transports), state=self.state,
+            admin=advertised_admin(self._config.http.advertise, self._admin_url, endpoint.host),
         )  # fmt: skip
 
     def _members(
         self,
-    ) -> tuple[LocalMembership | ToldMembership, PeersDirectory | AskedDirectory]:
+    ) -> tuple[LocalMembership | StoreMembership, PeersDirectory | AskedDirectory]:
         """Membership and directory, and the index process that they use."""
         config, cluster, shown = self._config, self._config.cluster, self._credentials
-        settings = index_settings(cluster.index_pages_max)
-        index = IndexProcess(
-            settings, "kvstore.cluster.child" if cluster.stores else "kvstore.index.child"
-        )
+        index = index_process(cluster)
         talk = ChildTalk(index, self._child_settings) if cluster.stores else None
-        membership: LocalMembership | ToldMembership
+        membership: LocalMembership | StoreMembership
         if cluster.membership == "local" or talk is None:
             places = {name: str(at) for name, at in cluster.others(config.node.name).items()}
             membership = LocalMembership(places)
         else:
-            membership = ToldMembership(cluster.membership, talk.tell)
-            talk.told_nodes(membership)
+            membership = StoreMembership(cluster.membership, talk.tell)
+            talk.attach_membership(membership)
         if cluster.directory == "peers" or talk is None:
             return membership, PeersDirectory(index, membership, shown)
         directory = AskedDirectory(index, membership, shown.node, talk.tell)
-        talk.told_pages(directory)
+        talk.attach_directory(directory)
         return membership, directory
 
     def _child_settings(self) -> ChildSettings:
@@ -251,7 +243,7 @@ class ClusterSide:
         return taken
 
 
-def told_admin(advertise: str, listening: str, host: str) -> str:
+def advertised_admin(advertise: str, listening: str, host: str) -> str:
     """The URL of a node's admin API as other machines reach it; empty if they do not.
 
     Args:

@@ -19,7 +19,8 @@ from kvstore.server.refusal import Refusal
 from kvstore.server.sessions import session_rows
 from kvstore.server.status import NodeStatus
 from kvstore.server.turns import Work
-from kvstore.state.ask.explain import Explainer, Explanation, leading_runs, where
+from kvstore.state.ask.explain import Explainer, leading_runs, where
+from kvstore.state.ask.explanation import Explanation
 from kvstore.state.ask.traversal import subtree
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree
@@ -28,8 +29,8 @@ STRETCH_ROWS: Final = 250
 """Maximum rows of one answer; producing them takes less than a millisecond."""
 STRETCH_SHARDS: Final = 1000
 """Maximum shards of the spaces in one answer, but at least one space."""
-_SHELVES_MAX: Final = 64
-"""Maximum shelves searched for one answer; the next answer continues."""
+_GROUPS_MAX: Final = 64
+"""Maximum groups of pages of one time searched for one answer; the next answer continues."""
 _SPACES_MAX: Final = 64
 _SHARDS_MAX: Final = 64
 _ANSWER_POLL_S: Final = 0.005
@@ -136,7 +137,7 @@ class Inspection:
                 at = rows[room].serial
                 return answers.PageList(pages=found, next=str(at), total=len(space.nodes))
             at = space.by_creation.after(number)
-            if count + 1 == _SHELVES_MAX:
+            if count + 1 == _GROUPS_MAX:
                 return answers.PageList(pages=found, next=str(at), total=len(space.nodes))
             yield None
         return answers.PageList(pages=found, next=None, total=len(space.nodes))

@@ -59,6 +59,7 @@ class KeptViews:
                     tier=one.tier,
                     pages=len(one.nodes),
                     bytes=one.size_bytes,
+                    gave_way_pages=one.gave_way,
                     ends_in_s=ends_in_s,
                 )
             )
@@ -86,7 +87,8 @@ class KeptViews:
 
 
 def set_budgets(keeping: Keeping, admin: AdminConfig, capacity_bytes: int) -> None:
-    """Set what may be kept in memory of so many bytes."""
+    """Set what may be kept in memory of so many bytes, and for how long."""
+    keeping.ttl_ns_max = admin.conversations_s_max * _NS_PER_S
     quarter = capacity_bytes // 4
     keeping.pins.budget_bytes = admin.pin_budget_bytes or quarter
     keeping.conversations.budget_bytes = admin.conversations_budget_bytes or quarter

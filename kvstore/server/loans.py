@@ -19,9 +19,8 @@ from typing import Final
 import numpy as np
 
 from kvstore import mover, wire
-from kvstore.errors import KVStoreError, TierUnavailable
+from kvstore.errors import KVStoreError, TierUnavailable, printable
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, ShardSpec, SpaceIdentity, digest_seed, page_seeds
-from kvstore.process.faults import printable
 from kvstore.process.logs import event
 from kvstore.tier.host import HostMemory
 from kvstore.transport.base import Range, Transport

@@ -43,6 +43,8 @@ COUNTED: Final = {
     "aborted_puts": "Aborted puts, including lost ones.",
     "lost_puts": "Puts that were aborted while their engine may still be writing.",
     "expired_leases": "Leases that expired before they were released.",
+    "gave_way_pages": "Pages of conversations that gave way to a tenant or space that keeps less.",
+    "shortened_keeps": "Messages that asked to keep a conversation longer than the node allows.",
     "contradicting_pages": "Pages refused because their key is already stored after another page.",
     "moved_extents": "Extents reassigned to pages of another size or tenant.",
     "unnamed_duplicates":
@@ -362,8 +364,7 @@ def _counters(counts: Mapping[str, int]) -> Iterator[Metric]:
         ("removed", "Pages of one shard that were dropped, by cause.", "cause", _CAUSES),
         ("refused", "Refused requests by error code, and refused connections (code connections).",
          "code", _CODES),
-        ("not_kept_pages", "Pages that engines wanted to keep and that are not kept, by cause.",
-         "cause", KEEP_CAUSES[1:]),
+        ("not_kept_pages", "Pages of conversations not kept, by cause.", "cause", KEEP_CAUSES[1:]),
     ):  # fmt: skip
         family = CounterMetricFamily(f"kvstore_{prefix}", help_text, labels=[label])
         values = dict.fromkeys(known, 0) | {

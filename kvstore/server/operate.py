@@ -119,7 +119,10 @@ class OperatorRequests:
             if cause:
                 break
             yield None
-        return answers.KeptPages(conversation=name, pages=pages, cause=cause)
+        ends_in_s = min(ttl_ns, table.keeping.ttl_ns_max) / 1e9
+        return answers.KeptPages(
+            conversation=name, pages=pages, cause=cause, ends_in_s=ends_in_s
+        )  # fmt: skip
 
     def end_conversation(
         self, asked: operations.EndConversation, _by: Caller

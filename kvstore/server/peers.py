@@ -17,9 +17,16 @@ from kvstore import wire
 from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.standing import Refusals
 from kvstore.config.addresses import is_wildcard, read_address
-from kvstore.errors import ConfigError, InvalidArgument, KVStoreError, ProtocolError, reason
+from kvstore.errors import (
+    ConfigError,
+    InvalidArgument,
+    KVStoreError,
+    ProtocolError,
+    printable,
+    reason,
+)
 from kvstore.node.desk import Desk
-from kvstore.process.faults import Faults, printable
+from kvstore.process.faults import Faults
 from kvstore.process.listeners import Listener, parse_endpoint
 from kvstore.server.frames import FrameConnection, FrameConnections
 from kvstore.server.handshakes import FirstFrame, Handshakes
@@ -200,7 +207,7 @@ class PeerService:
             connection, hello.node, self._desk, self._loans
         )
         local = self._local
-        transports = told_transports(self._loans.transports)
+        transports = advertised_transports(self._loans.transports)
         connection.answer(
             wire.PeerWelcome(
                 hello.id, wire.PROTOCOL_MAJOR, wire.PROTOCOL_MINOR, local.name, local.boot,
@@ -308,7 +315,7 @@ class _Opening(asyncio.Protocol):
             self.transport.abort()
 
 
-def told_transports(transports: Sequence[Transport]) -> dict[str, str]:
+def advertised_transports(transports: Sequence[Transport]) -> dict[str, str]:
     """Name and endpoint of each transport through which this node can be read now.
 
     An endpoint whose host stands for all addresses is told without it.

@@ -186,10 +186,15 @@ class Engines:
         put = next(process.names)
         identity = _identity(process.tenant)
         wait_ms = self._random.choice((0, WAIT_MS))
+        follows = wait_ms > 0 and put % 5 == 0 and len(keys) > 1
+        if follows:  # the first page is another one's to write
+            keys = keys[1:]
         tokens = b"".join(map(page_token, keys)) if put % 3 else b""
         rank = self._rank()
         shard, number = self._habits.shards[rank], process.shards[rank]
-        granted = yield wire.BeginPut(0, put, space, number, keys.packed, b"", tokens, wait_ms)
+        granted = yield wire.BeginPut(
+            0, put, space, number, keys.packed, keys.parent, tokens, wait_ms, follows
+        )
         if not isinstance(granted, wire.PutGranted) or not granted.addresses:
             return
         chosen = [

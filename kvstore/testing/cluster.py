@@ -35,6 +35,8 @@ PROMPTS: Final = 16
 """Of each tenant: more pages than one node has memory for."""
 DISK_LOST: Final = 0.4
 """Share of the killed nodes with an SSD tier that begin again with an empty disk."""
+BUSY_NS: Final = 300 * MS
+"""After the end of all engines; what nodes do later has no deadline that is near."""
 LAST_NS: Final = 1_500 * MS
 """Time after the end of all engines; everything that was held is released by then."""
 
@@ -163,6 +165,9 @@ class ClusterSimulation:
             self._heal()
             for host in self.hosts:
                 host.end()
+            time.pass_until(end_ns + BUSY_NS)
+            for node in self.nodes:
+                node.resting = True
             time.pass_until(end_ns + LAST_NS)
             for node in self.nodes:
                 with node.node.pages.story.explaining():

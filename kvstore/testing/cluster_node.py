@@ -37,6 +37,8 @@ from kvstore.testing.timeline import EXTENT_BYTES, PAGE_BYTES, Timeline, page_co
 from kvstore.transport.memory import MemoryNetwork, MemoryTransport
 
 TICK_NS: Final = 2_000_000
+IDLE_TICK_NS: Final = 20_000_000
+"""Between deadlines of a node that nobody asks for anything any more."""
 FETCH_NS: Final = 150_000_000
 PEER_LEASE_MS_MAX: Final = 60
 TURN_PAGES: Final = 3
@@ -168,6 +170,7 @@ class ClusterNode:
         followers: checks its own events.
         lent: how long pages stay here that others have read.
         on_disk: what its lives leave on its disk.
+        resting: all engines have ended, for good; deadlines may pass a little late.
     """
 
     node: Node
@@ -204,6 +207,7 @@ class ClusterNode:
         self._network = network
         self._extents = extents
         self._names = names
+        self.resting = False
         self._waiting: list[tuple[int, Callable[[], object]]] = []
         self._others: dict[str, ClusterNode] = {}
         #: Keys on their way here, by job.
@@ -416,7 +420,8 @@ class ClusterNode:
 
     def _tick(self) -> None:
         self.desk.advance()
-        self.later(TICK_NS, self._tick)
+        busy = not self.resting or self._coming or len(self.node.waiting)
+        self.later(TICK_NS if busy else IDLE_TICK_NS, self._tick)
 
     def _publish(self, actions: list[Action]) -> None:
         self.followers.follow(actions)

@@ -288,7 +288,7 @@ class HostHolder:
             session_quota_bytes=4 * capacity_bytes,
         )  # fmt: skip
         self._link = Embedded(host, "contract")
-        self._services = StoreResources(self._link, lambda _: self._link, WAIT_S)
+        self._resources = StoreResources(self._link, lambda _: self._link, WAIT_S)
         self._numbers = count(1 << 32)
         self._written: list[PageInMemory] = []
 
@@ -328,7 +328,7 @@ class HostHolder:
         self._link.close()
 
     def _space(self, page: PageInMemory) -> Space:
-        return Space(self._services, page.record.space, [page.record.shard])
+        return Space(self._resources, page.record.space, [page.record.shard])
 
     def _lease(self, page: PageInMemory) -> tuple[wire.Acquired, int]:
         opened, lease = self._space(page).numbers(), next(self._numbers)

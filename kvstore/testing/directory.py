@@ -32,7 +32,6 @@ from kvstore.cluster.announcing import (
 from kvstore.cluster.entries import EntryNames, usable_prefixes
 from kvstore.cluster.page_store import AnnouncedNumber, ChangedPages, DirectoryFault, PageStore
 from kvstore.events.publisher import Event, EventBatch, RemovedEvent, StoredEvent
-from kvstore.index.blocks import Workspace
 from kvstore.page import KEY_BYTES, page_keys
 
 WAIT_S: Final = 30.0
@@ -62,11 +61,10 @@ class AnnouncingNode:
         self.announcing = Announcing(self._begin)
         self._store = store
         self._names = EntryNames(_CLUSTER)
-        self._space = Workspace(0)
         self._told: set[str] = set()
 
     def _begin(self) -> PageAnnouncement:
-        return PageAnnouncement(secrets.token_hex(8), self._names, self._space)
+        return PageAnnouncement(secrets.token_hex(8), self._names)
 
     def store(self, *pages: Page) -> None:
         """Store pages."""

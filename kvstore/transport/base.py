@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvstore import mover
 from kvstore.errors import InvalidArgument, KVStoreError
-from kvstore.page import DIGEST_BYTES
+from kvstore.mover import DIGEST_BYTES
 
 TICKET_BYTES = 16
 PLACE_BYTES = 8

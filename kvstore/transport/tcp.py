@@ -77,8 +77,8 @@ class TcpTransport:
         self._wake_ns = 0
         self._owner = PageOwner(self._tickets, server, connections_max, self._counts)
         self._reader = PageReader(client, in_flight_bytes_max, self._tell, self._counts)
-        self._keeper = threading.Thread(target=self._keep, name="kvstore-data-port", daemon=True)
-        self._keeper.start()
+        self._thread = threading.Thread(target=self._serve, name="kvstore-data-port", daemon=True)
+        self._thread.start()
 
     def register(self, address: int, length: int, descriptor: int) -> None:
         """See :class:`kvstore.transport.base.Transport`; sockets need no preparation."""
@@ -144,7 +144,7 @@ class TcpTransport:
             return
         self._closed = True
         os.eventfd_write(self._wake, 1)
-        self._keeper.join(_JOIN_S)
+        self._thread.join(_JOIN_S)
         if self._listener is not None:
             self._listener.close()
         self._reader.close()
@@ -175,7 +175,7 @@ class TcpTransport:
 
     # ---- the thread that accepts and keeps deadlines ------------------------------------------
 
-    def _keep(self) -> None:
+    def _serve(self) -> None:
         accept_from_ns = 0
         while not self._closed:
             now_ns = time.monotonic_ns()

@@ -21,7 +21,7 @@ def get(space: Space, keys: PrefixKeys) -> list[bytes]:
 
 
 def slab_of(store: KVStore):
-    return store._services.promotion.slab
+    return store._resources.promotion.slab
 
 
 def settle(store: KVStore, wait_until: Callable[..., None]) -> None:

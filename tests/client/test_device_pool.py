@@ -56,7 +56,7 @@ def test_a_pool_on_a_device_is_filled_through_the_slab(store, monkeypatch, gap, 
     slab = tier_slab.DeviceSlab("cpu", capacity, mapped=False)
     slab.device = "cuda:7"
     slab_of(store).close()
-    store._services.promotion.slab = slab
+    store._resources.promotion.slab = slab
     monkeypatch.setattr(tier_slab, "STAGE_BYTES", 2 * SIZE)
     space = open_space(store)
     keys, pages = new_keys(space, 12), content(12, SIZE)

@@ -183,21 +183,21 @@ def test_a_lookup_reckons_with_what_the_disk_takes_and_learns_it(tmp_path):
         space.put(keys, content(5, space.page_bytes[0]), durable=True)
     with open_store(tmp_path) as store:
         space = large_space(store, model=model)
-        services = store._services
-        memory_rate, disk_rate = services.load_bytes_per_s, services.disk_bytes_per_s
+        resources = store._resources
+        memory_rate, disk_rate = resources.load_bytes_per_s, resources.disk_bytes_per_s
         size = 5 * space.page_bytes[0]
         cold = space.lookup(keys)
         assert cold.tiers == {"host": 0, "ssd": 5}
         assert cold.load_seconds == pytest.approx(size / memory_rate + size / disk_rate)
 
         assert len(read(space, keys)) == 5
-        assert services.disk_bytes_per_s != disk_rate
-        assert services.load_bytes_per_s == memory_rate, "the disk's time says nothing of memory"
+        assert resources.disk_bytes_per_s != disk_rate
+        assert resources.load_bytes_per_s == memory_rate, "the disk's time says nothing of memory"
 
         assert len(read(space, keys)) == 5
-        assert services.load_bytes_per_s != memory_rate
+        assert resources.load_bytes_per_s != memory_rate
         warm = space.lookup(keys)
-        assert warm.load_seconds == pytest.approx(size / services.load_bytes_per_s)
+        assert warm.load_seconds == pytest.approx(size / resources.load_bytes_per_s)
 
 
 def test_a_sync_comes_at_its_interval_without_anybody_calling(tmp_path, wait_until):

@@ -202,7 +202,7 @@ def test_waits_for_other_nodes_change_no_measured_speed(store, prompt, elsewhere
     space, keys, pages = prompt
     assert read(space, keys) == pages[:5]
     assert store.load_bytes_per_s == LOAD_BYTES_PER_S_GUESS
-    assert store._services.disk_bytes_per_s == DISK_BYTES_PER_S_GUESS
+    assert store._resources.disk_bytes_per_s == DISK_BYTES_PER_S_GUESS
     assert read(space, keys[:5]) == pages[:5]
     assert store.load_bytes_per_s != LOAD_BYTES_PER_S_GUESS, "from memory"
 

@@ -157,7 +157,7 @@ def test_a_sync_that_takes_long_holds_up_no_put_that_waits_for_room(ssd_daemon):
         assert held.wait(TIMEOUT_S)
         try:
             for purpose in ("store", "load", "lookup"):
-                assert store._services.waiting_link(purpose).request(wire.Ping(0), TIMEOUT_S)
+                assert store._resources.waiting_link(purpose).request(wire.Ping(0), TIMEOUT_S)
         finally:
             done.set()
             thread.join(TIMEOUT_S)

@@ -165,7 +165,7 @@ def test_pages_that_leave_by_themselves_are_not_kept(store, keep):
     space.put(keys[:2], pages[:2])
     space.put(keys[2:], pages[2:], **keep)
     assert len(get(space, keys)) == 4
-    store._services.promotion._worker.close()
+    store._resources.promotion._worker.close()
     assert slab_of(store).run(space.pages[0], keys.packed) == 2
     assert store.slab_stats()["pages"] == 2
 
@@ -226,14 +226,14 @@ def test_a_promotion_that_may_not_wait_is_made_at_once(store, monkeypatch):
     space.put(keys, pages)
     get(space, keys)
     assert slab_of(store).run(space.pages[0], keys.packed) == 3
-    assert store._services.promotion._worker._threads == []
+    assert store._resources.promotion._worker._threads == []
 
 
 def test_a_closed_worker_leaves_the_promotion_to_the_caller(store):
     space = open_space(store)
     keys, pages = new_keys(space, 3), content(3, SIZE)
     space.put(keys, pages)
-    store._services.promotion._worker.close()
+    store._resources.promotion._worker.close()
     get(space, keys)
     assert store.slab_stats()["pending_bytes"] == 0
     assert slab_of(store).run(space.pages[0], keys.packed) == 3
@@ -295,7 +295,7 @@ def test_whatever_threads_do_at_once_no_wrong_byte_is_loaded(mapped):
 
     slab = DeviceSlab("cpu", 1 << 20, mapped=mapped)
     with KVStore.open(CAPACITY_BYTES, extent_bytes=EXTENT_BYTES) as store:
-        promotion = store._services.promotion = Promotion(slab)
+        promotion = store._resources.promotion = Promotion(slab)
         small = ShardSpec(layout=CanonicalLayout(64), layers=(0, 1), heads=(0, 2))
         spaces = [open_space(store), open_space(store, small), open_space(store)]
         prompts = []

@@ -9,7 +9,7 @@ import pytest
 from kvstore.cluster.announcer import PageAnnouncer
 from kvstore.cluster.asked import OUTSTANDING_MAX, AskedDirectory
 from kvstore.cluster.membership import LocalMembership
-from kvstore.cluster.messages import AskPages, DirectoryReport, Told
+from kvstore.cluster.messages import AskPages, DirectoryReport, HoldingsFound
 from kvstore.cluster.page_store import PageStore
 from kvstore.cluster.records import SCHEME, NodeRecord
 from kvstore.cluster.sharing import PageQuestions
@@ -65,10 +65,10 @@ async def test_an_answer_counts_other_nodes_of_the_cluster_only() -> None:
         assert sent.space == SPACE.digest.hex()
         assert sent.shards == [(ONE[0].digest.hex(), 0)]
         it.directory.heard(
-            Told(sent.number, [("self", BOOT, 9), ("b", b"any", 4), ("stranger", BOOT, 3)])
+            HoldingsFound(sent.number, [("self", BOOT, 9), ("b", b"any", 4), ("stranger", BOOT, 3)])
         )
         assert it.answers == {7: [Holding("b", 4)]}
-        it.directory.heard(Told(sent.number, [("b", b"any", 5)]))
+        it.directory.heard(HoldingsFound(sent.number, [("b", b"any", 5)]))
         assert it.answers == {7: [Holding("b", 4)]}, "an answer came twice"
 
 
@@ -99,9 +99,9 @@ async def test_the_nodes_that_have_one_page_are_told_with_its_shards() -> None:
         found: list[dict[str, list[int]]] = []
         it.directory.holders(SPACE, [shard(0), shard(1)], KEYS[0], found.append)
         first, second = it.sent
-        it.directory.heard(Told(second.number, [("b", b"", 1)]))
+        it.directory.heard(HoldingsFound(second.number, [("b", b"", 1)]))
         assert not found
-        it.directory.heard(Told(first.number, []))
+        it.directory.heard(HoldingsFound(first.number, []))
         assert found == [{"b": [1]}]
         it.directory.holders(SPACE, [], KEYS[0], found.append)
         assert found[1] == {}
@@ -138,7 +138,7 @@ def announcer(peer: PeerNode, store: PageStore) -> PageAnnouncer:
 
 @in_loop
 async def test_a_nodes_own_events_are_announced_and_found_by_questions() -> None:
-    pages, told = MemoryPages(), list[Told]()
+    pages, told = MemoryPages(), list[HoldingsFound]()
     questions = PageQuestions(pages, "c", told.append)
 
     async def finds(expected: int, *shards: tuple[str, int]) -> None:

@@ -16,6 +16,8 @@ from conductor.routing.scheduler import Scheduler
 from kvstore.index.layout import Words
 
 NOW = 100.0
+USUAL_S = 1.5
+"""Seconds to the first token of requests, lately."""
 AT_ONCE = ("at-once",)
 """Protocols by which both engines of a pair are asked at once."""
 
@@ -36,7 +38,7 @@ class EngineRow:
     max_running: int = 4
     last_assigned: int = 0
     backlog_s: float = 0.0
-    streams: int = 0
+    late: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,11 @@ def view_of(rows: Sequence[EngineRow], *, assigned: int = 0, retry_after_s: int 
     ]  # fmt: skip
     costs = EngineLoads(CostBook()).columns(infos, NOW)
     backlog = np.array([row.backlog_s for row in rows], dtype=np.float64)
-    streams = np.array([row.streams for row in rows], dtype=np.float64)
-    costs = replace(costs, backlog_s=backlog, streams=streams)
+    line, square, most = np.array([row.late for row in rows], dtype=np.float64).reshape(-1, 3).T
+    costs = replace(
+        costs, backlog_s=backlog, usual_s=USUAL_S,
+        late_per_s=line, late_per_s2=square, late_most=most,
+    )  # fmt: skip
     return View(
         ids=[row.id for row in rows],
         models=[row.model for row in rows],

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conductor.advice.advise import SHORT_MAX, advise
-from conductor.advice.capacity import EngineKind, Needs, Targets, batch_max, capacity
 from conductor.costs.prior import PrefillLine
 from conductor.front.advising import KEPT_S, Adviser
 from conductor.routing.admission import ServiceClass
+from conductor.routing.capacity import EngineKind, Needs, Targets, batch_max, capacity
 from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineRegistry, Role
 from conductor.routing.policy import POLICIES

@@ -15,7 +15,7 @@ from conductor.routing.columns import Prefix
 from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.joining import RankEvents
-from conductor.routing.load import EngineLoads
+from conductor.routing.load import NO_ANSWER, Answer, EngineLoads
 from conductor.routing.policy import POLICIES
 from conductor.routing.requests import DispatchLimits, Request
 from conductor.routing.scheduler import Scheduler
@@ -249,6 +249,37 @@ def test_steps_are_estimated_anew_when_an_engine_registers_with_other_hardware_o
     assert step_s(large) < before
     assert step_s(small) == before
     assert step_s(msgspec.structs.replace(small, ranks=ranks)) < before
+
+
+def test_who_has_been_stalled_longer_is_nearer_to_being_late() -> None:
+    loads, one = EngineLoads(CostBook()), info("e", "mixed")
+    answer = Answer(200.0, 0.1)
+    bears_s = answer.bears_s(loads.step_s(one))
+    assert bears_s == pytest.approx(20 * (0.1 - loads.step_s(one)))
+
+    def late(seconds: float) -> float:
+        costs = loads.columns([one], 100.0)
+        line, square, most = costs.late_per_s[0], costs.late_per_s2[0], costs.late_most[0]
+        return float(min(most, seconds * line + seconds**2 * square))
+
+    def compute(number: int, seconds: float, now: float) -> None:
+        loads.assigned(number, one, (512, 0), (0.0, seconds), now - seconds)
+        loads.computed(number, "e", now, None)
+        loads.left(number, "e", now)
+
+    assert late(1.0) == 0
+    loads.decodes(1, one, 512, 0.0, answer)
+    assert late(bears_s / 2) == pytest.approx(1 / 4)
+    assert late(bears_s * 2) == 1, "nobody is more than late"
+    compute(2, bears_s / 2, 10.0)
+    assert late(bears_s / 4) == pytest.approx((3 / 4) ** 2 - (1 / 2) ** 2)
+    assert late(bears_s * 2) == pytest.approx(1 - (1 / 2) ** 2)
+    compute(3, bears_s, 20.0)
+    assert late(bears_s / 4) == pytest.approx(2 / 4), "who is late counts as one who is about to be"
+    loads.decodes(4, one, 512, 20.0, NO_ANSWER)
+    assert late(bears_s / 4) == pytest.approx(2 / 4)
+    loads.left(1, "e", 30.0)
+    assert late(9.0) == 0
 
 
 def test_an_answer_that_is_not_streamed_decodes_when_its_prompt_should_be_computed() -> None:

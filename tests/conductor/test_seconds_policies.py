@@ -15,12 +15,12 @@ from conductor.routing.policy import (
     KVCACHE_BALANCING_THRESHOLD,
     OVERTAKEN,
     POLICIES,
-    STALLED,
     WORK,
 )
 from conductor.routing.scheduler import Scheduler
 from tests.conductor.columns import (
     NOW,
+    USUAL_S,
     EngineRow,
     engine,
     request,
@@ -56,8 +56,9 @@ def seconds_at(policy: str, row: EngineRow, prefix: Prefix, busy: float) -> tupl
     if policy != "earliest-first-token":
         return ttft_s, ttft_s
     passed_s = OVERTAKEN * busy**2 * min(row.backlog_s, prefill_s)
-    stall_s = STALLED * row.streams * prefill_s
-    return ttft_s + passed_s + WORK * busy**4 * prefill_s + stall_s, ttft_s
+    line, square, most = row.late
+    late_s = USUAL_S * min(most, line * prefill_s + square * prefill_s**2)
+    return ttft_s + passed_s + WORK * busy**4 * prefill_s + late_s, ttft_s
 
 
 @st.composite
@@ -66,7 +67,7 @@ def places(draw: st.DrawFn) -> tuple[list[EngineRow], Matches]:
         engine(
             f"e{at}",
             backlog_s=draw(st.sampled_from([0.0, 0.01, 0.3, 2.0])),
-            streams=draw(st.sampled_from([0, 0, 1, 20])),
+            late=draw(st.sampled_from([(0, 0, 0), (0, 0, 0), (0.1, 0.3, 1), (9, 2, 20)])),
         )
         for at in range(draw(st.integers(1, 6)))
     ]
@@ -132,15 +133,27 @@ def test_who_has_a_prefix_at_a_full_engine_is_bound_to_it_at_arrival() -> None:
     assert schedule("cache-global", rows, [request(tokens=TOKENS)], matches) == [Hold(1, "full")]
 
 
-def test_a_prompt_goes_where_fewer_requests_wait_for_tokens_meanwhile() -> None:
-    rows = [engine("crowded", streams=20, last_assigned=0), engine("quiet", last_assigned=1)]
+def test_a_prompt_goes_where_it_makes_fewer_requests_late() -> None:
+    crowded = engine("crowded", late=(0.0, 1e3, 20.0), last_assigned=0)
+    rows = [crowded, engine("quiet", last_assigned=1)]
     [decision] = schedule("earliest-first-token", rows, [request(tokens=TOKENS)])
 
     assert isinstance(decision, Assign)
     assert decision.prefill == "quiet"
     shown = {one.engine: one for one in decision.candidates}
-    assert shown["quiet"].stall_s == 0
-    assert shown["crowded"].stall_s == pytest.approx(20 * shown["crowded"].prefill_s, rel=1e-3)
+    assert shown["quiet"].late_s == 0
+    assert shown["crowded"].late_s == pytest.approx(20 * USUAL_S)
+
+
+def test_prompts_whose_last_page_is_not_whole_count_on_no_more_than_they_have_in_common() -> None:
+    keys = np.arange(3, dtype=np.uint64)  # of 512 tokens each
+    asked = [request(number, tokens=2000, keys=keys, arrived=NOW) for number in (1, 2)]
+    [first, second] = schedule("cache-global", [engine("e", max_running=9)], asked)
+
+    assert isinstance(first, Assign)
+    assert isinstance(second, Assign)
+    rest_s = PRIOR.prefill_seconds(2000 - 3 * 512, 3 * 512)
+    assert rest_s <= second.prefill_s < first.prefill_s
 
 
 def test_a_late_engine_gets_its_next_prompt_when_it_is_about_to_need_one() -> None:

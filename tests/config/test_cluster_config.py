@@ -9,7 +9,7 @@ from kvstore.cluster.configured import check_stores
 from kvstore.config import ServerConfig, load, show
 from kvstore.config.addresses import Address, is_loopback, read_address
 from kvstore.errors import ConfigError
-from kvstore.server.cluster import told_admin
+from kvstore.server.cluster import advertised_admin
 
 FILES = ["cluster.certificate=/c", "cluster.key=/k", "cluster.authority=/a"]
 NAMED = ["cluster.name=c"]
@@ -255,7 +255,7 @@ def test_an_admin_api_that_nobody_can_connect_to_is_not_advertised(url):
 def test_the_record_of_a_node_tells_the_admin_api_as_others_reach_it(
     advertise, listening, host, told
 ):
-    assert told_admin(advertise, listening, host) == told
+    assert advertised_admin(advertise, listening, host) == told
 
 
 def conduct(*overrides):

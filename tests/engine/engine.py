@@ -117,7 +117,7 @@ class World:
         self.side.allocated(request, [blocks], tokens)
         return self.step()
 
-    def ended(self, job: int, pages: int) -> None:
+    def ended(self, job: int, pages: int, seconds: float = 0.0) -> None:
         report = Report()
-        report.end(job, pages)
+        report.end(job, pages, seconds)
         self.side.reported(report)

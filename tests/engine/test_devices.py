@@ -13,7 +13,7 @@ from kvstore.client.store import KVStore
 from kvstore.engine.messages import Blocks, Load, Store
 from kvstore.engine.opening import Opening
 from kvstore.engine.start import prefault, round_trip, try_device
-from kvstore.engine.worker import GroupMemory, WorkerSide
+from kvstore.engine.worker import GroupMemory, ShardMemory, WorkerSide
 from kvstore.mover.kvpool import KVPool
 from tests.engine.engine import BLOCK, IDENTITY, PAGE, SHARD
 
@@ -56,7 +56,7 @@ def pool(request, memory):
 @pytest.fixture
 def side(store, pool):
     opening = Opening(store, IDENTITY, [SHARD], monotonic)
-    return WorkerSide(opening, [GroupMemory(pool, 0, PAGE, BLOCK)], monotonic)
+    return WorkerSide(opening, [GroupMemory([ShardMemory(pool, 0)], PAGE, BLOCK)], monotonic)
 
 
 def ended(side, wait_until):

@@ -10,7 +10,7 @@ from kvstore.engine.identity import (
     EngineFacts,
     Group,
     chain_seed,
-    shard_index,
+    cover,
     shard_specs,
     space_identity,
 )
@@ -36,7 +36,8 @@ def names(facts, page_tokens=64, tenant="default"):
         {"model": "n"}, {"revision": "s"}, {"kv_dtype": "float16"}, {"settings": {"dtype": "f16"}},
         {"engine": "f"},
         {"settings": {"dtype": "bf16", "quantization": "awq"}}, {"version": "0.33"},
-        {"isa": "x86_64/amx"}, {"ranks": 4},
+        {"isa": "x86_64/amx"}, {"groups": (msgspec.structs.replace(FULL, kv_heads=4),)},
+        {"stages": ((0, 3), (3, 4))},
         {"groups": (msgspec.structs.replace(FULL, layers=5),)},
         {"groups": (msgspec.structs.replace(FULL, block_bytes=256),)},
         {"groups": (msgspec.structs.replace(FULL, block_tokens=16),)},
@@ -47,21 +48,46 @@ def test_whatever_changes_kv_changes_the_name_of_every_page(change):
     assert not set(names(FACTS)) & set(names(msgspec.structs.replace(FACTS, **change)))
 
 
-def test_ranks_tenants_and_page_sizes_have_pages_of_their_own():
+def test_heads_tenants_and_page_sizes_have_pages_of_their_own():
     assert len(set(names(FACTS))) == 2
     assert not set(names(FACTS)) & set(names(FACTS, page_tokens=128))
     assert not set(names(FACTS)) & set(names(FACTS, tenant="other"))
     assert names(FACTS) == names(msgspec.structs.replace(FACTS))
 
 
-def test_shards_are_found_by_rank_and_group():
-    group = Group(index=3, layers=2, block_tokens=32, block_bytes=64, kv_heads=1)
-    facts = msgspec.structs.replace(FACTS, groups=(FULL, group))
+def of_ranks(ranks, **changes):
+    """The same model on another number of ranks, which hold blocks of other sizes."""
+    held = max(1, FULL.kv_heads // ranks)
+    group = msgspec.structs.replace(FULL, block_bytes=64 * held)
+    return msgspec.structs.replace(FACTS, ranks=ranks, groups=(group,), **changes)
+
+
+def test_any_number_of_ranks_has_the_same_pages():
+    assert names(of_ranks(1)) == names(of_ranks(2)) == names(of_ranks(4)) == names(of_ranks(8))
+
+
+def test_ranks_whose_heads_cannot_be_told_apart_share_with_as_many_ranks_only():
+    whole = [names(of_ranks(ranks, whole_ranks=True)) for ranks in (1, 2)]
+    assert not set(whole[0]) & set(whole[1])
+
+
+def test_a_block_that_is_not_made_of_whole_heads_is_refused():
+    group = msgspec.structs.replace(FULL, kv_heads=3)
+    with pytest.raises(InvalidArgument, match="128 are not those of 3 heads"):
+        names(msgspec.structs.replace(FACTS, ranks=1, groups=(group,)))
+
+
+def test_shards_are_found_by_stage_rank_and_group():
+    group = Group(index=3, layers=4, block_tokens=32, block_bytes=128, kv_heads=4)
+    facts = msgspec.structs.replace(FACTS, groups=(FULL, group), stages=((0, 3), (3, 4)))
     shards = shard_specs(facts, 64)
 
-    found = shards[shard_index(facts, 1, 1)]
+    found = [shards[one.shard] for one in cover(facts, rank=1, group=1, stage=1)]
 
-    assert (found.group, found.heads, found.layers) == ("group3", (1, 2), (0, 2))
+    assert [(one.group, one.heads, one.layers) for one in found] == [
+        ("group3", (2, 3), (3, 4)), ("group3", (3, 4), (3, 4)),
+    ]  # fmt: skip
+    assert facts.workers == 4
 
 
 def test_a_dtype_that_the_store_does_not_know_is_refused():

@@ -3,31 +3,9 @@
 import pytest
 
 from kvstore.client.results import Hit
-from kvstore.engine.messages import Report
-from kvstore.engine.pace import Pace
+from kvstore.engine.pace import Pace, pairs_of
 from tests.engine.engine import PLAIN, World
 from tests.engine.test_scheduler import request
-
-
-def test_before_the_first_load_the_nodes_guess_counts_and_then_what_was_measured():
-    pace = Pace()
-    hit = Hit(4, load_seconds=0.4)
-    assert pace.load_s(hit, 2) == pytest.approx(0.2)
-
-    pace.note_load(10, 0.1)
-    assert pace.load_s(hit, 2) == pytest.approx(0.02)
-    pace.note_load(0, 5.0)
-    assert pace.load_s(hit, 2) == pytest.approx(0.02), "a load of nothing says nothing"
-
-
-def test_what_loads_from_memory_took_says_nothing_of_pages_on_disk():
-    pace = Pace()
-    pace.note_load(10, 0.01)
-    on_disk = Hit(4, tiers={"host": 2, "ssd": 2}, load_seconds=0.4)
-
-    assert pace.load_s(on_disk, 4) == pytest.approx(0.4)
-    pace.note_load(10, 100.0)
-    assert pace.load_s(on_disk, 4) > 10.0, "nor is it better than what was seen"
 
 
 def test_short_steps_are_no_measure_of_prefill():
@@ -49,20 +27,19 @@ def test_steps_that_mostly_decode_are_no_measure_of_prefill():
     assert world.side.pace.seconds_per_token == pytest.approx(1e-3)
 
 
-def test_loads_that_were_slower_than_computing_are_tried_again_later():
-    world = World()
-    world.store.answer = Hit(4)
-    world.side.pace.seconds_per_token = 1e-3
-    (load,) = world.load(request("slow")).loads
-    report = Report()
-    report.end(load.job, 4, seconds=2.0)  # half a second a page; computing it takes 64 ms
-    world.side.reported(report)
+def test_what_a_step_takes_depends_on_its_tokens_and_on_those_before_them():
+    pace = Pace()
+    for tokens, before in ((100, 0), (200, 1000), (50, 500), (200, 0), (150, 3000), (60, 2000)) * 4:
+        pairs = pairs_of(tokens, before)
+        assert pace.note_step(tokens, 0.01 + tokens * 1e-3 + pairs * 1e-6, pairs)
 
-    tries = 0
-    while world.side.match(request(f"r{tries}"), PLAIN, 0) == (0, False):
-        tries += 1
-        assert tries < 50, "never tried again"
-    assert tries > 1
+    for tokens, before in ((80, 0), (200, 2500)):
+        expected = 0.01 + tokens * 1e-3 + pairs_of(tokens, before) * 1e-6
+        assert pace.recompute_s(tokens, before) == pytest.approx(expected, rel=0.1)
+    steps = 400 / 200
+    expected = steps * 0.01 + 0.4 + pairs_of(400, 0) * 1e-6
+    assert pace.recompute_s(400) == pytest.approx(expected, rel=0.1), "in two steps"
+    assert pace.recompute_s(0) == 0.0
 
 
 def test_a_step_that_waits_for_layers_is_no_measure_of_prefill():

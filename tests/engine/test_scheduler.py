@@ -163,19 +163,24 @@ def test_computing_is_preferred_where_it_is_faster():
     world.store.answer = Hit(4, load_seconds=0.1)
 
     assert world.side.match(request(), PLAIN, 0) == (0, False)
-    assert world.side.counts.take()["slower_tokens"] == 256
+    world.step(ScheduledRequest("r", 300, [table()]))
+    counts = world.side.counts.take()
+    assert (counts["slower_tokens"], counts["choices_compute_faster"]) == (256, 1)
     assert world.reports == [pytest.approx(1e-6)]
 
 
 def test_a_request_that_is_asked_about_again_is_counted_once():
     world = World()
-    world.side.pace.seconds_per_token, world.side.pace.seconds_per_page = 1e-6, 1e-3
-    world.store.answer = Hit(4)
+    world.side.pace.seconds_per_token = 1e-6
+    world.store.answer = Hit(4, load_seconds=1.0)
     asked = request()
 
     # As while the engine has no blocks for it.
     for _ in range(50):
         assert world.side.match(asked, PLAIN, 0) == (0, False)
+    assert "slower_tokens" not in world.side.counts.take(), "it may still be loaded"
+    for tokens in (200, 300):
+        world.step(ScheduledRequest("r", tokens, [table()]))
 
     assert world.side.counts.take()["slower_tokens"] == 256
 

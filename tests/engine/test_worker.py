@@ -7,7 +7,7 @@ import pytest
 from kvstore.client.results import RestoreResult
 from kvstore.engine.messages import Blocks, Load, Store
 from kvstore.engine.opening import Opening
-from kvstore.engine.worker import IDLE_WAIT_S, GroupMemory, WorkerSide
+from kvstore.engine.worker import IDLE_WAIT_S, GroupMemory, ShardMemory, WorkerSide
 from kvstore.errors import LayoutMismatch
 from kvstore.page import PrefixKeys
 from tests.engine.engine import BLOCK, IDENTITY, PAGE, SHARD, FakeStore
@@ -58,7 +58,7 @@ class Machine(FakeStore):
         self.jobs: list[Job] = []
         self.ends_after_s = 0.0
         opening = Opening(self, IDENTITY, [SHARD], lambda: self.now)
-        memory = GroupMemory(pool=None, shard=0, page_tokens=PAGE, block_tokens=BLOCK)
+        memory = GroupMemory([ShardMemory(None, 0)], PAGE, BLOCK)
         self.side = WorkerSide(opening, [memory], lambda: self.now)
 
     def restore_to_kvpool(self, *arguments: Any) -> Job:
@@ -161,7 +161,7 @@ def test_a_layerwise_load_that_does_not_end_is_invalid_in_the_step_it_was_for():
 
 
 def test_a_store_that_cannot_even_begin_is_counted_as_failed():
-    def refuse(*arguments: Any) -> Any:
+    def refuse(*arguments: Any, **options: Any) -> Any:
         raise LayoutMismatch("page_bytes", "too large")
 
     stores = [Store(1, KEYS, [Blocks(0, 0, [1, 2, 3, 4])])]

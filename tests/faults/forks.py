@@ -62,7 +62,7 @@ class Parent(Client):
         Parent and child use the blocks otherwise once their job has ended: what must stay.
         """
         began, gate = threading.Event(), threading.Event()
-        StoreJob(self.store._services.loads, lambda: (began.set(), gate.wait(30.0)))
+        StoreJob(self.store._resources.loads, lambda: (began.set(), gate.wait(30.0)))
         began.wait(30.0)
         shared = mmap.mmap(-1, count * content.PAGE_BYTES)
         memory = np.frombuffer(shared, dtype=np.uint8).reshape(8, count, -1)
@@ -126,7 +126,7 @@ class Parent(Client):
             space = content.open_space(store)
             names, pages = content.keys(chain, 2), content.pages(chain, 2)
             space.put(names, pages)
-            job = StoreJob(store._services.stores, lambda: 1)
+            job = StoreJob(store._resources.stores, lambda: 1)
             views = space.get(names)
             statuses = [
                 self._fork_embedded(store, space, chain, job, views, lock)

@@ -124,8 +124,9 @@ class Client:
         tokens = self.chance.choice((b"", bytes(4 * len(keys))))
         shard, wait_ms = self.chance.randrange(4), self._wait_ms()
         return wire.BeginPut(
-            self._id(), self._name(), 0, shard, keys.packed, keys.parent, tokens, wait_ms
-        )
+            self._id(), self._name(), 0, shard, keys.packed, keys.parent, tokens, wait_ms,
+            self.chance.random() < 0.2,
+        )  # fmt: skip
 
     def commit_put(self) -> wire.Request:
         chance = self.chance

@@ -74,7 +74,7 @@ def follower(index: LocalIndex) -> Follower:
 
 def told(index: LocalIndex, kind: str, space: str, keys: Sequence[bytes]) -> None:
     """Let the follower believe an event that its node never published."""
-    shard = next(iter(index._service._followers)).told.pages()[0].shard
+    shard = next(iter(index._service._followers)).sampled.pages()[0].shard
     event = {
         "type": kind, "block_hashes": list(keys), "parent_block_hash": None, "token_ids": [],
         "block_size": 64, "medium": "CPU", "space": space, "shard": 0, "shard_digest": shard,
@@ -104,7 +104,7 @@ async def test_a_node_is_known_from_its_snapshot_and_followed_on(own_daemon: Dae
 async def test_an_audit_finds_what_is_wrong_and_everything_is_read_again(
     own_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:
-    monkeypatch.setattr("kvstore.index.told.EVERY", 1)
+    monkeypatch.setattr("kvstore.index.sampled.EVERY", 1)
     async with following(source(own_daemon)) as index:
         await eventually(lambda: state(index).current)
         with own_daemon.connect() as store:
@@ -124,7 +124,7 @@ async def test_an_audit_finds_what_is_wrong_and_everything_is_read_again(
                 assert prefix(index, label, keys) == 2
             else:
                 told(index, "BlockStored", label, [absent[0]])
-                follower(index).told.note(
+                follower(index).sampled.note(
                     msgspec.msgpack.encode([1.0, [_event(index, label, absent[0])], None])
                 )
                 assert prefix(index, label, absent) == 1
@@ -139,7 +139,7 @@ async def test_an_audit_finds_what_is_wrong_and_everything_is_read_again(
 
 
 def _event(index: LocalIndex, space: str, key: bytes) -> dict[str, object]:
-    shard = follower(index).told.pages()[0].shard
+    shard = follower(index).sampled.pages()[0].shard
     return {
         "type": "BlockStored", "block_hashes": [key], "parent_block_hash": None, "token_ids": [],
         "block_size": 64, "medium": "CPU", "space": space, "shard": 0, "shard_digest": shard,

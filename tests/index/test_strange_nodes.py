@@ -203,7 +203,7 @@ async def test_a_snapshot_with_too_many_keys_in_one_event_is_none() -> None:
 async def test_keys_of_events_that_cannot_be_asked_about_are_left_out_of_audits(
     monkeypatch: pytest.MonkeyPatch, hashes: object
 ) -> None:
-    monkeypatch.setattr("kvstore.index.told.EVERY", 1)
+    monkeypatch.setattr("kvstore.index.sampled.EVERY", 1)
     async with with_node() as (it, node):
         follow(it, node)
         await eventually(lambda: it.node.current)

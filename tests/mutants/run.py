@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from time import monotonic
@@ -69,17 +69,13 @@ def locate(mutant: Mutant, root: Path = ROOT) -> Place:
     """
     package, _, name = mutant.function.rpartition("/")
     found: list[Place] = []
-    for path in sorted(_sources(root, package)):
-        source = path.read_text()
-        if path.suffix != ".py":
-            spans = [(0, len(source))] if name == path.name else []
-        else:
-            spans = _spans(source).get(name, [])
-        for start, end in spans:
-            at = source.find(mutant.text, start, end)
-            while at >= 0:
-                found.append(Place(path, at))
-                at = source.find(mutant.text, at + 1, end)
+    for path, source, start, end in _functions(root).get(name, ()):
+        if f"/{package}".rstrip("/") not in f"/{path.parent}":
+            continue
+        at = source.find(mutant.text, start, end)
+        while at >= 0:
+            found.append(Place(path, at))
+            at = source.find(mutant.text, at + 1, end)
     if len(found) != 1:
         raise LookupError(f"{mutant}: found {len(found)} times")
     return found[0]
@@ -112,14 +108,25 @@ def is_noticed(mutant: Mutant, tree: Path) -> bool | None:
     return ended.returncode != 0
 
 
-def _sources(root: Path, package: str) -> Iterator[Path]:
-    for top in PACKAGES:
-        for path in (root / top).rglob("*"):
-            if path.suffix in (".py", ".c") and f"/{package}".rstrip("/") in f"/{path.parent}":
-                yield path
-
-
 @cache
+def _functions(root: Path) -> dict[str, list[tuple[Path, str, int, int]]]:
+    """Name of a class, function or file of C → each file that has it, its text, start and end.
+
+    Read once: a fault is taken out again before the next one is looked for.
+    """
+    found: dict[str, list[tuple[Path, str, int, int]]] = {}
+    for top in PACKAGES:
+        for path in sorted((root / top).rglob("*")):
+            if path.suffix == ".c":
+                source = path.read_text()
+                found.setdefault(path.name, []).append((path, source, 0, len(source)))
+            elif path.suffix == ".py":
+                source = path.read_text()
+                for name, spans in _spans(source).items():
+                    found.setdefault(name, []).extend((path, source, *span) for span in spans)
+    return found
+
+
 def _spans(source: str) -> dict[str, list[tuple[int, int]]]:
     """Where each class and function of a file begins and ends, by its dotted name."""
     found: dict[str, list[tuple[int, int]]] = {}

@@ -4,8 +4,9 @@ import logging
 
 import pytest
 
+from kvstore.errors import FOREIGN_TEXT_MAX, printable
 from kvstore.process import faults
-from kvstore.process.faults import SAID_MAX, Faults, printable
+from kvstore.process.faults import Faults
 
 
 @pytest.fixture
@@ -33,4 +34,4 @@ def test_each_cause_has_one_line_in_a_while_which_says_how_many_there_were(clock
 
 def test_what_others_say_is_a_part_of_one_line():
     assert printable("a\nb\x1b[2Jc\u2028d") == "a?b?[2Jc?d"
-    assert len(printable("x" * 10_000)) == SAID_MAX
+    assert len(printable("x" * 10_000)) == FOREIGN_TEXT_MAX

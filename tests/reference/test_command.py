@@ -5,7 +5,6 @@ import re
 import socket
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -111,12 +110,22 @@ def test_a_silence_that_cannot_be_kept_is_refused(text, said, capsys) -> None:
     ("words", "said"),
     [
         (["--events", "foo"], "--events: 'foo' is neither ipc:///path"),
-        (["--host", "192.0.2.1"], "--host: "),
-        (["--port", "{taken}"], "--port: error while attempting to bind"),
         (["--ranks", "3"], "--ranks: 3 does not divide the 2 K/V heads of tiny"),
     ],
 )
-def test_what_cannot_be_used_ends_the_engine_with_one_line(words, said) -> None:
+def test_what_cannot_be_used_is_named_with_its_option(words, said) -> None:
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        asyncio.run(run(parse_args(words)))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--host", "192.0.2.1"], "--host: "),
+        (["--port", "{taken}"], "--port: error while attempting to bind"),
+    ],
+)
+def test_where_it_cannot_listen_ends_the_engine_with_one_line(words, said) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         done = subprocess.run(
@@ -145,13 +154,6 @@ def test_a_port_of_pushes_that_is_taken_is_named_with_its_option(option, said, s
 
         with pytest.raises(ConfigError, match=f"^{said}"):
             asyncio.run(run(args))
-
-
-def test_an_engine_listens_where_it_is_told(spawn) -> None:
-    command = [sys.executable, "-m", "engine_adapters.reference", "--host", "127.0.0.2"]
-    engine = spawn(command, ready=r"listening on (http://127\.0\.0\.2:\d+)")
-    with urllib.request.urlopen(engine.ready.group(1) + "/health", timeout=TIMEOUT_S) as answer:
-        assert answer.status == 200
 
 
 def test_a_conductor_that_was_never_there_is_said_once(caplog, wait_until) -> None:

@@ -390,9 +390,10 @@ def test_an_engine_registers_again_with_a_conductor_that_forgot(
     scenario(run)
 
 
-def test_the_command_serves_and_ends_on_sigterm(spawn: Any) -> None:
-    command = [sys.executable, "-m", "engine_adapters.reference", "--port", "0", "--id", "E7"]
-    process = spawn([*command, "--threads", "1"], ready=r"^listening on (http://127\.0\.0\.1:\d+)$")
+def test_the_command_serves_where_it_is_told_and_ends_on_sigterm(spawn: Any) -> None:
+    words = ["--port", "0", "--host", "127.0.0.2", "--id", "E7", "--threads", "1"]
+    command = [sys.executable, "-m", "engine_adapters.reference", *words]
+    process = spawn(command, ready=r"^listening on (http://127\.0\.0\.2:\d+)$")
 
     async def run() -> None:
         async with aiohttp.ClientSession() as session:

@@ -245,26 +245,7 @@ def test_when_prefill_dies_or_stops_in_the_middle_decode_goes_on_by_itself(
     router.close()
 
 
-def test_when_decode_dies_in_the_middle_prefill_stops_and_serves_others(
-    spawn: Spawn, secret: Path, wait_until: WaitUntil
-) -> None:
-    prefill = Served(spawn, "prefill", secret, "--token-budget", "16")
-    decode = Served(spawn, "decode", secret)
-    router = PushRouter(prefill, decode)
-    here, there = router.ask(LONG, 1)
-    wait_until(lambda: in_the_middle(decode))
-    decode.process.kill()
-
-    report = told(here)
-    assert (report["state"], report["code"]) == ("failed", "peer_closed")
-    assert here.result()[1]["choices"][0]["finish_reason"] == "handoff_failed"
-    assert there.exception(WAIT_S) is not None
-    assert prefill.complete(prompt=SHORT)[0] == 200
-    wait_until(lambda: "reference_engine_running 0.0" in prefill.metrics())
-    router.close()
-
-
-def test_a_client_that_leaves_decode_in_the_middle_ends_the_push(
+def test_a_decode_that_is_left_or_dies_in_the_middle_ends_the_push_and_prefill_serves_others(
     spawn: Spawn, secret: Path, wait_until: WaitUntil
 ) -> None:
     prefill = Served(spawn, "prefill", secret, "--token-budget", "16")
@@ -292,4 +273,15 @@ def test_a_client_that_leaves_decode_in_the_middle_ends_the_push(
     assert told(here)["code"] == "aborted"
     wait_until(lambda: decode.get("/v1/handoffs") == {"handoffs": []})
     assert "reference_engine_free_blocks 2048.0" in decode.metrics()
+
+    here, there = router.ask(f"2 {LONG}", 2)  # of no page that prefill has
+    wait_until(lambda: in_the_middle(decode))
+    decode.process.kill()
+
+    report = told(here)
+    assert (report["state"], report["code"]) == ("failed", "peer_closed")
+    assert here.result()[1]["choices"][0]["finish_reason"] == "handoff_failed"
+    assert there.exception(WAIT_S) is not None
+    assert prefill.complete(prompt=SHORT)[0] == 200
+    wait_until(lambda: "reference_engine_running 0.0" in prefill.metrics())
     router.close()

@@ -14,7 +14,7 @@ def test_a_conversation_is_kept_shown_explained_and_ended(api, stored):
         space=stored.label, key=keys[2].hex(), conversation="chat", ttl_s=600,
     )  # fmt: skip
 
-    assert kept == {"conversation": "chat", "pages": 3, "cause": ""}
+    assert kept == {"conversation": "chat", "pages": 3, "cause": "", "ends_in_s": 600.0}
     listed = api.get("/v1/conversations")
     (row,) = listed["conversations"]
     assert (row["conversation"], row["pages"], row["tier"]) == ("chat", 3, "host")
@@ -49,3 +49,19 @@ def test_an_engine_keeps_a_conversation_and_the_metrics_say_what_is_not_kept(
     assert 'kvstore_not_kept_pages_total{cause="missing"} 2.0' in text
     stored.space.end_conversation("engine's")
     wait_until(lambda: pages()[0] is None)
+
+
+def test_a_conversation_is_kept_a_day_at_most(api, stored):
+    keys = stored.put(1)
+
+    kept = api.post(
+        "/v1/conversations",
+        space=stored.label, key=keys[0].hex(), conversation="for years", ttl_s=1e8,
+    )  # fmt: skip
+
+    assert kept["ends_in_s"] == 86_400
+    (row,) = api.get("/v1/conversations")["conversations"]
+    assert 86_300 < row["ends_in_s"] <= 86_400
+    text = client.send(api.url, "GET", "/metrics", timeout_s=TIMEOUT_S)[1].decode()
+    assert "kvstore_shortened_keeps_total 1.0" in text
+    assert "kvstore_gave_way_pages_total 0.0" in text

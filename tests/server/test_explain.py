@@ -10,7 +10,8 @@ from kvstore.page import KEY_BYTES, CanonicalLayout, PrefixKey, PrefixKeys, Shar
 from kvstore.server.admin import prompts
 from kvstore.server.inspect import Inspection
 from kvstore.server.operations import ExplainKey, Operation
-from kvstore.state.ask.explain import HEADS_MAX, VERDICTS, Explainer, Explanation
+from kvstore.state.ask.explain import HEADS_MAX, Explainer
+from kvstore.state.ask.explanation import VERDICTS, Explanation
 from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.tree.node import PrefixNode, Retention
 from kvstore.state.tree.prefix_tree import PrefixTree

@@ -17,7 +17,8 @@ from kvstore.state.ask.describe import core
 ROOT = Path(__file__).resolve().parent.parent.parent
 INTERPRETED = {
     "kvstore/node/ssd.py": "it moves bytes, and a turn costs it little beside the disk's threads",
-    "kvstore/state/ask/explain.py": "the admin API is described by its annotations",
+    "kvstore/state/ask/explain.py": "operators ask it, one page at a time",
+    "kvstore/state/ask/explanation.py": "the admin API is described by its annotations",
     "kvstore/page.py": "its messages say in class keywords how they are packed",
     "kvstore/wire.py": "its messages say in class keywords how they are packed",
 }

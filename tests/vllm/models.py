@@ -1,6 +1,6 @@
 """Random models and adapters on disk for the tests; run in vLLM's environment.
 
-``python -m tests.vllm.models windows FOLDER`` or ``adapter FOLDER SEED``.
+``python -m tests.vllm.models windows FOLDER``, ``latents FOLDER`` or ``adapter FOLDER SEED``.
 """
 
 import json
@@ -27,6 +27,23 @@ def make_windows(folder: Path) -> None:
         bos_token_id=0, eos_token_id=1, dtype="bfloat16",
     )  # fmt: skip
     Gemma3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def make_latents(folder: Path) -> None:
+    """A model with MLA, of the only sizes that vLLM's kernel for CPUs has."""
+    import torch
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    make(folder, SHAPES["tiny"])  # its tokenizer
+    torch.manual_seed(0)
+    config = DeepseekV2Config(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=3,
+        first_k_dense_replace=3, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=None,
+        kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32, head_dim=64,
+        max_position_embeddings=8192, initializer_range=0.2, tie_word_embeddings=False,
+        bos_token_id=0, eos_token_id=1, dtype="bfloat16",
+    )  # fmt: skip
+    DeepseekV2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
 def make_adapter(folder: Path, seed: int) -> None:
@@ -56,5 +73,7 @@ def make_adapter(folder: Path, seed: int) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "windows":
         make_windows(Path(sys.argv[2]))
+    elif sys.argv[1] == "latents":
+        make_latents(Path(sys.argv[2]))
     else:
         make_adapter(Path(sys.argv[2]), int(sys.argv[3]))

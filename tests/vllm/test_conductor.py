@@ -40,7 +40,7 @@ def test_the_second_decision_predicts_the_hit_that_vllm_reports(
         shown = ask(f"{conductor}/v1/engines/P")
         assert (shown["model"], shown["node"]) == ("tiny", "local")
         assert (shown["page_tokens"], shown["block_tokens"]) == (PAGE_TOKENS, BLOCK_TOKENS)
-        assert (len(shown["spaces"]), len(shown["shards"])) == (1, 1)
+        assert (len(shown["spaces"]), len(shown["shards"])) == (1, 2)
         first, wanted = prompt(300, 7), {"engine/P": 300 // BLOCK_TOKENS, "node/local": 4}
         for tokens in (first, first + prompt(100, 8)):
             body = {"model": "tiny", "prompt": tokens, "max_tokens": 4, "temperature": 0.0}

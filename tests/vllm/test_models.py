@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.conftest import Node, Start
+from tests.vllm.conftest import Node, Start, prompt
 from tests.vllm.engines import ROOT
 from tests.vllm.test_tokens import HIT_TOKENS, HITS, PROMPTS
 
@@ -52,8 +52,53 @@ def test_a_restarted_engine_hits_although_half_its_layers_see_a_window_only(
     restarts_and_hits(node, start, model=make("windows"))
 
 
-def test_a_restarted_engine_of_two_ranks_hits(node, start: Start):
-    restarts_and_hits(node, start, hooks=("two ranks",), tensor_parallel_size=2)
+def test_one_rank_and_two_ranks_read_what_the_other_has_stored(node, start: Start, plain):
+    """From one rank to two, and back; without caches of their own, so nothing hits but pages."""
+    other = [prompt(length, 100 + seed) for seed, length in enumerate((300, 500))]
+    expected, expected_other = plain.tokens(PROMPTS), plain.tokens(other)
+    one = start(node.address, enable_prefix_caching=False)
+    assert one.tokens(PROMPTS) == expected
+    one.ask("settle")
+    two = start(
+        node.address, hooks=("two ranks",), tensor_parallel_size=2, enable_prefix_caching=False
+    )
+    assert two.tokens(PROMPTS) == expected
+    assert two.metric(HITS) == HIT_TOKENS
+    assert two.metric("kvstore:lookups") == 3, "for each prompt of a page, one for all ranks"
+    assert two.tokens(other) == expected_other
+    two.ask("settle")
+    assert two.tokens(other) == expected_other
+    assert two.metric(HITS) == HIT_TOKENS + 256 + 448
+    two.close()
+
+    assert one.tokens(other) == expected_other
+    assert one.metric(HITS) == 256 + 448
+
+
+def test_latents_that_two_ranks_hold_alike_are_stored_once(node, start: Start, make: Make):
+    engine = start(
+        node.address, model=make("latents"), block_size=16, hooks=("two ranks",),
+        tensor_parallel_size=2,
+    )  # fmt: skip
+    expected = engine.tokens(PROMPTS)
+    engine.ask("settle")
+    assert engine.metric(HITS) == 0
+    assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
+    assert engine.metric("kvstore:stored_pages") == HIT_TOKENS / 64, "those of both ranks"
+
+    assert engine.tokens(PROMPTS) == expected
+    assert engine.metric(HITS) == HIT_TOKENS
+
+
+def test_two_ranks_in_a_pipeline_hit(node, start: Start, plain):
+    expected = plain.tokens(PROMPTS)
+    engine = start(
+        node.address, hooks=("two ranks",), pipeline_parallel_size=2, enable_prefix_caching=False
+    )
+    assert engine.tokens(PROMPTS) == expected
+    engine.ask("settle")
+    assert engine.tokens(PROMPTS) == expected
+    assert engine.metric(HITS) == HIT_TOKENS
 
 
 def restarts_and_hits(node: Node, start: Start, **changes: object) -> None:

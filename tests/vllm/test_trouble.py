@@ -103,7 +103,7 @@ def test_a_node_that_cannot_serve_this_engine_is_named_once(
     expected = plain.tokens(PROMPTS)
     socket = tmp_path / "kv.sock"
     wrong = Node(spawn, socket, before, **changes)
-    pages = {"extra": {"page_tokens": 128}}
+    pages = {"extra": {"page_tokens": 256}}
     engine = start(wrong.address, transfer=pages, enable_prefix_caching=False)
     for _ in range(3):
         assert engine.tokens(PROMPTS) == expected

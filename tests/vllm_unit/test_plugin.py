@@ -13,17 +13,27 @@ import pytest
 
 from engine_adapters.vllm import plugin
 from kvstore.errors import ConfigError
+from tests.vllm_unit.test_support import model_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def vllm(monkeypatch):
-    """The two classes of vLLM that the plugin uses."""
+    """The classes of vLLM that the plugin uses."""
 
     class KVTransferConfig:
         def __init__(self, connector, **extra):
             self.kv_connector, self.kv_connector_extra_config = connector, extra
+            self.__post_init__()
+
+        def __post_init__(self):
+            self.checked = True
+
+    class VllmConfig:
+        def __init__(self, transfer, model, speculative=None):
+            self.kv_transfer_config, self.model_config = transfer, model
+            self.speculative_config = speculative
             self.__post_init__()
 
         def __post_init__(self):
@@ -39,6 +49,7 @@ def vllm(monkeypatch):
 
     parts = {
         "vllm.config.kv_transfer": {"KVTransferConfig": KVTransferConfig},
+        "vllm.config.vllm": {"VllmConfig": VllmConfig},
         "vllm.distributed.kv_transfer.kv_connector.factory": {
             "KVConnectorFactory": KVConnectorFactory
         },
@@ -50,7 +61,7 @@ def vllm(monkeypatch):
     for name, content in parts.items():
         for key, value in content.items():
             setattr(sys.modules[name], key, value)
-    return KVTransferConfig, KVConnectorFactory
+    return KVTransferConfig, KVConnectorFactory, VllmConfig
 
 
 def test_the_entry_point_names_a_function_that_exists():
@@ -64,20 +75,32 @@ def test_the_entry_point_names_a_function_that_exists():
 
 
 def test_the_connector_is_registered_once_however_often_vllm_loads_its_plugins(vllm):
-    _, factory = vllm
+    _, factory, _ = vllm
     for _ in range(3):
         plugin.register()
     assert factory._registry == {"KVStoreConnector": ("engine_adapters.vllm", "KVStoreConnector")}
 
 
 def test_a_wrong_option_is_refused_when_vllm_reads_its_command_line(vllm):
-    config, _ = vllm
+    config, _, _ = vllm
     plugin.register()
     plugin.register()
     assert config("KVStoreConnector", address="unix:///run/x.sock").checked
     assert config("OtherConnector", adress=1).checked
     with pytest.raises(ConfigError, match="unknown key adress; did you mean address"):
         config("KVStoreConnector", adress="unix:///run/x.sock")
+
+
+def test_a_model_that_cannot_be_stored_is_refused_before_it_is_loaded(vllm):
+    config, _, whole = vllm
+    plugin.register()
+    plugin.register()
+    model = model_of("JambaForCausalLM", is_hybrid=True)
+    assert whole(None, model).checked
+    assert whole(config("OtherConnector"), model).checked
+    assert whole(config("KVStoreConnector"), model_of("LlamaForCausalLM")).checked
+    with pytest.raises(ConfigError, match=r"JambaForCausalLM.* start vLLM without KVStoreConn"):
+        whole(config("KVStoreConnector"), model)
 
 
 def test_another_vllm_starts_all_the_same_and_is_told_what_to_do(monkeypatch, caplog):

@@ -114,3 +114,31 @@ def test_what_cannot_be_described_is_refused_by_name():
     refused("it is on cpu, meta", {last: torch.empty((BLOCKS, 64), device="meta")})
     with pytest.raises(ConfigError, match="2 of 3 layers"):
         pool_of(group(size), NAMES, {name: good[name] for name in NAMES[:2]}, BLOCKS)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_heads_are_told_apart_only_where_they_lie_one_behind_the_other(name):
+    tensors = of_layout(LAYOUTS[name], torch.bfloat16)
+    size = HEADS * TOKENS * CONTENT * 2
+    if name not in ("LBHNC", "BLHNC"):
+        with pytest.raises(ConfigError, match="2 KV heads do not lie one behind the other"):
+            pool_of(group(size), NAMES, tensors, BLOCKS, HEADS)
+        return
+    pool = pool_of(group(size), NAMES, tensors, BLOCKS, HEADS)
+    assert pool.layer_count == len(pool.planes) == LAYERS
+    for head in range(HEADS):
+        part = pool.part(head * size // HEADS, size // HEADS)
+        for block in range(BLOCKS):
+            assert block_bytes(part, block) == [
+                tensors[layer][block, head].contiguous().view(torch.uint8).numpy().tobytes()
+                for layer in NAMES
+            ]
+
+
+@pytest.mark.parametrize("shape", [(BLOCKS * 2, HEADS, TOKENS // 2, CONTENT), (BLOCKS, 64)])
+def test_blocks_that_are_not_made_of_heads_are_refused_where_heads_are_told_apart(shape):
+    tensors = {name: filled(shape, torch.bfloat16) for name in NAMES}
+    size = HEADS * TOKENS * CONTENT * 2
+    pool_of(group(size), NAMES, tensors, BLOCKS)
+    with pytest.raises(ConfigError, match="heads do not lie"):
+        pool_of(group(size), NAMES, tensors, BLOCKS, HEADS)

@@ -27,7 +27,7 @@ from kvstore.server.admin.routes import ROUTES, Question, Route, ShowConfigurati
 from kvstore.server.channel import Caller
 from kvstore.server.metrics import render
 from kvstore.server.refusal import Refusal
-from kvstore.state.ask.explain import Explanation
+from kvstore.state.ask.explanation import Explanation
 
 HEALTH_S: Final = 2.0
 """A node whose loop does not answer within this time is not healthy."""

@@ -14,7 +14,7 @@ from typing import Any, Final
 from kvstore.errors import InvalidArgument
 from kvstore.page import KEY_BYTES, page_keys
 from kvstore.server import answers, operations
-from kvstore.state.ask.explain import Explanation
+from kvstore.state.ask.explanation import Explanation
 
 SIZES_MAX: Final = 8
 """Maximum page sizes for which one prompt is hashed."""

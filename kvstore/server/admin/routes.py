@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from kvstore.server import answers, counts, nodes, operations
 from kvstore.server.admin.access import Role
-from kvstore.state.ask.explain import Explanation
+from kvstore.state.ask.explanation import Explanation
 
 BODY_BYTES_MAX: Final = 1 << 20
 """Maximum body; larger than the longest list of keys of an operation."""

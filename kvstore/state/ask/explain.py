@@ -6,23 +6,18 @@ forgotten.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, TypedDict
+from typing import Final
 
 import msgspec
 
 from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.state.ask.explanation import VERDICTS, Departure, Difference, Explanation
 from kvstore.state.ask.traversal import Steps
 from kvstore.state.choice.ghosts import Ghost
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
 
-VERDICTS: Final = (
-    "hit", "pending", "other_shard", "evicted", "expired", "read_once", "quarantined", "unreadable",
-    "operator", "cleared", "moved", "head_missing", "other_space", "never_stored", "unknown",
-)  # fmt: skip
-"""All that can be the answer, the best first."""
 _VERDICT_OF: Final = {
     "corrupt": "quarantined",
     "head_lost": "head_missing",
@@ -41,67 +36,6 @@ _STEP_SPACES: Final = 32
 _CONVERSATIONS_TOLD: Final = 4
 _NAME_CHARS: Final = 64
 _STEP_KEYS: Final = 256
-
-
-class Difference(TypedDict):
-    """A field in which a stored page is not the one that was asked for."""
-
-    field: str
-    asked: Any
-    there: Any
-
-
-class Departure(TypedDict):
-    """What is remembered of a page that left; ages in seconds, None = not known.
-
-    ``head``: the page whose leaving took this one along. ``wanted_by``: label of the space that
-    needed its room, a slot of ``wanted_bytes``; 0 bytes = that space was over its quota.
-    """
-
-    cause: str
-    policy: str
-    shard: int
-    head: str
-    hits: int
-    wanted_by: str
-    wanted_bytes: int
-    left_s_ago: float | None
-    stored_s_ago: float | None
-    used_s_ago: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """The answer for one key.
-
-    Attributes:
-        verdict: one of :data:`VERDICTS`.
-        text: the same as a sentence.
-        key: hex.
-        space: label of the space that the answer is about; empty when it is about none.
-        shards: shard number → tiers in which that page is READY, or ``["writing"]``.
-        differs: what keeps a stored page from being this one: field, what was asked, what is there.
-        head: why the page before it is missing, when that is the reason.
-        left: what is remembered of its leaving, ages in seconds.
-        hit_pages: of a token list: how many leading pages are a hit; None for a single key.
-        asked_pages: of a token list: how many full pages it has.
-        peers: of a page that is not here: node that has it, as far as the index knows → numbers of
-            the shards that it has.
-        read_from: the node from which it was read last; empty = none, or it is not remembered.
-    """
-
-    verdict: str
-    text: str
-    key: str
-    space: str = ""
-    shards: dict[str, list[str]] = field(default_factory=dict)
-    differs: list[Difference] = field(default_factory=list)
-    head: "Explanation | None" = None
-    left: Departure | None = None
-    hit_pages: int | None = None
-    asked_pages: int | None = None
-    peers: dict[str, list[int]] = field(default_factory=dict)
-    read_from: str = ""
 
 
 class Explainer:
@@ -188,11 +122,23 @@ class Explainer:
         return None
 
     def _kept_for(self, node: PrefixNode) -> str:
-        """For which conversations it is kept, and how long."""
+        """For which conversations it is kept, and how long; or why no longer."""
         kept = self._pages.keeping.conversations.of(node)[:_CONVERSATIONS_TOLD]
         left = [(one.name, (one.expires_ns - self._now_ns) / _NS_PER_S) for one in kept]
         told = [f"{name[:_NAME_CHARS]} ({max(0.0, seconds):.0f} s left)" for name, seconds in left]
-        return f", kept for conversation {', '.join(told)}" if told else ""
+        if told:
+            return f", kept for conversation {', '.join(told)}"
+        return self._gave_way(node.space, node.key)
+
+    def _gave_way(self, space: PrefixTree, key: PrefixKey) -> str:
+        """For which conversation it was kept, and for whom it was given up; empty = it was not."""
+        past = self._pages.keeping.conversations.gave_way.get((space.number, key))
+        if past is None:
+            return ""
+        return (
+            f", kept for conversation {past.name[:_NAME_CHARS]} until {self._ago(past.at_ns):.1f} s"
+            f" ago: it gave way to space {past.space[:12]}, which kept less"
+        )
 
     def _other_shard(self, node: PrefixNode, shard: int) -> Explanation:
         space = node.space
@@ -244,6 +190,7 @@ class Explainer:
             text = f"quarantined {ago}: its bytes were not those that were stored"
         else:
             text = f"{_SENTENCES.get(ghost.cause, ghost.cause)} {ago}"
+        text += self._gave_way(space, ghost.key)
         return Explanation(
             verdict if verdict in VERDICTS else "unknown", text, ghost.key.hex(), space.label,
             head=head, left=left,

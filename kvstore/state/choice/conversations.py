@@ -5,13 +5,17 @@ least recently used ones. An engine that knows the conversation of a request say
 then kept until a time, up to a number of bytes, from the start of the prompt on. They cost nobody
 more than the budget: what does not fit is left to the policy as before, and the cause is counted.
 
-A page that several conversations share is charged once.
+A page that several conversations share is charged once. All tenants share the budget: one may fill
+it, and gives way to those that keep less (:mod:`kvstore.state.choice.shares`), from the end of the
+conversation that was renewed the longest ago.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Literal, NamedTuple, get_args
 
 from kvstore.page import PrefixKey
+from kvstore.state.choice.shares import Shares
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.places import Tier
 from kvstore.state.tree.prefix_tree import PrefixTree
@@ -19,6 +23,9 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 CONVERSATIONS_MAX = 4096
 RELEASE_PAGES = 256
 """Pages that one step lets go."""
+GAVE_WAY_MAX = 4096
+"""Pages that gave way to another tenant's or space's, and are remembered for ``explain``."""
+_CHECKED_PAGES: Final = 256
 _ENDED_NS: Final = 1
 
 KeepCause = Literal["", "missing", "bytes", "budget", "quota", "conversations", "disk"]
@@ -38,11 +45,27 @@ class KeepOutcome(NamedTuple):
         pages: how many of the leading keys are kept.
         cause: why the others are not.
         added: the nodes that were not kept before, heads first.
+        lost: the nodes of others that gave way.
     """
 
     pages: int
     cause: KeepCause
     added: list[PrefixNode]
+    lost: list[PrefixNode]
+
+
+class GaveWay(NamedTuple):
+    """A page that a conversation keeps no more, because who keeps less wanted to keep something.
+
+    Attributes:
+        name: of the conversation.
+        space: of who wanted it: its label.
+        at_ns: when.
+    """
+
+    name: str
+    space: str
+    at_ns: int
 
 
 class Conversation:
@@ -52,29 +75,74 @@ class Conversation:
         name: as the engine calls it.
         tier: where its pages are kept.
         expires_ns: when they are left to the policy again.
+        bytes_max: what it may take, as it was told last; 0 = no limit of its own.
         nodes: key → its page, heads first.
         size_bytes: what they take in the tier.
+        gave_way: how many pages it has lost to who keeps less.
     """
 
-    __slots__ = ("expires_ns", "name", "nodes", "size_bytes", "space", "tier")
+    __slots__ = (
+        "bytes_max",
+        "expires_ns",
+        "gave_way",
+        "name",
+        "nodes",
+        "size_bytes",
+        "space",
+        "tier",
+    )
 
     def __init__(self, space: PrefixTree, name: str, tier: Tier) -> None:
         self.space = space
         self.name = name
         self.tier = tier
-        self.expires_ns = 0
+        self.expires_ns = self.gave_way = self.bytes_max = 0
         self.nodes: dict[PrefixKey, PrefixNode] = {}
         self.size_bytes = 0
 
 
+class _Charge:
+    """What one page was charged with, and the conversations that keep it: one, mostly."""
+
+    __slots__ = ("first", "others", "size_bytes")
+
+    def __init__(self, size_bytes: int, first: Conversation) -> None:
+        self.size_bytes = size_bytes
+        self.first = first
+        self.others: set[Conversation] | None = None
+
+    def keepers(self) -> list[Conversation]:
+        return [self.first, *(self.others or ())]
+
+    def is_of(self, one: Conversation) -> bool:
+        return one is self.first or (self.others is not None and one in self.others)
+
+    def add(self, one: Conversation) -> None:
+        if self.others is None:
+            self.others = set()
+        self.others.add(one)
+
+    def remove(self, one: Conversation) -> bool:
+        """Whether nobody is left."""
+        if one is not self.first:
+            assert self.others is not None
+            self.others.remove(one)
+            return False
+        if not self.others:
+            return True
+        self.first = self.others.pop()
+        return False
+
+
 class Conversations:
-    """All conversations whose pages one node keeps.
+    """All conversations whose pages one node keeps, in one tier.
 
     Attributes:
         budget_bytes: what they may take in memory together.
         disk_budget_bytes: what they may take on disk together.
         used_bytes: what they take in memory.
         disk_used_bytes: what they take on disk.
+        gave_way: (number of a space, key) → why a page is not kept any more; the last ones.
     """
 
     def __init__(self, budget_bytes: int = 0, disk_budget_bytes: int = 0) -> None:
@@ -82,10 +150,10 @@ class Conversations:
         self.disk_budget_bytes = disk_budget_bytes
         self.used_bytes = 0
         self.disk_used_bytes = 0
+        self.gave_way: OrderedDict[tuple[int, PrefixKey], GaveWay] = OrderedDict()
         self._all: dict[tuple[int, str], Conversation] = {}
-        #: Page → (bytes it was charged with, conversations that keep it).
-        self._charged: dict[PrefixNode, tuple[int, int]] = {}
-        self._space_bytes: dict[int, int] = {}
+        self._charged: dict[PrefixNode, _Charge] = {}
+        self._shares: Shares[Conversation] = Shares()
         #: No conversation ends before; 0 = none ends.
         self._next_ns = 0
 
@@ -96,49 +164,54 @@ class Conversations:
         return len(self._all)
 
     def keep(
-        self, space: PrefixTree, name: str, keys: Sequence[PrefixKey], expires_ns: int,
-        bytes_max: int, tier: Tier, quota_bytes: int,
+        self, space: PrefixTree, name: str, keys: Sequence[PrefixKey], now_ns: int,
+        expires_ns: int, bytes_max: int, tier: Tier, quota_bytes: int,
     ) -> KeepOutcome:  # fmt: skip
         """Keep pages of a conversation until ``expires_ns``, and those that are kept already.
+
+        What has left must have been told to :meth:`changed`.
 
         Args:
             space: where the pages are.
             name: of the conversation.
             keys: consecutive keys; the first is the chain's first, or follows a kept one.
-            expires_ns: on the node's clock.
+            now_ns: on the node's clock.
+            expires_ns: the same.
             bytes_max: what the whole conversation may take; 0 = no limit of its own.
-            tier: where its pages are kept, if it is new.
+            tier: where its pages are kept; the same for all conversations.
             quota_bytes: what all conversations of the space may take; 0 = no limit.
         """
         place = space.number, name
         found = self._all.get(place) or Conversation(space, name, tier)
-        if place not in self._all and len(self._all) >= CONVERSATIONS_MAX:
-            return KeepOutcome(0, "conversations", [])
-        added: list[PrefixNode] = []
-        pages, cause = 0, _ALL
+        step = _Keep(found, now_ns, quota_bytes)
+        self._shares.begin()
+        if place not in self._all and not self._has_place(step):
+            return step.outcome("conversations")
+        found.bytes_max = bytes_max
+        cause = _ALL
         for key in keys:
-            cause = self._keep_page(found, key, bytes_max, quota_bytes, added)
+            cause = self._keep_page(step, key)
             if cause:
                 break
-            pages += 1
-        if pages:
+            step.pages += 1
+        if step.pages:
             self._all[place] = found
+            self._shares.renew(space, name, found)
             found.expires_ns = expires_ns
             self._next_ns = min(self._next_ns or expires_ns, expires_ns)
-        return KeepOutcome(pages, cause, added)
+        return step.outcome(cause)
 
     def of(self, node: PrefixNode) -> list[Conversation]:
-        """The conversations that keep a page; looks at each of them."""
-        if node not in self._charged:
-            return []
-        return [one for one in self._all.values() if one.nodes.get(node.key) is node]
+        """The conversations that keep a page."""
+        charge = self._charged.get(node)
+        return charge.keepers() if charge is not None else []
 
     def end(self, space: PrefixTree, name: str) -> int:
         """Let :meth:`expire` let a conversation go; returns its pages, 0 if none is kept."""
         found = self._all.get((space.number, name))
         if found is None or found.expires_ns == _ENDED_NS:
             return 0
-        found.expires_ns = self._next_ns = _ENDED_NS
+        self._end(found)
         return len(found.nodes)
 
     def give_back(self, space: PrefixTree, name: str, nodes: Sequence[PrefixNode]) -> None:
@@ -147,22 +220,46 @@ class Conversations:
         for node in nodes:
             if found.nodes.get(node.key) is node:
                 self._let_go(found, node.key)
+        if not found.nodes:
+            self._remove(found)
+
+    def changed(self, nodes: Iterable[PrefixNode]) -> list[PrefixNode]:
+        """Pages of shards of these nodes came or left: charge what they take now.
+
+        A page that has left is charged to nobody. What exceeds a limit now is let go, tails first.
+
+        Returns:
+            the nodes that are not kept any more.
+        """
+        gone: list[PrefixNode] = []
+        for node in nodes:
+            charge = self._charged.get(node)
+            if charge is None:
+                continue
+            size = _size(node, charge.first.tier) if is_live(node) else 0
+            if not size:
+                for one in charge.keepers():
+                    self._let_go(one, node.key)
+                    if not one.nodes:
+                        self._remove(one)
+                gone.append(node)
+            elif size != charge.size_bytes:
+                self._charge_anew(charge, size)
+                self._shrink(charge, gone)
+        return gone
 
     def expire(self, now_ns: int) -> list[PrefixNode]:
         """Let some pages of conversations go whose time is up; returns these pages, tails first."""
         if not 0 < self._next_ns <= now_ns:
             return []
         gone: list[PrefixNode] = []
-        for place, one in list(self._all.items()):
+        for one in list(self._all.values()):
             if one.expires_ns > now_ns:
                 continue
-            while one.nodes and len(gone) < RELEASE_PAGES:
-                key = next(reversed(one.nodes))
-                gone.append(one.nodes[key])
-                self._let_go(one, key)
+            self._let_go_last(one, RELEASE_PAGES - len(gone), gone)
             if one.nodes:
                 return gone
-            del self._all[place]
+            self._remove(one)
         self._next_ns = min((one.expires_ns for one in self._all.values()), default=0)
         return gone
 
@@ -170,93 +267,221 @@ class Conversations:
         """When :meth:`expire` should be called; 0 = need not be."""
         return self._next_ns
 
+    def checks(self) -> Iterator[int]:
+        """Assert that what is charged, counted and kept agree, a stretch at a time.
+
+        Yields:
+            How many pages each stretch has looked at.
+        """
+        total = self._shares.check()
+        assert self.used_bytes + self.disk_used_bytes == total
+        for one in list(self._all.values()):
+            pages = list(one.nodes.values())
+            if len(pages) <= _CHECKED_PAGES:  # else it may change meanwhile
+                sizes = [self._charged[node].size_bytes for node in pages]
+                assert one.size_bytes == sum(sizes)
+            for start in range(0, len(pages), _CHECKED_PAGES):
+                if self._all.get((one.space.number, one.name)) is not one:
+                    break
+                assert 0 < self._next_ns <= one.expires_ns
+                some = pages[start : start + _CHECKED_PAGES]
+                for node in some:
+                    charge = self._charged.get(node)
+                    kept = one.nodes.get(node.key) is node
+                    assert kept == (charge is not None and charge.is_of(one))
+                    assert not kept or node.pins
+                yield len(some)
+
     def check(self) -> None:
-        """Assert that what is charged, counted and kept agree."""
+        """Assert all of it at once."""
+        for _ in self.checks():
+            pass
         counts: dict[PrefixNode, int] = {}
         for one in self._all.values():
-            assert one.size_bytes == sum(self._charged[node][0] for node in one.nodes.values())
-            assert 0 < self._next_ns <= one.expires_ns
-            for node in one.nodes.values():
+            assert one.nodes
+            nodes = one.nodes.values()
+            assert one.size_bytes == sum(self._charged[node].size_bytes for node in nodes)
+            for node in nodes:
                 counts[node] = counts.get(node, 0) + 1
-        assert counts == {node: count for node, (_, count) in self._charged.items()}
-        charged = sum(size for size, _ in self._charged.values())
-        assert self.used_bytes + self.disk_used_bytes == charged == sum(self._space_bytes.values())
+        assert counts == {node: len(charge.keepers()) for node, charge in self._charged.items()}
+        charged = sum(charge.size_bytes for charge in self._charged.values())
+        assert self.used_bytes + self.disk_used_bytes == charged
+        assert self._shares.members() == len(self._all)
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _keep_page(
-        self, found: Conversation, key: PrefixKey, bytes_max: int, quota_bytes: int,
-        added: list[PrefixNode],
-    ) -> KeepCause:  # fmt: skip
+    def _has_place(self, step: "_Keep") -> bool:
+        """Whether there may be one more conversation; one of who has more may end for it."""
+        if len(self._all) < CONVERSATIONS_MAX:
+            return True
+        share = self._shares.most_members(step.found.space)
+        if share is None:
+            return False
+        oldest = next(iter(share.members.values()))
+        while oldest.nodes and step.left > 0:
+            self._lose_page(step, oldest)
+        if oldest.nodes:
+            self._end(oldest)  # it is too long for one step
+        return not oldest.nodes
+
+    def _keep_page(self, step: "_Keep", key: PrefixKey) -> KeepCause:
         """Keep one page if nothing forbids it."""
-        known = found.nodes.get(key)
-        if known is not None and is_live(known):
+        found = step.found
+        if key in found.nodes:
+            assert is_live(found.nodes[key])
             return ""
-        if known is not None:
-            self._let_go(found, key)
         node = found.space.nodes.get(key)
         if node is None or not node.ready or not self._follows(found, node):
             return "missing"
-        charged = self._charged.get(node)
-        size = charged[0] if charged is not None else _size(found, node)
-        if bytes_max and found.size_bytes + size > bytes_max:
+        charge = self._charged.get(node)
+        size = charge.size_bytes if charge is not None else _size(node, found.tier)
+        if 0 < found.bytes_max < found.size_bytes + size:
             return "bytes"
-        cause = self._exceeded(found, size, quota_bytes) if charged is None else _ALL
-        if not cause:
-            self._take(found, key, node)
-            added.append(node)
-        return cause
+        if charge is None:
+            if 0 < step.quota_bytes < self._shares.size_bytes(found.space) + size:
+                return "quota"
+            if not self._make_room(step, size):
+                return "budget"
+        self._take(found, key, node, size)
+        step.added.append(node)
+        return ""
 
     def _follows(self, found: Conversation, node: PrefixNode) -> bool:
         """Whether the page before is kept: it stays with this one, and must be charged too."""
         parent = node.parent
-        return parent is found.space.root or (parent is not None and parent.key in found.nodes)
+        if parent is None or parent is found.space.root:
+            return parent is not None
+        return found.nodes.get(parent.key) is parent
 
-    def _exceeded(self, found: Conversation, size: int, quota_bytes: int) -> KeepCause:
-        """Which limit of all conversations so many more bytes would exceed."""
-        on_disk = found.tier == "ssd"
-        used = self.disk_used_bytes if on_disk else self.used_bytes
-        if used + size > (self.disk_budget_bytes if on_disk else self.budget_bytes):
-            return "budget"
-        if quota_bytes and self._space_bytes.get(found.space.number, 0) + size > quota_bytes:
-            return "quota"
-        return ""
+    def _make_room(self, step: "_Keep", size: int) -> bool:
+        """Whether the budget has room for so many bytes; who keeps most gives way."""
+        found = step.found
+        while self._over_budget(found, size):
+            share = self._shares.most_bytes(found.space, size) if step.left > 0 else None
+            if share is None:
+                return False
+            self._lose_page(step, next(iter(share.members.values())))
+        return True
 
-    def _take(self, found: Conversation, key: PrefixKey, node: PrefixNode) -> None:
-        size, count = self._charged.get(node, (0, 0))
-        if not count:
-            size = _size(found, node)
-            self._charge(found, node, size, 1)
-        self._charged[node] = size, count + 1
+    def _over_budget(self, found: Conversation, more: int) -> bool:
+        if found.tier == "ssd":
+            return self.disk_used_bytes + more > self.disk_budget_bytes
+        return self.used_bytes + more > self.budget_bytes
+
+    def _lose_page(self, step: "_Keep", one: Conversation) -> None:
+        """The last page of a conversation gives way."""
+        key = next(reversed(one.nodes))
+        node = one.nodes[key]
+        self._let_go(one, key)
+        one.gave_way += 1
+        step.left -= 1
+        if node not in self._charged:
+            step.lost.append(node)
+            place = one.space.number, key
+            self.gave_way[place] = GaveWay(one.name, step.found.space.label, step.now_ns)
+            self.gave_way.move_to_end(place)
+            if len(self.gave_way) > GAVE_WAY_MAX:
+                self.gave_way.popitem(last=False)
+        if not one.nodes:
+            self._remove(one)
+
+    def _take(self, found: Conversation, key: PrefixKey, node: PrefixNode, size: int) -> None:
+        charge = self._charged.get(node)
+        if charge is None:
+            self._charged[node] = _Charge(size, found)
+            self._count(found, size)
+            _pin(node, found.tier, 1)
+            if self.gave_way:
+                self.gave_way.pop((found.space.number, key), None)
+        else:
+            charge.add(found)
         found.nodes[key] = node
         found.size_bytes += size
 
     def _let_go(self, found: Conversation, key: PrefixKey) -> None:
         node = found.nodes.pop(key)
-        size, count = self._charged.pop(node)
-        found.size_bytes -= size
-        assert count > 0
-        if count > 1:
-            self._charged[node] = size, count - 1
-        else:
-            self._charge(found, node, size, -1)
+        charge = self._charged[node]
+        found.size_bytes -= charge.size_bytes
+        if charge.remove(found):
+            del self._charged[node]
+            self._count(found, -charge.size_bytes)
+            _pin(node, found.tier, -1)
 
-    def _charge(self, found: Conversation, node: PrefixNode, size: int, sign: int) -> None:
-        number = found.space.number
-        self._space_bytes[number] = self._space_bytes.get(number, 0) + sign * size
-        if not self._space_bytes[number]:
-            del self._space_bytes[number]
+    def _let_go_last(self, one: Conversation, most: int, gone: list[PrefixNode]) -> None:
+        """Let so many of the last pages of a conversation go."""
+        for _ in range(min(most, len(one.nodes))):
+            key = next(reversed(one.nodes))
+            gone.append(one.nodes[key])
+            self._let_go(one, key)
+
+    def _charge_anew(self, charge: _Charge, size: int) -> None:
+        """A page takes more or less than it was charged with."""
+        more = size - charge.size_bytes
+        charge.size_bytes = size
+        for one in charge.keepers():
+            one.size_bytes += more
+        self._count(charge.first, more)
+
+    def _shrink(self, charge: _Charge, gone: list[PrefixNode]) -> None:
+        """Let pages of those go who keep a page that has grown, until no limit is exceeded."""
+        for one in charge.keepers():
+            while one.nodes and len(gone) < RELEASE_PAGES and self._exceeds(one):
+                self._let_go_last(one, 1, gone)
+            if not one.nodes:
+                self._remove(one)
+            elif self._exceeds(one):
+                self._end(one)  # the rest goes in turns
+
+    def _exceeds(self, one: Conversation) -> bool:
+        return 0 < one.bytes_max < one.size_bytes or self._over_budget(one, 0)
+
+    def _count(self, found: Conversation, more: int) -> None:
+        self._shares.charge(found.space, more)
         if found.tier == "ssd":
-            self.disk_used_bytes += sign * size
-            node.disk_pins += sign
-            assert node.disk_pins >= 0
+            self.disk_used_bytes += more
         else:
-            self.used_bytes += sign * size
-            node.memory_pins += sign
-            assert node.memory_pins >= 0
+            self.used_bytes += more
+
+    def _end(self, one: Conversation) -> None:
+        one.expires_ns = self._next_ns = _ENDED_NS
+
+    def _remove(self, one: Conversation) -> None:
+        assert not one.nodes
+        if self._all.pop((one.space.number, one.name), None) is not None:
+            self._shares.remove(one.space, one.name)
 
 
-def _size(found: Conversation, node: PrefixNode) -> int:
-    """What a page takes in the tier of a conversation, all shards together."""
-    shards = [found.space.shards[one] for one in {*node.slot_columns, *node.place_columns}]
-    return sum(of.record_bytes if found.tier == "ssd" else of.slot_bytes for of in shards)
+class _Keep:
+    """One call of :meth:`Conversations.keep`."""
+
+    __slots__ = ("added", "found", "left", "lost", "now_ns", "pages", "quota_bytes")
+
+    def __init__(self, found: Conversation, now_ns: int, quota_bytes: int) -> None:
+        self.found = found
+        self.now_ns = now_ns
+        self.quota_bytes = quota_bytes
+        self.pages = 0
+        self.added: list[PrefixNode] = []
+        self.lost: list[PrefixNode] = []
+        self.left = RELEASE_PAGES
+
+    def outcome(self, cause: KeepCause) -> KeepOutcome:
+        return KeepOutcome(self.pages, cause, self.added, self.lost)
+
+
+def _pin(node: PrefixNode, tier: Tier, change: int) -> None:
+    if tier == "ssd":
+        node.disk_pins += change
+        assert node.disk_pins >= 0
+    else:
+        node.memory_pins += change
+        assert node.memory_pins >= 0
+
+
+def _size(node: PrefixNode, tier: Tier) -> int:
+    """What the READY pages of a node take in a tier, all shards together."""
+    size, shards = 0, node.space.shards
+    for shard, of in enumerate(shards):
+        if node.ready >> shard & 1:
+            size += of.record_bytes if tier == "ssd" else of.slot_bytes
+    return size

@@ -39,7 +39,7 @@ def checks(table: PageTable) -> Iterator[int]:
     _check_turn(table)
     table.spaces.check()
     table.keeping.pins.check()
-    table.keeping.conversations.check()
+    yield from table.keeping.conversations.checks()
     for space in list(table.spaces):
         yield from _space(table, space)
     table.disk.graves.check()
@@ -51,6 +51,7 @@ def check(table: PageTable) -> None:
     """Assert every invariant at once."""
     for _ in checks(table):
         pass
+    table.keeping.conversations.check()
 
 
 def _space(table: PageTable, space: PrefixTree) -> Iterator[int]:

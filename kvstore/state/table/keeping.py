@@ -1,6 +1,6 @@
 """What is kept from eviction: pins of operators, conversations of engines. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvstore.errors import CapacityError, TierUnavailable
 from kvstore.page import PrefixKey
@@ -11,6 +11,9 @@ from kvstore.state.table.tiers import Tiers
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.places import Tier
 from kvstore.state.tree.prefix_tree import PrefixTree
+
+TTL_NS_MAX = 86_400_000_000_000
+"""How long a conversation is kept at most after its last request, unless it is told: a day."""
 
 
 class Keeping:
@@ -23,12 +26,14 @@ class Keeping:
     Attributes:
         pins: of operators.
         conversations: of engines.
+        ttl_ns_max: how long a conversation is kept at most after its last request.
         is_used: there are some of either.
     """
 
     def __init__(self, residents: Residents, tiers: Tiers) -> None:
         self.pins = Pins()
         self.conversations = Conversations()
+        self.ttl_ns_max = TTL_NS_MAX
         self.is_used = False
         self._held = residents
         self._tiers = tiers
@@ -75,18 +80,26 @@ class Keeping:
         """Keep pages of a conversation for a time, on disk if there is one.
 
         For the arguments see :meth:`kvstore.state.choice.conversations.Conversations.keep`. They
-        take no more of a space than its quota in that tier.
+        take no more of a space than its quota in that tier. A longer time than :attr:`ttl_ns_max`
+        is cut, and counted.
 
         Returns:
             How many of the leading keys are kept, and why the others are not.
         """
-        kept, disk = self.conversations, self._held.disk
+        kept, disk, now_ns = self.conversations, self._held.disk, self._held.moment.now_ns
         tier: Tier = "ssd" if disk.exists else "host"
         quota = (disk.limits.quotas if disk.exists else self._held.quotas).get(space).quota_bytes
-        expires_ns = self._held.moment.now_ns + ttl_ns
+        if ttl_ns > self.ttl_ns_max:
+            ttl_ns = self.ttl_ns_max
+            self._held.counts["shortened_keeps"] += 1
+        self._settle()
         self.is_used = True
-        pages, cause, added = kept.keep(space, name, keys, expires_ns, bytes_max, tier, quota)
-        refused = self._write(added) if tier == "ssd" else []
+        until_ns = now_ns + ttl_ns
+        out = kept.keep(space, name, keys, now_ns, until_ns, bytes_max, tier, quota)
+        self._held.counts["gave_way_pages"] += len(out.lost)
+        self._released(out.lost)
+        pages, cause = out.pages, out.cause
+        refused = self._write(out.added) if tier == "ssd" else []
         if refused:
             kept.give_back(space, name, refused)
             self._released(refused)
@@ -94,6 +107,11 @@ class Keeping:
         if cause:
             self._held.counts[f"not_kept_pages_{cause}"] += len(keys) - pages
         return pages, cause
+
+    def stored(self, nodes: Iterable[PrefixNode]) -> None:
+        """Pages of these nodes became READY; those that are kept may take more now."""
+        self._held.pinned_changed += [node for node in nodes if node.pins]
+        self._settle()
 
     def end(self, space: PrefixTree, name: str) -> int:
         """Leave the pages of a conversation to the policy soon; returns how many there were."""
@@ -109,6 +127,7 @@ class Keeping:
 
     def expire(self, now_ns: int) -> None:
         """Let go what was kept until now, as much as one turn does."""
+        self._settle()
         if len(self.pins):
             self._released(self.pins.expire(now_ns))
         self._released(self.conversations.expire(now_ns))
@@ -116,8 +135,18 @@ class Keeping:
 
     def next_deadline_ns(self) -> int:
         """The earliest deadline that :meth:`expire` would apply; 0 = none."""
+        if self._held.pinned_changed:
+            return 1
         due = (self.pins.next_deadline_ns(), self.conversations.next_deadline_ns())
         return min((at for at in due if at), default=0)
+
+    def _settle(self) -> None:
+        """Charge what kept pages take since some of their shards came or left."""
+        changed = self._held.pinned_changed
+        if changed:
+            gone = self.conversations.changed(changed)
+            changed.clear()
+            self._released(gone)
 
     def _write(self, nodes: list[PrefixNode]) -> list[PrefixNode]:
         """Write pages that are not on disk; returns those that the disk does not take now."""

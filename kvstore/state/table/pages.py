@@ -277,6 +277,8 @@ class PageTable:
             self.eviction.stored(node, keys, put.space.shards[put.shard].slot_bytes, tick)
             self.residents.add_candidate(node)
         self.disk.stored(stored, put.shard)
+        if self.keeping.is_used:
+            self.keeping.stored(stored)
         if self.disk.effects:
             apply_effects(self.residents)
         return statuses

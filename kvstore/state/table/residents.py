@@ -48,6 +48,7 @@ class Residents:
         orphans: pages whose head has left, and that are still there.
         story: the last events of pages.
         draining: the extent that is being emptied for pages of another class.
+        pinned_changed: pinned nodes that pages have left, or have come to, until that is charged.
     """
 
     def __init__(self, slots: SlotTable, policy: str = "lru") -> None:
@@ -66,6 +67,7 @@ class Residents:
         self.orphans: deque[Orphans] = deque()
         self.owners = Owners(slots)
         self.draining = Draining(slots, self.owners, self.quotas)
+        self.pinned_changed: list[PrefixNode] = []
         #: Another one is set here when there is an SSD tier.
         self.disk: DiskPages = no_disk(self)
 
@@ -187,6 +189,8 @@ class Residents:
 
     def _remove(self, node: PrefixNode, shard: int, cause: str) -> None:
         """Take the READY pages of a node out of every tier."""
+        if node.pins:
+            self.pinned_changed.append(node)
         tiers = node.tiers(shard)
         slots = self._forget(node, shard) if "host" in tiers else []
         self.disk.limits.forget(node, shard)

@@ -1,13 +1,10 @@
 """Goal: the pages of a conversation stay for their time, within every budget, and no longer."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvstore.state.choice import conversations as module
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
-from kvstore.state.tree.node import PrefixNode, is_live
 from tests.state.world import PAGE, World, chain, identity, key
 
 SECOND = 1_000_000_000
@@ -180,57 +177,50 @@ def test_there_are_not_more_conversations_than_allowed(monkeypatch):
     assert scene.keep("a", "one") == (1, "")
 
 
-steps = st.one_of(
-    st.tuples(st.just("store"), st.sampled_from(PATHS)),
-    st.tuples(st.just("keep"), st.sampled_from(PATHS), st.sampled_from("xyz"),
-              st.integers(1, 9), st.sampled_from([0, PAGE, 3 * PAGE])),
-    st.tuples(st.just("end"), st.sampled_from("xyz")),
-    st.tuples(st.just("wait"), st.integers(1, 5)),
-    st.tuples(st.just("flood"), st.integers(1, 6)),
-    st.tuples(st.just("drop"), st.sampled_from(PATHS)),
-)  # fmt: skip
+def test_a_page_that_left_is_charged_to_nobody():
+    scene = Scene()
+    scene.store("abc")
+    scene.keep("abc")
+
+    scene.table.residents.drop(scene.space.nodes[key("ab")], 0, "corrupt")
+    scene.pass_time(0)
+
+    assert scene.table.keeping.conversations.used_bytes == PAGE
+    scene.table.residents.drop(scene.space.nodes[key("a")], 0, "corrupt")
+    scene.pass_time(0)
+    assert len(scene.table.keeping.conversations) == 0
+    check(scene.table)
 
 
-@settings(max_examples=60)
-@given(st.lists(steps, max_size=40), st.integers(1, 6))
-def test_any_history_agrees_with_one_page_at_a_time(history, budget):
-    """The model: name → (end, the nodes that were kept), told page by page."""
-    scene = Scene(pages=8, budget_pages=budget)
-    kept: dict[str, tuple[int, list[PrefixNode]]] = {}
-    for step in history:
-        match step:
-            case ("store", path):
-                scene.store(path)
-            case ("keep", path, name, seconds, bytes_max):
-                count, _ = scene.keep(path, name, seconds, bytes_max)
-                known = [one for one in kept.get(name, (0, []))[1] if is_live(one)]
-                nodes = [scene.space.nodes[one] for one in chain(path)[:count]]
-                nodes = known + [one for one in nodes if one not in known]
-                if count:
-                    kept[name] = scene.table.now_ns + seconds * SECOND, nodes
-                if bytes_max and len(nodes) > len(known):
-                    assert len(nodes) * PAGE <= bytes_max
-            case ("end", name):
-                scene.table.keeping.end(scene.space, name)
-                scene.pass_time(0)
-                kept.pop(name, None)
-            case ("wait", seconds):
-                scene.pass_time(seconds)
-                kept = {name: one for name, one in kept.items() if one[0] > scene.table.now_ns}
-            case ("flood", pages):
-                scene.flood(pages)
-            case ("drop", path):
-                node = scene.space.nodes.get(key(path))
-                if node is not None and node.ready:
-                    scene.table.residents.drop(node, 0, "corrupt")
-        check(scene.table)
-        table = scene.table.keeping.conversations
-        assert table.used_bytes <= budget * PAGE
-        assert {one.name for one in table} == set(kept)
-        for _, nodes in kept.values():
-            alive = [one for one in nodes if is_live(one)]
-            assert all(one.memory_pins for one in alive)
-        live = {node for _, nodes in kept.values() for node in nodes if is_live(node)}
-        held = {one for node in table for one in node.nodes.values() if is_live(one)}
-        assert live == held
-        assert all(bool(one.memory_pins) == (one in held) for one in scene.space.nodes.values())
+def test_a_page_is_not_kept_behind_a_head_that_came_back_and_is_not():
+    scene = Scene()
+    scene.store("ab")
+    scene.keep("ab")
+    scene.table.residents.drop(scene.space.nodes[key("a")], 0, "corrupt")
+    scene.store("ab")
+
+    assert scene.table.keeping.keep(scene.space, "chat", [key("ab")], SECOND, 0) == (0, "missing")
+
+
+def test_kept_pages_are_checked_a_stretch_at_a_time():
+    scene = Scene(pages=600, budget_pages=600)
+    path = "".join(chr(0x1000 + at) for at in range(600))
+    scene.store(path)
+    assert scene.keep(path) == (600, "")
+
+    looked = list(scene.table.keeping.conversations.checks())
+
+    assert sum(looked) == 600
+    assert max(looked) <= 256
+
+
+def test_a_conversation_is_not_kept_longer_than_the_node_allows():
+    scene = Scene()
+    scene.table.keeping.ttl_ns_max = 5 * SECOND
+    scene.store("a")
+
+    scene.keep("a", seconds=1000)
+    assert scene.table.counts["shortened_keeps"] == 1
+    scene.pass_time(5)
+
+    assert len(scene.table.keeping.conversations) == 0

@@ -64,7 +64,7 @@ def test_pages_pass_through_pinned_memory_of_our_own_however_many_there_are(monk
         space.put(keys, pages)
         memory, pool = device_pool(space.page_bytes[0] // 8, 0)
         assert space.restore_to_kvpool(keys, pool, np.arange(PAGES)).result().pages == PAGES
-        way_in = store._services.promotion.slab._way_in
+        way_in = store._resources.promotion.slab._way_in
         assert way_in._memory.is_pinned()
         assert len(way_in._memory) == 6 * space.page_bytes[0]
         found = memory.cpu().numpy()

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.cluster.access import StoreServers
-from kvstore.cluster.membership import TOLD_NODES_MAX, ToldMembership, used_nodes
-from kvstore.cluster.messages import ChildSettings, Join, Leave, NodesTold, StorePlace
+from kvstore.cluster.membership import STORE_NODES_MAX, StoreMembership, used_nodes
+from kvstore.cluster.messages import ChildSettings, Join, Leave, NodesFound, StorePlace
 from kvstore.cluster.records import JoinStanding, NodeRecord, write_record
 from kvstore.cluster.talk import ChildTalk
 from kvstore.errors import PeerUnreachable
@@ -51,8 +51,8 @@ class Kept:
         store = StorePlace("etcd", StoreServers((str(folder),)))
         shown = PeerCredentials("blue", name, SCHEME)
         talk = ChildTalk(self.index, lambda: ChildSettings(credentials=shown, membership=store))
-        self.membership = ToldMembership(store.kind, talk.tell)
-        talk.told_nodes(self.membership)
+        self.membership = StoreMembership(store.kind, talk.tell)
+        talk.attach_membership(self.membership)
         self.nodes: Mapping[str, NodeRecord] = {}
 
     @property
@@ -76,11 +76,11 @@ def test_of_too_many_records_each_node_hears_of_its_own_and_of_those_that_it_use
     }
     told = used_nodes({**many, "b": B}, "b")
 
-    assert len(told) == TOLD_NODES_MAX
+    assert len(told) == STORE_NODES_MAX
     assert told["b"] == B
-    membership = ToldMembership("etcd", lambda _: None)
+    membership = StoreMembership("etcd", lambda _: None)
     membership._own = B
-    membership.heard(NodesTold(told, JOINED))
+    membership.heard(NodesFound(told, JOINED))
     assert membership._nodes.present == told
 
 
@@ -205,7 +205,7 @@ async def test_the_name_of_a_live_node_is_refused_and_that_of_a_dead_one_taken(f
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from tests.cluster.test_told_membership import A, kept
+from tests.cluster.test_store_membership import A, kept
 async def main():
     async with kept(A, Path(sys.argv[1])) as a:
         while a.state != "joined":
@@ -239,7 +239,7 @@ class Alone:
 
     def __init__(self) -> None:
         self.said: list[Join | Leave] = []
-        self.membership = ToldMembership("redis", self.said.append)
+        self.membership = StoreMembership("redis", self.said.append)
 
     async def nodes(self) -> Mapping[str, NodeRecord]:
         async with aclosing(self.membership.watch()) as changes:
@@ -249,18 +249,18 @@ class Alone:
 @in_loop
 async def test_what_was_told_counts_only_if_the_node_is_in_it():
     it = Alone()
-    it.membership.heard(NodesTold({"a": A, "b": B}, JOINED))
+    it.membership.heard(NodesFound({"a": A, "b": B}, JOINED))
     assert await it.nodes() == {}, "it is none yet"
     await it.membership.join(A)
     for state in ("joining", "away"):
-        it.membership.heard(NodesTold({"a": A, "b": B}, JoinStanding(state)))
+        it.membership.heard(NodesFound({"a": A, "b": B}, JoinStanding(state)))
         assert await it.nodes() == {}
-    it.membership.heard(NodesTold({"a": A, "b": B}, JOINED))
+    it.membership.heard(NodesFound({"a": A, "b": B}, JOINED))
     assert await it.nodes() == {"a": A, "b": B}
     for nodes in ({}, {"b": B}, {"a": NodeRecord(name="a", boot=b"x" * 16, endpoint=A.endpoint)}):
-        it.membership.heard(NodesTold(nodes, JOINED))
+        it.membership.heard(NodesFound(nodes, JOINED))
         assert await it.nodes() == {"a": A, "b": B}
-    it.membership.heard(NodesTold({"a": A}, JOINED))
+    it.membership.heard(NodesFound({"a": A}, JOINED))
     assert await it.nodes() == {"a": A}
     await it.membership.leave()
     await it.membership.leave()
@@ -276,12 +276,12 @@ async def test_a_refused_node_is_alone_and_each_change_is_one_line(
     it = Alone()
     it.membership.began()
     await it.membership.join(A)
-    it.membership.heard(NodesTold({"a": A, "b": B}, JOINED))
+    it.membership.heard(NodesFound({"a": A, "b": B}, JOINED))
     refused = JoinStanding("refused", "scheme", "not\nours")
     for _ in range(3):
-        it.membership.heard(NodesTold({"b": B}, refused))
+        it.membership.heard(NodesFound({"b": B}, refused))
     assert await it.nodes() == {}
-    it.membership.heard(NodesTold({"a": A}, JoinStanding("refused", "name", "another")))
+    it.membership.heard(NodesFound({"a": A}, JoinStanding("refused", "name", "another")))
     it.membership.began()
     assert it.said == [Join(A), Join(A)]
     said = [record.getMessage().partition(" store=")[0] for record in caplog.records]
@@ -297,7 +297,7 @@ async def test_more_nodes_than_can_have_sessions_are_not_used():
     it = Alone()
     await it.membership.join(A)
     many = {f"n{n:03}": NodeRecord(name=f"n{n:03}", endpoint=f"h:{n + 1}") for n in range(400)}
-    it.membership.heard(NodesTold(many | {"a": A}, JOINED))
+    it.membership.heard(NodesFound(many | {"a": A}, JOINED))
     nodes = await it.nodes()
     assert len(nodes) == 256
     assert nodes["a"] == A
@@ -310,12 +310,12 @@ async def test_new_names_push_out_no_node_that_is_used_already():
     it = Alone()
     await it.membership.join(A)
     real = NodeRecord(name="z", boot=b"z" * 16, endpoint="127.0.0.1:7026")
-    it.membership.heard(NodesTold({"a": A, "z": real}, JOINED))
+    it.membership.heard(NodesFound({"a": A, "z": real}, JOINED))
     many = {f"n{n:03}": NodeRecord(name=f"n{n:03}", endpoint=f"h:{n + 1}") for n in range(400)}
-    it.membership.heard(NodesTold({**many, "a": A, "z": real}, JOINED))
+    it.membership.heard(NodesFound({**many, "a": A, "z": real}, JOINED))
 
     nodes = await it.nodes()
-    assert len(nodes) == TOLD_NODES_MAX
+    assert len(nodes) == STORE_NODES_MAX
     assert nodes["z"] == real
     it.membership.began()
     joined = it.said[-1]
@@ -333,7 +333,7 @@ async def test_new_records_push_out_no_node_that_is_used_when_the_process_has_st
         for number in range(300):
             made_up = NodeRecord(name=f"b{number:03}", boot=b"b" * 16, endpoint="h:2")
             (folder / made_up.name).write_bytes(write_record(made_up))
-        await eventually(lambda: len(a.nodes) == TOLD_NODES_MAX)
+        await eventually(lambda: len(a.nodes) == STORE_NODES_MAX)
         assert "z" in a.nodes
         a.kill()
         await eventually(lambda: a.index.restarts == 1 and a.state == "joined")

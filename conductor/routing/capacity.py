@@ -87,6 +87,8 @@ class Needs:
     Attributes:
         output: mean tokens of an answer.
         context: mean tokens of a request while it decodes.
+        whole: mean tokens of a request at its end.
+        chunks: mean steps in which a mixed engine computes a prompt.
     """
 
     def __init__(self, samples: Sequence[LoadSample]) -> None:
@@ -97,7 +99,8 @@ class Needs:
         self.output = float(np.maximum(columns[:, 2], 1.0).mean())
         self.context = float((self._new + self._prefix).mean() + self.output / 2)
         self.whole = float((self._new + self._prefix).mean() + self.output)
-        self.chunks = float(np.ceil(self._new / _CHUNK_TOKENS).mean())
+        self._chunks = np.maximum(1.0, np.ceil(self._new / _CHUNK_TOKENS))
+        self.chunks = float(self._chunks.mean())
 
     def prompts_s(self, line: PrefillLine) -> Numbers:
         """Seconds of each prompt."""
@@ -105,6 +108,21 @@ class Needs:
         weights = np.maximum(line.floor_s, line.token_s * self._new)
         seconds: Numbers = line.constant_s + weights + line.pair_s * pairs
         return seconds
+
+    def longest_chunks(self, seconds: Numbers) -> tuple[Numbers, Numbers]:
+        """Mean seconds of the longest chunks of prompts, by which part of all chunks they are.
+
+        Args:
+            seconds: of each prompt.
+
+        Returns:
+            The means, and the parts, which rise from more than 0 to 1.
+        """
+        each = seconds / self._chunks
+        order = np.argsort(-each, kind="stable")
+        counts = self._chunks[order].cumsum()
+        means: Numbers = (each * self._chunks)[order].cumsum() / counts
+        return means, counts / counts[-1]
 
 
 class _Queue(NamedTuple):
@@ -202,18 +220,21 @@ def _mixed(kind: EngineKind, needs: Needs, targets: Targets) -> float:
     """
     seconds = needs.prompts_s(kind.line)
     mean_s = float(seconds.mean())
-    chunk_s = mean_s / max(needs.chunks, 1e-9)
+    chunks_s, before = needs.longest_chunks(seconds)
     low = 0.0
     high = _Queue(1, mean_s, float(seconds.var()) / mean_s**2, seconds).rate(targets.ttft_s)
     batch = batch_max(kind, needs, targets.tbt_s)
+    tail = max(1.0, _TAIL * needs.output)
     for _ in range(_STEPS):
         rate = (low + high) / 2
         stay_s = _stay_s(kind, needs, rate, mean_s)
         step_s = kind.step_s(max(1.0, rate * stay_s), rate * stay_s * needs.context)
-        tail = max(1.0, _TAIL * needs.output)
-        slow = min(tail, rate * stay_s * needs.chunks)
-        between_s = (slow * chunk_s + (tail - slow) * step_s) / tail
-        if rate * stay_s <= batch and between_s <= targets.tbt_s:
+        met = rate * stay_s * needs.chunks  # chunks that are computed while one request decodes
+        slow = min(tail, met)
+        # The longest ones count: of those that it meets, the part that fits in the tail.
+        among = min(1.0, tail / met) if met > 0 else 1.0
+        slow_s = float(np.interp(among, before, chunks_s)) * slow
+        if rate * stay_s <= batch and step_s + slow_s / tail <= targets.tbt_s:
             low = rate
         else:
             high = rate

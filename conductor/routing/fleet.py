@@ -1,14 +1,16 @@
-"""The engines of a model as kinds: what advice needs of them, as values that do not change."""
+"""The engines of a model as kinds: what advice and lending need of them, as fixed values."""
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from math import inf
 
-from conductor.advice.capacity import EngineKind
 from conductor.costs.book import EngineCosts
 from conductor.costs.prior import CostPrior
+from conductor.routing.capacity import EngineKind
 from conductor.routing.engines import Engine, EngineInfo, Health, Role
+from conductor.routing.lending import MixedEngine
 from conductor.routing.load import EngineLoads
 
 
@@ -18,10 +20,28 @@ def kinds_of(engines: Iterable[Engine], loads: EngineLoads) -> list[EngineKind]:
     firsts: dict[tuple[Role, str], EngineInfo] = {}
     for engine in engines:
         if engine.health.state is not Health.DEAD:
-            kind = engine.info.role, engine.info.hardware or "unknown"
+            kind = _of(engine.info)
             counts[kind] += 1
             firsts.setdefault(kind, engine.info)
     return [_kind(firsts[kind], kind, count, loads) for kind, count in counts.items()]
+
+
+def fleet_of(
+    engines: Iterable[Engine], loads: EngineLoads
+) -> tuple[list[MixedEngine], list[EngineKind]]:
+    """Engines that are not dead: mixed ones one by one, and the kinds of the others."""
+    living = [one for one in engines if one.health.state is not Health.DEAD]
+    kinds = {(one.role, one.hardware): one for one in kinds_of(living, loads)}
+    mixed = [
+        MixedEngine(info.id, replace(kinds[_of(info)], places=info.max_running, count=1))
+        for info in (one.info for one in living)
+        if info.role is Role.MIXED
+    ]
+    return mixed, [one for one in kinds.values() if one.role is not Role.MIXED]
+
+
+def _of(info: EngineInfo) -> tuple[Role, str]:
+    return info.role, info.hardware or "unknown"
 
 
 def _kind(info: EngineInfo, kind: tuple[Role, str], count: int, loads: EngineLoads) -> EngineKind:

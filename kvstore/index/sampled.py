@@ -1,4 +1,4 @@
-"""Some of the pages that a node's events told of, for audits. Pure."""
+"""A sample of the pages that a node's events named, for audits. Pure."""
 
 import contextlib
 from collections import deque
@@ -20,7 +20,7 @@ _KEYS_MAX: Final = 256
 _KINDS_MAX: Final = 16
 
 
-class ToldPages:
+class SampledPages:
     """Keys of pages that were stored, some of them evicted again."""
 
     def __init__(self, workspace: Workspace) -> None:

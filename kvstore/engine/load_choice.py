@@ -1,0 +1,278 @@
+"""Decides for a hit whether to load it, to load a part of it, or to compute it. Pure.
+
+Loading ``p`` pages and computing the others takes ``max(load(p), backlog) + compute(others)``:
+while a load is under way the engine computes the prompts that are before this one (its backlog),
+and what is not loaded is computed after it. Computing all takes ``backlog + compute(all)``.
+"""
+
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from kvstore.client.results import Hit
+from kvstore.engine.load_costs import LoadCosts, TierPart
+from kvstore.engine.options import Loads
+from kvstore.engine.pace import Pace
+
+PREFER: Final = 1.05
+"""Loading everything is taken if it takes at most this multiple of the fastest choice: it leaves
+the engine free for others. A part is taken only if it is faster than this by either whole."""
+PROBE_AFTER: Final = 16
+"""So many hits in a row that were not loaded from a tier, and then a few pages of it are loaded, to
+measure it again."""
+PROBE_SHARE: Final = 0.25
+"""Maximum of the time of such a try, as expected, of what computing takes; but at least a page."""
+LOADS_MAX: Final = 16
+"""Loads in flight; further requests wait for one to end. Five run at a time, more only hold
+blocks of the engine."""
+UNMEASURED_MAX: Final = 4
+"""Loads in flight of a tier of which too few were measured: if it is slow, few requests wait."""
+_PARTS: Final = 8
+"""In so many steps a part grows within a tier."""
+
+
+class PromptsAhead:
+    """The prompts that the engine is computing, or about to: what is before a request."""
+
+    __slots__ = ("_pairs", "_requests", "_tokens")
+
+    def __init__(self) -> None:
+        """There are none."""
+        self._requests: dict[str, tuple[int, int]] = {}
+        self._tokens = 0
+        self._pairs = 0
+
+    def joins(self, request_id: str, tokens: int, before: int) -> None:
+        """A request is computed from ``before`` on: ``tokens``; one that is known does nothing.
+
+        A token that is decoded is no prompt's.
+        """
+        if tokens > 1 and request_id not in self._requests:
+            self._requests[request_id] = tokens, before
+            self._tokens += tokens
+            self._pairs += tokens * before
+
+    def beside(self, request_id: str) -> tuple[int, int]:
+        """Of the other requests: their tokens; those before them in their prompts, on average."""
+        tokens, before = self._requests.get(request_id, (0, 0))
+        others = self._tokens - tokens
+        return others, (self._pairs - tokens * before) // others if others else 0
+
+
+class HitOffer(NamedTuple):
+    """A hit, beside what the engine has.
+
+    Attributes:
+        parts: the pages beyond the engine's own, by tier, in order.
+        tokens: tokens to gain by loading all of them: the first page may be there in part.
+        computed: leading tokens that the engine has.
+        page_tokens: tokens per page.
+        backlog: tokens of prompts that the engine computes before this one.
+        backlog_before: tokens before those in their prompts, on average.
+    """
+
+    parts: tuple[TierPart, ...]
+    tokens: int
+    computed: int
+    page_tokens: int
+    backlog: int = 0
+    backlog_before: int = 0
+
+    @property
+    def pages(self) -> int:
+        """Pages that could be loaded."""
+        return sum(part.pages for part in self.parts)
+
+    def gained(self, pages: int) -> int:
+        """Tokens to gain by loading the first ``pages``."""
+        return max(0, self.tokens - (self.pages - pages) * self.page_tokens)
+
+    def tiers(self, pages: int) -> tuple[str, ...]:
+        """The tiers of the first ``pages``."""
+        return tuple(part.tier for part, count in self.split(pages).items() if count)
+
+    def split(self, pages: int) -> dict[TierPart, int]:
+        """How many of the first ``pages`` are of each part."""
+        shares: dict[TierPart, int] = {}
+        for part in self.parts:
+            shares[part] = min(part.pages, pages)
+            pages -= shares[part]
+        return shares
+
+
+class Choice(NamedTuple):
+    """What to do with a hit.
+
+    Attributes:
+        kind: ``load`` all, a ``part``, or ``compute`` all.
+        reason: ``faster``; ``unmeasured``: not enough was measured; ``probe``: to measure a tier
+            again; ``always``: as the options say; ``no_room``: too many loads, for too long.
+        pages: leading pages to load.
+        load_s: expected seconds of that load; of all pages if none is loaded.
+        compute_s: expected seconds to compute what is loaded, after the backlog; of all tokens if
+            nothing is loaded. Infinite while unknown.
+    """
+
+    kind: str
+    reason: str
+    pages: int
+    load_s: float
+    compute_s: float
+
+
+COUNTED: Final = (
+    ("load", "faster"), ("load", "unmeasured"), ("load", "probe"), ("load", "always"),
+    ("part", "faster"), ("part", "probe"),
+    ("compute", "faster"), ("compute", "always"), ("compute", "no_room"),
+)  # fmt: skip
+"""Every kind and reason."""
+
+
+def offer_of(
+    hit: Hit, computed: int, page_tokens: int, page_bytes: int, backlog: tuple[int, int] = (0, 0)
+) -> HitOffer:
+    """What a lookup found beyond what the engine has.
+
+    Args:
+        hit: it is not known which of its pages are on disk: the last ones, where pages are evicted
+            first.
+        computed: leading tokens that the engine has.
+        page_tokens: tokens per page.
+        page_bytes: bytes of a page on all ranks.
+        backlog: from :meth:`PromptsAhead.beside`.
+    """
+    first = computed // page_tokens
+    here = max(0, hit.pages - first)
+    on_disk = min(here, hit.tiers.get("ssd", 0))
+    remote = max(0, hit.pages + hit.remote - first) - here
+    # The guess is for all of them: most of it is for the disk, if any are there.
+    guess_s = hit.load_seconds / (on_disk or hit.pages) if hit.pages else 0.0
+    remote_s = hit.remote_seconds / hit.remote if hit.remote else 0.0
+    parts = (
+        TierPart("host", here - on_disk, float(page_bytes), 0.0 if on_disk else guess_s),
+        TierPart("ssd", on_disk, float(page_bytes), guess_s),
+        TierPart("remote", remote, remote_s, remote_s),
+    )
+    found = tuple(part for part in parts if part.pages)
+    tokens = max(0, (hit.pages + hit.remote) * page_tokens - computed)
+    return HitOffer(found, tokens, computed, page_tokens, *backlog)
+
+
+class LoadChooser:
+    """Chooses, from what was measured.
+
+    Attributes:
+        costs: measured loads, and those in flight.
+    """
+
+    def __init__(self, pace: Pace, loads: Loads = Loads.FASTER) -> None:
+        """Prepare.
+
+        Args:
+            pace: measured by the adapter.
+            loads: the user's rule.
+        """
+        self.costs = LoadCosts()
+        self._pace = pace
+        self._rule = loads
+        self._skipped: dict[str, int] = {}
+
+    def has_room(self, tiers: Iterable[str]) -> bool:
+        """Whether one more load, from these tiers, may begin."""
+        if self.costs.in_flight >= LOADS_MAX:
+            return False
+        new = [tier for tier in tiers if not self.costs.is_known(tier)]
+        return all(self.costs.in_flight_of(tier) < UNMEASURED_MAX for tier in new)
+
+    def choose(self, asked: HitOffer, now: float) -> Choice:
+        """Choose; changes nothing. Tell :meth:`took` when it is carried out.
+
+        Args:
+            asked: the hit, of at least one token.
+            now: monotonic seconds.
+        """
+        assert asked.tokens > 0, asked
+        whole = asked.pages
+        ahead = {part.tier: self.costs.ahead(part.tier, now) for part in asked.parts}
+        load_s = self._load_s(asked, whole, ahead)
+        compute_s = self._after_backlog_s(asked, whole)
+        if self._rule is not Loads.FASTER:
+            pages = whole if self._rule is Loads.ALWAYS else 0
+            return Choice("load" if pages else "compute", "always", pages, load_s, compute_s)
+        if compute_s == float("inf"):
+            return Choice("load", "unmeasured", whole, load_s, compute_s)
+        taken = {pages: self._taken_s(asked, pages, ahead) for pages in _candidates(asked)}
+        best = min(taken, key=lambda pages: (taken[pages], -pages))
+        for simple in (whole, 0):
+            if taken[simple] <= PREFER * taken[best]:
+                best = simple
+                break
+        probe = self._probe_pages(asked, best, ahead)
+        if probe > best:
+            kind = "load" if probe == whole else "part"
+            return self._with(kind, "probe", asked, probe, ahead)
+        if not best:
+            return Choice("compute", "faster", 0, load_s, compute_s)
+        if best < whole:
+            return self._with("part", "faster", asked, best, ahead)
+        known = all(self.costs.is_known(part.tier) for part in asked.parts)
+        return Choice("load", "faster" if known else "unmeasured", whole, load_s, compute_s)
+
+    def took(self, asked: HitOffer, choice: Choice) -> None:
+        """A choice is being carried out."""
+        for part, pages in asked.split(choice.pages).items():
+            if pages:
+                self._skipped.pop(part.tier, None)
+            elif choice.reason == "faster":
+                self._skipped[part.tier] = self._skipped.get(part.tier, 0) + 1
+
+    def _with(
+        self, kind: str, reason: str, asked: HitOffer, pages: int, ahead: dict[str, float]
+    ) -> Choice:
+        load_s = self._load_s(asked, pages, ahead)
+        return Choice(kind, reason, pages, load_s, self._after_backlog_s(asked, pages))
+
+    def _load_s(self, asked: HitOffer, pages: int, ahead: dict[str, float]) -> float:
+        parts = asked.split(pages).items()
+        return sum(self.costs.seconds(part, count, ahead[part.tier]) for part, count in parts)
+
+    def _after_backlog_s(self, asked: HitOffer, pages: int) -> float:
+        """Seconds until the tokens of the first ``pages`` would be computed."""
+        own = self._pace.recompute_s(asked.gained(pages), asked.computed)
+        return own + self._backlog_s(asked)
+
+    def _backlog_s(self, asked: HitOffer) -> float:
+        return self._pace.recompute_s(asked.backlog, asked.backlog_before) if asked.backlog else 0.0
+
+    def _taken_s(self, asked: HitOffer, pages: int, ahead: dict[str, float]) -> float:
+        """Seconds until all tokens of the hit are there, if so many pages are loaded."""
+        gained = asked.gained(pages)
+        rest_s = self._pace.recompute_s(asked.tokens - gained, asked.computed + gained)
+        backlog_s = self._backlog_s(asked)
+        return max(self._load_s(asked, pages, ahead), backlog_s) + rest_s
+
+    def _probe_pages(self, asked: HitOffer, best: int, ahead: dict[str, float]) -> int:
+        """Pages to load so that a tier is measured that was not for a while; 0 = none is due."""
+        limit_s = PROBE_SHARE * self._pace.recompute_s(asked.tokens, asked.computed)
+        before = 0
+        for part in asked.parts:
+            due = self._skipped.get(part.tier, 0) >= PROBE_AFTER
+            if due and best <= before and self.has_room([part.tier]):
+                least_s = self._load_s(asked, before, ahead)
+                pages = before + 1
+                while pages < before + part.pages:
+                    more = min(before + part.pages, before + 2 * (pages - before))
+                    if self._load_s(asked, more, ahead) - least_s > limit_s:
+                        break
+                    pages = more
+                return pages
+            before += part.pages
+        return 0
+
+
+def _candidates(asked: HitOffer) -> set[int]:
+    """Numbers of pages to think about: none, and each tier's in eighths."""
+    found, before = {0}, 0
+    for part in asked.parts:
+        found |= {before + part.pages * step // _PARTS for step in range(1, _PARTS + 1)}
+        before += part.pages
+    return {pages for pages in found if not pages or asked.gained(pages)}

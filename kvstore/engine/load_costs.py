@@ -1,0 +1,154 @@
+"""What loads of pages take: measured for each tier, with what else is being loaded. Pure."""
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from kvstore.engine.fit import OnlineFit
+
+TIERS: Final = ("host", "ssd", "remote")
+"""In the order in which the pages of a hit are supposed to lie: the first ones in the node's
+memory, then those on its disk, and last those at other nodes."""
+_LEFT_MIN: Final = 0.2
+"""What is left at least of a load that has not ended, however long it takes already."""
+_LATE: Final = 2.0
+"""A load that was given up counts as this multiple of the time until then. Requests wait for as
+long as computing takes; as that, a load would not count as slower."""
+
+
+class TierPart(NamedTuple):
+    """The pages of a hit in one tier.
+
+    Attributes:
+        tier: one of :data:`TIERS`.
+        pages: how many.
+        work: what one page is worth: its bytes; at other nodes, the seconds that the node expects
+            for it (the node knows which link it comes over).
+        guess_s: seconds for a page that the node guesses; counts until loads were measured.
+    """
+
+    tier: str
+    pages: int
+    work: float
+    guess_s: float
+
+
+class _Flight(NamedTuple):
+    """A load that has not ended.
+
+    Attributes:
+        terms: of each tier of it, the terms of its fit.
+        expected: of each tier of it, what it was expected to take.
+    """
+
+    began: float
+    terms: Mapping[str, tuple[float, float, float]]
+    expected: Mapping[str, float]
+
+    @property
+    def expected_s(self) -> float:
+        return sum(self.expected.values())
+
+    def left(self, now: float) -> float:
+        """The share of it that is still to come, about."""
+        passed = (now - self.began) / self.expected_s if self.expected_s > 0 else 1.0
+        return max(_LEFT_MIN, 1.0 - passed)
+
+
+class LoadEnd(NamedTuple):
+    """What a load took, beside what was expected. Seconds."""
+
+    expected_s: float
+    seconds: float
+
+
+class LoadCosts:
+    """Expected seconds of loads, and the loads in flight.
+
+    For each tier the seconds are a constant, a factor for the load's own work and one for the work
+    that is in flight when it begins. All three are fitted: a tier that serves one load after the
+    other gets the same factor for both, one that serves many at once gets 0 for the others' work.
+    """
+
+    def __init__(self) -> None:
+        self._fits = {tier: OnlineFit((0.0, 1.0, 1.0)) for tier in TIERS}
+        self._flights: dict[int, _Flight] = {}
+
+    @property
+    def in_flight(self) -> int:
+        """Loads that have not ended."""
+        return len(self._flights)
+
+    def in_flight_of(self, tier: str) -> int:
+        """Those that read from a tier."""
+        return sum(tier in flight.terms for flight in self._flights.values())
+
+    def is_known(self, tier: str) -> bool:
+        """Whether enough loads of a tier were measured."""
+        return self._fits[tier].is_known
+
+    def ahead(self, tier: str, now: float) -> float:
+        """The work in flight in a tier, as far as it is still to come."""
+        return sum(
+            flight.terms[tier][1] * flight.left(now)
+            for flight in self._flights.values()
+            if tier in flight.terms
+        )
+
+    def seconds(self, part: TierPart, pages: float, ahead: float) -> float:
+        """Expected seconds for the first ``pages`` of a part, with ``ahead`` in flight."""
+        if pages <= 0:
+            return 0.0
+        fit = self._fits[part.tier]
+        if fit.is_known:
+            return fit.seconds((1.0, pages * part.work, ahead))
+        # Others are ahead until it is known that they do not matter.
+        return part.guess_s * (pages + (ahead / part.work if part.work else 0.0))
+
+    def began(self, job: int, parts: Mapping[TierPart, int], now: float) -> None:
+        """A load has begun.
+
+        Args:
+            job: its number.
+            parts: how many pages of each part it loads.
+            now: monotonic seconds.
+        """
+        terms: dict[str, tuple[float, float, float]] = {}
+        expected: dict[str, float] = {}
+        for part, pages in parts.items():
+            if pages:
+                ahead = self.ahead(part.tier, now)
+                terms[part.tier] = (1.0, pages * part.work, ahead)
+                expected[part.tier] = self.seconds(part, pages, ahead)
+        self._flights[job] = _Flight(now, terms, expected)
+
+    def late(self, job: int, now: float) -> None:
+        """The request of a load has stopped waiting for it: it takes longer than until now."""
+        flight = self._flights.get(job)
+        if flight is not None and _LATE * (now - flight.began) > flight.expected_s:
+            self._learn(flight, _LATE * (now - flight.began))
+
+    def ended(self, job: int, seconds: float, *, whole: bool) -> LoadEnd | None:
+        """A load has ended.
+
+        Args:
+            job: its number; an unknown one is ignored.
+            seconds: from its submission to its end; 0.0 = not measured.
+            whole: all pages came. Otherwise nothing is learned: a failure takes any time.
+
+        Returns:
+            What was measured; None if nothing was.
+        """
+        flight = self._flights.pop(job, None)
+        if flight is None or not whole or seconds <= 0:
+            return None
+        self._learn(flight, seconds)
+        return LoadEnd(flight.expected_s, seconds)
+
+    def _learn(self, flight: _Flight, seconds: float) -> None:
+        """The slowest of a load's tiers took what the others were not expected to take."""
+        last_first = [tier for tier in reversed(TIERS) if tier in flight.expected]
+        slowest = max(last_first, key=flight.expected.__getitem__, default=None)
+        if slowest is None or not flight.terms[slowest][1]:
+            return
+        others = flight.expected_s - flight.expected[slowest]
+        self._fits[slowest].note(flight.terms[slowest], max(seconds - others, 0.1 * seconds))

@@ -1,0 +1,65 @@
+"""What the scheduler side knows of each request and of each job. Plain values."""
+
+from dataclasses import dataclass, field
+
+from kvstore.engine.chain import Chain, ForeignChain
+from kvstore.engine.hints import FetchHint
+from kvstore.engine.load_decisions import RequestLoad
+from kvstore.engine.pending import PendingWait
+from kvstore.engine.requests import PromptScope, Request
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request.
+
+    Attributes:
+        stored: leading pages that are in the store, or that were submitted to it.
+        hit: end, in pages, of the last answer of :meth:`SchedulerSide.match`.
+        remote: how many of these pages, the last ones, are at other nodes.
+        on_disk: how many of those before them are on this node's disk only.
+        wait: its wait for pages that are being written.
+        loads_over: no more pages are loaded for it.
+        load: what was decided about loading.
+        known: leading tokens that are computed or being loaded.
+        hint: what a router said about its pages.
+    """
+
+    request: Request
+    names: PromptScope
+    chain: Chain | ForeignChain
+    hint: FetchHint
+    stored: int = 0
+    hit: int = 0
+    remote: int = 0
+    on_disk: int = 0
+    wait: PendingWait = field(default_factory=PendingWait)
+    loads_over: bool = False
+    load: RequestLoad = field(default_factory=RequestLoad)
+    known: int = 0
+
+
+@dataclass(slots=True)
+class BlockJob:
+    """A load or store in flight.
+
+    Attributes:
+        first: index of its first page in the request's chain.
+        wanted: its pages.
+        pages: leading pages that succeeded on all ranks that have reported.
+        seconds: the longest duration on one of these ranks.
+        began: end of the step that started it; infinite until then.
+        held: blocks it holds references to.
+        late: its request has stopped waiting for it.
+    """
+
+    request_id: str
+    first: int
+    wanted: int
+    pages: int
+    held: list[int]
+    is_load: bool
+    ranks_left: int
+    seconds: float = 0.0
+    began: float = float("inf")
+    late: bool = False

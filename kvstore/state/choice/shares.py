@@ -1,0 +1,162 @@
+"""Who keeps how much of a budget that all share, and who gives way. Pure.
+
+A budget is one for all tenants, and a tenant may fill it while nobody else wants it. Who keeps less
+takes from who keeps most, one page at a time, until both keep the same: from other tenants first,
+then from other spaces of its own.
+"""
+
+from collections.abc import Callable, Sized
+from typing import Generic, TypeVar
+
+from kvstore.state.tree.prefix_tree import PrefixTree
+
+LOOKS_MAX = 16_384
+"""Tenants and spaces that one step looks at to find who keeps most; about a millisecond."""
+
+T = TypeVar("T")
+
+
+class SpaceShare(Generic[T]):
+    """What the conversations of one space keep.
+
+    Attributes:
+        space: which.
+        size_bytes: of their pages; one that several share counts once.
+        members: name → conversation; the one that was renewed the longest ago is the first.
+    """
+
+    __slots__ = ("members", "size_bytes", "space")
+
+    def __init__(self, space: PrefixTree) -> None:
+        self.space = space
+        self.size_bytes = 0
+        self.members: dict[str, T] = {}
+
+
+class _Tenant(Generic[T]):
+    """What the conversations of one tenant keep."""
+
+    __slots__ = ("count", "size_bytes", "spaces")
+
+    def __init__(self) -> None:
+        self.size_bytes = self.count = 0
+        self.spaces: dict[int, SpaceShare[T]] = {}
+
+
+class Shares(Generic[T]):
+    """The shares of all spaces that keep something."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, _Tenant[T]] = {}
+        #: How many tenants and spaces were looked at since :meth:`begin`.
+        self._looked = 0
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._looked = 0
+
+    def size_bytes(self, space: PrefixTree) -> int:
+        """What a space keeps."""
+        found = self._find(space)
+        return found.size_bytes if found is not None else 0
+
+    def members(self) -> int:
+        """How many conversations there are."""
+        return sum(tenant.count for tenant in self._tenants.values())
+
+    def charge(self, space: PrefixTree, size_bytes: int) -> None:
+        """A space keeps so many bytes more, or less."""
+        share = self._enter(space)
+        share.size_bytes += size_bytes
+        self._tenants[space.identity.tenant].size_bytes += size_bytes
+        assert share.size_bytes >= 0
+        self._tidy(share)
+
+    def renew(self, space: PrefixTree, name: str, member: T) -> None:
+        """A conversation is new, or was renewed: it is the last one of its space to give way."""
+        share = self._enter(space)
+        known = share.members.pop(name, None)
+        share.members[name] = member
+        self._tenants[space.identity.tenant].count += known is None
+
+    def remove(self, space: PrefixTree, name: str) -> None:
+        """A conversation has ended."""
+        share = self._enter(space)
+        del share.members[name]
+        self._tenants[space.identity.tenant].count -= 1
+        self._tidy(share)
+
+    def most_bytes(self, space: PrefixTree, more: int) -> SpaceShare[T] | None:
+        """Whose pages go so that ``space`` may keep so many bytes more; None = nobody's."""
+        return self._richest(space, more, lambda one: one.size_bytes, lambda one: one.size_bytes)
+
+    def most_members(self, space: PrefixTree) -> SpaceShare[T] | None:
+        """Whose conversation goes so that ``space`` may have one more; None = nobody's."""
+        return self._richest(space, 1, lambda one: one.count, lambda one: len(one.members))
+
+    def check(self) -> int:
+        """Assert that the sums agree; returns what all keep."""
+        for tenant in self._tenants.values():
+            shares = tenant.spaces.values()
+            assert tenant.spaces
+            assert tenant.size_bytes == sum(one.size_bytes for one in shares)
+            assert tenant.count == sum(len(one.members) for one in shares)
+        return sum(tenant.size_bytes for tenant in self._tenants.values())
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _richest(
+        self, space: PrefixTree, more: int, of_tenant: Callable[[_Tenant[T]], int],
+        of_space: Callable[[SpaceShare[T]], int],
+    ) -> SpaceShare[T] | None:  # fmt: skip
+        """The space with the most of the tenant with the most, if that has more than the asker.
+
+        Else the space with the most of the asker's own tenant, if that has more.
+        """
+        name = space.identity.tenant
+        mine = self._tenants.get(name)
+        others = [tenant for other, tenant in self._tenants.items() if other != name]
+        if not self._may_look(others):
+            return None
+        most = max(others, key=of_tenant, default=None)
+        has = of_tenant(mine) if mine is not None else 0
+        if most is None or of_tenant(most) <= has + more:
+            if mine is None:
+                return None
+            own = mine.spaces.get(space.number)
+            most, has = mine, of_space(own) if own is not None else 0
+            richest = self._largest(most, of_space)
+            return richest if richest is not None and of_space(richest) > has + more else None
+        return self._largest(most, of_space)
+
+    def _largest(
+        self, tenant: _Tenant[T], of_space: Callable[[SpaceShare[T]], int]
+    ) -> SpaceShare[T] | None:
+        """The space of a tenant that keeps most, of equals the one opened first."""
+        spaces = tenant.spaces.values()
+        if not self._may_look(spaces):
+            return None
+        return max(spaces, key=lambda one: (of_space(one), -one.space.number))
+
+    def _may_look(self, those: Sized) -> bool:
+        self._looked += len(those)
+        return self._looked <= LOOKS_MAX
+
+    def _find(self, space: PrefixTree) -> SpaceShare[T] | None:
+        tenant = self._tenants.get(space.identity.tenant)
+        return tenant.spaces.get(space.number) if tenant is not None else None
+
+    def _enter(self, space: PrefixTree) -> SpaceShare[T]:
+        tenant = self._tenants.setdefault(space.identity.tenant, _Tenant())
+        share = tenant.spaces.get(space.number)
+        if share is None:
+            share = tenant.spaces[space.number] = SpaceShare(space)
+        return share
+
+    def _tidy(self, share: SpaceShare[T]) -> None:
+        if share.size_bytes or share.members:
+            return
+        name = share.space.identity.tenant
+        del self._tenants[name].spaces[share.space.number]
+        if not self._tenants[name].spaces:
+            del self._tenants[name]

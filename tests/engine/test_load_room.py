@@ -1,0 +1,152 @@
+"""Goal: what was decided about loads is carried out, waits for room end, and nothing is left."""
+
+import pytest
+
+from kvstore.client.results import Hit
+from kvstore.engine.fit import SAMPLES_MIN
+from kvstore.engine.load_choice import LOADS_MAX, UNMEASURED_MAX
+from kvstore.engine.requests import ScheduledRequest
+from tests.engine.engine import PLAIN, Request, World
+from tests.engine.test_scheduler import request, table
+
+
+def full(world):
+    """As many loads in flight as there is room for, once some were measured."""
+    world.store.answer = Hit(4)
+    for number in range(SAMPLES_MIN):
+        (load,) = world.load(request(f"before{number}")).loads
+        world.ended(load.job, 4, 0.001)
+    for number in range(LOADS_MAX):
+        (load,) = world.load(request(f"other{number}")).loads
+    world.side.counts.take()
+    return load.job
+
+
+def test_until_some_were_measured_there_is_room_for_few_loads():
+    world = World()
+    world.store.answer = Hit(4)
+    jobs = [world.load(request(str(number))).loads[0].job for number in range(UNMEASURED_MAX)]
+
+    assert world.side.match(request(), PLAIN, 0) == (None, False)
+    world.ended(jobs[1], 4, 0.001)
+    assert world.side.match(request(), PLAIN, 0) == (256, True)
+
+
+def test_a_request_waits_for_room_and_is_loaded_when_a_load_ends():
+    world = World()
+    job = full(world)
+    asked, lookups = request(), len(world.store.asked)
+
+    assert world.side.match(asked, PLAIN, 0) == (None, False)
+    world.now += 0.1
+    assert world.side.match(asked, PLAIN, 0) == (None, False)
+    assert len(world.store.asked) == lookups + 1, "not looked up while there is no room"
+    world.ended(job, 4)
+    (load,) = world.load(asked).loads
+
+    assert len(load.keys) == 4
+    counts = world.side.counts.take()
+    assert counts["room_waits"] == 1
+    assert counts["room_wait_seconds"] == pytest.approx(0.1)
+
+
+def test_a_request_that_waits_for_room_in_vain_is_computed():
+    world = World(room_wait_ms=50)
+    full(world)
+    asked = request()
+
+    assert world.side.match(asked, PLAIN, 0) == (None, False)
+    world.now += 0.051
+    assert world.side.match(asked, PLAIN, 0) == (0, False)
+    world.step(ScheduledRequest("r", 300, [table()]))
+    assert world.side.counts.take()["choices_compute_no_room"] == 1
+
+
+def test_no_request_waits_for_room_longer_than_computing_it_takes():
+    world = World(room_wait_ms=10_000)
+    world.side.pace.seconds_per_token = 1e-3
+    full(world)
+    asked = request()
+    world.step()  # nobody else is computed
+
+    assert world.side.match(asked, PLAIN, 0) == (None, False)
+    world.now += 0.257
+    assert world.side.match(asked, PLAIN, 0) == (0, False)
+
+
+@pytest.mark.parametrize("way", ["aborted", "reset", "node away"])
+def test_requests_that_waited_for_room_and_went_leave_nothing(way):
+    world = World()
+    job = full(world)
+    asked = request()
+    assert world.side.match(asked, PLAIN, 0) == (None, False)
+    if way == "aborted":
+        world.side.finished("r")
+    elif way == "reset":
+        world.side.forget_all()
+    else:
+        world.store.answer = Hit(0)
+    for number in range(job - LOADS_MAX + 1, job + 1):
+        world.ended(number, 0 if way == "node away" else 4)
+
+    assert not world.blocks.held
+    assert not world.side.busy
+    assert world.side.chooser.has_room(["host"])
+    assert world.side.chooser.costs.in_flight == 0
+    again = (0, False) if way == "node away" else (256, True)
+    assert world.side.match(asked, PLAIN, 0) == again
+
+
+def test_a_part_is_loaded_and_the_rest_computed_and_not_stored_again():
+    world = World()
+    world.side.pace.seconds_per_token = 1e-3
+    world.store.answer = Hit(4, tiers={"host": 3, "ssd": 1}, load_seconds=5.0)
+    asked = request()
+    (load,) = world.load(asked).loads
+    assert len(load.keys) == 3
+    assert load.blocks[0].blocks == table(6)
+    assert world.side.hit_sources("r", 3 * 64) == (0, 0), "all of it is from memory"
+    world.ended(load.job, 3, 0.001)
+
+    assert not world.step(ScheduledRequest("r", 300, [table()])).stores, "the node has all four"
+    counts = world.side.counts.take()
+    assert counts["choices_part_faster"] == 1
+    assert counts["slower_tokens"] == 64
+    assert counts["load_measured_seconds"] == pytest.approx(0.001)
+    assert "choices_compute_faster" not in counts
+
+
+def test_a_preempted_request_is_decided_anew():
+    world = World()
+    world.side.pace.seconds_per_token = 1e-6
+    world.store.answer = Hit(4, load_seconds=1.0)
+    asked = request()
+    for _ in range(2):
+        assert world.side.match(asked, PLAIN, 0) == (0, False)
+        world.step(ScheduledRequest("r", 300, [table()]))
+    assert world.side.counts.take()["choices_compute_faster"] == 2
+
+    world.side.pace.seconds_per_token = 1.0
+    assert world.side.match(asked, PLAIN, 0) == (256, True)
+
+
+def test_a_prompt_that_is_being_computed_makes_loads_of_others_worth_more():
+    world = World()
+    world.side.pace.seconds_per_token = 1e-3
+    world.store.answer = Hit(4, load_seconds=0.5)
+    assert world.side.match(request(), PLAIN, 0) == (0, False)
+    long = Request("long", list(range(5000)))
+    world.side.see(long, PLAIN)
+    world.step(ScheduledRequest("long", 512, [table(16)]), tokens=512)
+
+    assert world.side.match(request("s"), PLAIN, 0) == (256, True)
+    world.step(ScheduledRequest("long", 5000, [table(157)]))
+    assert world.side.match(request("t"), PLAIN, 0) == (0, False)
+
+
+def test_everything_is_loaded_where_the_options_say_so():
+    world = World(loads="always")
+    world.side.pace.seconds_per_token = 1e-6
+    world.store.answer = Hit(4, load_seconds=1.0)
+
+    assert world.side.match(request(), PLAIN, 0) == (256, True)

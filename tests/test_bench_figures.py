@@ -1,0 +1,92 @@
+"""``python -m bench figures`` and ``scheduling --choice`` say what they claim to."""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from bench import figures, scheduling, scheduling_choice
+from bench.measure import Progress
+from conductor.routing.engines import Role
+from conductor.simulator.goodput import Highest
+from conductor.simulator.trace import TracedRequest, TraceEntry, from_entries
+
+
+def turns(count: int = 24) -> list[TracedRequest]:
+    """Two conversations in turns, each of which repeats all before it."""
+    return from_entries(
+        TraceEntry(at * 1e4, 512 * size, 4, [at % 2 * 1000 + number for number in range(size)])
+        for at in range(count)
+        for size in (at // 2 + 1,)
+    )
+
+
+def test_a_cache_finds_what_fits_in_it() -> None:
+    trace = turns(6)  # blocks asked for: 1, 1, 2, 2, 3, 3
+    assert figures.hits(trace, 100) == 6 / 12
+    assert figures.hits(trace, 3) < 6 / 12
+    assert figures.hits(trace, 0) == 0
+
+
+def test_the_figures_of_a_small_trace_fit_together() -> None:
+    with Progress("figure", 3) as progress:
+        found = {one.case: one for one in figures.figures9_and_11(turns(), progress)}
+        ten = list(figures.figure10(turns(), progress))
+    together, alone, none = (found[f"figure9/{name}"].value for name in ("global", "local", "none"))
+    assert together <= alone <= none
+    assert found["figure9/none"].ratio == pytest.approx(none / together)
+    assert found["figure9/local"].paper == 1.43
+    copies = [found[f"figure11/{top}"].value for top in figures.TOPS]
+    assert copies == sorted(copies, reverse=True)
+    assert 0 < copies[-1] <= copies[0] <= figures.NODES
+    assert [one.ratio for one in ten][-1] == 1.0
+    assert {one.case for one in ten} == {f"figure10/{name}" for name in figures.CAPACITIES}
+
+
+def test_figures_without_a_trace_are_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.write_text("")
+    assert figures.run(argparse.Namespace(trace=empty, requests=None, json=True)) == 2
+    assert figures.run(argparse.Namespace(trace=tmp_path / "none", requests=None, json=True)) == 1
+
+
+def test_a_choice_is_compared_with_the_best_fixed_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"3xa800": 4.0, "2xa800": 5.0, "1xa800": 3.0, "4xa800": 2.0}
+    asked: list[str] = []
+
+    def limit(roles: Mapping[Role, str], *, lends: bool) -> float:
+        return 4.95 if lends else limits[roles.get(Role.PREFILL, "4xa800")]
+
+    class Known(scheduling_choice.PlayedLoad):
+        """Its limits are known."""
+
+        def effective(self, roles: Mapping[Role, str], speed: float, *, lends: bool) -> float:
+            return 0.9 if speed <= limit(roles, lends=lends) else 0.89
+
+        def highest(
+            self, roles: Mapping[Role, str], first: float, *, lends: bool = False
+        ) -> Highest:
+            asked.append(roles.get(Role.PREFILL, "mixed"))
+            return Highest(limit(roles, lends=lends), 0.9)
+
+    monkeypatch.setattr(scheduling_choice, "PlayedLoad", Known)
+    parser = argparse.ArgumentParser()
+    scheduling.add_arguments(parser)
+    given = parser.parse_args(
+        ["--choice", "--loads", "long", "--fleets", "equal", "--seeds", "3", "--requests", "20"]
+    )
+
+    [found] = scheduling.choices(given)
+
+    assert (found.case, found.bound) == ("choice/long/equal/3", "2+2")
+    assert (found.ratio, found.kept) == (pytest.approx(4.95 / 5.0), True)
+    assert asked == ["3xa800", "2xa800", "mixed"]  # what is no better is not searched
+
+
+def test_a_limit_is_that_of_the_simulation() -> None:
+    load = scheduling_choice.ChoiceLoad(20.0, 0.1, 12, 1.0)
+    played = scheduling_choice.PlayedLoad(turns(12), load)
+    roles = {Role.MIXED: "1xa800"}
+    assert played.effective(roles, 1.0, lends=False) == 1.0
+    assert played.rate(2.0, 4) == pytest.approx(12 / 110 * 2.0 / 4)
