@@ -38,7 +38,9 @@ class ColdKeys:
         self._base = 1
 
     def __iter__(self) -> Iterator[PrefixKey]:
-        for node in {node for bucket in self._nodes for node in bucket}:
+        found = {node for bucket in self._nodes for node in bucket}
+        # Neither marks nor addresses of objects are the same in each process.
+        for node in sorted(found, key=lambda node: node.serial):
             yield from node.key_list()
 
     def get(self, key: PrefixKey) -> PrefixNode | None:

@@ -59,3 +59,14 @@ def test_a_key_that_lies_across_two_keys_of_a_run_is_none_of_its_pages(monkeypat
 
     assert cold.get(node.keys[8:40]) is None
     assert cold.get(keys[2]) is node
+
+
+def test_pages_are_listed_in_the_order_in_which_they_came_wherever_their_nodes_lie():
+    space, cold = PrefixTree(1, identity()), ColdKeys()
+    nodes = [PrefixNode(space, Random(at).randbytes(64), None, 2) for at in range(40)]
+    for serial, node in enumerate(nodes):
+        node.serial = 2 * serial
+    for node in Random(1).sample(nodes, len(nodes)):
+        cold.put(node)
+
+    assert list(cold) == [key for node in nodes for key in node.key_list()]
