@@ -286,6 +286,7 @@ class WorkerSide:
                         "a cancelled load has not ended after %.0f s", _END_TIMEOUT_S
                     )
                     loading.refused = loading.late = True
+                    outcome.report.late.add(load.job)
                     self._finish(load, 0, outcome)
             else:
                 loading.late = True

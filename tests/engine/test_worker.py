@@ -152,6 +152,7 @@ def test_a_layerwise_load_that_does_not_end_is_invalid_in_the_step_it_was_for():
 
     assert outcome.invalid_blocks == {1, 2, 3, 4}
     assert not outcome.report.ended, "its blocks are still held"
+    assert outcome.report.late == {1}, "but what was computed on them is known to be wrong"
     machine.side.poll()
     assert job.waits[-1] == 0.0, "no further step waits for it"
     job.left_s = 0.0
