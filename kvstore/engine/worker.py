@@ -170,6 +170,9 @@ class WorkerSide:
             loading = _Loading(load, [], self.clock())
             self._loads.append(loading)
             for blocks in load.blocks:
+                # The engine goes on from the last page of each group: of KV, of a window, of a
+                # state. Where it has no block for it, nothing would be there.
+                loading.refused |= not (blocks.blocks and blocks.blocks[-1])
                 for memory in self.groups[blocks.group].shards if blocks.blocks else ():
                     job = self._restore(load, blocks, memory)
                     if job is None:
