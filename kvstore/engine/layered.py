@@ -6,9 +6,12 @@ stages of a pipeline). What such a step computes may rest on KV that did not com
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvstore.engine.messages import Store
+
+STEPS_MAX: Final = 64
+"""Steps that wait; an engine begins a few ahead. A load whose step is further back has failed."""
 
 
 class _LayeredStep(NamedTuple):
@@ -57,6 +60,9 @@ class LayeredSteps:
         Args:
             loads: its layer-wise loads, and their blocks.
         """
+        if len(self._steps) >= STEPS_MAX:
+            for job in list(self._steps[0].loads):
+                self.ended(job, whole=False)
         if loads or self._steps:
             self._steps.append(_LayeredStep(dict(loads), [], []))
 

@@ -1,10 +1,14 @@
 """What is computed on layer-wise loads is stored, and found again, only if all of them came."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvstore.client.results import Hit
-from kvstore.engine.messages import Report
+from kvstore.engine.layered import STEPS_MAX, LayeredSteps
+from kvstore.engine.messages import Report, Store
 from kvstore.engine.requests import Role, ScheduledRequest
+from kvstore.page import PrefixKeys
 from tests.engine.engine import PLAIN, Request, World
 
 
@@ -118,3 +122,42 @@ def test_the_engine_finds_no_block_that_was_computed_on_layers_that_did_not_come
     world.step(ScheduledRequest("r", 300, [table()]), tokens=172)
     world.side.reported(None)
     assert not world.blocks.forgotten
+
+
+def test_steps_do_not_wait_for_ever_for_layers_of_which_nobody_tells():
+    world = World(load="layerwise")
+    layerwise_step(world)
+    for _ in range(STEPS_MAX - 1):
+        world.step()
+        world.side.reported(None)
+    assert not world.blocks.forgotten
+
+    world.step(ScheduledRequest("r", 300, [table()]))
+    world.side.reported(None)
+
+    assert world.blocks.forgotten == set(table())
+    assert world.blocks.held == dict.fromkeys(table(4), 1), "only the load's"
+    assert world.step(ScheduledRequest("r", 300, [table()])).stores, "and steps store again"
+
+
+@given(st.lists(st.sampled_from(["no load", "comes", "fails"]), max_size=12), st.integers(0, 3))
+def test_a_step_is_stored_once_unless_it_began_before_a_failed_load_was_reported(fates, ahead):
+    """Every step stores something; an engine begins ``ahead`` steps before it knows of one."""
+    steps, stored = LayeredSteps(), []
+    for number in range(len(fates) + ahead):
+        if number < len(fates):
+            steps.begins({number: [number]} if fates[number] != "no load" else {})
+            if steps.waits:
+                steps.withhold(Store(number, PrefixKeys(b""), []))
+            else:
+                stored.append(number)
+        if number >= ahead:
+            steps.ended(number - ahead, whole=fates[number - ahead] == "comes")
+        stored += [store.job for store in steps.judge().good]
+
+    spoilt = {
+        after for at, fate in enumerate(fates) if fate == "fails"
+        for after in range(at, at + ahead + 1)
+    }  # fmt: skip
+    assert stored == [number for number in range(len(fates)) if number not in spoilt]
+    assert not steps.waits
