@@ -15,10 +15,10 @@ from huggingface_hub import try_to_load_from_cache
 from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from engine_adapters.vllm.names import ENGINE, length_settings
-from engine_adapters.vllm.support import check_groups, check_model, is_state
+from engine_adapters.vllm.support import check_groups, check_model, heads_of, is_state
 from kvstore.engine.identity import EngineFacts, Group
 from kvstore.engine.requests import files_fingerprint
 from kvstore.errors import ConfigError
@@ -100,25 +100,9 @@ def _stages(config: Any, groups: int) -> tuple[tuple[int, int], ...]:
     return tuple(get_pp_indices(layers, stage, count) for stage in range(count))
 
 
-def _heads(config: Any, spec: Any) -> int:
-    """KV heads of a group on all ranks together; 0 = that cannot be known.
-
-    vLLM divides the heads among the ranks, or gives each of several ranks the same one; layers of
-    some models have other numbers of heads than the model says.
-    """
-    ranks = config.parallel_config.tensor_parallel_size
-    if isinstance(spec, MLAAttentionSpec):
-        return 1 if spec.num_kv_heads == 1 else 0
-    if ranks == 1:
-        return int(spec.num_kv_heads)
-    heads = config.model_config.get_total_num_kv_heads()
-    divides = not (heads % ranks and ranks % heads)
-    return heads if divides and spec.num_kv_heads == max(1, heads // ranks) else 0
-
-
 def _alone(config: Any, specs: Iterable[Any]) -> dict[str, str]:
     """A setting that differs between numbers of ranks where it is unknown which heads they hold."""
-    known = all(_heads(config, spec) for spec in specs)
+    known = all(heads_of(config, spec) for spec in specs)
     if known and config.speculative_config is None:  # a draft model may be divided otherwise
         return {}
     return {"ranks": str(config.parallel_config.tensor_parallel_size)}
@@ -140,7 +124,7 @@ def _group(config: Any, index: int, group: Any, stages: Sequence[tuple[int, int]
         layers=stages[-1][1] if stages else len(group.layer_names),
         block_tokens=spec.block_size,
         block_bytes=spec.unpadded_page_size_bytes,
-        kv_heads=_heads(config, spec)
+        kv_heads=heads_of(config, spec)
         or spec.num_kv_heads * config.parallel_config.tensor_parallel_size,
         window_tokens=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0,
     )

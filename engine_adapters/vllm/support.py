@@ -21,6 +21,13 @@ _STATES: Final = ("MambaSpec",)
 _STATE_KINDS: Final = ("GDN_ATTN",)
 """Those that ran: vLLM's others do not run with its prefix cache on CPUs."""
 _STATE_MODELS: Final = ("Qwen3NextForCausalLM",)
+_EQUAL_LAYERS: Final = (
+    "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM",
+    "GraniteForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM",
+    "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)  # fmt: skip
+"""Models all of whose layers have as many KV heads as vLLM says of the model, in its source."""
 
 
 def check_model(config: Any) -> None:
@@ -53,6 +60,32 @@ def check_model(config: Any) -> None:
 def is_state(spec: Any) -> bool:
     """Whether a group with this ``KVCacheSpec`` has states instead of KV for each token."""
     return type(spec).__name__ in _STATES
+
+
+def heads_of(config: Any, spec: Any) -> int:
+    """KV heads of a group on all ranks together; 0 = that cannot be known.
+
+    vLLM divides the heads among the ranks, or gives each of several ranks the same one; layers of
+    some models have other numbers of heads than the model says. With more ranks than heads a rank
+    has one head of either number, so nothing shows which ranks hold the same one: there only models
+    are believed that are known.
+
+    Args:
+        config: ``VllmConfig``.
+        spec: the group's ``KVCacheSpec``.
+    """
+    ranks = config.parallel_config.tensor_parallel_size
+    if type(spec).__name__ == "MLAAttentionSpec":
+        return 1 if spec.num_kv_heads == 1 else 0
+    if ranks == 1:
+        return int(spec.num_kv_heads)
+    model = config.model_config
+    heads = int(model.get_total_num_kv_heads())
+    if heads < 1 or (heads % ranks and ranks % heads):
+        return 0
+    if spec.num_kv_heads != max(1, heads // ranks):
+        return 0
+    return heads if ranks <= heads or _architecture(model) in _EQUAL_LAYERS else 0
 
 
 def _check_states(config: Any) -> None:

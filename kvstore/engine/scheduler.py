@@ -22,6 +22,7 @@ from kvstore.engine.conversations import ConversationKeeper
 from kvstore.engine.counts import AdapterCounts
 from kvstore.engine.hints import FetchHint, read_hints
 from kvstore.engine.identity import window_pages
+from kvstore.engine.layered import LayeredSteps
 from kvstore.engine.load_choice import HitOffer, LoadChooser, PromptsAhead, offer_of
 from kvstore.engine.load_decisions import LoadDecisions
 from kvstore.engine.messages import Blocks, Load, Report, Step, Store
@@ -81,11 +82,7 @@ class SchedulerSide:
         self._jobs: dict[int, BlockJob] = {}
         self._next_job = 1
         self._loads: list[Load] = []
-        #: Of the current step: incomplete layer-wise loads → their blocks; block tables of requests
-        #: computed on them; stores that wait for these loads.
-        self._layered: dict[int, list[int]] = {}
-        self._tables: list[Sequence[int]] = []
-        self._withheld: list[Store] = []
+        self._layered = LayeredSteps()
         self._stores: list[Store] = []
         self._epoch: tuple[tuple[str, str], ...] = ()
         self._step_began = 0.0
@@ -268,10 +265,10 @@ class SchedulerSide:
             decoded: those of them that are decoded, including speculative ones.
         """
         loads, self._loads = self._loads, []
-        self._layered |= {load.job: self._jobs[load.job].held for load in loads if load.layerwise}
+        self._layered.begins({one.job: self._jobs[one.job].held for one in loads if one.layerwise})
         # Steps that wait for layers do not measure computing, and steps that decode do not measure
         # prefill, which takes far less per token.
-        tells = not self._layered and 2 * decoded <= tokens
+        tells = not self._layered.waits and 2 * decoded <= tokens
         self._step_began, self._step_tokens = self._clock(), tokens if tells else 0
         self._step_pairs = 0.0
         self._backlog = PromptsAhead()
@@ -279,11 +276,13 @@ class SchedulerSide:
         self._stores = []
         for progress in scheduled:
             self._count_progress(progress)
-            if self._layered:
-                self._tables.append(progress.blocks[self._setup.groups[0].index])
+            if self._layered.waits:
+                self._layered.computes(progress.blocks[self._setup.groups[0].index])
             store = self._store(progress) if self._setup.role.stores else None
-            if store is not None:
-                (self._withheld if self._layered else step.stores).append(store)
+            if store is not None and self._layered.waits:
+                self._layered.withhold(store)
+            elif store is not None:
+                step.stores.append(store)
         return step
 
     def _count_progress(self, progress: ScheduledRequest) -> None:
@@ -378,6 +377,7 @@ class SchedulerSide:
                 continue
             job.late = True
             self._decisions.late(number, self._clock())
+            self._layered.ended(number, whole=False)
             state = self._states.get(job.request_id)
             if state is not None:
                 state.loads_over = True
@@ -393,23 +393,17 @@ class SchedulerSide:
                 if job.is_load:
                     self._decisions.ended(number, job.seconds, whole=job.pages == job.wanted)
                 self._end(job)
-                if job.pages == job.wanted:
-                    self._layered.pop(number, None)
+                self._layered.ended(number, whole=job.pages == job.wanted)
 
     def _judge_layers(self) -> None:
-        """The step is done: accept its results on layer-wise loads if all ranks had the pages."""
+        """Accept what was computed on layer-wise loads if all ranks had the pages."""
         assert self._holder is not None
-        spoilt = {block for held in self._layered.values() for block in held}
-        stores, tables = self._withheld, self._tables
-        self._layered, self._withheld, self._tables = {}, [], []
-        if not spoilt:
-            self._stores += stores
-            return
-        for table in tables:
+        judged = self._layered.judge()
+        self._stores += judged.good
+        for blocks in judged.forgotten:
             # Else the engine would find such blocks in its own cache before they are recomputed.
-            first = next((at for at, block in enumerate(table) if block in spoilt), len(table))
-            self._holder.forget(table[first:])
-        for store in stores:
+            self._holder.forget(blocks)
+        for store in judged.dropped:
             job = self._jobs.pop(store.job)
             self._let_go(job)
             state = self._states.get(job.request_id)

@@ -170,6 +170,9 @@ class WorkerSide:
             loading = _Loading(load, [], self.clock())
             self._loads.append(loading)
             for blocks in load.blocks:
+                # The engine goes on from the last page of each group: of KV, of a window, of a
+                # state. Where it has no block for it, nothing would be there.
+                loading.refused |= not (blocks.blocks and blocks.blocks[-1])
                 for memory in self.groups[blocks.group].shards if blocks.blocks else ():
                     job = self._restore(load, blocks, memory)
                     if job is None:
@@ -286,6 +289,7 @@ class WorkerSide:
                         "a cancelled load has not ended after %.0f s", _END_TIMEOUT_S
                     )
                     loading.refused = loading.late = True
+                    outcome.report.late.add(load.job)
                     self._finish(load, 0, outcome)
             else:
                 loading.late = True

@@ -152,6 +152,7 @@ def test_a_layerwise_load_that_does_not_end_is_invalid_in_the_step_it_was_for():
 
     assert outcome.invalid_blocks == {1, 2, 3, 4}
     assert not outcome.report.ended, "its blocks are still held"
+    assert outcome.report.late == {1}, "but what was computed on them is known to be wrong"
     machine.side.poll()
     assert job.waits[-1] == 0.0, "no further step waits for it"
     job.left_s = 0.0
@@ -175,3 +176,14 @@ def test_a_store_that_cannot_even_begin_is_counted_as_failed():
     for one in (machine, refused):
         assert one.side.poll().report.ended[1].pages == 0
         assert one.side.counts.take()["store_failures"] == 1
+
+
+@pytest.mark.parametrize("blocks", [[], [1, 2, 3, 0]])
+def test_a_load_without_a_block_for_the_last_page_does_not_count_as_loaded(blocks):
+    machine = Machine()
+    machine.side.start_loads([Load(1, "r1", KEYS, [Blocks(0, 0, blocks)], 1.0, False)])
+
+    outcome = machine.side.poll()
+
+    assert outcome.report.ended[1].pages == 0
+    assert outcome.received == {"r1"}

@@ -7,7 +7,7 @@ from types import SimpleNamespace as Values
 
 import pytest
 
-from engine_adapters.vllm.support import REMEDY, check_groups, check_model
+from engine_adapters.vllm.support import REMEDY, check_groups, check_model, heads_of
 from kvstore.errors import ConfigError
 
 
@@ -120,3 +120,29 @@ def test_states_alone_are_refused_because_nothing_tells_the_type_of_the_kv():
 def test_a_group_that_vllm_does_not_let_connectors_move_is_refused_and_not_left_out():
     with pytest.raises(ConfigError, match=r"group 1 .*HiSparse"):
         check_groups([FULL, FULL], (0,))
+
+
+def heads_on(ranks, model_heads, rank_heads, architecture, kind="FullAttentionSpec"):
+    model = model_of(architecture, get_total_num_kv_heads=lambda: model_heads)
+    return heads_of(config_of(model, ranks=ranks), type(kind, (), {"num_kv_heads": rank_heads})())
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "MiMoV2FlashForCausalLM"])
+def test_the_heads_of_a_group_are_known_where_every_rank_has_heads_of_its_own(name):
+    assert heads_on(1, 4, 8, name) == 8  # one rank has all heads of the layer, whatever the model
+    assert heads_on(4, 8, 2, name) == 8
+    assert heads_on(4, 4, 1, name) == 4
+    assert heads_on(4, 4, 2, name) == 0  # a layer with twice as many
+    assert heads_on(3, 8, 2, name) == 0
+    assert heads_on(8, 1, 1, name, "MLAAttentionSpec") == 1
+
+
+def test_ranks_of_one_head_are_taken_for_copies_only_of_models_whose_layers_are_equal():
+    """MiMo-V2 has 4 KV heads in a layer with full attention, 8 in one with a window.
+
+    On 8 ranks a rank has one head of either. In the windows no two ranks hold the same one: if they
+    took turns as copies, each would read the other's head as its own.
+    """
+    assert heads_on(8, 4, 1, "LlamaForCausalLM") == 4
+    assert heads_on(8, 4, 1, "MiMoV2FlashForCausalLM") == 0
+    assert heads_on(8, 4, 1, "DeciLMForCausalLM") == 0
