@@ -18,16 +18,19 @@ from tests.conductor.test_lending import LONG
 HARDWARE = ("4xa800", "8xa800", "4xh100", "8xh100", "4xh200", "8xh200", "8xb200", "4xl40s")
 
 
-def dispatcher_with(count: int, kinds: int = 1) -> tuple[EngineRegistry, Dispatcher]:
+def dispatcher_with(
+    count: int, kinds: int = 1, policy: str = "least-loaded", short: int = 0
+) -> tuple[EngineRegistry, Dispatcher]:
+    """``short``: what all but the first engine can take, in tokens."""
     registry = EngineRegistry()
     for number in range(count):
         info = EngineInfo(
             id=f"e{number}", role=Role.MIXED, url="http://x", model="m", page_tokens=16, domain="d",
             max_running=64 + number // kinds % 3 * (kinds > 1), hardware=HARDWARE[number % kinds],
-            shape="llama3-70b",
+            shape="llama3-70b", max_model_len=short if number else 0,
         )  # fmt: skip
         registry.register(info, 0.0)
-    scheduler = Scheduler(POLICIES["least-loaded"])
+    scheduler = Scheduler(POLICIES[policy])
     return registry, Dispatcher(registry, scheduler, DispatchLimits(64, 60.0, 3), lends=True)
 
 
@@ -94,3 +97,38 @@ def test_a_step_does_a_part_of_a_look_and_a_late_step_goes_on(
     assert most <= lending.CAPACITIES_A_STEP
     assert calls > 3 * most
     assert steps < 30
+
+
+BOTH_WAYS = pytest.mark.parametrize("policy", ["least-loaded", "earliest-first-token"])
+
+
+@BOTH_WAYS
+def test_a_request_that_failed_at_the_last_partner_is_served_by_a_lent_engine(policy: str) -> None:
+    _, dispatcher = dispatcher_with(4, policy=policy)
+    lend(dispatcher)
+    assert dispatcher.pools is not None
+    lent = dict(dispatcher.pools.lent)
+    few = min(Role.PREFILL, Role.DECODE, key=list(lent.values()).count)
+    dispatcher.arrive(Request(number=1, model="m", arrived=0.6, tokens=1_000))
+    [assign] = dispatcher.step(0.6)
+    assert isinstance(assign, Assign)
+    assert (lent[assign.prefill], lent[assign.decode]) == (Role.PREFILL, Role.DECODE)
+    for name in [name for name, role in lent.items() if role is few]:
+        dispatcher.failed(1, name, "broke", 0.7)
+    [again] = dispatcher.step(0.7)
+    assert isinstance(again, Assign)
+    assert again.prefill == again.decode
+    assert lent[again.prefill] is not few
+    assert dispatcher.pools.lent == lent, "all others go to pairs"
+
+
+@BOTH_WAYS
+def test_a_prompt_that_one_engine_can_take_is_served_there_whatever_that_is_lent_to(
+    policy: str,
+) -> None:
+    _, dispatcher = dispatcher_with(4, policy=policy, short=4_000)
+    lend(dispatcher)
+    dispatcher.arrive(Request(number=1, model="m", arrived=0.6, tokens=9_000))
+    [assign] = dispatcher.step(0.6)
+    assert isinstance(assign, Assign)
+    assert (assign.prefill, assign.decode) == ("e0", "e0")
