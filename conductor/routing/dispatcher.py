@@ -33,8 +33,8 @@ from conductor.routing.binding import AHEAD_S
 from conductor.routing.capacity import Targets
 from conductor.routing.choices import Assign, Continue, Effect, Hold, Reject
 from conductor.routing.columns import Matches, View, Waiting
-from conductor.routing.engines import EngineInfo, EngineRegistry, Health
-from conductor.routing.fleet import fleet_of
+from conductor.routing.engines import EngineInfo, EngineRegistry
+from conductor.routing.fleet import look
 from conductor.routing.lending import Pools
 from conductor.routing.load import EngineLoads
 from conductor.routing.occupancy import AT_HOME, Occupancy
@@ -304,9 +304,7 @@ class Dispatcher:
         self._refused.clear()
         self._stepped_at = now
         if self.pools is not None:
-            dead = [engine.health.state is Health.DEAD for engine in self._registry]
-            fleet = lambda one: fleet_of(self._registry.of_model(one), self.loads)  # noqa: E731
-            self.pools.look(fleet, (self._registry.changes, dead), now)
+            look(self.pools, self._registry, self.loads, now)
         effects += self._receive(now)
         if self._waiting:
             view = self.view(now)
