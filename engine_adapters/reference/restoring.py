@@ -131,7 +131,7 @@ class RestoreChoices:
         remote = min(hit.remote, usable - there)
         asked = offer_of(
             hit._replace(pages=there, remote=remote), request.computed, self._page_tokens,
-            self._page_bytes, others.beside(request.id),
+            self._page_bytes, others.beside(request.id), promised=request.from_handoff is not None,
         )  # fmt: skip
         if not asked.tokens:
             return hit

@@ -78,6 +78,8 @@ class HitOffer(NamedTuple):
         divisible: any number of leading pages can be loaded. Else only what a lookup said: all of
             this node's pages, or those of others too. Where a group of the engine needs only the
             last pages of a hit (windows, states), it may have none at the end of a part.
+        promised: another engine has just computed them for this request, so that this engine need
+            not: none of it is computed only to measure that.
     """
 
     parts: tuple[TierPart, ...]
@@ -87,6 +89,7 @@ class HitOffer(NamedTuple):
     backlog: int = 0
     backlog_before: int = 0
     divisible: bool = True
+    promised: bool = False
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -153,7 +156,7 @@ COUNTED: Final = (
 
 def offer_of(
     hit: Hit, computed: int, page_tokens: int, page_bytes: int, backlog: tuple[int, int] = (0, 0),
-    *, divisible: bool = True,
+    *, divisible: bool = True, promised: bool = False,
 ) -> HitOffer:  # fmt: skip
     """What a lookup found beyond what the engine has.
 
@@ -165,6 +168,7 @@ def offer_of(
         page_bytes: bytes of a page on all ranks.
         backlog: from :meth:`PromptsAhead.beside`.
         divisible: see :class:`HitOffer`.
+        promised: the same.
     """
     first = computed // page_tokens
     here = max(0, hit.pages - first)
@@ -180,7 +184,7 @@ def offer_of(
     )
     found = tuple(part for part in parts if part.pages)
     tokens = max(0, (hit.pages + hit.remote) * page_tokens - computed)
-    return HitOffer(found, tokens, computed, page_tokens, *backlog, divisible)
+    return HitOffer(found, tokens, computed, page_tokens, *backlog, divisible, promised)
 
 
 class LoadChooser:
@@ -291,7 +295,7 @@ class LoadChooser:
         if not all(self.costs.is_known(part.tier) for part in asked.parts):
             return 0
         unknown = compute_s == float("inf")
-        if not asked.divisible:
+        if asked.promised or not asked.divisible:
             return 0
         needless = load_s <= (STRETCH_S_MIN if unknown else STRETCH_SHARE * compute_s)
         if needless or measured >= asked.tokens or self._since_stretch < STRETCH_AFTER:

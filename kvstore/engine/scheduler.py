@@ -168,7 +168,11 @@ class SchedulerSide:
         waits = self._options.load is LoadOrder.ASYNC
         backlog = self._backlog.beside(state.request.request_id) if waits else (0, 0)
         divisible = not any(window_pages(one, self._page_tokens) for one in self._setup.groups)
-        return offer_of(hit, computed, self._page_tokens, page_bytes, backlog, divisible=divisible)
+        promised = self._promise(state.request).do_remote_prefill
+        return offer_of(
+            hit, computed, self._page_tokens, page_bytes, backlog,
+            divisible=divisible, promised=promised,
+        )  # fmt: skip
 
     def allocated(self, request: Request, blocks: Sequence[Sequence[int]], tokens: int) -> None:
         """A request got blocks; queue the load of ``tokens`` tokens."""

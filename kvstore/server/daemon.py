@@ -246,12 +246,12 @@ class Daemon:
         """Apply deadlines, measure the loop's lag, check the state, take back withheld memory."""
         loop = asyncio.get_running_loop()
         ticks = 0
-        window = loop.time()
+        window = before = loop.time()
         while True:
-            before = loop.time()
             await asyncio.sleep(TICK_S)
             worst, earlier = self._lags_s
-            worst = max(worst, loop.time() - before - TICK_S)
+            # What this very loop did since the last time counts too.
+            worst, before = max(worst, loop.time() - before - TICK_S), loop.time()
             if before - window >= LAG_WINDOW_S:
                 worst, earlier, window = 0.0, worst, before
                 took_ns, what = self.desk.take_longest()
@@ -269,6 +269,7 @@ class Daemon:
                 self._manager.status(self._status())
             if self._table.slots.withheld and ticks % _STALE_CHECK_TICKS == 0:
                 await self._take_back()
+                before = loop.time()
 
     async def _take_back(self) -> None:
         size = self.config.host.extent_bytes

@@ -121,6 +121,16 @@ def test_an_engine_that_loads_everything_measures_computing_with_a_page_and_then
     assert left == [1, 2, 4, 8, 16]
 
 
+def test_what_another_engine_has_just_computed_is_not_computed_again_to_measure_that():
+    chooser = LoadChooser(Pace())
+    question = offer_of(hit_of(16), 0, PAGE_TOKENS, PAGE_BYTES, promised=True)
+    measured(chooser.costs, "host", 0.02)
+    for _ in range(80):
+        choice = chooser.choose(question, 0.0)
+        assert (choice.kind, choice.pages) == ("load", 16)
+        chooser.took(question, choice)
+
+
 def test_computing_is_not_measured_better_where_that_would_change_nothing():
     pace = Pace()
     chooser, question = LoadChooser(pace), asked(hit_of(16))

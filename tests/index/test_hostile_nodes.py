@@ -12,7 +12,7 @@ import pytest
 import zmq.asyncio
 
 from kvstore.events.questions import AUDIT, END, HEAD, PAGES, SAMPLE, SNAPSHOT, TIERS
-from kvstore.index import told
+from kvstore.index import sampled
 from kvstore.index.control import Source
 from kvstore.index.followers import Follower
 from tests.index.publishers import KEYS, SPACE, FakePublisher, Following, following
@@ -107,7 +107,7 @@ def follower(it: Following) -> Follower:
 async def test_keys_in_any_form_do_not_end_who_remembers_some_for_audits(
     monkeypatch: pytest.MonkeyPatch, hashes: bytes
 ) -> None:
-    monkeypatch.setattr(told, "EVERY", 1)
+    monkeypatch.setattr(sampled, "EVERY", 1)
     async with followed() as (it, node):
         await eventually(lambda: it.node.current)
         await node.send(0, held([]) | {"block_hashes": msgspec.Raw(hashes)})

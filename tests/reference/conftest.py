@@ -15,6 +15,7 @@ from engine_adapters.reference.parts import EngineOptions
 from engine_adapters.reference.request import Output, Request
 from engine_adapters.reference.sampler import Sampling
 from engine_adapters.reference.tokenizer import encode
+from kvstore.engine.options import Loads
 from kvstore.engine.transfer import Transfer
 
 ANSWER_WAIT_S = 20.0
@@ -90,11 +91,16 @@ MakeEngine = Callable[..., Engine]
 
 @contextmanager
 def engines() -> Iterator[MakeEngine]:
-    """``make(store=None, handoff=None, **options)``: started; closed and checked at the end."""
+    """``make(store=None, handoff=None, **options)``: started; closed and checked at the end.
+
+    Everything that is found is loaded, unless ``loads`` says otherwise: what is faster depends on
+    the machine.
+    """
     made: list[Engine] = []
 
     def make(store: Any = None, handoff: HandoffOptions | None = None, **options: Any) -> Engine:
         options.setdefault("blocks", 256)
+        options.setdefault("loads", Loads.ALWAYS)
         engine = Engine(EngineOptions(model="tiny", **options), store, handoff)
         engine.start()
         made.append(engine)

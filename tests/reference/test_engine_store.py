@@ -11,6 +11,7 @@ from engine_adapters.reference.request import State
 from engine_adapters.reference.sampler import Sampling
 from engine_adapters.reference.scheduler import Limits
 from kvstore.engine.load_choice import UNMEASURED_MAX
+from kvstore.engine.options import Loads
 from kvstore.errors import PeerUnreachable
 from tests.reference.conftest import Ask, MakeEngine
 from tests.reference.fake_store import FakeNode, FakeStore
@@ -190,7 +191,7 @@ def test_what_would_take_longer_to_load_is_computed(make_engine: MakeEngine, ask
     node = FakeNode()
     expected = ask(make_engine(FakeStore(node)), TEXT[:200], 8, to_handoff=True).wait().tokens
     node.load_seconds = 3600.0
-    engine = make_engine(FakeStore(node), prefix_cache=False)
+    engine = make_engine(FakeStore(node), prefix_cache=False, loads=Loads.FASTER)
     ask(engine, TEXT[200:300], 1).wait()
     assert counted(engine, "computed") == 100
     assert ask(engine, TEXT[:200], 1).wait().tokens == expected
@@ -221,7 +222,7 @@ def test_what_another_node_gives_slower_than_it_is_computed_is_left_there(
     node = FakeNode()
     expected = ask(make_engine(FakeStore(node)), TEXT[:200], 8, to_handoff=True).wait().tokens
     node.here, node.remote_seconds = 1, 3600.0
-    engine = make_engine(FakeStore(node), prefix_cache=False)
+    engine = make_engine(FakeStore(node), prefix_cache=False, loads=Loads.FASTER)
     ask(engine, TEXT[200:300], 1).wait()  # measures what computing takes
     assert ask(engine, TEXT[:200], 1).wait().tokens == expected
     assert (counted(engine, "restored"), remote_tokens(engine)) == (64, 0)
@@ -368,7 +369,7 @@ def test_a_part_is_restored_and_the_rest_computed(make_engine: MakeEngine, ask: 
     node = FakeNode()
     expected = ask(make_engine(FakeStore(node)), TEXT[:200], 6, SEEDED).wait().tokens
     node.load_seconds = 100.0
-    engine = make_engine(FakeStore(node), prefix_cache=False)
+    engine = make_engine(FakeStore(node), prefix_cache=False, loads=Loads.FASTER)
     ask(engine, "x" * 100, 1).wait()  # measures computing
     node.here, node.remote_seconds = 1 << 30, 0.0
     computed = counted(engine, "computed")
