@@ -8,7 +8,6 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from conductor.routing.columns import NO_KEYS, Column, Offers, View, Waiting
-from conductor.routing.engines import Role
 from conductor.routing.groups import PairRows, Pairs, Rows, pair_rows, serving
 from conductor.routing.policy import Binding, Policy
 from conductor.routing.pricing import PricedEngines, Prices, Prompt
@@ -171,8 +170,8 @@ class SecondsChooser:
             alike.row, alike.seconds = first, seconds
             return ChosenEngines(waits_for=-1 if self._late else first)
         second = first
-        if self._view.roles[first] is not Role.MIXED:
-            decoders = next(then for some, then in choices.pairs if first in some)
+        decoders = next(then for some, then in choices.pairs if first in some)
+        if decoders:
             rows = next(then for mine, then in choices.rows.parts if mine.start <= at < mine.stop)
             second = self._least(self._prices.decoding(first, rows, prompt), decoders)
             self._prices.send(second, prompt.tokens)

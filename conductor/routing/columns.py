@@ -108,7 +108,8 @@ class View:
         protocols: names of the protocols by which they hand KV over.
         offers: names of the protocols that they offer over these: a pair of engines that offer the
             same one is asked by it; empty = none.
-        roles: their roles.
+        roles: what they do now.
+        lent: names of those that are mixed and do something else now.
         health: their health.
         in_flight: requests that hold a place; int64 [engines].
         promised: requests whose KV is being computed elsewhere, or waits for a place here; int64.
@@ -139,6 +140,7 @@ class View:
     retry_after_s: int = 1
     costs: CostColumns | None = None
     over: Mapping[str, int] = field(default_factory=dict)
+    lent: Collection[str] = frozenset()
     kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     rows: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     kept_groups: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)

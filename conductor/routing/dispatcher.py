@@ -34,7 +34,7 @@ from conductor.routing.capacity import Targets
 from conductor.routing.choices import Assign, Continue, Effect, Hold, Reject
 from conductor.routing.columns import Matches, View, Waiting
 from conductor.routing.engines import EngineInfo, EngineRegistry
-from conductor.routing.fleet import fleet_of
+from conductor.routing.fleet import look
 from conductor.routing.lending import Pools
 from conductor.routing.load import EngineLoads
 from conductor.routing.occupancy import AT_HOME, Occupancy
@@ -304,7 +304,7 @@ class Dispatcher:
         self._refused.clear()
         self._stepped_at = now
         if self.pools is not None:
-            self.pools.look(lambda one: fleet_of(self._registry.of_model(one), self.loads), now)
+            look(self.pools, self._registry, self.loads, now)
         effects += self._receive(now)
         if self._waiting:
             view = self.view(now)

@@ -9,8 +9,8 @@ from math import inf
 from conductor.costs.book import EngineCosts
 from conductor.costs.prior import CostPrior
 from conductor.routing.capacity import EngineKind
-from conductor.routing.engines import Engine, EngineInfo, Health, Role
-from conductor.routing.lending import MixedEngine
+from conductor.routing.engines import Engine, EngineInfo, EngineRegistry, Health, Role
+from conductor.routing.lending import MixedEngine, Pools
 from conductor.routing.load import EngineLoads
 
 
@@ -38,6 +38,13 @@ def fleet_of(
         if info.role is Role.MIXED
     ]
     return mixed, [one for one in kinds.values() if one.role is not Role.MIXED]
+
+
+def look(pools: Pools, registry: EngineRegistry, loads: EngineLoads, now: float) -> None:
+    """Let pools lend registered engines, and take them back; see :meth:`Pools.look`."""
+    dead = [engine.health.state is Health.DEAD for engine in registry]
+    seen = registry.changes, dead
+    pools.look(lambda model: fleet_of(registry.of_model(model), loads), seen, now)
 
 
 def _of(info: EngineInfo) -> tuple[Role, str]:

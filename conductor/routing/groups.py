@@ -110,7 +110,8 @@ class EngineGroup(NamedTuple):
     Attributes:
         serving: all that serve the model.
         health: theirs.
-        alone: those that can serve alone.
+        alone: those that can serve alone; without pairs or mixed engines at home, those that are
+            lent.
         pairs: for each protocol by which both are asked at once, and for all others.
         takers: the same for each protocol that those who prefill offer.
         whole: all pairs of these, for when everybody takes requests; and as arrays.
@@ -215,6 +216,12 @@ def _grouped(view: View, model: str, excluded: frozenset[str], kinds: Kinds) -> 
             return EngineGroup(
                 every, health, alone, pairs, takers, (whole, pair_rows(whole)), ""
             )  # fmt: skip
+    for bad in ({Health.SUSPECT, Health.DEAD}, {Health.DEAD}):
+        # The partners of those that are lent have failed this request, or cannot take it.
+        alone = [row for row in fit if view.ids[row] in view.lent and view.health[row] not in bad]
+        if alone:
+            whole = [(alone, [])]
+            return EngineGroup(every, health, alone, {}, [], (whole, pair_rows(whole)), "")
     why = why_nobody(view, fit, len(excluded))
     return EngineGroup(every, health, [], pairs, [], ([], pair_rows([])), why)
 

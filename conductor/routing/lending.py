@@ -14,13 +14,13 @@ No engine changes twice within :data:`HOLD_S`, but to go home because no partner
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import inf
 from typing import Final, NamedTuple
 
-from conductor.routing.capacity import EngineKind, Needs, Targets, capacity
+from conductor.routing.capacity import EngineKind, FleetRates, Needs, Targets, capacity
 from conductor.routing.engines import Role
 from conductor.routing.recent import LoadSample
 
@@ -40,6 +40,8 @@ WORTH: Final = 1.1
 """What another split must serve, as a multiple of the present one."""
 RATE_S_MIN: Final = 1.0
 """A rate is never taken over less."""
+CAPACITIES_A_STEP = 4
+"""What a look finds out in one step: each takes up to half a millisecond."""
 _POOLED_MAX: Final = 12
 """Sizes of a pool that are looked at; of more engines not every size is."""
 
@@ -106,10 +108,9 @@ class Lending:
         """Take another split if that is worth it; returns whether it was taken."""
         if now < self.held_until:
             return False
-        rate, lent = prospect.rate, self.split != HOME
-        if prospect.home >= (AMPLE if lent else SPARE) * rate:
+        if self._is_ample_at_home(prospect):
             wanted = HOME
-        elif lent and prospect.present >= SPARE * rate:
+        elif not self.wants_best(prospect):
             return False
         else:
             wanted, served = prospect.best()
@@ -119,6 +120,15 @@ class Lending:
         if changed:
             self.held_until = now + HOLD_S
         return changed
+
+    def wants_best(self, prospect: Prospect) -> bool:
+        """Whether :meth:`consider` would ask for the best split."""
+        if self._is_ample_at_home(prospect):
+            return False
+        return self.split == HOME or prospect.present < SPARE * prospect.rate
+
+    def _is_ample_at_home(self, prospect: Prospect) -> bool:
+        return prospect.home >= (SPARE if self.split == HOME else AMPLE) * prospect.rate
 
     def _become(self, split: Split) -> bool:
         if split == self.split:
@@ -147,41 +157,51 @@ Fleet = tuple[Sequence[MixedEngine], Sequence[EngineKind]]
 """Engines of a model: mixed ones, and all others."""
 
 
-def prospect_of(
-    engines: Sequence[MixedEngine],
-    others: Sequence[EngineKind],
+def foresee(
+    fleet: Fleet,
     load: tuple[float, Sequence[LoadSample]],
     targets: Targets,
     present: Split,
-) -> Prospect:
-    """What the splits of some engines are thought to serve.
+    wants_best: Callable[[Prospect], bool],
+) -> Generator[None, None, Prospect]:
+    """What the splits of some engines are thought to serve; yields after each part of the work.
 
     Engines whose hardware is better at prompts than at tokens are the first to be lent to prompts,
     the others to tokens; of equal ones, those that are lent so now.
 
     Args:
-        engines: those that can be lent.
-        others: the other engines of their model.
-        load: requests a second that come, and what the newest needed, at least one.
+        fleet: engines that can be lent, and the other engines of their model.
+        load: requests a second that come, and what the newest needed, at least one; read at once.
         targets: objectives of the requests.
         present: the present split.
+        wants_best: whether the best split will be asked for.
     """
+    engines, others = fleet
     needs = Needs(load[1])
-    ranked = sorted(engines, key=lambda one: _rank(one, needs, targets, present))
+    worth: dict[tuple[str, int], float] = {}
+    for one in engines:
+        if _hardware(one) not in worth:
+            worth[_hardware(one)] = _worth(one, needs, targets)
+            yield
+    order = (Role.PREFILL, Role.MIXED, Role.DECODE)
+    ranked = sorted(
+        engines,
+        key=lambda one: (worth[_hardware(one)], order.index(present.role(one.id)), one.id),
+    )
     rates = _Rates(ranked, others, needs, targets)
-    fleet = [replace(one.kind, role=present.role(one.id)) for one in ranked]
-    now = capacity(_counted([*fleet, *others]), needs, targets).both
-    return Prospect(load[0], rates.of(0, 0), now, rates.best)
+    yield from rates.see_home()
+    now = yield from rates.see_present(present)
+    prospect = Prospect(load[0], rates.of(0, 0), now, rates.best)
+    if wants_best(prospect):
+        yield from rates.see_pools()
+    return prospect
 
 
-def _rank(
-    one: MixedEngine, needs: Needs, targets: Targets, present: Split
-) -> tuple[float, int, str]:
-    """The less, the sooner it is lent to prompts."""
+def _worth(one: MixedEngine, needs: Needs, targets: Targets) -> float:
+    """The less, the sooner engines like this one are lent to prompts."""
     prompt_s = float(needs.prompts_s(one.kind.line).mean())
     decoded = capacity([replace(one.kind, role=Role.DECODE)], needs, targets).decode
-    order = (Role.PREFILL, Role.MIXED, Role.DECODE).index(present.role(one.id))
-    return round(prompt_s * decoded, 6), order, one.id
+    return round(prompt_s * decoded, 6)
 
 
 def _sizes(most: int) -> list[int]:
@@ -205,15 +225,42 @@ class _Rates:
         self._needs = needs
         self._targets = targets
         self._pools: dict[tuple[Role, int], float] = {}
-        alone: dict[tuple[str, int], float] = {}
-        for one in ranked:
-            key = _hardware(one)
-            if key not in alone:
-                alone[key] = capacity([one.kind], needs, targets).both
+        self._alone: dict[tuple[str, int], float] = {}
         #: of the first so many at home
-        self._home = [0.0, *accumulate(alone[_hardware(one)] for one in ranked)]
-        fixed = capacity([one for one in others if one.role is Role.MIXED], needs, targets)
-        self._fixed = fixed.both
+        self._home = [0.0]
+        self._fixed = 0.0
+
+    def see_home(self) -> Iterator[None]:
+        """Find out what each engine serves at home; this comes first, a part at a time."""
+        for one in self._ranked:
+            if _hardware(one) not in self._alone:
+                self._alone[_hardware(one)] = self._capacity([one.kind]).both
+                yield
+        self._home = [0.0, *accumulate(self._alone[_hardware(one)] for one in self._ranked)]
+        self._fixed = self._capacity([one for one in self._others if one.role is Role.MIXED]).both
+        yield
+        for role in (Role.PREFILL, Role.DECODE):
+            self._pool(role, 0)
+            yield
+
+    def see_present(self, split: Split) -> Generator[None, None, float]:
+        """Find out what a split serves, whoever is lent, a part at a time."""
+        prompts = [one for one in self._ranked if split.role(one.id) is Role.PREFILL]
+        tokens = [one for one in self._ranked if split.role(one.id) is Role.DECODE]
+        prefill = self._rate(Role.PREFILL, prompts)
+        yield
+        decode = self._rate(Role.DECODE, tokens)
+        yield
+        at_home = [one for one in self._ranked if split.role(one.id) is Role.MIXED]
+        alone = sum(self._alone[_hardware(one)] for one in at_home)
+        return min(prefill, decode) + alone + self._fixed
+
+    def see_pools(self) -> Iterator[None]:
+        """Find out what :meth:`best` needs, a part at a time."""
+        for size in _sizes(len(self._ranked)):
+            for role in (Role.PREFILL, Role.DECODE):
+                self._pool(role, size)
+                yield
 
     def of(self, prompts: int, tokens: int) -> float:
         """If so many are lent."""
@@ -237,12 +284,17 @@ class _Rates:
         if known is None:
             count = len(self._ranked)
             lent = self._ranked[:size] if role is Role.PREFILL else self._ranked[count - size :]
-            fleet = [replace(one.kind, role=role) for one in lent]
-            fleet += [one for one in self._others if one.role is role]
-            rates = capacity(_counted(fleet), self._needs, self._targets)
-            known = rates.prefill if role is Role.PREFILL else rates.decode
-            self._pools[role, size] = known
+            known = self._pools[role, size] = self._rate(role, lent)
         return known
+
+    def _rate(self, role: Role, lent: Sequence[MixedEngine]) -> float:
+        """Of those that are lent so, with the engines of that role."""
+        fleet = [replace(one.kind, role=role) for one in lent]
+        rates = self._capacity([*fleet, *(one for one in self._others if one.role is role)])
+        return rates.prefill if role is Role.PREFILL else rates.decode
+
+    def _capacity(self, fleet: Sequence[EngineKind]) -> FleetRates:
+        return capacity(_counted(fleet), self._needs, self._targets)
 
 
 def _hardware(one: MixedEngine) -> tuple[str, int]:
@@ -270,6 +322,10 @@ class _Model:
     arrived: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES_KEPT))
     samples: deque[LoadSample] = field(default_factory=lambda: deque(maxlen=SAMPLES_KEPT))
 
+    def is_known(self) -> bool:
+        """Whether enough has come to lend engines."""
+        return len(self.samples) >= SAMPLES_MIN
+
     def rate(self, now: float) -> float:
         """Requests a second."""
         if len(self.arrived) < 2:
@@ -290,6 +346,9 @@ class Pools:
         self._targets = targets
         self._models: dict[str, _Model] = {}
         self._look_at = -inf
+        self._looking: Iterator[None] | None = None
+        self._seen: object = None
+        self._now = -inf
 
     def came(self, model: str, now: float) -> None:
         """A request has come for the engines of a model."""
@@ -299,38 +358,65 @@ class Pools:
         """A request has got an engine; ``tokens`` as in :class:`LoadSample`."""
         self._models.setdefault(model, _Model()).samples.append(LoadSample(*tokens))
 
-    def look(self, fleet: Callable[[str], Fleet], now: float) -> None:
+    def look(self, fleet: Callable[[str], Fleet], seen: object, now: float) -> None:
         """Lend, and take back, if it is time.
+
+        What a split serves takes some milliseconds to find out, so each call does a part of that;
+        a look at a fleet that changes meanwhile is given up.
 
         Args:
             fleet: the engines of a model that can be used.
+            seen: another value whenever one of these may be another one.
             now: time.
         """
-        if now < self._look_at:
-            return
-        if any(len(model.samples) >= SAMPLES_MIN for model in self._models.values()):
-            self._look_at = now + LOOK_S
+        self._now = now
+        if seen != self._seen:
+            self._seen, self._looking = seen, None
+            self._keep(fleet)
+        if self._looking is None:
+            known = any(model.is_known() for model in self._models.values())
+            if now < self._look_at or not known:
+                return
+            self._look_at, self._looking = now + LOOK_S, self._look(fleet)
+        for _ in range(CAPACITIES_A_STEP):
+            if next(self._looking, self) is self:
+                self._looking = None
+                return
+
+    def _keep(self, fleet: Callable[[str], Fleet]) -> None:
+        """Send those home whose partners have gone, and forget models without engines."""
         changed = False
         for name, model in [*self._models.items()]:
             engines, others = fleet(name)
-            if not engines and not others:
+            if engines or others:
+                roles = {one.role for one in others}
+                changed |= model.lending.keep([one.id for one in engines], roles)
+            else:
                 changed |= model.lending.split != HOME
                 del self._models[name]
-                continue
-            roles = {one.role for one in others}
-            changed |= model.lending.keep([one.id for one in engines], roles)
-            waits = now < model.lending.held_until or len(model.samples) < SAMPLES_MIN
-            if engines and not waits:
-                load = model.rate(now), model.samples
-                split = model.lending.split
-                prospect = prospect_of(engines, others, load, self._targets, split)
-                changed |= model.lending.consider(prospect, now)
         if changed:
-            self.lent = {
-                engine: model.lending.split.role(engine)
-                for model in self._models.values()
-                for engine in model.lending.split.prompts | model.lending.split.tokens
-            }
+            self._tell()
+
+    def _look(self, fleet: Callable[[str], Fleet]) -> Iterator[None]:
+        for name, model in [*self._models.items()]:
+            lending = model.lending
+            if self._now < lending.held_until or not model.is_known():
+                continue
+            engines, others = fleet(name)
+            if engines:
+                prospect = yield from foresee(
+                    (engines, others), (model.rate(self._now), model.samples),
+                    self._targets, lending.split, lending.wants_best,
+                )  # fmt: skip
+                if lending.consider(prospect, self._now):
+                    self._tell()
+
+    def _tell(self) -> None:
+        self.lent = {
+            engine: model.lending.split.role(engine)
+            for model in self._models.values()
+            for engine in model.lending.split.prompts | model.lending.split.tokens
+        }
 
     def gauges(self) -> dict[str, dict[tuple[str, ...], float]]:
         """Who is lent, and how often that has changed, as metrics."""

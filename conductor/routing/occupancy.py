@@ -139,6 +139,7 @@ class Occupancy:
                 assigned=self._assigned,
                 retry_after_s=retry_after_s,
                 costs=loads.columns(fixed.infos, now) if loads is not None else None,
+                lent=lent,
             )
             self._view = (state, view)
         return self._view[1]

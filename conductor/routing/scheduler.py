@@ -249,7 +249,7 @@ class _Call:
             self._full.add(key)
             return self.hold(row, now, _FULL)
         first = second = self.cheapest(row, firsts)
-        if self._view.roles[first] is not Role.MIXED:
+        if first not in group.alone:
             pairs = group.pairs[self._scheduler.kinds.of(self._view.protocols[first])]
             takers = [one for one in pairs.decode if self._takes(one, way(self._view, first, one))]
             second = self.cheapest(row, takers)

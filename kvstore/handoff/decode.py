@@ -24,7 +24,7 @@ from kvstore.handoff.aux_data import AUX_BYTES_MAX, AuxData, decode_aux
 from kvstore.handoff.connecting import CONNECT_S, LINKING_S, end_links, link_all, link_to
 from kvstore.handoff.effects import Effect, EndEngine, EndLink, Landing, SendTo
 from kvstore.handoff.greeting import Greeter, SealedStream
-from kvstore.handoff.landings import DeviceLandings, HostReader, open_landings, skip
+from kvstore.handoff.landings import DeviceReader, HostReader, open_landings, skip
 from kvstore.handoff.links import (
     LinkThreads,
     PeerLinks,
@@ -391,7 +391,7 @@ class DecodeManager:
                 link.close()  # while others are made, who makes them finds it closed
 
     def _read(self, peer: PeerLinks, link: PushLink) -> None:
-        sealed, landings = link.stream("pushes"), self._landings.reader()
+        sealed, landings = link.stream("pushes"), self._landings.reader(peer.peer)
         while not link.is_closed:
             try:
                 message = read_from_prefill(sealed.receive(self._silence_s))
@@ -408,7 +408,7 @@ class DecodeManager:
 
     def _take(
         self, link: PushLink, sealed: SealedStream, head: RangesHead | RangesWritten,
-        landings: HostReader | DeviceLandings,
+        landings: HostReader | DeviceReader,
     ) -> None:  # fmt: skip
         """Receive ranges into the pool, unless they were written there, and check them."""
         follows = isinstance(head, RangesHead)

@@ -9,6 +9,7 @@ gives the device nothing.
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -88,6 +89,7 @@ class DeviceCopies:
         self._feed, self._late = feed, late
         self._changed = threading.Condition()
         self._free = list(range(len(way.slots)))
+        self._receiving: Counter[str] = Counter()  # slots that links of each peer receive into
         self._flying: list[_Flying] = []
         self._woken = self._hungry = self._waiting = self._closed = False
         self._feeds = feed is not None  # its thread has not ended
@@ -104,6 +106,26 @@ class DeviceCopies:
         with self._changed:
             self._changed.wait_for(lambda: self._free or self._is_late, timeout_s)
             return self._free.pop() if self._free and not self._is_late else -1
+
+    def take_for(self, peer: str, timeout_s: float) -> int:
+        """The same for a peer to receive into: never more slots than it leaves free.
+
+        So a peer whose bytes trickle has half of the slots at most, and there is one for each of
+        the next peers; :meth:`received` is called when nothing arrives any more.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._may_take(peer) or self._is_late, timeout_s)
+            if self._is_late or not self._may_take(peer):
+                return -1
+            self._receiving[peer] += 1
+            return self._free.pop()
+
+    def received(self, peer: str) -> None:
+        """Nothing more arrives in a slot that a peer has taken; the slot may be in use still."""
+        with self._changed:
+            self._receiving[peer] -= 1
+            self._receiving = +self._receiving
+            self._changed.notify_all()
 
     def free(self, slot: int) -> None:
         """Give a slot back that no copy uses."""
@@ -175,6 +197,9 @@ class DeviceCopies:
             self._way.close()
 
     # ---- internal ---------------------------------------------------------------------------
+
+    def _may_take(self, peer: str) -> bool:
+        return self._receiving[peer] < len(self._free)
 
     @property
     def _is_late(self) -> bool:

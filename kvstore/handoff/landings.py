@@ -26,6 +26,7 @@ from kvstore.mover.ranges import Places
 
 _BROKE: Final = "the connection broke within a range"
 _WRONG_BYTES: Final = "bytes do not match their digest"
+_NO_STAGING: Final = "no staging is free: the device is late, or links of this peer are slow"
 _SCRATCH_BYTES: Final = 64 * 1024
 
 _Copy = tuple[list[BlockRows], HeadRows | None]
@@ -55,8 +56,9 @@ class HostLandings:
     def __init__(self, pool: HandoffPool, aux: AuxSlots, staged: int, landed: LandingEnded) -> None:
         self._pool, self._aux, self._staged, self._landed = pool, aux, staged, landed
 
-    def reader(self) -> "HostReader":
-        """For one reader; it has memory of its own."""
+    def reader(self, peer: str) -> "HostReader":
+        """For one reader of a peer's links; it has memory of its own."""
+        del peer
         return HostReader(self._pool, self._aux, self._staged, self._landed)
 
     def settle(self, link: bytes, settled: Callable[[], None]) -> None:
@@ -124,21 +126,26 @@ class DeviceLandings:
         """How many copies the device has not finished."""
         return self._copies.flying
 
-    def land(self, landing: Landing, receive: Receive | None) -> None:
+    def land(self, peer: str, landing: Landing, receive: Receive | None) -> None:
         """Receive what belongs to a landing, and let the device put it into its blocks.
+
+        Args:
+            peer: whose link it is; each peer has a share of the slots.
+            landing: what arrives.
+            receive: receives it.
 
         Raises:
             KVStoreError: what ``receive`` raises; the landing has ended.
         """
         assert receive is not None, "no other transport writes to a device"
         size = landing.share.bytes_of(landing.ranges)
-        slot = self._copies.take(device_copies.DEVICE_S)
+        slot = self._copies.take_for(peer, device_copies.DEVICE_S)
         code: FailureCode | None = FailureCode.PEER_CLOSED
         why, copy = _BROKE, None
         try:
             if slot < 0:
                 skip(size, receive)
-                code, why = FailureCode.DEVICE, "no staging is free: the device is late"
+                code, why = FailureCode.DEVICE, _NO_STAGING
             elif receive(self._places(landing, slot), _seeds(landing)) != landing.digests:
                 code, why = FailureCode.DIGEST, _WRONG_BYTES
             else:
@@ -148,6 +155,8 @@ class DeviceLandings:
             code, why = cause_of(error), f"within a range: {error}"
             raise
         finally:
+            if slot >= 0:
+                self._copies.received(peer)
             if code is not None:
                 if slot >= 0:
                     self._copies.free(slot)
@@ -155,9 +164,9 @@ class DeviceLandings:
         if code is None:
             self._spread(landing, slot, copy)
 
-    def reader(self) -> "DeviceLandings":
-        """For one reader."""
-        return self
+    def reader(self, peer: str) -> "DeviceReader":
+        """For one reader of a peer's links."""
+        return DeviceReader(self, peer)
 
     def settle(self, link: bytes, settled: Callable[[], None]) -> None:
         """A link has ended: call something when no landing of it is being copied any more."""
@@ -222,6 +231,17 @@ class DeviceLandings:
                 settled()
 
         return ended
+
+
+class DeviceReader:
+    """Lands what one reader receives over a link of a peer."""
+
+    def __init__(self, landings: DeviceLandings, peer: str) -> None:
+        self._landings, self._peer = landings, peer
+
+    def land(self, landing: Landing, receive: Receive | None) -> None:
+        """See :meth:`DeviceLandings.land`."""
+        self._landings.land(self._peer, landing, receive)
 
 
 def open_landings(

@@ -1,13 +1,13 @@
 """Goal: mixed engines are lent where that serves more, seldom, and go home again."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conductor.routing.capacity import Targets
+from conductor.routing.capacity import EngineKind, Targets
 from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import Role
 from conductor.routing.lending import (
@@ -24,7 +24,7 @@ from conductor.routing.lending import (
     Pools,
     Prospect,
     Split,
-    prospect_of,
+    foresee,
 )
 from conductor.routing.recent import LoadSample
 from conductor.simulator.fleet import Running, engines_of
@@ -43,6 +43,31 @@ SHORT = LoadSample(200, 0, 200)
 
 def split(prompts: Sequence[str], tokens: Sequence[str]) -> Split:
     return Split(frozenset(prompts), frozenset(tokens))
+
+
+def prospect_of(
+    engines: Sequence[MixedEngine],
+    others: Sequence[EngineKind],
+    load: tuple[float, Sequence[LoadSample]],
+    targets: Targets,
+    present: Split,
+) -> Prospect:
+    """What is foreseen, all at once."""
+    found = list[Prospect]()
+
+    def run() -> Iterator[None]:
+        steps = foresee((engines, others), load, targets, present, lambda _: True)
+        found.append((yield from steps))
+
+    for _ in run():
+        pass
+    return found[0]
+
+
+def look(pools: Pools, fleet: Callable[[str], Fleet], now: float, seen: object = None) -> None:
+    """Look until all is found out."""
+    for _ in range(200):
+        pools.look(fleet, seen, now)
 
 
 def mixed(count: int = 4, hardware: str = "x", **fields: object) -> list[MixedEngine]:
@@ -188,16 +213,14 @@ def test_nothing_is_lent_before_enough_is_known() -> None:
         pools.came("m", number * 0.02)
         if number < SAMPLES_MIN - 1:
             pools.assigned("m", LONG)
-        pools.look(seen, number * 0.02)
+        look(pools, seen, number * 0.02)
     assert pools.lent == {}
     pools.assigned("m", SHORT)
-    pools.look(seen, 1.0)
+    look(pools, seen, 1.0)
     before, looks = pools.lent, 0
     for number in range(40):
-        pools.look(seen, 1.0 + number * LOOK_S / 40)
-    assert (pools.lent, looks) == (before, 0)  # it looks now and then
-    pools.look(seen, 1.0 + LOOK_S)
-    assert looks == 1
+        look(pools, seen, 1.0 + number * LOOK_S / 40)
+    assert (pools.lent, looks) == (before, 0)  # nothing changes for a while
     assert set(pools.lent.values()) == {Role.PREFILL, Role.DECODE}
     gauges = pools.gauges()
     assert gauges["lendings"] == {("m",): 1.0}
@@ -209,9 +232,9 @@ def test_a_model_without_engines_is_forgotten() -> None:
     for number in range(2 * SAMPLES_MIN):
         pools.came("m", number * 0.02)
         pools.assigned("m", LONG)
-    pools.look(lambda _: (mixed(), ()), 1.0)
+    look(pools, lambda _: (mixed(), ()), 1.0)
     assert pools.lent
-    pools.look(lambda _: ((), ()), 1.0 + LOOK_S)
+    pools.look(lambda _: ((), ()), "gone", 1.0)
     assert pools.lent == pools.gauges()["lendings"] == {}
 
 
@@ -245,7 +268,7 @@ class LentByChance(Pools):
         super().__init__(TARGETS)
         self._turns = list(turns)
 
-    def look(self, fleet: Callable[[str], Fleet], now: float) -> None:
+    def look(self, fleet: Callable[[str], Fleet], seen: object, now: float) -> None:
         if not self._turns:
             return
         wanted = self._turns.pop()

@@ -140,16 +140,17 @@ def test_a_landing_that_the_device_does_not_take_is_told_in_time(landings, wait_
     landing = landings.landing()
 
     def land():
-        landings.landings.land(landing, lambda _places, _seeds: landing.digests)
+        landings.landings.land("peer", landing, lambda _places, _seeds: landing.digests)
 
     reader = threading.Thread(target=land, daemon=True)
     reader.start()
     try:
         wait_until(lambda: landings.stuck)
         assert landings.stuck == [(1, "the device has not taken a copy after 0 s")]
-        landings.landings.land(landing, lambda _places, _seeds: b"")
+        landings.landings.land("peer", landing, lambda _places, _seeds: b"")
         assert landings.ended[-1][1:] == (
-            FailureCode.DEVICE, "no staging is free: the device is late"
+            FailureCode.DEVICE,
+            "no staging is free: the device is late, or links of this peer are slow",
         )  # fmt: skip
         landings.landings.close()
         assert not blocked.closed, "its memory may still be used"
@@ -184,6 +185,37 @@ def landings():
     made.landings.close()
 
 
+def test_links_whose_bytes_trickle_leave_slots_to_other_peers(landings, wait_until, monkeypatch):
+    """A peer has many links, and may send each a byte now and then for as long as a handoff."""
+    monkeypatch.setattr(device_copies, "DEVICE_S", 0.2)
+    slow, begun, goes_on = landings.landing(), [], threading.Event()
+
+    def trickle(_places, seeds):
+        begun.append(bool(seeds))  # there are none for bytes that belong nowhere
+        goes_on.wait(30)
+        return slow.digests
+
+    def land():
+        landings.landings.land("slow", slow, trickle)
+
+    readers = [threading.Thread(target=land, daemon=True) for _ in range(SLOTS)]
+    for reader in readers:
+        reader.start()
+    try:
+        share = SLOTS // 2
+        wait_until(lambda: len(begun) == SLOTS)
+        assert sum(begun) == share
+        for number in range(2 * SLOTS):
+            whole = landings.landing()
+            landings.landings.land("quick", whole, lambda _places, _seeds: whole.digests)  # noqa: B023
+            wait_until(lambda: [end[1] for end in landings.ended].count(None) == number + 1)  # noqa: B023
+    finally:
+        goes_on.set()
+        for reader in readers:
+            reader.join(10)
+    wait_until(lambda: [end[1] for end in landings.ended].count(None) == 2 * SLOTS + share)
+
+
 @pytest.mark.parametrize("fault", ["receive", "rows"])
 def test_a_landing_that_fails_in_its_reader_has_ended(fault, landings, wait_until):
     landing = landings.landing(plane=STATE_PLANE if fault == "rows" else 0)
@@ -195,7 +227,7 @@ def test_a_landing_that_fails_in_its_reader_has_ended(fault, landings, wait_unti
 
     for number in range(2 * SLOTS):
         with pytest.raises((Faulty, IndexError)):
-            landings.landings.land(landing, receive)
+            landings.landings.land("peer", landing, receive)
         assert len(landings.ended) == number + 1
         assert landings.ended[-1][1] is FailureCode.PEER_CLOSED
     settled = []
@@ -203,14 +235,14 @@ def test_a_landing_that_fails_in_its_reader_has_ended(fault, landings, wait_unti
     assert settled
 
     whole = landings.landing()
-    landings.landings.land(whole, lambda _places, _seeds: whole.digests)
+    landings.landings.land("peer", whole, lambda _places, _seeds: whole.digests)
     wait_until(lambda: landings.ended[-1][1] is None)
 
 
 def test_a_landing_whose_copy_cannot_be_begun_fails_and_is_held(landings, wait_until):
     landings.device.copy = fail_once(landings.device.copy)
     landing = landings.landing()
-    landings.landings.land(landing, lambda _places, _seeds: landing.digests)
+    landings.landings.land("peer", landing, lambda _places, _seeds: landing.digests)
     wait_until(lambda: landings.stuck)
     assert landings.ended == []
     settled = []
