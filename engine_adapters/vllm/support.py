@@ -49,6 +49,12 @@ def check_model(config: Any) -> None:
             f"model: {_architecture(model)} has an encoder, whose KV are not those of the prompt's"
             f" tokens: not supported; {REMEDY}"
         )
+    if _computes_whole_prompts_only(config):
+        raise ConfigError(
+            f"model: {_architecture(model)} uses MLA, and vLLM's backend of it for CPUs without AMX"
+            f" computes prompts from their first token only: after a load its answers would be"
+            f" wrong: not supported; {REMEDY}"
+        )
     if speculative is not None and speculative.method not in _DRAFTS:
         raise ConfigError(
             f"speculative_config: method {speculative.method}: its draft layers have KV of their"
@@ -86,6 +92,18 @@ def heads_of(config: Any, spec: Any) -> int:
     if spec.num_kv_heads != max(1, heads // ranks):
         return 0
     return heads if ranks <= heads or _architecture(model) in _EQUAL_LAYERS else 0
+
+
+def _computes_whole_prompts_only(config: Any) -> bool:
+    """Whether vLLM's backend ignores KV that was there before a prompt's first step.
+
+    vLLM 0.32's reference backend of MLA for CPUs does: vLLM switches its own prefix cache and
+    chunked prefill off for it, but asks connectors all the same.
+    """
+    on_cpu = config.device_config.device_type == "cpu"
+    return bool(config.model_config.use_mla and on_cpu) and not (
+        config.scheduler_config.enable_chunked_prefill
+    )
 
 
 def _check_states(config: Any) -> None:

@@ -38,7 +38,7 @@ def test_no_history_with_a_failing_disk_shows_a_wrong_byte(seed):
 
 def test_the_histories_with_a_disk_contain_what_they_are_there_for():
     faults = FaultRates(disk=0.1)
-    simulation = Simulation(2, extents=3, faults=faults, rules=disk_rules(4))
+    simulation = Simulation(3, extents=3, faults=faults, rules=disk_rules(4))
     outcome = simulation.run(seconds=1.5)
     counts = simulation.node.pages.counts
 

@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.server.daemon import TICK_S
+from kvstore.testing.server import wait_for
 from tests.client.conftest import READY, Daemon, arguments
 from tests.server.conftest import Stored
 
@@ -79,12 +80,15 @@ def _started(pid: int) -> float:
 
 
 def test_a_loop_that_was_late_is_still_told_of_a_while_later(own, wait_until):
-    own.process.send_signal(signal.SIGSTOP)
-    since = monotonic()
-    wait_until(lambda: monotonic() - since > 0.5)
-    own.process.send_signal(signal.SIGCONT)
+    def is_late() -> bool:
+        own.process.send_signal(signal.SIGSTOP)
+        since = monotonic()
+        wait_until(lambda: monotonic() - since > 0.5)
+        own.process.send_signal(signal.SIGCONT)
+        return wait_for(lambda: values(own)["kvstore_loop_lag_seconds"] > 0.2, 3.0)
 
-    wait_until(lambda: values(own)["kvstore_loop_lag_seconds"] > 0.2)
+    # A busy machine may stop it before its first tick, from which it counts.
+    assert any(is_late() for _ in range(3))
     since = monotonic()
     wait_until(lambda: monotonic() - since > 10 * TICK_S)
     assert values(own)["kvstore_loop_lag_seconds"] > 0.2, "it was many ticks ago"

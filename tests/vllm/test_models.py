@@ -5,9 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.vllm.conftest import Node, Start, prompt
-from tests.vllm.engines import ROOT
+from tests.vllm.engines import ROOT, EngineError
 from tests.vllm.test_tokens import HIT_TOKENS, HITS, PROMPTS
 
 Make = Callable[..., Path]
@@ -52,16 +53,20 @@ def test_a_restarted_engine_hits_although_half_its_layers_see_a_window_only(
     restarts_and_hits(node, start, model=make("windows"))
 
 
-def test_one_rank_and_two_ranks_read_what_the_other_has_stored(node, start: Start, plain):
-    """From one rank to two, and back; without caches of their own, so nothing hits but pages."""
+def test_one_rank_and_two_ranks_read_what_the_other_has_stored(node, start: Start):
+    """From one rank to two, and back; without caches of their own, so nothing hits but pages.
+
+    In float32: in bfloat16 two ranks, which round otherwise, answer otherwise without a store too.
+    """
     other = [prompt(length, 100 + seed) for seed, length in enumerate((300, 500))]
-    expected, expected_other = plain.tokens(PROMPTS), plain.tokens(other)
-    one = start(node.address, enable_prefix_caching=False)
-    assert one.tokens(PROMPTS) == expected
+    changes = {"enable_prefix_caching": False, "dtype": "float32"}
+    one = start(node.address, **changes)
+    expected = one.tokens(PROMPTS)
+    salted = one.generate([{"tokens": tokens, "salt": "not to be found"} for tokens in other])
+    expected_other = [answer["tokens"] for answer in salted]
+    assert one.metric(HITS) == 0
     one.ask("settle")
-    two = start(
-        node.address, hooks=("two ranks",), tensor_parallel_size=2, enable_prefix_caching=False
-    )
+    two = start(node.address, hooks=("two ranks",), tensor_parallel_size=2, **changes)
     assert two.tokens(PROMPTS) == expected
     assert two.metric(HITS) == HIT_TOKENS
     assert two.metric("kvstore:lookups") == 3, "for each prompt of a page, one for all ranks"
@@ -75,20 +80,16 @@ def test_one_rank_and_two_ranks_read_what_the_other_has_stored(node, start: Star
     assert one.metric(HITS) == 256 + 448
 
 
-def test_latents_that_two_ranks_hold_alike_are_stored_once(node, start: Start, make: Make):
-    engine = start(
-        node.address, model=make("latents"), block_size=16, hooks=("two ranks",),
-        tensor_parallel_size=2,
-    )  # fmt: skip
-    expected = engine.tokens(PROMPTS)
-    engine.ask("settle")
-    assert engine.metric(HITS) == 0
-    assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
-    stored = sum(len(one) // 64 for one in PROMPTS)
-    assert engine.metric("kvstore:stored_pages") == stored, "those of both ranks"
+def test_latents_are_refused_where_vllm_would_ignore_what_was_loaded(
+    node, start: Start, make: Make
+):
+    """Without AMX, vLLM's backend answers wrongly after every load, with whatever connector."""
+    if torch.cpu._is_amx_tile_supported():
+        pytest.skip("on a CPU with AMX vLLM has another backend")
+    with pytest.raises(EngineError) as raised:
+        start(node.address, model=make("latents"), block_size=16)
 
-    assert engine.tokens(PROMPTS) == expected
-    assert engine.metric(HITS) == HIT_TOKENS
+    assert "DeepseekV2ForCausalLM uses MLA" in str(raised.value)
 
 
 def test_a_restarted_engine_hits_although_half_its_layers_have_a_state_instead_of_kv(

@@ -13,12 +13,17 @@ from kvstore.errors import ConfigError
 
 def model_of(architecture, **changes):
     """A model's configuration; changes are its properties."""
-    plain = {"is_hybrid": False, "is_attention_free": False, "is_encoder_decoder": False}
+    plain = {
+        "is_hybrid": False, "is_attention_free": False, "is_encoder_decoder": False,
+        "use_mla": False,
+    }  # fmt: skip
     return Values(architecture=architecture, model="/models/m", **{**plain, **changes})
 
 
-def config_of(model, method=None, *, caching=True, ranks=1):
+def config_of(model, method=None, *, caching=True, ranks=1, device="cpu", chunked=True):
     return Values(
+        device_config=Values(device_type=device),
+        scheduler_config=Values(enable_chunked_prefill=chunked),
         model_config=model, speculative_config=Values(method=method) if method else None,
         cache_config=Values(enable_prefix_caching=caching),
         parallel_config=Values(tensor_parallel_size=ranks),
@@ -48,6 +53,19 @@ STATES = model_of("Qwen3NextForCausalLM", is_hybrid=True)
 def test_models_with_kv_for_each_token_and_drafts_without_kv_are_taken(method):
     check_model(config_of(model_of("LlamaForCausalLM"), method))
     check_model(config_of(None))
+
+
+def test_mla_is_refused_where_vllm_ignores_what_was_loaded():
+    model = model_of("DeepseekV3ForCausalLM", use_mla=True)
+    check_model(config_of(model))
+    check_model(config_of(model, device="cuda", chunked=False))
+    check_model(config_of(model_of("LlamaForCausalLM"), chunked=False))
+
+    with pytest.raises(ConfigError) as raised:
+        check_model(config_of(model, chunked=False))
+
+    assert "DeepseekV3ForCausalLM uses MLA" in str(raised.value)
+    assert str(raised.value).endswith(REMEDY)
 
 
 @pytest.mark.parametrize(
