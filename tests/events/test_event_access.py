@@ -174,7 +174,10 @@ def families(pid: int, but_port: int) -> set[int]:
     """Address families of a process's listening sockets, those on ``but_port`` left out."""
     inodes = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
-        target = str(entry.readlink())
+        try:
+            target = str(entry.readlink())
+        except FileNotFoundError:  # it was closed just now
+            continue
         if target.startswith("socket:["):
             inodes.add(target[8:-1])
     found: set[int] = set()

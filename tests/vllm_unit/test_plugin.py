@@ -7,7 +7,7 @@ import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -34,6 +34,8 @@ def vllm(monkeypatch):
         def __init__(self, transfer, model, speculative=None):
             self.kv_transfer_config, self.model_config = transfer, model
             self.speculative_config = speculative
+            self.device_config = SimpleNamespace(device_type="cpu")
+            self.scheduler_config = SimpleNamespace(enable_chunked_prefill=True)
             self.__post_init__()
 
         def __post_init__(self):
