@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
                 servers = max(2, options.servers)
                 turns = max(servers, options.turns)
                 asyncio.run(new_prompts(turns, servers, report, part))
-    except ClusterError as error:
+    except (ClusterError, TimeoutError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0 if loaded else 1

@@ -190,8 +190,8 @@ def foresee(
     )
     rates = _Rates(ranked, others, needs, targets)
     yield from rates.see_home()
-    now = yield from rates.see_present(present)
-    prospect = Prospect(load[0], rates.of(0, 0), now, rates.best)
+    served = yield from rates.see_present(present)
+    prospect = Prospect(load[0], rates.of(0, 0), served, rates.best)
     if wants_best(prospect):
         yield from rates.see_pools()
     return prospect
