@@ -90,10 +90,15 @@ class _Memory:
     def __init__(self, host: HostMemory, mapping: Mapping) -> None:
         self._host = host
         self._mapping = mapping
+        #: Memory is being replaced, or failed to be and is tried again.
+        self._is_replacing = False
 
     def replace(self, replaced: list[Replacement]) -> None:
+        if not (replaced or self._is_replacing):
+            return
         gone = [one.old for one in replaced]
         self._host.replace(replaced)
+        self._is_replacing = self._host.missing_bytes() > 0
         if gone:
             self._mapping.retire(gone)
             self._mapping.sweep()
@@ -144,10 +149,13 @@ class Embedded:
         self._locks()
         try:
             self.memory.create(extent.number for extent in slots.extents)
+            self._mapping.prepare([extent.number for extent in slots.extents])
             if ssd is not None and ssd.directories:
                 # `wake` takes no lock: it is called by threads that hold the tier's lock.
                 self._disk = DiskTier(ssd, self.node, self.memory, self._has_work.set)
                 self._desk.disk = self._disk
+                if self._disk.recovered:
+                    log.info("pages recovered: %s", self._disk.recovered)
         except KVStoreError:
             self.memory.close()
             raise

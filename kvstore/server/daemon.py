@@ -193,6 +193,8 @@ class Daemon:
         disk = DiskTier(self.config.ssd, self.node, self.memory, wake, device=self._device)
         self._undo.callback(disk.close)
         self.disk = self.desk.disk = disk
+        if disk.recovered:
+            event(log, logging.INFO, "pages recovered", **disk.recovered)
         self._announcement = Announcement(self._table, tokens=self.publication.tells_tokens)
         set_disk_budgets(self._table.keeping, self.config.admin, disk.pages.log.capacity_bytes)
 

@@ -131,7 +131,8 @@ class PageTable:
         self.residents.use(last := nodes[-1])
         if not last.memory & (1 << shard) - 1:  # ranks of one request count once
             self.eviction.used(last, self.moment.tick)
-        self.disk.used(last, shard)
+        if self.disk.exists:
+            self.disk.used(last, shard)
         if self.disk.effects:
             apply_effects(self.residents)
 
@@ -276,7 +277,8 @@ class PageTable:
         for node, keys in zip(stored, keys_of, strict=True):
             self.eviction.stored(node, keys, put.space.shards[put.shard].slot_bytes, tick)
             self.residents.add_candidate(node)
-        self.disk.stored(stored, put.shard)
+        if self.disk.exists:
+            self.disk.stored(stored, put.shard)
         if self.keeping.is_used:
             self.keeping.stored(stored)
         if self.disk.effects:

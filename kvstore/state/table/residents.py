@@ -124,7 +124,8 @@ class Residents:
         """The node may be evictable now."""
         if not node.children_in_memory:  # else it is not, and many are asked of at once
             self.eviction.add_candidate(node)
-        self.disk.limits.add_candidate(node)
+        if self.disk.exists:
+            self.disk.limits.add_candidate(node)
 
     def let_go(self, slots: list[Slot]) -> None:
         """Somebody needs the pages in these slots no more: take a pin from each.
