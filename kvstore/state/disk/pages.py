@@ -279,7 +279,7 @@ class DiskPages:
 
     def needs_space(self, space: PrefixTree) -> bool:
         """Whether something on disk stands under the number of an empty space."""
-        return self.limits.quotas.is_limited(space) or self.graves.waits_for(space)
+        return space.number in self.limits.quotas.limited or self.graves.waits_for(space)
 
     def unpinned(self) -> None:
         """Less may have to be kept."""

@@ -149,7 +149,7 @@ class Writes:
         begun = 0
         for one in chain:
             # In a space with limits each page is asked for.
-            alone = self._limits.quotas.is_limited(one.space)
+            alone = one.space.number in self._limits.quotas.limited
             for node in one.singles() if alone else [one]:
                 if alone and not self._limits.make_room(node, shard):
                     self._memory.counts["disk_refused_quota"] += pages - begun

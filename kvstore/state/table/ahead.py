@@ -169,7 +169,7 @@ class SlotsAhead:
         session = process.session
         if size * AHEAD_SHARE > session.quota_bytes or not session.admits(size):
             return False
-        return not self._held.quotas.is_limited(space)
+        return space.number not in self._held.quotas.limited
 
     def _may_lie_in(self, position: int) -> bool:
         """Whether one more slot may be reserved in that extent."""

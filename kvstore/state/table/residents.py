@@ -300,7 +300,7 @@ class Residents:
 
     def needs_space(self, space: PrefixTree) -> bool:
         """Whether something stands under the number of an empty space."""
-        if self.quotas.is_limited(space) or space.host_bytes or space.disk_bytes:
+        if space.number in self.quotas.limited or space.host_bytes or space.disk_bytes:
             return True
         return self.disk.needs_space(space)
 

@@ -81,7 +81,7 @@ class Room:
 
     def within_quota(self, space: PrefixTree, slot_bytes: int, count: int) -> int:
         """How many of ``count`` more pages the space's quota allows, its own leaves evicted."""
-        if not self._held.quotas.is_limited(space):
+        if space.number not in self._held.quotas.limited:
             return count
         for more in range(count):
             if not self.shrink(space, SHRINK_MAX, (more + 1) * slot_bytes):
