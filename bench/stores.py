@@ -69,7 +69,7 @@ class _Node:
     ) -> float:
         """Seconds from then until it says so."""
         async with asyncio.timeout(WAIT_S):
-            async for nodes, standing in self.membership.told():
+            async for nodes, standing in self.membership.changes():
                 if condition(nodes, standing):
                     break
         return monotonic() - began_s

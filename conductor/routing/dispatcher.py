@@ -40,7 +40,7 @@ from conductor.routing.load import EngineLoads
 from conductor.routing.occupancy import AT_HOME, Occupancy
 from conductor.routing.pending import WaitingRow, WaitingRows
 from conductor.routing.policy import Binding
-from conductor.routing.requests import DispatchLimits, KnownRequest, Request, reach, too_short
+from conductor.routing.requests import DispatchLimits, KnownRequest, Request, tokens_max, too_short
 from conductor.routing.scheduler import Scheduler
 
 _RETRY_AFTER_S_MAX: Final = 60
@@ -165,7 +165,7 @@ class Dispatcher:
     def _too_long(self, request: Request) -> Reject | None:
         """The refusal of a request that no engine takes."""
         infos = self._infos(request.model)
-        most = reach(infos)
+        most = tokens_max(infos)
         if not infos or request.length <= most:
             return None
         why = f"{request.length} tokens with its answer, at most {most:.0f} are possible"

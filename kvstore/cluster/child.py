@@ -138,7 +138,7 @@ class ClusterCompanion:
 
     async def _report(self, membership: LeasedMembership, own: str, tell: Tell) -> None:
         """Tell the nodes that a node uses, and its standing, after each change, until cancelled."""
-        async with aclosing(membership.told()) as changes:
+        async with aclosing(membership.changes()) as changes:
             async for nodes, standing in changes:
                 used = used_nodes(nodes, own, self._known)
                 if used:

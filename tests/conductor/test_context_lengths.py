@@ -8,7 +8,7 @@ from conductor.routing.choices import Assign, Reject
 from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.policy import POLICIES
-from conductor.routing.requests import DispatchLimits, Request, reach
+from conductor.routing.requests import DispatchLimits, Request, tokens_max
 from conductor.routing.scheduler import Scheduler
 from tests.conductor.fakes import FakeEngine, like_vllm, serving
 from tests.loops import eventually, in_loop
@@ -32,7 +32,7 @@ def engine(name: str, role: str, length: int) -> EngineInfo:
     ],
 )
 def test_the_longest_pair_or_engine_counts(engines: list[tuple[str, int]], most: float) -> None:
-    assert reach(engine(f"e{n}", *one) for n, one in enumerate(engines)) == most
+    assert tokens_max(engine(f"e{n}", *one) for n, one in enumerate(engines)) == most
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
