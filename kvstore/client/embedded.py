@@ -130,7 +130,7 @@ class Embedded:
         self.quota_bytes = quota = host.session_quota_bytes or host.capacity_bytes // 2
         limits = NodeLimits(quota, int(host.lease_s_max * 1000))
         self.node = Node(name, boot, slots, limits, lambda: secrets.token_bytes(16), host.policy)
-        self.memory = HostMemory(name, boot, host.extent_bytes, prefault=host.prefault)
+        self.memory = HostMemory(name, boot, host.extent_bytes, prefault=False)
         self._mapping = Mapping(boot, self._fetch)
         #: Its events have no followers: one engine uses the store alone.
         self._desk = Desk(self.node, _Memory(self.memory, self._mapping), lambda _: None)
@@ -150,6 +150,8 @@ class Embedded:
         try:
             self.memory.create(extent.number for extent in slots.extents)
             self._mapping.prepare([extent.number for extent in slots.extents])
+            if host.prefault:  # only now: while memory is touched, to map some takes milliseconds
+                self.memory.start_prefault()
             if ssd is not None and ssd.directories:
                 # `wake` takes no lock: it is called by threads that hold the tier's lock.
                 self._disk = DiskTier(ssd, self.node, self.memory, self._has_work.set)

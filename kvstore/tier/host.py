@@ -105,10 +105,13 @@ class HostMemory:
         self._closing = False
         self._thread: threading.Thread | None = None
         if prefault:
-            self._thread = threading.Thread(
-                target=self._prefault, name="kvstore-prefault", daemon=True
-            )
-            self._thread.start()
+            self.start_prefault()
+
+    def start_prefault(self) -> None:
+        """Touch all memory in the background from now on; until then it can be mapped faster."""
+        assert self._thread is None
+        self._thread = threading.Thread(target=self._prefault, name="kvstore-prefault", daemon=True)
+        self._thread.start()
 
     def create(self, numbers: Iterable[int]) -> None:
         """Create the memory of these extents.
