@@ -143,7 +143,7 @@ class Loader:
             self._resources.note_trouble(error)
         size = (loaded - first) * self._pages[shard].page_bytes
         if self._resources.waits == waits:
-            self._resources.note_load(size, perf_counter() - start)
+            self._note_load(size, perf_counter() - start)
         return loaded
 
     def device_load(
@@ -238,7 +238,7 @@ class Loader:
         progress.before = loaded
         if self._resources.waits == waits:
             size = (loaded - first) * self._pages[shard].page_bytes
-            self._resources.note_load(size, perf_counter() - start)
+            self._note_load(size, perf_counter() - start)
         return loaded
 
     def view(self, keys: PrefixKeys, shard: int) -> PageViews:
@@ -272,7 +272,23 @@ class Loader:
                 link.send_later(wire.Release(lease), opened.epoch)
         return len(leased.digests) // DIGEST_BYTES
 
+    def seconds(self, size: int, on_disk: int) -> float:
+        """Estimated seconds for loading ``size`` bytes, ``on_disk`` of them from disk."""
+        return size / self._resources.load_bytes_per_s + on_disk / self._resources.disk_bytes_per_s
+
     # ---- internal ---------------------------------------------------------------------------
+
+    def _note_load(self, size: int, seconds: float) -> None:
+        """Update the load speed after a load from memory (moving average over about ten)."""
+        speeds = self._resources
+        if size and seconds > 0:
+            speeds.load_bytes_per_s += 0.1 * (size / seconds - speeds.load_bytes_per_s)
+
+    def _note_disk(self, size: int, seconds: float) -> None:
+        """Update the disk speed after a wait for pages from disk."""
+        speeds = self._resources
+        if size and seconds > 0:
+            speeds.disk_bytes_per_s += 0.1 * (size / seconds - speeds.disk_bytes_per_s)
 
     def _from_slab(
         self, keys: PrefixKeys, target: mover.Pieces, shard: int,
@@ -403,7 +419,7 @@ class Loader:
         brought = max(0, len(leased.digests) - known) // DIGEST_BYTES
         size = brought * self._pages[shard].page_bytes
         if not remote:  # the time of a wait for other nodes tells nothing of the disk
-            self._resources.note_disk(size, perf_counter() - start)
+            self._note_disk(size, perf_counter() - start)
         return leased
 
     def _ask(

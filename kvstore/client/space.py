@@ -129,7 +129,7 @@ class Space:
         tiers = {"host": pages - on_device - on_disk}
         tiers |= {tier: n for tier, n in (("gpu", on_device), ("ssd", on_disk)) if n}
         each = sum(self.page_bytes)
-        seconds = resources.load_seconds((pages - on_device) * each, on_disk * each)
+        seconds = self._loads.seconds((pages - on_device) * each, on_disk * each)
         remote = max(0, found.pages + found.remote - pages)
         remote_s = found.remote_s * remote / found.remote if remote else 0.0
         return Hit(pages, found.pending, tiers, seconds, remote, remote_s)
