@@ -117,6 +117,11 @@ def test_puts_and_reads_of_a_store_that_is_open_need_no_descriptor():
         assert all(np.array_equal(one, page) for one, page in zip(out, pages, strict=True))
 
 
+def test_memory_is_touched_in_the_background_if_that_is_asked_for(wait_until):
+    with KVStore.open(CAPACITY_BYTES, prefault=True) as store:
+        wait_until(lambda: store._link.memory.populated_bytes() == CAPACITY_BYTES)
+
+
 def test_memory_that_cannot_be_had_is_refused_and_leaves_nothing_behind():
     with no_descriptors(), pytest.raises(TierUnavailable, match="ulimit -n"):
         KVStore.open(CAPACITY_BYTES)
