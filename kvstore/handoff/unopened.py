@@ -11,13 +11,50 @@ from typing import Final
 from kvstore.errors import ProtocolError
 from kvstore.handoff.messages import Announce
 from kvstore.handoff.places import NUMBER_BYTES
+from kvstore.handoff.states import FailureCode, HandoffFailure, HandoffSide, Layer
 from kvstore.handoff.tables import SendingRoom
 
 ROOMS_MAX = 512
 """Handoffs of a table that may be known from decode only."""
 BLOCKS_MAX = 4 << 20
 """And how many blocks these have announced together: a peer must not use up our memory."""
+MISSED_KEPT = 4_096
+"""Rooms that are remembered because they ended before they came; the last ones."""
 WHY_GAVE_WAY: Final = "it has not come here, and other peers have fewer such requests"
+
+
+class MissedRooms:
+    """Rooms that ended before the engine opened them, and why.
+
+    Their requests may come yet: each is a handoff that has failed, and not a mistake of who asks.
+    """
+
+    def __init__(self) -> None:
+        self._why: dict[int, HandoffFailure] = {}
+
+    def __contains__(self, room: int) -> bool:
+        return room in self._why
+
+    def add(self, room: int, why: HandoffFailure | None, rank: int) -> None:
+        """Note a room; of too many, the first is forgotten.
+
+        ``why``: None = decode wanted nothing of this rank, and had everything at once.
+        """
+        if why is None:
+            late = "the request came when it had long ended"
+            code, layer = FailureCode.DEADLINE, Layer.PROTOCOL
+            why = HandoffFailure(code, HandoffSide.PREFILL, rank, layer, late)
+        self._why[room] = why
+        if len(self._why) > MISSED_KEPT:
+            del self._why[next(iter(self._why))]
+
+    def why(self, room: int) -> HandoffFailure | None:
+        """Why it ended; None = it is not known."""
+        return self._why.get(room)
+
+    def take(self, room: int) -> HandoffFailure | None:
+        """The same for the engine that opens it; forgets it."""
+        return self._why.pop(room, None)
 
 
 def make_place(rooms: Collection[SendingRoom], origin: str) -> list[SendingRoom] | None:

@@ -5,15 +5,18 @@ import os
 import socket
 import time
 
+import numpy as np
 import pytest
 
-from kvstore.handoff import listening, shape, unopened
+from kvstore.errors import InvalidArgument
+from kvstore.handoff import listening, rooms, shape, unopened
 from kvstore.handoff.connecting import PURPOSES
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.greeting import SealedStream
 from kvstore.handoff.listening import GREETINGS_MAX
-from kvstore.handoff.messages import Announce, HandoffPing, encode_message
+from kvstore.handoff.messages import Announce, HandoffPing, RenewRoom, encode_message
 from kvstore.handoff.ranks import plan_ranks
+from kvstore.handoff.rooms import ROOM_MAX
 from kvstore.handoff.sending import Senders
 from kvstore.handoff.states import FailureCode, Patience, State
 from kvstore.handoff.tables import LinkTarget
@@ -198,6 +201,63 @@ def test_a_peer_that_announces_too_many_blocks_for_such_requests_gives_way(monke
     assert codes_of(core.received(b"C", announce(13, [1]), 0)) == []
     assert [one.room for one in core.describe(0) if one.state != "FAILED"] == [3, 4, 5, 11, 13]
     core.check()
+
+
+def test_a_request_that_gave_way_before_it_came_fails_as_a_push_and_is_not_refused(monkeypatch):
+    """Its room was not used, so its client must not be told that it made a mistake."""
+    monkeypatch.setattr(unopened, "ROOMS_MAX", 3)
+    core = Senders(SHAPE, Patience())
+    linked_from(core, A="10.0.0.1", C="10.0.0.2", D="10.0.0.3")
+    for room in (1, 2, 3):
+        core.received(b"A", announce(room, [1]), 0)
+    core.received(b"C", announce(11, [1]), 0)
+    assert [one.room for one in core.describe(0)] == [2, 3, 11]
+    assert codes_of(core.received(b"A", RenewRoom(1), 0)) == ["refused"], "decode is told again"
+    assert [one.room for one in core.describe(0)] == [2, 3, 11]
+
+    progress, effects = core.open(1, 16, 0)
+    assert progress.state is State.FAILED
+    assert "have fewer such requests" in progress.failure.message
+    assert effects == []
+    assert core.push(1, range(1), range(1), [0], np.zeros(0, dtype=np.uint64), 0) == []
+    core.check()
+    core.close(1, 0)
+    with pytest.raises(InvalidArgument, match="used before"):
+        core.open(1, 16, 0)
+
+
+def test_a_request_that_comes_after_its_push_has_ended_fails_as_a_push():
+    """Decode gave up after a minute, say, and prefill had a long queue in front of its door."""
+    core = Senders(SHAPE, Patience())
+    linked_from(core, A="10.0.0.1")
+    core.received(b"A", announce(1, [1]), 0)
+    core.tick(61 * SECOND)
+    core.tick(92 * SECOND)
+    assert core.describe(92 * SECOND) == []
+    progress, _ = core.open(1, 16, 92 * SECOND)
+    assert progress.failure.code == FailureCode.DEADLINE
+
+
+def test_rooms_that_only_peers_have_spoken_of_are_not_used(monkeypatch):
+    """Whoever makes up tens of thousands would else refuse requests of others."""
+    monkeypatch.setattr(rooms, "ROOMS_KEPT", 4)
+    monkeypatch.setattr(unopened, "MISSED_KEPT", 4)
+    monkeypatch.setattr(unopened, "ROOMS_MAX", 8)
+    core = Senders(SHAPE, Patience())
+    linked_from(core, A="10.0.0.1")
+    core.open(1, 16, 0)
+    core.close(1, 0)
+    for round_ in range(8):
+        for number in range(8):
+            room = ROOM_MAX - 8 * round_ - number
+            core.received(b"A", announce(room, [1]), 200 * round_ * SECOND)
+        core.tick((200 * round_ + 61) * SECOND)
+        core.tick((200 * round_ + 92) * SECOND)
+        assert core.describe(0) == []
+    with pytest.raises(InvalidArgument, match="used before"):
+        core.open(1, 16, 0)
+    assert core.open(2, 16, 0)[0].state is State.BOOTSTRAPPING
+    assert len(core._missed._why) == 4
 
 
 def test_a_request_that_has_come_gives_way_to_nobody(monkeypatch):
