@@ -10,8 +10,11 @@ from kvstore.errors import CapacityError, InvalidArgument
 ROOM_MAX: Final = (1 << 63) - 1
 BOOT_MAX: Final = (1 << 31) - 1
 _COUNTER_BITS: Final = 32
+_COUNTER_MAX: Final = (1 << _COUNTER_BITS) - 1
 ROOMS_KEPT = 32_768
-"""Rooms that are remembered as used: the last ones."""
+"""Rooms that are remembered as used, one by one: the last ones."""
+BOOTS_KEPT = 64
+"""Boots of which all rooms up to one are remembered: those that were used last."""
 DOUBTS_KEPT = 4_096
 """Rooms that are remembered because a write of theirs has ended badly."""
 
@@ -56,19 +59,31 @@ class SeenRooms:
     """Remembers the last rooms, so that each is used once.
 
     What is forgotten has ended long ago, and nothing of it is under way: who may still get
-    something has it in a table. A number says nothing about others: rooms that somebody has made up
-    make no other room count as seen.
+    something has it in a table. Rooms that somebody has made up make no other room count as seen.
     """
 
     def __init__(self) -> None:
         self._rooms: dict[int, None] = {}  # in the order in which they came
+        self._below: dict[int, int] = {}  # boot → it has been seen up to here without a gap
 
     def __contains__(self, room: int) -> bool:
-        return room in self._rooms
+        below = self._below.get(room >> _COUNTER_BITS, 0)
+        return room in self._rooms or room & _COUNTER_MAX < below
 
     def add(self, room: int) -> None:
         """Remember a room; of too many, the first is forgotten."""
+        if room in self:
+            return
         self._rooms[room] = None
+        boot = room >> _COUNTER_BITS
+        below = self._below.pop(boot, 0)
+        while below | boot << _COUNTER_BITS in self._rooms:
+            del self._rooms[below | boot << _COUNTER_BITS]  # who gets every room keeps one number
+            below += 1
+        if below:
+            self._below[boot] = below
+        if len(self._below) > BOOTS_KEPT:
+            del self._below[next(iter(self._below))]
         if len(self._rooms) > ROOMS_KEPT:
             del self._rooms[next(iter(self._rooms))]
 
