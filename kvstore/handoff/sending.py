@@ -310,9 +310,9 @@ class Senders:
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _add(self, room: int, now_ns: int, origin: str = "") -> SendingRoom:
+    def _add(self, room: int, now_ns: int, link: bytes = b"") -> SendingRoom:
         progress = HandoffProgress(self._patience, now_ns)
-        one = self._rooms[room] = SendingRoom(room, progress, origin)
+        one = self._rooms[room] = SendingRoom(room, progress, self._links.origin(link))
         return one
 
     def _first_heard(
@@ -320,14 +320,14 @@ class Senders:
     ) -> SendingRoom | None:
         """A room that the engine has not opened yet; None = it was used, or there are too many."""
         assert not isinstance(message, HandoffPing)
-        room, origin = message.room, self._links.origin(link)
+        room = message.room
         if isinstance(message, Done) or room in self._seen or room in self._missed:
             return None
-        given_up = unopened.make_place(self._rooms.values(), origin)
+        given_up = unopened.make_place(self._rooms.values(), self._links.origin(link))
         if given_up is None or len(self._rooms) - len(given_up) >= ROOMS_MAX:
             return None
         effects += self._give_up(given_up, now_ns)
-        return self._add(room, now_ns, origin)
+        return self._add(room, now_ns, link)
 
     def _give_up(self, rooms: list[SendingRoom], now_ns: int) -> list[Effect]:
         """Rooms that the engine has not opened give way."""
