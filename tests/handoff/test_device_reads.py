@@ -137,6 +137,20 @@ def test_who_finds_no_staging_for_too_long_is_told_and_a_slow_link_is_not_late(
     assert told.numbers == [1, 2, 3, 4], "the third of the first link waits for its own"
 
 
+def test_a_link_has_two_slots_although_its_engine_may_have_more(wait_until):
+    """One is filled while the other is sent; more would only wait."""
+    made = Told(slots=8)
+    for number in range(1, 5):
+        made.submit(number, b"slow")
+    for number in range(11, 15):
+        job = made.submit(number, b"fast")
+        wait_until(lambda number=number: number in made.numbers)
+        made.reads.ended(job)
+    assert [number for number in made.numbers if number < 10] == [1, 2]
+    made.reads.drop(b"slow")
+    made.reads.close()
+
+
 def test_slow_links_of_one_engine_leave_slots_to_other_engines(wait_until):
     """One for each of its ranks, perhaps."""
     made = Told(slots=8)
