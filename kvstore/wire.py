@@ -53,12 +53,15 @@ KEPT: Final = np.dtype([("left_ms", "<u8"), ("read_once", "u1"), ("memory_only",
 NO_TTL: Final = (1 << 64) - 1
 TTL_MS_MAX: Final = 10 * 366 * 86_400_000
 """Maximum lifetime of a page with a TTL."""
+FETCH_S_MAX: Final = 1e6
+"""What it may be said to take to fetch pages; no NaN and nothing infinite gets into an estimate."""
 _ADDRESS: Final = struct.Struct("<IIQ")
 _LENGTH: Final = struct.Struct("<I")
 
 
 T = TypeVar("T")
 Listed = Annotated[list[T], msgspec.Meta(max_length=LIST_MAX)]
+Pages = Annotated[int, msgspec.Meta(ge=0, le=BATCH_KEYS_MAX)]
 
 
 class Hello(msgspec.Struct, array_like=True, tag=1):
@@ -132,11 +135,11 @@ class Found(msgspec.Struct, array_like=True, tag=6):
     """
 
     id: int
-    pages: int
-    pending: int
-    on_disk: int = 0
-    remote: int = 0
-    remote_s: float = 0.0
+    pages: Pages
+    pending: Pages
+    on_disk: Pages = 0
+    remote: Pages = 0
+    remote_s: Annotated[float, msgspec.Meta(ge=0, le=FETCH_S_MAX)] = 0.0
 
 
 class Acquire(msgspec.Struct, array_like=True, tag=7):

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from kvstore.engine.counts import CHOICES, CHOICES_TEXT, SERIES
 
 _OF_LOADS: Final = (
-    "slower_tokens", "room_waits", "room_wait_seconds",
+    "slower_tokens", "room_waits", "room_wait_seconds", "stuck_loads",
     "load_expected_seconds", "load_measured_seconds", "load_error_seconds",
 )  # fmt: skip
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)

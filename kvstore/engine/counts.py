@@ -17,6 +17,7 @@ SERIES: Final = {
     "slower_tokens": "Tokens found but not loaded, because computing them is faster.",
     "room_waits": "Requests that waited for room, because too many loads were in flight.",
     "room_wait_seconds": "Seconds that they waited for room.",
+    "stuck_loads": "Loads that were given up, and hold blocks of the engine until they end.",
     "load_expected_seconds": "Seconds that whole loads were expected to take.",
     "load_measured_seconds": "Seconds that these loads took, on the slowest rank.",
     "load_error_seconds": "Difference of both, added up load by load, whichever was longer.",

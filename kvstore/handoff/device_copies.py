@@ -89,7 +89,7 @@ class DeviceCopies:
         self._feed, self._late = feed, late
         self._changed = threading.Condition()
         self._free = list(range(len(way.slots)))
-        self._receiving: Counter[str] = Counter()  # slots that links of each peer receive into
+        self._taken: Counter[str | bytes] = Counter()  # slots that wait for each peer
         self._flying: list[_Flying] = []
         self._woken = self._hungry = self._waiting = self._closed = False
         self._feeds = feed is not None  # its thread has not ended
@@ -107,24 +107,24 @@ class DeviceCopies:
             self._changed.wait_for(lambda: self._free or self._is_late, timeout_s)
             return self._free.pop() if self._free and not self._is_late else -1
 
-    def take_for(self, peer: str, timeout_s: float) -> int:
-        """The same for a peer to receive into: never more slots than it leaves free.
+    def take_for(self, peer: str | bytes, timeout_s: float) -> int:
+        """The same for what a peer sends, or gets: never more slots than it leaves free.
 
-        So a peer whose bytes trickle has half of the slots at most, and there is one for each of
-        the next peers; :meth:`received` is called when nothing arrives any more.
+        So a peer that is slow has half of the slots at most, and there is one for each of the next
+        peers; :meth:`done_for` is called when nothing of the slot waits for the peer any more.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._may_take(peer) or self._is_late, timeout_s)
             if self._is_late or not self._may_take(peer):
                 return -1
-            self._receiving[peer] += 1
+            self._taken[peer] += 1
             return self._free.pop()
 
-    def received(self, peer: str) -> None:
-        """Nothing more arrives in a slot that a peer has taken; the slot may be in use still."""
+    def done_for(self, peer: str | bytes) -> None:
+        """A slot taken for a peer waits for it no more; the slot may be in use still."""
         with self._changed:
-            self._receiving[peer] -= 1
-            self._receiving = +self._receiving
+            self._taken[peer] -= 1
+            self._taken = +self._taken
             self._changed.notify_all()
 
     def free(self, slot: int) -> None:
@@ -198,8 +198,8 @@ class DeviceCopies:
 
     # ---- internal ---------------------------------------------------------------------------
 
-    def _may_take(self, peer: str) -> bool:
-        return self._receiving[peer] < len(self._free)
+    def _may_take(self, peer: str | bytes) -> bool:
+        return self._taken[peer] < len(self._free)
 
     @property
     def _is_late(self) -> bool:

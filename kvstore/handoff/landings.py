@@ -156,7 +156,7 @@ class DeviceLandings:
             raise
         finally:
             if slot >= 0:
-                self._copies.received(peer)
+                self._copies.done_for(peer)
             if code is not None:
                 if slot >= 0:
                     self._copies.free(slot)

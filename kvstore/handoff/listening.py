@@ -97,9 +97,13 @@ class LinkListener:
             stream.close()
             return
         known = partial(self._crowd.leave, stream)
-        try:
-            self._threads.start(partial(self._greet, stream, peer, known), "kvstore-handoff-link")
-        except PeerUnreachable as error:
-            self._faults.note("greeting", f"{peer}: {error}")
-            known()
-            stream.close()
+        greet = partial(self._greet, stream, peer, known)
+        with contextlib.ExitStack() as undo:  # also of a fault of ours: its place would stay taken
+            undo.callback(stream.close)
+            undo.callback(known)
+            try:
+                self._threads.start(greet, "kvstore-handoff-link")
+            except PeerUnreachable as error:
+                self._faults.note("greeting", f"{peer}: {error}")
+            else:
+                undo.pop_all()

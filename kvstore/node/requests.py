@@ -128,7 +128,7 @@ class Requests:
             if isinstance(further, LocatedChain):
                 pending, awaited = missing, further
             else:
-                remote, remote_s = further
+                remote, remote_s = further[0], min(further[1], wire.FETCH_S_MAX)
         return wire.Found(request.id, pages, pending, on_disk, remote, remote_s), awaited
 
     def acquire(

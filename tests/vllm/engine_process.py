@@ -173,14 +173,15 @@ def _overtaken_loads() -> None:
 
     real = kvstore.client.space.Space.load_pieces
 
-    def load(self: Any, keys: Any, target: Any, shard: int, progress: Any, order: Any) -> int:
+    def load(self: Any, keys: Any, target: Any, shard: int, progress: Any, order: Any,
+             *state: Any) -> int:  # fmt: skip
         if order == "segment":
             looks = iter(range(6000))
             while not progress.cancelled:
                 assert next(looks, None) is not None, "nobody gave it up"
                 _let_go.wait(0.01)
             progress = None
-        return real(self, keys, target, shard, progress, order)
+        return real(self, keys, target, shard, progress, order, *state)
 
     kvstore.client.space.Space.load_pieces = load  # type: ignore[method-assign]
 

@@ -143,6 +143,7 @@ def test_layers_that_come_too_late_are_computed_and_nothing_made_of_them_is_kept
     assert engine.metric(HITS) == 2 * 128
     engine.ask("settle")
     assert engine.metric("kvstore:load_failed_tokens") == 2 * 128
+    assert engine.metric("kvstore:load_timeouts") >= 2, "late, and not failed in another way"
     assert engine.metric("kvstore:stored_pages") == 2 * (2 + 5), "once they were right"
     assert engine.tokens(prompts) == expected, "from its own cache, or too late again"
     engine.ask("settle")
