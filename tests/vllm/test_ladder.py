@@ -20,13 +20,14 @@ SAMPLINGS: dict[str, dict[str, float]] = {"greedy": {}, "seeded": {"temperature"
 ANSWER_TOKENS = 8
 DENSE_PAGE_TOKENS, STATES_PAGE_TOKENS = 64, 96
 KINDS: dict[str, dict[str, Any]] = {
-    "dense": {"dtype": "float32"}, "windows": {"dtype": "float32"}, "latents": {"block_size": 16, "max_num_seqs": 1},
+    "dense": {"dtype": "float32"}, "windows": {"dtype": "float32"},
+    "latents": {"block_size": 16, "max_num_seqs": 1},
     "states": {"enable_prefix_caching": True, "hooks": ("seeds in parts",), "max_num_seqs": 1},
 }  # fmt: skip
 """Kind of model → what vLLM needs for it. It keeps states only for its own prefix cache, which is
-emptied before each rung; the others have none. In bfloat16, rounded otherwise in another batch, one
-seeded answer of 80 is another one now and then, also after a hit in vLLM's own cache: so float32,
-or, where vLLM has bfloat16 only, one prompt at a time."""
+emptied before each rung; the others have none. In bfloat16 vLLM rounds otherwise in another batch,
+and one seeded answer of 80 was another one now and then (with states also after a hit in vLLM's own
+cache, without a store): so float32, or, where vLLM has bfloat16 only, one prompt at a time."""
 PATIENT = {
     "extra": {"lookup_timeout_ms": 5000, "load_timeout_ms": 20_000, "load_timeout_ms_min": 20_000}
 }
@@ -43,8 +44,7 @@ def lasting(spawn, tmp_path) -> Node:
     return Node(
         spawn, tmp_path / "kv.sock", **{
             "host.capacity_bytes": 128 << 20, "ssd.directories": folder,
-            "ssd.capacity_bytes": 512 << 20,
-            "ssd.segment_bytes": 16 << 20, "ssd.sync": "none", "ssd.write": "through",
+            "ssd.capacity_bytes": 512 << 20, "ssd.segment_bytes": 16 << 20, "ssd.sync": "none", "ssd.write": "through",
             "ssd.admission": "all",
         }
     )  # fmt: skip
