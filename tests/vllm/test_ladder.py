@@ -44,8 +44,8 @@ def lasting(spawn, tmp_path) -> Node:
     return Node(
         spawn, tmp_path / "kv.sock", **{
             "host.capacity_bytes": 128 << 20, "ssd.directories": folder,
-            "ssd.capacity_bytes": 512 << 20, "ssd.segment_bytes": 16 << 20, "ssd.sync": "none", "ssd.write": "through",
-            "ssd.admission": "all",
+            "ssd.capacity_bytes": 512 << 20, "ssd.segment_bytes": 16 << 20, "ssd.sync": "none",
+            "ssd.write": "through", "ssd.admission": "all",
         }
     )  # fmt: skip
 
