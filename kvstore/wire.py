@@ -572,12 +572,6 @@ def decode_answer(body: bytes | memoryview) -> Answer:
     return answer
 
 
-def pack_addresses(addresses: list[tuple[int, int, int]]) -> bytes:
-    """The :data:`ADDRESS` of each ``(extent, generation, offset)``."""
-    pack = _ADDRESS.pack
-    return b"".join([pack(extent, at & 0xFFFFFFFF, offset) for extent, at, offset in addresses])
-
-
 def unpack_addresses(addresses: bytes) -> list[tuple[int, int, int]]:
     """``(extent, generation, offset)`` of each :data:`ADDRESS`; faster than numpy for a few."""
     return list(_ADDRESS.iter_unpack(addresses))

@@ -255,12 +255,11 @@ class Requests:
             ended = last in (PageStatus.NO_ROOM, PageStatus.NO_PARENT)
             statuses += [last if ended else PageStatus.NO_ROOM] * (count - asked)
             busy = busy or not ended
-        addresses = self._pages.slots.addresses(put.slots)
-        answer = wire.PutGranted(request.id, bytes(statuses), wire.pack_addresses(addresses), busy)
+        answer = wire.PutGranted(request.id, bytes(statuses), self._addresses(put), busy)
         self.begun.append((space.number, put.keys[:]))
         if request.follows and statuses[0] is PageStatus.NO_PARENT:
             return answer, (space.number, PrefixKey(request.parent))
-        return answer, ROOM if busy and not addresses else None
+        return answer, ROOM if busy and not put.slots else None
 
     def commit_put(self, process: Process, request: wire.CommitPut, now_ns: int) -> wire.Answer:
         """Make written pages READY; a slot for the next one is reserved, if that is asked for."""
@@ -302,7 +301,7 @@ class Requests:
 
     def _addresses(self, put: Put | None) -> bytes:
         """Where the slots of a put are; of none nothing."""
-        return b"" if put is None else wire.pack_addresses(self._pages.slots.addresses(put.slots))
+        return b"" if put is None else self._pages.slots.addresses(put.slots)
 
     def abort_put(self, process: Process, request: wire.AbortPut) -> None:
         """Abort a put; the writer has stopped."""
@@ -398,7 +397,7 @@ class Requests:
         )  # fmt: skip
         return wire.Acquired(
             request.id,
-            wire.pack_addresses(self._pages.slots.addresses(leased.lease.slots)),
+            self._pages.slots.addresses(leased.lease.slots),
             leased.digests, max(0, ready - len(leased.lease.slots)) + offered, leased.lasting,
             lease_ms, offered,
             _pack_kept(leased.kept(shard), now_ns) if process.peer.remote else b"",

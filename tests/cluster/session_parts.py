@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from kvstore import wire
 from kvstore.cluster.greeting import LocalNode
 from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
@@ -24,7 +26,7 @@ def job(number: int, deadline_ns: int, keys: PrefixKeys = KEYS, scope: str = "")
 
 
 def addresses(pages: int) -> bytes:
-    return wire.pack_addresses([(1, 7, at * 4096) for at in range(pages)])
+    return np.array([(1, 7, at * 4096) for at in range(pages)], wire.ADDRESS).tobytes()
 
 
 def welcome(number: int, **fields: Any) -> wire.PeerWelcome:

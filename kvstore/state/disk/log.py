@@ -146,7 +146,9 @@ class SegmentLog:
             return None
         segment, pages = taken
         place = Place(segment.number, segment.end - pages * size)
-        segment.pages.add(space, shard, keys[: pages * KEY_BYTES], place.offset, size, tick)
+        if pages * KEY_BYTES < len(keys):  # compiled code copies a slice of all bytes, too
+            keys = keys[: pages * KEY_BYTES]
+        segment.pages.add(space, shard, keys, place.offset, size, tick)
         if carried:
             self._carried_bytes += pages * size
         else:

@@ -13,7 +13,7 @@ STRETCH_PAGES_MAX = 128
 """Pages of a stretch that single pages are added to."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, init=False, eq=False)
 class Stretch:
     """Adjacent records of pages of one shard, placed at one tick.
 
@@ -34,6 +34,18 @@ class Stretch:
     each: int
     keys: bytes
     live: int
+
+    def __init__(
+        self, space: PrefixTree, shard: int, tick: int, offset: int, each: int, keys: bytes,
+        live: int,
+    ) -> None:  # fmt: skip
+        self.space = space
+        self.shard = shard
+        self.tick = tick
+        self.offset = offset
+        self.each = each
+        self.keys = keys
+        self.live = live
 
     @property
     def pages(self) -> int:

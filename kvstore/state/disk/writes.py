@@ -182,22 +182,23 @@ class Writes:
         space, slots, keys = node.space, node.slots_of(shard), node.key_list()
         its = space.shards[shard]
         each = its.record_bytes
-        write = Write(space, shard, node.keys, slots, place, each, len(slots))
+        write = Write(space, shard, node.keys, slots, place, each)
         self._under_way.add(write)
         self._memory.slots.pin(slots, 0)
         self.in_flight_bytes += write.size
         space.disk_bytes += write.size
         parent, digests, tokens = node.key_before(0), node.digest_columns[shard], node.tokens
         assert parent is not None
-        token_bytes, of = len(tokens) // len(keys), RecordOf(space, shard)
+        token_bytes, places = len(tokens) // len(keys), write.places()
         identity, spec, page_bytes = space.identity, its.spec, its.page_bytes
+        jobs: list[DiskWrite] = []
         for at, key in enumerate(keys):
             digest = digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
-            told = tokens[at * token_bytes : (at + 1) * token_bytes]
+            told = tokens[at * token_bytes : (at + 1) * token_bytes] if tokens else b""
             page = PageRecord(key, parent, identity, spec, page_bytes, digest, told)
-            job = DiskWrite(self._queue.number(), write.place_of(at), page, slots[at])
-            self._queue.submit(job, of)
+            jobs.append(DiskWrite(self._queue.number(), places[at], page, slots[at]))
             parent = key
+        self._queue.submit_writes(jobs, RecordOf(space, shard))
         self._memory.story.tell("DiskWrite begun", node, shard, len(slots))
         self._await(write, durable)
 

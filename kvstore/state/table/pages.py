@@ -6,6 +6,7 @@ clock. Every list of keys is a run of one chain, packed as 32 bytes each.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
 from kvstore.errors import CapacityError, InvalidArgument
 from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
@@ -110,7 +111,7 @@ class PageTable:
             raise InvalidArgument("lease", f"{lease_id} is in use")
         self.moment.tick = tick = self.moment.tick + 1
         nodes = leading_in_memory(space, packed, shard)
-        slots = [slot for node in nodes for slot in node.slots_of(shard)]
+        slots = list(chain.from_iterable([node.slots_of(shard) for node in nodes]))
         lease = Lease(slots, len(slots) * space.shards[shard].slot_bytes, deadline_ns)
         if not process.session.admits(lease.size_bytes):
             raise CapacityError(
