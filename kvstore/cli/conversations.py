@@ -24,20 +24,22 @@ _CAUSES: Final = {
 
 def add_conversations(verb: AddVerb) -> None:
     """Add the verbs."""
-    verb("conversations", "the conversations whose pages are kept, and until when",
+    verb("conversations", "list the conversations whose pages are kept, and for how long",
          lambda node, _options: node.get("/v1/conversations"), conversations)  # fmt: skip
     keep = verb("keep", "keep a page and all pages before it for a conversation", _keep,
                 _kept)  # fmt: skip
     names_page(keep)
-    keep.add_argument("conversation", help="its name, as the engines call it")
+    keep.add_argument("conversation", help="name of the conversation, as the engines use it")
     keep.add_argument("--ttl", type=seconds(zero=False), default=3600.0, metavar="SECONDS",
-                      help="how long from now on; default: 3600")  # fmt: skip
+                      help="how long to keep the pages; default: 3600")  # fmt: skip
     keep.add_argument("--max-bytes", type=size, default=0, metavar="SIZE",
-                      help="what it may take; default: 0 = no limit of its own")  # fmt: skip
-    end = verb("end-conversation", "leave the pages of a conversation to the eviction policy",
+                      help="maximum size of the kept pages; default: 0 = no own limit")  # fmt: skip
+    end = verb("end-conversation", "stop keeping the pages of a conversation",
                _end, _ended)  # fmt: skip
     end.add_argument("space", help=SPACE)
-    end.add_argument("conversation", help="its name; see kvstore conversations")
+    end.add_argument("conversation",
+                     help="name of the conversation, as listed by kvstore"
+                     " conversations")  # fmt: skip
 
 
 def conversations(answer: Any, console: Console) -> None:
