@@ -172,7 +172,7 @@ class Cases:
         self._failures = _failures(options.fail)
         for name, least, most in _RANGES:
             if not least <= getattr(options, name) <= most:
-                raise InvalidArgument(name, f"{least:g} to {most:g} is possible")
+                raise InvalidArgument(name, f"must be {least:g} to {most:g}")
         runs = 1 if options.goodput else len(self.speeds)
         self.total = len(self.policies) * len(self.admissions) * runs
 
@@ -285,7 +285,7 @@ def _admissions(text: str) -> list[AdmissionMode]:
     known = list(AdmissionMode)
     found = [mode for one in text.split(",") for mode in known if mode == one]
     if len(found) != text.count(",") + 1:
-        raise InvalidArgument("admission", f"{text!r}: {', '.join(known)} are possible")
+        raise InvalidArgument("admission", f"{text!r} is not a list of {', '.join(known)}")
     return found
 
 

@@ -232,7 +232,7 @@ def read_journal(path: Path) -> tuple[JournalHead, list[Line]]:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidArgument("journal", f"{path}: {error}") from error
     if head.policy not in POLICIES:
-        raise InvalidArgument("journal", f"{path}: {head.policy!r} is no policy here")
+        raise InvalidArgument("journal", f"{path}: {head.policy!r} is not a known policy")
     return head, lines
 
 

@@ -173,7 +173,10 @@ class Space:
             raise InvalidArgument("pages", f"{len(pages)} pages for {len(keys)} keys")
         source = mover.Pieces.of_buffers(pages, size)
         if durable and (ttl_s or read_once or no_store):
-            raise InvalidArgument("durable", "such pages never go to disk")
+            raise InvalidArgument(
+                "durable",
+                "pages with a TTL, read-once pages and no_store puts are never written to disk",
+            )
         keep = Keep(ttl_s, read_once=read_once, memory_only=no_store)
         if replicas != 1 and (ttl_s or read_once):
             raise InvalidArgument("replicas", "pages with a TTL and read-once pages are not copied")
@@ -547,7 +550,9 @@ class Space:
             InvalidArgument: the engine has no such shard.
         """
         if not 0 <= shard < len(self.page_bytes):
-            raise InvalidArgument("shard", f"{shard} is none of {len(self.page_bytes)}")
+            raise InvalidArgument(
+                "shard", f"{shard} is not one of the space's {len(self.page_bytes)} shards"
+            )
         return self.page_bytes[shard]
 
     def _batch_pages(self, shard: int) -> int:

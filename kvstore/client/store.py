@@ -325,7 +325,7 @@ def _ssd_config(
     if capacity_bytes < _SSD_BYTES_MIN:
         raise InvalidArgument("ssd_capacity_bytes", f"{capacity_bytes} < {_SSD_BYTES_MIN}")
     if sync not in get_args(SyncName):
-        raise InvalidArgument("sync", f"{sync!r} is none of {', '.join(get_args(SyncName))}")
+        raise InvalidArgument("sync", f"{sync!r} is not one of {', '.join(get_args(SyncName))}")
     if isinstance(directories, (str, Path)):
         raise InvalidArgument("ssd_directories", "is a sequence of directories, not one")
     paths = tuple(str(path) for path in directories)

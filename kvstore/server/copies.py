@@ -396,7 +396,7 @@ class CopyJobs:
     def _joined(self) -> CopySide:
         side = self._side()
         if side is None:
-            message = "this node is not one of a cluster: set cluster.name"
+            message = "this node is not in a cluster: set cluster.name"
             raise Refusal(409, "not_clustered", message)
         return side
 

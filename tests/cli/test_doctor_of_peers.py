@@ -139,7 +139,7 @@ def test_the_greeting_is_that_of_the_configured_node():
         (lambda hello: wire.Failure(hello.id, "invalid_argument", "cluster: x", "cluster"),
          "fail", "cluster: x"),
         (lambda hello: welcome(hello, minor=4), "fail", "protocol: 1.4"),
-        (lambda hello: welcome(hello, node="c"), "fail", "'c' answers there"),
+        (lambda hello: welcome(hello, node="c"), "fail", "the node there is 'c'"),
         (lambda hello: b"HTTP/1.1 400 Bad Request\r\n\r\n", "warn", "over the limit"),
         (lambda hello: wire.Pong(hello.id), "warn", "Pong answers"),
         (lambda hello: welcome(hello, at="no address"), "warn", "'no address' is not host:port"),

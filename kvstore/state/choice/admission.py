@@ -71,7 +71,7 @@ class Admission:
             InvalidArgument: the name is unknown, or the budget negative.
         """
         if name not in NAMES:
-            raise InvalidArgument("admission", f"{name!r} is none of {', '.join(NAMES)}")
+            raise InvalidArgument("admission", f"{name!r} is not one of {', '.join(NAMES)}")
         if budget_bytes_per_day < 0:
             raise InvalidArgument("budget_bytes_per_day", f"{budget_bytes_per_day} is negative")
         self.name = name
