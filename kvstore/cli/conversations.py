@@ -17,8 +17,8 @@ _CAUSES: Final = {
     "budget": "admin.conversations_budget_bytes or admin.conversations_ssd_budget_bytes is reached,"
     " and no tenant or space keeps more than this one",
     "quota": "the quota of the space is reached",
-    "conversations": "the node keeps no more conversations, and nobody has more than this space",
-    "disk": "the SSDs take no more now",
+    "conversations": "the node keeps no further conversation, and no space keeps more than this",
+    "disk": "the SSDs accept no more pages at the moment",
 }
 
 
@@ -69,7 +69,7 @@ def _kept(answer: Any, console: Console) -> None:
     said = f"{answer['conversation']}: {answer['pages']} pages are kept"
     said += f" for {show.seconds(answer['ends_in_s'])}"
     if cause := answer["cause"]:
-        said += f"; the others are left to the policy: {_CAUSES.get(cause, cause)} ({cause})"
+        said += f"; the others may be evicted: {_CAUSES.get(cause, cause)} ({cause})"
     _say(said, console)
 
 
@@ -79,7 +79,7 @@ def _end(node: Remote, at: argparse.Namespace) -> Any:
 
 
 def _ended(answer: Any, console: Console) -> None:
-    was = f"{answer['pages']} pages are left to the policy" if answer["pages"] else "was not kept"
+    was = f"{answer['pages']} pages may now be evicted" if answer["pages"] else "was not kept"
     _say(f"{answer['conversation']}: {was}", console)
 
 
