@@ -1,4 +1,4 @@
-"""What went into a dispatcher and what it decided, in order; and the same once more.
+"""A journal of a dispatcher's inputs and decisions, in order; and its replay.
 
 A journal is the proof that decisions depend on nothing else: :func:`replay` gives a new dispatcher
 the same inputs and compares the effects.

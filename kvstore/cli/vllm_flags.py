@@ -1,4 +1,4 @@
-"""``kvstore vllm-flags``: what to add to vLLM's command line so that it uses this node."""
+"""``kvstore vllm-flags``: prints the vLLM flags that connect it to this node."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""Asks another node, from a program that is no node, whether it would talk to this one."""
+"""Asks another node whether it would accept a session; for programs that are not nodes."""
 
 import socket
 import ssl

@@ -1,4 +1,4 @@
-"""The index in a process of its own: how it is started, watched and restarted.
+"""Runs the index in a separate process: starts, watches and restarts it.
 
 The process that needs an index makes the memory of its table and a socket pair, and starts
 ``python -m kvstore.index.child`` with both, or a program that does more besides. It reads the table

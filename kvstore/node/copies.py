@@ -1,4 +1,4 @@
-"""Copies of pages at several nodes: what an engine and another node may ask for. Pure.
+"""Copies of pages on several nodes, as engines and other nodes request them. Pure.
 
 Nobody writes into another node's memory: a node that is to have pages is asked to fetch them.
 """

@@ -1,4 +1,4 @@
-"""Jobs that let other nodes have pages of this one: replicate, move to a node, drain.
+"""Jobs that copy pages to other nodes: replicate, move to a node, drain.
 
 The other nodes fetch the pages themselves (:mod:`kvstore.cluster.copier`). Nothing is dropped here
 that another node has not said to have.

@@ -1,4 +1,4 @@
-"""What may be written to the SSD when it leaves memory, within a budget of bytes a day.
+"""Which pages may be written to the SSDs when they are evicted, within a daily budget.
 
 A flash device wears by what is written, and most pages are never asked for again. The decision is
 taken for a chain, ancestors first: a leading part of it is admitted, so that no tail is on disk
