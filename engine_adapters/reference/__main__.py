@@ -53,7 +53,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=_PROGRAM, allow_abbrev=False)
     add = parser.add_argument
     add("--mode", choices=("mono", "prefill", "decode"), default="mono",
-        help="what the engine does; mono: both prefill and decode; default: mono")  # fmt: skip
+        help="role for the Conductor; every mode serves every request")  # fmt: skip
     add("--model", choices=sorted(MODELS), default="tiny", help="model size; default: tiny")
     add("--host-port", "--port", dest="port", type=_number(0, 65_535), default=0, metavar="PORT",
         help="listen port; 0 = any free port")  # fmt: skip
