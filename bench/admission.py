@@ -52,10 +52,12 @@ class Outcome:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this group."""
-    parser.add_argument("--trace", type=Path, required=True, help="JSON lines; skipped if absent")
-    parser.add_argument("--memory-blocks", type=int, default=1000, help="L2")
-    parser.add_argument("--capacity-blocks", default="10000,30000,60000", help="sizes of L3")
-    parser.add_argument("--quick", action="store_true", help="one size, no curve")
+    parser.add_argument("--trace", type=Path, required=True,
+                        help="trace file; without it, nothing is run")  # fmt: skip
+    parser.add_argument("--memory-blocks", type=int, default=1000, help="size of host memory")
+    parser.add_argument("--capacity-blocks", default="10000,30000,60000",
+                        help="sizes of the SSD tier, comma-separated")  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="only the first size, and no curve")
 
 
 def run(options: argparse.Namespace) -> int:

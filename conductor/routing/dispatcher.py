@@ -168,7 +168,7 @@ class Dispatcher:
         most = tokens_max(infos)
         if not infos or request.length <= most:
             return None
-        why = f"{request.length} tokens with its answer, at most {most:.0f} are possible"
+        why = f"{request.length} tokens with its answer; at most {most:.0f} are possible"
         return Reject(request.number, f"prompt: {why}", 0, "context_length_exceeded", status=400)
 
     def began(self, number: int, now: float, hit_tokens: int | None = None) -> None:

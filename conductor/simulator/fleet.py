@@ -81,7 +81,7 @@ def engines_of(specs: dict[Role, str], model: str, running: Running) -> list[Sim
                 found.append(_engine(role, number, text, model, running))
                 number += 1
     if not 1 <= len(found) <= ENGINES_MAX:
-        raise InvalidArgument("engines", f"1 to {ENGINES_MAX} are possible, not {len(found)}")
+        raise InvalidArgument("engines", f"{len(found)} engines; 1 to {ENGINES_MAX} are possible")
     return found
 
 

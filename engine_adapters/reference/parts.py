@@ -1,4 +1,4 @@
-"""What an engine is made of, and its options."""
+"""The parts of an engine, and its options."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""A request that an engine makes itself before it serves others: all of a push but the bytes.
+"""A request of the engine's own before all others: a complete push without the bytes.
 
 The other engine of this push is here: managers with a secret that nobody else has, which are closed
 afterwards. Whoever asks over HTTP cannot ask for such a push.

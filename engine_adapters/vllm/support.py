@@ -1,4 +1,4 @@
-"""Which models, ways of speculation and KV groups of vLLM the connector can store.
+"""Which models, speculation methods and KV groups of vLLM the connector supports.
 
 What is not named here is refused: KV that another request must not read would be shared silently.
 :func:`check_model` needs vLLM's configuration only, and runs before weights are loaded;

@@ -1,4 +1,4 @@
-"""Shows what a Conductor's index knows of engines and nodes."""
+"""Shows what a Conductor's index knows about engines and nodes."""
 
 import http.client
 from typing import Any

@@ -458,4 +458,6 @@ class Loader:
         if self._resources.promotion is not None:
             self._resources.promotion.slab.forget(self._pages[shard], keys[index])
         self._resources.troubles["corrupt"] += 1
-        log.error("page %s failed its digest: quarantined, a miss", keys[index].hex()[:16])
+        log.error(
+            "page %s failed its digest: quarantined; it counts as a miss", keys[index].hex()[:16]
+        )

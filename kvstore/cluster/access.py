@@ -1,4 +1,4 @@
-"""Where the servers of a store are, and the files with what they want to see.
+"""The addresses of a store's servers, and the files for TLS and login.
 
 What is in the files is never part of an error, a log line or a ``repr``.
 """

@@ -1,4 +1,4 @@
-"""What a node has to say about its pages to a directory that nodes share. Pure.
+"""Which announcements a node owes to a directory that nodes share. Pure.
 
 A :class:`PageAnnouncement` is one telling of all pages under one number: first those of a
 snapshot, then every change. Whenever something may have been missed (the number was lost, the

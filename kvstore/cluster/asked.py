@@ -1,4 +1,4 @@
-"""The directory that nodes share, as the node sees it: questions go to its index process.
+"""The node's side of the shared directory: queries go to its index process.
 
 The node's process has no client of the directory. A question that the index process does not answer
 in time is answered with nobody.

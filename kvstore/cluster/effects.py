@@ -1,4 +1,4 @@
-"""What the session with one other node decides; carried out by whoever owns it. Pure."""
+"""The decisions of the session with one other node; its owner carries them out. Pure."""
 
 from dataclasses import dataclass
 

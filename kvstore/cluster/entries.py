@@ -1,4 +1,4 @@
-"""The entries of pages in a directory that nodes share: their names, and what they say. Pure.
+"""The entries of pages in a directory that nodes share: keys and values. Pure.
 
 An entry is a key of :data:`NAME_BYTES` random bytes, one for each page and shard, and a text: the
 **members** that have it, separated by commas. A member is the number of a node's announcement, with

@@ -1,4 +1,4 @@
-"""What two nodes tell each other first, and which differences refuse a session; pure."""
+"""The first messages between two nodes, and the differences that refuse a session; pure."""
 
 import re
 from collections.abc import Callable

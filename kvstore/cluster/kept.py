@@ -1,4 +1,4 @@
-"""How long pages stay that another node lends. Pure."""
+"""How long pages that another node lends stay there. Pure."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""Asks at the endpoint of a record whether its node lives."""
+"""Asks at the address in a record whether its node is running."""
 
 import asyncio
 import ssl

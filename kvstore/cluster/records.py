@@ -1,4 +1,4 @@
-"""What is known of the nodes of a cluster, and how it is written down in a store. Pure."""
+"""What is known about the nodes of a cluster, and its format in a store. Pure."""
 
 from typing import Final, Literal
 

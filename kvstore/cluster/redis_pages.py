@@ -299,7 +299,7 @@ class RedisPages:
         except InvalidArgument as error:
             raise DirectoryFault("login", str(error)) from error
         except _LOGIN as error:
-            raise DirectoryFault("login", "Redis does not take the login") from error
+            raise DirectoryFault("login", "Redis refuses the login") from error
         except (TimeoutError, exceptions.TimeoutError) as error:
             await self.close()
             raise DirectoryFault("late", f"Redis did not answer within {CALL_S} s") from error

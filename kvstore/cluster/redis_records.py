@@ -208,7 +208,7 @@ class RedisStore:
         except _LOGIN as error:
             # Redis names the user; its text is not repeated, whatever it may come to contain.
             raise InvalidArgument(
-                "login", "Redis does not take the login, or does not permit this user the keys"
+                "login", "Redis refuses the login, or this user may not use the keys"
                 f" {self._prefix}* and scripts",
             ) from error  # fmt: skip
         except (TimeoutError, exceptions.TimeoutError) as error:

@@ -267,7 +267,9 @@ class PeerSession:
         try:
             check_protocol(answer.major, answer.minor)
             if answer.node != self.peer:
-                raise InvalidArgument("node", f"node {answer.node!r} answers, not {self.peer!r}")
+                raise InvalidArgument(
+                    "node", f"the node there is {answer.node!r}, not {self.peer!r}"
+                )
         except InvalidArgument as error:
             self._close("refused", str(error), error.field)
             return

@@ -1,4 +1,4 @@
-"""The side of the desk towards other nodes: questions to the directory, fetches to their links."""
+"""The desk's side towards other nodes: passes queries to the directory and fetches to links."""
 
 import asyncio
 import ssl

@@ -1,4 +1,4 @@
-"""A fetch of a session from its request to its end, and a space that its pages are in. Pure."""
+"""A fetch of a session from request to end, and the space of its pages. Pure."""
 
 from dataclasses import dataclass, field
 from enum import Enum

@@ -1,4 +1,4 @@
-"""The nodes of a cluster that are in a store, for a process that is none of them."""
+"""Watches the nodes of a cluster in a store, for a process that is not a node."""
 
 import asyncio
 from collections.abc import Callable, Mapping

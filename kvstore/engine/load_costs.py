@@ -1,4 +1,4 @@
-"""What loads of pages take: measured for each tier, with what else is being loaded. Pure."""
+"""How long loads of pages take: measured per tier, with the other loads in flight. Pure."""
 
 from collections.abc import Mapping
 from typing import Final, NamedTuple

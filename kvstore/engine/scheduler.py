@@ -1,4 +1,4 @@
-"""The scheduler's half of an adapter: decides which pages of a request to load and store.
+"""The scheduler side of an adapter: decides which pages of a request to load and store.
 
 The calls in each step of the engine, on one thread:
 

@@ -1,4 +1,4 @@
-"""The worker's half of an adapter: moves pages between the engine's KV memory and the store.
+"""The worker side of an adapter: copies pages between the engine's KV memory and the store.
 
 Copies run in the store's background threads; the engine's step only starts them and polls. When a
 load is late, its request continues without it, and the scheduler holds the blocks until the job has

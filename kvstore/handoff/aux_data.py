@@ -1,4 +1,4 @@
-"""What decode needs besides KV to continue a request: it comes with the last KV."""
+"""The data besides KV that decode needs to continue a request; it comes with the last KV."""
 
 from collections.abc import Sequence
 from typing import Final

@@ -261,7 +261,7 @@ class DecodeManager:
                 self._carry_out(self._core.linked(peer.peer, sources, time.monotonic_ns()))
         except Exception as error:  # whatever it is: nobody else would ever connect to this peer
             if not isinstance(error, KVStoreError):
-                _LOG.exception("%s is given up after a fault of ours", peer.peer)
+                _LOG.exception("%s was abandoned after an internal error", peer.peer)
                 error = PeerUnreachable(repr(error)[:200])
             with self._lock:
                 self._give_up(peer, error)

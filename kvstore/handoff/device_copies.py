@@ -63,7 +63,7 @@ class _Flying:
                 self.why = self.why or str(error)
             except Exception as error:  # nobody would look at the others any more
                 if not self.why:
-                    _LOG.exception("a copy of a handoff is given up after a fault of ours")
+                    _LOG.exception("a copy of a handoff was abandoned after an internal error")
                 self.why = self.why or said_of(error)
         if now >= self.until:
             verb = "finished" if taken else "taken"
@@ -167,7 +167,7 @@ class DeviceCopies:
         try:
             started = self._way.copy(slot, rows, heads, after)
         except Exception as error:  # it may have been given to the device: nobody can tell
-            _LOG.exception("a copy of a handoff is given up after a fault of ours")
+            _LOG.exception("a copy of a handoff was abandoned after an internal error")
             started = StartedCopy(None, said_of(error))
         with self._changed:
             flying.taken(started)
@@ -189,7 +189,7 @@ class DeviceCopies:
             thread.join(max(0.0, until - time.monotonic()))
         if self._flying or any(thread.is_alive() for thread in self._threads):
             _LOG.error(
-                "%d copies of handoffs are not finished by the device: see its errors (nvidia-smi,"
+                "%d copies of handoffs did not finish on the device: see its errors (nvidia-smi,"
                 " dmesg); their blocks and staging stay in use",
                 max(1, len(self._flying)),
             )
@@ -233,7 +233,7 @@ class DeviceCopies:
             try:
                 waiting = self._feed()
             except Exception:  # no copy would ever be begun any more
-                _LOG.exception("copies of handoffs go on after a fault of ours")
+                _LOG.exception("copies of handoffs continue after an internal error")
                 waiting = True
             with self._changed:
                 if waiting != self._waiting:
@@ -251,7 +251,7 @@ class DeviceCopies:
             if self._late is not None:
                 self._late()
         except Exception:  # no copy would ever end any more
-            _LOG.exception("copies of handoffs go on after a fault of ours")
+            _LOG.exception("copies of handoffs continue after an internal error")
 
     def _pause(self, pause_s: float) -> float | None:
         if any(not one.is_told for one in self._flying):
@@ -275,7 +275,7 @@ class DeviceCopies:
             try:
                 one.ended(one.why, done)
             except Exception:  # the others have ends too
-                _LOG.exception("copies of handoffs go on after a fault of ours")
+                _LOG.exception("copies of handoffs continue after an internal error")
         return any_ended
 
 

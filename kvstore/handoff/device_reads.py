@@ -113,7 +113,7 @@ class DeviceReads:
             rows = self._pool.block_rows(job.ranges, job.sources, job.rows)
             heads = self._pool.head_rows(job.share.heads) if job.rows else None
         except Exception as error:  # a job that has no end would hold its blocks for good
-            _LOG.exception("a job of room %d is given up after a fault of ours", job.room)
+            _LOG.exception("a job of room %d was abandoned after an internal error", job.room)
             self.ended(job)
             self._failed(job, said_of(error))
             return

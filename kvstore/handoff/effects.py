@@ -1,4 +1,4 @@
-"""What the cores of both sides want done. Pure values."""
+"""The effects of both sides' cores: what they want done. Pure values."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -238,7 +238,7 @@ class Ticker:
             try:
                 self._call()
             except Exception:  # no deadline would be kept any more
-                _LOG.exception("%s goes on after a fault of ours", self._thread.name)
+                _LOG.exception("%s continues after an internal error", self._thread.name)
 
 
 class LinkThreads:

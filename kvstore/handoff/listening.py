@@ -85,7 +85,7 @@ class LinkListener:
             except KVStoreError:
                 continue  # it is broken already
             except Exception:  # nobody would be let in any more
-                _LOG.exception("a connection is given up after a fault of ours")
+                _LOG.exception("a connection was abandoned after an internal error")
                 connection.close()
 
     def _begin(self, stream: DataStream, peer: str) -> None:

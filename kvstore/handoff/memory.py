@@ -76,7 +76,7 @@ class HandoffPool:
         if device is None and pool.block_stride_bytes != pool.block_bytes:
             raise InvalidArgument("block_stride_bytes", "handoffs need blocks without gaps")
         if fake and group is not None:
-            raise InvalidArgument("fake", "only where there is one rank")
+            raise InvalidArgument("fake", "only possible with one rank")
         if device is not None:
             _check_device(device, pool, states)
         self.device = None if fake else device
@@ -136,7 +136,7 @@ class HandoffPool:
         for one in self._states:
             if one.buffer.name == name:
                 return one.generations(blocks)
-        raise InvalidArgument("states", f"{name[:40]!r} is no state buffer")
+        raise InvalidArgument("states", f"{name[:40]!r} is not a state buffer")
 
     def is_unchanged(self, job: PushJob) -> bool:
         """Whether the blocks of a job are still those that its KV was written to."""

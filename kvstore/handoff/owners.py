@@ -27,7 +27,7 @@ class BlockOwners:
         """
         taken = dict.fromkeys(names, room)
         if not self._owned.keys().isdisjoint(taken):
-            raise InvalidArgument("blocks", "one is of another handoff")
+            raise InvalidArgument("blocks", "one belongs to another handoff")
         self._owned.update(taken)
 
     def give_back(self, names: Iterable[BlockName]) -> None:

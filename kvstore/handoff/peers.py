@@ -1,4 +1,4 @@
-"""Whom a rank of decode asks for KV: what the registry says, and what follows from it. Pure."""
+"""Which prefill ranks a decode rank asks for KV, based on the registry's answer. Pure."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Places of a handoff: which blocks go where, what they are joined to, what has arrived. Pure.
+"""Places of a handoff: which blocks go where, which are joined, what has arrived. Pure.
 
 A **position** is the index of a block among the blocks of a request; position 0 has token 0. A
 range is ``count`` positions of one plane that are neighbours in the pools of both sides.

@@ -184,7 +184,7 @@ def _check_apart(parts: Sequence[RankPart], side: str) -> None:
     if shared.any():
         one, other = (parts[int(at[0])] for at in np.nonzero(shared))
         what = f"layers {one.layers} of heads {one.heads}, {other.layers} of {other.heads}"
-        raise InvalidArgument("heads", f"ranks of {side} that are not alike share some: {what}")
+        raise InvalidArgument("heads", f"different ranks of {side} share heads: {what}")
 
 
 def _check_covered(parts: Iterable[RankPart], by: dict[RankPart, list[int]], side: str) -> None:

@@ -106,7 +106,7 @@ class Receivers:
         if room in self._rooms or room in self._seen:  # which forgets the oldest boots
             raise InvalidArgument("room", f"{room} was used before")
         if len(self._rooms) >= ROOMS_MAX or not self.free_slots:
-            raise CapacityError(f"{len(self._rooms)} handoffs are under way", "aux_slots")
+            raise CapacityError(f"{len(self._rooms)} handoffs are in progress", "aux_slots")
         refuse_for_limbo(self.limbo(peer), self._shape, peer)
         slot = self.free_slots.pop()
         progress = HandoffProgress(self._patience, now_ns)

@@ -447,5 +447,5 @@ class RegistryClient:
         if not hmac.compare_digest(
             told.encode(), _answer_proof(self._secret, nonce, said).encode()
         ):
-            raise ProtocolError("the registry does not know the secret")
+            raise ProtocolError("the registry has another secret")
         return said

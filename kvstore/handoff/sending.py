@@ -91,7 +91,7 @@ class Senders:
             if room in self._seen:
                 raise InvalidArgument("room", f"{room} was used before")
             if len(self._rooms) >= ROOMS_MAX:
-                raise CapacityError(f"{ROOMS_MAX} handoffs are under way")
+                raise CapacityError(f"{ROOMS_MAX} handoffs are in progress")
             one = self._add(room, now_ns)
         elif one.opened:
             raise InvalidArgument("room", f"{room} is in use")
@@ -140,7 +140,7 @@ class Senders:
         if min(layers.start, positions.start) < 0 or not one.coverage.claim_planes(
             planes, positions
         ):
-            raise InvalidArgument("positions", f"{layers} of {positions} is outside, or was sent")
+            raise InvalidArgument("positions", f"{layers} of {positions}: outside or sent before")
         first = self._shape.first_plane
         planes = range(planes.start + first, planes.stop + first)
         return self._pushed(one, SentPart(planes, positions, numbers, generations, after), now_ns)
@@ -160,7 +160,7 @@ class Senders:
         if positions.step != 1 or not positions or len(blocks) != len(positions):
             raise InvalidArgument(field, f"{len(blocks)} blocks for {positions}")
         if not one.states[index].claim([place]):
-            raise InvalidArgument(field, f"{positions} is outside, or was sent")
+            raise InvalidArgument(field, f"{positions}: outside or sent before")
         planes = self._shape.state_shares[index].planes
         numbers = np.asarray(blocks, dtype=np.int64)
         return self._pushed(one, SentPart(planes, positions, numbers, generations, after), now_ns)

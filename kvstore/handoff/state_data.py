@@ -209,7 +209,7 @@ def wanted_states(
     """
     unknown = given.keys() - {state.name for state in states}
     if unknown:
-        raise InvalidArgument("states", f"{min(unknown)[:40]!r} is no state buffer")
+        raise InvalidArgument("states", f"{min(unknown)[:40]!r} is not a state buffer")
     found: list[StatePart] = []
     for state in states:
         wanted = state.positions(blocks, first)

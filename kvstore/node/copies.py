@@ -1,4 +1,4 @@
-"""Copies of pages at several nodes: what an engine and another node may ask for. Pure.
+"""Copies of pages on several nodes, as engines and other nodes request them. Pure.
 
 Nobody writes into another node's memory: a node that is to have pages is asked to fetch them.
 """
@@ -53,7 +53,9 @@ class CopyRequests:
         space = self._requests.space(process, request.space, [request.shard])
         count, shard = wire.count_keys(request.keys), request.shard
         if not 0 <= request.first < count:
-            raise InvalidArgument("first", f"{request.first} is none of {count} keys")
+            raise InvalidArgument(
+                "first", f"{request.first} is not below {count}, the number of keys"
+            )
         if request.idle_ms < 0:
             raise InvalidArgument("idle_ms", f"{request.idle_ms} is less than 0")
         remote = self._remote()
@@ -125,7 +127,7 @@ class CopyRequests:
     def _remote(self) -> RemotePages:
         remote = self._requests.remote
         if remote is None:
-            raise InvalidArgument("request", "this node is not one of a cluster")
+            raise InvalidArgument("request", "this node is not in a cluster")
         return remote
 
 

@@ -109,7 +109,7 @@ class Requests:
         space = self.space(process, request.space, request.shards)
         wire.count_keys(request.keys)
         if len(request.holder) > wire.HOLDER_CHARS_MAX or request.held < 0:
-            raise InvalidArgument("holder", "is no name of a node with a number of pages")
+            raise InvalidArgument("holder", "must be a node's name with a number of pages")
         table = self._pages
         pages, pending = table.lookup(space, request.shards, request.keys)
         on_disk = table.residents.on_disk(space, request.shards, request.keys, pages)

@@ -1,4 +1,4 @@
-"""The SSD tier of one node: gives the state's jobs to the log, and passes on what became of them.
+"""The SSD tier of one node: passes the state's jobs to the log, and their results back.
 
 The state names slots, the log needs addresses: only this object knows both. It also passes
 recovered pages to the state.

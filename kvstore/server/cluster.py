@@ -1,4 +1,4 @@
-"""The side of a node towards the others of its cluster: all of its parts in one object.
+"""A node's side towards the other nodes of its cluster: all of its parts in one object.
 
 The node listens for others before its engines are served, and the engines of this node are served
 whether another node can be reached or not.

@@ -381,17 +381,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvstore-server", description="Store KV pages for the engines of this machine."
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML configuration file")
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
-        help="a setting; overrides the environment (KVSTORE__SECTION__KEY) and the file",
+        help="one setting; overrides the environment (KVSTORE__SECTION__KEY) and the file",
     )  # fmt: skip
     parser.add_argument(
         "--print-config", action="store_true", help="print every setting and its source, and exit"
     )
     parser.add_argument(
         "--log-level", default="INFO", type=str.upper,
-        choices=["DEBUG", "INFO", "WARNING", "ERROR"], help="default: INFO",
+        choices=["DEBUG", "INFO", "WARNING", "ERROR"], help="minimum level to log; default: INFO",
     )  # fmt: skip
     parser.add_argument(
         "--log-format", default="text", choices=["text", "json"],

@@ -167,7 +167,7 @@ class OperatorRequests:
         }  # fmt: skip
         if asked.space is None:
             if asked.key is not None:
-                raise InvalidArgument("space", "a key needs its space too")
+                raise InvalidArgument("space", "a key also needs its space")
             spaces = list(self._table.spaces)
             work = self._verifier.spaces(spaces, tiers, deadline_ns)
         elif asked.key is None:

@@ -101,7 +101,7 @@ class ServedPeer:
 
     def _ask(self, request: _Asked) -> None:
         if request.id in self._asked:
-            raise InvalidArgument("id", f"{request.id} waits for its answer")
+            raise InvalidArgument("id", f"{request.id} is in use: its request was not answered yet")
         if len(self._asked) >= ASKED_MAX:
             raise CapacityError(f"{ASKED_MAX} requests of this node wait for their answers")
         if isinstance(request, wire.Lookup):

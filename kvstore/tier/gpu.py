@@ -1,4 +1,4 @@
-"""KV pools on a device: gathers pages there, and spreads them over an engine's blocks.
+"""KV pools on a device: gathers pages there, and scatters them to an engine's blocks.
 
 Everything is done in torch operations, which run alike on ``cuda`` and on ``cpu``. In a device's
 staging memory pages lie in page order, so one copy moves them between there and the host; one

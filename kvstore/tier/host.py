@@ -224,7 +224,7 @@ class HostMemory:
             self._descriptors.clear()
         for exchange in self._exchanges.values():
             if exchange.thread is not None and exchange.thread.is_alive():
-                log.error("memory of an extent is still being freed: not closed")
+                log.error("the memory of an extent is still being freed, so it is not closed")
             elif exchange.descriptor is not None:
                 descriptors.append(exchange.descriptor)
         self._exchanges.clear()

@@ -1,4 +1,4 @@
-"""Blocks of a pool on a device for handoffs: gathered into pinned memory, and spread from it.
+"""Blocks of a device pool for handoffs: gathered to pinned memory, and scattered from it.
 
 Everything is done in torch operations, which run alike on ``cuda`` and on ``cpu``. One operation
 for each plane gathers or spreads all blocks of a copy; one copy moves them between the device's

@@ -98,7 +98,7 @@ class PageTransfer:
         if not 0 < count <= PAGES_MAX:
             raise InvalidArgument("remote", f"{count} pages are not 1 to {PAGES_MAX}")
         if self.page_bytes <= 0 or any(one.length != self.page_bytes for one in self.remote):
-            raise InvalidArgument("remote", "its pages are not all of one length")
+            raise InvalidArgument("remote", "its pages differ in length")
         if len(self.ticket) != TICKET_BYTES:
             raise InvalidArgument("ticket", f"{len(self.ticket)} bytes are not {TICKET_BYTES}")
         if self.local.shape != (count,):

@@ -104,7 +104,7 @@ class PageOwner:
         try:
             thread.start()
         except RuntimeError as error:  # no more threads
-            _log.warning("a connection for pages is refused: %s", error)
+            _log.warning("refused a connection to the data port: %s", error)
             self._refuse(caller)
             return
         caller.thread = thread

@@ -1,4 +1,4 @@
-"""A transfer under way: the parts it is split into, and what has arrived. Changed under one lock.
+"""A transfer in progress: its parts, and what has arrived. Changed under one lock.
 
 A transfer is split so that several connections carry it: while the bytes of one part are digested,
 those of another arrive.

@@ -242,7 +242,7 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except (TimeoutError, BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
-        raise TransferTimeout("the peer did not go on before the deadline") from error
+        raise TransferTimeout("the peer made no progress before the deadline") from error
     except (OSError, ValueError) as error:
         raise PeerUnreachable(f"the connection broke: {reason(error)}") from error
 

@@ -66,7 +66,7 @@ async def test_engines_tell_their_limit_and_a_client_is_told_the_largest() -> No
         status, answer, headers = await client.complete(list(range(40)), max_tokens=8)
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
         assert answer["error"]["type"] == "invalid_request_error"
-        assert "48 tokens with its answer, at most 40 are possible" in answer["error"]["message"]
+        assert "48 tokens with its answer; at most 40 are possible" in answer["error"]["message"]
         assert "Retry-After" not in headers
         assert (await client.decision(headers["X-Request-Id"]))["outcome"] == "rejected"
         for _ in range(3):

@@ -58,7 +58,7 @@ def test_a_fault_of_ours_in_one_push_ends_no_thread_that_others_need(monkeypatch
     until(lambda: scene.decode._core._engines._place is not None)
     scene.push(4, OLD, NEW)
     assert scene.written() > before
-    assert caplog.text.count("goes on after a fault of ours") == 2
+    assert caplog.text.count("continues after an internal error") == 2
     caplog.clear()  # its tracebacks hold the pools
     scene.close()
 

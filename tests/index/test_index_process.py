@@ -317,7 +317,7 @@ async def test_a_process_that_does_not_even_end_when_killed_is_not_waited_for_fo
         await eventually(lambda: index.restarts == 1)
         await real.wait()
     assert immortal.killed == 1
-    assert "has not ended" in caplog.text
+    assert "is still running" in caplog.text
 
 
 @in_loop

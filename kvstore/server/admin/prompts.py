@@ -60,7 +60,9 @@ async def explain(
     if not there.sizes:
         raise InvalidArgument("tokens", "no space is open: nothing was stored yet")
     if space is None and len(there.sizes) > SIZES_MAX:
-        raise InvalidArgument("space", f"there are pages of {len(there.sizes)} sizes: name a space")
+        raise InvalidArgument(
+            "space", f"the node has pages of {len(there.sizes)} sizes: name a space"
+        )
     least = there.page_tokens or min(there.sizes)
     if len(tokens) < least:
         raise InvalidArgument("tokens", f"{len(tokens)} are fewer than a page, which has {least}")

@@ -108,7 +108,7 @@ def _cursor(space: PrefixTree, start: PrefixNode, after: PrefixKey) -> Steps[Pre
     while at is not start:
         if at.parent is None:
             if at is space.root:
-                raise InvalidArgument("cursor", "it stands at a page outside of this listing")
+                raise InvalidArgument("cursor", "it points to a page outside this listing")
             raise _cursor_left()
         at = at.parent
         looked += 1

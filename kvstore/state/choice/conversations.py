@@ -1,4 +1,4 @@
-"""Conversations whose pages are kept for a time, whatever the eviction policy thinks. Pure.
+"""Conversations whose pages are kept for a time, whatever the eviction policy says. Pure.
 
 An agent or a user comes back to a conversation after minutes, when its pages have long been the
 least recently used ones. An engine that knows the conversation of a request says so; its pages are

@@ -1,4 +1,4 @@
-"""Which page goes when room is needed: leaves in order, by slot size and by who must pay. Pure.
+"""Which page to evict when memory is needed: leaves in order, by slot size and space. Pure.
 
 Pages of one tenant and one slot size share a queue; a space with a quota or a reservation has
 queues of its own, so that its leaves can be found, or left alone, without looking at the others'.

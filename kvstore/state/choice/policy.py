@@ -381,7 +381,7 @@ def new_policy(name: str, slot_bytes: int) -> EvictionPolicy:
     """
     made = POLICIES.get(name)
     if made is None:
-        raise InvalidArgument("policy", f"{name!r} is none of {', '.join(POLICIES)}")
+        raise InvalidArgument("policy", f"{name!r} is not one of {', '.join(POLICIES)}")
     return made(slot_bytes)
 
 

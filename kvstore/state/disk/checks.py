@@ -1,4 +1,4 @@
-"""Records that are read again where they lie: are they whole, what tokens are in them? Pure.
+"""Records that are read again: whether they are intact, and which tokens they contain. Pure.
 
 Loads go first: little is read at a time, and next to nothing while somebody waits for a page.
 """

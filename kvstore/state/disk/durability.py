@@ -1,4 +1,4 @@
-"""What pages that are put durably must be: allowed on disk, and there in the end. Pure."""
+"""Conditions for durable pages: they must be allowed on disk, and be there in the end. Pure."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Pages that were taken out on purpose, until the log says so too. Pure.
+"""Pages that were removed on purpose, until the log has their tombstones. Pure.
 
 Their records stay in the segment files until those are reclaimed; a tombstone keeps a start from
 finding them. It counts against every older record of its keys, so a page that is stored again must

@@ -1,4 +1,4 @@
-"""What the disk side of the page table asks its tier to do, and for whom. Pure values.
+"""Jobs that the disk side of the page table gives to its tier. Pure values.
 
 These are the jobs of the tier too: only the address of a page in this process is added on the way.
 """

@@ -1,4 +1,4 @@
-"""The SSD log as the node's state sees it: which record lies where. Pure.
+"""The SSD log as the node's state sees it: where each record is. Pure.
 
 Segments are files of equal size, written front to back and given back as a whole. A record is a
 header and one page; ``docs/internals/ssd-format.md`` describes its bytes.

@@ -1,4 +1,4 @@
-"""What becomes of the pages of a segment that is reclaimed: carried over, or dropped. Pure."""
+"""Which pages of a reclaimed segment are carried over, and which are dropped. Pure."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple

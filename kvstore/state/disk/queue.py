@@ -1,4 +1,4 @@
-"""What the disk side says: jobs for the SSD tier, effects for the page table. Pure."""
+"""The output of the disk side: jobs for the SSD tier, effects for the page table. Pure."""
 
 from itertools import count
 from typing import Final

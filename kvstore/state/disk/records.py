@@ -1,4 +1,4 @@
-"""Which pages the records of a segment are of: stretches of records, pages named by key. Pure.
+"""The records of a segment: runs of adjacent records, and the keys of their pages. Pure.
 
 Nothing here refers to a node: nodes are split, leave and come back, and a record stays where it is.
 """

@@ -1,4 +1,4 @@
-"""When what was written to disk is made to survive a power cut, and who is told then. Pure.
+"""When written records are synced to survive a power cut, and who is notified. Pure.
 
 A sync covers what was written before it began. At most one is under way: with the policy
 ``always`` whatever is written meanwhile shares the next one.

@@ -1,4 +1,4 @@
-"""What a node asks its peer side to do, and what that says of it. Pure values."""
+"""Jobs that a node gives to its peer side, and the reports on them. Pure values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which peers have which chain: questions under way, and answers that are remembered. Pure.
+"""Which peers have which chain: queries in progress, and answers that are remembered. Pure.
 
 ::
 

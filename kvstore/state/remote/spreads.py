@@ -1,4 +1,4 @@
-"""Requests that further nodes have pages too, until the peer side says how many do. Pure."""
+"""Requests for copies on further nodes, until the peer side reports how many have them. Pure."""
 
 from collections import Counter
 from collections.abc import Callable

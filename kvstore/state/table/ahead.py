@@ -107,12 +107,12 @@ class SlotsAhead:
         space, shard, key, parent, tokens = page
         put = process.puts.get(put_id)
         if put is None or not put.ahead or not put.is_of(space, shard):
-            raise InvalidArgument("put", f"{put_id} is no slot that is reserved for this shard")
+            raise InvalidArgument("put", f"{put_id} is not a slot reserved for this shard")
         self._held.moment.tick += 1
         if process.session.prefill_s_per_token:
             space.prefill_s_per_token = process.session.prefill_s_per_token
         if parent == key:
-            raise InvalidArgument("parent", "is the key that is to follow it")
+            raise InvalidArgument("parent", "is the same as the key after it")
         known = known_pages(space, shard, key, 0, self._held.moment.tick)
         if known is not None:
             return known[0]

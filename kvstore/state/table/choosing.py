@@ -1,4 +1,4 @@
-"""Chooses what leaves memory for room: plans, as values. Pure.
+"""Chooses which pages to evict: plans, as values. Pure.
 
 Choosing takes leaves out of the order in which they are to leave, and changes nothing else: no
 page, no slot, no job. :mod:`kvstore.state.table.room` carries a plan out in one place. A plan ends

@@ -1,4 +1,4 @@
-"""What is kept from eviction: pins of operators, conversations of engines. Pure."""
+"""Pages protected from eviction: operators' pins and engines' conversations. Pure."""
 
 from collections.abc import Iterable, Sequence
 

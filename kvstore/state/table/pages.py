@@ -201,7 +201,7 @@ class PageTable:
         self.moment.tick += 1
         keys = [PrefixKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]
         if parent and parent in keys:
-            raise InvalidArgument("parent", "is among the keys that are to follow it")
+            raise InvalidArgument("parent", "is itself one of the keys after it")
         if process.session.prefill_s_per_token:
             space.prefill_s_per_token = process.session.prefill_s_per_token
         put = Put(space, shard, [], [], 0, self.moment.now_ns)

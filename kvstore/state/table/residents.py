@@ -1,4 +1,4 @@
-"""Pages and where they are: in memory, on disk, on their way, gone. Pure.
+"""Where each page is: in memory, on disk, in transit, or dropped. Pure.
 
 A page that leaves memory stays on disk if it is there; else it leaves the index with all that it
 leads to. :mod:`kvstore.state.table.room` chooses what leaves; nothing here knows about engines,

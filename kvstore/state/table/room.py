@@ -1,4 +1,4 @@
-"""Makes room in memory: carries out plans of what leaves, and brings in what is wanted. Pure.
+"""Makes room in memory: carries out eviction plans, and loads requested pages. Pure.
 
 Who asks for memory gets slots that are free, or those that victims leave. What leaves is chosen in
 :mod:`kvstore.state.table.choosing` before any of it is done. A victim that is worth it is written

@@ -1,4 +1,4 @@
-"""Which pages a device slab holds, where they lie, and which go when room is needed. Pure.
+"""Which pages a device slab holds, where they are, and which to evict. Pure.
 
 A **slab** is memory on a device that belongs to one client: whole pages, copies of what a node has.
 It is a cache and nothing else: a page that is not in it is read from the node. The parts are those

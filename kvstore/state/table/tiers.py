@@ -1,4 +1,4 @@
-"""What the disk side says has become of pages, applied in one loop. Pure.
+"""Applies the effects that the disk side reports, in one loop. Pure.
 
 The disk side changes only what is its own: its ledger, its jobs, and where on disk a page lies. All
 else it says in effects, and calls nobody back: pages came to memory, were lost, need their slots no

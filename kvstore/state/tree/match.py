@@ -1,4 +1,4 @@
-"""How long a prefix is there: the longest run of a chain whose pages meet every group's need.
+"""How long a stored prefix is: the longest run of a chain that satisfies every KV group.
 
 For groups that need every page the pages *present* (READY or WRITING) of a shard are a subtree: a
 page is granted only under a present one, and what loses its head is dropped. So along one chain

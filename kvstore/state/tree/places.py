@@ -1,4 +1,4 @@
-"""In which tiers a page may be; where its record lies in the SSD log, what it takes there. Pure.
+"""The tiers a page can be in, and the position and size of its record in the SSD log. Pure.
 
 ``docs/internals/ssd-format.md`` describes the bytes.
 """
