@@ -18,7 +18,7 @@ from typing import Final
 from bench import trace
 from bench.measure import Progress, Report, Result
 from bench.reclaim import EXTENT_BLOCKS, PAGE_BYTES, block_key
-from kvstore.page import KEY_BYTES, CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.page import KEY_BYTES, CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.admission import BUCKET_DISK_SHARE, BURST_SHARE, DAY_NS, Admission
 from kvstore.state.disk.jobs import DiskRules, SyncPolicy, WritePolicy
 from kvstore.state.disk.log import SegmentLog

@@ -24,7 +24,7 @@ from bench.host_pages import LAYER_TOKEN_BYTES, Shape, open_space, random_keys
 from bench.measure import Measured, Memcpy, Progress, Report
 from kvstore.client.store import KVStore
 from kvstore.mover.kvpool import KVPool
-from kvstore.page import PrefixKeys
+from kvstore.protocol.page import PrefixKeys
 from kvstore.testing.device import EngineMemory
 from kvstore.tier.gpu import STAGING_BYTES, HostDevice, open_device
 from kvstore.tier.lane import Device, DeviceCopy

@@ -26,7 +26,7 @@ from conductor.simulator.fleet import Running, engines_of
 from conductor.simulator.scenario import Scenario
 from conductor.simulator.simulation import Simulation
 from conductor.simulator.trace import BLOCK_TOKENS, TracedRequest, read_trace
-from kvstore.errors import InvalidArgument, reason
+from kvstore.protocol.errors import InvalidArgument, reason
 
 MODEL: Final = "llama3-70b"
 CAPACITIES: Final = {"1M": 1e6, "3M": 3e6, "10M": 1e7, "30M": 3e7, "50M": 5e7}

@@ -20,8 +20,8 @@ from bench import host_bystander, host_mooncake, measure, ping_pong, server
 from bench.busy import BusyThread
 from bench.host_pages import MIB, SHAPES, PageCalls, Shape, open_space, random_keys
 from bench.measure import Measured, Memcpy, Progress, Report
-from kvstore import wire
 from kvstore.client.store import KVStore
+from kvstore.protocol import wire
 
 POOL_MIB: Final = 1024
 POOL_MIB_MIN: Final = 64

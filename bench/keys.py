@@ -14,7 +14,7 @@ import numpy as np
 
 from bench import measure
 from bench.measure import Progress, Report, Result, timed
-from kvstore.page import page_keys
+from kvstore.protocol.page import page_keys
 
 TOKENS: Final = 128 << 10
 PAGE_TOKENS: Final = 64

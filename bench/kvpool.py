@@ -21,7 +21,7 @@ from bench.measure import Memcpy, Progress, Report
 from kvstore.client.store import KVStore
 from kvstore.mover import Order
 from kvstore.mover.kvpool import KVPool
-from kvstore.page import PrefixKeys
+from kvstore.protocol.page import PrefixKeys
 
 PAGE_TOKENS: Final = 64
 LAYERS: Final = 32

@@ -38,8 +38,8 @@ from conductor.simulator.scenario import Scenario
 from conductor.simulator.simulation import Simulation
 from conductor.simulator.trace import BLOCK_TOKENS, TracedRequest, read_trace
 from conductor.simulator.workloads import made_up
-from kvstore.errors import InvalidArgument
-from kvstore.page import page_keys
+from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.page import page_keys
 
 _LEARNED: Final = 100
 """Requests after which predictions count."""

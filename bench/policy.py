@@ -17,7 +17,7 @@ from typing import Final
 
 from bench.measure import Progress, Report, Result
 from bench.trace import BLOCK_TOKENS, blocks
-from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.policy import POLICIES, EvictionPolicy, enter, leave, new_policy
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree, Shard

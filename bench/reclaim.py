@@ -14,7 +14,7 @@ from typing import Final
 
 from bench import trace
 from bench.measure import Progress, Report, Result
-from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.jobs import DiskRules, SyncPolicy, WritePolicy
 from kvstore.state.disk.log import LogStats, SegmentLog

@@ -38,7 +38,7 @@ from conductor.simulator.scenario import NEVER, Scenario
 from conductor.simulator.simulation import Simulation
 from conductor.simulator.trace import TracedRequest, read_trace
 from conductor.simulator.workloads import made_up
-from kvstore.errors import InvalidArgument, reason
+from kvstore.protocol.errors import InvalidArgument, reason
 
 OURS: Final = "earliest-first-token"
 BESIDE: Final = "cache-global"

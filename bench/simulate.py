@@ -10,7 +10,7 @@ import sys
 
 from bench.measure import Progress, Report, Result
 from conductor.simulator import command
-from kvstore.errors import InvalidArgument
+from kvstore.protocol.errors import InvalidArgument
 
 
 class Simulated(Result, frozen=True, kw_only=True):

@@ -25,8 +25,8 @@ import numpy as np
 from bench import measure, recovery
 from bench.measure import Measured, Progress, Report
 from kvstore import mover
-from kvstore.errors import KVStoreError
-from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity, page_seeds
+from kvstore.protocol.errors import KVStoreError
+from kvstore.protocol.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity, page_seeds
 from kvstore.state.disk.jobs import DiskDrop, DiskJob, DiskRead, DiskSync, DiskWrite, PageRecord
 from kvstore.state.tree.places import FOOTER_TABLE_BYTES, Place, record_bytes
 from kvstore.state.tree.slots import Slot

@@ -21,8 +21,8 @@ from conductor.routing.policy import POLICIES
 from kvstore.config import Loaded, Positive, load
 from kvstore.config.section import Section
 from kvstore.config.stores import StoreConfig
-from kvstore.errors import InvalidArgument
 from kvstore.process.listeners import parse_endpoint
+from kvstore.protocol.errors import InvalidArgument
 
 ENV_PREFIX: Final = "KVSTORE_CONDUCTOR__"
 

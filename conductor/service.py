@@ -45,12 +45,12 @@ from conductor.simulator import command as simulate
 from kvstore.cluster.store import RecordStore
 from kvstore.config import show
 from kvstore.config.machine import version_of
-from kvstore.errors import ConfigError, reason
 from kvstore.index.control import IndexSettings, SourceBounds
 from kvstore.index.face import PrefixIndex
 from kvstore.index.process import IndexProcess
 from kvstore.process.collector import look_seldom
 from kvstore.process.faults import Faults
+from kvstore.protocol.errors import ConfigError, reason
 
 _LAG_PERIOD_S: Final = 0.05
 _LAG_WINDOW: Final = 20

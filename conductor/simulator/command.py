@@ -35,7 +35,7 @@ from conductor.simulator.scenario import Failure, Scenario
 from conductor.simulator.simulation import Simulation
 from conductor.simulator.trace import TracedRequest, read_trace
 from conductor.simulator.workloads import WORKLOADS, made_up
-from kvstore.errors import InvalidArgument, reason
+from kvstore.protocol.errors import InvalidArgument, reason
 
 _FAILURE: Final = re.compile(r"([A-Za-z0-9._-]+)@(\d+(?:\.\d+)?)(?::(\d+(?:\.\d+)?))?")
 SHOWN: Final = ("p50", "p90", "p99", "tbt_p99", "hit", "effective", "rejected", "lost", "wasted",

@@ -14,7 +14,7 @@ from conductor.simulator.links import Link
 from conductor.simulator.scenario import Scenario
 from conductor.simulator.steps import StepTimes
 from conductor.simulator.trace import BLOCK_TOKENS
-from kvstore.errors import InvalidArgument
+from kvstore.protocol.errors import InvalidArgument
 
 _SPEC: Final = re.compile(r"(\d{1,5})x([a-z0-9.-]+?)(?::(\d{1,4}))?(?:@(\d{1,2}(?:\.\d{1,3})?))?")
 ENGINES_MAX: Final = 1024

@@ -22,7 +22,7 @@ from conductor.routing.policy import POLICIES
 from conductor.routing.requests import DispatchLimits, Request
 from conductor.routing.scheduler import Scheduler
 from conductor.simulator.skew import SkewedBook
-from kvstore.errors import InvalidArgument
+from kvstore.protocol.errors import InvalidArgument
 
 
 class ArriveInput(msgspec.Struct, frozen=True, tag="arrive"):

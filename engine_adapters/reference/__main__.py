@@ -32,10 +32,10 @@ from kvstore.config import DeviceSlabConfig
 from kvstore.config.sizes import size_of
 from kvstore.engine.label import EngineSources, engine_label
 from kvstore.engine.options import Retain
-from kvstore.errors import ConfigError, InvalidArgument, KVStoreError
 from kvstore.handoff.greeting import read_secret
 from kvstore.handoff.states import Patience
 from kvstore.process.tls import CertificateFiles
+from kvstore.protocol.errors import ConfigError, InvalidArgument, KVStoreError
 
 _log = logging.getLogger(__name__)
 _PROGRAM = "python -m engine_adapters.reference"

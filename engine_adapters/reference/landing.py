@@ -25,11 +25,11 @@ from engine_adapters.reference.request import Request, State
 from engine_adapters.reference.sampler import SEED_MAX, are_logprobs
 from engine_adapters.reference.tokenizer import VOCAB_SIZE
 from kvstore.engine.transfer import HandoffReport
-from kvstore.errors import CapacityError, KVStoreError
 from kvstore.handoff.aux_data import AuxData, prompt_digest
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.states import FailureCode, HandoffStatus
 from kvstore.handoff.states import State as PushState
+from kvstore.protocol.errors import CapacityError, KVStoreError
 
 CAPACITY: Final = "capacity"
 """Code of a push that was not begun: there was no place for it."""

@@ -43,8 +43,8 @@ from kvstore.engine.opening import Opening
 from kvstore.engine.options import Loads, Retain
 from kvstore.engine.pace import Pace
 from kvstore.engine.transfer import Transfer
-from kvstore.errors import KVStoreError
-from kvstore.page import PrefixKeys, ShardSpec, SpaceIdentity
+from kvstore.protocol.errors import KVStoreError
+from kvstore.protocol.page import PrefixKeys, ShardSpec, SpaceIdentity
 
 _log = logging.getLogger(__name__)
 

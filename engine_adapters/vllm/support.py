@@ -8,7 +8,7 @@ What is not named here is refused: KV that another request must not read would b
 from collections.abc import Sequence
 from typing import Any, Final
 
-from kvstore.errors import ConfigError
+from kvstore.protocol.errors import ConfigError
 
 REMEDY: Final = "start vLLM without KVStoreConnector"
 

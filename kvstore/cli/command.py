@@ -32,7 +32,7 @@ from kvstore.cli.numbers import count, seconds, size
 from kvstore.cli.remote import Remote, path_of
 from kvstore.cli.vllm_flags import asked_flags, vllm_flags
 from kvstore.config.machine import version_of
-from kvstore.errors import ConfigError, InvalidArgument, KVStoreError, NotFound
+from kvstore.protocol.errors import ConfigError, InvalidArgument, KVStoreError, NotFound
 from kvstore.server.client import is_address
 from kvstore.server.environment import cli_defaults
 

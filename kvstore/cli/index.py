@@ -8,7 +8,7 @@ from rich.console import Console
 from kvstore.cli.remote import RefusedRequest, Remote
 from kvstore.cli.show import seconds, table
 from kvstore.config.sizes import rounded
-from kvstore.errors import InvalidArgument
+from kvstore.protocol.errors import InvalidArgument
 
 
 def asked_index(conductor: Remote) -> Any:

@@ -13,7 +13,7 @@ from kvstore.config import ServerConfig
 from kvstore.config.addresses import Address, is_loopback, read_address
 from kvstore.config.cluster import NODES_MAX, ClusterConfig
 from kvstore.config.machine import Check
-from kvstore.errors import ConfigError, ProtocolError, printable, reason
+from kvstore.protocol.errors import ConfigError, ProtocolError, printable, reason
 from kvstore.server.nodes import node_list
 
 _EXPIRES_S: Final = 30 * 86_400

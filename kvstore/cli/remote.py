@@ -7,7 +7,7 @@ import urllib.parse
 from time import monotonic
 from typing import Any, Final
 
-from kvstore.errors import InvalidArgument, KVStoreError, PeerUnreachable, TransferTimeout
+from kvstore.protocol.errors import InvalidArgument, KVStoreError, PeerUnreachable, TransferTimeout
 from kvstore.server import client
 
 _TIMEOUT_S: Final = 30.0

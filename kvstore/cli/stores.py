@@ -13,7 +13,7 @@ from kvstore.cluster.stores import StoreKind
 from kvstore.config import ServerConfig
 from kvstore.config.addresses import is_loopback, read_address
 from kvstore.config.machine import Check
-from kvstore.errors import ConfigError, reason
+from kvstore.protocol.errors import ConfigError, reason
 
 _TIMEOUT_S: Final = 3.0
 """Of each connection."""

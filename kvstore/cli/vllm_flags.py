@@ -8,7 +8,7 @@ from rich.console import Console
 
 from kvstore.cli.remote import Remote
 from kvstore.config import ServerConfig
-from kvstore.errors import NotFound
+from kvstore.protocol.errors import NotFound
 
 _CONNECTOR: Final = "KVStoreConnector"
 _SETTING: Final = "socket.path"

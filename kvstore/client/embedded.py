@@ -10,11 +10,16 @@ from time import monotonic, monotonic_ns
 from types import TracebackType
 from typing import Any, Final
 
-from kvstore import mover, wire
+from kvstore import mover
 from kvstore.client import forks
 from kvstore.client.mapping import Mapping, Use
 from kvstore.config import HostConfig, SSDConfig
-from kvstore.errors import (
+from kvstore.node.desk import Desk
+from kvstore.node.node import Node
+from kvstore.node.requests import NodeLimits
+from kvstore.node.ssd import DiskTier
+from kvstore.protocol import wire
+from kvstore.protocol.errors import (
     CapacityError,
     KVStoreError,
     PeerUnreachable,
@@ -22,10 +27,6 @@ from kvstore.errors import (
     TransferTimeout,
     error_from_code,
 )
-from kvstore.node.desk import Desk
-from kvstore.node.node import Node
-from kvstore.node.requests import NodeLimits
-from kvstore.node.ssd import DiskTier
 from kvstore.state.tree.sessions import Peer
 from kvstore.state.tree.slots import Replacement, SlotTable
 from kvstore.tier.host import MEMORY_WAIT_S, HostMemory

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from kvstore.client import forks
 from kvstore.client.results import RestoreResult
-from kvstore.errors import CapacityError, KVStoreError, PeerUnreachable, TransferTimeout
 from kvstore.mover import Progress
+from kvstore.protocol.errors import CapacityError, KVStoreError, PeerUnreachable, TransferTimeout
 
 if TYPE_CHECKING:
     from kvstore.client.device import BlocksOnDevice

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore import mover, wire
+from kvstore import mover
 from kvstore.client.device import BlocksOnDevice
 from kvstore.client.jobs import MustWaitError
 from kvstore.client.link import NodeLink
@@ -23,9 +23,10 @@ from kvstore.client.mapping import Use
 from kvstore.client.promotion import Promotion
 from kvstore.client.resources import Opened, StoreResources
 from kvstore.client.results import PageViews
-from kvstore.errors import KVStoreError
 from kvstore.mover.kvpool import KVPool
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKeys, page_seeds
+from kvstore.protocol import wire
+from kvstore.protocol.errors import KVStoreError
+from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKeys, page_seeds
 from kvstore.state.table.slab import PageSet
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ import numpy.typing as npt
 
 from kvstore import mover
 from kvstore.client import forks
-from kvstore.errors import KVStoreError, ProtocolError, TierUnavailable, TransferTimeout
 from kvstore.mover.memory import keep_from_children, map_shared, unmap
-from kvstore.wire import unpack_addresses
+from kvstore.protocol.errors import KVStoreError, ProtocolError, TierUnavailable, TransferTimeout
+from kvstore.protocol.wire import unpack_addresses
 
 FETCH_WAIT_S: Final = 5.0
 """Maximum wait for another thread that maps extents."""
@@ -265,7 +265,7 @@ class Use:
         return self._mapping.boot
 
     def locate(self, addresses: bytes, size: int, *, write: bool) -> npt.NDArray[np.uint64]:
-        """Addresses of the slots of ``size`` bytes at these :data:`~kvstore.wire.ADDRESS` values.
+        """Addresses of slots of ``size`` bytes at :data:`~kvstore.protocol.wire.ADDRESS` values.
 
         Returns:
             Addresses in this process, shape (n,), uint64.

@@ -11,7 +11,7 @@ from kvstore.client.device import DevicePools
 from kvstore.client.jobs import Worker
 from kvstore.client.link import NodeLink
 from kvstore.client.promotion import Promotion
-from kvstore.errors import KVStoreError, TransferError
+from kvstore.protocol.errors import KVStoreError, TransferError
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Final, overload
 
 import numpy.typing as npt
 
-from kvstore import mover, wire
+from kvstore import mover
 from kvstore.client.device import BlocksOnDevice
 from kvstore.client.jobs import RestoreJob, StoreJob
 from kvstore.client.link import NodeLink
@@ -15,15 +15,16 @@ from kvstore.client.resources import Opened, StoreResources
 from kvstore.client.results import MISS, Hit, PageViews, PutResult, RestoreResult
 from kvstore.client.stores import Keep, Storer, added
 from kvstore.config.cluster import NODES_MAX
-from kvstore.errors import (
+from kvstore.mover.kvpool import KVPool
+from kvstore.protocol import wire
+from kvstore.protocol.errors import (
     CapacityError,
     InvalidArgument,
     KVStoreError,
     ProtocolError,
     TooFewCopies,
 )
-from kvstore.mover.kvpool import KVPool
-from kvstore.page import (
+from kvstore.protocol.page import (
     PrefixKeys,
     ShardSpec,
     SpaceIdentity,

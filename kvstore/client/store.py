@@ -18,22 +18,22 @@ from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
-from kvstore import wire
 from kvstore.client import forks
 from kvstore.client.link import Link, NodeLink
 from kvstore.client.promotion import Promotion
 from kvstore.client.resources import StoreResources
 from kvstore.client.space import Space
 from kvstore.config import DeviceSlabConfig, HostConfig, SSDConfig
-from kvstore.errors import (
+from kvstore.mover.kvpool import KVPool
+from kvstore.protocol import wire
+from kvstore.protocol.errors import (
     InvalidArgument,
     KVStoreError,
     PeerUnreachable,
     TransferError,
     TransferTimeout,
 )
-from kvstore.mover.kvpool import KVPool
-from kvstore.page import EngineLabel, ShardSpec, SpaceIdentity
+from kvstore.protocol.page import EngineLabel, ShardSpec, SpaceIdentity
 
 if TYPE_CHECKING:
     from kvstore.tier.gpu import DevicePool

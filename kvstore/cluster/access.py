@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from kvstore.config.addresses import Address, read_address
-from kvstore.errors import InvalidArgument, reason
+from kvstore.protocol.errors import InvalidArgument, reason
 
 LOGIN_BYTES_MAX: Final = 4 << 10
 PEM_BYTES_MAX: Final = 1 << 20

@@ -18,7 +18,7 @@ from kvstore.cluster.membership import Membership
 from kvstore.cluster.messages import AskPages, DirectoryReport, HoldingsFound
 from kvstore.cluster.records import NodeRecord
 from kvstore.index.face import PrefixIndex
-from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.remote.jobs import Holding, Locate
 
 OUTSTANDING_MAX: Final = 256

@@ -29,9 +29,9 @@ from kvstore.cluster.presence import PresenceCheck
 from kvstore.cluster.records import NodeRecord
 from kvstore.cluster.store import RecordStore
 from kvstore.cluster.stores import open_store
-from kvstore.errors import InvalidArgument
 from kvstore.index.child import serve
 from kvstore.index.reading import UnreadableError
+from kvstore.protocol.errors import InvalidArgument
 
 OpenStore = Callable[[StorePlace, str], RecordStore]
 """Makes the store of a cluster of that name."""

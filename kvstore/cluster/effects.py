@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from kvstore import wire
 from kvstore.cluster.bringing import BringEnded
 from kvstore.cluster.ways import Way
+from kvstore.protocol import wire
 from kvstore.state.remote.jobs import FetchEnd, PeerFetch
 
 

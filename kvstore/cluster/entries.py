@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.index.apply import shard_name
-from kvstore.page import KEY_BYTES
+from kvstore.protocol.page import KEY_BYTES
 
 NAME_BYTES: Final = 13
 """With the ``k`` before it, 14 bytes: the longest key for which Redis allocates 16."""

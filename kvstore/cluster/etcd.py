@@ -17,7 +17,7 @@ from aetcd import rpc
 
 from kvstore.cluster.access import EndpointTurns, StoreServers, read_login, read_pem
 from kvstore.cluster.store import CALL_S, LEASE_S
-from kvstore.errors import InvalidArgument, PeerUnreachable, TransferTimeout, printable
+from kvstore.protocol.errors import InvalidArgument, PeerUnreachable, TransferTimeout, printable
 
 _OPTIONS: Final = [
     ("grpc.enable_http_proxy", 0),  # no variable of the environment leads elsewhere

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore import wire
-from kvstore.errors import InvalidArgument
+from kvstore.protocol import wire
+from kvstore.protocol.errors import InvalidArgument
 
 BOOT_BYTES: Final = 16
 NODE_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")

@@ -4,7 +4,7 @@ from typing import Final
 
 import numpy as np
 
-from kvstore import wire
+from kvstore.protocol import wire
 from kvstore.state.tree.node import Retention
 
 _MS: Final = 1_000_000

@@ -27,7 +27,13 @@ from kvstore.cluster.records import (
 )
 from kvstore.cluster.roster import Roster
 from kvstore.cluster.store import RecordStore
-from kvstore.errors import InvalidArgument, PeerUnreachable, TransferError, printable, reason
+from kvstore.protocol.errors import (
+    InvalidArgument,
+    PeerUnreachable,
+    TransferError,
+    printable,
+    reason,
+)
 
 _T = TypeVar("_T")
 

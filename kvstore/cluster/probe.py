@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Final
 
-from kvstore import wire
 from kvstore.cluster.greeting import LocalNode, check_protocol
 from kvstore.cluster.records import SCHEME
 from kvstore.config import ServerConfig
 from kvstore.config.addresses import Address
-from kvstore.errors import InvalidArgument, ProtocolError
+from kvstore.protocol import wire
+from kvstore.protocol.errors import InvalidArgument, ProtocolError
 
 _TIMEOUT_S: Final = 3.0
 """Of each connection."""

@@ -15,7 +15,7 @@ from redis.commands.core import AsyncScript
 
 from kvstore.cluster.entries import NAME_BYTES, FoundEntries, NumberHolder
 from kvstore.cluster.page_store import AnnouncedNumber, ChangedPages, DirectoryFault
-from kvstore.errors import InvalidArgument, printable
+from kvstore.protocol.errors import InvalidArgument, printable
 
 ENTRY_MS: Final = 3_600_000
 """An entry expires so long after it was announced."""

@@ -18,7 +18,7 @@ from kvstore.cluster.greeting import NODE_NAME
 from kvstore.cluster.records import RECORD_BYTES_MAX
 from kvstore.cluster.redis_client import redis_clients
 from kvstore.cluster.store import CALL_S, LEASE_S
-from kvstore.errors import InvalidArgument, PeerUnreachable, TransferTimeout, printable
+from kvstore.protocol.errors import InvalidArgument, PeerUnreachable, TransferTimeout, printable
 
 _T = TypeVar("_T")
 _NOT_ASKED: Final = "its answer is not what was asked for"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvstore import wire
+from kvstore.protocol import wire
 from kvstore.state.remote.jobs import PeerFetch
 
 

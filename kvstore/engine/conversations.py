@@ -6,7 +6,7 @@ from typing import Final
 
 from kvstore.client.space import Space
 from kvstore.engine.options import Retain
-from kvstore.page import PrefixKeys
+from kvstore.protocol.page import PrefixKeys
 
 NAME_CHARS_MAX: Final = 256
 """Longer names are hashed: a node refuses them."""

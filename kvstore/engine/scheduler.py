@@ -34,7 +34,7 @@ from kvstore.engine.requests import BlockHolder, PromptScope, Request, Scheduled
 from kvstore.engine.sources import source_blocks
 from kvstore.engine.states import BlockJob, RequestState
 from kvstore.engine.transfer import NOTHING, Transfer, read_transfer
-from kvstore.page import PrefixKeys
+from kvstore.protocol.page import PrefixKeys
 
 STORES_MAX: Final = 64
 HELD_SHARE_MAX: Final = 0.25

@@ -18,9 +18,9 @@ from kvstore.engine.identity import EngineFacts, cover
 from kvstore.engine.messages import Blocks, Load, Report, Store
 from kvstore.engine.opening import Opening
 from kvstore.engine.ranks import HeldShard
-from kvstore.errors import DeviceUnavailable, InvalidArgument, KVStoreError
 from kvstore.mover import Order
 from kvstore.mover.kvpool import KVPool
+from kvstore.protocol.errors import DeviceUnavailable, InvalidArgument, KVStoreError
 
 IDLE_WAIT_S: Final = 0.005
 """Maximum wait for the oldest load in a step that computes nothing. Otherwise the engine repeats

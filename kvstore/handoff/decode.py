@@ -12,14 +12,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import Final
 
-from kvstore.errors import (
-    CapacityError,
-    DeviceUnavailable,
-    InvalidArgument,
-    KVStoreError,
-    PeerUnreachable,
-    ProtocolError,
-)
 from kvstore.handoff.aux_data import AUX_BYTES_MAX, AuxData, decode_aux
 from kvstore.handoff.connecting import CONNECT_S, LINKING_S, end_links, link_all, link_to
 from kvstore.handoff.effects import Effect, EndEngine, EndLink, Landing, SendTo
@@ -59,6 +51,14 @@ from kvstore.handoff.states import (
 from kvstore.handoff.writing import LandingEngine
 from kvstore.process.faults import Faults
 from kvstore.process.tls import CertificateFiles
+from kvstore.protocol.errors import (
+    CapacityError,
+    DeviceUnavailable,
+    InvalidArgument,
+    KVStoreError,
+    PeerUnreachable,
+    ProtocolError,
+)
 
 PEERS_MAX: Final = 64
 """Prefill instances at a time."""

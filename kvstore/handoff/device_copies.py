@@ -16,9 +16,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.errors import DeviceUnavailable
 from kvstore.mover.kvpool import HeadRows
 from kvstore.mover.push_way import BlockRows, DeviceWay, StartedCopy
+from kvstore.protocol.errors import DeviceUnavailable
 
 DEVICE_S = 10.0
 """How long a device may take for a copy, with the engine's step before it; and how long a copy

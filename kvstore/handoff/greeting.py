@@ -18,7 +18,6 @@ from typing import Final, Literal, NamedTuple
 
 import msgspec
 
-from kvstore.errors import ConfigError, InvalidArgument, PeerUnreachable, ProtocolError, reason
 from kvstore.handoff.messages import MESSAGE_BYTES_MAX, UNREADABLE
 from kvstore.handoff.ranks import RankGroup, RankPart, Share, Span, plan_ranks
 from kvstore.handoff.shape import PoolShape
@@ -33,6 +32,13 @@ from kvstore.mover.ranges import (
     receive_frame,
     receive_ranges,
     send_ranges,
+)
+from kvstore.protocol.errors import (
+    ConfigError,
+    InvalidArgument,
+    PeerUnreachable,
+    ProtocolError,
+    reason,
 )
 from kvstore.transport.streams import DataStream, receive_bytes
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from kvstore.errors import InvalidArgument, KVStoreError, PeerUnreachable, reason
 from kvstore.handoff.crowd import Crowd
 from kvstore.handoff.links import LinkThreads, fit_send_buffer
 from kvstore.process.faults import Faults
+from kvstore.protocol.errors import InvalidArgument, KVStoreError, PeerUnreachable, reason
 from kvstore.transport.streams import DataStream, stream_of
 
 GREETINGS_MAX: Final = 16

@@ -7,7 +7,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.errors import InvalidArgument
 from kvstore.handoff.effects import Landing, PushJob
 from kvstore.handoff.messages import RANGES_BYTES_MAX, LandingPlace
 from kvstore.handoff.places import (
@@ -26,6 +25,7 @@ from kvstore.mover import Pieces
 from kvstore.mover.kvpool import HeadRows, KVPool
 from kvstore.mover.push_way import BlockRows, DeviceFence, DeviceMemory
 from kvstore.mover.ranges import Places, digest_ranges, range_seeds
+from kvstore.protocol.errors import InvalidArgument
 
 
 class HandoffPool:

@@ -16,10 +16,10 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.errors import ConfigError
 from kvstore.handoff.messages import LandingPlace
 from kvstore.handoff.shared_memory import SharedMemory
 from kvstore.handoff.writing import BlockWrite, EngineUp, WriteEnded
+from kvstore.protocol.errors import ConfigError
 from kvstore.transport.base import TICKET_BYTES, PageTransfer, Range, TransferEnd, TransportEvent
 from kvstore.transport.engine import RESTART_S, START_S, MooncakeEngine
 from kvstore.transport.engine_messages import (

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvstore.errors import InvalidArgument, PeerUnreachable
 from kvstore.handoff.ranks import RANKS_MAX, RankGroup, RankPart, Share, Span, plan_ranks
 from kvstore.handoff.registry import RankRecord
 from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.state_data import StateShape, check_alike
 from kvstore.handoff.tables import LinkSource
+from kvstore.protocol.errors import InvalidArgument, PeerUnreachable
 
 
 class PeerRank(NamedTuple):

@@ -11,8 +11,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.errors import ProtocolError
-from kvstore.page import DIGEST_BYTES
+from kvstore.protocol.errors import ProtocolError
+from kvstore.protocol.page import DIGEST_BYTES
 
 AUX_PLANE: Final = 0xFFFF_FFFF
 """Stands for the aux data in place of a plane; ``first`` is the slot, ``size`` its bytes."""

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
-from kvstore.errors import InvalidArgument
+from kvstore.protocol.errors import InvalidArgument
 
 RANKS_MAX: Final = 1_024
 """Ranks of one side, and of a registry."""

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
 from kvstore.handoff.effects import Effect, EndEngine, EndLink, Landing, SendTo
 from kvstore.handoff.landing_engines import LandingEngines
 from kvstore.handoff.messages import (
@@ -48,6 +47,7 @@ from kvstore.handoff.states import (
     State,
 )
 from kvstore.handoff.tables import LinkSource, LinkSources, ReceivingRoom, block_names
+from kvstore.protocol.errors import CapacityError, InvalidArgument, ProtocolError
 
 ROOMS_MAX = 1_024
 """Handoffs in the table."""

@@ -5,7 +5,7 @@ A room has 63 bits: 31 of the boot of whoever draws it (the Conductor) and a cou
 
 from typing import Final
 
-from kvstore.errors import CapacityError, InvalidArgument
+from kvstore.protocol.errors import CapacityError, InvalidArgument
 
 ROOM_MAX: Final = (1 << 63) - 1
 BOOT_MAX: Final = (1 << 31) - 1

@@ -14,7 +14,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
 from kvstore.handoff import unopened
 from kvstore.handoff.effects import Effect, SendTo, Submit
 from kvstore.handoff.job_queues import JobQueues
@@ -43,6 +42,7 @@ from kvstore.handoff.states import (
     State,
 )
 from kvstore.handoff.tables import LinkTarget, SendingLeg, SendingLinks, SendingRoom, SentPart
+from kvstore.protocol.errors import CapacityError, InvalidArgument, ProtocolError
 
 ROOMS_MAX = 1_024
 """Handoffs in the table."""

@@ -14,9 +14,9 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.errors import InvalidArgument
 from kvstore.handoff.places import PLANES_MAX
 from kvstore.handoff.ranks import Span
+from kvstore.protocol.errors import InvalidArgument
 
 STATES_MAX: Final = 16
 """State buffers of an engine."""

@@ -9,11 +9,11 @@ from collections import Counter, deque
 from collections.abc import Collection
 from typing import Final
 
-from kvstore.errors import ProtocolError
 from kvstore.handoff.messages import Announce
 from kvstore.handoff.places import NUMBER_BYTES
 from kvstore.handoff.states import FailureCode, HandoffFailure, HandoffSide, Layer
 from kvstore.handoff.tables import SendingRoom, Speaker
+from kvstore.protocol.errors import ProtocolError
 
 ROOMS_MAX = 512
 """Handoffs of a table that may be known from decode only."""

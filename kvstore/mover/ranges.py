@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.errors import InvalidArgument, PeerUnreachable, TransferTimeout
 from kvstore.mover.binary import LIBRARY, load
-from kvstore.page import DIGEST_BYTES
+from kvstore.protocol.errors import InvalidArgument, PeerUnreachable, TransferTimeout
+from kvstore.protocol.page import DIGEST_BYTES
 
 Places = Sequence[tuple[int, int]]
 """Address and bytes of each range."""

@@ -5,11 +5,11 @@ Nobody writes into another node's memory: a node that is to have pages is asked 
 
 from typing import Final
 
-from kvstore import wire
 from kvstore.config.cluster import NODES_MAX
-from kvstore.errors import CapacityError, InvalidArgument
 from kvstore.node.requests import PERSIST_PAGES_MAX, Outcome, Requests
-from kvstore.page import KEY_BYTES
+from kvstore.protocol import wire
+from kvstore.protocol.errors import CapacityError, InvalidArgument
+from kvstore.protocol.page import KEY_BYTES
 from kvstore.state.remote.jobs import Holding
 from kvstore.state.remote.located import Span
 from kvstore.state.remote.pages import RemotePages
@@ -27,8 +27,8 @@ time, so that its end is told."""
 class CopyRequests:
     """Bring and Replicate, carried out on one page table.
 
-    Every method raises :class:`~kvstore.errors.KVStoreError` if the node refuses; then nothing was
-    changed.
+    Every method raises :class:`~kvstore.protocol.errors.KVStoreError` if the node refuses; then
+    nothing was changed.
 
     Args:
         pages: the page table.

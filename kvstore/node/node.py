@@ -17,13 +17,13 @@ object:
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, TypeVar
 
-from kvstore import wire
-from kvstore.errors import InvalidArgument, KVStoreError, ProtocolError
 from kvstore.node.copies import CopyRequests
 from kvstore.node.hello import free_label, refuse_hello, session_of
 from kvstore.node.requests import ROOM, NodeLimits, Requests, refuse_others
 from kvstore.node.waiting import PATIENT, PatientRequests, Waiter, WaitingRoom, request_bytes
-from kvstore.page import KEY_BYTES
+from kvstore.protocol import wire
+from kvstore.protocol.errors import InvalidArgument, KVStoreError, ProtocolError
+from kvstore.protocol.page import KEY_BYTES
 from kvstore.state.ask.describe import describe
 from kvstore.state.metering import Histogram
 from kvstore.state.remote.jobs import FetchEnd, Holding, PeerLimits, SpreadEnd

@@ -11,15 +11,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvstore import wire
-from kvstore.errors import (
+from kvstore.protocol import wire
+from kvstore.protocol.errors import (
     CapacityError,
     DurabilityUnavailable,
     InvalidArgument,
     ProtocolError,
     TransferTimeout,
 )
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
+from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.state.disk.jobs import Durable, SyncPolicy
 from kvstore.state.remote.jobs import Holding
 from kvstore.state.remote.located import LocatedChain, Span
@@ -74,8 +74,8 @@ class NodeLimits:
 class Requests:
     """The messages of sessions, carried out on one page table.
 
-    Every method raises :class:`~kvstore.errors.KVStoreError` if the node refuses; then nothing was
-    changed. ``waits``: whether the request may wait for a better answer.
+    Every method raises :class:`~kvstore.protocol.errors.KVStoreError` if the node refuses; then
+    nothing was changed. ``waits``: whether the request may wait for a better answer.
 
     Args:
         pages: the page table.

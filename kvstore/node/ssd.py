@@ -14,8 +14,8 @@ from time import monotonic
 from typing import Any, Final
 
 from kvstore.config import SSDConfig
-from kvstore.errors import KVStoreError
 from kvstore.node.node import Node
+from kvstore.protocol.errors import KVStoreError
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.jobs import (
     DiskCheck,

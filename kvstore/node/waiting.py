@@ -11,9 +11,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvstore import wire
 from kvstore.node.copies import CopyRequests, tell_copies
 from kvstore.node.requests import Outcome, Requests, acknowledge
+from kvstore.protocol import wire
 from kvstore.state.disk.jobs import Durable
 from kvstore.state.remote.spreads import Spreading
 from kvstore.state.tree.sessions import Fetch, Process

@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from kvstore.cluster.copier import Copier, CopyEnd, CopyOrder
 from kvstore.cluster.records import NodeState
-from kvstore.errors import KVStoreError
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.protocol.errors import KVStoreError
+from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.server import answers, operations
 from kvstore.server.answers import JobRow
 from kvstore.server.channel import Caller

@@ -17,11 +17,11 @@ from prometheus_client.core import (
     Metric,
 )
 
+from kvstore.protocol.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from kvstore.server.event_series import event_series
 from kvstore.server.nodes import node_list
 from kvstore.server.peer_series import copy_series, node_series, peer_series
 from kvstore.state.choice.conversations import KEEP_CAUSES
-from kvstore.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 _SLOT_STATES: Final = ("free", "writing", "ready", "pinned", "limbo", "withheld", "retiring")
 _LATENCIES: Final = {

@@ -9,8 +9,8 @@ from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
+from kvstore.protocol.wire import CONVERSATION_CHARS_MAX
 from kvstore.state.tree.places import Tier
-from kvstore.wire import CONVERSATION_CHARS_MAX
 
 KEYS_MAX: Final = 10_000
 STRETCH_MAX: Final = 1000

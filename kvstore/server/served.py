@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from kvstore import wire
-from kvstore.errors import CapacityError, InvalidArgument, KVStoreError, ProtocolError
 from kvstore.node.desk import Desk
-from kvstore.page import KEY_BYTES, ShardSpec, SpaceIdentity
+from kvstore.protocol import wire
+from kvstore.protocol.errors import CapacityError, InvalidArgument, KVStoreError, ProtocolError
+from kvstore.protocol.page import KEY_BYTES, ShardSpec, SpaceIdentity
 from kvstore.server.frames import FrameConnection
 from kvstore.server.loans import LentPages, Loan, Loans
 

@@ -32,7 +32,7 @@ from kvstore.cluster.announcing import (
 from kvstore.cluster.entries import EntryNames, usable_prefixes
 from kvstore.cluster.page_store import AnnouncedNumber, ChangedPages, DirectoryFault, PageStore
 from kvstore.events.publisher import Event, EventBatch, RemovedEvent, StoredEvent
-from kvstore.page import KEY_BYTES, page_keys
+from kvstore.protocol.page import KEY_BYTES, page_keys
 
 WAIT_S: Final = 30.0
 _CLUSTER: Final = "c"

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 
 from kvstore import mover
-from kvstore.errors import DeviceUnavailable, InvalidArgument
 from kvstore.mover.kvpool import KVPool
+from kvstore.protocol.errors import DeviceUnavailable, InvalidArgument
 from kvstore.tier.lane import (
     Device,
     DeviceCopy,

@@ -20,8 +20,8 @@ from time import monotonic
 from typing import Final
 
 from kvstore import mover
-from kvstore.errors import TierUnavailable
 from kvstore.mover.memory import give_back, keep_from_children, map_shared, unmap
+from kvstore.protocol.errors import TierUnavailable
 from kvstore.state.tree.slots import Replacement
 from kvstore.tier import kernel
 from kvstore.tier.stale import MemoryRecord, inode_of

@@ -13,9 +13,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from kvstore.errors import DeviceUnavailable, InvalidArgument
 from kvstore.mover.kvpool import HeadRows, KVPool
 from kvstore.mover.push_way import BlockRows, DeviceFence, DeviceWay, StartedCopy, slot_count
+from kvstore.protocol.errors import DeviceUnavailable, InvalidArgument
 from kvstore.tier.gpu import item_of, open_device, plane_view
 from kvstore.tier.lane import Device, DeviceEvent
 

@@ -28,9 +28,9 @@ import numpy.typing as npt
 import torch
 
 from kvstore import mover
-from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.mover.kvpool import KVPool
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKeys, page_seeds
+from kvstore.protocol.errors import CapacityError, InvalidArgument, TierUnavailable
+from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKeys, page_seeds
 from kvstore.state.table.slab import Held, PageSet, Reservation, SlabIndex
 from kvstore.state.tree.slots import SLOT_ALIGNMENT
 from kvstore.tier.staging import Pages, WayIn, on_stream

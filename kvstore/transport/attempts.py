@@ -12,7 +12,7 @@ was moving. Where there are only writes, those that have not failed end first (`
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.errors import (
+from kvstore.protocol.errors import (
     CapacityError,
     InvalidArgument,
     KVStoreError,

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import mover
-from kvstore.errors import InvalidArgument, KVStoreError
 from kvstore.mover import DIGEST_BYTES
+from kvstore.protocol.errors import InvalidArgument, KVStoreError
 
 TICKET_BYTES = 16
 PLACE_BYTES = 8

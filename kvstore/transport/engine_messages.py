@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from kvstore.errors import ProtocolError
+from kvstore.protocol.errors import ProtocolError
 from kvstore.transport.base import PageTransfer
 
 MESSAGE_BYTES_MAX: Final = 64 << 20

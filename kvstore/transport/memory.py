@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.errors import (
+from kvstore.mover.memory import memory_at
+from kvstore.protocol.errors import (
     CapacityError,
     InvalidArgument,
     KVStoreError,
@@ -20,7 +21,6 @@ from kvstore.errors import (
     TransferError,
     TransferTimeout,
 )
-from kvstore.mover.memory import memory_at
 from kvstore.transport.base import (
     TICKET_BYTES,
     PageArrival,

@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.errors import ConfigError, InvalidArgument, TransferError
+from kvstore.protocol.errors import ConfigError, InvalidArgument, TransferError
 from kvstore.transport.attempts import Attempts, Give
 from kvstore.transport.base import (
     PLACE_BYTES,

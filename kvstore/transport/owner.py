@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from kvstore.errors import KVStoreError, PeerUnreachable, ProtocolError
 from kvstore.mover.memory import memory_at
+from kvstore.protocol.errors import KVStoreError, PeerUnreachable, ProtocolError
 from kvstore.transport.frames import (
     HEAD_BYTES,
     RANGE_BYTES,

@@ -7,7 +7,7 @@ those of another arrive.
 from collections.abc import Iterator
 from typing import Final
 
-from kvstore.errors import KVStoreError
+from kvstore.protocol.errors import KVStoreError
 from kvstore.transport.base import PageArrival, PageTransfer, TransferEnd
 from kvstore.transport.frames import RANGES_MAX, DataKind, pack_ranges
 from kvstore.transport.streams import DataStream

@@ -11,7 +11,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Final
 
-from kvstore.errors import (
+from kvstore.mover.memory import memory_at
+from kvstore.protocol.errors import (
     CapacityError,
     InvalidArgument,
     KVStoreError,
@@ -19,7 +20,6 @@ from kvstore.errors import (
     TransferError,
     TransferTimeout,
 )
-from kvstore.mover.memory import memory_at
 from kvstore.transport.base import PageArrival, PageTransfer, TransferEnd
 from kvstore.transport.frames import (
     ANSWER_BYTES,

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
-from kvstore.errors import InvalidArgument, PeerUnreachable, TransferTimeout, reason
+from kvstore.protocol.errors import InvalidArgument, PeerUnreachable, TransferTimeout, reason
 from kvstore.transport.names import HostNames
 
 BUFFERS_MAX: Final = 256

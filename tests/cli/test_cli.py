@@ -13,7 +13,7 @@ from rich.console import Console
 from kvstore.cli import command, main, show, top
 from kvstore.cli.remote import Remote
 from kvstore.cli.top import frame
-from kvstore.errors import PeerUnreachable
+from kvstore.protocol.errors import PeerUnreachable
 from kvstore.server import client
 from kvstore.server.auth import token_file
 from tests.client.conftest import READY, Daemon, arguments

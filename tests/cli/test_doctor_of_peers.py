@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstore import wire
 from kvstore.cli import peers
 from kvstore.cli.peers import peer_checks
 from kvstore.cluster import probe
@@ -24,6 +23,7 @@ from kvstore.config.cluster import ClusterConfig
 from kvstore.config.machine import Check
 from kvstore.config.stores import StoreConfig
 from kvstore.process.tls import CertificateFiles
+from kvstore.protocol import wire
 
 CERTIFICATES = Path(__file__).parents[1] / "cluster" / "certificates"
 FILES = {

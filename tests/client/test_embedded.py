@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from kvstore import wire
 from kvstore.client.store import KVStore
-from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
+from kvstore.protocol import wire
+from kvstore.protocol.errors import CapacityError, InvalidArgument, TierUnavailable
 from tests.client.conftest import (
     CAPACITY_BYTES,
     TIMEOUT_S,

@@ -23,8 +23,8 @@ from hypothesis.stateful import (
 from kvstore import mover
 from kvstore.client import forks
 from kvstore.client.mapping import Mapping, Region, Use
-from kvstore.errors import ProtocolError, TierUnavailable
-from kvstore.wire import ADDRESS
+from kvstore.protocol.errors import ProtocolError, TierUnavailable
+from kvstore.protocol.wire import ADDRESS
 from tests.client.conftest import mapped_bytes
 
 EXTENT = 4 << 20

@@ -7,14 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import mover, wire
+from kvstore import mover
 from kvstore.client.resources import DISK_BYTES_PER_S_GUESS, LOAD_BYTES_PER_S_GUESS
 from kvstore.client.results import MISS
 from kvstore.client.store import KVStore
-from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable, TooFewCopies
 from kvstore.mover.kvpool import KVPool
 from kvstore.mover.memory import memory_at
-from kvstore.page import KEY_BYTES, PrefixKeys, digest_seed, page_seeds
+from kvstore.protocol import wire
+from kvstore.protocol.errors import CapacityError, InvalidArgument, TierUnavailable, TooFewCopies
+from kvstore.protocol.page import KEY_BYTES, PrefixKeys, digest_seed, page_seeds
 from kvstore.state.remote.jobs import (
     FetchEnd,
     Holding,

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from kvstore import wire
 from kvstore.cluster.greeting import LocalNode
-from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
+from kvstore.protocol import wire
+from kvstore.protocol.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
 from kvstore.state.remote.jobs import PeerFetch
 from kvstore.state.tree.slots import Slot
 

@@ -4,7 +4,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
 from kvstore.handoff import messages, receiving, rooms
 from kvstore.handoff.effects import EndLink, SendTo
 from kvstore.handoff.job_queues import JOBS_MAX
@@ -33,6 +32,7 @@ from kvstore.handoff.receiving import ABORTS_MAX, LIMBO_S_MAX, Receivers
 from kvstore.handoff.sending import Senders
 from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.states import FailureCode, HandoffFailure, HandoffSide, Layer, Patience, State
+from kvstore.protocol.errors import CapacityError, InvalidArgument, ProtocolError
 
 SECOND = 1_000_000_000
 SHAPE = PoolShape(4, 2, 64, 16, 40)

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.errors import InvalidArgument
 from kvstore.handoff import listening, rooms, shape, unopened
 from kvstore.handoff.connecting import PURPOSES
 from kvstore.handoff.decode import DecodeManager
@@ -23,6 +22,7 @@ from kvstore.handoff.rooms import ROOM_MAX
 from kvstore.handoff.sending import Senders
 from kvstore.handoff.states import FailureCode, Patience, State
 from kvstore.handoff.tables import LinkTarget, Speaker
+from kvstore.protocol.errors import InvalidArgument
 from kvstore.transport.streams import connect, host_and_port
 from tests.handoff.pair import Pair, managers, push_all
 from tests.handoff.test_cores import SECOND, SHAPE, announce

@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
-from kvstore.errors import CapacityError, InvalidArgument
 from kvstore.handoff import decode, staging
 from kvstore.handoff.aux_data import AuxData
 from kvstore.handoff.states import FailureCode, Patience, State
+from kvstore.protocol.errors import CapacityError, InvalidArgument
 from tests.handoff.pair import BLOCK_TOKENS, BLOCKS, LAYERS, managers, push_all
 
 

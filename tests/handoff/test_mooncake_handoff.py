@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.errors import ConfigError
 from kvstore.handoff.mooncake import MooncakeLanding, MooncakeWriter
 from kvstore.handoff.push_writes import PushWrites
 from kvstore.handoff.receiving import Receivers
 from kvstore.handoff.shared_memory import SharedMemory
+from kvstore.protocol.errors import ConfigError
 from tests.cluster_processes import handoff_mooncake_program
 from tests.cluster_processes.handoff_mooncake_scene import NEW, OLD, Scene, until
 from tests.handoff.pair import push_all

@@ -2,11 +2,11 @@
 
 import pytest
 
-from kvstore.errors import InvalidArgument
 from kvstore.handoff.messages import Abort, Drained, Failed, RenewRoom
 from kvstore.handoff.receiving import Receivers
 from kvstore.handoff.sending import Senders
 from kvstore.handoff.states import FailureCode, Patience, State
+from kvstore.protocol.errors import InvalidArgument
 from tests.handoff.test_cores import FAILURE, SECOND, SHAPE, announce
 
 PATIENCE = Patience(bootstrapping_s=3, waiting_s=5, transferring_s=2, total_s=20)

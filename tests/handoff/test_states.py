@@ -5,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvstore.errors import InvalidArgument, ProtocolError
 from kvstore.handoff import rooms
 from kvstore.handoff.aux_data import decode_aux, prompt_digest
 from kvstore.handoff.rooms import BOOT_MAX, ROOM_MAX, RoomNumbers, SeenRooms
@@ -19,6 +18,7 @@ from kvstore.handoff.states import (
     State,
     least,
 )
+from kvstore.protocol.errors import InvalidArgument, ProtocolError
 
 SECOND = 1_000_000_000
 PATIENCE = Patience(bootstrapping_s=3, waiting_s=5, transferring_s=2, total_s=20)

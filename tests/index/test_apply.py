@@ -13,7 +13,7 @@ from kvstore.index.payload import is_nothing
 from kvstore.index.reading import UnreadableError
 from kvstore.index.scope import key_chains, scope_seed, token_chains
 from kvstore.mover.chains import Chains
-from kvstore.page import page_keys
+from kvstore.protocol.page import page_keys
 from tests.index.applied import (
     DOMAIN,
     KEYS,

@@ -22,7 +22,7 @@ from kvstore.index.process import IndexProcess
 from kvstore.index.runs import PartNeed, PrefixNeeds
 from kvstore.index.scope import key_chains, scope_seed
 from kvstore.index.table import IndexReader
-from kvstore.page import page_keys
+from kvstore.protocol.page import page_keys
 from tests.index.publishers import KEYS, SPACE, node, stored, usable
 from tests.loops import eventually, in_loop
 

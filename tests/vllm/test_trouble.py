@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from kvstore.wire import PROTOCOL_MAJOR as MAJOR
-from kvstore.wire import PROTOCOL_MINOR as MINOR
+from kvstore.protocol.wire import PROTOCOL_MAJOR as MAJOR
+from kvstore.protocol.wire import PROTOCOL_MINOR as MINOR
 from tests.vllm.conftest import Node, prompt
 from tests.vllm.engines import EngineError
 
@@ -79,7 +79,7 @@ def test_a_stopped_node_costs_a_few_milliseconds_once_also_in_the_middle_of_load
     ("before", "changes", "named"),
     [
         (
-            "from kvstore import wire; wire.PROTOCOL_MAJOR = 9",
+            "from kvstore.protocol import wire; wire.PROTOCOL_MAJOR = 9",
             {},
             f"client speaks protocol {MAJOR}.{MINOR}, this node 9.{MINOR}",
         ),

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, Final
 
-from kvstore.errors import InvalidArgument
-from kvstore.page import KEY_BYTES, page_keys
+from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.page import KEY_BYTES, page_keys
 from kvstore.server import answers, operations
 from kvstore.state.ask.explanation import Explanation
 

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.ask.explanation import VERDICTS, Departure, Difference, Explanation
 from kvstore.state.ask.traversal import Steps
 from kvstore.state.choice.ghosts import Ghost

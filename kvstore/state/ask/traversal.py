@@ -8,8 +8,8 @@ from collections.abc import Generator, Iterator
 from itertools import islice
 from typing import Final, TypeVar
 
-from kvstore.errors import InvalidArgument
-from kvstore.page import PrefixKey
+from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.quotas import PINS_MAX
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.children import first_page

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.errors import InvalidArgument
+from kvstore.protocol.errors import InvalidArgument
 from kvstore.state.choice.returns import Returns
 from kvstore.state.tree.node import PrefixNode
 

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Literal, NamedTuple, get_args
 
-from kvstore.page import PrefixKey
+from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.shares import Shares
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.places import Tier

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from kvstore.page import PrefixKey
+from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.policy import EvictionPolicy, LeastRecent, enter, leave, new_policy
 from kvstore.state.choice.quotas import Quotas
 from kvstore.state.choice.sources import Sources

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Final, Protocol
 
-from kvstore.errors import InvalidArgument
-from kvstore.page import PrefixKey
+from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.reuse import Kind, LearnedReuse
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.nodeheap import NodeHeap, NodeLine

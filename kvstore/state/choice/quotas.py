@@ -12,8 +12,8 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.errors import CapacityError, InvalidArgument, NotFound
-from kvstore.page import PrefixKey
+from kvstore.protocol.errors import CapacityError, InvalidArgument, NotFound
+from kvstore.protocol.page import PrefixKey
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.places import Tier
 from kvstore.state.tree.prefix_tree import PrefixTree

@@ -25,7 +25,7 @@ from collections import deque
 from operator import mul
 from typing import ClassVar, Final
 
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.tree.node import PrefixNode
 
 Kind = tuple[int, ...]

@@ -7,8 +7,8 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvstore.errors import KVStoreError, PageCorrupt
-from kvstore.page import PrefixKey
+from kvstore.protocol.errors import KVStoreError, PageCorrupt
+from kvstore.protocol.page import PrefixKey
 from kvstore.state.disk.jobs import DiskCheck, DiskTokens, RecordOf, page_record
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.queue import DiskQueue

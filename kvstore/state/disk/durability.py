@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
+from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
 

@@ -12,8 +12,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvstore.errors import CapacityError, KVStoreError
-from kvstore.page import ALL_KEYS, KEY_BYTES
+from kvstore.protocol.errors import CapacityError, KVStoreError
+from kvstore.protocol.page import ALL_KEYS, KEY_BYTES
 from kvstore.state.disk.jobs import DiskTombstone, Durable
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.queue import DiskQueue

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Final, NamedTuple, Protocol
 
-from kvstore.errors import KVStoreError
-from kvstore.page import KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.errors import KVStoreError
+from kvstore.protocol.page import KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.metering import Meter
 from kvstore.state.tree.actions import TierStored
 from kvstore.state.tree.node import PrefixNode
@@ -80,7 +80,8 @@ class PageRecord:
         space: whose.
         shard: of it.
         page_bytes: of the page.
-        digest: 16 bytes, see :func:`kvstore.page.page_seeds`; checked before a write, after a read.
+        digest: 16 bytes, see :func:`kvstore.protocol.page.page_seeds`; checked before a write,
+            after a read.
         tokens: uint32 little-endian tokens of the page, for one that is to be written, if they are
             known.
     """
@@ -211,7 +212,7 @@ class DiskTombstone:
     """Write at ``place`` that pages were removed on purpose, so that a start does not find them.
 
     It removes every record of its space, shard and packed keys that was submitted before it.
-    :data:`kvstore.page.ALL_KEYS` stands for all keys.
+    :data:`kvstore.protocol.page.ALL_KEYS` stands for all keys.
     """
 
     job: int

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, NamedTuple
 
-from kvstore.page import KEY_BYTES
+from kvstore.protocol.page import KEY_BYTES
 from kvstore.state.disk.plans import Reclaim, parts_of, plan
 from kvstore.state.disk.records import PageRecords, Stretch
 from kvstore.state.tree.columns import unpack_places

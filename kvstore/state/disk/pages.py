@@ -19,8 +19,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from kvstore.errors import CapacityError, DurabilityUnavailable, KVStoreError, PageCorrupt
-from kvstore.page import PrefixKey
+from kvstore.protocol.errors import CapacityError, DurabilityUnavailable, KVStoreError, PageCorrupt
+from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.backlog import Backlog
 from kvstore.state.disk.checks import CheckRun, DiskChecks

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.disk.records import PageRecords
 from kvstore.state.tree.columns import unpack_places
 from kvstore.state.tree.node import PrefixNode

@@ -3,7 +3,7 @@
 from itertools import count
 from typing import Final
 
-from kvstore.errors import KVStoreError
+from kvstore.protocol.errors import KVStoreError
 from kvstore.state.disk.jobs import (
     DiskCheck,
     DiskCopy,

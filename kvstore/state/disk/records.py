@@ -6,7 +6,7 @@ Nothing here refers to a node: nodes are split, leave and come back, and a recor
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 STRETCH_PAGES_MAX = 128

@@ -4,7 +4,7 @@ A sync covers what was written before it began. At most one is under way: with t
 ``always`` whatever is written meanwhile shares the next one.
 """
 
-from kvstore.errors import KVStoreError
+from kvstore.protocol.errors import KVStoreError
 from kvstore.state.disk.jobs import DiskRules, DiskSync, Durable, SyncPolicy
 from kvstore.state.disk.queue import DiskQueue
 

@@ -6,8 +6,8 @@ it waits for the write of that page, and what follows waits for it. Of a write o
 failed the pages before that one count.
 """
 
-from kvstore.errors import CapacityError, KVStoreError
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
+from kvstore.protocol.errors import CapacityError, KVStoreError
+from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.state.choice.admission import Admission, ask_later
 from kvstore.state.disk.graves import Graves
 from kvstore.state.disk.jobs import (

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvstore.errors import KVStoreError
-from kvstore.page import ShardSpec, SpaceIdentity
+from kvstore.protocol.errors import KVStoreError
+from kvstore.protocol.page import ShardSpec, SpaceIdentity
 from kvstore.state.tree.node import Retention
 from kvstore.state.tree.slots import Slot
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
-from kvstore.errors import CapacityError
-from kvstore.page import ShardSpec, SpaceIdentity
+from kvstore.protocol.errors import CapacityError
+from kvstore.protocol.page import ShardSpec, SpaceIdentity
 from kvstore.state.remote.jobs import PeerJob, Spread, SpreadEnd
 
 SPREADS_MAX = 256

@@ -11,8 +11,8 @@ page in it, gives it back, or is known to touch it no more.
 from collections import Counter
 from typing import NamedTuple
 
-from kvstore.errors import InvalidArgument
-from kvstore.page import PrefixKey
+from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.page import PrefixKey
 from kvstore.state.table.residents import Residents
 from kvstore.state.table.room import Room
 from kvstore.state.table.runs import begin_pages, known_pages, new_pages

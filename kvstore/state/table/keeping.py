@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from kvstore.errors import CapacityError, TierUnavailable
-from kvstore.page import PrefixKey
+from kvstore.protocol.errors import CapacityError, TierUnavailable
+from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.conversations import Conversations, KeepCause
 from kvstore.state.choice.quotas import Pin, Pins
 from kvstore.state.table.residents import Residents

@@ -8,8 +8,8 @@ clock. Every list of keys is a run of one chain, packed as 32 bytes each.
 from collections.abc import Sequence
 from itertools import chain
 
-from kvstore.errors import CapacityError, InvalidArgument
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.errors import CapacityError, InvalidArgument
+from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.ahead import SlotsAhead
 from kvstore.state.table.deadlines import Deadlines

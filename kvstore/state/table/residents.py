@@ -8,7 +8,7 @@ leads to. :mod:`kvstore.state.table.room` chooses what leaves; nothing here know
 from collections import Counter, deque
 from itertools import islice
 
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.choice.eviction import Eviction
 from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.disk.graves import BURIED

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvstore.page import (
+from kvstore.protocol.page import (
     DIGEST_BYTES,
     KEY_BYTES,
     PrefixKey,
@@ -51,7 +51,7 @@ class PageSet:
         spec: the shard.
         name: 64 bytes, equal exactly when every field of both is.
         page_bytes: bytes of a page.
-        seed: of the pages' digests, see :func:`kvstore.page.page_seeds`.
+        seed: of the pages' digests, see :func:`kvstore.protocol.page.page_seeds`.
     """
 
     identity: SpaceIdentity

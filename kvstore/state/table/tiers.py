@@ -7,8 +7,8 @@ more. They are applied when it has returned, so that no page leaves in the middl
 
 from collections.abc import Iterable, Sequence
 
-from kvstore.errors import KVStoreError, PageCorrupt
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
+from kvstore.protocol.errors import KVStoreError, PageCorrupt
+from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.state.disk.jobs import DiskEffect, Durable, LetGo, Lost, PageLoad, Spoilt
 from kvstore.state.table.residents import Residents
 from kvstore.state.tree.actions import TierRemoved, TierStored

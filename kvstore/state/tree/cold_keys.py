@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterator
 from typing import Final
 
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.tree.node import PrefixNode
 
 ENTRY_BYTES: Final = 8

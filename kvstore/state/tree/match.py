@@ -8,8 +8,8 @@ lookup of 2,048 keys takes a dozen steps instead of 2,048.
 
 from typing import Final, NamedTuple
 
-from kvstore.errors import InvalidArgument
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
+from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.state.tree.children import Children
 from kvstore.state.tree.columns import (
     PLACE_COLUMN,

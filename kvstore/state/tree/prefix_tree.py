@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Generic, Protocol, TypeVar
 
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.tree.cold_keys import ColdKeys
 from kvstore.state.tree.columns import PLACE_COLUMN, SLOT_COLUMN
 from kvstore.state.tree.node import PrefixNode, is_live

@@ -353,7 +353,7 @@ class SlotTable:
         return extent.number, extent.addresses[2 * index] >> 32, index * extent.slot_bytes
 
     def addresses(self, slots: Sequence[Slot]) -> bytes:
-        """The same of many, as :data:`kvstore.wire.ADDRESS`."""
+        """The same of many, as :data:`kvstore.protocol.wire.ADDRESS`."""
         blocks = self._blocks(slots)
         return b"".join([one.addresses[2 * at : 2 * end].tobytes() for one, at, end in blocks])
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.errors import InvalidArgument
-from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.admission import DAY_NS, WRITE_SHARE, Admission
 from kvstore.state.choice.returns import Returns
 from kvstore.state.disk.log import SegmentLog

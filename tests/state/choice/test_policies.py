@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.policy import SLOT_BYTES, Furthest, Simulation, simulate
-from kvstore.errors import InvalidArgument
-from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.policy import (
     MOVES_MAX,
     POLICIES,

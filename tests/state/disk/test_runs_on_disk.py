@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvstore.errors import KVStoreError, PageCorrupt
+from kvstore.protocol.errors import KVStoreError, PageCorrupt
 from kvstore.state.disk.jobs import DiskJob, DiskRead, DiskSync, DiskWrite, Verdict
 from kvstore.state.table.invariants import check
 from kvstore.state.table.runs import leading_ready

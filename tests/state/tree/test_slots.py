@@ -7,8 +7,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvstore.protocol.wire import unpack_addresses
 from kvstore.state.tree.slots import INDEX_MASK, Replacement, Slot, SlotState, SlotTable
-from kvstore.wire import unpack_addresses
 from tests.state.world import hold
 
 PAGE = 4096

@@ -13,8 +13,8 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 import numpy as np
 
-from kvstore.errors import InvalidArgument, ProtocolError
-from kvstore.page import ALL_KEYS, KEY_BYTES, EngineLabel, ShardSpec, SpaceIdentity
+from kvstore.protocol.errors import InvalidArgument, ProtocolError
+from kvstore.protocol.page import ALL_KEYS, KEY_BYTES, EngineLabel, ShardSpec, SpaceIdentity
 
 PROTOCOL_MAJOR: Final = 1
 PROTOCOL_MINOR: Final = 9

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore import wire
-from kvstore.errors import InvalidArgument, ProtocolError
-from kvstore.page import CanonicalLayout, OpaqueLayout, ShardSpec, SpaceIdentity
+from kvstore.protocol import wire
+from kvstore.protocol.errors import InvalidArgument, ProtocolError
+from kvstore.protocol.page import CanonicalLayout, OpaqueLayout, ShardSpec, SpaceIdentity
 
 IDENTITY = SpaceIdentity(model="m", kv_dtype="bfloat16", page_tokens=64, scope="s")
 MANY = 15 << 20

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.errors import InvalidArgument, LayoutMismatch
+from kvstore.protocol.errors import InvalidArgument, LayoutMismatch
 
 PrefixKey = NewType("PrefixKey", bytes)
 """32 bytes: the chain hash of all tokens up to the end of a page."""
