@@ -21,7 +21,14 @@ from conductor.front.advising import Adviser
 from conductor.front.auth import Auth, MadeToken
 from conductor.front.bodies import Bodies
 from conductor.front.bringing import Bringer
-from conductor.front.connections import CAUSES, CONNECTIONS_MAX, KEEPALIVE_S, Front, complaints
+from conductor.front.connections import (
+    BACKLOG,
+    CAUSES,
+    CONNECTIONS_MAX,
+    KEEPALIVE_S,
+    Front,
+    complaints,
+)
 from conductor.front.guarding import Guard
 from conductor.front.kept_costs import KeptCosts
 from conductor.front.membership import Membership
@@ -258,7 +265,9 @@ class Conductor:
     async def _listen(self, protocol: Callable[[], asyncio.Protocol]) -> asyncio.Server:
         http = self.config.http
         try:
-            return await asyncio.get_running_loop().create_server(protocol, http.host, http.port)
+            return await asyncio.get_running_loop().create_server(
+                protocol, http.host, http.port, backlog=BACKLOG
+            )
         except OSError as error:
             where = f"http.host={http.host}, http.port={http.port}"
             raise OSError(error.errno, f"{where}: {reason(error)}") from error

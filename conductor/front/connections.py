@@ -18,6 +18,11 @@ from aiohttp.web_protocol import RequestHandler
 from kvstore.process.faults import Faults
 
 CONNECTIONS_MAX: Final = 4_096
+BACKLOG: Final = 1_024
+"""Connections that the kernel keeps until they are accepted.
+
+It drops those that come at once beyond it, and their clients ask again after a second, or three.
+"""
 FIRST_REQUEST_S: Final = 15.0
 """Seconds from connecting to the end of the first request's headers."""
 KEEPALIVE_S: Final = 75.0
