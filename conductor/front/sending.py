@@ -301,9 +301,15 @@ class Sender:
 
     async def _serve(self, run: Run, half: _Half, attempt: Attempt) -> web.StreamResponse:
         """Ask the engine whose answer the client gets."""
-        if run.body.stream:
-            return await self._stream(run, half, attempt)
-        return await self._whole(run, half, attempt)
+        if not run.body.stream:
+            return await self._whole(run, half, attempt)
+        # Each piece resumes every coroutine that waits for it: in a task of its own these are few.
+        streamed = asyncio.create_task(self._stream(run, half, attempt))
+        try:
+            return await streamed
+        finally:
+            if streamed.done() and not streamed.cancelled():
+                streamed.exception()  # nobody takes it if we were cancelled in the same turn
 
     async def _whole(self, run: Run, half: _Half, attempt: Attempt) -> web.StreamResponse:
         """Relay one JSON answer."""
@@ -342,20 +348,21 @@ class Sender:
             self._limited(engine) as idle,
         ):
             idle.wait(_ENGINE, self._deadline.first_byte_s)
+            idle_s, reports, usage_added = self._deadline.idle_s, half.reports, run.body.usage_added
             async for piece in pieces:
-                idle.wait(_CLIENT, self._deadline.idle_s)
+                idle.wait(_CLIENT, idle_s)
                 if run.response is None:
                     run.elsewhere_s += parts.clock() - started
                     headers = {**run.headers, **_STREAM_HEADERS}
                     run.response = web.StreamResponse(headers=headers)
                     await self._begin(run, run.response)
                 tail.append(piece)
-                shown = events_without_transfer(piece) if half.reports else piece
-                if run.body.usage_added:
+                shown = events_without_transfer(piece) if reports else piece
+                if usage_added:
                     shown = without_usage(shown)
                 if shown:
                     await run.response.write(shown)
-                idle.wait(_ENGINE, self._deadline.idle_s)
+                idle.wait(_ENGINE, idle_s)
         if run.response is None:
             raise EngineError(engine, "the stream was empty")
         parts.membership.worked(engine)

@@ -68,21 +68,22 @@ class PackedCandidates:
 
 def _packed(name: str, column: object, shared: SharedValues) -> object:
     if isinstance(column, np.ndarray):
-        rows = tuple(_row(row) for row in np.atleast_2d(column))
+        rows = tuple([_row(row) for row in (column if column.ndim == 2 else (column,))])
         return _Table(column.shape, column.dtype.str, rows)
     assert isinstance(column, Hashable)
     return shared.of(name, column)
 
 
 def _row(row: npt.NDArray[np.generic]) -> bytes | int | float:
-    if not len(row) or (row == row[0]).all():
-        value: int | float = row[0].item() if len(row) else 0
+    raw = row.tobytes()
+    if raw == raw[: row.itemsize] * len(row):  # of few numbers much faster than to compare them
+        value: int | float = row[0].item() if raw else 0
         return value
     if row.dtype.kind in "iu" and row.min() >= 0:
         for narrow in _NARROW:
             if row.max() <= np.iinfo(narrow).max:
                 return row.astype(narrow).tobytes()
-    return row.tobytes()
+    return raw
 
 
 def _unpacked(table: _Table) -> npt.NDArray[np.generic]:

@@ -73,3 +73,32 @@ async def test_a_deadline_passes_when_it_was_not_moved_and_not_before() -> None:
 
     with pytest.raises(TimeoutError):
         await waits()
+
+
+@in_loop
+async def test_a_piece_of_a_stream_resumes_few_coroutines() -> None:
+    engine = FakeEngine("e", "mixed")
+    engine.mid_gate.clear()
+    async with serving(engine) as client:
+        asked = asyncio.create_task(
+            client.session.post(
+                f"{client.url}/v1/completions", json={"model": "m", "prompt": "hi", "stream": True}
+            )
+        )
+        answer = await asked
+        await answer.content.readany()
+        chains = [_awaited(task.get_coro()) for task in asyncio.all_tasks()]
+        [streaming] = [chain for chain in chains if "Sender._stream" in chain]
+        assert streaming.index("Sender._stream") <= 1, streaming
+        engine.mid_gate.set()
+        await answer.read()
+        answer.close()
+
+
+def _awaited(coroutine: object) -> list[str]:
+    """Names of a coroutine, of what it waits for, and so on."""
+    found = []
+    while (name := getattr(coroutine, "__qualname__", None)) is not None:
+        found.append(name)
+        coroutine = getattr(coroutine, "cr_await", None)
+    return found
