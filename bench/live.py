@@ -7,6 +7,10 @@ measured: its time to the first token, and the tokens that it found. What was re
 moment is told by the events of node and engines, which nobody predicts from here. The simulator
 then gets what was fitted in this run, and the same requests.
 
+At last, to new processes, the first ``--saturated`` requests come at once: ``live/prefill-idle`` is
+the share of the time in which requests wait for an engine that the idlest prefill engine has
+nothing to compute.
+
 A block of 512 tokens of the trace is one page of ``--block-tokens`` tokens here, so that small
 engines compute it in seconds; equal blocks have equal tokens.
 """
@@ -30,6 +34,7 @@ import numpy as np
 from bench.cluster import Cluster, ClusterError, Options, request
 from bench.completion import Completion, complete
 from bench.live_held import HeldPages
+from bench.live_idle import Prompted, prefill_idle
 from bench.measure import Progress, Report, Result, percentile
 from conductor.costs.book import CostBook, EngineCosts, machine_of
 from conductor.routing.engines import EngineInfo, Role
@@ -45,7 +50,7 @@ _LEARNED: Final = 100
 """Requests after which predictions count."""
 _WARM: Final = 6
 _OUTPUT_MAX: Final = 16
-_TTFT_GOAL, _HIT_GOAL, _SIMULATED_GOAL = 0.30, 0.95, 0.25
+_TTFT_GOAL, _HIT_GOAL, _SIMULATED_GOAL, _IDLE_GOAL = 0.30, 0.95, 0.25, 0.02
 _KEY_BYTES: Final = 32
 
 
@@ -98,6 +103,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load", type=float, default=0.4,
                         help="utilization of the prefill engines, 0 to 1")  # fmt: skip
     parser.add_argument("--model", default="demo", help="reference model: tiny or demo")
+    parser.add_argument("--saturated", type=int, default=100,
+                        help="number of requests at once, to measure idle engines;"
+                        " 0: do not")  # fmt: skip
     parser.add_argument("--rows", type=Path, help="write one JSON line per request here")
     parser.add_argument("--policy", default="earliest-first-token",
                         help="routing policy; it must use costs")  # fmt: skip
@@ -115,6 +123,7 @@ def run(options: argparse.Namespace) -> int:
             seen, speed = _live(options, sents, costs)
             book = CostBook()
             book.load(costs.read_bytes())
+        idle = _idle(options, sents[: options.saturated])
     except (ClusterError, InvalidArgument, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
@@ -138,6 +147,9 @@ def run(options: argparse.Namespace) -> int:
         report.add(Result("live/ttft/mean", measured, "s", "simulated", simulated,
                           simulated / measured))  # fmt: skip
         report.add(_goal("live/simulated-error", abs(simulated / measured - 1), _SIMULATED_GOAL))
+        if idle is not None:
+            report.add(Result("live/prefill-idle", idle, "of the time", "goal", _IDLE_GOAL,
+                              _IDLE_GOAL / max(idle, 1e-9)))  # fmt: skip
     return 0
 
 
@@ -193,15 +205,26 @@ def _live(
     options: argparse.Namespace, sents: Sequence[Sent], costs: Path
 ) -> tuple[list[tuple[Seen, int]], float]:
     """Each request, with the tokens that its engine and node held; and the speed of the trace."""
-    longest = max(len(one.prompt) for one in sents) + _OUTPUT_MAX
-    settings = Options(
-        model=options.model, capacity_bytes=4 << 30, prefills=2, decodes=2,
-        kv_blocks=4 * (-(-longest // 16) + 8), policy=options.policy, prefix_cache=True,
-        kv_hashes=False,
-        conductor=(f"costs.file={costs}", "decisions.kept=100000", "queue.wait_s=600"),
-    )  # fmt: skip
+    settings = _settings(options, sents, f"costs.file={costs}", "decisions.kept=100000")
     with Cluster(settings) as cluster:
         return asyncio.run(_sends(cluster, options, sents))
+
+
+def _idle(options: argparse.Namespace, sents: Sequence[Sent]) -> float | None:
+    """See :func:`prefill_idle`; None without requests."""
+    if not sents:
+        return None
+    with Cluster(_settings(options, sents)) as cluster:
+        return prefill_idle(cluster, [Prompted(one.prompt, one.output) for one in sents])
+
+
+def _settings(options: argparse.Namespace, sents: Sequence[Sent], *conductor: str) -> Options:
+    longest = max(len(one.prompt) for one in sents) + _OUTPUT_MAX
+    return Options(
+        model=options.model, capacity_bytes=4 << 30, prefills=2, decodes=2,
+        kv_blocks=4 * (-(-longest // 16) + 8), policy=options.policy, prefix_cache=True,
+        kv_hashes=False, conductor=("queue.wait_s=600", *conductor),
+    )  # fmt: skip
 
 
 async def _sends(

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from bench import live
+from bench.cluster import ClusterError
 from bench.live import sent_as
 from bench.live_held import HeldPages
+from bench.live_idle import Look, idle_share
 from conductor.simulator.workloads import made_up
 from kvstore.events.publisher import EventBatch, RemovedEvent, StoredEvent
 
@@ -46,3 +48,16 @@ def test_without_the_trace_it_is_skipped(
 ) -> None:
     assert live.run(Namespace(trace=tmp_path / "none.jsonl", json=True)) == 0
     assert "skipped" in capsys.readouterr().err
+
+
+def test_an_engine_is_idle_in_vain_only_while_requests_wait() -> None:
+    looks = [
+        Look(0.0, 0, {"P1": 5.0, "P2": 5.0}),
+        Look(1.0, 3, {"P1": 6.0, "P2": 6.0}),
+        Look(2.0, 1, {"P1": 6.0, "P2": 6.1}),
+        Look(5.0, 1, {"P1": 6.2, "P2": 6.4}),
+        Look(6.0, 0, {"P1": 7.0, "P2": 7.0}),
+    ]
+    assert idle_share(looks) == pytest.approx(0.1)
+    with pytest.raises(ClusterError, match="saturated"):
+        idle_share(looks[:2])

@@ -185,7 +185,10 @@ class Engine:
     def _receive(self) -> None:
         """Read the inbox; wait for it only if there is nothing to do. Then abort."""
         known = len(self._aborted)  # each was submitted before: it is read from the inbox first
+        idle, began = self._steps.is_idle, time.monotonic()
         self._read_inbox(may_wait=not known and not self._steps.is_computing)
+        if idle:
+            self.metrics.idle_seconds.inc(time.monotonic() - began)
         for _ in range(known):
             self._steps.abort(self._aborted.popleft())
 

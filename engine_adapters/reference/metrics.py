@@ -53,6 +53,7 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self.idle_seconds = counter("idle_seconds", "Seconds without anything to compute.")
         self.waiting = Gauge("reference_engine_waiting", "Waiting requests.", registry=registry)
         self.running = Gauge("reference_engine_running", "Requests with blocks.", registry=registry)
         self.free_blocks = Gauge("reference_engine_free_blocks", "Free blocks.", registry=registry)

@@ -27,6 +27,8 @@ from kvstore.engine.pace import pairs_of
 from kvstore.engine.transfer import Transfer
 
 _HASHES_KEPT: Final = 1024
+_COMPUTES: Final = frozenset({State.WAITING, State.RESTORING, State.RECEIVED, State.RUNNING})
+"""What has a prompt or an answer left to compute."""
 
 
 class KVHashes(NamedTuple):
@@ -54,6 +56,14 @@ class Steps:
     def is_computing(self) -> bool:
         """Whether the next step has something to compute."""
         return any(r.state is State.RUNNING for r in self._parts.scheduler.requests())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request has a prompt or an answer left to compute.
+
+        Requests that only wait for their puts, or for the other engine of a push, are none.
+        """
+        return not any(r.state in _COMPUTES for r in self._parts.scheduler.requests())
 
     @property
     def has_jobs(self) -> bool:
