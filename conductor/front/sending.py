@@ -135,7 +135,7 @@ class Sender:
         run.prefill_done = None
         if assign.plan is Plan.ALONE:
             alone = _Half(assign.decode, assign.ranks[assign.decode], run.body.body())
-            return await self._serve(run, alone, attempt)
+            return await self._serve_apart(run, alone, attempt)
         protocol = PROTOCOLS[assign.protocol]
         pair = PairRequest(
             run.body.fields,
@@ -177,7 +177,7 @@ class Sender:
         pair = pair._replace(decode_url=self._url(chosen.decode))
         body = _encoded(protocol.decode(pair, transfer))
         second = _Half(chosen.decode, chosen.rank, body, protocol)
-        return await self._serve(run, second, attempt)
+        return await self._serve_apart(run, second, attempt)
 
     async def _at_once(
         self, run: Run, lease: Lease, assign: Assign, attempt: Attempt,
@@ -190,7 +190,7 @@ class Sender:
         )  # fmt: skip
         if protocol.prefill is None:
             run.prefill_done = lambda: lease.release(assign.prefill)
-            return await self._serve(run, second, attempt)
+            return await self._serve_apart(run, second, attempt)
         first = _Half(
             assign.prefill, assign.ranks[assign.prefill], _encoded(protocol.prefill(pair)), protocol
         )
@@ -301,15 +301,21 @@ class Sender:
 
     async def _serve(self, run: Run, half: _Half, attempt: Attempt) -> web.StreamResponse:
         """Ask the engine whose answer the client gets."""
-        if not run.body.stream:
-            return await self._whole(run, half, attempt)
-        # Each piece resumes every coroutine that waits for it: in a task of its own these are few.
-        streamed = asyncio.create_task(self._stream(run, half, attempt))
+        if run.body.stream:
+            return await self._stream(run, half, attempt)
+        return await self._whole(run, half, attempt)
+
+    async def _serve_apart(self, run: Run, half: _Half, attempt: Attempt) -> web.StreamResponse:
+        """The same, in a task of its own.
+
+        Each piece of a stream resumes every coroutine that waits for it: so these are few.
+        """
+        served = asyncio.create_task(self._serve(run, half, attempt))
         try:
-            return await streamed
+            return await served
         finally:
-            if streamed.done() and not streamed.cancelled():
-                streamed.exception()  # nobody takes it if we were cancelled in the same turn
+            if served.done() and not served.cancelled():
+                served.exception()  # nobody takes it if we were cancelled in the same turn
 
     async def _whole(self, run: Run, half: _Half, attempt: Attempt) -> web.StreamResponse:
         """Relay one JSON answer."""
