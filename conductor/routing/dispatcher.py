@@ -415,7 +415,7 @@ class Dispatcher:
             self.loads.assigned(assign.request, first.info, of, seconds, now)
         if second is not None:
             if second is not first:
-                self.loads.comes(assign.request, second.info, tokens)
+                self.loads.comes(assign.request, second.info, tokens, assign.prefill, now)
             step_s = self.loads.step_s(second.info)
             self.admission.assigned(assign, second.info.model, tokens, step_s, now)
             if self.pools is not None and tokens:
