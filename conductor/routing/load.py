@@ -16,7 +16,7 @@ import numpy as np
 from conductor.costs.book import CostBook, EngineCosts, machine_of
 from conductor.costs.prior import PrefillLine
 from conductor.routing.columns import CostColumns
-from conductor.routing.engines import EngineInfo
+from conductor.routing.engines import EngineInfo, Role
 from conductor.routing.work import NO_ANSWER, Answer, ComputingPrompt, DecodingRequest
 
 _OVERDUE_S: Final = 0.01
@@ -104,8 +104,12 @@ class _Load:
     stalled_s: float = 0.0
     sent_at: float = -inf
 
-    def row(self) -> _Row:
-        """What is the same until something changes, or :meth:`pass_late` would change it."""
+    def row(self, role: Role) -> _Row:
+        """What is the same until something changes, or :meth:`pass_late` would change it.
+
+        Args:
+            role: what the engine does now.
+        """
         head, coming = next(iter(self.computing.values()), None), sum(self.coming.values())
         token_bytes, line = self.costs.prior.kv_bytes(1), self.prefill_line()
         return _Row(
@@ -123,7 +127,7 @@ class _Load:
             token_bytes=token_bytes,
             network_bytes_per_s=self.costs.prior.network.bytes_per_s,
             coming_bytes=coming * token_bytes,
-            **self.late(),
+            **self.late(role),
         )
 
     def pass_late(self, now: float) -> None:
@@ -160,17 +164,20 @@ class _Load:
         self.context += tokens
         self.step_cost_s = -1.0
 
-    def late(self) -> dict[str, float]:
+    def late(self, role: Role) -> dict[str, float]:
         """What :class:`CostColumns` says of the requests that a prompt makes late.
 
         Nobody knows how many prompts will come yet. So who has used a part ``u`` of the seconds
         that it bears counts as late to the part ``u**2``: the first stall costs less than the last
         one. Who is late already counts as if it were about to be, or all prompts would go there.
+
+        An engine that was lent to prompts still has answers to end. These count nothing: it gets no
+        others, and would stand idle for their sake while everybody waits.
         """
         stalled_s = self.stalled_s + self.total_s()
         line = square = most = 0.0
         for one in self.decoding.values():
-            if not one.bears_s:
+            if not one.bears_s or role is Role.PREFILL:
                 continue
             used = (stalled_s - one.stalled_s) / one.bears_s
             line += 2.0 * min(used, 1.0) / one.bears_s
@@ -241,8 +248,16 @@ class EngineLoads:
             load.ranks, load.step_cost_s = ranks, -1.0
         return load
 
-    def columns(self, infos: Sequence[EngineInfo], now: float) -> CostColumns:
-        """What the costs of these engines depend on."""
+    def columns(
+        self, infos: Sequence[EngineInfo], now: float, roles: Sequence[Role] | None = None
+    ) -> CostColumns:
+        """What the costs of these engines depend on.
+
+        Args:
+            infos: the engines; another object if ``roles`` are others.
+            now: time.
+            roles: what each engine does now; None = what it was registered for.
+        """
         if self._infos is not infos:
             self._infos, self._at = infos, {info.id: at for at, info in enumerate(infos)}
             self._rows = np.zeros((len(_Row._fields), len(infos)))
@@ -255,7 +270,7 @@ class EngineLoads:
         for at in changed:
             load = self._of(infos[at])
             load.pass_late(now)
-            self._rows[:, at] = load.row()
+            self._rows[:, at] = load.row(infos[at].role if roles is None else roles[at])
         self._stale.clear()
         left_s = np.maximum(rows.head_s - np.maximum(now - rows.head_since, 0.0), _OVERDUE_S)
         backlog_s = np.where(rows.head_s >= 0, rows.rest_s + left_s, 0.0)
