@@ -125,7 +125,7 @@ class KnownRequest:
         return Handoff(self.assign.protocol, self.promised)
 
 
-def reach(engines: Iterable[EngineInfo]) -> float:
+def tokens_max(engines: Iterable[EngineInfo]) -> float:
     """Maximum tokens of a prompt and its answer that an engine or a pair takes; may be infinite."""
     longest = dict.fromkeys(Role, 0.0)
     for info in engines:
@@ -135,10 +135,10 @@ def reach(engines: Iterable[EngineInfo]) -> float:
 
 def too_long(request: Request, engines: Sequence[EngineInfo]) -> Reject | None:
     """The refusal of a request that none of some engines takes."""
-    most = reach(engines)
+    most = tokens_max(engines)
     if not engines or request.length <= most:
         return None
-    why = f"{request.length} tokens with its answer, at most {most:.0f} are possible"
+    why = f"{request.length} tokens with its answer; at most {most:.0f} are possible"
     return Reject(request.number, f"prompt: {why}", 0, "context_length_exceeded", status=400)
 
 
