@@ -38,7 +38,7 @@ EXTENTS_MIN: Final = 16
 WAIT_MS: Final = 10_000
 TICKS_MAX: Final = 100_000
 """Ticks that one request waits for its answer."""
-POLLED_MAX: Final = 64
+POLLED_MAX: Final = 32
 """Jobs that one look at the SSD tier finds ended: what an SSD does in some milliseconds."""
 _DIGEST: Final = bytes(range(16))
 _TOKENS: Final = bytes(range(256))

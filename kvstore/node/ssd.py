@@ -41,7 +41,7 @@ from kvstore.tier.vectored import aligned
 log = logging.getLogger(__name__)
 
 IN_FLIGHT_BYTES_MAX: Final = 128 << 20
-COMPLETIONS_TURN: Final = 64
+COMPLETIONS_TURN: Final = 32
 """Jobs whose end the node is told of in one turn."""
 _NS: Final = 1_000_000_000
 

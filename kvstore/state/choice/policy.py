@@ -22,6 +22,8 @@ HISTORY_MAX: Final = 1 << 16
 """Keys of pages not in memory that a policy remembers at most."""
 MOVES_MAX: Final = 8
 """Leaves, and ranks, that one choice of a victim brings up to date at most."""
+GONE_MAX: Final = 2
+"""First entries of a heap, of leaves that have gone otherwise, that go with each that comes."""
 CELLS_EMPTY_MAX: Final = 256
 """Cells that have no leaf at present, and stay; each has a list."""
 Cell = tuple[Kind, int, int]
@@ -91,6 +93,9 @@ class LeastRecent:
         return 0, node.access
 
     def _push(self, node: PrefixNode) -> None:
+        for _ in range(GONE_MAX):  # so that no choice has to pass many at once
+            if self._heap and not is_live(self._heap.first()[-1]):
+                self._heap.pop()
         self._sequence += 1
         self._heap.push((*self._rank(node), self._sequence, node))
 

@@ -58,6 +58,10 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 
 BACKLOG_TURN: Final = 64
 """Pages of the backlog that are looked at before others get their turn."""
+EVICTED_TURN: Final = 256
+"""Pages that one turn begins to write because their memory is needed, and those of a run more."""
+DURABLES_STEP: Final = 8
+"""Durable puts that are acknowledged at a time; a turn has some tens of such steps."""
 _FULL: Final = "the disk, or the space's quota of it, is full now; try later"
 
 
@@ -77,7 +81,6 @@ class DiskPages:
         acknowledged: durable puts and removals that ended.
         loads: pages on their way from disk.
         writes: pages on their way to disk.
-        unfinished: more can be written now; :meth:`go_on` does.
         exists: there is a disk; without one nothing is ever written, see :func:`no_disk`.
     """
 
@@ -95,7 +98,9 @@ class DiskPages:
         self._memory = memory
         self._sync_failed = False
         self._now_ns = self._retry_ns = 0
-        self.unfinished = False
+        self._more_to_write = False
+        #: Pages of which :meth:`before_eviction` began to write since the last :meth:`go_on`.
+        self._evicted = 0
         self._backlog = Backlog()
         self._syncs = Syncs(rules, self._queue)
         self.loads = DiskLoads(memory, log, self._queue)
@@ -118,6 +123,11 @@ class DiskPages:
         """Whether memory or disk will be freed without anyone asking for more."""
         buries = self.graves.waiting_keys and not self.degraded
         return bool(self.writes or buries) or self._room_is_made
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether more can be written or acknowledged now; :meth:`go_on` does."""
+        return self._more_to_write or bool(self._syncs.ended)
 
     @property
     def _room_is_made(self) -> bool:
@@ -182,9 +192,10 @@ class DiskPages:
             if self.degraded:
                 self._memory.counts["demotions_failed"] += min(pages, node.count)
                 continue
-            if self.is_full:
+            if self.is_full or self._evicted >= EVICTED_TURN:
                 return Verdict.FULL
             full = self._memory.counts["disk_full_pages"]
+            self._evicted += node.count
             self._write(node, shard)
             if self.writes.holds(node, shard):
                 verdict = Verdict.WRITING
@@ -266,7 +277,7 @@ class DiskPages:
             return False
         self._syncs.hurry()
         self._syncs.advance(self._now_ns)
-        return self._syncs.idle or self.degraded
+        return not self._syncs.ended and (self._syncs.idle or self.degraded)
 
     def limit(self, space: PrefixTree, quota_bytes: int, reserved_bytes: int) -> None:
         """Limit a space on disk; its pages are to be offered then, and shrunk.
@@ -292,12 +303,12 @@ class DiskPages:
 
     def _pump(self) -> None:
         """Write what waits its turn, as far as may be under way at a time; some of it at once."""
-        self.unfinished, left = False, BACKLOG_TURN
+        self._more_to_write, left = False, BACKLOG_TURN
         while self._backlog and not self.degraded and not self.is_full:
             if self._backlog.is_held(self.graves):
                 return  # they were taken out before they were stored again; that is not written yet
             if not left:
-                self.unfinished = True
+                self._more_to_write = True
                 return
             room_bytes = self.rules.in_flight_bytes_max - self.writes.in_flight_bytes
             looked, node, shard = self._backlog.take(left, room_bytes)
@@ -306,9 +317,9 @@ class DiskPages:
                 self._write(node, shard, Durable() if node.disk_pins else None)
 
     def _end_durables(self) -> None:
-        """Acknowledge what is synced, or failed."""
-        while self._syncs.ended:
-            self._end_durable(self._syncs.ended.pop(0))
+        """Acknowledge some of what is synced, or failed."""
+        for _ in range(min(DURABLES_STEP, len(self._syncs.ended))):
+            self._end_durable(self._syncs.ended.popleft())
 
     def _end_durable(self, durable: Durable) -> None:
         self.writes.give_up(durable)
@@ -406,6 +417,7 @@ class DiskPages:
 
     def go_on(self) -> None:
         """Write and sync what waits, as far as that is possible now."""
+        self._evicted = 0
         if self._syncs.ended:
             self._end_durables()
         if not self.degraded:

@@ -4,6 +4,8 @@ A sync covers what was written before it began. At most one is under way: with t
 ``always`` whatever is written meanwhile shares the next one.
 """
 
+from collections import deque
+
 from kvstore.protocol.errors import KVStoreError
 from kvstore.state.disk.jobs import DiskRules, DiskSync, Durable, SyncPolicy
 from kvstore.state.disk.queue import DiskQueue
@@ -22,7 +24,7 @@ class Syncs:
     """
 
     def __init__(self, rules: DiskRules, queue: DiskQueue) -> None:
-        self.ended: list[Durable] = []
+        self.ended: deque[Durable] = deque()
         self._rules = rules
         self._queue = queue
         #: Whether something was written since the last sync began, and whether one is under way.

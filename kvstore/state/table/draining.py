@@ -5,9 +5,9 @@ pages. They leave some in each turn of the loop, after all of them were looked a
 page that somebody needs is left as it is. One extent at a time is drained.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
 from typing import Final
 
 from kvstore.state.choice.eviction import is_held
@@ -16,10 +16,12 @@ from kvstore.state.table.orphans import tails_first
 from kvstore.state.table.runs import Owners
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree
-from kvstore.state.tree.slots import SlotTable
+from kvstore.state.tree.slots import Slot, SlotTable
 
 LOOKS: Final = 8
 """Slots that are looked at in the time in which one page leaves."""
+WHOLE_MAX: Final = 128
+"""Pages of a run that leave together at most."""
 STAY_NS: Final = 30_000_000_000
 """How long a class keeps an extent that it got, against one that has pages of its own to evict.
 
@@ -123,8 +125,8 @@ class Draining:
         """The next pages that leave memory; each is taken out before the next step.
 
         Yields:
-            a page and its shard, or None for a step that found none: ``steps`` of both, fewer when
-            the walk has ended. Then call :meth:`end`.
+            pages and their shard, or None for a step that found none: ``steps`` of both, fewer when
+            the walk has ended. Then call :meth:`end`. A run of N pages takes N steps.
         """
         return islice(self._walk, steps)
 
@@ -144,29 +146,65 @@ class Draining:
 
         It ends early when a page may not leave.
         """
-        if self._slots.needed(position):
+        if self._slots.needed(position) or not (yield from self._all_may_leave(position, space)):
             return
+        for slot in self._slots.slots_in_use(position):
+            run = self._owners.run(slot)
+            if run is not None and not (yield from self._some_leave(run, slot, position)):
+                return
+
+    def _all_may_leave(self, position: int, space: PrefixTree) -> Generator[None, None, bool]:
+        """Whether all pages of an extent may leave now, so that it is worth to begin."""
+        seen: PrefixNode | None = None
         for at, slot in enumerate(self._slots.slots_in_use(position)):
             owner = self._owners.run(slot)
-            if owner is None or not self._may_leave(owner):
-                return
-            if self._quotas.protects(owner.space, space, self._slots.extent_bytes):
-                return
+            if owner is None:
+                return False
+            if owner is not seen:  # neighbours are of one run, and it is looked at as a whole
+                if not self._may_leave(owner):
+                    return False
+                if self._quotas.protects(owner.space, space, self._slots.extent_bytes):
+                    return False
+                seen = owner
             if at % LOOKS == LOOKS - 1:
                 yield None
-        for slot in self._slots.slots_in_use(position):
-            owner = self._owners.get(slot)
-            for shard in list(owner.slot_columns) if owner is not None else ():
-                assert owner is not None
-                alone = owner.on_disk >> shard & 1 or owner.space.shards[shard].window_pages
-                for node in () if alone else tails_first(owner, shard):
-                    if node is not None and not self._may_leave(node):
-                        return
-                    yield None if node is None else (node, shard)
-                if owner.memory >> shard & 1 and is_live(owner):
-                    if not self._may_leave(owner):
-                        return
-                    yield owner, shard
+        return True
+
+    def _some_leave(
+        self, run: PrefixNode, slot: Slot, position: int
+    ) -> Generator[tuple[PrefixNode, int] | None, None, bool]:
+        """The page in a slot, or all of its run; False when one may not leave."""
+        if self._leaves_whole(run, position):
+            if not self._may_leave(run):
+                return False
+            (shard,), pages = run.slot_columns, run.count
+            yield run, shard
+            yield from repeat(None, pages - 1)
+            return True
+        owner = self._owners.get(slot)
+        assert owner is not None
+        for shard in list(owner.slot_columns):
+            alone = owner.on_disk >> shard & 1 or owner.space.shards[shard].window_pages
+            for node in () if alone else tails_first(owner, shard):
+                if node is not None and not self._may_leave(node):
+                    return False
+                yield None if node is None else (node, shard)
+            if owner.memory >> shard & 1 and is_live(owner):
+                if not self._may_leave(owner):
+                    return False
+                yield owner, shard
+        return True
+
+    def _leaves_whole(self, run: PrefixNode, position: int) -> bool:
+        """Whether all pages of a run may leave together: each split makes a node more.
+
+        Of one that has others below it, is on disk too, has pages of several shards or elsewhere,
+        each page leaves by itself.
+        """
+        if run.below or run.on_disk or len(run.slot_columns) != 1 or run.count > WHOLE_MAX:
+            return False
+        (shard,) = run.slot_columns
+        return all(self._slots.position(slot) == position for slot in run.slots_of(shard))
 
     def _may_leave(self, node: PrefixNode) -> bool:
         """Whether the pages of a node may leave memory now."""

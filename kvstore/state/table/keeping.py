@@ -58,7 +58,8 @@ class Keeping:
         try:
             for node in pin.nodes if tier == "ssd" else ():
                 for shard in node.digests:
-                    self._tiers.ensure_written(node, shard)
+                    if not node.on_disk >> shard & 1:
+                        self._tiers.ensure_written(node, shard)
         except CapacityError:
             self.unpin(pin.number)
             raise

@@ -15,6 +15,7 @@ from kvstore.state.choice.policy import (
     POLICIES,
     EvictionPolicy,
     HighestReuse,
+    LeastRecent,
     new_policy,
 )
 from kvstore.state.table.invariants import check
@@ -23,7 +24,7 @@ from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree, Shard
 from kvstore.state.tree.sessions import Peer, Process, Session
 from kvstore.state.tree.slots import SlotTable
-from tests.state.world import hold
+from tests.state.world import World, hold, key
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=60)
 
@@ -240,3 +241,24 @@ def test_the_simulator_finds_what_a_page_table_finds():
         assert simulation.request(ids) == hits
         assert set(simulation.space.nodes) == set(space.nodes)
         check(table)
+
+
+def test_leaves_that_have_gone_otherwise_do_not_wait_in_the_heap_for_the_next_choice():
+    world = World(extents=20)
+    engine = world.process()
+    space = world.space(engine)
+    paths = [chr(0x1000 + at) for at in range(60)]
+    for path in paths:
+        world.store(engine, space, path)
+    nodes = [space.nodes[key(path)] for path in paths]
+    policy = LeastRecent(SLOT_BYTES + 1)  # a class of its own: the table has offered them as well
+    for node in nodes[:40]:
+        policy.add_candidate(node, 0)
+    for node in nodes[:40]:
+        world.table.residents.drop(node, 0, "evicted")
+
+    for node in nodes[40:]:
+        policy.add_candidate(node, 0)
+
+    assert len(policy) == 20
+    assert [policy.pop(0) for _ in range(21)] == [*nodes[40:], None]

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvstore.state.disk.jobs import DiskJob, DiskRead, DiskWrite
+from kvstore.state.disk.jobs import DiskJob, DiskRead, DiskSync, DiskWrite
 from kvstore.state.disk.loads import LOADS_TURN
-from kvstore.state.disk.pages import BACKLOG_TURN
+from kvstore.state.disk.pages import BACKLOG_TURN, DURABLES_STEP, EVICTED_TURN
 from kvstore.state.table.choosing import SPILL_WRITES
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
@@ -102,3 +102,44 @@ def test_of_a_prompt_as_many_pages_are_chosen_at_once_as_must_go(*, in_memory):
     assert [0 in node.disk for node in nodes] == [True, False, False, False]
     assert world.table.counts["disk_quota_pages"] == 3
     assert world.lookup(world.mine, "abcd")[0] == (4 if in_memory else 1)
+
+
+def test_a_full_node_begins_few_writes_for_one_put_and_more_in_the_next_turn():
+    world = DiskWorld(write="back", extents=EVICTED_TURN // 2)
+    for at in range(EVICTED_TURN // 2):
+        world.store(world.me, world.mine, chr(0x1000 + at) * 4)
+    new = "b" * (EVICTED_TURN + 100)
+
+    statuses = world.store(world.me, world.mine, new)
+
+    assert statuses[0] == PageStatus.NO_ROOM
+    assert len(world.jobs(DiskWrite)) == EVICTED_TURN
+    world.store(world.me, world.mine, new)
+    assert len(world.jobs(DiskWrite)) == EVICTED_TURN, "that is the same turn"
+    world.disk.go_on()
+    world.store(world.me, world.mine, new)
+    assert len(world.jobs(DiskWrite)) == 2 * EVICTED_TURN
+
+
+def test_durable_puts_that_one_sync_ends_are_acknowledged_in_turns():
+    world = DiskWorld(extents=20)
+    paths = [chr(0x1000 + at) for at in range(5 * DURABLES_STEP)]
+    for path in paths:
+        world.store(world.me, world.mine, path)
+    durables = [world.persist(path) for path in paths]
+    for job in world.jobs(DiskWrite):
+        world.end_job(job)
+    (first,) = world.jobs(DiskSync)
+    world.end_job(first)
+    assert [one.ended for one in durables] == [True] + [False] * (len(paths) - 1)
+    (second,) = world.jobs(DiskSync)
+
+    world.end_job(second)
+
+    assert sum(one.ended for one in durables) <= 1 + 3 * DURABLES_STEP < len(paths)
+    assert world.disk.unfinished
+    assert not world.disk.settled
+    for _ in range(5):
+        world.disk.go_on()
+    assert world.disk.acknowledged == durables
+    assert not world.disk.unfinished

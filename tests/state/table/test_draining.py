@@ -2,10 +2,10 @@
 
 import pytest
 
-from kvstore.state.table.draining import STAY_NS
+from kvstore.state.table.draining import STAY_NS, WHOLE_MAX
 from kvstore.state.table.invariants import check
 from kvstore.state.table.room import EMPTY_MAX
-from kvstore.state.tree.actions import PageStatus
+from kvstore.state.tree.actions import PageStatus, Removed
 from tests.state.world import FULL, WINDOW, World, key
 
 GRANTED, NO_ROOM = PageStatus.GRANTED, PageStatus.NO_ROOM
@@ -148,3 +148,48 @@ def test_two_models_that_take_turns_do_not_take_extents_from_each_other_in_circl
             node.drain()
 
     assert 0 < world.table.counts["moved_extents"] <= 4 * (1 + 40 // 8), "each once in STAY_NS"
+
+
+@pytest.mark.parametrize("pages", [32, 2 * WHOLE_MAX])
+def test_runs_leave_an_extent_whole_unless_they_are_long(pages: int):
+    each = 12 * pages
+    world = World(extents=1, slots_each=each)
+    red, blue = world.process("red"), world.process("blue", pid=2)
+    old, new = world.space(red, tenant="red"), world.space(blue, tenant="blue")
+    for at in range(12):
+        world.store(red, old, chr(0x1000 + at) * pages)
+    world.removed()
+
+    assert world.store(blue, new, "a") == [NO_ROOM]
+    assert len(world.slots.slots_in_use(0)) >= each - EMPTY_MAX - pages, "that is for other turns"
+    steps = 0
+    while world.table.draining.now is not None:
+        taken = world.table.room.drain(EMPTY_MAX)
+        steps += taken
+        check(world.table)
+
+    removed = [len(one.keys) for one in world.table.actions if isinstance(one, Removed)]
+    assert removed == ([pages] * 12 if pages <= WHOLE_MAX else [1] * each)
+    assert steps >= each - EMPTY_MAX, "each page takes a step, whatever leaves together"
+
+
+def test_a_run_with_pages_in_two_extents_leaves_one_of_them_page_by_page():
+    world = World(extents=2, slots_each=8)
+    red, blue = world.process("red"), world.process("blue", pid=2)
+    old, new = world.space(red, tenant="red"), world.space(blue, tenant="blue")
+    for path in "a" * 4, "b" * 8, "c" * 4:
+        world.store(red, old, path)
+    assert {world.slots.position(slot) for slot in old.index[key("b")].slots_of(0)} == {0, 1}
+    world.removed()
+
+    world.store(blue, new, "x")
+    while world.table.draining.now is not None:
+        world.table.room.drain(EMPTY_MAX)
+        check(world.table)
+
+    removed = [len(one.keys) for one in world.table.actions if isinstance(one, Removed)]
+    assert sorted(removed) == [1] * 8 + [4], "one run leaves whole, the other one does not"
+    assert world.lookup(old, "b" * 8) == (0, 0)
+    assert world.lookup(old, "c" * 4) == (4, 0)
+    assert world.table.counts["moved_extents"] == 1
+    check(world.table)
