@@ -439,7 +439,8 @@ def _retention(request: wire.CommitPut | wire.StorePage, now_ns: int) -> Retenti
     if not 0 <= request.ttl_ms <= wire.TTL_MS_MAX:
         raise InvalidArgument("ttl_ms", f"{request.ttl_ms} is outside 0..{wire.TTL_MS_MAX}")
     expires_ns = now_ns + request.ttl_ms * _NS_PER_MS if request.ttl_ms else 0
-    return Retention(expires_ns, request.read_once, request.memory_only)
+    special = expires_ns or request.read_once or request.memory_only
+    return Retention(expires_ns, request.read_once, request.memory_only) if special else ORDINARY
 
 
 def _check_parent(parent: bytes) -> None:

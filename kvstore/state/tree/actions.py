@@ -24,7 +24,7 @@ class PageStatus(IntEnum):
     """The page before it vanished while this one was being written."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, init=False)
 class Stored:
     """Action: these pages became READY, in memory.
 
@@ -37,6 +37,17 @@ class Stored:
     keys: list[PrefixKey]
     parent: PrefixKey
     tokens: bytes
+
+    # Written out for the compiler, as in the classes below: what `dataclass` makes stays
+    # interpreted, and each message makes some.
+    def __init__(
+        self, space: PrefixTree, shard: int, keys: list[PrefixKey], parent: PrefixKey, tokens: bytes
+    ) -> None:
+        self.space = space
+        self.shard = shard
+        self.keys = keys
+        self.parent = parent
+        self.tokens = tokens
 
 
 @dataclass(slots=True, init=False)
@@ -53,8 +64,6 @@ class Removed:
     cause: str
     tiers: tuple[Tier, ...]
 
-    # Written out for the compiler: what `dataclass` makes stays interpreted, and a message that
-    # evicts makes some.
     def __init__(
         self, space: PrefixTree, shard: int, keys: list[PrefixKey], cause: str,
         tiers: tuple[Tier, ...] = ("host",),

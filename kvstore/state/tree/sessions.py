@@ -74,7 +74,7 @@ class Lease:
     expired: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Put:
     """Pages one process writes.
 
@@ -97,6 +97,20 @@ class Put:
     since_ns: int
     lost: bool = False
     ahead: bool = False
+
+    # Written out for the compiler: what `dataclass` makes stays interpreted.
+    def __init__(
+        self, space: PrefixTree, shard: int, keys: list[PrefixKey], slots: list[Slot],
+        size_bytes: int, since_ns: int, *, ahead: bool = False,
+    ) -> None:  # fmt: skip
+        self.space = space
+        self.shard = shard
+        self.keys = keys
+        self.slots = slots
+        self.size_bytes = size_bytes
+        self.since_ns = since_ns
+        self.lost = False
+        self.ahead = ahead
 
     def is_of(self, space: PrefixTree, shard: int) -> bool:
         """Whether its pages are of a shard of a space."""

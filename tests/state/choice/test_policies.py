@@ -18,6 +18,7 @@ from kvstore.state.choice.policy import (
     LeastRecent,
     new_policy,
 )
+from kvstore.state.choice.reuse import Kind, LearnedReuse
 from kvstore.state.table.invariants import check
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.node import PrefixNode, is_live
@@ -204,6 +205,39 @@ def test_no_choice_of_a_victim_moves_more_than_a_few_leaves_however_many_aged(mo
 
     assert 0 < most <= MOVES_MAX
     assert policy.pop(1 << 20) is None
+
+
+def learn(policy: HighestReuse, kind: Kind, rank: float) -> None:
+    """Pages of a kind rank so from now on, whatever their age."""
+    policy._reuse._ranks[kind] = [rank] * LearnedReuse.BINS
+    for cell in policy._of_kind[kind]:
+        policy._rank(cell)
+
+
+def test_a_cell_that_ranks_higher_than_before_is_not_taken_for_its_former_rank():
+    space, policy = a_space(0), HighestReuse(SLOT_BYTES)
+    first, second = a_leaf(space, 1, 5), a_leaf(space, 2, 5)
+    second.turns = 1
+    for leaf in (first, second):
+        policy.add_candidate(leaf, 5)
+    learn(policy, LearnedReuse.kind(first), 1.0)
+    learn(policy, LearnedReuse.kind(second), 2.0)
+
+    learn(policy, LearnedReuse.kind(first), 3.0)
+
+    assert [policy.pop(5) for _ in range(3)] == [second, first, None]
+
+
+def test_a_cell_that_came_back_to_a_former_rank_is_forgotten_once():
+    space, policy = a_space(0), HighestReuse(SLOT_BYTES)
+    first, second = a_leaf(space, 1, 5), a_leaf(space, 2, 5)
+    policy.add_candidate(first, 5)
+    for rank in (1.0, 2.0, 1.0):
+        learn(policy, LearnedReuse.kind(first), rank)
+
+    assert [policy.pop(5) for _ in range(2)] == [first, None]
+    policy.add_candidate(second, 5)
+    assert policy.pop(5) is second
 
 
 def test_of_one_conversation_only_the_newest_prompt_is_watched():

@@ -253,6 +253,17 @@ def test_no_more_is_under_way_than_the_bound():
     assert [job.page.key for job in world.jobs(DiskWrite)] == [key("b"), key("c")]
 
 
+def test_what_waits_is_written_as_soon_as_one_record_of_a_run_has_ended():
+    world = DiskWorld(in_flight_max=2 * (PAGE + 4096))
+    world.store(world.me, world.mine, "ab")
+    world.store(world.me, world.mine, "c")
+    assert len(world.jobs(DiskWrite)) == 2
+
+    world.end_job(world.write_of("a"))
+
+    assert [job.page.key for job in world.jobs(DiskWrite)] == [key("ab"), key("c")]
+
+
 def test_window_pages_go_to_disk_without_their_heads():
     world = DiskWorld(write="back")
     world.mine = world.space(world.me, [FULL, WINDOW])

@@ -311,6 +311,18 @@ def test_neighbours_of_one_extent_that_leave_come_back_as_neighbours():
     assert table.allocate(3, "red", PAGE) == slots[1:]
 
 
+def test_all_slots_of_two_full_extents_that_leave_at_once_are_found_again():
+    table = SlotTable(EXTENT_BYTES, 2)
+    slots = table.allocate(8, "red", PAGE)
+    assert table.allocate(1, "red", PAGE) == [], "no extent counts as open any more"
+    table.commit(slots, 1)
+
+    table.release(slots)
+
+    hold(table.checks(lambda _slot, _state: None))
+    assert set(table.allocate(8, "red", PAGE)) == set(slots)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_many_slots_at_a_time_fare_as_one_after_the_other(seed):
     """Neighbours of one extent or of two, slots with gaps between them and in any order."""
