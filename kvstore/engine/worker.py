@@ -22,7 +22,7 @@ from kvstore.errors import DeviceUnavailable, InvalidArgument, KVStoreError
 from kvstore.mover import Order
 from kvstore.mover.kvpool import KVPool
 
-IDLE_WAIT_S: Final = 0.005
+IDLE_WAIT_S: Final = 0.02
 """Maximum wait for the oldest load in a step that computes nothing. Otherwise the engine repeats
 such steps as fast as it can, and its two busy processes take CPU time from the load. A request that
 arrives meanwhile waits at most this long."""
