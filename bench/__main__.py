@@ -44,7 +44,7 @@ GROUPS: Final = {
     "vllm": "bench.vllm",
 }
 
-_HELP: Final = "Measure one thing; `python -m bench GROUP --help` says which and how."
+_HELP: Final = "Run one group of benchmarks. `python -m bench GROUP --help` describes it."
 
 
 class Group(Protocol):

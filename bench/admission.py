@@ -18,7 +18,7 @@ from typing import Final
 from bench import trace
 from bench.measure import Progress, Report, Result
 from bench.reclaim import EXTENT_BLOCKS, PAGE_BYTES, block_key
-from kvstore.page import KEY_BYTES, CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.page import KEY_BYTES, CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.admission import BUCKET_DISK_SHARE, BURST_SHARE, DAY_NS, Admission
 from kvstore.state.disk.jobs import DiskRules, SyncPolicy, WritePolicy
 from kvstore.state.disk.log import SegmentLog
@@ -52,10 +52,12 @@ class Outcome:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this group."""
-    parser.add_argument("--trace", type=Path, required=True, help="JSON lines; skipped if absent")
-    parser.add_argument("--memory-blocks", type=int, default=1000, help="L2")
-    parser.add_argument("--capacity-blocks", default="10000,30000,60000", help="sizes of L3")
-    parser.add_argument("--quick", action="store_true", help="one size, no curve")
+    parser.add_argument("--trace", type=Path, required=True,
+                        help="trace file; without it, nothing is run")  # fmt: skip
+    parser.add_argument("--memory-blocks", type=int, default=1000, help="size of host memory")
+    parser.add_argument("--capacity-blocks", default="10000,30000,60000",
+                        help="sizes of the SSD tier, comma-separated")  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="only the first size, and no curve")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""How long does the Conductor take to decide, and what does its front add to tokens?
+"""How long does a routing decision take, and how much latency does the Conductor add to tokens?
 
 ``decision/128k``: 64 prefill and 64 decode engines and 64 nodes have prefixes of different length
 of a prompt of 131,072 tokens, in an index of 10 million pages of 64 tokens to which 100,000 blocks
@@ -78,15 +78,16 @@ class ConductorResult(Result, frozen=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this group."""
     parser.add_argument("--cases", type=re.compile, default=re.compile(""), metavar="REGEX",
-                        help="only cases in whose names it is found")  # fmt: skip
+                        help="run only cases whose name matches")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=10.0,
-                        help="for each case of decision and front")  # fmt: skip
+                        help="duration of each decision and front case")  # fmt: skip
     parser.add_argument("--pages", type=int, default=10_000_000,
-                        help="of the index, for decision")  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=5, help="alternately with the bound")
+                        help="pages in the index, for decision cases")  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=5,
+                        help="rounds; each case alternates with its bound")  # fmt: skip
     parser.add_argument("--peers", choices=PEERS, action="append", default=[],
-                        help="decide with this one too")  # fmt: skip
-    parser.add_argument("--streams", type=int, default=256, help="at a time")
+                        help="measure this router's decisions too")  # fmt: skip
+    parser.add_argument("--streams", type=int, default=256, help="concurrent streams")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""How far are the Conductor's estimates, before anything was measured, from published figures?
+"""How far are the Conductor's initial estimates from published figures?
 
 ``break-even``: the bandwidth from which on fetching the KV of 8,192 tokens beats computing it, as
 Mooncake (FAST'25) derives it from datasheets alone. ``ttft`` and ``prefill`` were measured, with

@@ -77,15 +77,17 @@ class Row:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the demo."""
-    parser.add_argument("--quick", action="store_true", help="two people, two turns each")
+    parser.add_argument("--quick", action="store_true", help="only two people with two turns each")
     parser.add_argument("--serve", action="store_true", help="leave it running and print the URLs")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="`name: question` a line")
-    parser.add_argument("--max-tokens", type=int, default=32, help="output tokens a turn")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy")
+    parser.add_argument("--prompts", type=Path, metavar="FILE",
+                        help="your own questions, one `name: question` per line")  # fmt: skip
+    parser.add_argument("--max-tokens", type=int, default=32, help="output tokens per turn")
+    parser.add_argument("--temperature", type=float, default=0.0,
+                        help="sampling temperature; 0 = greedy")  # fmt: skip
     parser.add_argument("--handoff", choices=("store", "push"), default="store",
                         help="how K/V goes from P to D: through the node, or straight from P while"
                         " it computes")  # fmt: skip
-    parser.add_argument("--model", default="demo", help="of the reference engine: demo or tiny")
+    parser.add_argument("--model", default="demo", help="reference model: demo or tiny")
 
 
 def run(options: argparse.Namespace) -> int:

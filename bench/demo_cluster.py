@@ -38,8 +38,8 @@ _LATER: Final = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the demo."""
-    parser.add_argument("--quick", action="store_true", help="two people, two turns each")
-    parser.add_argument("--model", default="demo", help="of the reference engine: demo or tiny")
+    parser.add_argument("--quick", action="store_true", help="only two people with two turns each")
+    parser.add_argument("--model", default="demo", help="reference model: demo or tiny")
     parser.add_argument(
         "--membership", choices=("local", "etcd", "redis"),
         help="how the nodes find each other: a fixed list, or a real etcd or Redis; by default etcd"

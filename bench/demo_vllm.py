@@ -1,4 +1,4 @@
-"""Does a vLLM decode server go on with what a vLLM prefill server stored, with the same tokens?
+"""Does a vLLM decode server continue what a vLLM prefill server stored, with the same tokens?
 
 Replays a conversation through Conductor → vLLM P → vLLM D, which share KV through the node only,
 and the same prompts through a vLLM server of its own that has no store.
@@ -60,8 +60,8 @@ class Row:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the demo."""
-    parser.add_argument("--max-tokens", type=int, default=16, help="output tokens a turn")
-    parser.add_argument("--quick", action="store_true", help="two people, two turns each")
+    parser.add_argument("--max-tokens", type=int, default=16, help="output tokens per turn")
+    parser.add_argument("--quick", action="store_true", help="only two people with two turns each")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ from bench.host_pages import LAYER_TOKEN_BYTES, Shape, open_space, random_keys
 from bench.measure import Measured, Memcpy, Progress, Report
 from kvstore.client.store import KVStore
 from kvstore.mover.kvpool import KVPool
-from kvstore.page import PrefixKeys
+from kvstore.protocol.page import PrefixKeys
 from kvstore.testing.device import EngineMemory
 from kvstore.tier.gpu import STAGING_BYTES, HostDevice, open_device
 from kvstore.tier.lane import Device, DeviceCopy
@@ -52,10 +52,11 @@ class DeviceResult(measure.Result, frozen=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this group."""
-    parser.add_argument("--seconds", type=float, default=1.0, help="at least so long a case")
+    parser.add_argument("--seconds", type=float, default=1.0, help="minimum duration of each case")
     parser.add_argument("--cases", type=re.compile, default=re.compile(""), metavar="REGEX",
-                        help="only cases in whose names it is found")  # fmt: skip
-    parser.add_argument("--layers", type=int, default=LAYERS, help="of the model: 256 KiB a page")
+                        help="run only cases whose name matches")  # fmt: skip
+    parser.add_argument("--layers", type=int, default=LAYERS,
+                        help="layers of the model; each adds 256 KiB to a page")  # fmt: skip
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu:0",
                         help="cuda:N, or cpu:0 = host memory")  # fmt: skip
 

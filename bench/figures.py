@@ -1,4 +1,4 @@
-"""What does the simulator say where Mooncake's paper (FAST'25) has figures 9, 10 and 11?
+"""How does the simulator compare with figures 9, 10 and 11 of Mooncake's paper (FAST'25)?
 
 ``paper`` beside a row is the paper's number for the conversation workload, as its text says it.
 
@@ -26,7 +26,7 @@ from conductor.simulator.fleet import Running, engines_of
 from conductor.simulator.scenario import Scenario
 from conductor.simulator.simulation import Simulation
 from conductor.simulator.trace import BLOCK_TOKENS, TracedRequest, read_trace
-from kvstore.errors import InvalidArgument, reason
+from kvstore.protocol.errors import InvalidArgument, reason
 
 MODEL: Final = "llama3-70b"
 CAPACITIES: Final = {"1M": 1e6, "3M": 3e6, "10M": 1e7, "30M": 3e7, "50M": 5e7}
@@ -49,8 +49,9 @@ class Figure(Result, frozen=True, kw_only=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--trace", type=Path, required=True, help="JSON lines, as Mooncake's")
-    parser.add_argument("--requests", type=int, help="the first so many; default: all")
+    parser.add_argument("--trace", type=Path, required=True,
+                        help="trace file in Mooncake's format")  # fmt: skip
+    parser.add_argument("--requests", type=int, help="use only the first N requests; default: all")
 
 
 def run(options: argparse.Namespace) -> int:

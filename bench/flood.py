@@ -39,10 +39,11 @@ _BOUND: Final = "the disk"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this group."""
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long the flood lasts")
-    parser.add_argument("--memory-mib", type=int, default=MEMORY_MIB, help="of the node")
-    parser.add_argument("--disk-mib", type=int, default=DISK_MIB, help="capacity of its SSD tier")
-    parser.add_argument("--directory", type=Path, help="on the disk to flood; default: /tmp's")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of the flood")
+    parser.add_argument("--memory-mib", type=int, default=MEMORY_MIB, help="node memory, MiB")
+    parser.add_argument("--disk-mib", type=int, default=DISK_MIB, help="size of its SSD tier, MiB")
+    parser.add_argument("--directory", type=Path,
+                        help="directory on the disk to flood; default: /tmp")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:

@@ -36,9 +36,9 @@ from bench.measure import Progress, Report
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this group."""
-    parser.add_argument("--seconds", type=float, default=3.0, help="at least so long a case")
+    parser.add_argument("--seconds", type=float, default=3.0, help="minimum duration of each case")
     parser.add_argument("--cases", type=re.compile, default=re.compile(""), metavar="REGEX",
-                        help="only cases in whose names it is found")  # fmt: skip
+                        help="run only cases whose name matches")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""How fast do pages move between this process and a node's shared memory, and how fast is asking?
+"""How fast are page copies between a process and a node's shared memory, and how fast are lookups?
 
 A second process runs the node; digests are on. ``put/8MiB/x16`` is one call with 16 pages of 8 MiB,
 waited for; ``get`` copies into buffers, ``view`` verifies pages where they are and gives them back.
@@ -20,8 +20,8 @@ from bench import host_bystander, host_mooncake, measure, ping_pong, server
 from bench.busy import BusyThread
 from bench.host_pages import MIB, SHAPES, PageCalls, Shape, open_space, random_keys
 from bench.measure import Measured, Memcpy, Progress, Report
-from kvstore import wire
 from kvstore.client.store import KVStore
+from kvstore.protocol import wire
 
 POOL_MIB: Final = 1024
 POOL_MIB_MIN: Final = 64
@@ -40,12 +40,12 @@ def move_cases(shape: Shape) -> list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this group."""
-    parser.add_argument("--seconds", type=float, default=1.0, help="at least so long a case")
+    parser.add_argument("--seconds", type=float, default=1.0, help="minimum duration of each case")
     parser.add_argument("--cases", type=re.compile, default=re.compile(""), metavar="REGEX",
-                        help="only cases in whose names it is found")  # fmt: skip
+                        help="run only cases whose name matches")  # fmt: skip
     parser.add_argument("--peers", choices=("none", "mooncake"), default="none",
-                        help="also move pages beside this store's client")  # fmt: skip
-    parser.add_argument("--pool-mib", type=int, default=POOL_MIB, help="memory of the node")
+                        help="also measure this other store")  # fmt: skip
+    parser.add_argument("--pool-mib", type=int, default=POOL_MIB, help="node memory, MiB")
 
 
 def run(options: argparse.Namespace) -> int:

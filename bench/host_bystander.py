@@ -23,10 +23,10 @@ import numpy as np
 from bench import measure, ping_pong, server
 from bench.host_pages import MIB, SHAPES, Shape, open_space, random_keys
 from bench.measure import Result
-from kvstore import wire
 from kvstore.cli.remote import Remote
 from kvstore.client.store import KVStore
-from kvstore.page import PrefixKeys
+from kvstore.protocol import wire
+from kvstore.protocol.page import PrefixKeys
 
 PERCENT: Final = 99.9
 ROUNDS: Final = 6

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from bench import measure
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
-from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity
+from kvstore.protocol.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity
 
 Buffers = list[npt.NDArray[np.uint8]]
 """One array of ``page_bytes`` for each page of a call."""

@@ -1,4 +1,4 @@
-"""How fast does the index learn who has which page and say it, and how much memory does it take?
+"""How fast does the index take in events and match prompts, and how much memory does it need?
 
 64 prefill engines, 64 decode engines and 64 nodes publish KV events over real ZeroMQ sockets; pages
 have 64 tokens, and everybody has prefixes of another length. ``tokens``: events of engines, with
@@ -84,14 +84,16 @@ class IndexResult(Result, frozen=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this group."""
     parser.add_argument("--cases", type=re.compile, default=re.compile(""), metavar="REGEX",
-                        help="only cases in whose names it is found")  # fmt: skip
+                        help="run only cases whose name matches")  # fmt: skip
     parser.add_argument("--entries", type=int, default=ENTRIES,
-                        help=f"pages in all, default {ENTRIES:,}")  # fmt: skip
+                        help=f"pages in the index; default: {ENTRIES:,}")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3,
-                        help="of each case of ingest, alternately with its bound")  # fmt: skip
-    parser.add_argument("--seconds", type=float, default=MATCH_S, help="for each case of match")
+                        help="rounds of each ingest case; it alternates with its"
+                        " bound")  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=MATCH_S,
+                        help="duration of each match case")  # fmt: skip
     parser.add_argument("--peers", choices=PEERS, action="append", default=[],
-                        help="measure this one too")  # fmt: skip
+                        help="measure this index too")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:

@@ -29,7 +29,7 @@ from bench.index_fleet import (
     hashes,
     tokens,
 )
-from kvstore.page import page_keys
+from kvstore.protocol.page import page_keys
 
 SPACE: Final = "5a" * 32
 SHARD: Final = "5d" * 8

@@ -20,7 +20,7 @@ from kvstore.index.process import IndexProcess
 from kvstore.index.runs import PartNeed, PrefixNeeds
 from kvstore.index.scope import ChainValues, key_chains, scope_seed, token_chains
 from kvstore.index.table import IndexReader
-from kvstore.page import page_keys
+from kvstore.protocol.page import page_keys
 
 _READY_S: Final = 60.0
 _SEEN_S: Final = 300.0

@@ -1,4 +1,4 @@
-"""How long does it take to name the pages of a long prompt?
+"""How long does it take to compute the prefix keys of a long prompt?
 
 ``keys/128k-64/list`` makes the keys of 131,072 tokens at 64 tokens a page from a list of ints,
 ``…/array`` from a numpy array; ``keys/grown`` from an array whose first 130,048 tokens have keys
@@ -14,7 +14,7 @@ import numpy as np
 
 from bench import measure
 from bench.measure import Progress, Report, Result, timed
-from kvstore.page import page_keys
+from kvstore.protocol.page import page_keys
 
 TOKENS: Final = 128 << 10
 PAGE_TOKENS: Final = 64
@@ -24,8 +24,8 @@ BOUND: Final = "sha256, same new bytes"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this group."""
-    parser.add_argument("--seconds", type=float, default=1.0, help="at least so long a case")
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens of the prompt")
+    parser.add_argument("--seconds", type=float, default=1.0, help="minimum duration of each case")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens in the prompt")
 
 
 def run(options: argparse.Namespace) -> int:

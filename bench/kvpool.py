@@ -21,7 +21,7 @@ from bench.measure import Memcpy, Progress, Report
 from kvstore.client.store import KVStore
 from kvstore.mover import Order
 from kvstore.mover.kvpool import KVPool
-from kvstore.page import PrefixKeys
+from kvstore.protocol.page import PrefixKeys
 
 PAGE_TOKENS: Final = 64
 LAYERS: Final = 32
@@ -47,10 +47,11 @@ class Case(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this group."""
-    parser.add_argument("--seconds", type=float, default=1.0, help="at least so long a case")
+    parser.add_argument("--seconds", type=float, default=1.0, help="minimum duration of each case")
     parser.add_argument("--cases", type=re.compile, default=re.compile(""), metavar="REGEX",
-                        help="only cases in whose names it is found")  # fmt: skip
-    parser.add_argument("--layers", type=int, default=LAYERS, help="of the model: 256 KiB a page")
+                        help="run only cases whose name matches")  # fmt: skip
+    parser.add_argument("--layers", type=int, default=LAYERS,
+                        help="layers of the model; each adds 256 KiB to a page")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:

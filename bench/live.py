@@ -1,4 +1,4 @@
-"""Does the Conductor know beforehand what its engines will do, and does the simulator?
+"""How well do the Conductor and the simulator predict what engines do?
 
 Two prefill and two decode reference engines at one node, behind a Conductor whose policy counts in
 seconds. Requests of a trace come at the rate that keeps the prefill engines busy for ``--load`` of
@@ -38,8 +38,8 @@ from conductor.simulator.scenario import Scenario
 from conductor.simulator.simulation import Simulation
 from conductor.simulator.trace import BLOCK_TOKENS, TracedRequest, read_trace
 from conductor.simulator.workloads import made_up
-from kvstore.errors import InvalidArgument
-from kvstore.page import page_keys
+from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.page import page_keys
 
 _LEARNED: Final = 100
 """Requests after which predictions count."""
@@ -90,13 +90,17 @@ class Seen(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the run."""
-    parser.add_argument("--trace", type=Path, help="JSON lines; without: a made-up load")
-    parser.add_argument("--requests", type=int, default=300)
-    parser.add_argument("--block-tokens", type=int, default=64, help="of a block of 512 tokens")
-    parser.add_argument("--load", type=float, default=0.4, help="of the prefill engines, 0 to 1")
-    parser.add_argument("--model", default="demo", help="of the reference engine: tiny or demo")
-    parser.add_argument("--rows", type=Path, help="file for a JSON line of each request")
-    parser.add_argument("--policy", default="earliest-first-token", help="one that uses costs")
+    parser.add_argument("--trace", type=Path, help="trace file; default: a synthetic load")
+    parser.add_argument("--requests", type=int, default=300, help="number of requests")
+    parser.add_argument("--block-tokens", type=int, default=64,
+                        help="scale each 512-token block of the trace to this many"
+                        " tokens")  # fmt: skip
+    parser.add_argument("--load", type=float, default=0.4,
+                        help="utilization of the prefill engines, 0 to 1")  # fmt: skip
+    parser.add_argument("--model", default="demo", help="reference model: tiny or demo")
+    parser.add_argument("--rows", type=Path, help="write one JSON line per request here")
+    parser.add_argument("--policy", default="earliest-first-token",
+                        help="routing policy; it must use costs")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:

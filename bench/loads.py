@@ -1,4 +1,4 @@
-"""Eight prompts at once whose pages are on a slow tier: load them, compute them, or choose?
+"""Eight concurrent prompts have pages on a slow tier: load them, compute them, or choose?
 
 Three reference engines take turns: one loads every hit (``always``), one computes every prompt
 (``never``), one chooses (``faster``). All find the same pages, on one real node, behind a tier
@@ -41,11 +41,12 @@ WAIT_S: Final = 120.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this group."""
-    parser.add_argument("--turns", type=int, default=9, help="of each engine and tier, learned")
-    parser.add_argument("--prompts", type=int, default=PROMPTS, help="at once")
-    parser.add_argument("--model", default="demo", help="of the reference engine: tiny or demo")
+    parser.add_argument("--turns", type=int, default=9,
+                        help="turns per engine and tier, after the learning turns")  # fmt: skip
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="concurrent prompts")
+    parser.add_argument("--model", default="demo", help="reference model: tiny or demo")
     parser.add_argument("--cases", type=re.compile, default=re.compile(""), metavar="REGEX",
-                        help="only tiers in whose names it is found")  # fmt: skip
+                        help="run only tiers whose name matches")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:

@@ -297,7 +297,7 @@ def _shown(value: float | None) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what every group understands."""
-    parser.add_argument("--json", action="store_true", help="one JSON line a case on stdout")
+    parser.add_argument("--json", action="store_true", help="print one JSON line per case")
 
 
 class Progress:

@@ -1,4 +1,4 @@
-"""What does the node's own code take, without any I/O: in time, in memory, in pauses?
+"""How much time and memory does a node's code take without I/O, and how long are its pauses?
 
 A node in this process gets the messages of its protocol, and no byte moves. ``put``, ``acquire``
 and ``lookup`` are in CPU time, beside ``bound/dict``: keys sliced from messages of 128 and put into
@@ -51,12 +51,12 @@ class NodeResult(Result, frozen=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this group."""
     parser.add_argument("--seconds", type=float, default=1.0,
-                        help="of CPU time, at least, a case of a rate")  # fmt: skip
+                        help="minimum CPU time of each rate case")  # fmt: skip
     parser.add_argument("--cases", type=re.compile, default=re.compile(""), metavar="REGEX",
-                        help="only cases in whose names it is found")  # fmt: skip
+                        help="run only cases whose name matches")  # fmt: skip
     parser.add_argument("--pages", type=int, default=0,
-                        help="of each node; default: 2,000,000 for turns, 1,000,000 for memory,"
-                        " 131,072 at most for rates")  # fmt: skip
+                        help="pages per node; default: 2,000,000 for turns, 1,000,000 for memory,"
+                        " up to 131,072 for rates")  # fmt: skip
 
 
 def names() -> list[str]:

@@ -12,13 +12,13 @@ from functools import partial
 from itertools import count
 from typing import Any, Final, Protocol, TypeVar
 
-from kvstore import wire
 from kvstore.config import AdminConfig, HostConfig, SSDConfig
 from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
 from kvstore.node.ssd import IN_FLIGHT_BYTES_MAX
-from kvstore.page import KEY_BYTES, CanonicalLayout, ShardSpec, SpaceIdentity
+from kvstore.protocol import wire
+from kvstore.protocol.page import KEY_BYTES, CanonicalLayout, ShardSpec, SpaceIdentity
 from kvstore.state.choice.admission import Admission
 from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.disk.jobs import DiskRules, SyncPolicy, WritePolicy

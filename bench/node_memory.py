@@ -12,7 +12,7 @@ from random import Random
 from typing import Final, NamedTuple
 
 from bench.node_alone import Clock, Engine, LoneNode
-from kvstore.page import KEY_BYTES
+from kvstore.protocol.page import KEY_BYTES
 
 PAGES: Final = 1_000_000
 RUN_PAGES: Final = 32

@@ -12,7 +12,7 @@ import msgspec
 from bench.node_alone import LoneNode
 from bench.node_watch import Watch, WatchedLoop
 from kvstore.config import EventsConfig, SocketConfig
-from kvstore.errors import CapacityError
+from kvstore.protocol.errors import CapacityError
 from kvstore.server import operations
 from kvstore.server.channel import Answered, Ask, Caller, Refused
 from kvstore.server.dispatch import Dispatcher

@@ -12,8 +12,8 @@ from time import perf_counter, thread_time
 from typing import Final, NamedTuple
 
 from bench.node_alone import Clock, Engine, LoneNode
-from kvstore import wire
-from kvstore.page import KEY_BYTES
+from kvstore.protocol import wire
+from kvstore.protocol.page import KEY_BYTES
 from kvstore.state.choice.eviction import GRACE_NS
 
 FULL_PAGES: Final = 131_072

@@ -13,9 +13,9 @@ import msgspec
 from bench.node_alone import LARGE_PAGE_BYTES, PAGE_BYTES, TICKS_MAX, Engine, LoneNode
 from bench.node_operator import Busy, Operator
 from bench.node_watch import Collector, Span, Watch
-from kvstore import wire
-from kvstore.page import KEY_BYTES
 from kvstore.process.collector import spare_the_old
+from kvstore.protocol import wire
+from kvstore.protocol.page import KEY_BYTES
 from kvstore.server import operations
 from kvstore.state.choice.eviction import GRACE_NS
 from kvstore.state.choice.quotas import PIN_KEYS_MAX
@@ -151,7 +151,7 @@ class World:
 
         Args:
             parts: keys, and the key before them.
-            ttl_ms: see :class:`~kvstore.wire.CommitPut`.
+            ttl_ms: see :class:`~kvstore.protocol.wire.CommitPut`.
         """
         leases = []
         for keys, parent in parts:

@@ -1,4 +1,4 @@
-"""How many prompt blocks does each eviction policy find again, beside the optimum?
+"""How many prompt blocks does each eviction policy keep until their reuse, and the optimum?
 
 The policies are the store's own objects and rank the store's own tree; only slots and bytes are
 left out. Every page is stored (no admission), a leaf is evicted when there is no room, and a
@@ -17,7 +17,7 @@ from typing import Final
 
 from bench.measure import Progress, Report, Result
 from bench.trace import BLOCK_TOKENS, blocks
-from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.policy import POLICIES, EvictionPolicy, enter, leave, new_policy
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree, Shard
@@ -50,11 +50,16 @@ class Outcome:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the simulator."""
-    parser.add_argument("--trace", type=Path, required=True, help="JSON lines with hash_ids")
-    parser.add_argument("--capacity-blocks", default="1000,5000,10000,30000")
-    parser.add_argument("--policy", default=",".join(POLICIES), help="names, comma-separated")
-    parser.add_argument("--prefill-tokens-per-s", type=float, default=0.0)
-    parser.add_argument("--block-bytes", type=int, default=BLOCK_TOKENS * TOKEN_BYTES)
+    parser.add_argument("--trace", type=Path, required=True,
+                        help="trace file: JSON lines with hash_ids")  # fmt: skip
+    parser.add_argument("--capacity-blocks", default="1000,5000,10000,30000",
+                        help="cache sizes, comma-separated")  # fmt: skip
+    parser.add_argument("--policy", default=",".join(POLICIES),
+                        help="eviction policies, comma-separated")  # fmt: skip
+    parser.add_argument("--prefill-tokens-per-s", type=float, default=0.0,
+                        help="prefill speed; if given, also print the time saved")  # fmt: skip
+    parser.add_argument("--block-bytes", type=int, default=BLOCK_TOKENS * TOKEN_BYTES,
+                        help="KV bytes of a block of 512 tokens")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""What does giving disk space back by whole segments cost in writes and in hits?
+"""What does reclaiming disk space by whole segments cost in writes and in hits?
 
 Drives the real page table and the real log, without bytes, over a request trace: every block that
 is not on disk is written. ``wa/BLOCKS`` is bytes written for each byte stored; ``hit-loss/BLOCKS``
@@ -14,7 +14,7 @@ from typing import Final
 
 from bench import trace
 from bench.measure import Progress, Report, Result
-from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.jobs import DiskRules, SyncPolicy, WritePolicy
 from kvstore.state.disk.log import LogStats, SegmentLog
@@ -34,9 +34,11 @@ _RULES: Final = DiskRules(WritePolicy.THROUGH, SyncPolicy.NONE, 0, 1 << 60)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this group."""
-    parser.add_argument("--trace", type=Path, required=True, help="JSON lines; skipped if absent")
-    parser.add_argument("--capacity-blocks", default="10000,30000", help="sizes of the disk")
-    parser.add_argument("--segments", type=int, default=64, help="segments of the disk")
+    parser.add_argument("--trace", type=Path, required=True,
+                        help="trace file; without it, nothing is run")  # fmt: skip
+    parser.add_argument("--capacity-blocks", default="10000,30000",
+                        help="disk sizes, comma-separated")  # fmt: skip
+    parser.add_argument("--segments", type=int, default=64, help="number of segments on the disk")
 
 
 def run(options: argparse.Namespace) -> int:

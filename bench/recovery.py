@@ -19,7 +19,7 @@ from kvstore.config import SSDConfig
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
 from kvstore.node.ssd import DiskTier
-from kvstore.page import (
+from kvstore.protocol.page import (
     CanonicalLayout,
     PrefixKey,
     ShardSpec,

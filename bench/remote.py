@@ -1,4 +1,4 @@
-"""What do the pages of one node cost a client of another one, in time and in memory?
+"""What do pages of another node cost a client, in time and in memory?
 
 Real processes on this machine; digests are on. ``transport/…`` is a transport alone, ``get/…`` a
 client's get of pages that only another node has; both stand beside one bare TCP connection that
@@ -36,9 +36,9 @@ PARTS: Final = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this group."""
-    parser.add_argument("--seconds", type=float, default=3.0, help="at least so long a case")
+    parser.add_argument("--seconds", type=float, default=3.0, help="minimum duration of each case")
     parser.add_argument("--cases", type=re.compile, default=re.compile(""), metavar="REGEX",
-                        help="only cases in whose names it is found")  # fmt: skip
+                        help="run only cases whose name matches")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:

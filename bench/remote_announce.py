@@ -29,7 +29,7 @@ from kvstore.cluster.access import StoreServers
 from kvstore.cluster.entries import NAME_BYTES, EntryNames, usable_prefixes
 from kvstore.cluster.redis_client import redis_clients
 from kvstore.cluster.redis_pages import CALL_S, RedisPages
-from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity
+from kvstore.protocol.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity
 
 CASES: Final = ("announce", "directory/redis", "directory/locate/2048", "put/1MiB/x16/announced")
 PAGES: Final = 100_000

@@ -18,7 +18,7 @@ from bench.host_pages import Shape, open_space, random_keys
 from bench.measure import Result
 from bench.remote_nodes import running
 from kvstore.client.space import Space
-from kvstore.page import PrefixKeys
+from kvstore.protocol.page import PrefixKeys
 
 NAME: Final = "capacity/two"
 NODES: Final = ("a", "b")

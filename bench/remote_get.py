@@ -18,7 +18,7 @@ from bench.measure import Result
 from bench.remote_nodes import Pair, pair
 from bench.remote_transport import BARE, PAGES, Reads, reading
 from kvstore import mover
-from kvstore.page import PrefixKeys
+from kvstore.protocol.page import PrefixKeys
 
 RUNS_AT_ONCE: Final = 4
 WAIT_S: Final = 1.0

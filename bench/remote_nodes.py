@@ -13,7 +13,7 @@ from bench.cluster import cluster_settings, has_met, loopback
 from bench.host_pages import Shape, open_space, random_keys
 from bench.server import EXTENT_BYTES_MAX, NodeError, connected
 from kvstore.client.space import Space
-from kvstore.page import PrefixKeys
+from kvstore.protocol.page import PrefixKeys
 from kvstore.testing.server import Server, wait_for
 
 MEET_WAIT_S: Final = 60.0

@@ -11,7 +11,7 @@ import threading
 from time import monotonic
 from typing import Final
 
-from kvstore.page import KEY_BYTES
+from kvstore.protocol.page import KEY_BYTES
 from kvstore.testing.lookups import WireClient
 
 BATCH_PAGES: Final = 128

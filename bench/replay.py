@@ -1,4 +1,4 @@
-"""Does a real trace find in the store what it could, with the same tokens as without it?
+"""Does a trace hit in the store as often as it can, and are the tokens the same as without it?
 
 The trace's blocks (512 tokens, named by ids) become blocks of ``--block-tokens`` deterministic
 tokens, so that a laptop can run it; equal ids give equal tokens. The requests go through Conductor,
@@ -53,18 +53,26 @@ class Call:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the replay."""
-    parser.add_argument("--trace", type=Path, required=True, help="JSON lines; skipped if absent")
-    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--trace", type=Path, required=True,
+                        help="trace file; without it, nothing is run")  # fmt: skip
+    parser.add_argument("--requests", type=int, default=200,
+                        help="number of requests, from the start of the trace; default:"
+                        " 200")  # fmt: skip
     parser.add_argument(
-        "--block-tokens", type=int, default=64, help="tokens a block of 512 becomes"
+        "--block-tokens",
+        type=int,
+        default=64,
+        help="scale each 512-token block of the trace to this many tokens",
     )
-    parser.add_argument("--max-output", type=int, default=8, help="output tokens at most")
-    parser.add_argument("--speed", type=float, default=0.0, help="of arrivals; 0: at once")
-    parser.add_argument("--concurrency", type=int, default=4, help="requests in flight at most")
-    parser.add_argument("--model", default="tiny", help="of the reference engine: tiny or demo")
-    parser.add_argument("--capacity-bytes", type=int, default=2 << 30, help="of the store")
-    parser.add_argument("--policy", default="longest-prefix", help="of the Conductor")
-    parser.add_argument("--prefills", type=int, default=1)
+    parser.add_argument("--max-output", type=int, default=8,
+                        help="maximum output tokens per request")  # fmt: skip
+    parser.add_argument("--speed", type=float, default=0.0,
+                        help="speed-up of arrivals; 0 = no pauses")  # fmt: skip
+    parser.add_argument("--concurrency", type=int, default=4, help="maximum requests in flight")
+    parser.add_argument("--model", default="tiny", help="reference model: tiny or demo")
+    parser.add_argument("--capacity-bytes", type=int, default=2 << 30, help="size of the store")
+    parser.add_argument("--policy", default="longest-prefix", help="the Conductor's routing policy")
+    parser.add_argument("--prefills", type=int, default=1, help="number of prefill engines")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Does our policy keep its promises against all others, on loads, hardware and wrong estimates?
+"""Does our policy beat the others as promised, whatever the load, hardware and estimate errors?
 
 With ``--trace``: at the speed at which ``cache-global`` just holds 90 % effective, rows
 ``promise/ttft``, ``/p99``, ``/effective`` and ``/longest`` (effective of the longest tenth of the
@@ -38,7 +38,7 @@ from conductor.simulator.scenario import NEVER, Scenario
 from conductor.simulator.simulation import Simulation
 from conductor.simulator.trace import TracedRequest, read_trace
 from conductor.simulator.workloads import made_up
-from kvstore.errors import InvalidArgument, reason
+from kvstore.protocol.errors import InvalidArgument, reason
 
 OURS: Final = "earliest-first-token"
 BESIDE: Final = "cache-global"
@@ -134,20 +134,27 @@ class Promise(Result, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     scheduling_choice.add_arguments(parser)
-    parser.add_argument("--trace", type=Path, help="JSON lines, as Mooncake's traces")
+    parser.add_argument("--trace", type=Path, help="trace file in Mooncake's format")
     parser.add_argument(
-        "--requests", type=int, help="the first so many; default: all, or 400 (1200)"
+        "--requests",
+        type=int,
+        help="number of requests; default: the whole trace, or what each load defines",
     )
-    parser.add_argument("--prefill", default="8xa800", help="of the trace; default: %(default)s")
-    parser.add_argument("--decode", default="8xa800", help="likewise")
+    parser.add_argument("--prefill", default="8xa800",
+                        help="prefill engines for the trace; default: %(default)s")  # fmt: skip
+    parser.add_argument("--decode", default="8xa800",
+                        help="decode engines for the trace; default: %(default)s")  # fmt: skip
     parser.add_argument("--wait-s", type=float, default=30.0,
-                        help="that requests of it may wait; default: %(default)s")  # fmt: skip
+                        help="how long a request may wait; default: %(default)s")  # fmt: skip
     parser.add_argument("--first", type=float, default=1.9,
-                        help="speed of the first try; default: %(default)s")  # fmt: skip
-    parser.add_argument("--loads", help="names, joined by commas; default: all")
-    parser.add_argument("--fleets", help="likewise")
-    parser.add_argument("--estimates", help="likewise")
-    parser.add_argument("--seeds", default="1,2", help="of the made-up loads; default: %(default)s")
+                        help="speed at which the search starts; default: %(default)s")  # fmt: skip
+    parser.add_argument("--loads", help="synthetic loads, comma-separated; default: all")
+    parser.add_argument("--fleets", help="fleets, comma-separated; default: all")
+    parser.add_argument("--estimates",
+                        help="kinds of wrong estimates, comma-separated; default: all")  # fmt: skip
+    parser.add_argument("--seeds", default="1,2",
+                        help="random seeds of the synthetic loads; default:"
+                        " %(default)s")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:

@@ -109,7 +109,8 @@ class PlayedLoad(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options that others do not have."""
     parser.add_argument("--choice", action="store_true",
-                        help="mixed engines that are lent, beside fixed roles")  # fmt: skip
+                        help="compare mixed engines that change roles with fixed"
+                        " roles")  # fmt: skip
 
 
 def choices(

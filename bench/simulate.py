@@ -1,4 +1,4 @@
-"""What would each policy of the Conductor do with a trace, on engines that are not there?
+"""What would each routing policy do with a trace, on simulated engines?
 
 Rows ``simulate/POLICY/SPEED`` are mean seconds to the first token, ``goodput/POLICY`` requests a
 second and engine at the highest speed at which 90 % meet both objectives. They are simulated, not
@@ -10,7 +10,7 @@ import sys
 
 from bench.measure import Progress, Report, Result
 from conductor.simulator import command
-from kvstore.errors import InvalidArgument
+from kvstore.protocol.errors import InvalidArgument
 
 
 class Simulated(Result, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""What does a device slab save a restore, beside reading the node's shared memory again?
+"""How much faster is a restore from a device slab than from the node's shared memory?
 
 Pages of 64 tokens, 8 KV heads x 128 in bfloat16, 256 KiB a layer, into permuted blocks of 16
 tokens; digests are on. ``slab/N``: N pages that the slab has. ``host/N``: the same pages, by a
@@ -34,10 +34,11 @@ WAIT_S: Final = 30.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this group."""
-    parser.add_argument("--seconds", type=float, default=1.0, help="at least so long a case")
+    parser.add_argument("--seconds", type=float, default=1.0, help="minimum duration of each case")
     parser.add_argument("--cases", type=re.compile, default=re.compile(""), metavar="REGEX",
-                        help="only cases in whose names it is found")  # fmt: skip
-    parser.add_argument("--layers", type=int, default=LAYERS, help="of the model: 256 KiB a page")
+                        help="run only cases whose name matches")  # fmt: skip
+    parser.add_argument("--layers", type=int, default=LAYERS,
+                        help="layers of the model; each adds 256 KiB to a page")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:

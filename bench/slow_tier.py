@@ -12,7 +12,7 @@ from kvstore.client.space import Space
 from kvstore.client.store import KVStore
 from kvstore.mover import Progress
 from kvstore.mover.kvpool import KVPool
-from kvstore.page import PrefixKeys, ShardSpec, SpaceIdentity
+from kvstore.protocol.page import PrefixKeys, ShardSpec, SpaceIdentity
 
 WAIT_S: Final = 60.0
 

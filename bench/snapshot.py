@@ -1,4 +1,4 @@
-"""How long a node's snapshot takes, and what it and audits cost the node's loop meanwhile.
+"""How long does a node's snapshot take, and how long do snapshots and audits hold up the node?
 
 The node stands alone in memory that is a promise, full, and is written to all the time; its events
 are published as in a daemon. The follower is another process; run as a script this is it.
@@ -40,8 +40,10 @@ _FLOOR: Final = "floor"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this group."""
-    parser.add_argument("--pages", type=int, default=PAGES, help=f"of the node (default {PAGES:,})")
-    parser.add_argument("--ssd", action="store_true", help="seven eighths of them are on disk only")
+    parser.add_argument("--pages", type=int, default=PAGES,
+                        help=f"pages in the node; default: {PAGES:,}")  # fmt: skip
+    parser.add_argument("--ssd", action="store_true",
+                        help="keep seven eighths of the pages on disk only")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:

@@ -25,8 +25,8 @@ import numpy as np
 from bench import measure, recovery
 from bench.measure import Measured, Progress, Report
 from kvstore import mover
-from kvstore.errors import KVStoreError
-from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity, page_seeds
+from kvstore.protocol.errors import KVStoreError
+from kvstore.protocol.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity, page_seeds
 from kvstore.state.disk.jobs import DiskDrop, DiskJob, DiskRead, DiskSync, DiskWrite, PageRecord
 from kvstore.state.tree.places import FOOTER_TABLE_BYTES, Place, record_bytes
 from kvstore.state.tree.slots import Slot
@@ -59,13 +59,15 @@ CASES: Final = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this group."""
     parser.add_argument("--directory", type=Path, default=Path(),
-                        help="on the disk to measure; for a folder of its own")  # fmt: skip
-    parser.add_argument("--size-mib", type=int, default=SIZE_MIB, help="what one call moves")
-    parser.add_argument("--threads", type=int, default=4, help="of the log and of its bound")
-    parser.add_argument("--seconds", type=float, default=5.0, help="at least so long a case")
-    parser.add_argument("--pages", type=int, default=recovery.PAGES, help="of the recovered log")
+                        help="directory on the disk to measure; gets a new folder")  # fmt: skip
+    parser.add_argument("--size-mib", type=int, default=SIZE_MIB, help="MiB per call")
+    parser.add_argument("--threads", type=int, default=4,
+                        help="threads of the log and of its bound")  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=5.0, help="minimum duration of each case")
+    parser.add_argument("--pages", type=int, default=recovery.PAGES,
+                        help="pages in the log that is recovered")  # fmt: skip
     parser.add_argument("--cases", type=re.compile, default=re.compile(""), metavar="REGEX",
-                        help="only cases in whose names it is found")  # fmt: skip
+                        help="run only cases whose name matches")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:

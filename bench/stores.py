@@ -1,4 +1,4 @@
-"""How soon does a node notice what happens to the etcd or Redis of its membership?
+"""How soon does a node notice that its membership store (etcd or Redis) fails or comes back?
 
 Real servers on loopback, two nodes, the product's leases. ``KIND/killed``, ``KIND/stopped``: until
 the node says that the store is away; ``KIND/restarted``, ``KIND/goes-on``: until it has joined
@@ -34,7 +34,7 @@ _SERVERS: Final[dict[StoreKind, type[EtcdServer | RedisServer]]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this group."""
-    parser.add_argument("--kinds", default="etcd,redis", help="stores, separated by commas")
+    parser.add_argument("--kinds", default="etcd,redis", help="stores to test, comma-separated")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -69,7 +69,7 @@ class _Node:
     ) -> float:
         """Seconds from then until it says so."""
         async with asyncio.timeout(WAIT_S):
-            async for nodes, standing in self.membership.told():
+            async for nodes, standing in self.membership.changes():
                 if condition(nodes, standing):
                     break
         return monotonic() - began_s

@@ -1,4 +1,4 @@
-"""How much must be read to follow a page, and how many rooms know of each other?
+"""How much code must be read to follow a page, and how many packages import each other?
 
 ``path`` counts the functions that run when an embedded store puts, looks up and restores pages in
 memory: their files, and their lines without docstrings, comments and blanks. ``rooms`` counts pairs

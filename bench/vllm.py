@@ -1,4 +1,4 @@
-"""How soon is vLLM's first token when the node has the prompt, and what does storing cost?
+"""How fast is vLLM's first token when the node has the prompt, and what does storing cost?
 
 ``ttft/*``: each store behind a server of its own that computes prompts, is restarted, and is asked
 for them twice: what was loaded stands beside what the engine's own prefix cache then has;
@@ -28,13 +28,18 @@ _GIB: Final = 1 << 30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the group."""
-    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS, help="which")
-    parser.add_argument("--load", default="async", choices=["async", "layerwise"], help="how")
-    parser.add_argument("--prompts", type=int, default=9, help="of each length, at least 3")
+    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS,
+                        help="parts to measure; default: all")  # fmt: skip
+    parser.add_argument("--load", default="async", choices=["async", "layerwise"],
+                        help="how the connector loads: kvstore.load")  # fmt: skip
+    parser.add_argument("--prompts", type=int, default=9,
+                        help="prompts of each length; minimum: 3")  # fmt: skip
     parser.add_argument("--talks", type=int, default=3, help="repetitions of multiturn")
-    parser.add_argument("--turns", type=int, default=18, help="of new prompts, in all")
-    parser.add_argument("--servers", type=int, default=6, help="pairs of servers, at least 2")
-    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS, help="which")
+    parser.add_argument("--turns", type=int, default=18, help="turns of part new, in total")
+    parser.add_argument("--servers", type=int, default=6,
+                        help="server pairs of part new; minimum: 2")  # fmt: skip
+    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS,
+                        help="other stores to measure; default: all")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:

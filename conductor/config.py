@@ -21,8 +21,8 @@ from conductor.routing.policy import POLICIES
 from kvstore.config import Loaded, Positive, load
 from kvstore.config.section import Section
 from kvstore.config.stores import StoreConfig
-from kvstore.errors import InvalidArgument
 from kvstore.process.listeners import parse_endpoint
+from kvstore.protocol.errors import InvalidArgument
 
 ENV_PREFIX: Final = "KVSTORE_CONDUCTOR__"
 
@@ -511,7 +511,7 @@ class ConductorConfig(Section, frozen=True):
         """Refuse a store that is used but is nowhere, and two classes of one name."""
         names = [one.name for one in self.classes]
         if len(names) > _CLASSES_MAX:
-            raise ValueError(f"classes: {_CLASSES_MAX} at most are possible")
+            raise ValueError(f"classes: at most {_CLASSES_MAX} are possible")
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"classes: {name} is there twice")

@@ -45,12 +45,12 @@ from conductor.simulator import command as simulate
 from kvstore.cluster.store import RecordStore
 from kvstore.config import show
 from kvstore.config.machine import version_of
-from kvstore.errors import ConfigError, reason
 from kvstore.index.control import IndexSettings, SourceBounds
 from kvstore.index.face import PrefixIndex
 from kvstore.index.process import IndexProcess
 from kvstore.process.collector import look_seldom
 from kvstore.process.faults import Faults
+from kvstore.protocol.errors import ConfigError, reason
 
 _LAG_PERIOD_S: Final = 0.05
 _LAG_WINDOW: Final = 20
@@ -385,14 +385,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvstore-conductor",
         description="Route requests to the engines that have their KV.",
-        epilog="kvstore-conductor simulate --help: try policies on a trace instead.",
+        epilog="To try policies on a trace: kvstore-conductor simulate --help.",
     )
-    parser.add_argument("--host", help="address to listen on (http.host)")
-    parser.add_argument("--port", type=int, help="port; 0 = any free one (http.port)")
-    parser.add_argument("--policy", help=f"one of {', '.join(POLICIES)} (policy.name)")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file")
+    parser.add_argument("--host", help="listen address (http.host)")
+    parser.add_argument("--port", type=int, help="listen port; 0 = any free port (http.port)")
+    parser.add_argument("--policy",
+                        help=f"policy.name, one of {', '.join(POLICIES)}")  # fmt: skip
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML configuration file")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
-                        help="a setting; overrides the environment"
+                        help="override one setting; takes precedence over the environment"
                         " (KVSTORE_CONDUCTOR__SECTION__KEY) and the file")  # fmt: skip
     parser.add_argument("--print-config", action="store_true",
                         help="print every setting and its source, and exit")  # fmt: skip
@@ -401,7 +402,7 @@ def _parser() -> argparse.ArgumentParser:
         default="WARNING",
         type=str.upper,
         choices=LOG_LEVELS,
-        help="lowest level that is logged; default: %(default)s",
+        help="minimum level to log; default: %(default)s",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {version_of()}")
     return parser

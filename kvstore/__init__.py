@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from kvstore.client.results import Hit, PageViews, PutResult, RestoreResult
     from kvstore.client.space import Space
     from kvstore.client.store import KVStore
-    from kvstore.errors import (
+    from kvstore.mover.kvpool import KVPool
+    from kvstore.protocol.errors import (
         CapacityError,
         ConfigError,
         DeviceUnavailable,
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
         TransferError,
         TransferTimeout,
     )
-    from kvstore.mover.kvpool import KVPool
-    from kvstore.page import (
+    from kvstore.protocol.page import (
         CanonicalLayout,
         EngineLabel,
         OpaqueLayout,
@@ -54,13 +54,13 @@ _PAGES: Final = (
 )  # fmt: skip
 _RESULTS: Final = ("Hit", "PageViews", "PutResult", "RestoreResult")
 _MODULES: Final = {
-    "EngineLabel": "kvstore.page",
+    "EngineLabel": "kvstore.protocol.page",
     "KVPool": "kvstore.mover.kvpool",
     "KVStore": "kvstore.client.store",
     "Space": "kvstore.client.space",
     **dict.fromkeys(_RESULTS, "kvstore.client.results"),
-    **dict.fromkeys(_ERRORS, "kvstore.errors"),
-    **dict.fromkeys(_PAGES, "kvstore.page"),
+    **dict.fromkeys(_ERRORS, "kvstore.protocol.errors"),
+    **dict.fromkeys(_PAGES, "kvstore.protocol.page"),
 }
 """Public name → the module that defines it."""
 

@@ -16,7 +16,7 @@ from bench.node_operator import Busy
 from bench.node_rates import PROMPT_PAGES, FullNode, Rates
 from bench.node_turns import World
 from bench.node_watch import Collector, Watch, WatchedLoop
-from kvstore.page import KEY_BYTES
+from kvstore.protocol.page import KEY_BYTES
 from kvstore.server import operations
 from kvstore.state.choice.eviction import GRACE_NS
 

@@ -8,7 +8,7 @@ import pytest
 from bench import scheduling
 from bench.scheduling import FLEETS, OURS, add_arguments, promises, run, shapes
 from conductor.routing.policy import POLICIES
-from kvstore.errors import InvalidArgument
+from kvstore.protocol.errors import InvalidArgument
 
 
 def options(*given: str) -> argparse.Namespace:

@@ -8,7 +8,7 @@ import tomllib
 import pytest
 
 import kvstore
-from kvstore import errors
+from kvstore.protocol import errors
 from tests.conftest import ROOT
 
 PUBLIC = {

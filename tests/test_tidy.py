@@ -186,7 +186,7 @@ def refuse(faults: list[str], advice: str) -> None:
 def test_the_walk_sees_the_whole_project():
     seen = {shown(path) for path in files()}
 
-    assert {"kvstore/page.py", "tests/test_tidy.py", "pyproject.toml", ".ci/run"} <= seen
+    assert {"kvstore/protocol/page.py", "tests/test_tidy.py", "pyproject.toml", ".ci/run"} <= seen
     assert not [path for path in seen if path.startswith((".venv", ".git/"))]
 
 

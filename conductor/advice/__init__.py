@@ -1,1 +1,1 @@
-"""Advice: which engines a fleet is short of, from their costs and the recent load. Pure."""
+"""Advice: which engines a fleet lacks, from their costs and the recent load. Pure."""

@@ -1,4 +1,4 @@
-"""What would change if a fleet had one engine more, fewer, or in another role. Pure."""
+"""What one engine more, fewer, or in another role would change. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What is known of the speed of each engine: its prior, and what was fitted. Pure.
+"""The known speed of each engine: initial estimates, and fitted values. Pure.
 
 :meth:`CostBook.dump` and :meth:`CostBook.load` turn it into bytes and back, for a file.
 """

@@ -1,4 +1,4 @@
-"""Accelerators: what the datasheets say of one."""
+"""Accelerators: figures from their datasheets."""
 
 from dataclasses import dataclass
 from typing import Final

@@ -33,8 +33,8 @@ from conductor.routing.engines import Engine, EngineRegistry
 from conductor.routing.joining import by_advice
 from conductor.routing.packing import PackedCandidates
 from kvstore.index.face import INDEX_FAULTS
-from kvstore.page import PrefixKeys
 from kvstore.process.faults import Faults
+from kvstore.protocol.page import PrefixKeys
 
 DECISIONS_LIMIT_MAX: Final = 1000
 _DECISIONS_LIMIT: Final = 20

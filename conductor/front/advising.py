@@ -73,7 +73,7 @@ class Adviser:
             self._newest = await asyncio.to_thread(_advise_all, seen, self._targets)
         except _BUGS:  # or no thread is available; nothing else may end for it
             self._faults += 1
-            _log.exception("there is no advice on this load; the last one is kept")
+            _log.exception("cannot compute advice; the last one stays")
         self._looked_at = self._clock()
         return self._newest
 

@@ -22,9 +22,9 @@ from aiohttp.typedefs import Handler
 
 from conductor.config import HttpConfig
 from conductor.front.openai import error_response
-from kvstore.errors import ConfigError, reason
 from kvstore.process import privatefile
 from kvstore.process.faults import Faults
+from kvstore.protocol.errors import ConfigError, reason
 
 _TOKEN_CHARACTERS_MIN: Final = 16
 

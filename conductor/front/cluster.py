@@ -18,7 +18,7 @@ from kvstore.cluster.records import SCHEME, NodeRecord
 from kvstore.cluster.store import RecordStore
 from kvstore.cluster.stores import open_store
 from kvstore.cluster.watched import WatchedMembership, WatchState
-from kvstore.errors import printable
+from kvstore.protocol.errors import printable
 
 _log = logging.getLogger(__name__)
 

@@ -73,4 +73,4 @@ class Guard:
         now = time.monotonic()
         if now - self._logged.get(what, -SILENCE_S) >= SILENCE_S:
             self._logged[what] = now
-            _log.error("a bug, the rest goes on: %s", what, exc_info=error)
+            _log.error("bug in the Conductor, which continues: %s", what, exc_info=error)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from conductor.costs.book import CostBook, UnusableCostsError
-from kvstore.errors import reason
+from kvstore.protocol.errors import reason
 
 PERIOD_S: Final = 60.0
 """Seconds between two writes."""

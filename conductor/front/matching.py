@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from conductor.front.openai import BadRequestError, ModelName, TokenId
-from kvstore.page import PrefixKeys
+from kvstore.protocol.page import PrefixKeys
 
 TOKENS_MAX: Final = 1 << 20
 """Maximum token ids of one request, all prompts together."""

@@ -34,83 +34,82 @@ Snapshot = Callable[[], dict[str, dict[tuple[str, ...], float]]]
 _GAUGES: Final = {
     "queue_length": ("Requests waiting for an engine.", ()),
     "engine_state": (
-        "1 for the state that each engine is in, 0 for the others.", ("engine", "role", "state"),
+        "1 for the current state of each engine, 0 for the others.", ("engine", "role", "state"),
     ),
     "engine_gap": (
-        "1 for each reason why an engine's KV does not count, 0 for the others; GET /v1/engines"
+        "1 for each reason why the Conductor ignores an engine's KV, else 0; GET /v1/engines"
         " says what to do.",
         ("engine", "gap"),
     ),
-    "node_readable": ("1 if a node's admin API answered the last time, else 0.", ("node",)),
+    "node_readable": ("1 if the last request to a node's admin API was answered.", ("node",)),
     "node_source": (
-        "1 for where each node comes from: it was registered, or is in the store of its cluster.",
+        "Always 1; source: the node was registered, or was found in etcd or Redis (membership).",
         ("node", "source"),
     ),
     "membership_state": (
-        "1 for the state of what is known of the cluster's nodes, 0 for the others; all 0 without a"
-        " membership in etcd or Redis.",
+        "1 for the current state of the membership in etcd or Redis, else 0; all 0 without such a"
+        " membership.",
         ("state",),
     ),
     "membership_nodes": ("Nodes of the cluster according to etcd or Redis.", ()),
     "membership_left_out": (
-        "Nodes of the cluster that are not followed, because of what their records say, and"
-        " records that cannot be read.",
+        "Records in etcd or Redis whose nodes are not followed, because the record is unusable or"
+        " cannot be read.",
         (),
     ),
     "node_unnamed_sessions": (
-        "Sessions of a node that have no engine's name, so that they belong to no engine.",
+        "Sessions on a node without an engine's name, so they cannot be matched to an engine.",
         ("node",),
     ),
     "engine_in_flight": ("Requests in flight at each engine.", ("engine",)),
     "cost_error": (
-        "Relative error of the estimated seconds of the newest 256 prompts and decode steps, before"
-        " they were learned from.",
+        "Relative error of the cost estimates for the last 256 prompts and decode steps, before the"
+        " costs were updated with them.",
         ("engine", "what", "quantile"),
     ),
     "ttft_error": (
-        "Relative error of the seconds to the first token of the newest 256 streams, as predicted"
-        " when they were assigned.",
+        "Relative error of the predicted time to first token of the last 256 streams, predicted"
+        " when engines were assigned.",
         ("quantile",),
     ),
     "cost_factor": (
-        "Measured seconds of each term of the costs as a multiple of the first estimate.",
+        "Fitted value of each cost term, as a multiple of the initial estimate.",
         ("engine", "what", "term"),
     ),
     "output_tokens_error": (
-        "Tokens by which the lengths of the newest 256 answers differed from what was expected when"
-        " they came.",
+        "Error of the predicted output length of the last 256 answers, in tokens.",
         ("quantile",),
     ),
     "output_tokens_bias": (
-        "Tokens that were expected of the newest 256 answers as a multiple of those they had.", (),
+        "Predicted output tokens of the last 256 answers, as a multiple of the actual ones.", (),
     ),
     "admission_load": (
-        "What the newest request found: prompts before it as part of its time to the first token,"
-        " and how full the engines that decode were, or would be when it is computed.",
+        "Load found by the newest request: queued prompts as a fraction of its time-to-first-token"
+        " objective, and how full the decoding engines are, or will be when it decodes.",
         ("model", "side"),
     ),
-    "tenants_over_share": ("Tenants that got more than their fair share lately.", ()),
+    "tenants_over_share": ("Tenants that have recently used more than their fair share.", ()),
     "advice_rate": (
-        "Requests a second that came lately (rate), and that could be served in time (served), as"
-        " far as prompts and answers are concerned (prefill, decode).",
+        "Requests per second: arrived recently (rate), servable in time (served), and servable by"
+        " prefill and by decode alone (prefill, decode).",
         ("model", "what"),
     ),
     "advice_short": (
-        "Engines that are missing for the present load, of each hardware instead of the others.",
+        "Engines that the current load lacks, if all of them had this hardware.",
         ("model", "role", "hardware"),
     ),
     "advice_gain": (
-        "Requests a second that would be served in time with one engine more, fewer, or in another"
-        " role, as a multiple of the present ones; 0 = none is served now.",
+        "Requests per second served in time after adding, removing or switching one engine, as a"
+        " multiple of the current ones; 0 = none is served now.",
         ("model", "change", "role", "hardware", "was"),
     ),
     "engine_lent": (
-        "1 for mixed engines that only compute prompts, or only decode, at the moment; the role is"
-        " prefill or decode.",
+        "1 for a mixed engine that currently only computes prompts (role prefill) or only decodes"
+        " (role decode).",
         ("engine", "role"),
     ),
-    "bring_bytes": ("Bytes of prefetches under way at nodes, as estimated.", ()),
-    "costs_file_faults": ("Times that the file of costs could not be read or written.", ()),
+    "bring_bytes": ("Estimated bytes of prefetches in progress at nodes.", ()),
+    "costs_file_faults": ("Failures to read or write costs.file.", ()),
     "index_up": ("1 while the prefix index can be read, else 0.", ()),
     "index_entries": ("Pages in the prefix index; a page of several workers counts once.", ()),
     "index_undecided": (
@@ -120,16 +119,16 @@ _GAUGES: Final = {
     "index_expected": ("Pages that a worker is expected to have soon.", ()),
     "index_resident_bytes": ("Largest resident memory of the index process.", ()),
     "index_drift": (
-        "Pages on which a node and the index differed in the last audit: missing in the index, or"
+        "Pages on which a node and the index differed in the last audit: missing from the index, or"
         " stale in it.",
         ("worker", "kind"),
     ),
     "events_current": (
-        "1 while all batches of a worker are applied, so that its pages count, else 0.",
+        "1 while all batches of a worker are applied, so its pages count, else 0.",
         ("worker",),
     ),
     "events_waiting": (
-        "Blocks of a worker whose parent is not known yet, so that they do not count.",
+        "Blocks of a worker that do not count yet because their parent is unknown.",
         ("worker",),
     ),
     "index_worker_pages": (
@@ -137,42 +136,43 @@ _GAUGES: Final = {
     ),
     "events_connected": ("1 while a worker's events are connected, else 0.", ("worker",)),
     "events_lag_seconds": (
-        "Seconds from publication to application of a worker's newest batch.", ("worker",),
+        "Seconds from the publication of a worker's newest batch until it was applied.",
+        ("worker",),
     ),
 }  # fmt: skip
 _COUNTS: Final = {
     "brought": (
-        "Jobs that nodes were asked to do: to load pages for a request that waits, to copy them to"
-        " another node for it, to replicate a prefix that many have; by how they ended.",
+        "Jobs requested from nodes, by outcome: load pages for a waiting request, copy them to"
+        " another node for it, or replicate a popular prefix.",
         ("kind", "outcome"),
     ),
-    "lendings": ("Times that other mixed engines of a model were lent, or went home.", ("model",)),
-    "advice_faults": ("Times that no advice could be computed; a bug.", ()),
+    "lendings": ("Changes of the set of lent mixed engines of a model.", ("model",)),
+    "advice_faults": ("Failures to compute advice; each is a bug.", ()),
     "admission": (
-        "Requests that were judged: admitted, or refused because prompts would be computed too"
-        " late (prefill), engines that decode be full (decode), or they waited too long (late).",
+        "Requests that were admitted, or refused because the prompt would be computed too late"
+        " (prefill), the decoding engines would be full (decode), or it waited too long (late).",
         ("class", "outcome"),
     ),
     "faults": ("Connections and requests that were refused or failed, by cause.", ("cause",)),
-    "index_restarts": ("Times that the index process was started again.", ()),
+    "index_restarts": ("Restarts of the index process.", ()),
     "index_faults": (
-        "Faults of the index process: it ended, or it starts or does not read, so that the expected"
-        " pages of a prompt were left out (backlog).",
+        "Faults of the index process: it ended (ended); it was starting or not reading, so the"
+        " expected pages of a prompt were left out (backlog).",
         ("cause",),
     ),
     "events_resyncs": (
-        "Times that everything of a node was read again, because of a gap or an audit.",
+        "Times that all pages of a node were read again, after a gap or an audit.",
         ("worker",),
     ),
     "trace_requests": (
-        "Requests for decisions.trace_file: written, dropped because the disk is slow, failed to be"
-        " written, or of unknown length.",
+        "Requests for decisions.trace_file: written, dropped because the disk was slow, not written"
+        " because of an error, or of unknown length.",
         ("outcome",),
     ),
     "index_dropped": ("Pages left out of the prefix index because it was full.", ()),
     "events_batches": ("Batches of a worker's events that were applied.", ("worker",)),
     "events_gaps": (
-        "Gaps in the numbers of a worker's batches: seen; and lost, because replay could not fill"
+        "Gaps in the sequence of a worker's batches: seen; lost, because a replay could not fill"
         " them.",
         ("worker", "outcome"),
     ),

@@ -24,10 +24,10 @@ from conductor.front.openai import BadRequestError
 from conductor.front.upstream import read_limited
 from conductor.routing.joining import NodeView, SeenSession, host_of, reachable
 from conductor.routing.places import node_worker
-from kvstore.errors import printable
 from kvstore.index.control import Source
 from kvstore.index.face import PrefixIndex
 from kvstore.index.reading import UnreadableError, read
+from kvstore.protocol.errors import printable
 
 _log = logging.getLogger(__name__)
 

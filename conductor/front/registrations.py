@@ -1,4 +1,4 @@
-"""What is known of an engine, and what follows from it: its properties, and whom to follow.
+"""The properties of a registered engine, and the events to follow for it.
 
 The registration counts first, then what the engine says of itself, then its sessions at a node.
 """

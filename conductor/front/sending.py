@@ -42,9 +42,9 @@ from conductor.routing.decisions import Attempt, DecisionLog, HandoffReport
 from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineRegistry
 from conductor.routing.prefixes import PrefixView
-from kvstore.errors import CapacityError
 from kvstore.handoff.rooms import BOOT_MAX, RoomNumbers
 from kvstore.index.face import PrefixIndex
+from kvstore.protocol.errors import CapacityError
 
 _RANK_HEADER: Final = "X-data-parallel-rank"
 """vLLM runs a request on the data-parallel rank that this header names."""

@@ -24,8 +24,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from kvstore.errors import ConfigError, reason
 from kvstore.index.layout import Words
+from kvstore.protocol.errors import ConfigError, reason
 
 BLOCK_TOKENS: Final = 512
 TOKENS_MAX: Final = 1 << 24

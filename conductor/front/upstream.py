@@ -15,7 +15,7 @@ from typing import Final, Self
 import aiohttp
 
 from conductor.config import DeadlineConfig
-from kvstore.errors import printable
+from kvstore.protocol.errors import printable
 
 EVENT_BYTES_MAX: Final = 4 << 20
 """Maximum size of one server-sent event; the last one of a stream has usage and timings."""

@@ -1,4 +1,4 @@
-"""What a protocol is: two functions from the client's request to those of the two engines. Pure."""
+"""A protocol: two functions from the client's request to those of the two engines. Pure."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

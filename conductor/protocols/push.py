@@ -1,4 +1,4 @@
-"""The reference engine's, if both engines offer it: prefill pushes KV while it computes.
+"""The reference engine's protocol if both engines offer it: prefill pushes KV as it computes.
 
 Both engines get the request at once, with one room; the decode engine asks the prefill engine's
 registry where to find it (:mod:`kvstore.handoff`). The prefill engine answers when its push has

@@ -1,4 +1,4 @@
-"""The reference engine's: the prefill engine stores the prompt's pages and describes the rest."""
+"""The reference engine's protocol: prefill stores the prompt's pages and describes the rest."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""vLLM's: ``kv_transfer_params`` between two servers with a KV connector.
+"""vLLM's protocol: ``kv_transfer_params`` between two servers with a KV connector.
 
 Source: the proxy in vLLM's tests of its NIXL connector. The prefill server gets the request with
 ``do_remote_decode`` and one token, the decode server what that has answered. A field that forbids

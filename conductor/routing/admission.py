@@ -44,7 +44,8 @@ OVERLOADED: Final = "overloaded"
 _NEW_PART_WEIGHT: Final = 0.02
 """Of the newest prompt in the moving average of the part that is computed."""
 _ADMITTED: Final = "admitted"
-_OUTCOMES: Final = (_ADMITTED, "prefill", "decode", "late")
+_ADMISSIONS: Final = (_ADMITTED, "prefill", "decode", "late")
+"""What ``admission`` counts: who was admitted, and who was not, by what there was too little of."""
 
 
 class AdmissionMode(enum.StrEnum):
@@ -437,7 +438,7 @@ class Admission:
             "admission": {
                 (name, outcome): float(self._counts[name, outcome])
                 for name in names
-                for outcome in _OUTCOMES
+                for outcome in _ADMISSIONS
             },
             "admission_load": {
                 (model, side): load

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from conductor.routing.columns import NO_KEYS, Column, Offers, View, Waiting
+from conductor.routing.columns import NO_KEYS, Column, Eligible, View, Waiting
 from conductor.routing.groups import PairRows, Pairs, Rows, pair_rows, serving
 from conductor.routing.policy import Binding, Policy
 from conductor.routing.pricing import PricedEngines, Prices, Prompt
@@ -24,7 +24,7 @@ _ALIKE_ASKED: Final = 4
 """Of those that would reuse the same prefix only so many of these are asked one after another; then
 the 8th, the 16th and so on. Those between wait with the one before them."""
 _NOTHING: Final = np.zeros(0)
-_NO_OFFERS: Final = Offers([], _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
+_NOBODY: Final = Eligible([], _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
 """Policies with costs in seconds need nothing but these."""
 
 Key = tuple[str, frozenset[str]]
@@ -158,7 +158,7 @@ class SecondsChooser:
             self._prices.think(alike.row, alike.seconds, NO_KEYS)
             return ChosenEngines()
         priced = self._prices.pairs(prompt, choices.rows)
-        costs = self._policy.costs(waiting, row, _NO_OFFERS._replace(terms=priced.terms))
+        costs = self._policy.costs(waiting, row, _NOBODY._replace(terms=priced.terms))
         first = self._least((*costs, choices.full), choices.rows.firsts)
         at = choices.rows.at[first]
         if bound >= 0:  # it has been counted as waiting

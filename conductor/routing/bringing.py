@@ -1,4 +1,4 @@
-"""Which KV is brought to nodes before it is asked for, and which prefixes are copied. Pure.
+"""Which KV to load or copy before it is requested, and which prefixes to replicate. Pure.
 
 A request that waits has a *wish*: pages that are not yet in the memory of the node that will most
 likely serve it. :class:`BringPlanner` lets wishes be carried out within a byte budget, and takes

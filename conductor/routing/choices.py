@@ -1,4 +1,4 @@
-"""What can be decided on a request: values, with the numbers behind them."""
+"""The possible decisions about a request: values, with the numbers behind them."""
 
 import enum
 from collections.abc import Callable, Iterator, Mapping

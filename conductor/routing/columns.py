@@ -106,8 +106,8 @@ class View:
         models: models they serve.
         adapters: names of the LoRA adapters that they serve.
         protocols: names of the protocols by which they hand KV over.
-        offers: names of the protocols that they offer over these: a pair of engines that offer the
-            same one is asked by it; empty = none.
+        preferred: names of the protocols that they offer over these: a pair of engines that prefer
+            the same one is asked by it; empty = none.
         roles: what they do now.
         lent: names of those that are mixed and do something else now.
         health: their health.
@@ -120,8 +120,8 @@ class View:
         costs: what costs depend on; None if nobody uses any.
         over: tenants that got more than their fair share, and how far, from 1 on: they wait behind
             others.
-        kept: what was found out of ids, models, adapters, protocols, offers and roles, by model;
-            and ``rows``, of ids. Views that have these in common share both.
+        kept: what was found out of ids, models, adapters, protocols, preferred ones and roles, by
+            model; and ``rows``, of ids. Views that have these in common share both.
         kept_groups: what was found out of these and of health.
     """
 
@@ -129,7 +129,7 @@ class View:
     models: Sequence[str]
     adapters: Sequence[Collection[str]]
     protocols: Sequence[str]
-    offers: Sequence[str]
+    preferred: Sequence[str]
     roles: Sequence[Role]
     health: Sequence[Health]
     in_flight: Numbers
@@ -313,7 +313,7 @@ class Terms(NamedTuple):
         return self.queue_s + self.fetch_s + self.prefill_s + self.handoff_s
 
 
-class Offers(NamedTuple):
+class Eligible(NamedTuple):
     """Engines that one request could go to, in columns.
 
     With costs in seconds there are only ``terms``; without, those that are full are left out.

@@ -1,4 +1,4 @@
-"""How many requests will decode at a time to come. Pure.
+"""How many requests will be decoding at a future time. Pure.
 
 Each request decodes from a start to an end, both of which are thought to be known when it is
 assigned, and are known better when it has its first token. Who is late leaves as a queue does that

@@ -40,7 +40,7 @@ from conductor.routing.load import EngineLoads
 from conductor.routing.occupancy import AT_HOME, Occupancy
 from conductor.routing.pending import WaitingRow, WaitingRows
 from conductor.routing.policy import Binding
-from conductor.routing.requests import DispatchLimits, KnownRequest, Request, reach, too_short
+from conductor.routing.requests import DispatchLimits, KnownRequest, Request, tokens_max, too_short
 from conductor.routing.scheduler import Scheduler
 
 _RETRY_AFTER_S_MAX: Final = 60
@@ -165,10 +165,10 @@ class Dispatcher:
     def _too_long(self, request: Request) -> Reject | None:
         """The refusal of a request that no engine takes."""
         infos = self._infos(request.model)
-        most = reach(infos)
+        most = tokens_max(infos)
         if not infos or request.length <= most:
             return None
-        why = f"{request.length} tokens with its answer, at most {most:.0f} are possible"
+        why = f"{request.length} tokens with its answer; at most {most:.0f} are possible"
         return Reject(request.number, f"prompt: {why}", 0, "context_length_exceeded", status=400)
 
     def began(self, number: int, now: float, hit_tokens: int | None = None) -> None:

@@ -135,7 +135,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     handoff: HandoffOffer | None = None
 
     @property
-    def offers(self) -> str:
+    def preferred_protocol(self) -> str:
         """Name of the protocol that it offers over its own; empty = none."""
         return "push" if self.handoff is not None and self.handoff.push is not None else ""
 

@@ -40,7 +40,7 @@ def explained_later(
     priced: PricedEngines | None,
 ) -> Candidates:
     """The same as :func:`explained`, made when somebody reads it."""
-    offer = view.offers[pair[0]]
+    offer = view.preferred[pair[0]]
     copies = Places(places.in_flight.copy(), places.promised.copy(), places.max_running)
     numbers = found.numbers if found is not None else None
     return Candidates.later(

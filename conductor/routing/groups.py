@@ -144,7 +144,7 @@ def serving(view: View, model: str) -> ServingEngines:
             pair_rows([(firsts, [])]),
             np.array([view.roles[row] is Role.DECODE for row in rows], dtype=np.bool_),
             _flags([view.protocols[row] for row in rows]),
-            _flags([view.offers[row] for row in rows]),
+            _flags([view.preferred[row] for row in rows]),
         )
         if len(kept) >= _KEPT_MAX:
             kept.clear()
@@ -228,14 +228,14 @@ def _grouped(view: View, model: str, excluded: frozenset[str], kinds: Kinds) -> 
 
 def way(view: View, first: int, second: int) -> str:
     """The protocol by which a pair is asked."""
-    offer = view.offers[first]
-    return offer if offer and offer == view.offers[second] else view.protocols[first]
+    offer = view.preferred[first]
+    return offer if offer and offer == view.preferred[second] else view.protocols[first]
 
 
 def _takers(view: View, pairs: EnginePairs, kinds: Kinds) -> list[Takers]:
     return [
         Takers(
-            [one for one in pairs.prefill if view.offers[one] == offer],
+            [one for one in pairs.prefill if view.preferred[one] == offer],
             pairs.decode,
             np.array(pairs.decode, dtype=np.intp),
             np.array(
@@ -253,7 +253,7 @@ def _pairs(view: View, rows: Sequence[int]) -> EnginePairs:
         by_role[view.roles[row]].append(row)
     decode = by_role[Role.DECODE] or by_role[Role.MIXED]
     prefill = by_role[Role.PREFILL]
-    return EnginePairs(prefill, decode, {view.offers[one]: one for one in prefill})
+    return EnginePairs(prefill, decode, {view.preferred[one]: one for one in prefill})
 
 
 def why_nobody(view: View, fit: Sequence[int], excluded: int) -> str:

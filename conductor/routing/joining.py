@@ -71,7 +71,7 @@ ADVICE: Final = {
 
 
 class SeenEngine(Struct, frozen=True):
-    """The engine of a session, as its adapter told the node; see ``kvstore.page.EngineLabel``."""
+    """The engine of a session, as its adapter says; see ``kvstore.protocol.page.EngineLabel``."""
 
     name: _Word
     events: _Word | None = None

@@ -1,4 +1,4 @@
-"""What the engines have to do for us, and what was measured of it: the base of their costs. Pure.
+"""The work assigned to each engine, and its measured speed: the basis of the costs. Pure.
 
 A prompt is *computed* at an engine from its assignment to its first token; an engine computes one
 after another. A request *decodes* from then on until it ends; all that do so at an engine get a

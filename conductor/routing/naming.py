@@ -15,7 +15,7 @@ from conductor.routing.engines import EngineInfo
 from kvstore.engine.identity import chain_seed, lora_parts, salt_parts
 from kvstore.index.control import FollowedWorker
 from kvstore.index.scope import ChainKind, key_chains, scope_seed, token_chains
-from kvstore.page import PrefixKeys, page_keys
+from kvstore.protocol.page import PrefixKeys, page_keys
 
 Tokens = npt.NDArray[np.uint32]
 Chains = npt.NDArray[np.uint64]

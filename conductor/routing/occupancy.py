@@ -28,7 +28,7 @@ class _Fixed(NamedTuple):
     models: list[str]
     adapters: list[Collection[str]]
     protocols: list[str]
-    offers: list[str]
+    preferred: list[str]
     roles: list[Role]
     max_running: Numbers
     kept: dict[str, Any]
@@ -126,7 +126,7 @@ class Occupancy:
                 models=fixed.models,
                 adapters=fixed.adapters,
                 protocols=fixed.protocols,
-                offers=fixed.offers,
+                preferred=fixed.preferred,
                 roles=fixed.roles,
                 health=health,
                 in_flight=in_flight,
@@ -166,7 +166,7 @@ class Occupancy:
                 models=[info.model for info in infos],
                 adapters=[info.adapters for info in infos],
                 protocols=[info.protocol for info in infos],
-                offers=[info.offers for info in infos],
+                preferred=[info.preferred_protocol for info in infos],
                 roles=[_role(info, lent) for info in infos],
                 max_running=np.array([info.max_running for info in infos], dtype=np.int64),
                 kept={},

@@ -1,4 +1,4 @@
-"""When a request that has just come would have its first token, if it is admitted. Pure.
+"""When a new request would get its first token, if it were admitted. Pure.
 
 Engines that compute prompts are one server whose speed is the sum of theirs; those that decode are
 one pool of places and of room for KV. That is coarser than the choice of engines, but it asks for

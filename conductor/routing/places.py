@@ -1,4 +1,4 @@
-"""Where is looked for what an engine need not compute, and what a hit needs there. Pure.
+"""Where to look for KV that an engine need not compute, and what a hit needs there. Pure.
 
 A plan is for one model, and serves all its prompts as long as engines and holders are the same.
 """

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from conductor.routing.columns import Column, Offers, Waiting
+from conductor.routing.columns import Column, Eligible, Waiting
 
 HERD_LOAD_GAP: Final = 0.5
 """A longer prefix, or the engine of a session, is ignored if its load is so much above the lowest.
@@ -23,7 +23,7 @@ while others are idle (reported for several cache-aware routers).
 
 Order = Callable[[Waiting, float], Sequence[int]]
 """Rows of waiting requests in the order in which they are given places; takes the time, too."""
-Costs = Callable[[Waiting, int, Offers], Sequence[Column]]
+Costs = Callable[[Waiting, int, Eligible], Sequence[Column]]
 """What each engine would cost for the request in this row, [engines]: the lowest is taken. If
 several columns are given, a later one counts where the earlier ones are equal."""
 
@@ -94,11 +94,11 @@ class Policy(NamedTuple):
         return set()
 
 
-def _random(waiting: Waiting, row: int, engines: Offers) -> Sequence[Column]:
+def _random(waiting: Waiting, row: int, engines: Eligible) -> Sequence[Column]:
     return (_hashes(waiting.numbers[row], engines),)
 
 
-def _session(waiting: Waiting, row: int, engines: Offers) -> Sequence[Column]:
+def _session(waiting: Waiting, row: int, engines: Eligible) -> Sequence[Column]:
     """Each session has an order of engines of its own: when one comes or goes, few others move."""
     session = waiting.sessions[row]
     if not session:
@@ -106,7 +106,7 @@ def _session(waiting: Waiting, row: int, engines: Offers) -> Sequence[Column]:
     return _is_hot(engines), _hashes(session, engines)
 
 
-def _new_tokens_times_batch(waiting: Waiting, row: int, engines: Offers) -> Sequence[Column]:
+def _new_tokens_times_batch(waiting: Waiting, row: int, engines: Eligible) -> Sequence[Column]:
     tokens = waiting.tokens[row]
     batch = engines.in_flight + 1
     if tokens is None:
@@ -130,12 +130,12 @@ KVCACHE_BALANCING_THRESHOLD: Final = 2.0
 Mooncake (FAST'25, Algorithm 1) tunes this by hand, and does not say the value."""
 
 
-def _ttft(_: Waiting, __: int, engines: Offers) -> Sequence[Column]:
+def _ttft(_: Waiting, __: int, engines: Eligible) -> Sequence[Column]:
     assert engines.terms is not None
     return (engines.terms.ttft_s,)
 
 
-def _first_tokens(_: Waiting, __: int, engines: Offers) -> Sequence[Column]:
+def _first_tokens(_: Waiting, __: int, engines: Eligible) -> Sequence[Column]:
     """Seconds until the first token, and what that costs others: time, and slower tokens."""
     terms = engines.terms
     assert terms is not None
@@ -162,20 +162,20 @@ def _sooner(_: Column, __: Column, fetched_s: Column, computed_s: Column) -> npt
     return sooner
 
 
-def _hashes(what: object, engines: Offers) -> Column:
+def _hashes(what: object, engines: Eligible) -> Column:
     """A number in 0..1 for each engine, which looks random but is always the same."""
     names = [f"{what}/{one}".encode(errors="surrogatepass") for one in engines.ids]
     digests = [hashlib.blake2b(name, digest_size=6).digest() for name in names]
     return np.array([int.from_bytes(digest) / 2**48 for digest in digests])
 
 
-def _is_hot(engines: Offers) -> Column:
+def _is_hot(engines: Eligible) -> Column:
     """1 for engines whose load is far above the lowest one."""
     hot: Column = (engines.load - engines.load.min() > HERD_LOAD_GAP).astype(np.float64)
     return hot
 
 
-def _longest_prefix(_: Waiting, __: int, engines: Offers) -> Sequence[Column]:
+def _longest_prefix(_: Waiting, __: int, engines: Eligible) -> Sequence[Column]:
     return _is_hot(engines), -engines.usable, engines.load, -engines.local
 
 

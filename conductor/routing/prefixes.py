@@ -45,7 +45,7 @@ from kvstore.index.layout import Numbers, Words
 from kvstore.index.runs import HolderRuns, PartNeed, PrefixNeeds, UsableRuns
 from kvstore.index.scope import key_chains
 from kvstore.index.table import IndexReader
-from kvstore.page import PrefixKeys
+from kvstore.protocol.page import PrefixKeys
 
 _PLANS_MAX: Final = 256
 """Models and LoRA adapters whose engines' needs are kept."""

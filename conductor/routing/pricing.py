@@ -1,4 +1,4 @@
-"""What each engine would take for a request, in seconds. Pure.
+"""How many seconds each engine would need for a request. Pure.
 
 It counts what engines have to do already, what they got in the same call, and what those who are
 considered earlier are thought to bring them.

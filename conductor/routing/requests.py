@@ -107,7 +107,7 @@ class KnownRequest:
         return Handoff(self.assign.protocol, self.promised)
 
 
-def reach(engines: Iterable[EngineInfo]) -> float:
+def tokens_max(engines: Iterable[EngineInfo]) -> float:
     """Maximum tokens of a prompt and its answer that an engine or a pair takes; may be infinite."""
     longest = dict.fromkeys(Role, 0.0)
     for info in engines:

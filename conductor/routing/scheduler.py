@@ -26,8 +26,8 @@ from conductor.routing.choices import Assign, Decision, Hold, Plan, Reject
 from conductor.routing.columns import (
     NO_PREFIX,
     Column,
+    Eligible,
     Matches,
-    Offers,
     PrefixColumns,
     View,
     Waiting,
@@ -243,8 +243,10 @@ class _Call:
                 offer for offer, first in pairs.offering.items()
                 if any(self._takes(one, way(self._view, first, one)) for one in pairs.decode)
             }  # fmt: skip
-            offers = self._view.offers
-            firsts += [one for one in pairs.prefill if offers[one] in usable and self.has_room(one)]
+            preferred = self._view.preferred
+            firsts += [
+                one for one in pairs.prefill if preferred[one] in usable and self.has_room(one)
+            ]
         if not firsts:
             self._full.add(key)
             return self.hold(row, now, _FULL)
@@ -337,7 +339,7 @@ class _Call:
         rows = np.array(engines, dtype=np.intp)
         in_flight = (self._in_flight + self._promised).take(rows).astype(np.float64)
         places = self._max_running.take(rows).astype(np.float64)
-        offers = Offers(
+        eligible = Eligible(
             ids=ids,
             in_flight=in_flight,
             load=in_flight / places,
@@ -345,7 +347,7 @@ class _Call:
             local=found.local.take(rows).astype(np.float64),
             usable=found.usable.take(rows),
         )
-        return self._least(self._policy.costs(self._waiting, row, offers), engines)
+        return self._least(self._policy.costs(self._waiting, row, eligible), engines)
 
     def _least(self, costs: Sequence[Column], engines: Sequence[int]) -> int:
         """The engine with the least costs.

@@ -1,4 +1,4 @@
-"""Fair shares of tenants: who got more than its share waits behind those who did not. Pure.
+"""Fair shares of tenants: tenants above their share wait behind the others. Pure.
 
 What a tenant got is counted in tokens, and counts half after :data:`HALF_S`. Its share is an equal
 part of what all tenants got that have requests now. As long as it stays within, the policy's order

@@ -1,4 +1,4 @@
-"""The caches of all engines and nodes of a simulation, and from where a prompt's KV comes. Pure."""
+"""All caches of a simulation, and where the KV of a prompt comes from. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
-"""``kvstore-conductor simulate``: what each policy would do with a trace.
+"""``kvstore-conductor simulate``: what each routing policy would do with a trace.
 
-The same options are those of ``python -m bench simulate``.
+``python -m bench simulate`` has the same options.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from conductor.simulator.scenario import Failure, Scenario
 from conductor.simulator.simulation import Simulation
 from conductor.simulator.trace import TracedRequest, read_trace
 from conductor.simulator.workloads import WORKLOADS, made_up
-from kvstore.errors import InvalidArgument, reason
+from kvstore.protocol.errors import InvalidArgument, reason
 
 _FAILURE: Final = re.compile(r"([A-Za-z0-9._-]+)@(\d+(?:\.\d+)?)(?::(\d+(?:\.\d+)?))?")
 SHOWN: Final = ("p50", "p90", "p99", "tbt_p99", "hit", "effective", "rejected", "lost", "wasted",
@@ -70,51 +70,72 @@ class Outcome(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     load = parser.add_mutually_exclusive_group()
-    load.add_argument("--trace", type=Path, help="JSON lines, as Mooncake's traces")
-    load.add_argument("--load", choices=sorted(WORKLOADS), help="a made-up load instead")
-    parser.add_argument("--seed", type=int, default=0, help="of the made-up load")
-    parser.add_argument("--requests", type=int, help="the first so many; default: all, or 2000")
-    parser.add_argument("--policy", default=",".join(POLICIES), help="names; default: all")
-    parser.add_argument("--admission", default="none", help="none,load,prediction; default: none")
-    parser.add_argument("--fair", action="store_true", help="fair shares of tenants")
+    load.add_argument("--trace", type=Path, help="trace file in Mooncake's format")
+    load.add_argument("--load", choices=sorted(WORKLOADS),
+                      help="synthetic load, instead of --trace")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the synthetic load")
+    parser.add_argument("--requests", type=int,
+                        help="number of requests; default: the whole trace, or 2000")  # fmt: skip
+    parser.add_argument("--policy", default=",".join(POLICIES),
+                        help="routing policies, comma-separated; default: all")  # fmt: skip
+    parser.add_argument("--admission", default="none",
+                        help="none, load, prediction, comma-separated; default: none")  # fmt: skip
+    parser.add_argument("--fair", action="store_true", help="share engines fairly between tenants")
     parser.add_argument("--lend", action="store_true",
-                        help="mixed engines are lent to prompts or to tokens")  # fmt: skip
+                        help="switch mixed engines to prefill or decode only")  # fmt: skip
     parser.add_argument("--advise", action="store_true",
-                        help="say which engines the fleet was short of at the end")  # fmt: skip
-    parser.add_argument("--prefill", default="0", help="such as 8xh800, 4xh800:4,2xa800@1.3")
-    parser.add_argument("--decode", default="0", help="likewise")
-    parser.add_argument("--mixed", default="0", help="likewise")
-    parser.add_argument("--model", default="llama3-70b", choices=sorted(SHAPES))
-    parser.add_argument("--slo-ttft", type=float, default=30.0, help="seconds to the first token")
-    parser.add_argument("--slo-tbt", type=float, default=0.1, help="seconds between two tokens")
-    parser.add_argument("--speed", default="1", help="of arrivals: 1,2,3")
-    parser.add_argument("--goodput", action="store_true", help="search the highest speed instead")
+                        help="say which engines the fleet lacks")  # fmt: skip
+    parser.add_argument("--prefill", default="0",
+                        help="prefill engines: COUNTxACCELERATOR[:ACCELERATORS][@SLOWDOWN], comma-"
+                        "separated, such as 8xh800 or 4xh800:4,2xa800@1.3")  # fmt: skip
+    parser.add_argument("--decode", default="0", help="decode engines; see --prefill")
+    parser.add_argument("--mixed", default="0", help="mixed engines; see --prefill")
+    parser.add_argument("--model", default="llama3-70b", choices=sorted(SHAPES),
+                        help="model of all engines; default: %(default)s")  # fmt: skip
+    parser.add_argument("--slo-ttft", type=float, default=30.0,
+                        help="target of seconds to first token; default: %(default)s")  # fmt: skip
+    parser.add_argument("--slo-tbt", type=float, default=0.1,
+                        help="target of seconds between tokens; default: %(default)s")  # fmt: skip
+    parser.add_argument("--speed", default="1",
+                        help="speed-up of arrivals, comma-separated, such as 1,2,3")  # fmt: skip
+    parser.add_argument("--goodput", action="store_true",
+                        help="search for the highest speed at which 90 %% of requests meet both"
+                        " objectives")  # fmt: skip
     for role, places in (("prefill", 8), ("decode", 256), ("mixed", 256)):
         parser.add_argument(f"--{role}-running", type=int, default=places,
-                            help=f"places of a {role} engine; default: %(default)s")  # fmt: skip
+                            help=f"max_running, {role} engine; default: %(default)s")  # fmt: skip
     queue = QueueConfig()
     parser.add_argument("--waiting-max", type=int, default=queue.waiting_max,
-                        help="requests that wait; default: the Conductor's")  # fmt: skip
+                        help="maximum requests that wait; default: %(default)s")  # fmt: skip
     parser.add_argument("--wait-s", type=float, default=queue.wait_s,
-                        help="seconds they may wait, or inf; default: the Conductor's")  # fmt: skip
-    parser.add_argument("--chunk-tokens", type=int, default=8192, help="of a step of an engine")
-    parser.add_argument("--host-bytes", type=float, default=1e12, help="memory of a node for KV")
-    parser.add_argument("--disk-bytes", type=float, default=0.0, help="disk of a node for KV")
+                        help="maximum seconds of wait, or inf; default: %(default)s")  # fmt: skip
+    parser.add_argument("--chunk-tokens", type=int, default=8192,
+                        help="maximum tokens per engine step; default: %(default)s")  # fmt: skip
+    parser.add_argument("--host-bytes", type=float, default=1e12,
+                        help="host memory of each node for KV; default: %(default)g")  # fmt: skip
+    parser.add_argument("--disk-bytes", type=float, default=0.0,
+                        help="disk space of each node for KV; default: 0")  # fmt: skip
     parser.add_argument("--bring-bytes", type=float, default=0.0,
-                        help="that nodes load and copy at a time for who waits")  # fmt: skip
-    parser.add_argument("--alone", action="store_true", help="nodes do not fetch from each other")
+                        help="maximum bytes that nodes load from disk or copy from each other at a"
+                        " time for waiting requests; default: 0 = none")  # fmt: skip
+    parser.add_argument("--alone", action="store_true",
+                        help="do not let nodes fetch from each other")  # fmt: skip
     parser.add_argument("--handoff-part", type=float, default=1.0,
-                        help="of KV, leaves when a prompt is computed; default: all")  # fmt: skip
+                        help="part of the KV that is sent after the whole prompt is computed, 0.001"
+                        " to 1; default: 1")  # fmt: skip
     parser.add_argument("--skew", type=float, default=0.0,
-                        help="part by which estimates are off for ever; default: 0")  # fmt: skip
+                        help="constant error of an engine's estimates, relative, up to 0.99;"
+                        " default: 0")  # fmt: skip
     parser.add_argument("--noise", type=float, default=0.0,
-                        help="part by which prompts differ from estimates; default: 0")  # fmt: skip
+                        help="maximum error of the estimate of a prompt, relative, up to 0.99;"
+                        " default: 0")  # fmt: skip
     parser.add_argument("--fail", default="", metavar="ENGINE@S[:S]",
-                        help="engines that die, and come back, at seconds")  # fmt: skip
+                        help="engines that die, when, and when they come back, comma-separated:"
+                        " p0@100 or p0@100:160")  # fmt: skip
     parser.add_argument("--series", type=Path, metavar="FOLDER",
-                        help="write load over time there, as JSON and SVG")  # fmt: skip
+                        help="write the load over time here, as JSON and SVG")  # fmt: skip
     parser.add_argument("--journal", type=Path, metavar="FOLDER",
-                        help="write inputs and decisions there")  # fmt: skip
+                        help="write inputs and decisions here")  # fmt: skip
 
 
 class Cases:
@@ -151,7 +172,7 @@ class Cases:
         self._failures = _failures(options.fail)
         for name, least, most in _RANGES:
             if not least <= getattr(options, name) <= most:
-                raise InvalidArgument(name, f"{least:g} to {most:g} is possible")
+                raise InvalidArgument(name, f"must be {least:g} to {most:g}")
         runs = 1 if options.goodput else len(self.speeds)
         self.total = len(self.policies) * len(self.admissions) * runs
 
@@ -264,7 +285,7 @@ def _admissions(text: str) -> list[AdmissionMode]:
     known = list(AdmissionMode)
     found = [mode for one in text.split(",") for mode in known if mode == one]
     if len(found) != text.count(",") + 1:
-        raise InvalidArgument("admission", f"{text!r}: {', '.join(known)} are possible")
+        raise InvalidArgument("admission", f"{text!r} is not a list of {', '.join(known)}")
     return found
 
 
@@ -306,12 +327,12 @@ def main(arguments: Sequence[str]) -> int:
     """The command; returns its exit status: 2 if an option is wrong, 1 if a file is."""
     parser = argparse.ArgumentParser(
         prog="kvstore-conductor simulate",
-        description="What each policy would do with a trace, on engines that are not there.",
+        description="Simulate what each routing policy would do with a trace.",
     )
     add_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON line a case")
+    parser.add_argument("--json", action="store_true", help="print one JSON line per case")
     parser.add_argument("--replay", type=Path, metavar="FILE",
-                        help="instead: decide again what a journal has, and compare")  # fmt: skip
+                        help="replay a journal instead, and compare the decisions")  # fmt: skip
     options = parser.parse_args(arguments)
     try:
         if options.replay is not None:

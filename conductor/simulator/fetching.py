@@ -1,4 +1,4 @@
-"""What an engine's node fetches of a prompt, and who waits for a fetch of another. Pure."""
+"""What an engine's node fetches of a prompt, and which requests wait for that fetch. Pure."""
 
 from collections.abc import Iterable
 from typing import NamedTuple

@@ -14,7 +14,7 @@ from conductor.simulator.links import Link
 from conductor.simulator.scenario import Scenario
 from conductor.simulator.steps import StepTimes
 from conductor.simulator.trace import BLOCK_TOKENS
-from kvstore.errors import InvalidArgument
+from kvstore.protocol.errors import InvalidArgument
 
 _SPEC: Final = re.compile(r"(\d{1,5})x([a-z0-9.-]+?)(?::(\d{1,4}))?(?:@(\d{1,2}(?:\.\d{1,3})?))?")
 ENGINES_MAX: Final = 1024
@@ -81,7 +81,7 @@ def engines_of(specs: dict[Role, str], model: str, running: Running) -> list[Sim
                 found.append(_engine(role, number, text, model, running))
                 number += 1
     if not 1 <= len(found) <= ENGINES_MAX:
-        raise InvalidArgument("engines", f"1 to {ENGINES_MAX} are possible, not {len(found)}")
+        raise InvalidArgument("engines", f"{len(found)} engines; 1 to {ENGINES_MAX} are possible")
     return found
 
 

@@ -1,4 +1,4 @@
-"""What went into a dispatcher and what it decided, in order; and the same once more.
+"""A journal of a dispatcher's inputs and decisions, in order; and its replay.
 
 A journal is the proof that decisions depend on nothing else: :func:`replay` gives a new dispatcher
 the same inputs and compares the effects.
@@ -22,7 +22,7 @@ from conductor.routing.policy import POLICIES
 from conductor.routing.requests import DispatchLimits, Request
 from conductor.routing.scheduler import Scheduler
 from conductor.simulator.skew import SkewedBook
-from kvstore.errors import InvalidArgument
+from kvstore.protocol.errors import InvalidArgument
 
 
 class ArriveInput(msgspec.Struct, frozen=True, tag="arrive"):
@@ -232,7 +232,7 @@ def read_journal(path: Path) -> tuple[JournalHead, list[Line]]:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidArgument("journal", f"{path}: {error}") from error
     if head.policy not in POLICIES:
-        raise InvalidArgument("journal", f"{path}: {head.policy!r} is no policy here")
+        raise InvalidArgument("journal", f"{path}: {head.policy!r} is not a known policy")
     return head, lines
 
 

@@ -1,4 +1,4 @@
-"""What nodes load from their disks, and copy from each other, for requests that wait. Pure.
+"""Pages that nodes load from disk and copy from each other for waiting requests. Pure.
 
 As the Conductor does it (:mod:`conductor.front.bringing`), with the same planner: a waiting request
 is looked at now and then, and has a wish at the node of the engine that will most likely serve it.

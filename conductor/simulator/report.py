@@ -1,4 +1,4 @@
-"""What a simulation says of a policy: latencies, hits, and how much was served in time."""
+"""The results of a simulation: latencies, hits, and how many requests were served in time."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""What is simulated, and what becomes of each request."""
+"""The parameters of a simulation, and the outcome of each request."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -28,7 +28,7 @@ from conductor.simulator.scenario import NEVER, Flight, Record, Scenario
 from conductor.simulator.steps import StepTimes, TrueSteps
 from conductor.simulator.trace import BLOCK_TOKENS, TracedRequest
 from conductor.simulator.transfers import Transfers
-from kvstore.errors import InvalidArgument
+from kvstore.protocol.errors import InvalidArgument
 
 
 class Simulation:

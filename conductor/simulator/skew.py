@@ -1,4 +1,4 @@
-"""Estimates that stay wrong, whatever is measured: what a policy is worth if they are. Pure."""
+"""Estimates that stay wrong whatever is measured, to test policies with them. Pure."""
 
 from conductor.costs.book import CostBook, EngineCosts, Machine
 from conductor.costs.prior import PrefillLine

@@ -1,4 +1,4 @@
-"""How long the steps of an engine take, in truth: what the simulation asks, and nobody else."""
+"""The true duration of an engine's steps; only the simulation knows it."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol

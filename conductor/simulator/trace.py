@@ -13,7 +13,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from kvstore.errors import InvalidArgument
+from kvstore.protocol.errors import InvalidArgument
 
 BLOCK_TOKENS: Final = 512
 _SHARED: Final = 0.01

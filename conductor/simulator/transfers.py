@@ -1,4 +1,4 @@
-"""Transfers of a simulation, and who is called when they end. Pure."""
+"""Transfers of a simulation, and the callbacks at their ends. Pure."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Made-up loads: the same name and seed are the same requests, on every machine."""
+"""Synthetic loads: the same name and seed give the same requests on every machine."""
 
 import math
 import random

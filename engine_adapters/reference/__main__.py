@@ -32,10 +32,10 @@ from kvstore.config import DeviceSlabConfig
 from kvstore.config.sizes import size_of
 from kvstore.engine.label import EngineSources, engine_label
 from kvstore.engine.options import Retain
-from kvstore.errors import ConfigError, InvalidArgument, KVStoreError
 from kvstore.handoff.greeting import read_secret
 from kvstore.handoff.states import Patience
 from kvstore.process.tls import CertificateFiles
+from kvstore.protocol.errors import ConfigError, InvalidArgument, KVStoreError
 
 _log = logging.getLogger(__name__)
 _PROGRAM = "python -m engine_adapters.reference"
@@ -52,15 +52,16 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     """Parse the command line; exits with a message if it is invalid."""
     parser = argparse.ArgumentParser(prog=_PROGRAM, allow_abbrev=False)
     add = parser.add_argument
-    add("--mode", choices=("mono", "prefill", "decode"), default="mono")
-    add("--model", choices=sorted(MODELS), default="tiny")
+    add("--mode", choices=("mono", "prefill", "decode"), default="mono",
+        help="role for the Conductor; every mode serves every request")  # fmt: skip
+    add("--model", choices=sorted(MODELS), default="tiny", help="model size; default: tiny")
     add("--host-port", "--port", dest="port", type=_number(0, 65_535), default=0, metavar="PORT",
-        help="port to listen on; 0 = any free one")  # fmt: skip
+        help="listen port; 0 = any free port")  # fmt: skip
     add("--host", type=_host, default="127.0.0.1", metavar="ADDRESS",
-        help="IP address to listen on, at which the Conductor reaches this engine;"
+        help="listen address, which the Conductor must be able to reach;"
         " there is no authentication")  # fmt: skip
     add("--id", type=_name, default=f"engine-{uuid.uuid4().hex[:8]}",
-        help="name of this engine, at the Conductor and at the node")  # fmt: skip
+        help="name of this engine for the Conductor and the node")  # fmt: skip
     add("--store", metavar="URL", help="unix:///path of the node's socket; default: no store")
     add("--device-slab", type=_size, default=0, metavar="SIZE",
         help="memory for copies of loaded pages; 0 = none")  # fmt: skip
@@ -68,28 +69,30 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="how long the node keeps the pages of a conversation after each request with its"
         " session_id")  # fmt: skip
     add("--retain-bytes", type=_size, default=0, metavar="SIZE",
-        help="what one such conversation may take there; 0 = no limit of its own")  # fmt: skip
-    add("--node", metavar="NAME", help="id of the node of --store, for the Conductor")
+        help="maximum bytes kept per conversation; 0 = no limit")  # fmt: skip
+    add("--node", metavar="NAME", help="id of the --store node at the Conductor")
     add("--conductor", metavar="URL", type=_address,
         help="http://host:port; register with it every 3 s")  # fmt: skip
     add(
         "--conductor-token-file",
         type=Path,
         metavar="FILE",
-        help="file with an operate token of the Conductor;"
-        " default: the file of a Conductor of this user on this machine",
+        help="file with the Conductor's operate token;"
+        " default: the file written by this user's Conductor on this machine",
     )
-    add("--prefix-cache", choices=("on", "off"), default="on")
-    add("--kv-hashes", choices=("on", "off"), default="on")
-    add("--threads", type=_number(1), default=2, help="of torch")
+    add("--prefix-cache", choices=("on", "off"), default="on",
+        help="the engine's own prefix cache; default: on")  # fmt: skip
+    add("--kv-hashes", choices=("on", "off"), default="on",
+        help="hash the K/V of each prompt for /v1/requests/{id}/kv-hashes")  # fmt: skip
+    add("--threads", type=_number(1), default=2, help="torch threads")
     add("--kv-blocks", type=_number(1), default=2048, help="blocks of 16 tokens in the pool")
     add("--ranks", type=_number(1), default=1,
         help="pools that share the K/V heads, each with its own senders and receivers of pushes"
         " and its own pages in the store")  # fmt: skip
     add("--token-budget", type=_number(1), default=512,
         help="tokens computed in one step")  # fmt: skip
-    add("--max-running", type=_number(1), default=8)
-    add("--max-waiting", type=_number(1), default=256)
+    add("--max-running", type=_number(1), default=8, help="maximum running requests")
+    add("--max-waiting", type=_number(1), default=256, help="maximum waiting requests")
     _add_handoff(add)
     add("--events", metavar="ENDPOINT", help="endpoint for KV events of the local prefix cache")
     add("--events-replay", metavar="ENDPOINT", help="endpoint for replays of these events")
@@ -99,37 +102,37 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 def _add_handoff(add: Callable[..., object]) -> None:
     """The options of pushes."""
     add("--handoff", choices=("store", "push"), default="store",
-        help="push: prefill sends K/V straight to decode, if the request says so")  # fmt: skip
+        help="push: prefill sends K/V directly to decode, if the request asks for it")  # fmt: skip
     add("--handoff-secret-file", type=Path, metavar="FILE",
-        help="file with the secret of all engines that push to each other, mode 600, 16 bytes"
-        " or more")  # fmt: skip
-    for field, what in (("certificate", "with the certificate of this engine; with it, both engines"
-                         " of a push show one to each other"),
-                        ("key", "with its private key, not encrypted"),
-                        ("authority", "with the authority that has signed the certificates of all"
+        help="file with the secret shared by all engines that push to each other: mode 600,"
+        " at least 16 bytes")  # fmt: skip
+    for field, what in (("certificate", "with the certificate of this engine; then both engines of"
+                         " a push must present one"),
+                        ("key", "with its unencrypted private key"),
+                        ("authority", "with the authority that signed the certificates of all"
                          " engines")):  # fmt: skip
         add(f"--handoff-{field}", default="", metavar="FILE", help=f"PEM file {what}")
     add("--handoff-host", type=_host, metavar="ADDRESS",
-        help="IP address for pushes, of a prefill engine; default: that of --host")  # fmt: skip
+        help="listen address of a prefill engine for pushes; default: --host")  # fmt: skip
     add("--handoff-port", type=_number(0, 65_535), default=0, metavar="PORT",
-        help="port for pushes, of a prefill engine; 0 = any free one")  # fmt: skip
+        help="listen port of a prefill engine for pushes; 0 = any free port")  # fmt: skip
     add("--handoff-registry-port", type=_number(0, 65_535), default=0, metavar="PORT",
-        help="port of the registry of a prefill engine; 0 = any free one")  # fmt: skip
+        help="registry port of a prefill engine; 0 = any free port")  # fmt: skip
     add("--handoff-fake", action="store_true",
-        help="push no K/V, for tests; both engines must, and keep nothing")  # fmt: skip
+        help="for tests: push no K/V; both engines need this option and keep nothing")  # fmt: skip
     add("--handoff-events", action="store_true",
-        help="write an event to the log at each step of each push")  # fmt: skip
+        help="log an event for each step of each push")  # fmt: skip
     add("--handoff-warm-up", action="store_true",
-        help="serve a request of the engine's own before others, with a push that moves no byte;"
-        " with --mode prefill or decode")  # fmt: skip
+        help="before other requests, serve one of the engine's own with a push that moves no"
+        " bytes; with --mode prefill or decode")  # fmt: skip
     add("--handoff-silence", type=_seconds, default=Patience().silence_s, metavar="SECONDS",
-        help="an engine from which nothing comes for so long is given up; 1 or more")  # fmt: skip
+        help="abandon another engine after it sends nothing for this long; at least 1")  # fmt: skip
     add("--handoff-transport", choices=("tcp", "mooncake"), default="tcp",
-        help="mooncake: pushes go over it to and from engines that have it too")  # fmt: skip
+        help="mooncake: push with Mooncake to and from engines that also use it")  # fmt: skip
     add("--mooncake-protocol", choices=("rdma", "tcp"), default="rdma",
-        help="of --handoff-transport mooncake; tcp is for tests")  # fmt: skip
+        help="protocol of --handoff-transport mooncake; tcp is for tests")  # fmt: skip
     add("--push-after", choices=get_args(PushAfter), default="layer",
-        help="what a prefill engine computes before it pushes; not layer: to compare")  # fmt: skip
+        help="what prefill computes between pushes; not layer: for comparison")  # fmt: skip
 
 
 def _number(least: int, most: int | None = None) -> Callable[[str], int]:

@@ -20,8 +20,8 @@ from engine_adapters.reference.pushing import PrefillPushes
 from engine_adapters.reference.request import Request
 from engine_adapters.reference.steps import KVHashes, Steps
 from kvstore.client.store import KVStore
-from kvstore.errors import CapacityError
 from kvstore.handoff.states import HandoffStatus
+from kvstore.protocol.errors import CapacityError
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from engine_adapters.reference.prefix_tree import TreeChange
 from kvstore.events.publisher import Event, EventPublisher, RemovedEvent, StoredEvent
-from kvstore.page import SpaceIdentity
+from kvstore.protocol.page import SpaceIdentity
 
 MEDIUM = "GPU"
 """The pool represents an accelerator's memory, which other engines cannot read."""

@@ -25,11 +25,11 @@ from engine_adapters.reference.request import Request, State
 from engine_adapters.reference.sampler import SEED_MAX, are_logprobs
 from engine_adapters.reference.tokenizer import VOCAB_SIZE
 from kvstore.engine.transfer import HandoffReport
-from kvstore.errors import CapacityError, KVStoreError
 from kvstore.handoff.aux_data import AuxData, prompt_digest
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.states import FailureCode, HandoffStatus
 from kvstore.handoff.states import State as PushState
+from kvstore.protocol.errors import CapacityError, KVStoreError
 
 CAPACITY: Final = "capacity"
 """Code of a push that was not begun: there was no place for it."""
@@ -266,14 +266,14 @@ class DecodePushes:
             return None
         request = push.request
         if aux.prompt != prompt_digest(request.tokens[: request.prompt_tokens]):
-            _log.warning("request %s: the K/V of another prompt were pushed", request.id)
+            _log.warning("request %s: the pushed K/V belong to another prompt", request.id)
             push.wrong = FailureCode.WRONG_PROMPT
             return None
         right = aux.position == request.prompt_tokens and 0 <= aux.first_token < VOCAB_SIZE
         right = right and 0 <= aux.cached_tokens <= request.prompt_tokens
         right = right and are_logprobs(aux.logprobs, aux.first_token)
         if not right or (aux.seed is not None and not 0 <= aux.seed <= SEED_MAX):
-            _log.warning("request %s: its aux data make no sense", request.id)
+            _log.warning("request %s: its aux data are invalid", request.id)
             push.wrong = FailureCode.PROTOCOL
             return None
         return aux

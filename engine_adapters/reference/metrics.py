@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from kvstore.engine.counts import CHOICES, CHOICES_TEXT, SERIES
 
 _OF_LOADS: Final = (
-    "slower_tokens", "room_waits", "room_wait_seconds",
+    "slower_tokens", "room_waits", "room_wait_seconds", "stuck_loads",
     "load_expected_seconds", "load_measured_seconds", "load_error_seconds",
 )  # fmt: skip
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -26,16 +26,18 @@ class Metrics:
         self.requests = counter("requests", "Ended requests, by reason.", "reason")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens by source of K/V.", "source")
         self.output_tokens = counter("output_tokens", "Generated tokens.")
-        self.preemptions = counter("preemptions", "Requests that lost their blocks.")
+        self.preemptions = counter("preemptions", "Requests preempted, which lost their blocks.")
         self.restore_bytes = counter("restore_bytes", "Bytes restored from the store.")
         self.remote_tokens = counter(
             "remote_tokens", "Tokens restored from the store that only other nodes had."
         )
         self.restore_seconds = counter("restore_seconds", "Seconds requests waited for restores.")
         self.store_bytes = counter("store_bytes", "Bytes stored in the store.")
-        self.store_seconds = counter("store_seconds", "Seconds from submission to the end of puts.")
+        self.store_seconds = counter(
+            "store_seconds", "Seconds from the submission of puts to their end."
+        )
         self.store_pages = counter(
-            "store_pages", "Pages of puts, of all ranks, by outcome.", "outcome"
+            "store_pages", "Pages of puts on all ranks, by outcome.", "outcome"
         )
         self.store_errors = counter("store_errors", "Errors of the store, by code.", "code")
         self.load_choices = counter("load_choices", CHOICES_TEXT, "choice", "reason")
@@ -61,16 +63,16 @@ class Metrics:
         )
         self.written_push_jobs = Gauge(
             "reference_engine_written_push_jobs",
-            "Jobs of pushes that another transport than TCP has written.",
+            "Push jobs written by a transport other than TCP.",
             registry=registry,
         )
         self.ended_push_engines = Gauge(
             "reference_engine_ended_push_engines",
-            "Transfer engines that were ended because bytes might still arrive through them.",
+            "Transfer engines shut down because bytes might still arrive through them.",
             registry=registry,
         )
         self.aux_slots = Gauge(
-            "reference_engine_aux_slots", "Slots for aux data of pushes in use.", registry=registry
+            "reference_engine_aux_slots", "Slots in use for aux data of pushes.", registry=registry
         )
 
     def note_loads(self, sums: Mapping[str, float]) -> None:

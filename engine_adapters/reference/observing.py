@@ -1,4 +1,4 @@
-"""Events of handoffs for people who look for a fault: JSON in the log, off by default.
+"""Events of handoffs for debugging: JSON in the log, off by default.
 
 They are at four points: before prefill sends, when a transfer has ended, after decode has got the
 K/V, and in each step of decoding. docs/handoff.md lists the fields.

@@ -1,4 +1,4 @@
-"""What an engine is made of, and its options."""
+"""The parts of an engine, and its options."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,8 +18,8 @@ from engine_adapters.reference.scheduler import Limits, Scheduler
 from engine_adapters.reference.store import StoreAdapter
 from kvstore.client.store import KVStore
 from kvstore.engine.options import Loads, Retain
-from kvstore.errors import InvalidArgument
-from kvstore.page import CanonicalLayout, ShardSpec, SpaceIdentity
+from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.page import CanonicalLayout, ShardSpec, SpaceIdentity
 
 Mode = Literal["mono", "prefill", "decode"]
 

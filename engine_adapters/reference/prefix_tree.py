@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.page import PrefixKey, PrefixKeys
+from kvstore.protocol.page import PrefixKey, PrefixKeys
 
 
 class BlockAllocator:

@@ -7,7 +7,6 @@ it up; blocks are held as long as one rank holds them.
 from collections.abc import Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from kvstore.errors import KVStoreError, ProtocolError
 from kvstore.handoff.aux_data import AuxData
 from kvstore.handoff.decode import DecodeManager, Receiver
 from kvstore.handoff.prefill import PrefillManager, Sender
@@ -19,6 +18,7 @@ from kvstore.handoff.states import (
     State,
     least,
 )
+from kvstore.protocol.errors import KVStoreError, ProtocolError
 
 _One = TypeVar("_One", Sender, Receiver)
 

@@ -13,7 +13,7 @@ from kvstore.engine.chain import Chain
 from kvstore.engine.transfer import HandoffReport, Transfer
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.prefill import PrefillManager
-from kvstore.page import PrefixKeys
+from kvstore.protocol.page import PrefixKeys
 
 
 class State(StrEnum):

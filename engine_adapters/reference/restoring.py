@@ -1,4 +1,4 @@
-"""Which requests of the reference engine are restored, how far, and which wait for what."""
+"""Which requests of the reference engine are restored, how far, and what they wait for."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

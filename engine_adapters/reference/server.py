@@ -32,8 +32,8 @@ from engine_adapters.reference.protocol import (
     usage,
 )
 from engine_adapters.reference.request import Output, Request
-from kvstore.errors import ConfigError, InvalidArgument, reason
 from kvstore.process.privatefile import token_for
+from kvstore.protocol.errors import ConfigError, InvalidArgument, reason
 
 _log = logging.getLogger(__name__)
 

@@ -36,15 +36,15 @@ from kvstore.client.jobs import RestoreJob, StoreJob
 from kvstore.client.results import MISS, Hit, PutResult, RestoreResult
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
-from kvstore.engine.conversations import ConversationKeeper
+from kvstore.engine.conversations import RetainedConversations
 from kvstore.engine.counts import AdapterCounts
 from kvstore.engine.load_choice import PromptsAhead
 from kvstore.engine.opening import Opening
 from kvstore.engine.options import Loads, Retain
 from kvstore.engine.pace import Pace
 from kvstore.engine.transfer import Transfer
-from kvstore.errors import KVStoreError
-from kvstore.page import PrefixKeys, ShardSpec, SpaceIdentity
+from kvstore.protocol.errors import KVStoreError
+from kvstore.protocol.page import PrefixKeys, ShardSpec, SpaceIdentity
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class StoreAdapter:
         self._allocator = allocator
         self._metrics = metrics
         self._pace = Pace()
-        self._keeper = ConversationKeeper(self._shared.get, retain)
+        self._conversations = RetainedConversations(self._shared.get, retain)
         self._counts = AdapterCounts()
         page_bytes = self._page_bytes * len(self._kvpools)
         self._choices = RestoreChoices(
@@ -180,7 +180,7 @@ class StoreAdapter:
         for put in [p for p in self._puts if all(job.wait(0.0) for job in p.jobs)]:
             self._puts.remove(put)
             self._end_put(put, now)
-        self._keeper.advance(put.request.id for put in self._puts)
+        self._conversations.advance(put.request.id for put in self._puts)
         return ready
 
     def abort(self, request: Request) -> None:
@@ -342,8 +342,8 @@ class StoreAdapter:
     def finished(self, request: Request) -> None:
         """A request has ended: keep its pages when its puts have, if it is of a conversation."""
         pages = request.stored_pages
-        self._keeper.finished(request.id, request, lambda: request.keys[:pages])
-        self._keeper.advance(put.request.id for put in self._puts)
+        self._conversations.finished(request.id, request, lambda: request.keys[:pages])
+        self._conversations.advance(put.request.id for put in self._puts)
 
     def flush(self, request: Request, now: float) -> bool:
         """Store everything that a handoff of ``request`` needs.

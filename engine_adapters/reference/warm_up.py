@@ -1,4 +1,4 @@
-"""A request that an engine makes itself before it serves others: all of a push but the bytes.
+"""A request of the engine's own before all others: a complete push without the bytes.
 
 The other engine of this push is here: managers with a secret that nobody else has, which are closed
 afterwards. Whoever asks over HTTP cannot ask for such a push.
@@ -14,13 +14,13 @@ from typing import Final
 from engine_adapters.reference.engine import Engine
 from engine_adapters.reference.request import FakeManagers, Output, Push, Request
 from kvstore.engine.transfer import HandoffReport
-from kvstore.errors import PeerUnreachable
 from kvstore.handoff.aux_data import AuxData, prompt_digest
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.memory import HandoffPool
 from kvstore.handoff.prefill import PrefillManager
 from kvstore.handoff.registry import HandoffRegistry
 from kvstore.handoff.rooms import BOOT_MAX, RoomNumbers
+from kvstore.protocol.errors import PeerUnreachable
 
 WARM_UP_S: Final = 20.0
 _SPACE: Final = b"warm-up"

@@ -33,7 +33,7 @@ from kvstore.engine.requests import Role, ScheduledRequest, Setup
 from kvstore.engine.scheduler import SchedulerSide
 from kvstore.engine.start import prefault, round_trip, try_device
 from kvstore.engine.worker import GroupMemory, WorkerSide, memory_of
-from kvstore.errors import ConfigError
+from kvstore.protocol.errors import ConfigError
 
 log = logging.getLogger("vllm.kvstore")
 

@@ -21,7 +21,7 @@ from engine_adapters.vllm.names import ENGINE, length_settings
 from engine_adapters.vllm.support import check_groups, check_model, heads_of, is_state
 from kvstore.engine.identity import EngineFacts, Group
 from kvstore.engine.requests import files_fingerprint
-from kvstore.errors import ConfigError
+from kvstore.protocol.errors import ConfigError
 
 log = logging.getLogger("vllm.kvstore")
 

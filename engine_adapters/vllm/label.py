@@ -6,7 +6,7 @@ from pathlib import PurePath
 from typing import Any, Final
 
 from kvstore.engine.label import EngineSources, engine_label
-from kvstore.page import EngineLabel
+from kvstore.protocol.page import EngineLabel
 
 _PORT_DEFAULT: Final = "8000"
 _ANY: Final = ("", "0.0.0.0", "::")

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from kvstore.engine.identity import lora_parts, salt_parts
 from kvstore.engine.requests import PromptScope, files_fingerprint
-from kvstore.page import PrefixKeys
+from kvstore.protocol.page import PrefixKeys
 
 ENGINE: Final = "vllm"
 """Part of every page's name."""

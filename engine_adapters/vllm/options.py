@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from kvstore.engine.identity import Group
 from kvstore.engine.options import LoadOrder, Options, TieringOptions, read_section
-from kvstore.errors import ConfigError
+from kvstore.protocol.errors import ConfigError
 
 _WHERE: Final = "kv_connector_extra_config"
 _WHERE_TIER: Final = "secondary_tiers"

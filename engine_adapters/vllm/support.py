@@ -1,4 +1,4 @@
-"""Which models, ways of speculation and KV groups of vLLM the connector can store.
+"""Which models, speculation methods and KV groups of vLLM the connector supports.
 
 What is not named here is refused: KV that another request must not read would be shared silently.
 :func:`check_model` needs vLLM's configuration only, and runs before weights are loaded;
@@ -8,7 +8,7 @@ What is not named here is refused: KV that another request must not read would b
 from collections.abc import Sequence
 from typing import Any, Final
 
-from kvstore.errors import ConfigError
+from kvstore.protocol.errors import ConfigError
 
 REMEDY: Final = "start vLLM without KVStoreConnector"
 

@@ -7,8 +7,8 @@ from typing import Final, NamedTuple
 import torch
 
 from kvstore.engine.identity import Group
-from kvstore.errors import ConfigError
 from kvstore.mover.kvpool import KVPool
+from kvstore.protocol.errors import ConfigError
 
 DEVICES: Final = ("cpu", "cuda")
 PARTS_MAX: Final = 256

@@ -30,7 +30,7 @@ from kvstore.client.store import KVStore
 from kvstore.engine.opening import Opening
 from kvstore.engine.options import TieringOptions
 from kvstore.engine.tiering import SERIES, Tiering
-from kvstore.page import OpaqueLayout, ShardSpec, SpaceIdentity
+from kvstore.protocol.page import OpaqueLayout, ShardSpec, SpaceIdentity
 
 log = logging.getLogger("vllm.kvstore")
 

@@ -32,7 +32,7 @@ from kvstore.cli.numbers import count, seconds, size
 from kvstore.cli.remote import Remote, path_of
 from kvstore.cli.vllm_flags import asked_flags, vllm_flags
 from kvstore.config.machine import version_of
-from kvstore.errors import ConfigError, InvalidArgument, KVStoreError, NotFound
+from kvstore.protocol.errors import ConfigError, InvalidArgument, KVStoreError, NotFound
 from kvstore.server.client import is_address
 from kvstore.server.environment import cli_defaults
 
@@ -123,9 +123,9 @@ def _anywhere(**defaults: Any) -> _Parser:
     unset = argparse.SUPPRESS
     shared = _Parser(add_help=False)
     shared.add_argument("--url", default=defaults.get("url", unset),
-                        help="the node: http://HOST:PORT, or unix:// and its admin socket's path"
+                        help="http://HOST:PORT, or unix:// and the path of the node's admin socket"
                         " (or KVSTORE_URL); default: the node of this machine;"
-                        " of index: the Conductor, http://HOST:PORT")  # fmt: skip
+                        " for index: the Conductor's http://HOST:PORT")  # fmt: skip
     shared.add_argument("--token", default=defaults.get("token", unset),
                         help="bearer token for an http address (or KVSTORE_TOKEN, or the file named"
                         " by KVSTORE_TOKEN_FILE)")  # fmt: skip
@@ -154,20 +154,20 @@ def _parser() -> argparse.ArgumentParser:
     _add_changes(verb)
     _add_jobs(verb)
     add_conversations(verb)
-    verb("vllm-flags", "what to add to vLLM's command line so that it uses this node",
+    verb("vllm-flags", "print the vLLM flags that connect it to this node",
          lambda node, _options: asked_flags(node), vllm_flags)  # fmt: skip
-    live = verb("top", "live rates and sizes of a node", _nothing, show.anything)
+    live = verb("top", "show live rates and sizes", _nothing, show.anything)
     live.add_argument("--once", action="store_true", help="print once and exit")
     live.add_argument("--interval", type=seconds(zero=False, most=_INTERVAL_MAX_S), default=1.0,
                       metavar="SECONDS", help="time between updates; default: 1")  # fmt: skip
-    ill = verb("doctor", "check this machine; needs no node", _nothing, show.anything)
+    ill = verb("doctor", "check whether this machine can run a node", _nothing, show.anything)
     ill.add_argument("--directory", type=Path,
                      help="test this directory for an SSD tier; default: those of --config, else"
                      " those of the running node, else the current one")  # fmt: skip
     ill.add_argument("--config", type=Path,
                      help="TOML file of a node: check that this machine can run it")  # fmt: skip
     ill.add_argument("--conductor", type=_http, metavar="URL",
-                     help="also check which engines and nodes of this Conductor do not count, and"
+                     help="also check which engines and nodes this Conductor ignores, and"
                      " why")  # fmt: skip
     parser.verbs = list(verbs.choices)
     return parser
@@ -182,25 +182,21 @@ def _http(text: str) -> str:
 def _add_looks(verb: AddVerb) -> None:
     """The verbs that change nothing."""
     for name, summary, path, shown in (
-        ("stats", "version, hit rate, memory, spaces, sessions", "/v1/stats", show.stats),
-        ("sessions", "the engines and what they hold", "/v1/sessions", show.sessions),
-        (
-            "nodes",
-            "the other nodes of the cluster, and what was read from them",
-            "/v1/nodes",
-            nodes,
-        ),
-        ("tiers", "the tiers, their sizes and state", "/v1/tiers", show.tiers),
-        ("config", "every setting, its value and its source", "/v1/config", show.config),
-        ("pins", "the pins of operators", "/v1/pins", show.pins),
-    ):
+        ("stats", "show hit rate, memory use, spaces and sessions", "/v1/stats", show.stats),
+        ("sessions", "list the engines and what they hold", "/v1/sessions", show.sessions),
+        ("nodes", "list the other nodes of the cluster and what was read from them",
+         "/v1/nodes", nodes),
+        ("tiers", "show the tiers, their sizes and their state", "/v1/tiers", show.tiers),
+        ("config", "show every setting, its value and its source", "/v1/config", show.config),
+        ("pins", "list the pins set by operators", "/v1/pins", show.pins),
+    ):  # fmt: skip
         verb(name, summary, lambda node, _options, at=path: node.get(at), shown)  # type: ignore[misc]
-    verb("index", "what a Conductor's index knows; --url is the Conductor's, not a node's",
+    verb("index", "show the state of a Conductor's index; --url names the Conductor",
          lambda remote, _options: asked_index(remote), index)  # fmt: skip
-    verb("spaces", "the spaces and their limits",
+    verb("spaces", "list the spaces and their limits",
          lambda node, _options: node.listed("spaces", "/v1/spaces", {}, SPACES_MAX),
          show.spaces)  # fmt: skip
-    pages = verb("pages", "the pages of a space", _pages, show.pages)
+    pages = verb("pages", "list the pages of a space", _pages, show.pages)
     pages.add_argument("space", help=SPACE)
     pages.add_argument("--prefix", metavar="KEY", help="only this page and its descendants")
     pages.add_argument("--tier", choices=["host", "ssd"], help="only pages in this tier")
@@ -210,23 +206,24 @@ def _add_looks(verb: AddVerb) -> None:
         pages.add_argument(f"--hits-{bound}", type=count(0), metavar="N",
                            help=f"only pages with {compared} this many hits")  # fmt: skip
     pages.add_argument("--limit", type=count(1), default=100, help="maximum pages; default: 100")
-    page = verb("page", "details of one page", _page, show.page)
-    tokens = verb("tokens", "the token ids of a page; needs the role operate", _page_tokens,
+    page = verb("page", "show the details of one page", _page, show.page)
+    tokens = verb("tokens", "show the token ids of a page; needs the operate role", _page_tokens,
                   show.tokens)  # fmt: skip
     names_page(tokens)
     tokens.add_argument("--pages", type=count(1), default=1,
                         help="number of pages, ending with this one; default: 1")  # fmt: skip
-    tree = verb("tree", "the descendants of a page", _tree, show.tree)
+    tree = verb("tree", "show the descendants of a page", _tree, show.tree)
     tree.add_argument("space", help=SPACE)
     tree.add_argument("key", nargs="?", help=f"{KEY}; default: the whole space")
     tree.add_argument("--depth", type=count(1), default=8, help="number of levels; default: 8")
     tree.add_argument("--limit", type=count(1), default=100,
                       help="maximum pages; default: 100")  # fmt: skip
-    explain = verb("explain", "say why a key or prompt is a hit or not", _explain, show.explanation)
+    explain = verb("explain", "say why a key or prompt is a hit or a miss", _explain,
+                   show.explanation)  # fmt: skip
     explain.add_argument("key", nargs="?", help=KEY)
-    explain.add_argument("--tokens", help="token ids, 1,2,3, or @FILE with a JSON list of them")
-    explain.add_argument("--space", help=f"{SPACE}; default: the best match")
-    explain.add_argument("--shard", type=count(0), help="number of a shard; default: any")
+    explain.add_argument("--tokens", help="token ids such as 1,2,3, or @FILE with a JSON list")
+    explain.add_argument("--space", help=f"{SPACE}; default: the space that matches best")
+    explain.add_argument("--shard", type=count(0), help="shard number; default: any")
     names_page(page)
 
 
@@ -240,18 +237,19 @@ def _add_changes(verb: AddVerb) -> None:
                      help="tier in which the pages are kept; default: host")  # fmt: skip
     unpin = verb("unpin", "end a pin", lambda node, at: node.send("DELETE", f"/v1/pins/{at.pin}"),
                  show.anything)  # fmt: skip
-    unpin.add_argument("pin", type=count(1), help="number of the pin; see kvstore pins")
-    quota = verb("quota", "show the limits of all spaces, or set those of one", _quota, show.quotas)
+    unpin.add_argument("pin", type=count(1), help="pin number, as listed by kvstore pins")
+    quota = verb("quota", "show the limits of all spaces, or set the limits of one", _quota,
+                 show.quotas)  # fmt: skip
     quota.add_argument("space", nargs="?", help=f"{SPACE}; default: show all")
     quota.add_argument("--quota-bytes", type=size, metavar="SIZE",
                        help="maximum bytes; 0 = no quota; default: unchanged")  # fmt: skip
     quota.add_argument("--reserved-bytes", type=size, metavar="SIZE",
                        help="reserved bytes; 0 = none; default: unchanged")  # fmt: skip
     quota.add_argument("--tier", choices=["host", "ssd"], default="host",
-                       help="tier of the limits; default: host")  # fmt: skip
-    policy = verb("policy", "show the eviction policy, or change it", _policy, show.anything)
+                       help="tier that the limits apply to; default: host")  # fmt: skip
+    policy = verb("policy", "show or change the eviction policy", _policy, show.anything)
     policy.add_argument(
-        "name", nargs="?", help="policy to use until the node stops; default: show the policy"
+        "name", nargs="?", help="new policy, in effect until the node restarts; default: show"
     )
 
 
@@ -259,7 +257,7 @@ def _add_jobs(verb: AddVerb) -> None:
     """The verbs that start a job and wait for it, and the one that shows jobs."""
     for name, summary in (
         ("evict", "evict a page and its descendants, or a whole space"),
-        ("verify", "read stored pages again and compare them with their digests"),
+        ("verify", "read stored pages and check their digests"),
     ):
         made = verb(name, summary, _bulk, show.job)
         made.add_argument("space", nargs="?" if name == "verify" else None, help=SPACE)
@@ -271,10 +269,10 @@ def _add_jobs(verb: AddVerb) -> None:
                 "--deadline", type=seconds(zero=False), default=3600.0, metavar="SECONDS",
                 help="stop after this time; default: 3600",
             )  # fmt: skip
-    clear = verb("clear", "empty a space, or all spaces", _clear, show.job)
+    clear = verb("clear", "remove every page of a space, or of all spaces", _clear, show.job)
     clear.add_argument("space", nargs="?", help=SPACE)
     clear.add_argument("--all", action="store_true", help="every space")
-    clear.add_argument("--yes", action="store_true", help="do not ask before emptying every space")
+    clear.add_argument("--yes", action="store_true", help="do not ask for confirmation of --all")
     waits(clear)
     for name, summary in (
         ("prefetch", "load pages from the SSD tier into host memory"),
@@ -290,8 +288,8 @@ def _add_jobs(verb: AddVerb) -> None:
                               help="target tier; default: ssd; descendants move first")  # fmt: skip
         waits(made)
     add_copies(verb)
-    jobs = verb("jobs", "the jobs of a node, or one of them", _jobs, show.jobs)
-    jobs.add_argument("job", type=count(1), nargs="?", help="number of the job; default: all")
+    jobs = verb("jobs", "show all jobs, or one job", _jobs, show.jobs)
+    jobs.add_argument("job", type=count(1), nargs="?", help="job number; default: all")
     jobs.add_argument(
         "--cancel", action="store_true", help="cancel the job; its changes are not undone"
     )

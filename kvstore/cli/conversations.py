@@ -17,27 +17,29 @@ _CAUSES: Final = {
     "budget": "admin.conversations_budget_bytes or admin.conversations_ssd_budget_bytes is reached,"
     " and no tenant or space keeps more than this one",
     "quota": "the quota of the space is reached",
-    "conversations": "the node keeps no more conversations, and nobody has more than this space",
-    "disk": "the SSDs take no more now",
+    "conversations": "the node keeps no further conversation, and no space keeps more than this",
+    "disk": "the SSDs accept no more pages at the moment",
 }
 
 
 def add_conversations(verb: AddVerb) -> None:
     """Add the verbs."""
-    verb("conversations", "the conversations whose pages are kept, and until when",
+    verb("conversations", "list the conversations whose pages are kept, and for how long",
          lambda node, _options: node.get("/v1/conversations"), conversations)  # fmt: skip
     keep = verb("keep", "keep a page and all pages before it for a conversation", _keep,
                 _kept)  # fmt: skip
     names_page(keep)
-    keep.add_argument("conversation", help="its name, as the engines call it")
+    keep.add_argument("conversation", help="name of the conversation, as the engines use it")
     keep.add_argument("--ttl", type=seconds(zero=False), default=3600.0, metavar="SECONDS",
-                      help="how long from now on; default: 3600")  # fmt: skip
+                      help="how long to keep the pages; default: 3600")  # fmt: skip
     keep.add_argument("--max-bytes", type=size, default=0, metavar="SIZE",
-                      help="what it may take; default: 0 = no limit of its own")  # fmt: skip
-    end = verb("end-conversation", "leave the pages of a conversation to the eviction policy",
+                      help="maximum size of the kept pages; default: 0 = no own limit")  # fmt: skip
+    end = verb("end-conversation", "stop keeping the pages of a conversation",
                _end, _ended)  # fmt: skip
     end.add_argument("space", help=SPACE)
-    end.add_argument("conversation", help="its name; see kvstore conversations")
+    end.add_argument("conversation",
+                     help="name of the conversation, as listed by kvstore"
+                     " conversations")  # fmt: skip
 
 
 def conversations(answer: Any, console: Console) -> None:
@@ -67,7 +69,7 @@ def _kept(answer: Any, console: Console) -> None:
     said = f"{answer['conversation']}: {answer['pages']} pages are kept"
     said += f" for {show.seconds(answer['ends_in_s'])}"
     if cause := answer["cause"]:
-        said += f"; the others are left to the policy: {_CAUSES.get(cause, cause)} ({cause})"
+        said += f"; the others may be evicted: {_CAUSES.get(cause, cause)} ({cause})"
     _say(said, console)
 
 
@@ -77,7 +79,7 @@ def _end(node: Remote, at: argparse.Namespace) -> Any:
 
 
 def _ended(answer: Any, console: Console) -> None:
-    was = f"{answer['pages']} pages are left to the policy" if answer["pages"] else "was not kept"
+    was = f"{answer['pages']} pages may now be evicted" if answer["pages"] else "was not kept"
     _say(f"{answer['conversation']}: {was}", console)
 
 

@@ -1,4 +1,4 @@
-"""Shows what a Conductor's index knows of engines and nodes."""
+"""Shows what a Conductor's index knows about engines and nodes."""
 
 import http.client
 from typing import Any
@@ -8,7 +8,7 @@ from rich.console import Console
 from kvstore.cli.remote import RefusedRequest, Remote
 from kvstore.cli.show import seconds, table
 from kvstore.config.sizes import rounded
-from kvstore.errors import InvalidArgument
+from kvstore.protocol.errors import InvalidArgument
 
 
 def asked_index(conductor: Remote) -> Any:

@@ -32,7 +32,7 @@ def names_page(verb: argparse.ArgumentParser) -> None:
 
 def waits(verb: argparse.ArgumentParser) -> None:
     """Add the option not to wait for a job."""
-    verb.add_argument("--no-wait", action="store_true", help="start the job and do not wait for it")
+    verb.add_argument("--no-wait", action="store_true", help="start the job and return at once")
 
 
 def job_of(node: Remote, at: argparse.Namespace, body: dict[str, Any]) -> Any:
@@ -52,7 +52,10 @@ def add_copies(verb: AddVerb) -> None:
     """The verbs that let other nodes of a cluster have pages."""
     for name, summary in (
         ("replicate", "copy a page and all pages before it to other nodes of the cluster"),
-        ("move-to-node", "copy a page and all before it to another node, then drop them here"),
+        (
+            "move-to-node",
+            "copy a page and all pages before it to another node, then drop them here",
+        ),
         ("drain", "copy all pages of this node to the other nodes of the cluster"),
     ):
         made = verb(name, summary, _copied, show.job)
@@ -61,14 +64,14 @@ def add_copies(verb: AddVerb) -> None:
         if name == "replicate":
             made.add_argument(
                 "--copies", type=count(2), default=2, metavar="N",
-                help="nodes that are to have it, this one included; default: 2",
+                help="number of nodes that should have the pages, with this one; default: 2",
             )  # fmt: skip
         if name == "move-to-node":
             made.add_argument("--node", help="name of the other node; default: this node chooses")
         if name == "drain":
             made.add_argument(
                 "--bytes-per-second", type=size, default=0, metavar="SIZE",
-                help="copy so much in a second at most; default: no limit",
+                help="bandwidth limit; default: no limit",
             )  # fmt: skip
         limit_s = 600.0 if name == "drain" else 60.0
         made.add_argument(

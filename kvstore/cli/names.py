@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from kvstore.cli.remote import Remote
 from kvstore.cli.show import cell, identity
-from kvstore.errors import InvalidArgument, NotFound
+from kvstore.protocol.errors import InvalidArgument, NotFound
 
 PREFIX_MIN: Final = 6
 """Minimum length of a prefix of a key or space."""

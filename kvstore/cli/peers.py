@@ -13,7 +13,7 @@ from kvstore.config import ServerConfig
 from kvstore.config.addresses import Address, is_loopback, read_address
 from kvstore.config.cluster import NODES_MAX, ClusterConfig
 from kvstore.config.machine import Check
-from kvstore.errors import ConfigError, ProtocolError, printable, reason
+from kvstore.protocol.errors import ConfigError, ProtocolError, printable, reason
 from kvstore.server.nodes import node_list
 
 _EXPIRES_S: Final = 30 * 86_400
@@ -101,7 +101,12 @@ def _certificates(client: ssl.SSLContext, server: ssl.SSLContext, node: str) -> 
     left_s = ends_s - datetime.now(UTC).timestamp()
     what += f"; {int(left_s // 86_400)} days left"
     if left_s < _EXPIRES_S:
-        return Check("certificates", "warn", what, f"it or the authority's ends soon: {_RENEW}")
+        return Check(
+            "certificates",
+            "warn",
+            what,
+            f"it or the authority's certificate expires soon: {_RENEW}",
+        )
     return Check("certificates", "ok", what)
 
 
@@ -146,7 +151,12 @@ def _listeners(cluster: ClusterConfig) -> Iterator[Check]:
             yield Check(name, "warn", f"{text}: every network of this machine", advice)
         elif is_loopback(host) and away:
             advice = "set an address that the other nodes reach, and certificates"
-            yield Check(name, "warn", f"{text}: this machine only, but others are beyond", advice)
+            yield Check(
+                name,
+                "warn",
+                f"{text}: only this machine can connect, but other nodes are elsewhere",
+                advice,
+            )
         else:
             yield Check(name, "ok", text)
 
@@ -156,7 +166,7 @@ def _mooncake(cluster: ClusterConfig) -> Check:
     tenants = ", ".join(cluster.rdma_tenants)
     if not tenants:
         advice = "name tenants in cluster.rdma_tenants, or take mooncake out of cluster.transports"
-        return Check("mooncake", "warn", "it serves nobody's pages", advice)
+        return Check("mooncake", "warn", "it serves no tenant's pages", advice)
     found = f"whoever reaches ports 15000 to 17000 of any interface reads and writes {tenants}"
     advice = "let a firewall open these ports to the other nodes only"
     return Check("mooncake", "warn", found, advice)

@@ -7,7 +7,7 @@ import urllib.parse
 from time import monotonic
 from typing import Any, Final
 
-from kvstore.errors import InvalidArgument, KVStoreError, PeerUnreachable, TransferTimeout
+from kvstore.protocol.errors import InvalidArgument, KVStoreError, PeerUnreachable, TransferTimeout
 from kvstore.server import client
 
 _TIMEOUT_S: Final = 30.0
@@ -129,7 +129,7 @@ def path_of(*parts: str) -> str:
 
 def _stranger(url: str) -> str:
     """The message for an address where something else than a node answers."""
-    message = f"what answers at {url} is not the HTTP API of a node"
+    message = f"the server at {url} is not the HTTP API of a node"
     if url.startswith("unix://") and not url.endswith(".admin"):
         message += f": engines use that socket; give --url {url}.admin"
     return message

@@ -13,7 +13,7 @@ from kvstore.cluster.stores import StoreKind
 from kvstore.config import ServerConfig
 from kvstore.config.addresses import is_loopback, read_address
 from kvstore.config.machine import Check
-from kvstore.errors import ConfigError, reason
+from kvstore.protocol.errors import ConfigError, reason
 
 _TIMEOUT_S: Final = 3.0
 """Of each connection."""
@@ -61,13 +61,13 @@ def running_store_checks(settings: Sequence[Mapping[str, Any]] | None) -> Iterat
     """
     config = _reported_config(settings)
     if config is None:
-        found = "not looked at: the node does not tell which stores it uses"
+        found = "not checked: the node does not say which stores it uses"
         yield Check("stores", "warn", found, _GIVE_CONFIG)
         return
     try:
         check_stores(config)
     except ConfigError as error:  # of this user, or this machine: the node runs with it
-        yield Check("stores", "warn", f"not looked at: {error}", _GIVE_CONFIG)
+        yield Check("stores", "warn", f"not checked: {error}", _GIVE_CONFIG)
         return
     yield from store_checks(config)
 

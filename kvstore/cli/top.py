@@ -14,7 +14,7 @@ from rich.text import Text
 from kvstore.cli.remote import Remote
 from kvstore.cli.show import cell, console
 from kvstore.config.sizes import rounded
-from kvstore.errors import PeerUnreachable
+from kvstore.protocol.errors import PeerUnreachable
 
 _PAUSE: Final = threading.Event()
 """Never set; waiting for it is a pause."""

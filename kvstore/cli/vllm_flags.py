@@ -1,4 +1,4 @@
-"""``kvstore vllm-flags``: what to add to vLLM's command line so that it uses this node."""
+"""``kvstore vllm-flags``: prints the vLLM flags that connect it to this node."""
 
 import json
 import shlex
@@ -8,7 +8,7 @@ from rich.console import Console
 
 from kvstore.cli.remote import Remote
 from kvstore.config import ServerConfig
-from kvstore.errors import NotFound
+from kvstore.protocol.errors import NotFound
 
 _CONNECTOR: Final = "KVStoreConnector"
 _SETTING: Final = "socket.path"
@@ -27,7 +27,7 @@ def asked_flags(node: Remote) -> dict[str, Any]:
     rows = node.get("/v1/config")["values"]
     path = next((row["value"] for row in rows if row["key"] == _SETTING), "")
     if not path:
-        raise NotFound(_SETTING, "the node does not tell it: ask for it with its admin token")
+        raise NotFound(_SETTING, "the node shows it only with its admin token")
     value: dict[str, Any] = {"kv_connector": _CONNECTOR, "kv_role": "kv_both"}
     if path != str(ServerConfig().socket.path):  # the connector's default address
         value["kv_connector_extra_config"] = {"address": f"unix://{path}"}

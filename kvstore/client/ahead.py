@@ -21,7 +21,7 @@ class ReservedSlot(NamedTuple):
         epoch: of the connection that has it.
         space: number of the space of its pages on that connection.
         shard: number of their shard.
-        address: see :data:`kvstore.wire.ADDRESS`.
+        address: see :data:`kvstore.protocol.wire.ADDRESS`.
     """
 
     put: int

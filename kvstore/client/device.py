@@ -8,8 +8,8 @@ import numpy.typing as npt
 
 from kvstore import mover
 from kvstore.client import forks
-from kvstore.errors import CapacityError, DeviceUnavailable
 from kvstore.mover.kvpool import KVPool
+from kvstore.protocol.errors import CapacityError, DeviceUnavailable
 
 if TYPE_CHECKING:
     from kvstore.tier.gpu import DevicePool

@@ -10,11 +10,16 @@ from time import monotonic, monotonic_ns
 from types import TracebackType
 from typing import Any, Final
 
-from kvstore import mover, wire
+from kvstore import mover
 from kvstore.client import forks
 from kvstore.client.mapping import Mapping, Use
 from kvstore.config import HostConfig, SSDConfig
-from kvstore.errors import (
+from kvstore.node.desk import Desk
+from kvstore.node.node import Node
+from kvstore.node.requests import NodeLimits
+from kvstore.node.ssd import DiskTier
+from kvstore.protocol import wire
+from kvstore.protocol.errors import (
     CapacityError,
     KVStoreError,
     PeerUnreachable,
@@ -22,10 +27,6 @@ from kvstore.errors import (
     TransferTimeout,
     error_from_code,
 )
-from kvstore.node.desk import Desk
-from kvstore.node.node import Node
-from kvstore.node.requests import NodeLimits
-from kvstore.node.ssd import DiskTier
 from kvstore.state.tree.sessions import Peer
 from kvstore.state.tree.slots import Replacement, SlotTable
 from kvstore.tier.host import MEMORY_WAIT_S, HostMemory
@@ -90,10 +91,15 @@ class _Memory:
     def __init__(self, host: HostMemory, mapping: Mapping) -> None:
         self._host = host
         self._mapping = mapping
+        #: Memory is being replaced, or failed to be and is tried again.
+        self._is_replacing = False
 
     def replace(self, replaced: list[Replacement]) -> None:
+        if not (replaced or self._is_replacing):
+            return
         gone = [one.old for one in replaced]
         self._host.replace(replaced)
+        self._is_replacing = self._host.missing_bytes() > 0
         if gone:
             self._mapping.retire(gone)
             self._mapping.sweep()
@@ -125,7 +131,7 @@ class Embedded:
         self.quota_bytes = quota = host.session_quota_bytes or host.capacity_bytes // 2
         limits = NodeLimits(quota, int(host.lease_s_max * 1000))
         self.node = Node(name, boot, slots, limits, lambda: secrets.token_bytes(16), host.policy)
-        self.memory = HostMemory(name, boot, host.extent_bytes, prefault=host.prefault)
+        self.memory = HostMemory(name, boot, host.extent_bytes, prefault=False)
         self._mapping = Mapping(boot, self._fetch)
         #: Its events have no followers: one engine uses the store alone.
         self._desk = Desk(self.node, _Memory(self.memory, self._mapping), lambda _: None)
@@ -144,10 +150,15 @@ class Embedded:
         self._locks()
         try:
             self.memory.create(extent.number for extent in slots.extents)
+            self._mapping.prepare([extent.number for extent in slots.extents])
+            if host.prefault:  # only now: while memory is touched, to map some takes milliseconds
+                self.memory.start_prefault()
             if ssd is not None and ssd.directories:
                 # `wake` takes no lock: it is called by threads that hold the tier's lock.
                 self._disk = DiskTier(ssd, self.node, self.memory, self._has_work.set)
                 self._desk.disk = self._disk
+                if self._disk.recovered:
+                    log.info("pages recovered: %s", self._disk.recovered)
         except KVStoreError:
             self.memory.close()
             raise

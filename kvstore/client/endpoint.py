@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Final
 
-from kvstore import wire
 from kvstore.client import forks
-from kvstore.errors import (
+from kvstore.protocol import wire
+from kvstore.protocol.errors import (
     KVStoreError,
     PeerUnreachable,
     ProtocolError,

@@ -12,7 +12,6 @@ from collections import deque
 from time import monotonic
 from typing import Final
 
-from kvstore import wire
 from kvstore.client.endpoint import (
     RECEIVE_BYTES,
     open_socket,
@@ -20,7 +19,8 @@ from kvstore.client.endpoint import (
     set_timeout,
     wait_closed,
 )
-from kvstore.errors import PeerUnreachable, ProtocolError, TransferTimeout
+from kvstore.protocol import wire
+from kvstore.protocol.errors import PeerUnreachable, ProtocolError, TransferTimeout
 
 POSTED_MAX: Final = 4096
 """Maximum posted messages; beyond it the connection is closed, which ends its leases."""

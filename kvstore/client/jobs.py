@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from kvstore.client import forks
 from kvstore.client.results import RestoreResult
-from kvstore.errors import CapacityError, KVStoreError, PeerUnreachable, TransferTimeout
 from kvstore.mover import Progress
+from kvstore.protocol.errors import CapacityError, KVStoreError, PeerUnreachable, TransferTimeout
 
 if TYPE_CHECKING:
     from kvstore.client.device import BlocksOnDevice
@@ -91,9 +91,7 @@ class Worker:
         for thread in threads:
             thread.join(max(0.0, deadline - monotonic()))
         if any(thread.is_alive() for thread in threads):
-            log.error(
-                "%s: a job has not ended after %s s and continues", self._name, _JOIN_TIMEOUT_S
-            )
+            log.error("%s: a job is still running after %s s", self._name, _JOIN_TIMEOUT_S)
 
     def forked(self) -> None:
         """In a forked child: the parent runs submitted jobs; here they have failed."""
@@ -285,7 +283,7 @@ class RestoreJob(Job[RestoreResult]):
         except TransferTimeout:
             raise
         except KVStoreError as error:
-            log.warning("a restore became a miss: %s", error)
+            log.warning("a restore failed and counts as a miss: %s", error)
             return RestoreResult(0)
 
     def forked(self) -> None:

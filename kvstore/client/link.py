@@ -18,7 +18,6 @@ from time import monotonic
 from types import TracebackType
 from typing import Final, Protocol
 
-from kvstore import wire
 from kvstore.client import forks
 from kvstore.client.ahead import ReservedSlot, ReservedSlots
 from kvstore.client.endpoint import (
@@ -30,7 +29,8 @@ from kvstore.client.endpoint import (
 from kvstore.client.exchange import Connection
 from kvstore.client.mapping import Mapping, Use
 from kvstore.client.reconnecting import Effects, Reconnecting, StoreMove
-from kvstore.errors import (
+from kvstore.protocol import wire
+from kvstore.protocol.errors import (
     EngineNameTaken,
     KVStoreError,
     PeerUnreachable,
@@ -38,7 +38,7 @@ from kvstore.errors import (
     TransferTimeout,
     error_from_code,
 )
-from kvstore.page import EngineLabel
+from kvstore.protocol.page import EngineLabel
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore import mover, wire
+from kvstore import mover
 from kvstore.client.device import BlocksOnDevice
 from kvstore.client.jobs import MustWaitError
 from kvstore.client.link import NodeLink
@@ -23,9 +23,10 @@ from kvstore.client.mapping import Use
 from kvstore.client.promotion import Promotion
 from kvstore.client.resources import Opened, StoreResources
 from kvstore.client.results import PageViews
-from kvstore.errors import KVStoreError
 from kvstore.mover.kvpool import KVPool
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKeys, page_seeds
+from kvstore.protocol import wire
+from kvstore.protocol.errors import KVStoreError
+from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKeys, page_seeds
 from kvstore.state.table.slab import PageSet
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ class Loader:
             self._resources.note_trouble(error)
         size = (loaded - first) * self._pages[shard].page_bytes
         if self._resources.waits == waits:
-            self._resources.note_load(size, perf_counter() - start)
+            self._note_load(size, perf_counter() - start)
         return loaded
 
     def device_load(
@@ -238,7 +239,7 @@ class Loader:
         progress.before = loaded
         if self._resources.waits == waits:
             size = (loaded - first) * self._pages[shard].page_bytes
-            self._resources.note_load(size, perf_counter() - start)
+            self._note_load(size, perf_counter() - start)
         return loaded
 
     def view(self, keys: PrefixKeys, shard: int) -> PageViews:
@@ -272,7 +273,23 @@ class Loader:
                 link.send_later(wire.Release(lease), opened.epoch)
         return len(leased.digests) // DIGEST_BYTES
 
+    def seconds(self, size: int, on_disk: int) -> float:
+        """Estimated seconds for loading ``size`` bytes, ``on_disk`` of them from disk."""
+        return size / self._resources.load_bytes_per_s + on_disk / self._resources.disk_bytes_per_s
+
     # ---- internal ---------------------------------------------------------------------------
+
+    def _note_load(self, size: int, seconds: float) -> None:
+        """Update the load speed after a load from memory (moving average over about ten)."""
+        speeds = self._resources
+        if size and seconds > 0:
+            speeds.load_bytes_per_s += 0.1 * (size / seconds - speeds.load_bytes_per_s)
+
+    def _note_disk(self, size: int, seconds: float) -> None:
+        """Update the disk speed after a wait for pages from disk."""
+        speeds = self._resources
+        if size and seconds > 0:
+            speeds.disk_bytes_per_s += 0.1 * (size / seconds - speeds.disk_bytes_per_s)
 
     def _from_slab(
         self, keys: PrefixKeys, target: mover.Pieces, shard: int,
@@ -403,7 +420,7 @@ class Loader:
         brought = max(0, len(leased.digests) - known) // DIGEST_BYTES
         size = brought * self._pages[shard].page_bytes
         if not remote:  # the time of a wait for other nodes tells nothing of the disk
-            self._resources.note_disk(size, perf_counter() - start)
+            self._note_disk(size, perf_counter() - start)
         return leased
 
     def _ask(
@@ -442,4 +459,6 @@ class Loader:
         if self._resources.promotion is not None:
             self._resources.promotion.slab.forget(self._pages[shard], keys[index])
         self._resources.troubles["corrupt"] += 1
-        log.error("page %s failed its digest: quarantined, a miss", keys[index].hex()[:16])
+        log.error(
+            "page %s failed its digest: quarantined; it counts as a miss", keys[index].hex()[:16]
+        )

@@ -9,10 +9,12 @@ no move uses it; the node reports such extents when it is asked for descriptors.
 """
 
 import os
+import resource
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
@@ -20,13 +22,17 @@ import numpy.typing as npt
 
 from kvstore import mover
 from kvstore.client import forks
-from kvstore.errors import ProtocolError, TierUnavailable, TransferTimeout
 from kvstore.mover.memory import keep_from_children, map_shared, unmap
-from kvstore.wire import unpack_addresses
+from kvstore.protocol.errors import KVStoreError, ProtocolError, TierUnavailable, TransferTimeout
+from kvstore.protocol.wire import unpack_addresses
 
 FETCH_WAIT_S: Final = 5.0
 """Maximum wait for another thread that maps extents."""
 _TOUCH_BYTES: Final = 2 << 20
+_PREPARED_MAX: Final = 4096
+"""Extents that are mapped before they are needed, twice each: Linux allows 65,530 mappings."""
+_PREPARED_AT_ONCE: Final = 64
+"""Extents whose descriptors are open at a time."""
 
 Fetch = Callable[[Sequence[int], Sequence[int], Callable[[int], None]], Sequence[int]]
 """Gets descriptors of extents, and returns which of the known ones are gone; see
@@ -113,6 +119,19 @@ class Mapping:
     def use(self) -> "Use":
         """Start a use: extents that it locates stay mapped until it ends."""
         return Use(self)
+
+    def prepare(self, numbers: Sequence[int]) -> None:
+        """Map extents now, to read and to write, so that the first puts and loads find them mapped.
+
+        What cannot be mapped now is mapped when it is needed. A process with a limited address
+        space (``ulimit -v``) maps no more than it uses.
+        """
+        if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+            return
+        with suppress(KVStoreError), self._adding:
+            for first in range(0, min(len(numbers), _PREPARED_MAX), _PREPARED_AT_ONCE):
+                for write in (False, True):
+                    self._add(set(numbers[first : first + _PREPARED_AT_ONCE]), write=write)
 
     def known(self) -> list[int]:
         """Extents that are mapped and not known to be gone."""
@@ -246,7 +265,7 @@ class Use:
         return self._mapping.boot
 
     def locate(self, addresses: bytes, size: int, *, write: bool) -> npt.NDArray[np.uint64]:
-        """Addresses of the slots of ``size`` bytes at these :data:`~kvstore.wire.ADDRESS` values.
+        """Addresses of slots of ``size`` bytes at :data:`~kvstore.protocol.wire.ADDRESS` values.
 
         Returns:
             Addresses in this process, shape (n,), uint64.

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 from kvstore import mover
 from kvstore.client.jobs import StoreJob, Worker
 from kvstore.config import DeviceSlabConfig
-from kvstore.errors import CapacityError
-from kvstore.page import DIGEST_BYTES, PrefixKeys
+from kvstore.protocol.errors import CapacityError
+from kvstore.protocol.page import DIGEST_BYTES, PrefixKeys
 from kvstore.state.table.slab import PageSet, Reservation
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Promotion:
         try:
             from kvstore.tier.slab import DeviceSlab
         except ImportError as error:
-            from kvstore.errors import TierUnavailable
+            from kvstore.protocol.errors import TierUnavailable
 
             raise TierUnavailable(
                 f"device_slab needs torch ({error}); install kvstore-server[torch]"

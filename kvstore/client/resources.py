@@ -11,7 +11,7 @@ from kvstore.client.device import DevicePools
 from kvstore.client.jobs import Worker
 from kvstore.client.link import NodeLink
 from kvstore.client.promotion import Promotion
-from kvstore.errors import KVStoreError, TransferError
+from kvstore.protocol.errors import KVStoreError, TransferError
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ class StoreResources:
             wait behind it.
         stores: runs extracts.
         troubles: error code → how many reads became a miss because of it.
-        load_bytes_per_s: measured speed of loads from the node's memory.
-        disk_bytes_per_s: measured speed of the node's reads from disk to memory.
+        load_bytes_per_s: speed of loads from the node's memory, as its loaders measured it.
+        disk_bytes_per_s: speed of the node's reads from disk to memory, likewise.
         waits: how many loads waited for the disk or for other nodes.
         promotion: the device slab; None = no slab, or a forked child.
         devices: KV pools on devices.
@@ -80,20 +80,6 @@ class StoreResources:
             yield self.waiting_link(f"load {lane}")
         finally:
             self._lanes.append(lane)
-
-    def load_seconds(self, size: int, on_disk: int) -> float:
-        """Estimated seconds for loading ``size`` bytes, ``on_disk`` of them from disk."""
-        return size / self.load_bytes_per_s + on_disk / self.disk_bytes_per_s
-
-    def note_disk(self, size: int, seconds: float) -> None:
-        """Update the disk speed after a wait for pages from disk."""
-        if size and seconds > 0:
-            self.disk_bytes_per_s += 0.1 * (size / seconds - self.disk_bytes_per_s)
-
-    def note_load(self, size: int, seconds: float) -> None:
-        """Update the load speed after a load from memory (moving average over about ten)."""
-        if size and seconds > 0:
-            self.load_bytes_per_s += 0.1 * (size / seconds - self.load_bytes_per_s)
 
     def note_trouble(self, error: KVStoreError) -> None:
         """Count and log a read that became a miss."""

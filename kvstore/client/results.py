@@ -15,14 +15,15 @@ class Hit(NamedTuple):
 
     Attributes:
         pages: length of the longest prefix that is READY on every requested shard; 0 = a miss.
-        pending: number of pages after those that are being written now. A node of a cluster also
-            counts pages here while it finds out whether other nodes have them, for a moment.
+        pending: number of pages after ``pages`` that are being written now. In a cluster, also
+            pages for which the node is still finding out whether other nodes have them.
         tiers: tier name (``gpu``, ``host``, ``ssd``) → number of pages of the hit in it.
         load_seconds: estimated time to load the hit, from the speed of earlier loads from memory
             and from disk.
-        remote: number of pages after the hit that another node of the cluster has. Loads of them
-            fetch them first.
-        remote_seconds: estimated time to fetch those, in addition to loading them from memory.
+        remote: number of pages after the hit that another node of the cluster has. A load fetches
+            them first.
+        remote_seconds: estimated time to fetch these pages, in addition to loading them from
+            memory.
     """
 
     pages: int

@@ -6,7 +6,7 @@ from typing import Final, overload
 
 import numpy.typing as npt
 
-from kvstore import mover, wire
+from kvstore import mover
 from kvstore.client.device import BlocksOnDevice
 from kvstore.client.jobs import RestoreJob, StoreJob
 from kvstore.client.link import NodeLink
@@ -15,9 +15,16 @@ from kvstore.client.resources import Opened, StoreResources
 from kvstore.client.results import MISS, Hit, PageViews, PutResult, RestoreResult
 from kvstore.client.stores import Keep, Storer, added
 from kvstore.config.cluster import NODES_MAX
-from kvstore.errors import CapacityError, InvalidArgument, KVStoreError, TooFewCopies
 from kvstore.mover.kvpool import KVPool
-from kvstore.page import (
+from kvstore.protocol import wire
+from kvstore.protocol.errors import (
+    CapacityError,
+    InvalidArgument,
+    KVStoreError,
+    ProtocolError,
+    TooFewCopies,
+)
+from kvstore.protocol.page import (
     PrefixKeys,
     ShardSpec,
     SpaceIdentity,
@@ -81,18 +88,18 @@ class Space:
     ) -> Hit:  # fmt: skip
         """Find the longest prefix of ``keys`` that every shard has, at the node or in the slab.
 
-        The pages are not pinned: they may be evicted before they are read. A node of a cluster also
-        finds out which further pages other nodes have. That takes it a moment, in which they are
-        pending.
+        The pages are not pinned: they may be evicted before they are read. In a cluster, the node
+        also finds out which further pages other nodes have. While it does so, for a moment, they
+        are pending.
 
         Args:
             keys: from the start of the chain.
             shards: indexes of the shards that must have a page; None = all.
             wait_s: how long to wait, in seconds, while more of the prefix is being written; at
                 most 60.
-            holder: name of a node (:attr:`KVStore.node_name`) that has pages of this prefix, as
-                far as the caller knows. If that is another node, this one does not have to find
-                out. It does not matter much if it is wrong: what the node does not have is a miss.
+            holder: name of a node (:attr:`KVStore.node_name`) that has pages of this prefix, as far
+                as the caller knows. It saves this node a query to the directory. A wrong name is
+                harmless: pages that the other node does not have are misses.
             held: number of leading pages that ``holder`` has.
 
         Returns:
@@ -115,6 +122,8 @@ class Space:
                 request.holder, request.held = holder, min(max(0, held), len(keys))
             answer = link.request(request, resources.timeout_s + wait_s, opened.epoch)
             assert isinstance(answer, wire.Found)
+            if answer.pages + max(answer.pending, answer.remote) > len(keys):
+                raise ProtocolError(f"pages of more keys than {len(keys)} were found")
             found: wire.Found | None = answer
         except KVStoreError as error:
             resources.note_trouble(error)
@@ -129,7 +138,7 @@ class Space:
         tiers = {"host": pages - on_device - on_disk}
         tiers |= {tier: n for tier, n in (("gpu", on_device), ("ssd", on_disk)) if n}
         each = sum(self.page_bytes)
-        seconds = resources.load_seconds((pages - on_device) * each, on_disk * each)
+        seconds = self._loads.seconds((pages - on_device) * each, on_disk * each)
         remote = max(0, found.pages + found.remote - pages)
         remote_s = found.remote_s * remote / found.remote if remote else 0.0
         return Hit(pages, found.pending, tiers, seconds, remote, remote_s)
@@ -148,13 +157,13 @@ class Space:
             shard: the shard of all these pages.
             ttl_s: the pages expire after this many seconds; 0 = never. Such pages are never
                 written to an SSD.
-            read_once: the pages leave after their first read and are never written to an SSD.
+            read_once: the pages are dropped after their first read and are never written to an SSD.
             no_store: the pages are never written to an SSD.
             durable: return when these pages and all pages before them survive a crash of the node;
                 this can take 30 seconds. It excludes the three options above.
-            replicas: return when so many nodes of the cluster have these pages and all pages before
-                them, this node included: 1 to 16. This can take 10 seconds for each batch of pages
-                (256 MiB or less). More than 1 excludes ``ttl_s`` and ``read_once``.
+            replicas: return when this number of nodes, this node included, has these pages and all
+                pages before them: 1 to 16. This can take 10 seconds for each batch of pages (256
+                MiB or less). More than 1 excludes ``ttl_s`` and ``read_once``.
 
         Raises:
             InvalidArgument: the number of pages, a buffer or a combination of options is wrong;
@@ -173,7 +182,10 @@ class Space:
             raise InvalidArgument("pages", f"{len(pages)} pages for {len(keys)} keys")
         source = mover.Pieces.of_buffers(pages, size)
         if durable and (ttl_s or read_once or no_store):
-            raise InvalidArgument("durable", "such pages never go to disk")
+            raise InvalidArgument(
+                "durable",
+                "pages with a TTL, read-once pages and no_store puts are never written to disk",
+            )
         keep = Keep(ttl_s, read_once=read_once, memory_only=no_store)
         if replicas != 1 and (ttl_s or read_once):
             raise InvalidArgument("replicas", "pages with a TTL and read-once pages are not copied")
@@ -187,14 +199,14 @@ class Space:
         return result
 
     def replicate(self, keys: PrefixKeys, replicas: int, shard: int = 0) -> None:
-        """Let further nodes have stored pages, and all pages before them.
+        """Copy stored pages, and all pages before them, to further nodes.
 
-        Each of the others is asked to fetch them; one that has them already counts too. It waits up
-        to 10 seconds for each batch of pages (256 MiB or less).
+        This node asks the others to fetch the pages; nodes that already have them count too. It
+        waits up to 10 seconds for each batch of pages (256 MiB or less).
 
         Args:
             keys: the pages, stored before.
-            replicas: how many nodes are to have them, this node included: 1 to 16.
+            replicas: number of nodes that should have them, this node included: 1 to 16.
             shard: the shard of these pages.
 
         Raises:
@@ -231,7 +243,7 @@ class Space:
             )
 
     def persist(self, keys: PrefixKeys, shard: int = 0) -> None:
-        """Make stored pages durable: return when they and all before them survive a crash.
+        """Make stored pages durable: return when they and all pages before them survive a crash.
 
         It waits up to 30 seconds for the disk for each batch of pages (256 MiB or less).
 
@@ -258,22 +270,22 @@ class Space:
     def keep_conversation(
         self, keys: PrefixKeys, name: str, ttl_s: float, bytes_max: int = 0
     ) -> None:
-        """Keep the stored pages of a conversation for a time, whatever the eviction policy thinks.
+        """Keep the stored pages of a conversation for a time, whatever the eviction policy says.
 
-        They stay on the node's SSDs if it has some, else in its memory, as long as the node's
-        budget for conversations and the quota of the space allow, and until a tenant or a space
-        that keeps less wants the room; ``kvstore conversations`` and the metrics
-        ``kvstore_not_kept_pages_total`` and ``kvstore_gave_way_pages_total`` say what is not kept.
-        A later call with the same name sets a new end, and adds pages. Returns at once; if the node
+        The node keeps them on its SSDs if it has any, else in memory, within its budget for
+        conversations and the quota of the space. They give way when a tenant or space that keeps
+        less needs the budget. ``kvstore conversations`` and the metrics
+        ``kvstore_not_kept_pages_total`` and ``kvstore_gave_way_pages_total`` show what is not kept.
+        A later call with the same name sets a new end and adds pages. Returns at once; if the node
         is away, nothing is kept.
 
         Args:
             keys: from the start of the chain; pages that are not stored yet, and all after them,
                 are not kept.
-            name: of the conversation, 1 to 256 characters.
-            ttl_s: seconds from now on, more than 0 and at most ten years; the node cuts it to its
-                ``admin.conversations_s_max``, a day if not told otherwise.
-            bytes_max: what the conversation may take, all shards together; 0 = no limit of its own.
+            name: name of the conversation, 1 to 256 characters.
+            ttl_s: how long to keep the pages from now on, in seconds: more than 0 and at most ten
+                years. The node limits it to ``admin.conversations_s_max``, by default a day.
+            bytes_max: maximum bytes of the conversation in all shards; 0 = no limit of its own.
 
         Raises:
             InvalidArgument: an argument is out of its range.
@@ -288,10 +300,10 @@ class Space:
             self._tell_conversation(name, packed, ttl_ms, bytes_max)
 
     def end_conversation(self, name: str) -> None:
-        """Leave the pages of a conversation to the eviction policy; returns at once.
+        """Stop keeping the pages of a conversation, so they may be evicted; returns at once.
 
         Raises:
-            InvalidArgument: the name has not 1 to 256 characters.
+            InvalidArgument: the name does not have 1 to 256 characters.
         """
         self._tell_conversation(name, b"", 0, 0)
 
@@ -353,7 +365,7 @@ class Space:
     def get(
         self, keys: PrefixKeys, out: Sequence[mover.Buffer] | None = None, shard: int = 0
     ) -> PageViews | int:
-        """Read pages from the first key on, up to the first that is missing; all are verified.
+        """Read pages from the first key up to the first missing page; all are verified.
 
         Pages that only other nodes of the cluster have are fetched first, for at most two seconds.
 
@@ -390,8 +402,8 @@ class Space:
         Pages that only other nodes of the cluster have are fetched first. Leave them out of
         ``keys`` if that takes longer than computing them (:attr:`Hit.remote_seconds`).
 
-        The engine may use the blocks for something else only after the job has ended, even if it
-        was cancelled. Blocks of pages beyond ``result().pages`` hold no valid KV.
+        The engine may reuse the blocks only after the job has ended, even if it was cancelled.
+        Blocks of pages beyond ``result().pages`` hold no valid KV.
 
         Args:
             keys: the pages to copy.
@@ -446,14 +458,15 @@ class Space:
 
         The engine must not change the blocks until the job has ended.
 
-        With ``only``, several writers that hold the same pages, as ranks do, share the work: each
-        names its own pages, and all of them call this with the same keys at about the same time. A
-        page waits up to a second for the one before it. If that does not come, this writer stores
-        all of ``keys``, and for ten seconds those of later calls.
+        With ``only``, several writers that hold the same pages (ranks, for example) share the work:
+        each names its part, and all of them call this with the same keys at about the same time. A
+        page waits up to a second for the page before it. If that page does not arrive, this writer
+        stores all of ``keys`` itself, also in its calls of the next ten seconds.
 
         Args:
             pool: where the engine keeps K and V. If it is on a device, the job begins when the
-                device has done what the calling thread has queued on its current stream.
+                device has finished the work that the calling thread has queued on its current
+                stream.
             blocks: block numbers, integers of any shape, in page order:
                 ``pool.blocks_per_page(page_bytes[shard])`` for each key.
             keys: one key for each page.
@@ -547,7 +560,9 @@ class Space:
             InvalidArgument: the engine has no such shard.
         """
         if not 0 <= shard < len(self.page_bytes):
-            raise InvalidArgument("shard", f"{shard} is none of {len(self.page_bytes)}")
+            raise InvalidArgument(
+                "shard", f"{shard} is not one of the space's {len(self.page_bytes)} shards"
+            )
         return self.page_bytes[shard]
 
     def _batch_pages(self, shard: int) -> int:

@@ -18,22 +18,22 @@ from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
-from kvstore import wire
 from kvstore.client import forks
 from kvstore.client.link import Link, NodeLink
 from kvstore.client.promotion import Promotion
 from kvstore.client.resources import StoreResources
 from kvstore.client.space import Space
 from kvstore.config import DeviceSlabConfig, HostConfig, SSDConfig
-from kvstore.errors import (
+from kvstore.mover.kvpool import KVPool
+from kvstore.protocol import wire
+from kvstore.protocol.errors import (
     InvalidArgument,
     KVStoreError,
     PeerUnreachable,
     TransferError,
     TransferTimeout,
 )
-from kvstore.mover.kvpool import KVPool
-from kvstore.page import EngineLabel, ShardSpec, SpaceIdentity
+from kvstore.protocol.page import EngineLabel, ShardSpec, SpaceIdentity
 
 if TYPE_CHECKING:
     from kvstore.tier.gpu import DevicePool
@@ -84,22 +84,23 @@ class KVStore:
     ) -> "KVStore":
         """Connect to the node at ``address``.
 
-        If no node is there, this returns nevertheless: reads miss, puts raise ``PeerUnreachable``,
-        and a background thread connects as soon as the node is there.
+        If no node is running there, this still returns: reads miss, puts raise ``PeerUnreachable``,
+        and a background thread connects once the node is up.
 
         Args:
             address: ``unix://`` and the absolute path of the node's socket.
             name: the engine's name in the node's statistics.
             session: :attr:`session_token` of the engine's first process, to join its session.
-            timeout_s: the longest wait for an answer, in seconds. A request that misses it opens
-                the circuit breaker: further requests fail at once until the node answers again.
+            timeout_s: maximum wait for an answer, in seconds. A request that misses it opens the
+                circuit breaker: further requests fail at once until the node answers again.
             device_slab: keep copies of loaded pages in memory that this store allocates on the
                 engine's device; None = no slab.
-            log_level: the level at which it logs that the node is away. Lower it in an engine's
-                further processes, so that the engine logs it once.
-            engine: the engine of this process, by which a Conductor finds which spaces it has
-                opened; None = unnamed. While another live engine has the same chosen name, the node
-                refuses (``engine_name_taken``): reads miss, and the connection is retried.
+            log_level: level of the log line that says that the node is away. Lower it in all but
+                one process of an engine, so that the engine logs it once.
+            engine: name of the engine that this process belongs to, by which a Conductor finds the
+                spaces that it has opened; None = unnamed. While another live engine has the same
+                chosen name, the node refuses the connection (``engine_name_taken``): reads miss,
+                and the connection is retried.
 
         Raises:
             InvalidArgument: the address is malformed, or the device does not exist.
@@ -117,18 +118,18 @@ class KVStore:
         ssd_directories: Sequence[str | Path] = (), ssd_capacity_bytes: int = 64 << 30,
         sync: SyncName = "interval", device_slab: DeviceSlabConfig | None = None,
     ) -> "KVStore":  # fmt: skip
-        """Run a node in this process, for this process alone.
+        """Run a node in this process, for this process only.
 
         Args:
             capacity_bytes: size of the host-memory tier, at least 64 KiB.
-            extent_bytes: size of the pieces in which it is mapped; at least 64 KiB and a multiple
-                of 4096. No page may be larger.
+            extent_bytes: unit in which memory is mapped, at least 64 KiB and a multiple of 4096;
+                also the maximum size of a page.
             prefault: touch all of the memory in the background.
-            ssd_directories: directories of the SSD tier, best one per disk. A store that is opened
-                on them again finds the pages that were written. Empty = memory only.
-            ssd_capacity_bytes: the most that each directory may hold, at least 1 MiB.
+            ssd_directories: directories of the SSD tier, ideally one per disk. A store that later
+                opens them finds the pages that were written. Empty = memory only.
+            ssd_capacity_bytes: maximum size of each directory, at least 1 MiB.
             sync: when written pages survive a power cut: ``always`` at once, ``interval`` after a
-                second, ``none`` perhaps never; with ``none`` a durable put is refused.
+                second, ``none`` at no defined time; with ``none`` a durable put is refused.
             device_slab: keep copies of loaded pages in memory that this store allocates on the
                 engine's device; None = no slab.
 
@@ -160,7 +161,7 @@ class KVStore:
 
     @property
     def connected(self) -> bool:
-        """Whether there is a connection to the node, as far as is known; sends nothing."""
+        """Whether the store is connected to the node, as far as it knows; sends nothing."""
         return self._link.connected
 
     @property
@@ -182,7 +183,7 @@ class KVStore:
         return self._resources.load_bytes_per_s
 
     def space(self, identity: SpaceIdentity, shards: Sequence[ShardSpec]) -> "Space":
-        """Open a space: the pages of one model, as the ranks of one engine hold them.
+        """Open a space: the pages of one model, in the shards that one engine holds.
 
         Args:
             identity: what must be equal for two engines to share pages.
@@ -191,8 +192,8 @@ class KVStore:
 
         Raises:
             InvalidArgument, LayoutMismatch: the node refuses; ``field`` names what is wrong. If the
-                node is away, the space is opened when it is back; if it refuses then, every read of
-                the space misses.
+                node is away, the space is opened when the node is back; if the node refuses it
+                then, every read of the space misses.
         """
         space = Space(self._resources, identity, shards)
         try:
@@ -232,7 +233,7 @@ class KVStore:
         return {**json.loads(answer.json), **own}
 
     def device_pool(self, pool: KVPool) -> "DevicePool":
-        """The device's part of a pool on a device: its speeds, and what it has done.
+        """The device side of a pool on a device: its measured speeds, and its counters.
 
         An adapter calls this when it starts, to find out whether the device can be used.
 
@@ -243,7 +244,7 @@ class KVStore:
         return self._resources.devices.pool(pool)
 
     def slab_stats(self) -> dict[str, Any] | None:
-        """Statistics of this store's device slab; None without one. Asks nothing of the node."""
+        """Statistics of this store's device slab; None without one. Sends no request."""
         promotion = self._resources.promotion
         return None if promotion is None else promotion.stats()
 
@@ -259,7 +260,7 @@ class KVStore:
         """Finish submitted jobs, then disconnect and unmap the node's memory.
 
         While a view is open or another thread is in a put, the memory stays mapped; the store
-        disconnects when they have ended. Any other call after this is a miss, or is refused.
+        disconnects when they have ended. After this, every other call is a miss or is refused.
         """
         promotion = self._resources.promotion
         with ExitStack() as steps:  # all steps run, even if one raises
@@ -325,7 +326,7 @@ def _ssd_config(
     if capacity_bytes < _SSD_BYTES_MIN:
         raise InvalidArgument("ssd_capacity_bytes", f"{capacity_bytes} < {_SSD_BYTES_MIN}")
     if sync not in get_args(SyncName):
-        raise InvalidArgument("sync", f"{sync!r} is none of {', '.join(get_args(SyncName))}")
+        raise InvalidArgument("sync", f"{sync!r} is not one of {', '.join(get_args(SyncName))}")
     if isinstance(directories, (str, Path)):
         raise InvalidArgument("ssd_directories", "is a sequence of directories, not one")
     paths = tuple(str(path) for path in directories)

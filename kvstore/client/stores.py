@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from kvstore import mover, wire
+from kvstore import mover
 from kvstore.client.ahead import ReservedSlot, ReservedSlots
 from kvstore.client.device import BlocksOnDevice
 from kvstore.client.link import NodeLink
@@ -14,7 +14,8 @@ from kvstore.client.loads import names
 from kvstore.client.mapping import Use
 from kvstore.client.resources import Opened, StoreResources
 from kvstore.client.results import PutResult
-from kvstore.page import PrefixKeys, page_seeds
+from kvstore.protocol import wire
+from kvstore.protocol.page import PrefixKeys, page_seeds
 from kvstore.state.table.slab import PageSet
 from kvstore.state.tree.actions import PageStatus
 

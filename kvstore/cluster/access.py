@@ -1,4 +1,4 @@
-"""Where the servers of a store are, and the files with what they want to see.
+"""The addresses of a store's servers, and the files for TLS and login.
 
 What is in the files is never part of an error, a log line or a ``repr``.
 """
@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from kvstore.config.addresses import Address, read_address
-from kvstore.errors import InvalidArgument, reason
+from kvstore.protocol.errors import InvalidArgument, reason
 
 LOGIN_BYTES_MAX: Final = 4 << 10
 PEM_BYTES_MAX: Final = 1 << 20

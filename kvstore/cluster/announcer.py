@@ -16,9 +16,9 @@ from kvstore.cluster.announcing import (
     ChangeEntries,
     Claim,
     PageAnnouncement,
-    Pause,
     Renew,
     Step,
+    WaitUntil,
     Withdraw,
 )
 from kvstore.cluster.entries import EntryNames
@@ -119,7 +119,7 @@ class PageAnnouncer:
             case Withdraw(number, token):
                 await self._store.withdraw(number, token)
                 state.withdrawn()
-            case Pause(until_ns=until_ns):
+            case WaitUntil(until_ns=until_ns):
                 await asyncio.sleep(min(LOOK_S, max(0, until_ns - monotonic_ns()) / 1e9))
 
     def _follow(self, tasks: asyncio.TaskGroup) -> None:

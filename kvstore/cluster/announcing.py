@@ -1,4 +1,4 @@
-"""What a node has to say about its pages to a directory that nodes share. Pure.
+"""Which announcements a node owes to a directory that nodes share. Pure.
 
 A :class:`PageAnnouncement` is one telling of all pages under one number: first those of a
 snapshot, then every change. Whenever something may have been missed (the number was lost, the
@@ -226,13 +226,13 @@ class Withdraw:
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
+class WaitUntil:
     """Do nothing until then, on the monotonic clock, or until there is news."""
 
     until_ns: int
 
 
-Step = Claim | ChangeEntries | Renew | Withdraw | Pause
+Step = Claim | ChangeEntries | Renew | Withdraw | WaitUntil
 
 
 class Announcing:
@@ -279,7 +279,7 @@ class Announcing:
     def next(self, now_ns: int) -> Step:
         """What to do now; always the same until that is done or time passes."""
         if now_ns < self._not_before_ns:
-            return Pause(self._not_before_ns)
+            return WaitUntil(self._not_before_ns)
         self._settle(now_ns)
         live = self.announcements
         if self._renewed_ns is None:
@@ -290,14 +290,14 @@ class Announcing:
             return self._withdrawn[0]
         coming = self.coming
         if coming is not None and not coming.number:
-            return Claim(coming) if now_ns >= self._claim_ns else Pause(self._claim_ns)
+            return Claim(coming) if now_ns >= self._claim_ns else WaitUntil(self._claim_ns)
         until_ns = self._renewed_ns + RENEW_NS
         for one in live:
             if one.has_more:
                 if not one.is_paced or now_ns >= self._paced_ns:
                     return ChangeEntries(one)
                 until_ns = min(until_ns, self._paced_ns)
-        return Pause(until_ns)
+        return WaitUntil(until_ns)
 
     def _settle(self, now_ns: int) -> None:
         """Begin and end announcements."""

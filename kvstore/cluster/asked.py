@@ -1,4 +1,4 @@
-"""The directory that nodes share, as the node sees it: questions go to its index process.
+"""The node's side of the shared directory: queries go to its index process.
 
 The node's process has no client of the directory. A question that the index process does not answer
 in time is answered with nobody.
@@ -18,7 +18,7 @@ from kvstore.cluster.membership import Membership
 from kvstore.cluster.messages import AskPages, DirectoryReport, HoldingsFound
 from kvstore.cluster.records import NodeRecord
 from kvstore.index.face import PrefixIndex
-from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.remote.jobs import Holding, Locate
 
 OUTSTANDING_MAX: Final = 256

@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore import wire
-from kvstore.errors import (
+from kvstore.protocol import wire
+from kvstore.protocol.errors import (
     CapacityError,
     KVStoreError,
     PeerUnreachable,
     ProtocolError,
     TransferTimeout,
 )
-from kvstore.page import ShardSpec, SpaceIdentity
+from kvstore.protocol.page import ShardSpec, SpaceIdentity
 from kvstore.state.remote.jobs import BringEnd, PeerBring
 
 BRINGS_MAX: Final = 32

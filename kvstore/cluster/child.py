@@ -29,9 +29,9 @@ from kvstore.cluster.presence import PresenceCheck
 from kvstore.cluster.records import NodeRecord
 from kvstore.cluster.store import RecordStore
 from kvstore.cluster.stores import open_store
-from kvstore.errors import InvalidArgument
 from kvstore.index.child import serve
 from kvstore.index.reading import UnreadableError
+from kvstore.protocol.errors import InvalidArgument
 
 OpenStore = Callable[[StorePlace, str], RecordStore]
 """Makes the store of a cluster of that name."""
@@ -138,7 +138,7 @@ class ClusterCompanion:
 
     async def _report(self, membership: LeasedMembership, own: str, tell: Tell) -> None:
         """Tell the nodes that a node uses, and its standing, after each change, until cancelled."""
-        async with aclosing(membership.told()) as changes:
+        async with aclosing(membership.changes()) as changes:
             async for nodes, standing in changes:
                 used = used_nodes(nodes, own, self._known)
                 if used:

@@ -1,4 +1,4 @@
-"""How a node comes to the record of its name in a store, and when it must not. Pure.
+"""How a node claims the record of its name in a store, and when it must not. Pure.
 
 A name belongs to the node whose record is there, as long as that node lives. Who finds the record
 of another one asks at its endpoint, and takes the place of the dead at once, of the silent when

@@ -7,7 +7,7 @@ from kvstore.cluster.access import StoreServers, read_login, tls_context
 from kvstore.cluster.stores import StoreKind
 from kvstore.config import ServerConfig
 from kvstore.config.stores import StoreConfig
-from kvstore.errors import ConfigError, InvalidArgument
+from kvstore.protocol.errors import ConfigError, InvalidArgument
 
 PACKAGES: Final = {"etcd": "aetcd", "redis": "redis"}
 """The package of each client; the extra that installs it has the name of the store."""

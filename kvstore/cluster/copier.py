@@ -11,8 +11,8 @@ from hashlib import sha256
 from itertools import count
 from typing import Final, NamedTuple
 
-from kvstore.errors import KVStoreError
-from kvstore.page import KEY_BYTES, ShardSpec, SpaceIdentity
+from kvstore.protocol.errors import KVStoreError
+from kvstore.protocol.page import KEY_BYTES, ShardSpec, SpaceIdentity
 from kvstore.state.remote.jobs import BringEnd, PeerBring, Spread, SpreadEnd
 
 STEP_PAGES: Final = 512

@@ -22,7 +22,7 @@ from kvstore.index.runs import PartNeed, PrefixNeeds
 from kvstore.index.scope import key_chains, scope_seed
 from kvstore.index.table import IndexReader
 from kvstore.index.tunnel import SCHEME as PEER
-from kvstore.page import KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.page import KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.remote.jobs import Holding, Locate
 
 MEDIA: Final = ("CPU", "STORAGE")

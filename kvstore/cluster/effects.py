@@ -1,10 +1,10 @@
-"""What the session with one other node decides; carried out by whoever owns it. Pure."""
+"""The decisions of the session with one other node; its owner carries them out. Pure."""
 
 from dataclasses import dataclass
 
-from kvstore import wire
 from kvstore.cluster.bringing import BringEnded
 from kvstore.cluster.ways import Way
+from kvstore.protocol import wire
 from kvstore.state.remote.jobs import FetchEnd, PeerFetch
 
 

@@ -1,4 +1,4 @@
-"""The entries of pages in a directory that nodes share: their names, and what they say. Pure.
+"""The entries of pages in a directory that nodes share: keys and values. Pure.
 
 An entry is a key of :data:`NAME_BYTES` random bytes, one for each page and shard, and a text: the
 **members** that have it, separated by commas. A member is the number of a node's announcement, with
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.index.apply import shard_name
-from kvstore.page import KEY_BYTES
+from kvstore.protocol.page import KEY_BYTES
 
 NAME_BYTES: Final = 13
 """With the ``k`` before it, 14 bytes: the longest key for which Redis allocates 16."""

@@ -17,7 +17,7 @@ from aetcd import rpc
 
 from kvstore.cluster.access import EndpointTurns, StoreServers, read_login, read_pem
 from kvstore.cluster.store import CALL_S, LEASE_S
-from kvstore.errors import InvalidArgument, PeerUnreachable, TransferTimeout, printable
+from kvstore.protocol.errors import InvalidArgument, PeerUnreachable, TransferTimeout, printable
 
 _OPTIONS: Final = [
     ("grpc.enable_http_proxy", 0),  # no variable of the environment leads elsewhere
@@ -238,7 +238,7 @@ def _translated(error: Any) -> Exception:
         return TransferTimeout(_late())
     if code is rpc.StatusCode.UNAUTHENTICATED or any(said in text for said in _LOGIN_TEXTS):
         return InvalidArgument(
-            "login", "etcd does not take the login, or does not permit this user the keys"
+            "login", "etcd refuses the login, or this user may not use the keys"
             " /kvstore/CLUSTER/",
         )  # fmt: skip
     return PeerUnreachable(f"etcd: {code.name}: {printable(text)}")

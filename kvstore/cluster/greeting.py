@@ -1,12 +1,12 @@
-"""What two nodes tell each other first, and which differences refuse a session; pure."""
+"""The first messages between two nodes, and the differences that refuse a session; pure."""
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore import wire
-from kvstore.errors import InvalidArgument
+from kvstore.protocol import wire
+from kvstore.protocol.errors import InvalidArgument
 
 BOOT_BYTES: Final = 16
 NODE_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")

@@ -1,10 +1,10 @@
-"""How long pages stay that another node lends. Pure."""
+"""How long pages that another node lends stay there. Pure."""
 
 from typing import Final
 
 import numpy as np
 
-from kvstore import wire
+from kvstore.protocol import wire
 from kvstore.state.tree.node import Retention
 
 _MS: Final = 1_000_000

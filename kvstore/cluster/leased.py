@@ -27,7 +27,13 @@ from kvstore.cluster.records import (
 )
 from kvstore.cluster.roster import Roster
 from kvstore.cluster.store import RecordStore
-from kvstore.errors import InvalidArgument, PeerUnreachable, TransferError, printable, reason
+from kvstore.protocol.errors import (
+    InvalidArgument,
+    PeerUnreachable,
+    TransferError,
+    printable,
+    reason,
+)
 
 _T = TypeVar("_T")
 
@@ -87,7 +93,7 @@ class LeasedMembership:
         self._idle = asyncio.Event()
         self._idle.set()
         self._joined_s = 0.0
-        self._told: tuple[Mapping[str, NodeRecord], JoinStanding] = ({}, self.standing)
+        self._published: tuple[Mapping[str, NodeRecord], JoinStanding] = ({}, self.standing)
         self._news = asyncio.Event()
 
     async def join(self, record: NodeRecord) -> None:
@@ -131,19 +137,19 @@ class LeasedMembership:
         finally:
             await self._store.close()
 
-    async def told(self) -> AsyncGenerator[tuple[Mapping[str, NodeRecord], JoinStanding], None]:
+    async def changes(self) -> AsyncGenerator[tuple[Mapping[str, NodeRecord], JoinStanding], None]:
         """All nodes by name and the standing: at once, and again after every change."""
-        told = None
+        last = None
         while True:
-            while told is not None and self._told == told:
+            while last is not None and self._published == last:
                 await self._news.wait()
-            told = self._told
-            yield told
+            last = self._published
+            yield last
 
     async def watch(self) -> AsyncGenerator[Mapping[str, NodeRecord], None]:
         """See :meth:`kvstore.cluster.membership.Membership.watch`."""
         last = None
-        async with aclosing(self.told()) as changes:
+        async with aclosing(self.changes()) as changes:
             async for nodes, _ in changes:
                 if nodes != last:
                     last = nodes
@@ -273,9 +279,9 @@ class LeasedMembership:
         self._tell()
 
     def _tell(self) -> None:
-        told = (dict(self._roster.nodes), self.standing)
-        if told != self._told:
-            self._told = told
+        published = (dict(self._roster.nodes), self.standing)
+        if published != self._published:
+            self._published = published
             news, self._news = self._news, asyncio.Event()
             news.set()
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from time import monotonic, monotonic_ns
 from typing import Any, Final
 
-from kvstore import wire
 from kvstore.cluster.effects import CarriedOut, CloseLink, Effect, Send
 from kvstore.cluster.session import PeerSession
 from kvstore.cluster.standing import Standing
-from kvstore.errors import ProtocolError, reason
 from kvstore.process.listeners import Tcp, parse_endpoint
+from kvstore.protocol import wire
+from kvstore.protocol.errors import ProtocolError, reason
 from kvstore.state.remote.jobs import PeerBring, PeerFetch
 from kvstore.transport.base import TransferEnd
 

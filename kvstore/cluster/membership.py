@@ -19,8 +19,8 @@ from kvstore.cluster.messages import (
     NodesFound,
 )
 from kvstore.cluster.records import JoinStanding, NodeRecord
-from kvstore.errors import printable
 from kvstore.process.logs import event
+from kvstore.protocol.errors import printable
 
 log = logging.getLogger(__name__)
 

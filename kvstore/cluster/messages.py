@@ -1,4 +1,4 @@
-"""What a node and its index process tell each other about the cluster.
+"""The messages about the cluster between a node and its index process.
 
 Each message is one :class:`kvstore.index.control.Aside`, as msgpack. A new process knows nothing:
 it is told :class:`BeginCluster` first, then :class:`Join` if the node has joined.

@@ -1,14 +1,14 @@
-"""Asks at the endpoint of a record whether its node lives."""
+"""Asks at the address in a record whether its node is running."""
 
 import asyncio
 import ssl
 
-from kvstore import wire
 from kvstore.cluster.claiming import Presence
 from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.records import NodeRecord
 from kvstore.config.addresses import read_address
-from kvstore.errors import ProtocolError
+from kvstore.protocol import wire
+from kvstore.protocol.errors import ProtocolError
 
 ASK_S = 2.0
 """Limit of one question."""

@@ -1,4 +1,4 @@
-"""Asks another node, from a program that is no node, whether it would talk to this one."""
+"""Asks another node whether it would accept a session; for programs that are not nodes."""
 
 import socket
 import ssl
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Final
 
-from kvstore import wire
 from kvstore.cluster.greeting import LocalNode, check_protocol
 from kvstore.cluster.records import SCHEME
 from kvstore.config import ServerConfig
 from kvstore.config.addresses import Address
-from kvstore.errors import InvalidArgument, ProtocolError
+from kvstore.protocol import wire
+from kvstore.protocol.errors import InvalidArgument, ProtocolError
 
 _TIMEOUT_S: Final = 3.0
 """Of each connection."""
@@ -99,7 +99,7 @@ def judge(name: str, answer: wire.PeerWelcome | wire.Failure) -> Willing | Unwil
     try:
         check_protocol(answer.major, answer.minor)
         if answer.node != name:
-            raise InvalidArgument("node", f"{answer.node!r} answers there, not {name!r}")
+            raise InvalidArgument("node", f"the node there is {answer.node!r}, not {name!r}")
     except InvalidArgument as error:
         return Unwilling(error.field, str(error))
     return Willing(f"{answer.major}.{answer.minor}", answer.transports)

@@ -1,17 +1,17 @@
-"""What is known of the nodes of a cluster, and how it is written down in a store. Pure."""
+"""What is known about the nodes of a cluster, and its format in a store. Pure."""
 
 from typing import Final, Literal
 
 import msgspec
 
-from kvstore import wire
 from kvstore.cluster.greeting import BOOT_BYTES, NODE_NAME
 from kvstore.config.addresses import is_wildcard, read_address
 from kvstore.index.reading import UnreadableError, read
+from kvstore.protocol import wire
 
 SCHEME: Final = "sha256/xxh3_128 1"
-"""How keys and digests of pages are computed: see :mod:`kvstore.page`. Nodes that compute them in
-different ways would take the pages of each other for damaged ones."""
+"""How keys and digests of pages are computed: see :mod:`kvstore.protocol.page`. Nodes that compute
+them in different ways would take the pages of each other for damaged ones."""
 PROTOCOL: Final = f"{wire.PROTOCOL_MAJOR}.{wire.PROTOCOL_MINOR}"
 RECORD_BYTES_MAX: Final = 16 << 10
 """A longer record is unreadable."""

@@ -15,7 +15,7 @@ from redis.commands.core import AsyncScript
 
 from kvstore.cluster.entries import NAME_BYTES, FoundEntries, NumberHolder
 from kvstore.cluster.page_store import AnnouncedNumber, ChangedPages, DirectoryFault
-from kvstore.errors import InvalidArgument, printable
+from kvstore.protocol.errors import InvalidArgument, printable
 
 ENTRY_MS: Final = 3_600_000
 """An entry expires so long after it was announced."""
@@ -299,7 +299,7 @@ class RedisPages:
         except InvalidArgument as error:
             raise DirectoryFault("login", str(error)) from error
         except _LOGIN as error:
-            raise DirectoryFault("login", "Redis does not take the login") from error
+            raise DirectoryFault("login", "Redis refuses the login") from error
         except (TimeoutError, exceptions.TimeoutError) as error:
             await self.close()
             raise DirectoryFault("late", f"Redis did not answer within {CALL_S} s") from error

@@ -18,7 +18,7 @@ from kvstore.cluster.greeting import NODE_NAME
 from kvstore.cluster.records import RECORD_BYTES_MAX
 from kvstore.cluster.redis_client import redis_clients
 from kvstore.cluster.store import CALL_S, LEASE_S
-from kvstore.errors import InvalidArgument, PeerUnreachable, TransferTimeout, printable
+from kvstore.protocol.errors import InvalidArgument, PeerUnreachable, TransferTimeout, printable
 
 _T = TypeVar("_T")
 _NOT_ASKED: Final = "its answer is not what was asked for"
@@ -208,7 +208,7 @@ class RedisStore:
         except _LOGIN as error:
             # Redis names the user; its text is not repeated, whatever it may come to contain.
             raise InvalidArgument(
-                "login", "Redis does not take the login, or does not permit this user the keys"
+                "login", "Redis refuses the login, or this user may not use the keys"
                 f" {self._prefix}* and scripts",
             ) from error  # fmt: skip
         except (TimeoutError, exceptions.TimeoutError) as error:

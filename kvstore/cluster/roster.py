@@ -1,4 +1,4 @@
-"""The nodes of a cluster as the records of a store tell them. Pure."""
+"""The nodes of a cluster according to the records of a store. Pure."""
 
 import math
 from collections.abc import Mapping

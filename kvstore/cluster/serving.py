@@ -13,7 +13,7 @@ import socket
 from typing import Final, NamedTuple, Protocol
 
 from kvstore.process.faults import Faults
-from kvstore.wire import FollowEvents
+from kvstore.protocol.wire import FollowEvents
 
 _log = logging.getLogger(__name__)
 

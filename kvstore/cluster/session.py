@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Final
 
-from kvstore import wire
 from kvstore.cluster.bringing import Bringing, OpenedPair
 from kvstore.cluster.effects import (
     CancelTransfer,
@@ -31,7 +30,8 @@ from kvstore.cluster.greeting import BOOT_BYTES, LocalNode, check_protocol
 from kvstore.cluster.kept import retentions
 from kvstore.cluster.underway import FetchStage, OpenedPlace, SessionFetch
 from kvstore.cluster.ways import offered, ways_of
-from kvstore.errors import (
+from kvstore.protocol import wire
+from kvstore.protocol.errors import (
     CapacityError,
     InvalidArgument,
     KVStoreError,
@@ -41,7 +41,7 @@ from kvstore.errors import (
     TransferTimeout,
     error_from_code,
 )
-from kvstore.page import DIGEST_BYTES, KEY_BYTES
+from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES
 from kvstore.state.remote.jobs import FetchEnd, PeerBring, PeerFetch
 from kvstore.state.tree.node import Retention
 from kvstore.transport.base import PLACE_BYTES, TICKET_BYTES, PageArrival, TransferEnd
@@ -267,7 +267,9 @@ class PeerSession:
         try:
             check_protocol(answer.major, answer.minor)
             if answer.node != self.peer:
-                raise InvalidArgument("node", f"node {answer.node!r} answers, not {self.peer!r}")
+                raise InvalidArgument(
+                    "node", f"the node there is {answer.node!r}, not {self.peer!r}"
+                )
         except InvalidArgument as error:
             self._close("refused", str(error), error.field)
             return

@@ -1,4 +1,4 @@
-"""The side of the desk towards other nodes: questions to the directory, fetches to their links."""
+"""The desk's side towards other nodes: passes queries to the directory and fetches to links."""
 
 import asyncio
 import ssl
@@ -12,7 +12,6 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from kvstore import wire
 from kvstore.cluster.bringing import BringEnded
 from kvstore.cluster.copier import Copier
 from kvstore.cluster.effects import (
@@ -27,8 +26,9 @@ from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.links import PeerLink
 from kvstore.cluster.membership import Membership
 from kvstore.cluster.session import PeerSession
-from kvstore.errors import KVStoreError, PeerUnreachable, TierUnavailable, TransferTimeout
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, digest_seed, page_seeds
+from kvstore.protocol import wire
+from kvstore.protocol.errors import KVStoreError, PeerUnreachable, TierUnavailable, TransferTimeout
+from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, digest_seed, page_seeds
 from kvstore.state.remote.jobs import (
     BringEnd,
     FetchEnd,

@@ -5,8 +5,8 @@ from collections import Counter
 from time import monotonic
 from typing import Any, Final
 
-from kvstore.errors import printable
 from kvstore.process.logs import event
+from kvstore.protocol.errors import printable
 
 log = logging.getLogger(__name__)
 

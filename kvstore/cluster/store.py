@@ -16,10 +16,10 @@ CALL_S: Final = 2.0
 class RecordStore(Protocol):
     """The records of one cluster, for one node. Belongs to one event loop.
 
-    Every call raises :class:`~kvstore.errors.TransferError` when the store is away or does not
-    answer in time, and :class:`~kvstore.errors.InvalidArgument` when it does not take what this
-    node shows: ``field`` is then ``login``, ``authority``, ``certificate`` or ``key``. After an
-    error the store is closed and opened again. No error contains what is in those files.
+    Every call raises :class:`~kvstore.protocol.errors.TransferError` when the store is away or does
+    not answer in time, and :class:`~kvstore.protocol.errors.InvalidArgument` when it does not take
+    what this node shows: ``field`` is then ``login``, ``authority``, ``certificate`` or ``key``.
+    After an error the store is closed and opened again. No error contains what is in those files.
 
     Attributes:
         lease_s: seconds after the last renewal in which a record is gone.

@@ -4,7 +4,7 @@ from typing import Literal
 
 from kvstore.cluster.access import StoreServers
 from kvstore.cluster.store import RecordStore
-from kvstore.errors import ConfigError
+from kvstore.protocol.errors import ConfigError
 
 StoreKind = Literal["etcd", "redis"]
 

@@ -1,4 +1,4 @@
-"""What a node and its index process tell each other about the cluster: who gets which message."""
+"""The conversation between a node and its index process about the cluster."""
 
 from collections.abc import Callable
 

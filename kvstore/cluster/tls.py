@@ -4,9 +4,9 @@ import ssl
 
 from kvstore.cluster.records import SCHEME
 from kvstore.config.cluster import ClusterConfig
-from kvstore.errors import ConfigError, InvalidArgument
 from kvstore.index.credentials import PeerCredentials
 from kvstore.process.tls import CertificateFiles
+from kvstore.protocol.errors import ConfigError, InvalidArgument
 
 
 def certificate_files(config: ClusterConfig) -> CertificateFiles | None:

@@ -1,9 +1,9 @@
-"""A fetch of a session from its request to its end, and a space that its pages are in. Pure."""
+"""A fetch of a session from request to end, and the space of its pages. Pure."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvstore import wire
+from kvstore.protocol import wire
 from kvstore.state.remote.jobs import PeerFetch
 
 

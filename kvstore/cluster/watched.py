@@ -1,4 +1,4 @@
-"""The nodes of a cluster that are in a store, for a process that is none of them."""
+"""Watches the nodes of a cluster in a store, for a process that is not a node."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from kvstore.cluster.leased import BACKOFF_S, STEADY_S, first_of
 from kvstore.cluster.records import NodeRecord
 from kvstore.cluster.roster import Roster
 from kvstore.cluster.store import RecordStore
-from kvstore.errors import InvalidArgument, TransferError, printable, reason
+from kvstore.protocol.errors import InvalidArgument, TransferError, printable, reason
 
 _CHECK: Final = 0.3
 """The store is asked whether it serves each time so much of a lease is over."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvstore import wire
+from kvstore.protocol import wire
 
 
 @dataclass(frozen=True, slots=True)

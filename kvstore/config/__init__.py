@@ -24,7 +24,7 @@ from kvstore.config.machine import Needs
 from kvstore.config.section import NodeName, Section
 from kvstore.config.sizes import exact, size_of
 from kvstore.config.stores import StoreConfig
-from kvstore.errors import ConfigError, reason
+from kvstore.protocol.errors import ConfigError, reason
 
 log = logging.getLogger(__name__)
 

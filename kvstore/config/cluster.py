@@ -1,4 +1,4 @@
-"""The settings of a node that is one of several."""
+"""The settings of a node in a cluster."""
 
 import re
 from typing import Annotated, Final, Literal

@@ -7,7 +7,7 @@ import numpy as np
 
 from kvstore.engine.identity import chain_seed
 from kvstore.engine.requests import PromptScope, Setup
-from kvstore.page import KEY_BYTES, PrefixKeys, extend_keys
+from kvstore.protocol.page import KEY_BYTES, PrefixKeys, extend_keys
 
 
 class Chain:

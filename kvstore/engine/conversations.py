@@ -6,7 +6,7 @@ from typing import Final
 
 from kvstore.client.space import Space
 from kvstore.engine.options import Retain
-from kvstore.page import PrefixKeys
+from kvstore.protocol.page import PrefixKeys
 
 NAME_CHARS_MAX: Final = 256
 """Longer names are hashed: a node refuses them."""
@@ -14,8 +14,10 @@ WAITING_MAX: Final = 1024
 """Ended requests whose stores have not; further ones are told of at once."""
 
 
-class ConversationKeeper:
-    """Tells the node which pages to keep, once the stores of a request have ended.
+class RetainedConversations:
+    """The conversations of an engine whose pages the node is to keep.
+
+    It is told of them once the stores of a request have ended.
 
     Args:
         space: the space, None while the node is away.

@@ -10,17 +10,18 @@ SERIES: Final = {
     "lookups": "Lookups of the scheduler.",
     "lookup_seconds": "Seconds of the engine's scheduler spent in lookups.",
     "hit_tokens": "Tokens found beyond the engine's own prefix cache.",
-    "disk_hit_tokens": "Of these, tokens that only the node's disk had.",
-    "remote_hit_tokens": "Of these, tokens that only other nodes had.",
-    "fetch_hints": "Requests whose router named a node that has pages of them.",
+    "disk_hit_tokens": "Hit tokens that only the node's disk had.",
+    "remote_hit_tokens": "Hit tokens that only other nodes had.",
+    "fetch_hints": "Requests whose router named a node that has their pages.",
     "hints_ignored": "Hints that are unknown, of another version, or wrong.",
     "slower_tokens": "Tokens found but not loaded, because computing them is faster.",
     "room_waits": "Requests that waited for room, because too many loads were in flight.",
-    "room_wait_seconds": "Seconds that they waited for room.",
+    "room_wait_seconds": "Seconds that requests waited for room.",
+    "stuck_loads": "Loads that were given up, and hold blocks of the engine until they end.",
     "load_expected_seconds": "Seconds that whole loads were expected to take.",
-    "load_measured_seconds": "Seconds that these loads took, on the slowest rank.",
-    "load_error_seconds": "Difference of both, added up load by load, whichever was longer.",
-    "waits": "Requests that waited for pages that others were writing, or were asked for.",
+    "load_measured_seconds": "Seconds that whole loads took, on the slowest rank.",
+    "load_error_seconds": "Absolute error of the expected load time, summed over loads.",
+    "waits": "Requests that waited for pages another client was writing, or for other nodes.",
     "loads": "Loads that ended.",
     "loaded_tokens": "Tokens whose KV was loaded and verified in time; each rank counts its own.",
     "loaded_bytes": "Bytes loaded and verified.",
@@ -45,7 +46,7 @@ SERIES: Final = {
 """Name → help text of each series."""
 CHOICES: Final = {f"choices_{kind}_{reason}": (kind, reason) for kind, reason in COUNTED}
 """Name → kind and reason of each choice: labels of one series."""
-CHOICES_TEXT: Final = "Hits by what was done with them (load, part, compute), and why."
+CHOICES_TEXT: Final = "Hits by what was done with them (load, part or compute) and why."
 _SLAB: Final = {
     "slab_pages": "pages_hit", "slab_promoted_pages": "pages_promoted",
     "slab_evicted_pages": "pages_evicted", "slab_errors": "errors",

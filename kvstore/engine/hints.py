@@ -12,7 +12,7 @@ import msgspec
 
 from kvstore.engine.counts import AdapterCounts
 from kvstore.engine.requests import Request
-from kvstore.page import KEY_BYTES, PrefixKeys
+from kvstore.protocol.page import KEY_BYTES, PrefixKeys
 
 PROTOCOL_MAJOR: Final = "0"
 ENDPOINT_SCHEME: Final = "kvstore://"

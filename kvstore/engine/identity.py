@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 import msgspec
 
 from kvstore.engine.ranks import HeadSplit, HeldShard
-from kvstore.errors import InvalidArgument
-from kvstore.page import OpaqueLayout, ShardSpec, SpaceIdentity
+from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.page import OpaqueLayout, ShardSpec, SpaceIdentity
 
 KV_DTYPES: Final = {
     "float32": "float32", "float16": "float16", "bfloat16": "bfloat16",

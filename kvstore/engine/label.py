@@ -7,11 +7,11 @@ the shards and the node of that engine.
 import hashlib
 from typing import NamedTuple
 
-from kvstore.page import INSTANCE_BYTES, EngineLabel
+from kvstore.protocol.page import INSTANCE_BYTES, EngineLabel
 
 
 class EngineSources(NamedTuple):
-    """Where an engine publishes its own KV events; see :class:`~kvstore.page.EngineLabel`."""
+    """Where an engine publishes its own KV events: :class:`~kvstore.protocol.page.EngineLabel`."""
 
     events: str = ""
     events_bind: str = ""

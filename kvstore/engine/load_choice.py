@@ -33,6 +33,9 @@ LOADS_MAX: Final = 16
 blocks of the engine."""
 UNMEASURED_MAX: Final = 4
 """Loads in flight of a tier of which too few were measured: if it is slow, few requests wait."""
+STUCK_MAX: Final = 2 * LOADS_MAX
+"""Loads that were given up and have not ended: each holds blocks of the engine. With so many,
+nothing is loaded until one of them ends."""
 _PARTS: Final = 8
 """In so many steps a part grows within a tier."""
 
@@ -209,8 +212,13 @@ class LoadChooser:
         self._since_stretch = STRETCH_AFTER
 
     def has_room(self, tiers: Iterable[str]) -> bool:
-        """Whether one more load, from these tiers, may begin."""
-        if self.costs.in_flight >= LOADS_MAX:
+        """Whether one more load, from these tiers, may begin.
+
+        While loads are stuck, and none has ended since, one is tried at a time.
+        """
+        costs = self.costs
+        most = LOADS_MAX if costs.any_ends or not costs.stuck else 1
+        if costs.in_flight >= most or costs.stuck >= STUCK_MAX:
             return False
         new = [tier for tier in tiers if not self.costs.is_known(tier)]
         return all(self.costs.in_flight_of(tier) < UNMEASURED_MAX for tier in new)

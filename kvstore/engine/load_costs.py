@@ -1,4 +1,4 @@
-"""What loads of pages take: measured for each tier, with what else is being loaded. Pure."""
+"""How long loads of pages take: measured per tier, with the other loads in flight. Pure."""
 
 from collections.abc import Mapping
 from typing import Final, NamedTuple
@@ -13,6 +13,9 @@ _LEFT_MIN: Final = 0.2
 _LATE: Final = 2.0
 """A load that was given up counts as this multiple of the time until then. Requests wait for as
 long as computing takes; as that, a load would not count as slower."""
+
+STUCK_S: Final = 30.0
+"""A load whose request has stopped waiting so long ago may never end: it takes no room any more."""
 
 
 class TierPart(NamedTuple):
@@ -72,15 +75,36 @@ class LoadCosts:
     def __init__(self) -> None:
         self._fits = {tier: OnlineFit((0.0, 1.0, 1.0)) for tier in TIERS}
         self._flights: dict[int, _Flight] = {}
+        self._stuck: dict[int, _Flight] = {}
+        self._late: dict[int, float] = {}  # job in flight → when its request stopped waiting
+        self._any_ends = True
 
     @property
     def in_flight(self) -> int:
-        """Loads that have not ended."""
+        """Loads that have not ended, and are not given up."""
         return len(self._flights)
 
     def in_flight_of(self, tier: str) -> int:
         """Those that read from a tier."""
         return sum(tier in flight.terms for flight in self._flights.values())
+
+    @property
+    def stuck(self) -> int:
+        """Loads that were given up and have not ended; they still hold their blocks."""
+        return len(self._stuck)
+
+    @property
+    def any_ends(self) -> bool:
+        """Whether a load has ended since the last one whose request stopped waiting."""
+        return self._any_ends
+
+    def give_up(self, now: float) -> int:
+        """Give up the loads that may never end; returns how many these are."""
+        found = [job for job, since in self._late.items() if now - since >= STUCK_S]
+        for job in found:
+            del self._late[job]
+            self._stuck[job] = self._flights.pop(job)
+        return len(found)
 
     def is_known(self, tier: str) -> bool:
         """Whether enough loads of a tier were measured."""
@@ -124,7 +148,11 @@ class LoadCosts:
     def late(self, job: int, now: float) -> None:
         """The request of a load has stopped waiting for it: it takes longer than until now."""
         flight = self._flights.get(job)
-        if flight is not None and _LATE * (now - flight.began) > flight.expected_s:
+        if flight is None:
+            return
+        self._late.setdefault(job, now)
+        self._any_ends = False
+        if _LATE * (now - flight.began) > flight.expected_s:
             self._learn(flight, _LATE * (now - flight.began))
 
     def ended(self, job: int, seconds: float, *, whole: bool) -> LoadEnd | None:
@@ -138,7 +166,9 @@ class LoadCosts:
         Returns:
             What was measured; None if nothing was.
         """
-        flight = self._flights.pop(job, None)
+        flight = self._flights.pop(job, None) or self._stuck.pop(job, None)
+        self._late.pop(job, None)
+        self._any_ends = self._any_ends or flight is not None
         if flight is None or not whole or seconds <= 0:
             return None
         self._learn(flight, seconds)

@@ -53,6 +53,7 @@ class LoadDecisions:
             own: what was decided for the request.
             now: monotonic seconds.
         """
+        self._count("stuck_loads", self._chooser.costs.give_up(now))
         began = own.room_since is not None
         return began and now < own.room_until and not self._chooser.has_room(own.tiers)
 
@@ -62,6 +63,7 @@ class LoadDecisions:
         Returns:
             The choice; None: there is no room now, ask again, at the latest at ``own.room_until``.
         """
+        self._count("stuck_loads", self._chooser.costs.give_up(now))
         choice = self._chooser.choose(asked, now)
         own.tiers = asked.tiers(choice.pages)
         if choice.pages and not self._chooser.has_room(own.tiers):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvstore.page import PrefixKeys
+from kvstore.protocol.page import PrefixKeys
 
 
 class Blocks(NamedTuple):

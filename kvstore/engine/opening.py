@@ -7,8 +7,8 @@ from typing import Final
 
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
-from kvstore.errors import KVStoreError
-from kvstore.page import ShardSpec, SpaceIdentity
+from kvstore.protocol.errors import KVStoreError
+from kvstore.protocol.page import ShardSpec, SpaceIdentity
 
 _LOG: Final = logging.getLogger(__name__)
 _BACKOFF_S: Final = (1.0, 2.0, 5.0, 10.0, 30.0)

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 
 from kvstore.config import DeviceSlabConfig
-from kvstore.errors import ConfigError
-from kvstore.page import PAGE_TOKENS_MIN_DEFAULT
+from kvstore.protocol.errors import ConfigError
+from kvstore.protocol.page import PAGE_TOKENS_MIN_DEFAULT
 
 Milliseconds = Annotated[float, msgspec.Meta(gt=0, le=60_000)]
 SLAB_BYTES_MIN: Final = 1 << 20

@@ -10,7 +10,7 @@ pages, in turns, and all of them read it.
 from math import gcd
 from typing import Final, NamedTuple
 
-from kvstore.errors import InvalidArgument
+from kvstore.protocol.errors import InvalidArgument
 
 SHARING_RANKS: Final = 8
 """The largest number of ranks whose pages those of fewer ranks can share; a power of two."""

@@ -1,4 +1,4 @@
-"""The scheduler's half of an adapter: decides which pages of a request to load and store.
+"""The scheduler side of an adapter: decides which pages of a request to load and store.
 
 The calls in each step of the engine, on one thread:
 
@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from kvstore.client.results import MISS, Hit
 from kvstore.engine.chain import ForeignChain, chain_of
-from kvstore.engine.conversations import ConversationKeeper
+from kvstore.engine.conversations import RetainedConversations
 from kvstore.engine.counts import AdapterCounts
 from kvstore.engine.hints import FetchHint, read_hints
 from kvstore.engine.identity import window_pages
@@ -34,7 +34,7 @@ from kvstore.engine.requests import BlockHolder, PromptScope, Request, Scheduled
 from kvstore.engine.sources import source_blocks
 from kvstore.engine.states import BlockJob, RequestState
 from kvstore.engine.transfer import NOTHING, Transfer, read_transfer
-from kvstore.page import PrefixKeys
+from kvstore.protocol.page import PrefixKeys
 
 STORES_MAX: Final = 64
 HELD_SHARE_MAX: Final = 0.25
@@ -74,7 +74,7 @@ class SchedulerSide:
         self._options = options
         self._clock = clock
         self._report_prefill = report_prefill
-        self._keeper = ConversationKeeper(opening.get, options.retain)
+        self._conversations = RetainedConversations(opening.get, options.retain)
         self._holder: BlockHolder | None = None
         self._held_max = 0
         self._held = 0
@@ -310,7 +310,9 @@ class SchedulerSide:
         state = self._states.pop(request_id, None)
         if state is None:
             return None
-        self._keeper.finished(request_id, state.request, lambda: self._keys(state)[: state.stored])
+        self._conversations.finished(
+            request_id, state.request, lambda: self._keys(state)[: state.stored]
+        )
         if not read_transfer(state.request.kv_transfer_params).do_remote_decode:
             return None
         prompt = state.request.num_prompt_tokens
@@ -367,7 +369,7 @@ class SchedulerSide:
         self._judge_layers()
         for job in self._jobs.values():
             job.began = min(job.began, now)
-        self._keeper.advance(job.request_id for job in self._jobs.values())
+        self._conversations.advance(job.request_id for job in self._jobs.values())
 
     def _take(self, report: Report) -> None:
         """Handle ended jobs, and jobs whose request stopped waiting."""

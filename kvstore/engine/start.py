@@ -16,10 +16,10 @@ import msgspec
 
 from kvstore import mover
 from kvstore.client.store import KVStore
-from kvstore.errors import KVStoreError
 from kvstore.mover import Pieces
 from kvstore.mover.kvpool import KVPool
-from kvstore.page import KEY_BYTES, PrefixKeys, ShardSpec, SpaceIdentity
+from kvstore.protocol.errors import KVStoreError
+from kvstore.protocol.page import KEY_BYTES, PrefixKeys, ShardSpec, SpaceIdentity
 
 _SCOPE: Final = "selftest"
 _TTL_S: Final = 10.0

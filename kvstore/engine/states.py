@@ -1,4 +1,4 @@
-"""What the scheduler side knows of each request and of each job. Plain values."""
+"""What the scheduler side knows about each request and each job. Plain values."""
 
 from dataclasses import dataclass, field
 

@@ -16,8 +16,8 @@ from kvstore.client.jobs import StoreJob, Worker
 from kvstore.client.space import Space
 from kvstore.engine.counts import AdapterCounts
 from kvstore.engine.opening import Opening
-from kvstore.errors import KVStoreError, TransferTimeout
-from kvstore.page import PrefixKeys
+from kvstore.protocol.errors import KVStoreError, TransferTimeout
+from kvstore.protocol.page import PrefixKeys
 
 LOOKUPS_MAX: Final = 65_536
 _BATCH_MAX: Final = 64

@@ -1,4 +1,4 @@
-"""The worker's half of an adapter: moves pages between the engine's KV memory and the store.
+"""The worker side of an adapter: copies pages between the engine's KV memory and the store.
 
 Copies run in the store's background threads; the engine's step only starts them and polls. When a
 load is late, its request continues without it, and the scheduler holds the blocks until the job has
@@ -18,9 +18,9 @@ from kvstore.engine.identity import EngineFacts, cover
 from kvstore.engine.messages import Blocks, Load, Report, Store
 from kvstore.engine.opening import Opening
 from kvstore.engine.ranks import HeldShard
-from kvstore.errors import DeviceUnavailable, InvalidArgument, KVStoreError
 from kvstore.mover import Order
 from kvstore.mover.kvpool import KVPool
+from kvstore.protocol.errors import DeviceUnavailable, InvalidArgument, KVStoreError
 
 IDLE_WAIT_S: Final = 0.02
 """Maximum wait for the oldest load in a step that computes nothing. Otherwise the engine repeats

@@ -35,13 +35,13 @@ from typing import Final, NamedTuple, Self
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from kvstore.errors import InvalidArgument, TransferTimeout
 from kvstore.events import zmtp
 from kvstore.events.kept import Bounds
 from kvstore.events.questions import ANSWER_COUNTS, OpenQuestion, Questions
 from kvstore.events.server import END_OF_REPLAY as END_OF_REPLAY
 from kvstore.events.server import EventServer
 from kvstore.process.listeners import Listener, parse_endpoint
+from kvstore.protocol.errors import InvalidArgument, TransferTimeout
 
 BlockHash = bytes | int
 """32 bytes (ours, and vLLM's long form) or the low 64 bits of them (vLLM's default)."""

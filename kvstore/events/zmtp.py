@@ -14,7 +14,7 @@ import hmac
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from kvstore.errors import ProtocolError
+from kvstore.protocol.errors import ProtocolError
 
 Message = list[bytes]
 """The frames of one message."""

@@ -1,4 +1,4 @@
-"""What decode needs besides KV to continue a request: it comes with the last KV."""
+"""The data besides KV that decode needs to continue a request; it comes with the last KV."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 import xxhash
 
-from kvstore.errors import InvalidArgument, ProtocolError
 from kvstore.handoff.messages import UNREADABLE
+from kvstore.protocol.errors import InvalidArgument, ProtocolError
 
 HIDDEN_BYTES_MAX: Final = 64 * 1024
 AUX_BYTES_MAX: Final = 128 * 1024

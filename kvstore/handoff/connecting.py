@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Final
 
-from kvstore.errors import InvalidArgument, KVStoreError, PeerUnreachable, ProtocolError
 from kvstore.handoff.greeting import Greeter, Purpose
 from kvstore.handoff.links import PushLink
 from kvstore.handoff.peers import PeerRank
+from kvstore.protocol.errors import InvalidArgument, KVStoreError, PeerUnreachable, ProtocolError
 from kvstore.transport.streams import connect, host_and_port
 
 CONNECT_S: Final = 2.0

@@ -1,4 +1,4 @@
-"""Connections that have said nothing yet: how many there may be, and which gives way."""
+"""Connections that have not greeted yet: how many are allowed, and which one is closed first."""
 
 import threading
 from collections.abc import Callable

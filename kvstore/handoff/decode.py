@@ -12,14 +12,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import Final
 
-from kvstore.errors import (
-    CapacityError,
-    DeviceUnavailable,
-    InvalidArgument,
-    KVStoreError,
-    PeerUnreachable,
-    ProtocolError,
-)
 from kvstore.handoff.aux_data import AUX_BYTES_MAX, AuxData, decode_aux
 from kvstore.handoff.connecting import CONNECT_S, LINKING_S, end_links, link_all, link_to
 from kvstore.handoff.effects import Effect, EndEngine, EndLink, Landing, SendTo
@@ -59,6 +51,14 @@ from kvstore.handoff.states import (
 from kvstore.handoff.writing import LandingEngine
 from kvstore.process.faults import Faults
 from kvstore.process.tls import CertificateFiles
+from kvstore.protocol.errors import (
+    CapacityError,
+    DeviceUnavailable,
+    InvalidArgument,
+    KVStoreError,
+    PeerUnreachable,
+    ProtocolError,
+)
 
 PEERS_MAX: Final = 64
 """Prefill instances at a time."""
@@ -261,7 +261,7 @@ class DecodeManager:
                 self._carry_out(self._core.linked(peer.peer, sources, time.monotonic_ns()))
         except Exception as error:  # whatever it is: nobody else would ever connect to this peer
             if not isinstance(error, KVStoreError):
-                _LOG.exception("%s is given up after a fault of ours", peer.peer)
+                _LOG.exception("%s was abandoned after an internal error", peer.peer)
                 error = PeerUnreachable(repr(error)[:200])
             with self._lock:
                 self._give_up(peer, error)

@@ -16,9 +16,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.errors import DeviceUnavailable
 from kvstore.mover.kvpool import HeadRows
 from kvstore.mover.push_way import BlockRows, DeviceWay, StartedCopy
+from kvstore.protocol.errors import DeviceUnavailable
 
 DEVICE_S = 10.0
 """How long a device may take for a copy, with the engine's step before it; and how long a copy
@@ -63,7 +63,7 @@ class _Flying:
                 self.why = self.why or str(error)
             except Exception as error:  # nobody would look at the others any more
                 if not self.why:
-                    _LOG.exception("a copy of a handoff is given up after a fault of ours")
+                    _LOG.exception("a copy of a handoff was abandoned after an internal error")
                 self.why = self.why or said_of(error)
         if now >= self.until:
             verb = "finished" if taken else "taken"
@@ -89,7 +89,7 @@ class DeviceCopies:
         self._feed, self._late = feed, late
         self._changed = threading.Condition()
         self._free = list(range(len(way.slots)))
-        self._receiving: Counter[str] = Counter()  # slots that links of each peer receive into
+        self._taken: Counter[str | bytes] = Counter()  # slots that wait for each peer
         self._flying: list[_Flying] = []
         self._woken = self._hungry = self._waiting = self._closed = False
         self._feeds = feed is not None  # its thread has not ended
@@ -107,24 +107,24 @@ class DeviceCopies:
             self._changed.wait_for(lambda: self._free or self._is_late, timeout_s)
             return self._free.pop() if self._free and not self._is_late else -1
 
-    def take_for(self, peer: str, timeout_s: float) -> int:
-        """The same for a peer to receive into: never more slots than it leaves free.
+    def take_for(self, peer: str | bytes, timeout_s: float) -> int:
+        """The same for what a peer sends, or gets: never more slots than it leaves free.
 
-        So a peer whose bytes trickle has half of the slots at most, and there is one for each of
-        the next peers; :meth:`received` is called when nothing arrives any more.
+        So a peer that is slow has half of the slots at most, and there is one for each of the next
+        peers; :meth:`done_for` is called when nothing of the slot waits for the peer any more.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._may_take(peer) or self._is_late, timeout_s)
             if self._is_late or not self._may_take(peer):
                 return -1
-            self._receiving[peer] += 1
+            self._taken[peer] += 1
             return self._free.pop()
 
-    def received(self, peer: str) -> None:
-        """Nothing more arrives in a slot that a peer has taken; the slot may be in use still."""
+    def done_for(self, peer: str | bytes) -> None:
+        """A slot taken for a peer waits for it no more; the slot may be in use still."""
         with self._changed:
-            self._receiving[peer] -= 1
-            self._receiving = +self._receiving
+            self._taken[peer] -= 1
+            self._taken = +self._taken
             self._changed.notify_all()
 
     def free(self, slot: int) -> None:
@@ -167,7 +167,7 @@ class DeviceCopies:
         try:
             started = self._way.copy(slot, rows, heads, after)
         except Exception as error:  # it may have been given to the device: nobody can tell
-            _LOG.exception("a copy of a handoff is given up after a fault of ours")
+            _LOG.exception("a copy of a handoff was abandoned after an internal error")
             started = StartedCopy(None, said_of(error))
         with self._changed:
             flying.taken(started)
@@ -189,7 +189,7 @@ class DeviceCopies:
             thread.join(max(0.0, until - time.monotonic()))
         if self._flying or any(thread.is_alive() for thread in self._threads):
             _LOG.error(
-                "%d copies of handoffs are not finished by the device: see its errors (nvidia-smi,"
+                "%d copies of handoffs did not finish on the device: see its errors (nvidia-smi,"
                 " dmesg); their blocks and staging stay in use",
                 max(1, len(self._flying)),
             )
@@ -198,8 +198,8 @@ class DeviceCopies:
 
     # ---- internal ---------------------------------------------------------------------------
 
-    def _may_take(self, peer: str) -> bool:
-        return self._receiving[peer] < len(self._free)
+    def _may_take(self, peer: str | bytes) -> bool:
+        return self._taken[peer] < len(self._free)
 
     @property
     def _is_late(self) -> bool:
@@ -233,7 +233,7 @@ class DeviceCopies:
             try:
                 waiting = self._feed()
             except Exception:  # no copy would ever be begun any more
-                _LOG.exception("copies of handoffs go on after a fault of ours")
+                _LOG.exception("copies of handoffs continue after an internal error")
                 waiting = True
             with self._changed:
                 if waiting != self._waiting:
@@ -251,7 +251,7 @@ class DeviceCopies:
             if self._late is not None:
                 self._late()
         except Exception:  # no copy would ever end any more
-            _LOG.exception("copies of handoffs go on after a fault of ours")
+            _LOG.exception("copies of handoffs continue after an internal error")
 
     def _pause(self, pause_s: float) -> float | None:
         if any(not one.is_told for one in self._flying):
@@ -275,7 +275,7 @@ class DeviceCopies:
             try:
                 one.ended(one.why, done)
             except Exception:  # the others have ends too
-                _LOG.exception("copies of handoffs go on after a fault of ours")
+                _LOG.exception("copies of handoffs continue after an internal error")
         return any_ended
 
 

@@ -1,6 +1,7 @@
 """Prefill's jobs of a pool on a device: their blocks are in staging before their link has them.
 
-Each link has a share of the slots, so that a slow one does not keep the others waiting.
+Each link has a share of the slots, and so has each decode engine with all its links, so that a slow
+one does not keep the others waiting.
 """
 
 import logging
@@ -41,8 +42,9 @@ class DeviceReads:
         self._lock = threading.Lock()
         self._waiting: dict[bytes, deque[PushJob]] = {}
         self._held: Counter[bytes] = Counter()  # slots of each link
-        self._since: dict[bytes, float] = {}  # links that have jobs and no slot
-        self._slots: dict[int, tuple[int, bytes]] = {}  # job → slot and link
+        self._held_by: Counter[bytes] = Counter()  # of each decode engine
+        self._since: dict[bytes, float] = {}  # links that have jobs, and whose engine has no slot
+        self._slots: dict[int, int] = {}  # job → slot
         self._stuck: Counter[int] = Counter()  # room → failed copies that the device may still do
         assert pool.device is not None
         way = pool.device.way_out(pool.slot_bytes, pool.rows_max)
@@ -63,7 +65,7 @@ class DeviceReads:
     def read(self, job: PushJob) -> tuple[Places, bytes]:
         """Where each range of a ready job is, and 16 bytes of digest of each."""
         with self._lock:
-            slot, _ = self._slots[job.number]
+            slot = self._slots[job.number]
         at, places = int(self._copies.slot(slot).ctypes.data), []
         for one in job.ranges:
             places.append((at, job.share.range_bytes(one)))
@@ -73,11 +75,9 @@ class DeviceReads:
     def ended(self, job: PushJob) -> None:
         """A job has ended; its staging is free."""
         with self._lock:
-            found = self._slots.pop(job.number, None)
-            if found is not None:
-                self._held[found[1]] -= 1
-        if found is not None:
-            self._copies.free(found[0])
+            slot = self._leave(job)
+        if slot is not None:
+            self._copies.free(slot)
 
     def drop(self, link: bytes) -> list[PushJob]:
         """Take back the jobs of a link of which nothing was begun."""
@@ -113,35 +113,51 @@ class DeviceReads:
             rows = self._pool.block_rows(job.ranges, job.sources, job.rows)
             heads = self._pool.head_rows(job.share.heads) if job.rows else None
         except Exception as error:  # a job that has no end would hold its blocks for good
-            _LOG.exception("a job of room %d is given up after a fault of ours", job.room)
+            _LOG.exception("a job of room %d was abandoned after an internal error", job.room)
             self.ended(job)
             self._failed(job, said_of(error))
             return
         self._copies.begin(slot, rows, heads, job.after, self._end_of(job))
 
     def _next(self) -> tuple[PushJob, int] | None:
-        """The job that is to be read now, of the link that has the fewest slots; and its slot."""
+        """The job that is to be read now, of the engine that has the fewest slots; and its slot."""
         with self._lock:
-            links = [link for link, jobs in self._waiting.items() if jobs]
-            if not links:
-                return None
-            link = min(links, key=lambda link: self._held[link])
-            slot = self._copies.take(0.0) if self._held[link] < self._link_slots else -1
-            if slot < 0:
-                return None
-            job = self._waiting[link].popleft()
-            if not self._waiting[link]:
-                del self._waiting[link]
-            self._held[link] += 1
-            self._slots[job.number] = slot, link
-            return job, slot
+            heads = [jobs[0] for jobs in self._waiting.values() if jobs]
+            heads = [job for job in heads if self._held[job.link] < self._link_slots]
+            heads.sort(key=lambda job: (self._held_by[job.receiver], self._held[job.link]))
+            for job in heads:
+                slot = self._copies.take_for(job.receiver, 0.0)
+                if slot >= 0:
+                    self._take(job, slot)
+                    return job, slot
+            return None
+
+    def _take(self, job: PushJob, slot: int) -> None:
+        """A job has got a slot; the other links of its engine are before its own next time."""
+        jobs = self._waiting.pop(job.link)
+        jobs.popleft()
+        if jobs:
+            self._waiting[job.link] = jobs
+        self._held[job.link] += 1
+        self._held_by[job.receiver] += 1
+        self._slots[job.number] = slot
+
+    def _leave(self, job: PushJob) -> int | None:
+        """A job has ended; returns its slot, None = it has none."""
+        slot = self._slots.pop(job.number, None)
+        if slot is not None:
+            self._held[job.link] -= 1
+            self._held_by[job.receiver] -= 1
+            self._copies.done_for(job.receiver)
+        return slot
 
     def _late(self) -> list[PushJob]:
-        """Jobs of links that have waited too long for any slot."""
+        """Jobs of links whose engine has waited too long for any slot."""
         now = time.monotonic()
         with self._lock:
-            self._held = +self._held
-            without = [link for link in self._waiting if not self._held[link]]
+            self._held, self._held_by = +self._held, +self._held_by
+            waiting = [(link, jobs[0].receiver) for link, jobs in self._waiting.items() if jobs]
+            without = [link for link, receiver in waiting if not self._held_by[receiver]]
             self._since = {link: self._since.get(link, now) for link in without}
             late = [link for link in without if now - self._since[link] >= device_copies.DEVICE_S]
             return [job for link in late for job in self._waiting.pop(link)]
@@ -156,9 +172,7 @@ class DeviceReads:
                 self._ready(job)
                 return
             with self._lock:
-                found = self._slots.pop(job.number, None)  # the slot is not ours any more
-                if found is not None:
-                    self._held[found[1]] -= 1
+                self._leave(job)  # the slot is not ours any more
                 self._stuck[job.room] += (not idle) - (not first)
                 self._stuck = +self._stuck
             if first:

@@ -1,4 +1,4 @@
-"""What the cores of both sides want done. Pure values."""
+"""The effects of both sides' cores: what they want done. Pure values."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ class PushJob(NamedTuple):
             announced positions are before it.
         place: where another transport may write them; None = over the link.
         after: fences of a pool on a device: the blocks are not read before all of them.
+        receiver: instance of the decode engine, which may have several links.
     """
 
     number: int
@@ -44,6 +45,7 @@ class PushJob(NamedTuple):
     targets: Sequence[int] = ()
     place: LandingPlace | None = None
     after: tuple[Any, ...] = ()
+    receiver: bytes = b""
 
     def joined(self, other: "PushJob") -> "PushJob":
         """This job with the ranges of another of the same room behind its own."""

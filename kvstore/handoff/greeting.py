@@ -18,7 +18,6 @@ from typing import Final, Literal, NamedTuple
 
 import msgspec
 
-from kvstore.errors import ConfigError, InvalidArgument, PeerUnreachable, ProtocolError, reason
 from kvstore.handoff.messages import MESSAGE_BYTES_MAX, UNREADABLE
 from kvstore.handoff.ranks import RankGroup, RankPart, Share, Span, plan_ranks
 from kvstore.handoff.shape import PoolShape
@@ -33,6 +32,13 @@ from kvstore.mover.ranges import (
     receive_frame,
     receive_ranges,
     send_ranges,
+)
+from kvstore.protocol.errors import (
+    ConfigError,
+    InvalidArgument,
+    PeerUnreachable,
+    ProtocolError,
+    reason,
 )
 from kvstore.transport.streams import DataStream, receive_bytes
 
@@ -289,7 +295,7 @@ class Greeter(NamedTuple):
             raise InvalidArgument(answer.field[:64], answer.message[:200])
         wanted = proof_of(self.secret, b"prefill", nonce, challenge.nonce, answer.boot)
         if not hmac.compare_digest(answer.proof, wanted):
-            raise ProtocolError("prefill does not know the secret")
+            raise ProtocolError("prefill has another secret")
         if answer.boot != boot:
             raise PeerUnreachable("another process of prefill is at this address now")
         return SealedStream(stream, proof_of(self.secret, b"key", challenge.nonce, nonce))
@@ -319,7 +325,7 @@ class Greeter(NamedTuple):
         wanted = proof_of(self.secret, b"decode", nonce, _encode(bare))
         known = hmac.compare_digest(greeting.proof, wanted)
         if not known or len(greeting.link) != NONCE_BYTES or len(greeting.nonce) != NONCE_BYTES:
-            refusal = GreetingRefused("secret", "decode does not know the secret")
+            refusal = GreetingRefused("secret", "decode has another secret")
             _send_plain(stream, _encode(refusal), deadline_ns)
             raise ProtocolError(refusal.message)
         try:

@@ -63,7 +63,7 @@ class JobQueues:
                 rows = [here[one.first - positions.start :][: one.size] for one in ranges]
             job = PushJob(
                 next(self._numbers), leg.link, room, ranges, sources, here, generations, share,
-                rows, b"", targets, place, part.after,
+                rows, b"", targets, place, part.after, leg.target.instance,
             )  # fmt: skip
             self._put(leg, job)
 

@@ -1,4 +1,4 @@
-"""What an engine may be told of each job of a push, when it has ended: for logs, off by default."""
+"""Reports how each job of a push ended, for an engine's logs; off by default."""
 
 import time
 from collections.abc import Callable

@@ -11,7 +11,6 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.errors import KVStoreError
 from kvstore.handoff import device_copies
 from kvstore.handoff.device_copies import DeviceCopies
 from kvstore.handoff.effects import Landing
@@ -23,6 +22,7 @@ from kvstore.handoff.states import FailureCode
 from kvstore.mover.kvpool import HeadRows
 from kvstore.mover.push_way import BlockRows
 from kvstore.mover.ranges import Places
+from kvstore.protocol.errors import KVStoreError
 
 _BROKE: Final = "the connection broke within a range"
 _WRONG_BYTES: Final = "bytes do not match their digest"
@@ -156,7 +156,7 @@ class DeviceLandings:
             raise
         finally:
             if slot >= 0:
-                self._copies.received(peer)
+                self._copies.done_for(peer)
             if code is not None:
                 if slot >= 0:
                     self._copies.free(slot)

@@ -12,12 +12,12 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Final
 
-from kvstore.errors import KVStoreError, PeerUnreachable, ProtocolError, TransferTimeout
 from kvstore.handoff.effects import PushJob
 from kvstore.handoff.greeting import SealedStream
 from kvstore.handoff.messages import FromDecode, FromPrefill, HandoffPing, encode_message
 from kvstore.handoff.states import FailureCode, Patience
 from kvstore.process.faults import Faults
+from kvstore.protocol.errors import KVStoreError, PeerUnreachable, ProtocolError, TransferTimeout
 
 PING_S: Final = 0.4
 """A ping is sent when nothing else was for so long: twice within the shortest silence allowed."""
@@ -238,7 +238,7 @@ class Ticker:
             try:
                 self._call()
             except Exception:  # no deadline would be kept any more
-                _LOG.exception("%s goes on after a fault of ours", self._thread.name)
+                _LOG.exception("%s continues after an internal error", self._thread.name)
 
 
 class LinkThreads:

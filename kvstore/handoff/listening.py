@@ -9,10 +9,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from kvstore.errors import InvalidArgument, KVStoreError, PeerUnreachable, reason
 from kvstore.handoff.crowd import Crowd
 from kvstore.handoff.links import LinkThreads, fit_send_buffer
 from kvstore.process.faults import Faults
+from kvstore.protocol.errors import InvalidArgument, KVStoreError, PeerUnreachable, reason
 from kvstore.transport.streams import DataStream, stream_of
 
 GREETINGS_MAX: Final = 16
@@ -85,7 +85,7 @@ class LinkListener:
             except KVStoreError:
                 continue  # it is broken already
             except Exception:  # nobody would be let in any more
-                _LOG.exception("a connection is given up after a fault of ours")
+                _LOG.exception("a connection was abandoned after an internal error")
                 connection.close()
 
     def _begin(self, stream: DataStream, peer: str) -> None:
@@ -97,9 +97,13 @@ class LinkListener:
             stream.close()
             return
         known = partial(self._crowd.leave, stream)
-        try:
-            self._threads.start(partial(self._greet, stream, peer, known), "kvstore-handoff-link")
-        except PeerUnreachable as error:
-            self._faults.note("greeting", f"{peer}: {error}")
-            known()
-            stream.close()
+        greet = partial(self._greet, stream, peer, known)
+        with contextlib.ExitStack() as undo:  # also of a fault of ours: its place would stay taken
+            undo.callback(stream.close)
+            undo.callback(known)
+            try:
+                self._threads.start(greet, "kvstore-handoff-link")
+            except PeerUnreachable as error:
+                self._faults.note("greeting", f"{peer}: {error}")
+            else:
+                undo.pop_all()

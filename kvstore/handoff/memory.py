@@ -7,7 +7,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.errors import InvalidArgument
 from kvstore.handoff.effects import Landing, PushJob
 from kvstore.handoff.messages import RANGES_BYTES_MAX, LandingPlace
 from kvstore.handoff.places import (
@@ -26,6 +25,7 @@ from kvstore.mover import Pieces
 from kvstore.mover.kvpool import HeadRows, KVPool
 from kvstore.mover.push_way import BlockRows, DeviceFence, DeviceMemory
 from kvstore.mover.ranges import Places, digest_ranges, range_seeds
+from kvstore.protocol.errors import InvalidArgument
 
 
 class HandoffPool:
@@ -76,7 +76,7 @@ class HandoffPool:
         if device is None and pool.block_stride_bytes != pool.block_bytes:
             raise InvalidArgument("block_stride_bytes", "handoffs need blocks without gaps")
         if fake and group is not None:
-            raise InvalidArgument("fake", "only where there is one rank")
+            raise InvalidArgument("fake", "only possible with one rank")
         if device is not None:
             _check_device(device, pool, states)
         self.device = None if fake else device
@@ -136,7 +136,7 @@ class HandoffPool:
         for one in self._states:
             if one.buffer.name == name:
                 return one.generations(blocks)
-        raise InvalidArgument("states", f"{name[:40]!r} is no state buffer")
+        raise InvalidArgument("states", f"{name[:40]!r} is not a state buffer")
 
     def is_unchanged(self, job: PushJob) -> bool:
         """Whether the blocks of a job are still those that its KV was written to."""

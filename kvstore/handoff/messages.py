@@ -8,9 +8,9 @@ from typing import Final
 
 import msgspec
 
-from kvstore.errors import ProtocolError
 from kvstore.handoff.rooms import ROOM_MAX
 from kvstore.handoff.states import HandoffFailure
+from kvstore.protocol.errors import ProtocolError
 
 MESSAGE_BYTES_MAX: Final = 8 << 20
 """An announcement of 2**20 blocks has 4 MiB."""

@@ -16,10 +16,10 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.errors import ConfigError
 from kvstore.handoff.messages import LandingPlace
 from kvstore.handoff.shared_memory import SharedMemory
 from kvstore.handoff.writing import BlockWrite, EngineUp, WriteEnded
+from kvstore.protocol.errors import ConfigError
 from kvstore.transport.base import TICKET_BYTES, PageTransfer, Range, TransferEnd, TransportEvent
 from kvstore.transport.engine import RESTART_S, START_S, MooncakeEngine
 from kvstore.transport.engine_messages import (
@@ -134,7 +134,7 @@ class MooncakeWriter:
                 try:
                     self._hear(event, whys)
                 except Exception:  # nobody would be told the end of any other write
-                    _log.exception("%s goes on after a fault of ours", self._thread.name)
+                    _log.exception("%s continues after an internal error", self._thread.name)
 
     def _events(self) -> list[TransportEvent]:
         """Wait for ends."""
@@ -142,7 +142,7 @@ class MooncakeWriter:
             _ready([self._mooncake.fileno(), self._wake], -1.0)
             return self._mooncake.poll()
         except Exception:  # as above
-            _log.exception("%s goes on after a fault of ours", self._thread.name)
+            _log.exception("%s continues after an internal error", self._thread.name)
             time.sleep(_STEP_S)
             return []
 
@@ -235,7 +235,7 @@ class MooncakeLanding:
             os.eventfd_write(self._wake, 1)
             self._thread.join()
         if not self._engine.end(time.monotonic() + _END_S):
-            _log.error("a Mooncake process was killed and has not ended")
+            _log.error("a Mooncake process is still running after it was killed")
         elif self._place is not None and self._gone is not None:
             self._gone(self._number)
         self._staged.close()
@@ -253,7 +253,7 @@ class MooncakeLanding:
                 idle = self._place is not None and not self._engine.ending
                 self._wait(_TURN_S if idle else _KILL_S)
             except Exception:  # nobody would end an engine that still writes
-                _log.exception("%s goes on after a fault of ours", self._thread.name)
+                _log.exception("%s continues after an internal error", self._thread.name)
                 time.sleep(_KILL_S)
 
     def _keep(self, now_ns: int) -> None:

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
-from kvstore.errors import CapacityError, InvalidArgument
 from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.tables import BlockName, ReceivingRoom
+from kvstore.protocol.errors import CapacityError, InvalidArgument
 
 LIMBO_SHARE: Final = 10
 """One block in so many of the pool, and of each state buffer, may be in LIMBO because of one peer;
@@ -27,7 +27,7 @@ class BlockOwners:
         """
         taken = dict.fromkeys(names, room)
         if not self._owned.keys().isdisjoint(taken):
-            raise InvalidArgument("blocks", "one is of another handoff")
+            raise InvalidArgument("blocks", "one belongs to another handoff")
         self._owned.update(taken)
 
     def give_back(self, names: Iterable[BlockName]) -> None:

@@ -1,14 +1,14 @@
-"""Whom a rank of decode asks for KV: what the registry says, and what follows from it. Pure."""
+"""Which prefill ranks a decode rank asks for KV, based on the registry's answer. Pure."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvstore.errors import InvalidArgument, PeerUnreachable
 from kvstore.handoff.ranks import RANKS_MAX, RankGroup, RankPart, Share, Span, plan_ranks
 from kvstore.handoff.registry import RankRecord
 from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.state_data import StateShape, check_alike
 from kvstore.handoff.tables import LinkSource
+from kvstore.protocol.errors import InvalidArgument, PeerUnreachable
 
 
 class PeerRank(NamedTuple):

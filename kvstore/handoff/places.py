@@ -1,4 +1,4 @@
-"""Places of a handoff: which blocks go where, what they are joined to, what has arrived. Pure.
+"""Places of a handoff: which blocks go where, which are joined, what has arrived. Pure.
 
 A **position** is the index of a block among the blocks of a request; position 0 has token 0. A
 range is ``count`` positions of one plane that are neighbours in the pools of both sides.
@@ -11,8 +11,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.errors import ProtocolError
-from kvstore.page import DIGEST_BYTES
+from kvstore.protocol.errors import ProtocolError
+from kvstore.protocol.page import DIGEST_BYTES
 
 AUX_PLANE: Final = 0xFFFF_FFFF
 """Stands for the aux data in place of a plane; ``first`` is the slot, ``size`` its bytes."""

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvstore.errors import DeviceUnavailable, KVStoreError
 from kvstore.handoff.aux_data import AuxData, encode_aux
 from kvstore.handoff.device_reads import DeviceReads
 from kvstore.handoff.effects import Effect, PushJob, SendTo, Submit
@@ -52,6 +51,7 @@ from kvstore.handoff.writing import BlockWriter
 from kvstore.mover.push_way import DeviceFence
 from kvstore.process.faults import Faults
 from kvstore.process.tls import CertificateFiles
+from kvstore.protocol.errors import DeviceUnavailable, KVStoreError
 from kvstore.transport.streams import DataStream
 
 LINKS_MAX: Final = 256

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
-from kvstore.errors import InvalidArgument
+from kvstore.protocol.errors import InvalidArgument
 
 RANKS_MAX: Final = 1_024
 """Ranks of one side, and of a registry."""
@@ -184,7 +184,7 @@ def _check_apart(parts: Sequence[RankPart], side: str) -> None:
     if shared.any():
         one, other = (parts[int(at[0])] for at in np.nonzero(shared))
         what = f"layers {one.layers} of heads {one.heads}, {other.layers} of {other.heads}"
-        raise InvalidArgument("heads", f"ranks of {side} that are not alike share some: {what}")
+        raise InvalidArgument("heads", f"different ranks of {side} share heads: {what}")
 
 
 def _check_covered(parts: Iterable[RankPart], by: dict[RankPart, list[int]], side: str) -> None:

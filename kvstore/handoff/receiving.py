@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
 from kvstore.handoff.effects import Effect, EndEngine, EndLink, Landing, SendTo
 from kvstore.handoff.landing_engines import LandingEngines
 from kvstore.handoff.messages import (
@@ -48,6 +47,7 @@ from kvstore.handoff.states import (
     State,
 )
 from kvstore.handoff.tables import LinkSource, LinkSources, ReceivingRoom, block_names
+from kvstore.protocol.errors import CapacityError, InvalidArgument, ProtocolError
 
 ROOMS_MAX = 1_024
 """Handoffs in the table."""
@@ -106,7 +106,7 @@ class Receivers:
         if room in self._rooms or room in self._seen:  # which forgets the oldest boots
             raise InvalidArgument("room", f"{room} was used before")
         if len(self._rooms) >= ROOMS_MAX or not self.free_slots:
-            raise CapacityError(f"{len(self._rooms)} handoffs are under way", "aux_slots")
+            raise CapacityError(f"{len(self._rooms)} handoffs are in progress", "aux_slots")
         refuse_for_limbo(self.limbo(peer), self._shape, peer)
         slot = self.free_slots.pop()
         progress = HandoffProgress(self._patience, now_ns)

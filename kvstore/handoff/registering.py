@@ -5,10 +5,10 @@ from typing import Final
 
 import msgspec
 
-from kvstore.errors import KVStoreError
 from kvstore.handoff.links import Ticker
 from kvstore.handoff.registry import LEASE_S, RankRecord, RegistryClient
 from kvstore.process.faults import Faults
+from kvstore.protocol.errors import KVStoreError
 
 _RENEWALS: Final = 4
 """In each lease."""

@@ -24,7 +24,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvstore.errors import InvalidArgument, PeerUnreachable, ProtocolError, reason
 from kvstore.handoff.crowd import Crowd
 from kvstore.handoff.greeting import proof_of
 from kvstore.handoff.messages import UNREADABLE
@@ -32,6 +31,7 @@ from kvstore.handoff.ranks import RANKS_MAX
 from kvstore.handoff.shape import PoolShape
 from kvstore.process.faults import Faults
 from kvstore.process.tls import CertificateFiles
+from kvstore.protocol.errors import InvalidArgument, PeerUnreachable, ProtocolError, reason
 from kvstore.transport.streams import host_and_port
 
 LEASE_S: Final = 10.0
@@ -447,5 +447,5 @@ class RegistryClient:
         if not hmac.compare_digest(
             told.encode(), _answer_proof(self._secret, nonce, said).encode()
         ):
-            raise ProtocolError("the registry does not know the secret")
+            raise ProtocolError("the registry has another secret")
         return said

@@ -3,18 +3,18 @@
 A room has 63 bits: 31 of the boot of whoever draws it (the Conductor) and a counter of 32.
 """
 
-from collections import OrderedDict
 from typing import Final
 
-from kvstore.errors import CapacityError, InvalidArgument
+from kvstore.protocol.errors import CapacityError, InvalidArgument
 
 ROOM_MAX: Final = (1 << 63) - 1
 BOOT_MAX: Final = (1 << 31) - 1
 _COUNTER_BITS: Final = 32
-BOOTS_KEPT: Final = 64
-"""Boots whose rooms are remembered; the one that was not used for longest is forgotten."""
-ROOMS_KEPT: Final = 16_384
-"""Rooms of a boot that are remembered one by one; what is older counts as seen."""
+_COUNTER_MAX: Final = (1 << _COUNTER_BITS) - 1
+ROOMS_KEPT = 32_768
+"""Rooms that are remembered as used, one by one: the last ones."""
+BOOTS_KEPT = 64
+"""Boots of which all rooms up to one are remembered: those that were used last."""
 DOUBTS_KEPT = 4_096
 """Rooms that are remembered because a write of theirs has ended badly."""
 
@@ -55,42 +55,37 @@ def check_room(room: int) -> None:
         raise InvalidArgument("room", f"{room} is not within 63 bits")
 
 
-class _Boot:
-    """The rooms of one boot that were seen: all below ``floor``, and some above."""
-
-    __slots__ = ("floor", "seen")
-
-    def __init__(self) -> None:
-        self.floor = 0
-        self.seen: set[int] = set()
-
-
 class SeenRooms:
-    """Remembers rooms, so that each is used once; within a bound, older ones count as seen."""
+    """Remembers the last rooms, so that each is used once.
+
+    What is forgotten has ended long ago, and nothing of it is under way: who may still get
+    something has it in a table. Rooms that somebody has made up make no other room count as seen.
+    """
 
     def __init__(self) -> None:
-        self._boots: OrderedDict[int, _Boot] = OrderedDict()
+        self._rooms: dict[int, None] = {}  # in the order in which they came
+        self._below: dict[int, int] = {}  # boot → it has been seen up to here without a gap
 
     def __contains__(self, room: int) -> bool:
-        boot = self._boots.get(room >> _COUNTER_BITS)
-        number = room & ((1 << _COUNTER_BITS) - 1)
-        return boot is not None and (number < boot.floor or number in boot.seen)
+        below = self._below.get(room >> _COUNTER_BITS, 0)
+        return room in self._rooms or room & _COUNTER_MAX < below
 
     def add(self, room: int) -> None:
-        """Remember a room."""
-        key, number = room >> _COUNTER_BITS, room & ((1 << _COUNTER_BITS) - 1)
-        boot = self._boots.setdefault(key, _Boot())
-        self._boots.move_to_end(key)
-        if len(self._boots) > BOOTS_KEPT:
-            self._boots.popitem(last=False)
-        if number >= boot.floor:
-            boot.seen.add(number)
-        while boot.floor in boot.seen:  # an engine that gets every room remembers one number
-            boot.seen.remove(boot.floor)
-            boot.floor += 1
-        if len(boot.seen) > ROOMS_KEPT:
-            kept = sorted(boot.seen)[ROOMS_KEPT // 2 :]
-            boot.floor, boot.seen = kept[0], set(kept)
+        """Remember a room; of too many, the first is forgotten."""
+        if room in self:
+            return
+        self._rooms[room] = None
+        boot = room >> _COUNTER_BITS
+        below = self._below.pop(boot, 0)
+        while below | boot << _COUNTER_BITS in self._rooms:
+            del self._rooms[below | boot << _COUNTER_BITS]  # who gets every room keeps one number
+            below += 1
+        if below:
+            self._below[boot] = below
+        if len(self._below) > BOOTS_KEPT:
+            del self._below[next(iter(self._below))]
+        if len(self._rooms) > ROOMS_KEPT:
+            del self._rooms[next(iter(self._rooms))]
 
 
 class DoubtedRooms:

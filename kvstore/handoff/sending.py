@@ -14,7 +14,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
 from kvstore.handoff import unopened
 from kvstore.handoff.effects import Effect, SendTo, Submit
 from kvstore.handoff.job_queues import JobQueues
@@ -43,6 +42,7 @@ from kvstore.handoff.states import (
     State,
 )
 from kvstore.handoff.tables import LinkTarget, SendingLeg, SendingLinks, SendingRoom, SentPart
+from kvstore.protocol.errors import CapacityError, InvalidArgument, ProtocolError
 
 ROOMS_MAX = 1_024
 """Handoffs in the table."""
@@ -63,12 +63,11 @@ class Senders:
     """
 
     def __init__(self, shape: PoolShape, patience: Patience, rank: int = 0) -> None:
-        self._shape = shape
-        self._patience = patience
-        self._rank = rank
+        self._shape, self._patience, self._rank = shape, patience, rank
         self._rooms: dict[int, SendingRoom] = {}
         self._links = SendingLinks(shape.whole)
-        self._seen = SeenRooms()
+        self._seen = SeenRooms()  # by the engine: what peers say of themselves has no such effect
+        self._missed = unopened.MissedRooms()
         self._jobs = JobQueues()
         self._doubts = DoubtedRooms()
         self.counts: Counter[str] = Counter()
@@ -78,10 +77,10 @@ class Senders:
     def open(
         self, room: int, token_count: int, now_ns: int
     ) -> tuple[HandoffProgress, list[Effect]]:
-        """Begin a handoff.
+        """Begin a handoff; one that decode spoke of, and that ended before, has failed.
 
         Raises:
-            InvalidArgument: the room was seen before, or a number is wrong.
+            InvalidArgument: the room was used before, or a number is wrong.
             CapacityError: there are too many.
         """
         check_room(room)
@@ -92,12 +91,15 @@ class Senders:
             if room in self._seen:
                 raise InvalidArgument("room", f"{room} was used before")
             if len(self._rooms) >= ROOMS_MAX:
-                raise CapacityError(f"{ROOMS_MAX} handoffs are under way")
+                raise CapacityError(f"{ROOMS_MAX} handoffs are in progress")
             one = self._add(room, now_ns)
         elif one.opened:
             raise InvalidArgument("room", f"{room} is in use")
         one.opened = True
+        self._seen.add(room)
         one.progress.heard(now_ns)
+        if missed := self._missed.take(room):
+            return one.progress, self._end(one, missed, now_ns)
         if one.token_count not in (-1, token_count):
             why = f"decode announced {one.token_count} tokens, the request has {token_count}"
             return one.progress, self._fail(one, FailureCode.REFUSED, Layer.PROTOCOL, why, now_ns)
@@ -138,7 +140,7 @@ class Senders:
         if min(layers.start, positions.start) < 0 or not one.coverage.claim_planes(
             planes, positions
         ):
-            raise InvalidArgument("positions", f"{layers} of {positions} is outside, or was sent")
+            raise InvalidArgument("positions", f"{layers} of {positions}: outside or sent before")
         first = self._shape.first_plane
         planes = range(planes.start + first, planes.stop + first)
         return self._pushed(one, SentPart(planes, positions, numbers, generations, after), now_ns)
@@ -158,7 +160,7 @@ class Senders:
         if positions.step != 1 or not positions or len(blocks) != len(positions):
             raise InvalidArgument(field, f"{len(blocks)} blocks for {positions}")
         if not one.states[index].claim([place]):
-            raise InvalidArgument(field, f"{positions} is outside, or was sent")
+            raise InvalidArgument(field, f"{positions}: outside or sent before")
         planes = self._shape.state_shares[index].planes
         numbers = np.asarray(blocks, dtype=np.int64)
         return self._pushed(one, SentPart(planes, positions, numbers, generations, after), now_ns)
@@ -193,9 +195,8 @@ class Senders:
 
     def abort(self, room: int, now_ns: int) -> list[Effect]:
         """The engine gives the request up."""
-        one = self._rooms[room]
         why = "the prefill engine gave it up"
-        return self._fail(one, FailureCode.ABORTED, Layer.PROTOCOL, why, now_ns)
+        return self._fail(self._rooms[room], FailureCode.ABORTED, Layer.PROTOCOL, why, now_ns)
 
     def device_failed(self, room: int, why: str, now_ns: int) -> list[Effect]:
         """The device of the pool cannot say when the blocks are written."""
@@ -291,8 +292,7 @@ class Senders:
         """Time has passed: end what is late."""
         effects: list[Effect] = []
         for one in list(self._rooms.values()):
-            why = one.progress.expired(now_ns)
-            if why:
+            if why := one.progress.expired(now_ns):
                 effects += self._fail(one, FailureCode.DEADLINE, Layer.PROTOCOL, why, now_ns)
             self._forget(one, now_ns)
         return effects
@@ -310,10 +310,9 @@ class Senders:
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _add(self, room: int, now_ns: int, origin: str = "") -> SendingRoom:
+    def _add(self, room: int, now_ns: int, link: bytes = b"") -> SendingRoom:
         progress = HandoffProgress(self._patience, now_ns)
-        one = self._rooms[room] = SendingRoom(room, progress, origin)
-        self._seen.add(room)
+        one = self._rooms[room] = SendingRoom(room, progress, self._links.origin(link))
         return one
 
     def _first_heard(
@@ -321,14 +320,14 @@ class Senders:
     ) -> SendingRoom | None:
         """A room that the engine has not opened yet; None = it was used, or there are too many."""
         assert not isinstance(message, HandoffPing)
-        if isinstance(message, Done) or message.room in self._seen:
+        room = message.room
+        if isinstance(message, Done) or room in self._seen or room in self._missed:
             return None
-        origin = self._links.origin(link)
-        given_up = unopened.make_place(self._rooms.values(), origin)
+        given_up = unopened.make_place(self._rooms.values(), self._links.origin(link))
         if given_up is None or len(self._rooms) - len(given_up) >= ROOMS_MAX:
             return None
         effects += self._give_up(given_up, now_ns)
-        return self._add(message.room, now_ns, origin)
+        return self._add(room, now_ns, link)
 
     def _give_up(self, rooms: list[SendingRoom], now_ns: int) -> list[Effect]:
         """Rooms that the engine has not opened give way."""
@@ -336,7 +335,7 @@ class Senders:
         for one in rooms:
             why = unopened.WHY_GAVE_WAY
             effects += self._fail(one, FailureCode.REFUSED, Layer.PROTOCOL, why, now_ns)
-            del self._rooms[one.room]
+            self._remove(one)
             self.counts["gave_way"] += 1
         return effects
 
@@ -350,7 +349,7 @@ class Senders:
         if isinstance(message, Abort):
             return [SendTo(link, Drained(room, room in self._doubts))]
         why = "the room was used before" if room in self._seen else "too many handoffs are waiting"
-        failure = self._failure(FailureCode.REFUSED, Layer.PROTOCOL, why)
+        failure = self._missed.why(room) or self._failure(FailureCode.REFUSED, Layer.PROTOCOL, why)
         drained = Drained(room, room in self._doubts)
         return [SendTo(link, Failed(room, failure)), SendTo(link, drained)]
 
@@ -464,12 +463,10 @@ class Senders:
         """Tell the ranks of decode to which nothing is under way, each once."""
         if one.progress.state != State.FAILED:
             return []
-        effects: list[Effect] = []
-        for link, leg in one.legs.items():
-            if not (leg.submitted or leg.drained or leg.gone):
-                leg.drained = True
-                effects.append(SendTo(link, Drained(one.room, leg.doubtful)))
-        return effects
+        idle = [leg for leg in one.legs.values() if not (leg.submitted or leg.drained or leg.gone)]
+        for leg in idle:
+            leg.drained = True
+        return [SendTo(leg.link, Drained(one.room, leg.doubtful)) for leg in idle]
 
     def _forget(self, one: SendingRoom, now_ns: int | None = None) -> None:
         """Take an ended handoff out of the table when nobody asks about it any more."""
@@ -478,4 +475,9 @@ class Senders:
         after_ns = self._patience.silence_ns(State.BOOTSTRAPPING)
         old = now_ns is not None and now_ns - one.progress.since_ns >= after_ns
         if one.closed or (not one.opened and old):
-            self._rooms.pop(one.room, None)
+            self._remove(one)
+
+    def _remove(self, one: SendingRoom) -> None:
+        """Take a handoff out of the table; its request may come yet."""
+        if self._rooms.pop(one.room, None) is not None and not one.opened:
+            self._missed.add(one.room, one.progress.failure, self._rank)

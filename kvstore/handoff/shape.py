@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.errors import InvalidArgument, ProtocolError
 from kvstore.handoff.messages import TEXT_MAX, Announce, LandingPlace
 from kvstore.handoff.places import (
     AUX_PLANE,
@@ -29,6 +28,7 @@ from kvstore.handoff.state_data import (
     check_names,
     wanted_states,
 )
+from kvstore.protocol.errors import InvalidArgument, ProtocolError
 
 _ENDPOINT: Final = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:.]+\]):(\d{1,5})", re.ASCII)
 _ADDRESS_MAX: Final = 1 << 56

@@ -19,7 +19,7 @@ from kvstore.handoff.memory import (
     seeds_of,
 )
 from kvstore.mover.ranges import Places, digest_ranges
-from kvstore.page import DIGEST_BYTES
+from kvstore.protocol.page import DIGEST_BYTES
 
 Receive = Callable[[Places, bytes], bytes]
 """Fills ranges with what comes next; with their seeds it returns their digests."""

@@ -14,9 +14,9 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.errors import InvalidArgument
 from kvstore.handoff.places import PLANES_MAX
 from kvstore.handoff.ranks import Span
+from kvstore.protocol.errors import InvalidArgument
 
 STATES_MAX: Final = 16
 """State buffers of an engine."""
@@ -209,7 +209,7 @@ def wanted_states(
     """
     unknown = given.keys() - {state.name for state in states}
     if unknown:
-        raise InvalidArgument("states", f"{min(unknown)[:40]!r} is no state buffer")
+        raise InvalidArgument("states", f"{min(unknown)[:40]!r} is not a state buffer")
     found: list[StatePart] = []
     for state in states:
         wanted = state.positions(blocks, first)

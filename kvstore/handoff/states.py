@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from kvstore.errors import InvalidArgument
+from kvstore.protocol.errors import InvalidArgument
 
 SILENCE_S_MIN: Final = 1.0
 

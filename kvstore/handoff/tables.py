@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,22 @@ class LinkTarget(NamedTuple):
     rank: int
     share: LinkShare
     receivers: frozenset[int]
+
+
+class Speaker(NamedTuple):
+    """Who speaks of a request to prefill first.
+
+    Attributes:
+        address: of the peer; empty = not known.
+        instance: of the decode engine, as it says itself.
+    """
+
+    address: str
+    instance: bytes
+
+
+NOBODY: Final = Speaker("", b"")
+"""The engine itself."""
 
 
 class LinkSource(NamedTuple):
@@ -129,10 +145,10 @@ class SendingRoom:
         "said_ns", "states", "token_count",
     )  # fmt: skip
 
-    def __init__(self, room: int, progress: HandoffProgress, origin: str = "") -> None:
+    def __init__(self, room: int, progress: HandoffProgress, origin: Speaker = NOBODY) -> None:
         self.room = room
         self.progress = progress
-        self.origin = origin  # address of the peer that spoke of it first; empty = the engine did
+        self.origin = origin
         self.legs: dict[bytes, SendingLeg] = {}  # link → leg, of ranks that have spoken of the room
         self.opened = self.closed = False
         self.token_count = -1
@@ -193,10 +209,10 @@ class SendingLinks:
         """A link is gone."""
         self._known.pop(link, None)
 
-    def origin(self, link: bytes) -> str:
-        """Address of the peer; empty = not known."""
+    def origin(self, link: bytes) -> Speaker:
+        """Who speaks over a link."""
         known = self._known.get(link)
-        return known[1] if known is not None else ""
+        return Speaker(known[1], known[0].instance) if known is not None else NOBODY
 
     def leg(self, room: SendingRoom, link: bytes) -> SendingLeg | None:
         """The leg over a link, perhaps a new one; None = the room is another engine's."""

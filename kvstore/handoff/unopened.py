@@ -1,31 +1,69 @@
-"""Bounds of what decode may say of requests that prefill has not got, and may never get. Pure.
+"""Limits for messages about requests that prefill does not have yet, or never gets. Pure.
 
 All peers share the bounds. A peer may fill them, and gives way to one that has less: its oldest
-request is given up. A peer is an address: what else it says of itself, it can say a hundred times.
+request is given up. Addresses share the bounds first, then the decode engines at an address what it
+has: an engine that says that it is a hundred takes from those at its own address only.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection
 from typing import Final
 
-from kvstore.errors import ProtocolError
 from kvstore.handoff.messages import Announce
 from kvstore.handoff.places import NUMBER_BYTES
-from kvstore.handoff.tables import SendingRoom
+from kvstore.handoff.states import FailureCode, HandoffFailure, HandoffSide, Layer
+from kvstore.handoff.tables import SendingRoom, Speaker
+from kvstore.protocol.errors import ProtocolError
 
 ROOMS_MAX = 512
 """Handoffs of a table that may be known from decode only."""
 BLOCKS_MAX = 4 << 20
 """And how many blocks these have announced together: a peer must not use up our memory."""
+MISSED_KEPT = 4_096
+"""Rooms that are remembered because they ended before they came; the last ones."""
 WHY_GAVE_WAY: Final = "it has not come here, and other peers have fewer such requests"
 
 
-def make_place(rooms: Collection[SendingRoom], origin: str) -> list[SendingRoom] | None:
+class MissedRooms:
+    """Rooms that ended before the engine opened them, and why.
+
+    Their requests may come yet: each is a handoff that has failed, and not a mistake of who asks.
+    """
+
+    def __init__(self) -> None:
+        self._why: dict[int, HandoffFailure] = {}
+
+    def __contains__(self, room: int) -> bool:
+        return room in self._why
+
+    def add(self, room: int, why: HandoffFailure | None, rank: int) -> None:
+        """Note a room; of too many, the first is forgotten.
+
+        ``why``: None = decode wanted nothing of this rank, and had everything at once.
+        """
+        if why is None:
+            late = "the request came when it had long ended"
+            code, layer = FailureCode.DEADLINE, Layer.PROTOCOL
+            why = HandoffFailure(code, HandoffSide.PREFILL, rank, layer, late)
+        self._why[room] = why
+        if len(self._why) > MISSED_KEPT:
+            del self._why[next(iter(self._why))]
+
+    def why(self, room: int) -> HandoffFailure | None:
+        """Why it ended; None = it is not known."""
+        return self._why.get(room)
+
+    def take(self, room: int) -> HandoffFailure | None:
+        """The same for the engine that opens it; forgets it."""
+        return self._why.pop(room, None)
+
+
+def make_place(rooms: Collection[SendingRoom], origin: Speaker) -> list[SendingRoom] | None:
     """Let a peer speak of one more room that the engine has not opened.
 
     Args:
         rooms: the table, the oldest first.
-        origin: address of the peer.
+        origin: the peer.
 
     Returns:
         the rooms to give up for it; None = it may not, as no peer has more.
@@ -33,11 +71,8 @@ def make_place(rooms: Collection[SendingRoom], origin: str) -> list[SendingRoom]
     mine = [one for one in rooms if not one.opened]
     if len(mine) < ROOMS_MAX:
         return []
-    has = Counter(one.origin for one in mine)
-    most = max(has, key=lambda one: has[one])
-    if has[most] <= has[origin] + 1:
-        return None
-    return [next(one for one in mine if one.origin == most)]
+    most = _gives_way(Counter(one.origin for one in mine), origin, 1)
+    return None if most is None else [next(one for one in mine if one.origin == most)]
 
 
 def make_room(
@@ -58,25 +93,44 @@ def make_room(
     """
     if room.opened:
         return []
-    mine = [one for one in rooms if not one.opened]
-    blocks = Counter[str]()
-    for one in mine:
-        blocks[one.origin] += _announced(one)
+    queues: dict[Speaker, deque[tuple[int, SendingRoom]]] = {}
+    blocks = Counter[Speaker]()
+    for one in rooms:
+        announced = 0 if one.opened else _announced(one)
+        if announced:
+            queues.setdefault(one.origin, deque()).append((announced, one))
+            blocks[one.origin] += announced
     count = (len(message.blocks) + sum(map(len, message.states))) // NUMBER_BYTES
     over = blocks.total() + count - BLOCKS_MAX
-    if over <= 0:
-        return []
-    most, found = max(blocks, key=lambda one: blocks[one]), []
-    for one in mine:
-        if over <= 0 or blocks[most] <= blocks[room.origin] + count:
-            break
-        if one.origin == most:
-            found.append(one)
-            blocks[most] -= _announced(one)
-            over -= _announced(one)
-    if over > 0:
-        raise ProtocolError(f"{over} blocks too many, for requests that have not come here")
+    found: list[SendingRoom] = []
+    while over > 0:
+        most = _gives_way(blocks, room.origin, count)
+        if most is None:
+            raise ProtocolError(f"{over} blocks too many, for requests that have not come here")
+        announced, one = queues[most].popleft()
+        blocks[most] -= announced
+        over -= announced
+        found.append(one)
     return found
+
+
+def _gives_way(has: Counter[Speaker], origin: Speaker, more: int) -> Speaker | None:
+    """Who has more than a peer would have with ``more``; None = nobody.
+
+    Of the address that has most; if that is not more than its own would have, of its own.
+    """
+    addresses = Counter[str]()
+    for peer, count in has.items():
+        addresses[peer.address] += count
+    address = max(addresses, key=lambda one: addresses[one], default="")
+    at_home = addresses[address] <= addresses[origin.address] + more
+    if at_home:
+        address = origin.address
+    engines = [peer for peer in has if peer.address == address]
+    most = max(engines, key=lambda peer: has[peer], default=None)
+    if most is None or (at_home and has[most] <= has[origin] + more):
+        return None
+    return most
 
 
 def _announced(room: SendingRoom) -> int:

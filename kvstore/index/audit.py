@@ -22,7 +22,7 @@ from kvstore.index.feed import WorkerFeed
 from kvstore.index.followers import Follower, Followers
 from kvstore.index.snapshot import SnapshotError, SnapshotPages, audit, sample
 from kvstore.index.table import IndexReader
-from kvstore.page import KEY_BYTES
+from kvstore.protocol.page import KEY_BYTES
 
 AUDIT_S: Final = 30.0
 """Pause between two audits of all nodes."""

@@ -5,7 +5,9 @@ The tokens of a block and the chain value of its parent are its chain value
 has one chain value and a bit for each holder, which is a medium and a group.
 
 Blocks whose parent is unknown wait until it becomes known, in any later event; then they and those
-that wait for them are stored. Blocks without token ids are unmapped unless their hash is known.
+that wait for them are stored. Blocks of an event that leaves out some of its blocks, as those of KV
+groups with states or windows do, wait until another group's event shows what their hash means.
+Blocks without token ids are unmapped unless their hash is known.
 Nothing is guessed: the index may lose, it never lies.
 """
 
@@ -16,7 +18,7 @@ import numpy as np
 from kvstore.index.batch import HASHES_MAX, ChangeBatch
 from kvstore.index.blockmap import BITS_MAX, block_map
 from kvstore.index.reading import UnreadableError
-from kvstore.index.waiting import WaitingBlocks, WaitingEvents
+from kvstore.index.waiting import WaitingBlocks, WaitingEvents, WaitingNames
 from kvstore.mover.chains import CHAINS, Chains, WordBuffer, block_chain, name_of
 
 TOKENS_MAX: Final = 262_144
@@ -30,7 +32,7 @@ class BlockLimits(NamedTuple):
 
     Attributes:
         blocks: maximum blocks that are remembered.
-        waiting: maximum blocks that wait for their parent.
+        waiting: maximum blocks that wait for their parent, and as many for what their hash means.
         waiting_bytes: maximum bytes of their tokens, as msgpack.
     """
 
@@ -86,7 +88,7 @@ class EngineBlocks:
     Attributes:
         unmapped: blocks that were not mapped: without token ids, too many of them, or of further
             holders than 64.
-        dropped: blocks that waited too long for their parent.
+        dropped: blocks that waited too long.
     """
 
     def __init__(self, workspace: Workspace, limits: BlockLimits) -> None:
@@ -95,9 +97,11 @@ class EngineBlocks:
         self._limits = limits
         self._map = block_map(workspace.chains)
         self._waiting = WaitingEvents(limits.waiting, limits.waiting_bytes)
+        self._nameless = WaitingNames(limits.waiting)
         self._bits: dict[int, int] = {}  # holder → bit
         self._holders: list[int] = []  # by bit
         self._awake: list[tuple[int, int]] = []  # blocks that may have been waited for
+        self._shown: list[tuple[int, int]] = []  # those of the waiting names that are known now
         self.unmapped = 0
         self.dropped = 0
 
@@ -106,14 +110,16 @@ class EngineBlocks:
 
     @property
     def waiting(self) -> int:
-        """Number of blocks that wait for their parent."""
-        return self._waiting.blocks
+        """Number of blocks that wait for their parent, or for what their hash means."""
+        return self._waiting.blocks + self._nameless.blocks
 
     def clear(self) -> None:
         """Forget all blocks and holders."""
         self._map.clear()
         self._waiting.clear()
+        self._nameless.clear()
         self._awake.clear()
+        self._shown.clear()
         self._bits.clear()
         self._holders.clear()
 
@@ -135,11 +141,16 @@ class EngineBlocks:
             parent = name_of(event.parent, self._space.secret)
             chain = self._map.chain(parent)
         if not chain:
-            is_whole = self._count_tokens(event) == count * block_tokens
-            self._store_known(count, bit, batch, event if is_whole else None, parent)
+            found = self._count_tokens(event)
+            if found == count * block_tokens:
+                self._store_known(count, bit, batch, event, parent)
+            else:
+                self._store_gaps(count, found, block_tokens, bit, batch)
             return
         found = self._extend(event, block_tokens, chain, batch)
-        if found != count * block_tokens or not self._has_room(count):
+        if found != count * block_tokens:
+            self._store_gaps(count, self._count_tokens(event), block_tokens, bit, batch)
+        elif not self._has_room(count):
             self._store_known(count, bit, batch)
         elif self._store(count, bit, batch) and self._waiting:
             names = self._space.names.array[:count].tolist()
@@ -152,6 +163,9 @@ class EngineBlocks:
         To be called after :meth:`stored`, until it returns False: there are no more.
         """
         for _ in range(_WAKE_STEP):
+            if self._shown:
+                self._store_shown(batch)
+                continue
             if not self._awake or not self._waiting:
                 self._awake.clear()
                 return False
@@ -183,6 +197,8 @@ class EngineBlocks:
 
     def release_as_keys(self, seed: int, batch: ChangeBatch) -> None:
         """Append all waiting blocks without LoRA: their hashes are the beginning of prefix keys."""
+        self.unmapped += self._nameless.blocks
+        self._nameless.clear()
         for event in self._waiting.take_all():
             at = batch.make_room()
             count = self._space.chains.keys(event.hashes, seed, batch.chains, at, integers=True)
@@ -207,14 +223,20 @@ class EngineBlocks:
         at = batch.make_room()
         gone = self._map.remove(self._space.names, count, bit, batch.chains, at)
         batch.add(gone, holder, stored=False)
-        if self._waiting:
-            self._waiting.remove(self._space.names.array[:count].tolist(), bit)
+        if self._waiting or self._nameless:
+            names = self._space.names.array[:count].tolist()
+            self._waiting.remove(names, bit)
+            self._nameless.remove(names, bit)
 
     def check(self) -> None:
         """Assert the invariants."""
         assert len(self._map) <= self._limits.blocks
         assert [self._bits[holder] for holder in self._holders] == list(range(len(self._bits)))
         self._waiting.check()
+        names = self._nameless.names()
+        self._space.names.array[: len(names)] = names
+        chains, _ = self._map.find(self._space.names, len(names))
+        self._nameless.check({name for name, chain in zip(names, chains, strict=True) if chain})
 
     def count(self, hashes: bytes) -> int:
         """Read the names of block hashes; returns how many.
@@ -277,7 +299,20 @@ class EngineBlocks:
                 self.unmapped += count
                 return False
         batch.add(count, holder, stored=True)
+        if self._nameless:
+            first = batch.used - count
+            some = names.array[:count].tolist()
+            for at in self._nameless.among(some):
+                self._shown.append((some[at], int(batch.chains.array[first + at])))
         return True
+
+    def _store_shown(self, batch: ChangeBatch) -> None:
+        """Store a block of all that have announced its name before it was known what it means."""
+        name, chain = self._shown.pop()
+        for bit in self._nameless.take(name):
+            self._space.names.array[0] = name
+            batch.chains.array[batch.make_room()] = chain
+            self._store(1, bit, batch)
 
     def _replace(self, count: int, batch: ChangeBatch) -> None:
         """Forget what those of the present names were that are something else now."""
@@ -331,6 +366,21 @@ class EngineBlocks:
                 event.has_lora,
             )
         )
+
+    def _store_gaps(
+        self, count: int, tokens: int, block_tokens: int, bit: int, batch: ChangeBatch
+    ) -> None:
+        """Store the present names, which are not all blocks of the event's tokens.
+
+        Those that are unknown wait if the tokens are those of whole blocks.
+        """
+        here = self._space.names.array[:count].copy()
+        chains, _ = self._map.find(self._space.names, count)
+        unmapped = self.unmapped
+        self._store_known(count, bit, batch)
+        if tokens > count * block_tokens and tokens % block_tokens == 0:
+            self.unmapped = unmapped
+            self.dropped += self._nameless.add(here[chains == 0].tolist(), bit)
 
     def _store_waiting(
         self, event: WaitingBlocks, chain: int, block_tokens: int, batch: ChangeBatch

@@ -11,11 +11,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import Final
 
-from kvstore.errors import InvalidArgument
 from kvstore.events import zmtp
 from kvstore.index.credentials import PeerCredentials
 from kvstore.index.tunnel import open_tunnel
 from kvstore.process.listeners import Listener, Unix, parse_endpoint
+from kvstore.protocol.errors import InvalidArgument
 
 CONNECT_S: Final = 5.0
 """Maximum time for connecting and the handshake."""

@@ -1,4 +1,4 @@
-"""What an index is told, and what it reports. Pure."""
+"""Commands to an index, and its reports. Pure."""
 
 import msgspec
 

@@ -1,4 +1,4 @@
-"""What a follower shows to be let in. Pure."""
+"""The credentials of a follower. Pure."""
 
 import msgspec
 

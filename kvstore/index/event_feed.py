@@ -1,4 +1,4 @@
-"""What a follower feeds with the events of its worker."""
+"""The interface for applying the events of one followed worker to an index."""
 
 from collections.abc import Iterator
 from typing import Protocol

@@ -346,7 +346,8 @@ class Follower(Generic[FeedT]):
             if self.has_snapshots:
                 raise _ResyncNeededError from error
         else:
-            self.lag_s = max(0.0, wall_clock() - self.feed.published)
+            lag_s = max(0.0, wall_clock() - self.feed.published)
+            self.lag_s = lag_s if lag_s < float("inf") else 0.0  # a strange clock is no lag
         finally:
             self._applying = False
             self._applied.set()

@@ -1,4 +1,4 @@
-"""What the index process and the process that started it tell each other, as bytes.
+"""The byte format between the index process and the process that started it.
 
 Messages are msgpack with a length of four bytes before them, over a socket pair. The process that
 started the index sends :class:`StartIndex` first. The socket's end is the end of the index process.

@@ -7,7 +7,7 @@ import numpy as np
 
 from kvstore.index.batch import HASHES_MAX
 from kvstore.index.reading import UnreadableError
-from kvstore.page import KEY_BYTES
+from kvstore.protocol.page import KEY_BYTES
 
 _ENTRY_BYTES: Final = 2 + KEY_BYTES
 """A key in msgpack: type and length, and the key."""

@@ -1,4 +1,4 @@
-"""The index in a process of its own: how it is started, watched and restarted.
+"""Runs the index in a separate process: starts, watches and restarts it.
 
 The process that needs an index makes the memory of its table and a socket pair, and starts
 ``python -m kvstore.index.child`` with both, or a program that does more besides. It reads the table
@@ -269,7 +269,9 @@ class _Life:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         if not await self._has_ended():
-            _log.warning("the index process %d was killed and has not ended", self._process.pid)
+            _log.warning(
+                "the index process %d is still running after it was killed", self._process.pid
+            )
 
     async def _has_ended(self) -> bool:
         """Wait for the end of the process, but not for long."""

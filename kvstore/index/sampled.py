@@ -9,7 +9,7 @@ from kvstore.index.keys import packed_keys
 from kvstore.index.payload import BlocksStored, read_payload
 from kvstore.index.reading import UnreadableError
 from kvstore.index.snapshot import SnapshotPages
-from kvstore.page import KEY_BYTES
+from kvstore.protocol.page import KEY_BYTES
 
 EVERY: Final = 16
 """Of so many batches, one is looked at."""

@@ -2,9 +2,9 @@
 
 A chain value is a uint64 other than 0, of one of two kinds:
 
-* **keys**: the first 8 bytes of a prefix key (:func:`kvstore.page.page_keys`) as a little-endian
-  integer, xor the seed of the scope. Nodes publish prefix keys; SGLang publishes their first 8
-  bytes as a signed big-endian integer.
+* **keys**: the first 8 bytes of a prefix key (:func:`kvstore.protocol.page.page_keys`) as a
+  little-endian integer, xor the seed of the scope. Nodes publish prefix keys; SGLang publishes
+  their first 8 bytes as a signed big-endian integer.
 * **tokens**: the xxh3_64 of a block's tokens, little-endian uint32, seeded with the chain value of
   the block before; that of the first block with the seed of the scope. What else distinguishes a
   block (an image) is hashed after its tokens, as msgpack.
@@ -20,7 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore.mover.chains import CHAINS
-from kvstore.page import KEY_BYTES
+from kvstore.protocol.page import KEY_BYTES
 
 ChainKind = Literal["keys", "tokens"]
 ChainValues = npt.NDArray[np.uint64]

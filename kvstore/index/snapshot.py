@@ -21,7 +21,6 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from kvstore.errors import InvalidArgument
 from kvstore.events import zmtp
 from kvstore.events.questions import (
     AUDIT,
@@ -40,7 +39,8 @@ from kvstore.index.channel import CONNECT_S, EventConnection
 from kvstore.index.credentials import PeerCredentials
 from kvstore.index.keys import packed_keys
 from kvstore.index.reading import UnreadableError, read
-from kvstore.page import KEY_BYTES
+from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.page import KEY_BYTES
 
 T = TypeVar("T")
 

@@ -1,17 +1,18 @@
 """Connections with the publisher of another node through its peer service.
 
-They begin with one frame of :mod:`kvstore.wire`, FollowEvents. Then they carry the protocol of KV
-events; the node passes it on to its publisher. A node that refuses answers with a frame instead.
+They begin with one frame of :mod:`kvstore.protocol.wire`, FollowEvents. Then they carry the
+protocol of KV events; the node passes it on to its publisher. A node that refuses answers with a
+frame instead.
 """
 
 import asyncio
 import ssl
 from typing import Final
 
-from kvstore import wire
-from kvstore.errors import InvalidArgument, KVStoreError, printable
 from kvstore.events import zmtp
 from kvstore.index.credentials import PeerCredentials
+from kvstore.protocol import wire
+from kvstore.protocol.errors import InvalidArgument, KVStoreError, printable
 
 SCHEME: Final = "peer://"
 """Beginning of the endpoints of peer services: ``peer://10.0.0.2:7400``."""

@@ -1,4 +1,4 @@
-"""Blocks of an engine whose parent is unknown, until an event shows what it is. Pure."""
+"""Blocks of an engine that are not known yet, until an event shows what they are. Pure."""
 
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -124,6 +124,72 @@ class WaitingEvents:
             map(id, self._events)
         )
         assert sum(map(len, self._by_name.values())) == sum(len(e.there) for e in self._events)
+
+
+class WaitingNames:
+    """Blocks of which only the names are known, and who has them; the oldest make room.
+
+    Of a KV group with states or a window an engine names the blocks that are there, with the tokens
+    of all: which tokens are whose shows the event of a group that has all blocks.
+    """
+
+    __slots__ = ("_bits", "_blocks_max", "blocks")
+
+    def __init__(self, blocks_max: int) -> None:
+        """Start empty; with the maximum number of blocks, counted for each holder."""
+        self._blocks_max = blocks_max
+        self.clear()
+
+    def __len__(self) -> int:
+        """Number of names."""
+        return len(self._bits)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._bits: dict[int, set[int]] = {}  # by name, oldest first
+        self.blocks = 0
+
+    def add(self, names: list[int], bit: int) -> int:
+        """Let blocks of a holder wait; returns the number of blocks that were dropped for them."""
+        dropped = max(0, len(names) - self._blocks_max)
+        for name in names[dropped:]:
+            bits = self._bits.setdefault(name, set())
+            self.blocks += bit not in bits
+            bits.add(bit)
+        while self.blocks > self._blocks_max:
+            dropped += len(self.take(next(iter(self._bits))))
+        return dropped
+
+    def among(self, names: list[int]) -> list[int]:
+        """Positions of those of the names that wait."""
+        if self._bits.keys().isdisjoint(names):
+            return []
+        return [at for at, name in enumerate(names) if name in self._bits]
+
+    def take(self, name: int) -> set[int]:
+        """Remove a name and return its holders."""
+        bits = self._bits.pop(name, set())
+        self.blocks -= len(bits)
+        return bits
+
+    def remove(self, names: list[int], bit: int) -> None:
+        """Blocks were removed from a holder: they wait no more."""
+        for name in self._bits.keys() & names:
+            bits = self._bits[name]
+            self.blocks -= bit in bits
+            bits.discard(bit)
+            if not bits:
+                del self._bits[name]
+
+    def check(self, known: set[int]) -> None:
+        """Assert the invariants; ``known``: names that need not wait."""
+        assert self.blocks == sum(map(len, self._bits.values())) <= self._blocks_max
+        assert all(self._bits.values())
+        assert not known & self._bits.keys()
+
+    def names(self) -> list[int]:
+        """All names, oldest first."""
+        return list(self._bits)
 
 
 def _take_out(by: dict[T, dict[WaitingBlocks, None]], key: T, event: WaitingBlocks) -> None:

@@ -20,12 +20,12 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.errors import InvalidArgument
 from kvstore.mover.binary import LIBRARY, load
 from kvstore.mover.fallback import Fallback
 from kvstore.mover.jobs import Addresses, Buffer, Digests, Mode, MoverJob, Pieces, Word, Words
 from kvstore.mover.native import Native
-from kvstore.page import DIGEST_BYTES
+from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.page import DIGEST_BYTES
 
 __all__ = [
     "DIGEST_BYTES", "Addresses", "Buffer", "Digests", "Fallback", "Mode", "Native", "Order",

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.errors import InvalidArgument, LayoutMismatch
 from kvstore.mover import Pieces
+from kvstore.protocol.errors import InvalidArgument, LayoutMismatch
 
 
 class HeadRows(NamedTuple):

@@ -7,8 +7,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.mover.jobs import MoverJob, Word, Words
+from kvstore.protocol.errors import CapacityError, InvalidArgument, TierUnavailable
 
 # As in ``_mover.c``: its instruction sets in order, and its return values for jobs that it cannot
 # start.

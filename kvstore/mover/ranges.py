@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.errors import InvalidArgument, PeerUnreachable, TransferTimeout
 from kvstore.mover.binary import LIBRARY, load
-from kvstore.page import DIGEST_BYTES
+from kvstore.protocol.errors import InvalidArgument, PeerUnreachable, TransferTimeout
+from kvstore.protocol.page import DIGEST_BYTES
 
 Places = Sequence[tuple[int, int]]
 """Address and bytes of each range."""
@@ -288,9 +288,9 @@ def _check(answer: int) -> None:
     if answer == 0:
         return
     if answer == -errno.EINVAL:
-        raise InvalidArgument("places", "an address or a number of ranges cannot be")
+        raise InvalidArgument("places", "an address or the number of ranges is invalid")
     if answer == -errno.ETIMEDOUT:
-        raise TransferTimeout("the peer did not go on before the deadline")
+        raise TransferTimeout("the peer made no progress before the deadline")
     if answer == -errno.EPIPE:
         raise PeerUnreachable("the peer has closed the connection")
     raise PeerUnreachable(f"the connection broke: {os.strerror(-answer)}")

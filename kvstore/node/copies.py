@@ -1,15 +1,15 @@
-"""Copies of pages at several nodes: what an engine and another node may ask for. Pure.
+"""Copies of pages on several nodes, as engines and other nodes request them. Pure.
 
 Nobody writes into another node's memory: a node that is to have pages is asked to fetch them.
 """
 
 from typing import Final
 
-from kvstore import wire
 from kvstore.config.cluster import NODES_MAX
-from kvstore.errors import CapacityError, InvalidArgument
 from kvstore.node.requests import PERSIST_PAGES_MAX, Outcome, Requests
-from kvstore.page import KEY_BYTES
+from kvstore.protocol import wire
+from kvstore.protocol.errors import CapacityError, InvalidArgument
+from kvstore.protocol.page import KEY_BYTES
 from kvstore.state.remote.jobs import Holding
 from kvstore.state.remote.located import Span
 from kvstore.state.remote.pages import RemotePages
@@ -27,8 +27,8 @@ time, so that its end is told."""
 class CopyRequests:
     """Bring and Replicate, carried out on one page table.
 
-    Every method raises :class:`~kvstore.errors.KVStoreError` if the node refuses; then nothing was
-    changed.
+    Every method raises :class:`~kvstore.protocol.errors.KVStoreError` if the node refuses; then
+    nothing was changed.
 
     Args:
         pages: the page table.
@@ -53,7 +53,9 @@ class CopyRequests:
         space = self._requests.space(process, request.space, [request.shard])
         count, shard = wire.count_keys(request.keys), request.shard
         if not 0 <= request.first < count:
-            raise InvalidArgument("first", f"{request.first} is none of {count} keys")
+            raise InvalidArgument(
+                "first", f"{request.first} is not below {count}, the number of keys"
+            )
         if request.idle_ms < 0:
             raise InvalidArgument("idle_ms", f"{request.idle_ms} is less than 0")
         remote = self._remote()
@@ -125,7 +127,7 @@ class CopyRequests:
     def _remote(self) -> RemotePages:
         remote = self._requests.remote
         if remote is None:
-            raise InvalidArgument("request", "this node is not one of a cluster")
+            raise InvalidArgument("request", "this node is not in a cluster")
         return remote
 
 

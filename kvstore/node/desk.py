@@ -19,10 +19,10 @@ from itertools import count
 from time import monotonic_ns
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from kvstore import wire
 from kvstore.node.node import Node
 from kvstore.node.selfcheck import SelfCheck
-from kvstore.page import KEY_BYTES
+from kvstore.protocol import wire
+from kvstore.protocol.page import KEY_BYTES
 from kvstore.state.remote.jobs import FetchEnd, Holding, SpreadEnd
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.actions import Action

@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from kvstore import wire
-from kvstore.errors import CapacityError, EngineNameTaken, InvalidArgument, ProtocolError
 from kvstore.node.requests import NodeLimits
-from kvstore.page import EngineLabel
+from kvstore.protocol import wire
+from kvstore.protocol.errors import CapacityError, EngineNameTaken, InvalidArgument, ProtocolError
+from kvstore.protocol.page import EngineLabel
 from kvstore.state.tree.sessions import Peer, Process, Session
 
 TOKEN_BYTES: Final = 16

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from typing import Final
 
-from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
-from kvstore.page import PrefixKey
+from kvstore.protocol.errors import CapacityError, InvalidArgument, TierUnavailable
+from kvstore.protocol.page import PrefixKey
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.node import PrefixNode, is_live

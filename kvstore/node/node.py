@@ -17,13 +17,13 @@ object:
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, TypeVar
 
-from kvstore import wire
-from kvstore.errors import InvalidArgument, KVStoreError, ProtocolError
 from kvstore.node.copies import CopyRequests
 from kvstore.node.hello import free_label, refuse_hello, session_of
 from kvstore.node.requests import ROOM, NodeLimits, Requests, refuse_others
 from kvstore.node.waiting import PATIENT, PatientRequests, Waiter, WaitingRoom, request_bytes
-from kvstore.page import KEY_BYTES
+from kvstore.protocol import wire
+from kvstore.protocol.errors import InvalidArgument, KVStoreError, ProtocolError
+from kvstore.protocol.page import KEY_BYTES
 from kvstore.state.ask.describe import describe
 from kvstore.state.metering import Histogram
 from kvstore.state.remote.jobs import FetchEnd, Holding, PeerLimits, SpreadEnd
@@ -333,7 +333,7 @@ class Node:
         if not 0 <= request.wait_ms <= WAIT_MS_MAX:
             raise InvalidArgument("wait_ms", f"{request.wait_ms} is outside 0..{WAIT_MS_MAX}")
         waits = request.wait_ms > 0 and self._may_wait(process, request)
-        answer, awaited = self._patient.ask(process, request, now_ns, waits=waits)
+        answer, awaited = self._patient.first[type(request)](process, request, now_ns, waits)
         if awaited is None or not waits:
             self._requests.count_found(process, request, answer)
             return answer
@@ -440,11 +440,12 @@ class Node:
 
     def next_deadline_ns(self) -> int:
         """When :meth:`advance` must be called next; 0 = no deadline."""
+        disk = self.pages.disk
         deadlines = (
-            self.waiting.next_deadline_ns(),
+            self.waiting.next_deadline_ns() if self.waiting.count else 0,
             self.pages.next_deadline_ns(),
             self.retirement.next_deadline_ns(),
-            self.pages.disk.next_deadline_ns(),
+            disk.next_deadline_ns() if disk.exists else 0,
             self.remote.next_deadline_ns() if self.remote is not None else 0,
         )
         return min((at for at in deadlines if at), default=0)

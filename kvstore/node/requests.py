@@ -11,15 +11,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvstore import wire
-from kvstore.errors import (
+from kvstore.protocol import wire
+from kvstore.protocol.errors import (
     CapacityError,
     DurabilityUnavailable,
     InvalidArgument,
     ProtocolError,
     TransferTimeout,
 )
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
+from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.state.disk.jobs import Durable, SyncPolicy
 from kvstore.state.remote.jobs import Holding
 from kvstore.state.remote.located import LocatedChain, Span
@@ -74,8 +74,8 @@ class NodeLimits:
 class Requests:
     """The messages of sessions, carried out on one page table.
 
-    Every method raises :class:`~kvstore.errors.KVStoreError` if the node refuses; then nothing was
-    changed. ``waits``: whether the request may wait for a better answer.
+    Every method raises :class:`~kvstore.protocol.errors.KVStoreError` if the node refuses; then
+    nothing was changed. ``waits``: whether the request may wait for a better answer.
 
     Args:
         pages: the page table.
@@ -109,7 +109,7 @@ class Requests:
         space = self.space(process, request.space, request.shards)
         wire.count_keys(request.keys)
         if len(request.holder) > wire.HOLDER_CHARS_MAX or request.held < 0:
-            raise InvalidArgument("holder", "is no name of a node with a number of pages")
+            raise InvalidArgument("holder", "must be a node's name with a number of pages")
         table = self._pages
         pages, pending = table.lookup(space, request.shards, request.keys)
         on_disk = table.residents.on_disk(space, request.shards, request.keys, pages)
@@ -128,7 +128,7 @@ class Requests:
             if isinstance(further, LocatedChain):
                 pending, awaited = missing, further
             else:
-                remote, remote_s = further
+                remote, remote_s = further[0], min(further[1], wire.FETCH_S_MAX)
         return wire.Found(request.id, pages, pending, on_disk, remote, remote_s), awaited
 
     def acquire(
@@ -255,12 +255,11 @@ class Requests:
             ended = last in (PageStatus.NO_ROOM, PageStatus.NO_PARENT)
             statuses += [last if ended else PageStatus.NO_ROOM] * (count - asked)
             busy = busy or not ended
-        addresses = self._pages.slots.addresses(put.slots)
-        answer = wire.PutGranted(request.id, bytes(statuses), wire.pack_addresses(addresses), busy)
+        answer = wire.PutGranted(request.id, bytes(statuses), self._addresses(put), busy)
         self.begun.append((space.number, put.keys[:]))
         if request.follows and statuses[0] is PageStatus.NO_PARENT:
             return answer, (space.number, PrefixKey(request.parent))
-        return answer, ROOM if busy and not addresses else None
+        return answer, ROOM if busy and not put.slots else None
 
     def commit_put(self, process: Process, request: wire.CommitPut, now_ns: int) -> wire.Answer:
         """Make written pages READY; a slot for the next one is reserved, if that is asked for."""
@@ -302,7 +301,7 @@ class Requests:
 
     def _addresses(self, put: Put | None) -> bytes:
         """Where the slots of a put are; of none nothing."""
-        return b"" if put is None else wire.pack_addresses(self._pages.slots.addresses(put.slots))
+        return b"" if put is None else self._pages.slots.addresses(put.slots)
 
     def abort_put(self, process: Process, request: wire.AbortPut) -> None:
         """Abort a put; the writer has stopped."""
@@ -398,7 +397,7 @@ class Requests:
         )  # fmt: skip
         return wire.Acquired(
             request.id,
-            wire.pack_addresses(self._pages.slots.addresses(leased.lease.slots)),
+            self._pages.slots.addresses(leased.lease.slots),
             leased.digests, max(0, ready - len(leased.lease.slots)) + offered, leased.lasting,
             lease_ms, offered,
             _pack_kept(leased.kept(shard), now_ns) if process.peer.remote else b"",

@@ -1,4 +1,4 @@
-"""The SSD tier of one node: gives the state's jobs to the log, and passes on what became of them.
+"""The SSD tier of one node: passes the state's jobs to the log, and their results back.
 
 The state names slots, the log needs addresses: only this object knows both. It also passes
 recovered pages to the state.
@@ -14,9 +14,8 @@ from time import monotonic
 from typing import Any, Final
 
 from kvstore.config import SSDConfig
-from kvstore.errors import KVStoreError
 from kvstore.node.node import Node
-from kvstore.process.logs import event
+from kvstore.protocol.errors import KVStoreError
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.jobs import (
     DiskCheck,
@@ -58,6 +57,9 @@ class DiskTier:
         device: the disk of the directories; None = the machine's.
         tier: the log, not recovered yet; None = create one in ``config``'s directories.
 
+    Attributes:
+        recovered: ``pages``, ``segments`` and ``took_s``, for the log; empty if there were none.
+
     Raises:
         ConfigError, TierUnavailable: a directory cannot be used; the message names it and says why.
     """
@@ -88,6 +90,7 @@ class DiskTier:
             node.pages.residents, segments, admission, rules
         )
         self.recovery_s = 0.0
+        self.recovered: dict[str, float] = {}
         self._recover()
 
     def _recover(self) -> None:
@@ -124,8 +127,9 @@ class DiskTier:
                 gc.enable()
         self.recovery_s = monotonic() - start
         if found.segments:
-            event(log, logging.INFO, "pages recovered", pages=pages,
-                  segments=len(found.segments), took_s=self.recovery_s)  # fmt: skip
+            self.recovered = {
+                "pages": pages, "segments": len(found.segments), "took_s": self.recovery_s,
+            }  # fmt: skip
 
     # ---- jobs -------------------------------------------------------------------------------
 

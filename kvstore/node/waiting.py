@@ -11,9 +11,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvstore import wire
 from kvstore.node.copies import CopyRequests, tell_copies
 from kvstore.node.requests import Outcome, Requests, acknowledge
+from kvstore.protocol import wire
 from kvstore.state.disk.jobs import Durable
 from kvstore.state.remote.spreads import Spreading
 from kvstore.state.tree.sessions import Fetch, Process
@@ -200,13 +200,16 @@ class PatientRequests:
     Args:
         requests: the messages of sessions.
         copies: those about copies at other nodes.
+
+    Attributes:
+        first: type of a request → the answer of now, and what to wait for to get a better one; from
+            its process, itself, the time, and whether it may wait.
     """
 
     def __init__(self, requests: Requests, copies: CopyRequests) -> None:
         self._requests = requests
         self._copies = copies
-        #: Process, request, now, and whether it may wait → its answer.
-        self._first: dict[type, Callable[[Process, Any, int, bool], Outcome]] = {
+        self.first: dict[type, Callable[[Process, Any, int, bool], Outcome]] = {
             wire.Lookup: lambda process, request, _now, _waits: requests.lookup(process, request),
             wire.Acquire: lambda process, request, now_ns, waits: requests.acquire(
                 process, request, now_ns, waits=waits
@@ -222,10 +225,6 @@ class PatientRequests:
                 process, request, waits=waits
             ),
         }
-
-    def ask(self, process: Process, request: Any, now_ns: int, *, waits: bool) -> Outcome:
-        """The answer of now, and what to wait for to get a better one."""
-        return self._first[type(request)](process, request, now_ns, waits)
 
     def ask_again(
         self, process: Process, request: Any, now_ns: int, awaited: Hashable, *, waits: bool
@@ -243,4 +242,5 @@ class PatientRequests:
             case _, Spreading():
                 return tell_copies(request, awaited), None
             case _:
-                return self.ask(process, request, now_ns, waits=True)
+                may_wait = True  # who resumes it looks at its deadline
+                return self.first[type(request)](process, request, now_ns, may_wait)

@@ -1,4 +1,4 @@
-"""Python's cyclic collector, kept out of the way of a loop that many processes wait for.
+"""Keeps Python's cyclic garbage collector out of a loop that many processes wait for.
 
 A node keeps millions of objects, and nothing of what it makes ends in a cycle: objects go when
 nobody refers to them. Looking for cycles among all of them would stop its loop for seconds. So only

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from typing import Final
 
-from kvstore.errors import printable
+from kvstore.protocol.errors import printable
 
 SILENCE_S: Final = 10.0
 """Seconds after a log line in which faults of the same cause are only counted."""

@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvstore.errors import ConfigError
+from kvstore.protocol.errors import ConfigError
 
 
 def directories() -> list[tuple[Path, int]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvstore.errors import InvalidArgument, reason
+from kvstore.protocol.errors import InvalidArgument, reason
 
 
 class CertificateFiles(msgspec.Struct, frozen=True):

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from kvstore.page import Layout
+from kvstore.protocol.page import Layout
 
 Value = int | float | bool | str | None
 Joined = Literal["off", "alone", "partly", "joined"]
@@ -67,7 +67,7 @@ class Readiness(Answer, frozen=True):
 
 
 class ShardRow(Answer, frozen=True):
-    """One shard of a space, see ``kvstore.page.ShardSpec``."""
+    """One shard of a space, see ``kvstore.protocol.page.ShardSpec``."""
 
     layout: Layout
     layers: tuple[int, int]
@@ -178,7 +178,7 @@ class ProcessRow(Answer, frozen=True):
 
 
 class EngineRow(Answer, frozen=True):
-    """The engine of a session, as its adapter says; see ``kvstore.page.EngineLabel``.
+    """The engine of a session, as its adapter says; see ``kvstore.protocol.page.EngineLabel``.
 
     ``events`` and ``events_replay``: where followers connect; ``events_bind``: where they must
     listen, because the engine connects. ``block_tokens``: tokens of one of its blocks. None =

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Final, Literal
 
 from kvstore.config import HttpConfig
-from kvstore.errors import ConfigError, reason
 from kvstore.process import privatefile
+from kvstore.protocol.errors import ConfigError, reason
 
 Role = Literal["read", "operate"]
 

@@ -1,7 +1,7 @@
 """The channel between a node and its admin process: frames on a socket pair.
 
 The admin process sends operations, the node answers. Frames are those of the node's socket
-(:mod:`kvstore.wire`). Operations and answers are msgpack inside of :class:`Ask` and
+(:mod:`kvstore.protocol.wire`). Operations and answers are msgpack inside of :class:`Ask` and
 :class:`Answered`, because only the caller knows the expected type.
 """
 
@@ -12,8 +12,8 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from kvstore.errors import ProtocolError
-from kvstore.wire import FrameReader
+from kvstore.protocol.errors import ProtocolError
+from kvstore.protocol.wire import FrameReader
 
 ASK_BYTES_MAX: Final = 1 << 20
 """Maximum size of one operation: the longest has 10,000 keys in hex."""

@@ -1,4 +1,4 @@
-"""The side of a node towards the others of its cluster: all of its parts in one object.
+"""A node's side towards the other nodes of its cluster: all of its parts in one object.
 
 The node listens for others before its engines are served, and the engines of this node are served
 whether another node can be reached or not.
@@ -25,8 +25,8 @@ from kvstore.cluster.tls import client_context, credentials, server_context
 from kvstore.config import ServerConfig
 from kvstore.config.addresses import Address, is_loopback, is_wildcard, read_address
 from kvstore.node.desk import Desk
-from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.process.logs import event
+from kvstore.protocol.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.server.loans import Loans
 from kvstore.server.peers import PeerService, advertised_transports
 from kvstore.server.publish import Publication

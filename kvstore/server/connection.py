@@ -4,9 +4,9 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Final
 
-from kvstore import wire
-from kvstore.errors import ProtocolError
 from kvstore.node.desk import Desk
+from kvstore.protocol import wire
+from kvstore.protocol.errors import ProtocolError
 from kvstore.server.frames import FrameConnection, FrameConnections
 from kvstore.server.processes import Processes, credentials
 from kvstore.state.tree.sessions import Peer

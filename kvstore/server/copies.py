@@ -1,4 +1,4 @@
-"""Jobs that let other nodes have pages of this one: replicate, move to a node, drain.
+"""Jobs that copy pages to other nodes: replicate, move to a node, drain.
 
 The other nodes fetch the pages themselves (:mod:`kvstore.cluster.copier`). Nothing is dropped here
 that another node has not said to have.
@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from kvstore.cluster.copier import Copier, CopyEnd, CopyOrder
 from kvstore.cluster.records import NodeState
-from kvstore.errors import KVStoreError
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.protocol.errors import KVStoreError
+from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.server import answers, operations
 from kvstore.server.answers import JobRow
 from kvstore.server.channel import Caller
@@ -396,7 +396,7 @@ class CopyJobs:
     def _joined(self) -> CopySide:
         side = self._side()
         if side is None:
-            message = "this node is not one of a cluster: set cluster.name"
+            message = "this node is not in a cluster: set cluster.name"
             raise Refusal(409, "not_clustered", message)
         return side
 

@@ -23,7 +23,6 @@ import uvloop
 from kvstore.config import Loaded, ServerConfig, load, show, values
 from kvstore.config.machine import Needs, memory_checks, version_of
 from kvstore.config.sizes import exact
-from kvstore.errors import ConfigError, KVStoreError, TierUnavailable
 from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
@@ -31,6 +30,7 @@ from kvstore.node.ssd import DiskTier
 from kvstore.process import logs
 from kvstore.process.collector import spare_the_old
 from kvstore.process.logs import event
+from kvstore.protocol.errors import ConfigError, KVStoreError, TierUnavailable
 from kvstore.server.cluster import join
 from kvstore.server.http import HttpServer
 from kvstore.server.idle import IdleChecks
@@ -193,6 +193,8 @@ class Daemon:
         disk = DiskTier(self.config.ssd, self.node, self.memory, wake, device=self._device)
         self._undo.callback(disk.close)
         self.disk = self.desk.disk = disk
+        if disk.recovered:
+            event(log, logging.INFO, "pages recovered", **disk.recovered)
         self._announcement = Announcement(self._table, tokens=self.publication.tells_tokens)
         set_disk_budgets(self._table.keeping, self.config.admin, disk.pages.log.capacity_bytes)
 
@@ -379,17 +381,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvstore-server", description="Store KV pages for the engines of this machine."
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML configuration file")
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE",
-        help="a setting; overrides the environment (KVSTORE__SECTION__KEY) and the file",
+        help="one setting; overrides the environment (KVSTORE__SECTION__KEY) and the file",
     )  # fmt: skip
     parser.add_argument(
         "--print-config", action="store_true", help="print every setting and its source, and exit"
     )
     parser.add_argument(
         "--log-level", default="INFO", type=str.upper,
-        choices=["DEBUG", "INFO", "WARNING", "ERROR"], help="default: INFO",
+        choices=["DEBUG", "INFO", "WARNING", "ERROR"], help="minimum level to log; default: INFO",
     )  # fmt: skip
     parser.add_argument(
         "--log-format", default="text", choices=["text", "json"],

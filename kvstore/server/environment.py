@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvstore.config import ServerConfig
-from kvstore.errors import ConfigError, reason
 from kvstore.process.privatefile import token_for
+from kvstore.protocol.errors import ConfigError, reason
 
 
 def admin_socket(config: ServerConfig = ServerConfig()) -> Path:  # noqa: B008 - it is frozen

@@ -19,12 +19,12 @@ _EVENTS: Final = {
     "event_followers_cut": (
         "followers_cut", "Connections of followers of KV events that the node refused or closed.",
     ),
-    "event_replays": ("replays_served", "Requests for earlier batches that were answered."),
+    "event_replays": ("replays_served", "Replays of earlier batches that were sent."),
     "event_replays_cut": (
-        "replays_cut", "Requests for earlier batches that were not answered completely.",
+        "replays_cut", "Replays of earlier batches that were not sent completely.",
     ),
     "event_snapshot_seconds": (
-        "snapshots_s", "Seconds that the snapshots that were sent completely took.",
+        "snapshots_s", "Total seconds spent on snapshots that were sent completely.",
     ),
 }  # fmt: skip
 
@@ -40,7 +40,7 @@ def event_series(events: Mapping[str, Any]) -> Iterator[Metric]:
     )
     questions = CounterMetricFamily(
         "kvstore_event_questions",
-        "Questions of followers: snapshots, and audits or samples, by how they ended.",
+        "Requests of followers for snapshots, audits and samples, by how they ended.",
         labels=["kind", "end"],
     )
     for name in ANSWER_COUNTS:

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Final, cast
 
-from kvstore import wire
-from kvstore.errors import ProtocolError
 from kvstore.process.faults import Faults
+from kvstore.protocol import wire
+from kvstore.protocol.errors import ProtocolError
 from kvstore.server.rounds import Rounds
 from kvstore.state.tree.sessions import Peer
 

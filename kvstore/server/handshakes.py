@@ -9,8 +9,8 @@ from functools import partial
 from itertools import count
 from typing import Any, Final
 
-from kvstore import wire
-from kvstore.errors import ProtocolError
+from kvstore.protocol import wire
+from kvstore.protocol.errors import ProtocolError
 
 log = logging.getLogger(__name__)
 

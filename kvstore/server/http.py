@@ -17,11 +17,11 @@ from time import monotonic
 from typing import Any, Final
 
 from kvstore.config import Loaded, ServerConfig, values
-from kvstore.errors import ConfigError, InvalidArgument, TierUnavailable
 from kvstore.node.desk import Desk
 from kvstore.process import privatefile
 from kvstore.process.listeners import Endpoint, Listener, Tcp, Unix
 from kvstore.process.logs import event
+from kvstore.protocol.errors import ConfigError, InvalidArgument, TierUnavailable
 from kvstore.server.auth import make_token, token_file, tokens_of
 from kvstore.server.channel import (
     ALIVE_S,

@@ -9,9 +9,9 @@ from itertools import islice
 from time import monotonic, monotonic_ns
 from typing import Any, Final
 
-from kvstore.errors import InvalidArgument
 from kvstore.node.node import Node
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.server import answers, operations
 from kvstore.server.kept import KeptViews, limits_of
 from kvstore.server.naming import key_of, not_stored, space_of

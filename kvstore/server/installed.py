@@ -1,4 +1,4 @@
-"""How this installation runs what is also there in Python: its decisions and its copies."""
+"""Whether the core of this installation is compiled and its mover native."""
 
 from typing import NamedTuple
 

@@ -18,10 +18,18 @@ from typing import Final
 
 import numpy as np
 
-from kvstore import mover, wire
-from kvstore.errors import KVStoreError, TierUnavailable, printable
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, ShardSpec, SpaceIdentity, digest_seed, page_seeds
+from kvstore import mover
 from kvstore.process.logs import event
+from kvstore.protocol import wire
+from kvstore.protocol.errors import KVStoreError, TierUnavailable, printable
+from kvstore.protocol.page import (
+    DIGEST_BYTES,
+    KEY_BYTES,
+    ShardSpec,
+    SpaceIdentity,
+    digest_seed,
+    page_seeds,
+)
 from kvstore.tier.host import HostMemory
 from kvstore.transport.base import Range, Transport
 

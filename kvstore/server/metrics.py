@@ -17,11 +17,11 @@ from prometheus_client.core import (
     Metric,
 )
 
+from kvstore.protocol.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from kvstore.server.event_series import event_series
 from kvstore.server.nodes import node_list
 from kvstore.server.peer_series import copy_series, node_series, peer_series
 from kvstore.state.choice.conversations import KEEP_CAUSES
-from kvstore.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 _SLOT_STATES: Final = ("free", "writing", "ready", "pinned", "limbo", "withheld", "retiring")
 _LATENCIES: Final = {
@@ -43,10 +43,10 @@ COUNTED: Final = {
     "aborted_puts": "Aborted puts, including lost ones.",
     "lost_puts": "Puts that were aborted while their engine may still be writing.",
     "expired_leases": "Leases that expired before they were released.",
-    "gave_way_pages": "Pages of conversations that gave way to a tenant or space that keeps less.",
+    "gave_way_pages": "Pages no longer kept, in favour of a tenant or space that keeps less.",
     "shortened_keeps": "Messages that asked to keep a conversation longer than the node allows.",
-    "contradicting_pages": "Pages refused because their key is already stored after another page.",
-    "moved_extents": "Extents reassigned to pages of another size or tenant.",
+    "contradicting_pages": "Pages refused because their key is stored with another parent page.",
+    "moved_extents": "Extents reassigned to another page size or tenant.",
     "unnamed_duplicates":
         "Sessions without an engine's name, because another live engine has the same address.",
     "closed_spaces": "Idle spaces that were closed so that others could be opened.",
@@ -80,13 +80,13 @@ COUNTED: Final = {
     "peer_fetched_pages": "Pages of one shard that were read from peers and verified.",
     "peer_fetched_bytes": "Bytes of pages that were read from peers and verified.",
     "peer_missing_pages": "Pages that a read from a peer did not deliver, for any reason.",
-    "peer_retried_pages": "Of these, pages requested again from another peer, into the same slots.",
+    "peer_retried_pages": "Missing pages that were requested again from another peer.",
     "peer_late_jobs": "Reads from peers that had not ended at their deadline.",
     "peer_unsettled_jobs":
         "Reads from peers that ended while bytes could still arrive; their slots were in LIMBO.",
-    "brings": "Requests by peers that this node read pages from them and keep the copies.",
-    "spreads": "Requests by engines to copy stored pages to other nodes.",
-    "spread_copies": "Nodes that received all pages of such a request.",
+    "brings": "Requests by peers asking this node to copy pages from them.",
+    "spreads": "Requests by engines to copy stored pages to other nodes (replicas).",
+    "spread_copies": "Nodes that got all pages of a request to copy stored pages.",
     "tombstone_keys": "Removed keys whose tombstones were written to the SSDs.",
     "tombstone_keys_lost":
         "Removed keys whose tombstones could not be written; a restart may find their pages again.",
@@ -134,8 +134,8 @@ class _Snapshot:
             stats["admin"]["restarts"],
         )
         for of, help_text in (
-            ("rounds", "Times that the idle node has checked all of its state."),
-            ("pages", "Keys in the index that the node has checked while it was idle."),
+            ("rounds", "Times that the idle node has checked its whole state."),
+            ("pages", "Keys that the idle node has checked."),
         ):
             yield _counter(f"kvstore_self_check_{of}", help_text, stats["self_check"][of])
         yield from _latencies(stats)
@@ -315,9 +315,9 @@ def _wear(wear: Mapping[str, int]) -> Iterator[Metric]:
          "Bytes of ordinary pages written to the SSDs in the current day, including those carried"
          " over; a day is 24 h counted from the machine's boot. Resets to 0 each day."),
         ("day_forecast_bytes", "forecast_bytes",
-         "The same, extrapolated to a whole day at the mean rate."),
+         "Forecast of kvstore_ssd_day_bytes for the whole day, at the mean rate so far."),
         ("day_budget_bytes", "budget_bytes",
-         "The maximum of these bytes per day (ssd.bytes_per_day_max); 0 = no limit."),
+         "Maximum of kvstore_ssd_day_bytes (ssd.bytes_per_day_max); 0 = no limit."),
     ):  # fmt: skip
         yield _gauge(f"kvstore_ssd_{name}", help_text, wear[of])
 
@@ -350,7 +350,7 @@ class _Slab:
             ),
             (
                 "pages_forgotten",
-                "Copies removed because they were corrupt, must not stay, or were cleared.",
+                "Copies removed because they were corrupt, must not be kept, or were cleared.",
             ),
             ("pages_failed", "Copies that failed their digest or were abandoned."),
             ("errors", "Failed pages in the slab, and failures of its device."),
@@ -364,7 +364,7 @@ def _counters(counts: Mapping[str, int]) -> Iterator[Metric]:
         ("removed", "Pages of one shard that were dropped, by cause.", "cause", _CAUSES),
         ("refused", "Refused requests by error code, and refused connections (code connections).",
          "code", _CODES),
-        ("not_kept_pages", "Pages of conversations not kept, by cause.", "cause", KEEP_CAUSES[1:]),
+        ("not_kept_pages", "Pages not kept though asked for, by cause.", "cause", KEEP_CAUSES[1:]),
     ):  # fmt: skip
         family = CounterMetricFamily(f"kvstore_{prefix}", help_text, labels=[label])
         values = dict.fromkeys(known, 0) | {

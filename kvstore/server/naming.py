@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from kvstore.errors import InvalidArgument
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.server.refusal import Refusal
 from kvstore.state.tree.prefix_tree import PrefixTree
 

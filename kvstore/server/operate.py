@@ -7,9 +7,10 @@ from collections.abc import Callable
 from time import monotonic_ns
 from typing import Any, Final
 
-from kvstore.errors import InvalidArgument, KVStoreError
 from kvstore.node.movements import Demotion, Prefetch
-from kvstore.page import PrefixKey
+from kvstore.protocol.errors import InvalidArgument, KVStoreError
+from kvstore.protocol.page import PrefixKey
+from kvstore.protocol.wire import KEEP_KEYS_MAX
 from kvstore.server import answers, operations
 from kvstore.server.answers import JobRow
 from kvstore.server.channel import Caller
@@ -27,7 +28,6 @@ from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.tier.host import HostMemory
-from kvstore.wire import KEEP_KEYS_MAX
 
 LIMIT_S: Final = 60.0
 """Maximum time that a quota job waits for the SSDs without progress."""
@@ -167,7 +167,7 @@ class OperatorRequests:
         }  # fmt: skip
         if asked.space is None:
             if asked.key is not None:
-                raise InvalidArgument("space", "a key needs its space too")
+                raise InvalidArgument("space", "a key also needs its space")
             spaces = list(self._table.spaces)
             work = self._verifier.spaces(spaces, tiers, deadline_ns)
         elif asked.key is None:

@@ -9,8 +9,8 @@ from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
+from kvstore.protocol.wire import CONVERSATION_CHARS_MAX
 from kvstore.state.tree.places import Tier
-from kvstore.wire import CONVERSATION_CHARS_MAX
 
 KEYS_MAX: Final = 10_000
 STRETCH_MAX: Final = 1000
@@ -54,7 +54,7 @@ class ListSpaces(Operation, frozen=True):
 
 
 class ListPages(Operation, frozen=True):
-    """List the pages of a space (with ``prefix``: of a key and its descendants), in parts.
+    """List the pages of a space (with ``prefix``: a page and its descendants), in parts.
 
     ``next`` is the cursor of the next part. A part may be short, or empty, before the end. A page
     that is stored during the whole listing is listed exactly once.
@@ -81,8 +81,8 @@ class ShowPage(Operation, frozen=True):
 class ShowTokens(Operation, frozen=True):
     """Show the token ids of a page and of pages before it: the text of a prompt.
 
-    ``pages``: number of pages including the page itself; fewer are returned if they are long. It
-    changes nothing, but is logged.
+    ``pages``: number of pages including the page itself; fewer are returned if they are long.
+    The request is logged although it changes nothing.
     """
 
     space: Name
@@ -191,7 +191,7 @@ class Change(Operation, frozen=True):
 
 
 class PinPages(Change, frozen=True):
-    """Pin the pages of a key and of all keys before it, so that they stay in a tier.
+    """Pin a page and all pages before it, so that they stay in a tier.
 
     The pin ends after ``ttl_s`` seconds; 0 = it lasts until it is removed.
     """
@@ -203,10 +203,10 @@ class PinPages(Change, frozen=True):
 
 
 class KeepPages(Change, frozen=True):
-    """Keep the pages of a key and of all keys before it for a conversation.
+    """Keep a page and all pages before it for a conversation.
 
-    For ``ttl_s`` seconds from now on, on the SSDs if there are some. ``bytes_max``: what the
-    conversation may take; 0 = no limit of its own.
+    They are kept for ``ttl_s`` seconds from now on, on the SSDs if the node has any, else in
+    memory. ``bytes_max``: maximum bytes of the conversation; 0 = no limit of its own.
     """
 
     space: Name
@@ -217,7 +217,7 @@ class KeepPages(Change, frozen=True):
 
 
 class EndConversation(Change, frozen=True):
-    """Leave the pages of a conversation to the eviction policy."""
+    """Stop keeping the pages of a conversation."""
 
     space: Name
     conversation: Annotated[str, Meta(min_length=1, max_length=CONVERSATION_CHARS_MAX)]
@@ -230,21 +230,24 @@ class Unpin(Change, frozen=True):
 
 
 class Evict(Change, frozen=True):
-    """Drop the pages of a key and its descendants, or of a whole space."""
+    """Evict a page and its descendants, or all pages of a space, from every tier."""
 
     space: Name
     key: Name | None = None
 
 
 class Clear(Change, frozen=True):
-    """Empty a space, or with ``all`` every space; skip pages that are pinned or being written."""
+    """Remove all pages of a space, or with ``all`` of every space.
+
+    Pages that are pinned or being written are skipped.
+    """
 
     space: Name | None = None
     all: bool = False
 
 
 class Verify(Change, frozen=True):
-    """Read pages again and compare them with their digests; quarantine those that fail.
+    """Read stored pages and check their digests; quarantine those that fail.
 
     Verify a page (space and key), a space, or all pages if neither is given; in one tier or in all.
     """
@@ -264,11 +267,11 @@ class PrefetchPages(Change, frozen=True):
 
 
 class MovePages(Change, frozen=True):
-    """Move pages of one chain to another tier; to the SSDs: from the tail of the chain on.
+    """Move pages of one chain to another tier; to the SSDs, the tail of the chain first.
 
-    The job's ``result`` counts the keys that are in the tier at the end (``there``), that stayed
-    where they are (``kept``: in use, with descendants in memory, or without free space), and that
-    are ``missing``.
+    The job's ``result`` counts the keys that are in the target tier at the end (``there``), those
+    that were not moved (``kept``: in use, with descendants in memory, or no free space), and those
+    that are not stored (``missing``).
     """
 
     space: Name
@@ -278,11 +281,11 @@ class MovePages(Change, frozen=True):
 
 
 class ReplicatePages(Change, frozen=True):
-    """Let ``copies`` nodes of the cluster have the pages of a key and of all keys before it.
+    """Copy a page and all pages before it, so that ``copies`` nodes of the cluster have them.
 
-    The others fetch them; ``node`` is the first of them, None = they are chosen. The job's
-    ``result``: ``copies``, this node included; ``pages`` and ``bytes`` that other nodes said to
-    have; whether it is ``complete``, and if not, ``why``.
+    The other nodes fetch them. ``node`` names the preferred one; None = the node chooses. The job's
+    ``result``: ``copies``, this node included; ``pages`` and ``bytes`` that other nodes reported
+    to have; whether it is ``complete``, and if not, ``why``.
     """
 
     space: Name
@@ -293,11 +296,11 @@ class ReplicatePages(Change, frozen=True):
 
 
 class MoveToNode(Change, frozen=True):
-    """Let another node have the pages of a key and of all keys before it, then drop them here.
+    """Copy a page and all pages before it to another node, then drop them here.
 
-    ``node``: None = the node chooses. Pages are dropped only after the other node has said that it
-    has all of them, and from the last one on, up to a page that is pinned, in use, or continued by
-    others.
+    ``node``: None = the node chooses. Pages are dropped only after the other node has reported that
+    it has all of them, from the last page backwards, up to a page that is pinned, in use, or has
+    other descendants.
     """
 
     space: Name
@@ -307,12 +310,12 @@ class MoveToNode(Change, frozen=True):
 
 
 class DrainNode(Change, frozen=True):
-    """Let the other nodes have all pages of this node, the last used ones first.
+    """Copy all pages of this node to the other nodes, the most recently used ones first.
 
-    They evict nothing for it that was used later. ``bytes_per_s``: at most; 0 = no limit. The pages
-    stay here too. The job's ``result`` counts the ``pages`` that other nodes said to have, and
-    those of chains that no other node is known to have as a whole (``kept``), and says whether it
-    is ``complete``, and if not, ``why``.
+    The other nodes do not evict more recently used pages for them. ``bytes_per_s``: bandwidth
+    limit; 0 = none. The pages also stay on this node. The job's ``result`` counts the ``pages``
+    that other nodes reported to have, and the pages of chains that no other node is known to have
+    completely (``kept``); it says whether it is ``complete``, and if not, ``why``.
     """
 
     deadline_s: Annotated[float, Meta(gt=0, le=86_400)] = 600.0
@@ -322,8 +325,7 @@ class DrainNode(Change, frozen=True):
 class SetLimits(Change, frozen=True):
     """Set the quota and the reservation of a space in a tier; 0 = none.
 
-    A job moves the space's pages into separate queues and evicts pages until the space is within
-    its quota.
+    A job evicts pages until the space is within its quota.
     """
 
     space: Name

@@ -17,20 +17,20 @@ _GAUGES: Final[dict[str, tuple[str, Callable[[Mapping[str, Any]], float]]]] = {
         lambda peer: peer["state"] == "up",
     ),
     "refused": (
-        "1 = the peer or this node refuses the session: their settings do not match.",
+        "1 = the peer or this node refuses the session because their settings differ.",
         lambda peer: peer["state"] == "refused",
     ),
     "index_current": (
-        "1 = the index knows which pages the peer has; 0 = it counts as having none.",
+        "1 = the index knows which pages the peer has; 0 = the peer counts as having none.",
         lambda peer: peer["current"],
     ),
     "index_lag_seconds": (
-        "Seconds from the publication of the peer's newest events to their application here.",
+        "Seconds from the publication of the peer's newest events until this node applied them.",
         lambda peer: peer["lag_s"] or 0.0,
     ),
-    "running_reads": ("Reads from the peer under way.", lambda peer: peer["reads"]),
+    "running_reads": ("Reads from the peer in progress.", lambda peer: peer["reads"]),
     "unsettled": (
-        "Reads from the peer that have ended and whose bytes may still arrive.",
+        "Reads from the peer that have ended but whose bytes may still arrive.",
         lambda peer: peer["unsettled_reads"],
     ),
     "bytes_per_second": (
@@ -58,11 +58,11 @@ def peer_series(remote: Mapping[str, Any]) -> Iterator[Metric]:
     size.add_metric(["in_flight_max"], remote["in_flight_bytes_max"])
     yield size
     yield GaugeMetricFamily(
-        "kvstore_peer_reads", "Reads from peers under way.", value=remote["jobs"]
+        "kvstore_peer_reads", "Reads from peers in progress.", value=remote["jobs"]
     )
     yield GaugeMetricFamily(
         "kvstore_peer_unsettled_reads",
-        "Reads from peers that have ended and whose bytes may still arrive.",
+        "Reads from peers that have ended but whose bytes may still arrive.",
         value=remote["unsettled_jobs"],
     )
 
@@ -70,17 +70,17 @@ def peer_series(remote: Mapping[str, Any]) -> Iterator[Metric]:
 def copy_series(copies: Mapping[str, int]) -> Iterator[Metric]:
     """Copies of this node's pages at other nodes."""
     yield GaugeMetricFamily(
-        "kvstore_copies_running", "Requests in progress that other nodes fetch pages of this one.",
+        "kvstore_copies_running", "Requests asking other nodes to copy pages, in progress.",
         value=copies["running"],
     )  # fmt: skip
     yield CounterMetricFamily(
         "kvstore_copied_pages",
-        "Pages of one shard that other nodes had after they were asked to fetch them.",
+        "Pages of one shard that other nodes have after they were asked to fetch them.",
         value=copies["copied_pages"],
     )
     yield CounterMetricFamily(
         "kvstore_copies_failed",
-        "Requests after which another node did not have all pages.",
+        "Requests to fetch pages after which the other node did not have all of them.",
         value=copies["failed"],
     )
 
@@ -100,18 +100,18 @@ def node_series(cluster: Mapping[str, Any]) -> Iterator[Metric]:
         yield counter
     pages = CounterMetricFamily(
         "kvstore_peer_pages",
-        "Pages of one shard that were asked of the peer: read from it, missing there, and of these"
-        " retried at another peer.",
+        "Pages of one shard requested from the peer: read; missing; or missing and retried at"
+        " another peer.",
         labels=["peer", "outcome"],
     )
     faults = CounterMetricFamily(
         "kvstore_peer_faults",
-        "Sessions with the peer that broke or could not begin, by cause.",
+        "Sessions with the peer that broke or failed to start, by cause.",
         labels=["peer", "cause"],
     )
     known = GaugeMetricFamily(
         "kvstore_peer_index_pages",
-        "Pages of one shard that the index knows the peer to have, by medium.",
+        "Pages of one shard that the peer has according to the index, by medium.",
         labels=["peer", "medium"],
     )
     for peer in peers:
@@ -124,7 +124,7 @@ def node_series(cluster: Mapping[str, Any]) -> Iterator[Metric]:
     yield from (pages, faults, known)
     refused = CounterMetricFamily(
         "kvstore_cluster_refused",
-        "Connections of other nodes that this one refused, by cause.",
+        "Connections from other nodes that this node refused, by cause.",
         labels=["cause"],
     )
     for cause, count in sorted(({"cluster": 0} | cluster["not_admitted"]).items()):
@@ -133,8 +133,7 @@ def node_series(cluster: Mapping[str, Any]) -> Iterator[Metric]:
     yield from _membership(cluster["membership"])
     yield GaugeMetricFamily(
         "kvstore_cluster_directory_current",
-        "1 = the directory finds the pages of all nodes that this one has a session with, and this"
-        " node's own; as /readyz says.",
+        "1 = nodes find each other's pages: the directory is current, as /readyz says.",
         value=float(cluster["directory"] == "current"),
     )
     yield from _index(cluster["index"])
@@ -145,12 +144,12 @@ def node_series(cluster: Mapping[str, Any]) -> Iterator[Metric]:
 def _membership(member: Mapping[str, Any]) -> Iterator[Metric]:
     state = GaugeMetricFamily(
         "kvstore_cluster_membership_state",
-        "1 = the state of this node by the membership; a node of a fixed list has joined.",
+        "1 for the current membership state of this node; with a fixed list always joined.",
         labels=["state"],
     )
     changes = CounterMetricFamily(
         "kvstore_cluster_membership_changes",
-        "Times that the membership entered a state.",
+        "Changes of the membership to this state.",
         labels=["state"],
     )
     for name in ("joining", "joined", "away", "refused"):
@@ -159,7 +158,7 @@ def _membership(member: Mapping[str, Any]) -> Iterator[Metric]:
     yield from (state, changes)
     yield GaugeMetricFamily(
         "kvstore_cluster_membership_unreadable_records",
-        "Records in the membership's store that cannot be read as a node, and are ignored.",
+        "Records in etcd or Redis that do not describe a valid node and are ignored.",
         value=member["unreadable_records"],
     )
 
@@ -167,7 +166,7 @@ def _membership(member: Mapping[str, Any]) -> Iterator[Metric]:
 def _shared(shared: Mapping[str, Any]) -> Iterator[Metric]:
     """The directory in Redis."""
     for name, of, help_text in (
-        ("waiting_pages", "waiting", "Pages and changes of this node that are not announced yet."),
+        ("waiting_pages", "waiting", "Pages and changes that this node has not announced yet."),
         ("outstanding", "outstanding", "Queries to the directory without an answer yet."),
     ):
         yield GaugeMetricFamily(
@@ -180,8 +179,8 @@ def _shared(shared: Mapping[str, Any]) -> Iterator[Metric]:
     ):
         yield CounterMetricFamily(f"kvstore_cluster_directory_{name}", help_text, value=shared[of])
     for name, of, first, help_text in (
-        ("faults", "faults", "away", "Calls to the directory that failed, and what was lost."),
-        ("unanswered", "unanswered", "timeout", "Queries without an answer in time."),
+        ("faults", "faults", "away", "Failed calls to the directory and lost announcements."),
+        ("unanswered", "unanswered", "timeout", "Queries that were not answered in time."),
     ):
         counter = CounterMetricFamily(
             f"kvstore_cluster_directory_{name}", f"{help_text[:-1]}, by cause.", labels=["cause"]
@@ -194,7 +193,7 @@ def _shared(shared: Mapping[str, Any]) -> Iterator[Metric]:
 def _index(index: Mapping[str, Any]) -> Iterator[Metric]:
     for name, of, help_text in (
         ("entries", "entries", "Entries of the index of peers' pages."),
-        ("entries_max", "entries_max", "Maximum entries of that index (cluster.index_pages_max)."),
+        ("entries_max", "entries_max", "Maximum entries of the index (cluster.index_pages_max)."),
         ("resident_bytes", "resident_bytes", "Resident memory of the index process."),
     ):
         yield GaugeMetricFamily(f"kvstore_cluster_index_{name}", help_text, value=index[of])

@@ -13,11 +13,14 @@ from functools import partial
 from itertools import count
 from typing import Any, Final, cast
 
-from kvstore import wire
 from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.standing import Refusals
 from kvstore.config.addresses import is_wildcard, read_address
-from kvstore.errors import (
+from kvstore.node.desk import Desk
+from kvstore.process.faults import Faults
+from kvstore.process.listeners import Listener, parse_endpoint
+from kvstore.protocol import wire
+from kvstore.protocol.errors import (
     ConfigError,
     InvalidArgument,
     KVStoreError,
@@ -25,9 +28,6 @@ from kvstore.errors import (
     printable,
     reason,
 )
-from kvstore.node.desk import Desk
-from kvstore.process.faults import Faults
-from kvstore.process.listeners import Listener, parse_endpoint
 from kvstore.server.frames import FrameConnection, FrameConnections
 from kvstore.server.handshakes import FirstFrame, Handshakes
 from kvstore.server.loans import Loans

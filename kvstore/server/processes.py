@@ -18,7 +18,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Final, NamedTuple
 
-from kvstore.errors import ProtocolError
+from kvstore.protocol.errors import ProtocolError
 
 log = logging.getLogger(__name__)
 

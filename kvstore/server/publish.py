@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 
 from kvstore.config import EventsConfig, SocketConfig
-from kvstore.errors import ConfigError, InvalidArgument, reason
 from kvstore.events.publisher import (
     Event,
     EventPublisher,
@@ -20,7 +19,8 @@ from kvstore.events.publisher import (
 )
 from kvstore.events.questions import OpenQuestion
 from kvstore.events.zmtp import TOKEN_BYTES_MAX
-from kvstore.page import PrefixKey
+from kvstore.protocol.errors import ConfigError, InvalidArgument, reason
+from kvstore.protocol.page import PrefixKey
 from kvstore.state.tree.actions import (
     Abandoned,
     Action,

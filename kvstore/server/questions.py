@@ -26,7 +26,7 @@ from kvstore.events.questions import (
     encode_keys,
 )
 from kvstore.node.desk import Desk
-from kvstore.page import KEY_BYTES
+from kvstore.protocol.page import KEY_BYTES
 from kvstore.server.publish import MEDIA, Publication
 from kvstore.server.turns import Turns, Work
 from kvstore.state.ask.inventory import HOST, SSD, HeldPages, sample, shard_of, tiers_of, walk

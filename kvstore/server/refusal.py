@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from kvstore.errors import KVStoreError
+from kvstore.protocol.errors import KVStoreError
 
 STATUS: Final = {
     "invalid_argument": 400, "layout_mismatch": 400, "not_found": 404, "capacity": 409,

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from kvstore import wire
-from kvstore.errors import CapacityError, InvalidArgument, KVStoreError, ProtocolError
 from kvstore.node.desk import Desk
-from kvstore.page import KEY_BYTES, ShardSpec, SpaceIdentity
+from kvstore.protocol import wire
+from kvstore.protocol.errors import CapacityError, InvalidArgument, KVStoreError, ProtocolError
+from kvstore.protocol.page import KEY_BYTES, ShardSpec, SpaceIdentity
 from kvstore.server.frames import FrameConnection
 from kvstore.server.loans import LentPages, Loan, Loans
 
@@ -101,7 +101,7 @@ class ServedPeer:
 
     def _ask(self, request: _Asked) -> None:
         if request.id in self._asked:
-            raise InvalidArgument("id", f"{request.id} waits for its answer")
+            raise InvalidArgument("id", f"{request.id} is in use: its request was not answered yet")
         if len(self._asked) >= ASKED_MAX:
             raise CapacityError(f"{ASKED_MAX} requests of this node wait for their answers")
         if isinstance(request, wire.Lookup):

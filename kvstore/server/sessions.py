@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Final
 
-from kvstore.page import EngineLabel
+from kvstore.protocol.page import EngineLabel
 from kvstore.server import answers
 from kvstore.server.turns import Work
 from kvstore.state.tree.sessions import Session

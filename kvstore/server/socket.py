@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from kvstore import wire
 from kvstore.config import SocketConfig
-from kvstore.errors import CapacityError, ConfigError, KVStoreError, ProtocolError, reason
 from kvstore.node.desk import Desk
+from kvstore.protocol import wire
+from kvstore.protocol.errors import CapacityError, ConfigError, KVStoreError, ProtocolError, reason
 from kvstore.server.connection import SessionConnections
 from kvstore.server.frames import FrameConnection
 from kvstore.server.handshakes import FirstFrame, Handshakes

@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 
 from kvstore.config.machine import version_of
 from kvstore.node.desk import Desk
-from kvstore.page import PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.server import answers
 from kvstore.server.copies import CopySide
 from kvstore.server.installed import installed

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Sequence
 from typing import Final
 
-from kvstore.errors import ConfigError
+from kvstore.protocol.errors import ConfigError
 from kvstore.server.processes import credentials
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from typing import Final
 
 from kvstore.config.addresses import read_address
 from kvstore.config.cluster import ClusterConfig
-from kvstore.errors import ConfigError, InvalidArgument, TierUnavailable, reason
 from kvstore.process.faults import Faults
+from kvstore.protocol.errors import ConfigError, InvalidArgument, TierUnavailable, reason
 from kvstore.state.tree.slots import SlotTable
 from kvstore.tier.host import HostMemory
 from kvstore.transport.base import Transport

@@ -12,8 +12,8 @@ from collections.abc import Callable, Generator
 from time import monotonic_ns, perf_counter
 from typing import Any, Final, TypeVar
 
-from kvstore.errors import KVStoreError
 from kvstore.node.desk import Desk
+from kvstore.protocol.errors import KVStoreError
 from kvstore.server.refusal import Refusal
 
 T = TypeVar("T")

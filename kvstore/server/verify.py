@@ -18,8 +18,8 @@ from typing import Final
 import numpy as np
 
 from kvstore import mover
-from kvstore.errors import TierUnavailable
-from kvstore.page import digest_seed, page_seeds
+from kvstore.protocol.errors import TierUnavailable
+from kvstore.protocol.page import digest_seed, page_seeds
 from kvstore.server.jobs import OperatorJob
 from kvstore.server.turns import Work
 from kvstore.state.table.pages import PageTable

@@ -11,8 +11,8 @@ from itertools import islice
 from typing import Final
 
 from kvstore.node.node import Node
-from kvstore.page import SpaceIdentity
 from kvstore.process.logs import event
+from kvstore.protocol.page import SpaceIdentity
 from kvstore.state.tree.sessions import Session
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""What a node measures of itself: how long things took, and what lookups found. Pure.
+"""A node's own measurements: latencies, and the tiers in which lookups found pages.
 
 Times come in as nanoseconds from whoever has a clock. Both are bounded: buckets are fixed, and of
 models only the first ones are told apart, because clients choose their names.

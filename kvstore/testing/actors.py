@@ -14,8 +14,9 @@ from typing import Final
 
 import numpy as np
 
-from kvstore import mover, wire
-from kvstore.page import (
+from kvstore import mover
+from kvstore.protocol import wire
+from kvstore.protocol.page import (
     CanonicalLayout,
     PrefixKeys,
     ShardSpec,

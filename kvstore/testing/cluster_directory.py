@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from kvstore.events.publisher import Event, RemovedEvent, StoredEvent
-from kvstore.page import KEY_BYTES
+from kvstore.protocol.page import KEY_BYTES
 from kvstore.server.publish import MEDIA, events_of
 from kvstore.state.ask.inventory import walk
 from kvstore.state.remote.jobs import Holding, Locate

@@ -3,8 +3,8 @@
 from itertools import count
 from typing import Final
 
-from kvstore import wire
-from kvstore.page import PrefixKeys
+from kvstore.protocol import wire
+from kvstore.protocol.page import PrefixKeys
 from kvstore.state.tree.sessions import Peer
 from kvstore.testing.actors import (
     DELAY_NS_MAX,

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvstore import wire
 from kvstore.cluster.effects import CloseLink, Send
 from kvstore.cluster.session import PeerSession
 from kvstore.cluster.side import FetchLink, Peers
+from kvstore.protocol import wire
 from kvstore.state.remote.jobs import PeerBring, PeerFetch
 from kvstore.testing.cluster_serving import Later
 from kvstore.testing.cluster_wires import Circuit

@@ -14,7 +14,7 @@ from kvstore.cluster.side import LoopTime, Peers
 from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.disk.jobs import DiskRules
 from kvstore.state.remote.jobs import (
     FetchEnd,

@@ -10,12 +10,12 @@ from concurrent.futures import Future
 from itertools import count
 from typing import Final, cast
 
-from kvstore import wire
 from kvstore.cluster.greeting import LocalNode
-from kvstore.errors import KVStoreError, ProtocolError
 from kvstore.mover.memory import memory_at
 from kvstore.node.desk import Desk
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
+from kvstore.protocol import wire
+from kvstore.protocol.errors import KVStoreError, ProtocolError
+from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.server.frames import FrameConnection
 from kvstore.server.loans import LentPages, Loan, Loans
 from kvstore.server.served import ServedPeer

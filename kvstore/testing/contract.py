@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
 import numpy as np
 
-from kvstore import mover, wire
+from kvstore import mover
 from kvstore.client.embedded import Embedded
 from kvstore.client.resources import StoreResources
 from kvstore.client.space import Space
 from kvstore.config import HostConfig
-from kvstore.errors import CapacityError, KVStoreError, PageCorrupt
-from kvstore.page import PrefixKeys, ShardSpec
+from kvstore.protocol import wire
+from kvstore.protocol.errors import CapacityError, KVStoreError, PageCorrupt
+from kvstore.protocol.page import PrefixKeys, ShardSpec
 from kvstore.state.table.slab import PageSet
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.places import Place, record_bytes

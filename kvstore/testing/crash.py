@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
-from kvstore.errors import CapacityError, KVStoreError, PeerUnreachable, TransferTimeout
-from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity
+from kvstore.protocol.errors import CapacityError, KVStoreError, PeerUnreachable, TransferTimeout
+from kvstore.protocol.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity
 from kvstore.testing.server import Server, ServerError, wait_for
 
 Say = Callable[[str], None]

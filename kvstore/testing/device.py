@@ -21,7 +21,7 @@ import numpy as np
 
 from kvstore import mover
 from kvstore.mover.kvpool import KVPool
-from kvstore.page import KEY_BYTES, page_seeds
+from kvstore.protocol.page import KEY_BYTES, page_seeds
 from kvstore.tier import lane as lanes
 from kvstore.tier.lane import Device, DeviceCopy, DeviceEvent, DeviceStream, Lane, PagesInHost
 

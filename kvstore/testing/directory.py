@@ -24,15 +24,15 @@ from kvstore.cluster.announcing import (
     ChangeEntries,
     Claim,
     PageAnnouncement,
-    Pause,
     Renew,
     Step,
+    WaitUntil,
     Withdraw,
 )
 from kvstore.cluster.entries import EntryNames, usable_prefixes
 from kvstore.cluster.page_store import AnnouncedNumber, ChangedPages, DirectoryFault, PageStore
 from kvstore.events.publisher import Event, EventBatch, RemovedEvent, StoredEvent
-from kvstore.page import KEY_BYTES, page_keys
+from kvstore.protocol.page import KEY_BYTES, page_keys
 
 WAIT_S: Final = 30.0
 _CLUSTER: Final = "c"
@@ -121,7 +121,7 @@ class AnnouncingNode:
                 case Withdraw(number, token):
                     await self._store.withdraw(number, token)
                     state.withdrawn()
-                case Pause():
+                case WaitUntil():
                     pass
         except DirectoryFault as fault:
             state.failed(fault.cause, now_ns)
@@ -131,7 +131,7 @@ class AnnouncingNode:
     async def run(self) -> None:
         """Take steps until cancelled."""
         while True:
-            if isinstance(await self.step(monotonic_ns()), Pause):
+            if isinstance(await self.step(monotonic_ns()), WaitUntil):
                 await asyncio.sleep(0.002)
 
 

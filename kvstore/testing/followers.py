@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from kvstore.events.publisher import BlockHash, Event, RemovedEvent, StoredEvent
-from kvstore.page import KEY_BYTES
+from kvstore.protocol.page import KEY_BYTES
 from kvstore.server.publish import MEDIA, events_of
 from kvstore.state.ask.inventory import HeldPages, walk
 from kvstore.state.table.pages import PageTable

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
-from kvstore.errors import CapacityError, InvalidArgument
 from kvstore.handoff.memory import AuxSlots
 from kvstore.handoff.ranks import INSTANCE_BYTES, RankGroup, RankPart
 from kvstore.handoff.receiving import Receivers
 from kvstore.handoff.sending import Senders
 from kvstore.handoff.state_data import StateKind
 from kvstore.handoff.states import HandoffProgress, Patience, State, least
+from kvstore.protocol.errors import CapacityError, InvalidArgument
 from kvstore.testing.handoff_memory import BLOCK_TOKENS, LAYERS, EnginePools, HeldBlocks
 from kvstore.testing.handoff_processes import SECOND, HandoffProcess
 from kvstore.testing.handoff_registry import EVERY_NS, registering

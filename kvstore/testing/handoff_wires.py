@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from kvstore.errors import InvalidArgument, KVStoreError
 from kvstore.handoff.effects import Effect, EndLink, Landing, PushJob, SendTo, Submit
 from kvstore.handoff.greeting import PROTOCOL, Greeter, LinkGreeting
 from kvstore.handoff.memory import digests_of, landing_places
@@ -24,6 +23,7 @@ from kvstore.handoff.staging import Staging
 from kvstore.handoff.states import FailureCode, HandoffFailure, HandoffSide, Layer
 from kvstore.mover.memory import memory_at
 from kvstore.mover.ranges import Places
+from kvstore.protocol.errors import InvalidArgument, KVStoreError
 from kvstore.testing.handoff_links import HandoffLink, HandoffLinks
 from kvstore.testing.handoff_processes import SECOND, HandoffOutcome, HandoffProcess
 from kvstore.testing.timeline import Timeline

@@ -161,7 +161,7 @@ class ScenePlace:
         """Wait for a standing; returns why it is so."""
         try:
             async with asyncio.timeout(within_s):
-                async for _, standing in self.membership.told():
+                async for _, standing in self.membership.changes():
                     if (standing.state, standing.field) == (state, field):
                         return standing.why
         except TimeoutError:
@@ -470,7 +470,7 @@ class LeasedContract:
             await scene.harmed.put("c", b"\xff not JSON")
             await scene.harmed.put("d", write_record(B))  # the record of another name
             await a.sees(A, B)
-            async for _, standing in a.membership.told():
+            async for _, standing in a.membership.changes():
                 if standing.unreadable == 2:
                     return
 

@@ -14,13 +14,14 @@ from typing import Final
 
 import numpy as np
 
-from kvstore import mover, wire
+from kvstore import mover
 from kvstore.config import SSDConfig
 from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
 from kvstore.node.ssd import DiskTier
-from kvstore.page import (
+from kvstore.protocol import wire
+from kvstore.protocol.page import (
     CanonicalLayout,
     PrefixKey,
     PrefixKeys,

@@ -19,9 +19,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Final, NamedTuple
 
-from kvstore import wire
-from kvstore.errors import CapacityError
-from kvstore.page import KEY_BYTES, CanonicalLayout, ShardSpec, SpaceIdentity, page_keys
+from kvstore.protocol import wire
+from kvstore.protocol.errors import CapacityError
+from kvstore.protocol.page import KEY_BYTES, CanonicalLayout, ShardSpec, SpaceIdentity, page_keys
 from kvstore.state.tree.actions import PageStatus
 
 PAGES: Final = 1000

@@ -12,7 +12,7 @@ from random import Random
 from typing import Final
 
 from kvstore.config import SSDConfig
-from kvstore.page import PrefixKeys, page_keys
+from kvstore.protocol.page import PrefixKeys, page_keys
 from kvstore.state.disk.jobs import SyncPolicy, WritePolicy
 from kvstore.testing.failing_power import FailingPower, PowerCut
 from kvstore.testing.life import SHARDS, Life, Page, Promises, Toll

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.page import ALL_KEYS, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.page import ALL_KEYS, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.disk.jobs import DiskTombstone, PageRecord
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.table.adopt import FoundSegment, adopt

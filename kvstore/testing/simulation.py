@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
-from kvstore import wire
 from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
+from kvstore.protocol import wire
 from kvstore.state.disk.jobs import DiskRules
 from kvstore.state.table.deadlines import AGAIN_NS
 from kvstore.state.tree.sessions import Peer

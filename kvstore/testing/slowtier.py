@@ -4,8 +4,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from kvstore.errors import CapacityError, KVStoreError, PageCorrupt, TierUnavailable
 from kvstore.node.desk import Desk
+from kvstore.protocol.errors import CapacityError, KVStoreError, PageCorrupt, TierUnavailable
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk import jobs as diskjobs
 from kvstore.state.disk.jobs import DiskJob, DiskRules

@@ -8,7 +8,7 @@ from time import monotonic
 from typing import Final
 
 from kvstore.cluster.store import CALL_S, LEASE_S
-from kvstore.errors import InvalidArgument, PeerUnreachable, TransferTimeout
+from kvstore.protocol.errors import InvalidArgument, PeerUnreachable, TransferTimeout
 
 POLL_S: Final = 0.02
 HISTORY_MAX: Final = 64

@@ -18,8 +18,8 @@ from typing import ClassVar, Final
 import numpy as np
 
 from kvstore import mover
-from kvstore.errors import PageCorrupt
-from kvstore.page import (
+from kvstore.protocol.errors import PageCorrupt
+from kvstore.protocol.page import (
     CanonicalLayout,
     PrefixKey,
     ShardSpec,

@@ -10,7 +10,7 @@ from itertools import count
 from random import Random
 from typing import Final
 
-from kvstore.page import ShardSpec
+from kvstore.protocol.page import ShardSpec
 
 PAGE_BYTES: Final = 4096
 EXTENT_BYTES: Final = 4 * PAGE_BYTES

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvstore import mover
-from kvstore.page import DIGEST_BYTES
+from kvstore.protocol.page import DIGEST_BYTES
 from kvstore.transport.base import PageTransfer, Range
 
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]

@@ -18,7 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar, Final, Protocol, TypeVar
 
-from kvstore.errors import CapacityError, InvalidArgument, KVStoreError, NotFound, TransferTimeout
+from kvstore.protocol.errors import (
+    CapacityError,
+    InvalidArgument,
+    KVStoreError,
+    NotFound,
+    TransferTimeout,
+)
 from kvstore.testing.transfer_pages import Bytes, TransferPages, any_memory
 from kvstore.transport.base import (
     TICKET_BYTES,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvstore.config.sizes import exact, rounded
-from kvstore.errors import CapacityError, ConfigError, KVStoreError, TierUnavailable
+from kvstore.protocol.errors import CapacityError, ConfigError, KVStoreError, TierUnavailable
 from kvstore.tier.disk import Disk, FileSystem
 from kvstore.tier.record import (
     IDENTITY_NAME,

@@ -1,4 +1,4 @@
-"""KV pools on a device: gathers pages there, and spreads them over an engine's blocks.
+"""KV pools on a device: gathers pages there, and scatters them to an engine's blocks.
 
 Everything is done in torch operations, which run alike on ``cuda`` and on ``cpu``. In a device's
 staging memory pages lie in page order, so one copy moves them between there and the host; one
@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 
 from kvstore import mover
-from kvstore.errors import DeviceUnavailable, InvalidArgument
 from kvstore.mover.kvpool import KVPool
+from kvstore.protocol.errors import DeviceUnavailable, InvalidArgument
 from kvstore.tier.lane import (
     Device,
     DeviceCopy,

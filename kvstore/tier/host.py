@@ -20,8 +20,8 @@ from time import monotonic
 from typing import Final
 
 from kvstore import mover
-from kvstore.errors import TierUnavailable
 from kvstore.mover.memory import give_back, keep_from_children, map_shared, unmap
+from kvstore.protocol.errors import TierUnavailable
 from kvstore.state.tree.slots import Replacement
 from kvstore.tier import kernel
 from kvstore.tier.stale import MemoryRecord, inode_of
@@ -105,10 +105,13 @@ class HostMemory:
         self._closing = False
         self._thread: threading.Thread | None = None
         if prefault:
-            self._thread = threading.Thread(
-                target=self._prefault, name="kvstore-prefault", daemon=True
-            )
-            self._thread.start()
+            self.start_prefault()
+
+    def start_prefault(self) -> None:
+        """Touch all memory in the background from now on; until then it can be mapped faster."""
+        assert self._thread is None
+        self._thread = threading.Thread(target=self._prefault, name="kvstore-prefault", daemon=True)
+        self._thread.start()
 
     def create(self, numbers: Iterable[int]) -> None:
         """Create the memory of these extents.
@@ -221,7 +224,7 @@ class HostMemory:
             self._descriptors.clear()
         for exchange in self._exchanges.values():
             if exchange.thread is not None and exchange.thread.is_alive():
-                log.error("memory of an extent is still being freed: not closed")
+                log.error("the memory of an extent is still being freed, so it is not closed")
             elif exchange.descriptor is not None:
                 descriptors.append(exchange.descriptor)
         self._exchanges.clear()

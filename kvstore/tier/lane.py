@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import mover
-from kvstore.errors import DeviceUnavailable
-from kvstore.page import DIGEST_BYTES
+from kvstore.protocol.errors import DeviceUnavailable
+from kvstore.protocol.page import DIGEST_BYTES
 
 SLICE_BYTES = 4 << 20
 """Size of a slice of the ring, or one page if that is larger: enough to keep a device busy, small

@@ -1,4 +1,4 @@
-"""Blocks of a pool on a device for handoffs: gathered into pinned memory, and spread from it.
+"""Blocks of a device pool for handoffs: gathered to pinned memory, and scattered from it.
 
 Everything is done in torch operations, which run alike on ``cuda`` and on ``cpu``. One operation
 for each plane gathers or spreads all blocks of a copy; one copy moves them between the device's
@@ -13,9 +13,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from kvstore.errors import DeviceUnavailable, InvalidArgument
 from kvstore.mover.kvpool import HeadRows, KVPool
 from kvstore.mover.push_way import BlockRows, DeviceFence, DeviceWay, StartedCopy, slot_count
+from kvstore.protocol.errors import DeviceUnavailable, InvalidArgument
 from kvstore.tier.gpu import item_of, open_device, plane_view
 from kvstore.tier.lane import Device, DeviceEvent
 

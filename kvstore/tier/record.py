@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.errors import ConfigError, InvalidArgument
-from kvstore.page import (
+from kvstore.protocol.errors import ConfigError, InvalidArgument
+from kvstore.protocol.page import (
     DIGEST_BYTES,
     KEY_BYTES,
     PAIR_BYTES_MAX,
@@ -104,7 +104,7 @@ class ForeignLog(Exception):
 class Header:
     """A record header, decoded and with a valid checksum.
 
-    ``pair``: see :func:`kvstore.page.pack_pair`.
+    ``pair``: see :func:`kvstore.protocol.page.pack_pair`.
     """
 
     kind: Kind
@@ -120,7 +120,7 @@ class Header:
 
 @lru_cache(maxsize=1024)
 def unpack_pair(packed: bytes) -> Pair:
-    """Decode what :func:`~kvstore.page.pack_pair` encoded.
+    """Decode what :func:`~kvstore.protocol.page.pack_pair` encoded.
 
     Raises:
         ForeignLog: the space or shard is not valid in this version.
@@ -134,7 +134,7 @@ def unpack_pair(packed: bytes) -> Pair:
 
 @lru_cache(maxsize=1024)
 def pair_seed(space: SpaceIdentity, shard: ShardSpec) -> int:
-    """:func:`kvstore.page.digest_seed`, which takes 20 us, cached."""
+    """:func:`kvstore.protocol.page.digest_seed`, which takes 20 us, cached."""
     return digest_seed(space, shard)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import mover
-from kvstore.page import ALL_KEYS, KEY_BYTES, page_seeds
+from kvstore.protocol.page import ALL_KEYS, KEY_BYTES, page_seeds
 from kvstore.state.disk.log import SEGMENT_PAIRS_MAX
 from kvstore.state.tree.places import BLOCK_BYTES, HEADER_BYTES, Place, footer_bytes, record_bytes
 from kvstore.tier.disk import Disk

@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
+from kvstore.protocol.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.state.disk.log import SEGMENT_PAIRS_MAX
 from kvstore.state.tree.places import FOOTER_ENTRY_BYTES, footer_bytes
 from kvstore.tier.directories import OpenDirectory, failure

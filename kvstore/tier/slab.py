@@ -28,9 +28,9 @@ import numpy.typing as npt
 import torch
 
 from kvstore import mover
-from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.mover.kvpool import KVPool
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKeys, page_seeds
+from kvstore.protocol.errors import CapacityError, InvalidArgument, TierUnavailable
+from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKeys, page_seeds
 from kvstore.state.table.slab import Held, PageSet, Reservation, SlabIndex
 from kvstore.state.tree.slots import SLOT_ALIGNMENT
 from kvstore.tier.staging import Pages, WayIn, on_stream
@@ -164,7 +164,7 @@ class DeviceSlab:
             if pages.slot_bytes > self._extent_bytes and not self._too_large:
                 self._too_large = pages.slot_bytes
                 log.warning(
-                    "pages of %d bytes do not fit the slab's extents of %d: none is promoted;"
+                    "pages of %d bytes do not fit the slab's extents of %d: no page is promoted;"
                     " device_slab.capacity_bytes must be %d or more",
                     pages.page_bytes, self._extent_bytes, pages.slot_bytes * EXTENTS_MIN,
                 )  # fmt: skip
@@ -240,7 +240,9 @@ class DeviceSlab:
             )  # fmt: skip
             good = count if ok.all() else int(np.argmin(ok))
             if good < count and not (progress is not None and progress.cancelled):
-                log.error("page %s failed its digest in the slab: forgotten", keys[good].hex()[:16])
+                log.error(
+                    "page %s failed its digest in the slab: copy removed", keys[good].hex()[:16]
+                )
                 with self._changed:
                     self._errors += 1
                     self._index.forget(pages, keys[good])
@@ -271,7 +273,7 @@ class DeviceSlab:
             self._finish()
             with self._changed:
                 self._errors += 1
-            log.warning("no memory on %s to spread pages over blocks: %s", self.device, error)
+            log.warning("no memory on %s to scatter pages to blocks: %s", self.device, error)
             return 0
         except RuntimeError as error:
             self._break(error)
@@ -298,7 +300,7 @@ class DeviceSlab:
             self._way_in.close()
             self._memory = self._memory.new_empty(0)
         else:
-            log.error("the slab's memory stays: a move has not ended for %s s", timeout_s)
+            log.error("the slab's memory is not freed: a copy has not ended for %s s", timeout_s)
 
     # ---- internal ---------------------------------------------------------------------------
 
@@ -328,7 +330,7 @@ class DeviceSlab:
             if self._broken:
                 return
             self._broken = f"broken ({error})"
-        log.error("the slab on %s is out of use, pages come from the node: %s", self.device, error)
+        log.error("the slab on %s is disabled, pages come from the node: %s", self.device, error)
 
     def _offsets(self, slots: list[Any]) -> npt.NDArray[np.int64]:
         places = (self._index.slots.address(slot) for slot in slots)

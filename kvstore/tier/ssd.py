@@ -14,7 +14,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, cast
 
-from kvstore.errors import CapacityError, ConfigError, KVStoreError, TierUnavailable
+from kvstore.protocol.errors import CapacityError, ConfigError, KVStoreError, TierUnavailable
 from kvstore.state.disk.jobs import (
     DiskCheck,
     DiskCopy,

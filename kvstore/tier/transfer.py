@@ -13,9 +13,9 @@ from typing import Final
 import numpy as np
 
 from kvstore import mover
-from kvstore.errors import InvalidArgument, KVStoreError, PageCorrupt
 from kvstore.mover.memory import memory_at
-from kvstore.page import pack_pair, page_seeds
+from kvstore.protocol.errors import InvalidArgument, KVStoreError, PageCorrupt
+from kvstore.protocol.page import pack_pair, page_seeds
 from kvstore.state.disk.jobs import (
     DiskCheck,
     DiskCopy,

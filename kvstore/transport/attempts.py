@@ -12,7 +12,7 @@ was moving. Where there are only writes, those that have not failed end first (`
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.errors import (
+from kvstore.protocol.errors import (
     CapacityError,
     InvalidArgument,
     KVStoreError,
@@ -106,7 +106,7 @@ class Attempts:
             InvalidArgument: its number is in use.
         """
         if transfer.number in self._attempts:
-            raise InvalidArgument("number", f"transfer {transfer.number} is under way")
+            raise InvalidArgument("number", f"transfer {transfer.number} is in progress")
         refusal = self._refusal(transfer, now_ns)
         if refusal is not None:
             missing = bytes(len(transfer.remote))

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import mover
-from kvstore.errors import InvalidArgument, KVStoreError
 from kvstore.mover import DIGEST_BYTES
+from kvstore.protocol.errors import InvalidArgument, KVStoreError
 
 TICKET_BYTES = 16
 PLACE_BYTES = 8
@@ -98,7 +98,7 @@ class PageTransfer:
         if not 0 < count <= PAGES_MAX:
             raise InvalidArgument("remote", f"{count} pages are not 1 to {PAGES_MAX}")
         if self.page_bytes <= 0 or any(one.length != self.page_bytes for one in self.remote):
-            raise InvalidArgument("remote", "its pages are not all of one length")
+            raise InvalidArgument("remote", "its pages differ in length")
         if len(self.ticket) != TICKET_BYTES:
             raise InvalidArgument("ticket", f"{len(self.ticket)} bytes are not {TICKET_BYTES}")
         if self.local.shape != (count,):

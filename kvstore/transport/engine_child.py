@@ -21,8 +21,8 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from kvstore.errors import KVStoreError
 from kvstore.mover.memory import huge_bytes, map_shared, prefer_huge_pages, unmap
+from kvstore.protocol.errors import KVStoreError
 from kvstore.transport.base import PageArrival, PageTransfer, Range
 from kvstore.transport.engine_messages import (
     Contacted,

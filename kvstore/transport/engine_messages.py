@@ -1,4 +1,4 @@
-"""What a node and its processes with a Mooncake engine tell each other, over a socket pair.
+"""Messages between a node and its Mooncake engine processes, over a socket pair.
 
 A message is msgpack with a length of four bytes before it. The descriptor of a :class:`MapMemory`
 comes with its bytes. The socket's end is the end of the process.
@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from kvstore.errors import ProtocolError
+from kvstore.protocol.errors import ProtocolError
 from kvstore.transport.base import PageTransfer
 
 MESSAGE_BYTES_MAX: Final = 64 << 20

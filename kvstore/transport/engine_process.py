@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Final
 
-from kvstore.errors import ProtocolError
+from kvstore.protocol.errors import ProtocolError
 from kvstore.transport.engine_messages import (
     FromEngine,
     MessageReader,

@@ -8,7 +8,7 @@ import struct
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-from kvstore.errors import InvalidArgument, KVStoreError, NotFound, ProtocolError
+from kvstore.protocol.errors import InvalidArgument, KVStoreError, NotFound, ProtocolError
 from kvstore.transport.base import Range
 
 MAGIC: Final = b"KVTP"

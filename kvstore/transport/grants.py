@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from kvstore.errors import CapacityError, InvalidArgument
+from kvstore.protocol.errors import CapacityError, InvalidArgument
 from kvstore.transport.base import PAGES_MAX, TICKET_BYTES, Range
 from kvstore.transport.frames import RANGE_BYTES, DataHead, DataKind, DataStatus, pack_ranges
 from kvstore.transport.streams import DataStream

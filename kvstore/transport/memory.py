@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.errors import (
+from kvstore.mover.memory import memory_at
+from kvstore.protocol.errors import (
     CapacityError,
     InvalidArgument,
     KVStoreError,
@@ -20,7 +21,6 @@ from kvstore.errors import (
     TransferError,
     TransferTimeout,
 )
-from kvstore.mover.memory import memory_at
 from kvstore.transport.base import (
     TICKET_BYTES,
     PageArrival,
@@ -143,7 +143,7 @@ class MemoryNetwork:
             self.at(answer_ns, lambda: self._arrive(moving))
         elif fate.pages:
             self.at(answer_ns, lambda: moving.by.end(moving, refusal))
-        late = TransferTimeout("the peer did not go on before the deadline")
+        late = TransferTimeout("the peer made no progress before the deadline")
         self.at(transfer.deadline_ns, lambda: moving.by.end(moving, late))
 
     def fate_of(self, by: str, transfer: PageTransfer) -> Fate:
@@ -271,7 +271,7 @@ class MemoryTransport:
     ) -> None:
         """See :class:`kvstore.transport.base.Transport`."""
         if len(ticket) != TICKET_BYTES or ticket in self.tickets:
-            raise InvalidArgument("ticket", "it is in use, or not 16 bytes")
+            raise InvalidArgument("ticket", "already in use, or not 16 bytes")
         self.tickets[ticket] = _Ticket(dict(ranges), deadline_ns, write)
 
     def revoke(self, ticket: bytes, *, ended: bool = False) -> bool:  # noqa: ARG002
@@ -332,7 +332,7 @@ class MemoryTransport:
 
     def _submit(self, transfer: PageTransfer, *, write: bool) -> None:
         if transfer.number in self._under_way:
-            raise InvalidArgument("number", f"transfer {transfer.number} is under way")
+            raise InvalidArgument("number", f"transfer {transfer.number} is in progress")
         fate = self._network.fate_of(self.endpoint, transfer)
         moving = _Moving(self, transfer, fate, write=write)
         wanted = self._in_flight() + transfer.total_bytes

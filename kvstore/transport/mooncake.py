@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.errors import ConfigError, InvalidArgument, TransferError
+from kvstore.protocol.errors import ConfigError, InvalidArgument, TransferError
 from kvstore.transport.attempts import Attempts, Give
 from kvstore.transport.base import (
     PLACE_BYTES,
@@ -188,7 +188,7 @@ class MooncakeTransport:
     def _submit(self, transfer: PageTransfer, *, write: bool) -> None:
         transfer.check(verified=not write)
         if len(transfer.addresses) != PLACE_BYTES * len(transfer.remote):
-            raise InvalidArgument("addresses", "the peer told no address of each page")
+            raise InvalidArgument("addresses", "the peer did not send an address for each page")
         with self._lock:
             why = "the transport is closed" if self._closed else ""
             # The process may still have other memory under the same addresses.
@@ -266,7 +266,7 @@ class MooncakeTransport:
         until_s = time.monotonic() + END_S
         for engine in self._engines():
             if not engine.end(until_s):
-                _log.error("a Mooncake process was killed and has not ended")
+                _log.error("a Mooncake process is still running after it was killed")
         left = [own for ask, own in self._asked if isinstance(ask, UnmapMemory)]
         for own in [*left, *(own for _, own in self._registered.values())]:
             os.close(own)

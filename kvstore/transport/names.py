@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from kvstore.errors import PeerUnreachable, TransferTimeout, reason
+from kvstore.protocol.errors import PeerUnreachable, TransferTimeout, reason
 
 Resolve = Callable[[str], list[str]]
 """Returns the addresses of a host name; may wait."""

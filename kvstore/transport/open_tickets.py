@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvstore.errors import CapacityError
+from kvstore.protocol.errors import CapacityError
 from kvstore.transport.base import Range
 from kvstore.transport.grants import TICKETS_MAX, Tickets
 

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from kvstore.errors import KVStoreError, PeerUnreachable, ProtocolError
 from kvstore.mover.memory import memory_at
+from kvstore.protocol.errors import KVStoreError, PeerUnreachable, ProtocolError
 from kvstore.transport.frames import (
     HEAD_BYTES,
     RANGE_BYTES,
@@ -104,7 +104,7 @@ class PageOwner:
         try:
             thread.start()
         except RuntimeError as error:  # no more threads
-            _log.warning("a connection for pages is refused: %s", error)
+            _log.warning("refused a connection to the data port: %s", error)
             self._refuse(caller)
             return
         caller.thread = thread

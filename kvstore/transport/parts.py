@@ -1,4 +1,4 @@
-"""A transfer under way: the parts it is split into, and what has arrived. Changed under one lock.
+"""A transfer in progress: its parts, and what has arrived. Changed under one lock.
 
 A transfer is split so that several connections carry it: while the bytes of one part are digested,
 those of another arrive.
@@ -7,7 +7,7 @@ those of another arrive.
 from collections.abc import Iterator
 from typing import Final
 
-from kvstore.errors import KVStoreError
+from kvstore.protocol.errors import KVStoreError
 from kvstore.transport.base import PageArrival, PageTransfer, TransferEnd
 from kvstore.transport.frames import RANGES_MAX, DataKind, pack_ranges
 from kvstore.transport.streams import DataStream

@@ -11,7 +11,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Final
 
-from kvstore.errors import (
+from kvstore.mover.memory import memory_at
+from kvstore.protocol.errors import (
     CapacityError,
     InvalidArgument,
     KVStoreError,
@@ -19,7 +20,6 @@ from kvstore.errors import (
     TransferError,
     TransferTimeout,
 )
-from kvstore.mover.memory import memory_at
 from kvstore.transport.base import PageArrival, PageTransfer, TransferEnd
 from kvstore.transport.frames import (
     ANSWER_BYTES,
@@ -96,7 +96,7 @@ class PageReader:
         under_way = UnderWay(transfer, kind, CONNECTIONS)
         with self._lock:
             if transfer.number in self._under_way:
-                raise InvalidArgument("number", f"transfer {transfer.number} is under way")
+                raise InvalidArgument("number", f"transfer {transfer.number} is in progress")
             refusal = self._refusal(transfer)
             if refusal is None:
                 self._under_way[transfer.number] = under_way
@@ -162,7 +162,7 @@ class PageReader:
             )
         full = transfer.endpoint not in self._lanes and len(self._lanes) >= PEERS_MAX
         if full and not self._end_idle():
-            return CapacityError(f"transfers with {PEERS_MAX} peers are under way", "peers")
+            return CapacityError(f"transfers with {PEERS_MAX} peers are in progress", "peers")
         return None
 
     def _end_idle(self) -> bool:

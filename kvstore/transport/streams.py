@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
-from kvstore.errors import InvalidArgument, PeerUnreachable, TransferTimeout, reason
+from kvstore.protocol.errors import InvalidArgument, PeerUnreachable, TransferTimeout, reason
 from kvstore.transport.names import HostNames
 
 BUFFERS_MAX: Final = 256
@@ -242,7 +242,7 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except (TimeoutError, BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
-        raise TransferTimeout("the peer did not go on before the deadline") from error
+        raise TransferTimeout("the peer made no progress before the deadline") from error
     except (OSError, ValueError) as error:
         raise PeerUnreachable(f"the connection broke: {reason(error)}") from error
 

@@ -205,7 +205,7 @@ class TcpTransport:
             return True
         except OSError as error:
             self._counts["accepts_failed"] += 1
-            _log.warning("a connection for pages cannot be accepted: %s", error)
+            _log.warning("cannot accept a connection to the data port: %s", error)
             return False
         self._owner.take(accepted)
         return True

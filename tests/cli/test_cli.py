@@ -13,7 +13,7 @@ from rich.console import Console
 from kvstore.cli import command, main, show, top
 from kvstore.cli.remote import Remote
 from kvstore.cli.top import frame
-from kvstore.errors import PeerUnreachable
+from kvstore.protocol.errors import PeerUnreachable
 from kvstore.server import client
 from kvstore.server.auth import token_file
 from tests.client.conftest import READY, Daemon, arguments
@@ -91,10 +91,10 @@ def test_a_kept_conversation_says_how_much_of_it_is_kept(kvstore, stored):
 
     status, told = kvstore(*keep, "--max-bytes", PAGE_BYTES)
     assert (status, told.startswith("c: 1 pages are kept for ")) == (0, True)
-    assert "; the others are left to the policy: " in told
+    assert "; the others may be evicted: " in told
     assert "--max-bytes is reached (bytes)" in told
     assert kvstore(*keep)[1].startswith("c: 3 pages are kept for ")
-    assert kvstore(*end) == (0, "c: 3 pages are left to the policy\n")
+    assert kvstore(*end) == (0, "c: 3 pages may now be evicted\n")
     assert kvstore(*end) == (0, "c: was not kept\n")
     assert kvstore("keep", stored.label, UNKNOWN, "c")[0] == 1
 

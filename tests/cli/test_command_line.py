@@ -15,7 +15,7 @@ from kvstore.cli import main, names, show
 from kvstore.cli.command import _fell_short
 from kvstore.cli.names import Names
 from kvstore.cli.remote import Remote
-from kvstore.errors import InvalidArgument, NotFound
+from kvstore.protocol.errors import InvalidArgument, NotFound
 from tests.client.conftest import READY, Daemon, arguments
 from tests.server.conftest import PAGE_BYTES, Stored
 

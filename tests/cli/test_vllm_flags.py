@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.cli import main
 from kvstore.cli.vllm_flags import asked_flags
-from kvstore.errors import NotFound
+from kvstore.protocol.errors import NotFound
 
 
 def test_the_flag_names_the_socket_of_the_node(daemon, capsys):

@@ -18,7 +18,13 @@ from kvstore.client.space import Space
 from kvstore.client.store import KVStore
 from kvstore.config import DeviceSlabConfig
 from kvstore.mover.kvpool import KVPool
-from kvstore.page import CanonicalLayout, OpaqueLayout, PrefixKeys, ShardSpec, SpaceIdentity
+from kvstore.protocol.page import (
+    CanonicalLayout,
+    OpaqueLayout,
+    PrefixKeys,
+    ShardSpec,
+    SpaceIdentity,
+)
 from kvstore.server import client
 from tests.client.peer import Peer
 from tests.conftest import Process, Spawn

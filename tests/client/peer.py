@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from kvstore import wire
 from kvstore.client.exchange import Connection
 from kvstore.client.link import Link
+from kvstore.protocol import wire
 
 TIMEOUT_S = 10.0
 SHORT_S = 0.1

@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvstore import wire
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
-from kvstore.page import PrefixKeys
+from kvstore.protocol import wire
+from kvstore.protocol.page import PrefixKeys
 from tests.client.conftest import SIZE
 
 BLOCK = 64 * 4 * 4 * 2

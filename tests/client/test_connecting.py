@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import wire
 from kvstore.client import endpoint, link
 from kvstore.client.endpoint import fetch_extents, nobody_listens, open_socket
 from kvstore.client.exchange import Connection
 from kvstore.client.link import Link
-from kvstore.errors import PeerUnreachable, ProtocolError, TransferTimeout
+from kvstore.protocol import wire
+from kvstore.protocol.errors import PeerUnreachable, ProtocolError, TransferTimeout
 from tests.client.peer import SHORT_S, TIMEOUT_S, answer
 
 # Connecting

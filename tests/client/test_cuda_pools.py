@@ -5,7 +5,7 @@ import pytest
 
 from kvstore.client.store import KVStore
 from kvstore.mover.kvpool import KVPool
-from kvstore.page import CanonicalLayout, ShardSpec
+from kvstore.protocol.page import CanonicalLayout, ShardSpec
 from tests.client.conftest import content, new_keys, open_space
 
 torch = pytest.importorskip("torch")

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import zmq
 
-from kvstore import wire
 from kvstore.events.publisher import EventBatch, RemovedEvent, StoredEvent
 from kvstore.mover.kvpool import KVPool
+from kvstore.protocol import wire
 from kvstore.server import client
 from tests.client.conftest import (
     FLAT,

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from kvstore.errors import TierUnavailable
+from kvstore.protocol.errors import TierUnavailable
 from kvstore.server.daemon import take_back
 from kvstore.state.tree.slots import SlotTable
 from kvstore.tier.host import HostMemory

@@ -12,7 +12,7 @@ from kvstore import mover
 from kvstore.client.loads import LoadState
 from kvstore.client.store import KVStore
 from kvstore.mover.kvpool import KVPool
-from kvstore.page import CanonicalLayout, ShardSpec
+from kvstore.protocol.page import CanonicalLayout, ShardSpec
 from tests.client.conftest import (
     CAPACITY_BYTES,
     EXTENT_BYTES,

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from kvstore import wire
 from kvstore.client.store import KVStore
-from kvstore.errors import CapacityError, InvalidArgument, TierUnavailable
+from kvstore.protocol import wire
+from kvstore.protocol.errors import CapacityError, InvalidArgument, TierUnavailable
 from tests.client.conftest import (
     CAPACITY_BYTES,
     TIMEOUT_S,
@@ -94,6 +94,7 @@ def test_where_no_descriptor_is_left_reads_miss_and_puts_are_refused():
     with KVStore.open(CAPACITY_BYTES) as store:
         space = open_space(store)
         keys, pages = new_keys(space, 2), content(2, space.page_bytes[0])
+        store._link._mapping.close()  # as after a change of tenants
         with no_descriptors(), pytest.raises(CapacityError):
             space.put(keys, pages)
         space.put(keys, pages)
@@ -103,6 +104,22 @@ def test_where_no_descriptor_is_left_reads_miss_and_puts_are_refused():
             assert space.get(keys, out) == 0
             assert len(space.get(keys)) == 0
         assert store.troubles == {"capacity": 2}
+
+
+def test_puts_and_reads_of_a_store_that_is_open_need_no_descriptor():
+    with KVStore.open(CAPACITY_BYTES) as store:
+        space = open_space(store)
+        keys, pages = new_keys(space, 2), content(2, space.page_bytes[0])
+        out = content(2, space.page_bytes[0])
+        with no_descriptors():
+            assert space.put(keys, pages).stored == 2
+            assert space.get(keys, out) == 2
+        assert all(np.array_equal(one, page) for one, page in zip(out, pages, strict=True))
+
+
+def test_memory_is_touched_in_the_background_if_that_is_asked_for(wait_until):
+    with KVStore.open(CAPACITY_BYTES, prefault=True) as store:
+        wait_until(lambda: store._link.memory.populated_bytes() == CAPACITY_BYTES)
 
 
 def test_memory_that_cannot_be_had_is_refused_and_leaves_nothing_behind():

@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore import wire
 from kvstore.client.store import KVStore
-from kvstore.errors import (
+from kvstore.mover.kvpool import KVPool
+from kvstore.node import ssd
+from kvstore.protocol import wire
+from kvstore.protocol.errors import (
     DurabilityUnavailable,
     InvalidArgument,
     KVStoreError,
     TierUnavailable,
 )
-from kvstore.mover.kvpool import KVPool
-from kvstore.node import ssd
 from kvstore.state.disk.jobs import DiskRules
 from kvstore.testing.disk import DiskFault, FaultyDisk
 from kvstore.tier.disk import OSDisk

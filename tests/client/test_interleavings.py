@@ -10,16 +10,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore import wire
 from kvstore.client import exchange, link
 from kvstore.client.exchange import Connection
 from kvstore.client.link import SETTLE_WAIT_S, Link
 from kvstore.client.mapping import Use
-from kvstore.errors import KVStoreError
 from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
-from kvstore.page import CanonicalLayout, ShardSpec, SpaceIdentity, page_keys
+from kvstore.protocol import wire
+from kvstore.protocol.errors import KVStoreError
+from kvstore.protocol.page import CanonicalLayout, ShardSpec, SpaceIdentity, page_keys
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.sessions import Peer
 from kvstore.state.tree.slots import Slot, SlotState, SlotTable

@@ -9,8 +9,8 @@ import pytest
 from kvstore.client import jobs
 from kvstore.client.jobs import MustWaitError, RestoreJob, StoreJob, Worker
 from kvstore.client.results import RestoreResult
-from kvstore.errors import CapacityError, KVStoreError, PeerUnreachable, TransferTimeout
 from kvstore.mover import Progress
+from kvstore.protocol.errors import CapacityError, KVStoreError, PeerUnreachable, TransferTimeout
 
 TIMEOUT_S = 10.0
 

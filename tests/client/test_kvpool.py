@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.errors import InvalidArgument, LayoutMismatch
 from kvstore.mover.kvpool import KVPool
+from kvstore.protocol.errors import InvalidArgument, LayoutMismatch
 
 
 @given(

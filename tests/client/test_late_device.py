@@ -13,8 +13,8 @@ import pytest
 
 from kvstore.client import jobs
 from kvstore.client.store import KVStore
-from kvstore.errors import CapacityError, DeviceUnavailable, InvalidArgument
 from kvstore.mover.kvpool import KVPool
+from kvstore.protocol.errors import CapacityError, DeviceUnavailable, InvalidArgument
 from tests.client.conftest import (
     CAPACITY_BYTES,
     EXTENT_BYTES,

@@ -6,10 +6,10 @@ from time import monotonic
 
 import pytest
 
-from kvstore import wire
 from kvstore.client import exchange
 from kvstore.client.exchange import Connection
-from kvstore.errors import KVStoreError, PeerUnreachable, ProtocolError, TransferTimeout
+from kvstore.protocol import wire
+from kvstore.protocol.errors import KVStoreError, PeerUnreachable, ProtocolError, TransferTimeout
 from tests.client.peer import SHORT_S, TIMEOUT_S, Held, answer, connection_of
 
 # What has no answer

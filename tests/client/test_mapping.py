@@ -23,8 +23,8 @@ from hypothesis.stateful import (
 from kvstore import mover
 from kvstore.client import forks
 from kvstore.client.mapping import Mapping, Region, Use
-from kvstore.errors import ProtocolError, TierUnavailable
-from kvstore.wire import pack_addresses
+from kvstore.protocol.errors import ProtocolError, TierUnavailable
+from kvstore.protocol.wire import ADDRESS
 from tests.client.conftest import mapped_bytes
 
 EXTENT = 4 << 20
@@ -77,7 +77,7 @@ def mapping(extents: Extents) -> Iterator[Mapping]:
 
 
 def at(*numbers: int, offset: int = 0) -> bytes:
-    return pack_addresses([(number, 1, offset) for number in numbers])
+    return np.array([(number, 1, offset) for number in numbers], ADDRESS).tobytes()
 
 
 def first_byte(address: int) -> int:

@@ -12,7 +12,6 @@ from time import monotonic
 import numpy as np
 import pytest
 
-from kvstore import wire
 from kvstore.client.stores import Storer
 from kvstore.engine.identity import EngineFacts, Group, shard_specs, space_identity
 from kvstore.engine.messages import Blocks, Load, Store
@@ -20,7 +19,8 @@ from kvstore.engine.opening import Opening
 from kvstore.engine.ranks import HeadSplit
 from kvstore.engine.worker import WorkerSide, memory_of
 from kvstore.mover.kvpool import KVPool
-from kvstore.page import PrefixKeys, page_keys
+from kvstore.protocol import wire
+from kvstore.protocol.page import PrefixKeys, page_keys
 from tests.client.conftest import Daemon
 
 LAYERS, BLOCKS, HEAD_BYTES, PAGE, BLOCK = 3, 40, 512, 4, 2
@@ -202,7 +202,7 @@ def test_what_one_rank_does_not_write_another_one_does(make, wait_until, monkeyp
 
 
 def test_at_an_older_node_each_rank_offers_all_pages(make, wait_until, monkeypatch):
-    monkeypatch.setattr("kvstore.wire.TURNS_MINOR", wire.PROTOCOL_MINOR + 1)
+    monkeypatch.setattr("kvstore.protocol.wire.TURNS_MINOR", wire.PROTOCOL_MINOR + 1)
     engine = make(1, 2)
     prompt, keys = new_prompt()
     engine.store(prompt, keys, wait_until)

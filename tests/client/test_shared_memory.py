@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore import wire
 from kvstore.client import link
 from kvstore.client.link import Link
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
-from kvstore.errors import CapacityError
+from kvstore.protocol import wire
+from kvstore.protocol.errors import CapacityError
 from tests.client.conftest import (
     READY,
     TIMEOUT_S,

@@ -15,9 +15,9 @@ from kvstore.client.promotion import Promotion
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
 from kvstore.config import DeviceSlabConfig
-from kvstore.errors import InvalidArgument, TierUnavailable
 from kvstore.mover.kvpool import KVPool
-from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec
+from kvstore.protocol.errors import InvalidArgument, TierUnavailable
+from kvstore.protocol.page import CanonicalLayout, PrefixKeys, ShardSpec
 from tests.client.conftest import (
     CAPACITY_BYTES,
     EXTENT_BYTES,

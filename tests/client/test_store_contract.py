@@ -7,12 +7,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore import wire
 from kvstore.client.results import Hit, PutResult
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
-from kvstore.errors import CapacityError, InvalidArgument, LayoutMismatch
-from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec
+from kvstore.protocol import wire
+from kvstore.protocol.errors import CapacityError, InvalidArgument, LayoutMismatch
+from kvstore.protocol.page import CanonicalLayout, PrefixKeys, ShardSpec
 from tests.client.conftest import (
     FLAT,
     OPAQUE,

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from kvstore import mover
-from kvstore.errors import KVStoreError, NotFound, TransferError
 from kvstore.mover.memory import memory_at
-from kvstore.page import DIGEST_BYTES
+from kvstore.protocol.errors import KVStoreError, NotFound, TransferError
+from kvstore.protocol.page import DIGEST_BYTES
 from kvstore.transport.base import PageArrival, PageTransfer, Range, TransferEnd, TransportEvent
 
 

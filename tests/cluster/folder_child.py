@@ -8,8 +8,8 @@ from pathlib import Path
 
 from kvstore.cluster.child import ClusterCompanion
 from kvstore.cluster.messages import StorePlace
-from kvstore.errors import PeerUnreachable
 from kvstore.index.child import serve
+from kvstore.protocol.errors import PeerUnreachable
 
 PAUSE_S = 0.01
 AWAY = "away"

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import msgspec
 
-from kvstore import wire
 from kvstore.cluster.serving import EventTunnels
 from kvstore.events.publisher import EventBatch, EventPublisher, RemovedEvent, StoredEvent
 from kvstore.events.questions import END, HEAD, PAGES, OpenQuestion
-from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity
 from kvstore.process.tls import CertificateFiles
+from kvstore.protocol import wire
+from kvstore.protocol.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity
 
 HELD_S_MAX = 20.0
 CERTIFICATES = Path(__file__).parent / "certificates"

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 from typing import Any
 
-from kvstore import wire
+from kvstore.protocol import wire
 from kvstore.server.peers import PeerService
 from tests.cluster.fake_transport import Network
 from tests.cluster.whole_node import (

@@ -2,9 +2,11 @@
 
 from typing import Any
 
-from kvstore import wire
+import numpy as np
+
 from kvstore.cluster.greeting import LocalNode
-from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
+from kvstore.protocol import wire
+from kvstore.protocol.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
 from kvstore.state.remote.jobs import PeerFetch
 from kvstore.state.tree.slots import Slot
 
@@ -24,7 +26,7 @@ def job(number: int, deadline_ns: int, keys: PrefixKeys = KEYS, scope: str = "")
 
 
 def addresses(pages: int) -> bytes:
-    return wire.pack_addresses([(1, 7, at * 4096) for at in range(pages)])
+    return np.array([(1, 7, at * 4096) for at in range(pages)], wire.ADDRESS).tobytes()
 
 
 def welcome(number: int, **fields: Any) -> wire.PeerWelcome:

@@ -245,7 +245,7 @@ def test_pages_are_announced_again_before_they_expire(monkeypatch: pytest.Monkey
         node.store(*pages_of(0, 16))
         for _ in range(3 * 3_600):
             pages.now_ms += 1_000
-            while not isinstance(await node.step(pages.now_ms * 1_000_000), announcing.Pause):
+            while not isinstance(await node.step(pages.now_ms * 1_000_000), announcing.WaitUntil):
                 pass
             assert pages.now_ms < 5_000 or await located(pages, 0) == {"a": 16}
         assert node.announcing.completed == 3 * 60 // 25 + 1
@@ -287,7 +287,7 @@ def test_pages_of_a_snapshot_are_announced_at_a_bounded_rate_and_changes_at_once
             one.add("5" * 64, "a" * 16, "CPU", bytes(32 * 10_000))
         sent = []
         for now_ms in range(1_500):
-            while not isinstance(await node.step(now_ms * 1_000_000), announcing.Pause):
+            while not isinstance(await node.step(now_ms * 1_000_000), announcing.WaitUntil):
                 pass
             sent.append(node.announcing.pages)
         assert 45_000 <= sent[999] <= 60_000

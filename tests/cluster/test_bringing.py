@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from kvstore import wire
 from kvstore.cluster import bringing
 from kvstore.cluster.bringing import BRINGS_MAX, BringEnded
 from kvstore.cluster.effects import CloseLink, Send
 from kvstore.cluster.session import MS, PeerSession
-from kvstore.errors import (
+from kvstore.protocol import wire
+from kvstore.protocol.errors import (
     CapacityError,
     KVStoreError,
     LayoutMismatch,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from kvstore.cluster.records import NodeRecord
-from kvstore.errors import PeerUnreachable
+from kvstore.protocol.errors import PeerUnreachable
 from kvstore.transport.base import TransferSettled
 from tests.cluster.fake_transport import Network
 from tests.cluster.whole_node import KEYS, WholeNode, local, reading, serving, whole_node

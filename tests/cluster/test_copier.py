@@ -4,8 +4,8 @@ import pytest
 
 from kvstore.cluster import copier as copying
 from kvstore.cluster.copier import Copier, CopyEnd, CopyOrder, preference
-from kvstore.errors import PeerUnreachable
-from kvstore.page import CanonicalLayout, ShardSpec, SpaceIdentity, page_keys
+from kvstore.protocol.errors import PeerUnreachable
+from kvstore.protocol.page import CanonicalLayout, ShardSpec, SpaceIdentity, page_keys
 from kvstore.state.remote.jobs import BringEnd, PeerBring, Spread, SpreadEnd
 
 IDENTITY = SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=2)

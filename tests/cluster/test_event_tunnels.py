@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import wire
 from kvstore.cluster import serving
 from kvstore.cluster.serving import EventTunnels
 from kvstore.config import EventsConfig, SocketConfig
@@ -19,8 +18,9 @@ from kvstore.events import zmtp
 from kvstore.events.publisher import END_OF_REPLAY, EventPublisher
 from kvstore.index.channel import EventConnection
 from kvstore.index.credentials import PeerCredentials
-from kvstore.page import page_keys
 from kvstore.process.tls import CertificateFiles
+from kvstore.protocol import wire
+from kvstore.protocol.page import page_keys
 from kvstore.server.publish import Publication
 from tests.cluster.nodes import PeerNode, files, nodes, shard
 from tests.loops import eventually, in_loop

@@ -94,7 +94,7 @@ async def test_a_silent_node_is_waited_for_however_long_its_lease_lasts(
     seen: set[str] = set()
     try:
         await membership.join(A_ELSEWHERE)
-        async with aclosing(membership.told()) as changes:
+        async with aclosing(membership.changes()) as changes:
             async for _, standing in changes:
                 seen.add(standing.state)
                 if standing.state == "joined":

@@ -3,7 +3,7 @@
 from contextlib import AsyncExitStack
 from time import monotonic_ns
 
-from kvstore.page import DIGEST_BYTES
+from kvstore.protocol.page import DIGEST_BYTES
 from tests.cluster.whole_node import KEYS, linked, reading, serving, two_nodes
 from tests.loops import eventually, in_loop
 

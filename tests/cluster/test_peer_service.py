@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstore import wire
-from kvstore.errors import ConfigError
-from kvstore.page import ALL_KEYS
+from kvstore.protocol import wire
+from kvstore.protocol.errors import ConfigError
+from kvstore.protocol.page import ALL_KEYS
 from kvstore.server import handshakes, served
 from tests.cluster.raw_peer import FOLLOW, HELLO, scene
 from tests.cluster.whole_node import (

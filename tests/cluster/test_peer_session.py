@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import wire
 from kvstore.cluster.effects import CloseLink, Ended, PeerStanding, Send, StartTransfer
 from kvstore.cluster.session import (
     FETCHES_MAX,
@@ -18,7 +17,8 @@ from kvstore.cluster.session import (
     PeerSession,
 )
 from kvstore.cluster.ways import Way
-from kvstore.errors import (
+from kvstore.protocol import wire
+from kvstore.protocol.errors import (
     CapacityError,
     LayoutMismatch,
     PageCorrupt,

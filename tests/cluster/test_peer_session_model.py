@@ -8,7 +8,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvstore import wire
 from kvstore.cluster.effects import (
     CancelTransfer,
     CloseLink,
@@ -19,7 +18,8 @@ from kvstore.cluster.effects import (
 )
 from kvstore.cluster.session import MS, PeerSession
 from kvstore.cluster.ways import Way
-from kvstore.errors import (
+from kvstore.protocol import wire
+from kvstore.protocol.errors import (
     TransferError,
 )
 from kvstore.state.remote.jobs import FetchEnd, PeerFetch

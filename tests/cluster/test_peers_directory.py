@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from kvstore import wire
 from kvstore.cluster.directory import PeersDirectory, index_settings
 from kvstore.cluster.membership import LocalMembership
 from kvstore.cluster.records import SCHEME, NodeRecord
@@ -15,8 +14,9 @@ from kvstore.index.control import IndexSettings, SourceBounds
 from kvstore.index.credentials import PeerCredentials
 from kvstore.index.face import PrefixIndex
 from kvstore.index.process import IndexProcess
-from kvstore.page import PrefixKeys, ShardSpec, SpaceIdentity, page_keys
 from kvstore.process.tls import CertificateFiles
+from kvstore.protocol import wire
+from kvstore.protocol.page import PrefixKeys, ShardSpec, SpaceIdentity, page_keys
 from kvstore.state.remote.jobs import Holding, Locate
 from tests.cluster.nodes import SPACE, PeerNode, files, nodes, shard
 from tests.local_index import LocalIndex

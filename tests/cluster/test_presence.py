@@ -7,12 +7,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from kvstore import wire
 from kvstore.cluster import presence
 from kvstore.cluster.claiming import Presence
 from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.presence import PresenceCheck
 from kvstore.cluster.records import NodeRecord
+from kvstore.protocol import wire
 from tests.cluster.fake_transport import Network
 from tests.cluster.whole_node import SCHEME, context, local, serving, whole_node
 from tests.loops import in_loop

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from kvstore.page import DIGEST_BYTES
+from kvstore.protocol.page import DIGEST_BYTES
 from kvstore.server import loans
 from kvstore.transport.base import TicketEnded
 from tests.cluster.test_two_nodes import two_nodes

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvstore import wire
 from kvstore.cluster import standing
 from kvstore.cluster.links import PeerLink
 from kvstore.cluster.standing import Refusals, Standing
+from kvstore.protocol import wire
 from tests.cluster.fake_transport import Network
 from tests.cluster.whole_node import NODES, local, reading, serving, whole_node
 from tests.loops import eventually

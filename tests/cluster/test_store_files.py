@@ -7,7 +7,7 @@ import pytest
 
 from kvstore.cluster.access import EndpointTurns, Login, StoreServers, read_login, tls_context
 from kvstore.cluster.stores import open_store
-from kvstore.errors import ConfigError, InvalidArgument
+from kvstore.protocol.errors import ConfigError, InvalidArgument
 
 CERTIFICATES = Path(__file__).parent / "certificates"
 

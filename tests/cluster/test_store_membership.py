@@ -18,10 +18,10 @@ from kvstore.cluster.membership import STORE_NODES_MAX, StoreMembership, used_no
 from kvstore.cluster.messages import ChildSettings, Join, Leave, NodesFound, StorePlace
 from kvstore.cluster.records import JoinStanding, NodeRecord, write_record
 from kvstore.cluster.talk import ChildTalk
-from kvstore.errors import PeerUnreachable
 from kvstore.index.control import IndexSettings, SourceBounds
 from kvstore.index.credentials import PeerCredentials
 from kvstore.index.process import IndexProcess
+from kvstore.protocol.errors import PeerUnreachable
 from tests.cluster.fake_transport import Network
 from tests.cluster.folder_child import AWAY
 from tests.cluster.whole_node import KEYS, SCHEME, WholeNode, reading, serving, whole_node

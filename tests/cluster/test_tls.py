@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.cluster.tls import certificate_files, client_context, server_context
 from kvstore.config.cluster import ClusterConfig
-from kvstore.errors import ConfigError
+from kvstore.protocol.errors import ConfigError
 from tests.cluster.nodes import CERTIFICATES, files
 
 GOOD = msgspec.structs.asdict(files())

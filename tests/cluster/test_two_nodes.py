@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvstore import wire
 from kvstore.cluster import session as pace
-from kvstore.errors import PageCorrupt, PeerUnreachable, TransferTimeout
 from kvstore.mover.memory import memory_at
-from kvstore.page import DIGEST_BYTES
+from kvstore.protocol import wire
+from kvstore.protocol.errors import PageCorrupt, PeerUnreachable, TransferTimeout
+from kvstore.protocol.page import DIGEST_BYTES
 from kvstore.server import loans
 from kvstore.state.remote.jobs import Locate
 from kvstore.transport.base import TransferSettled

@@ -13,7 +13,7 @@ from kvstore.cluster.page_store import DirectoryFault
 from kvstore.cluster.redis_client import redis_clients
 from kvstore.cluster.redis_pages import CALL_S, RedisPages
 from kvstore.cluster.redis_records import RedisStore
-from kvstore.errors import PeerUnreachable
+from kvstore.protocol.errors import PeerUnreachable
 from tests.loops import in_loop
 
 NAME = b"n" * 13

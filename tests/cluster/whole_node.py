@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore import mover, wire
+from kvstore import mover
 from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.membership import LocalMembership, Membership
 from kvstore.cluster.side import Peers
@@ -20,7 +20,8 @@ from kvstore.mover.memory import memory_at
 from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
-from kvstore.page import (
+from kvstore.protocol import wire
+from kvstore.protocol.page import (
     CanonicalLayout,
     PrefixKeys,
     ShardSpec,

@@ -14,7 +14,7 @@ import pytest
 from kvstore.client.jobs import StoreJob
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
-from kvstore.page import PrefixKeys
+from kvstore.protocol.page import PrefixKeys
 from kvstore.server import client
 from tests.conftest import Process, Spawn, wait_for
 from tests.faults import content

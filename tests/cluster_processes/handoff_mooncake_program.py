@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.errors import ConfigError
 from kvstore.handoff import mooncake
 from kvstore.handoff.mooncake import MooncakeLanding, MooncakeWriter
 from kvstore.handoff.places import unpack_ranges
@@ -18,6 +17,7 @@ from kvstore.handoff.prefill import PrefillManager
 from kvstore.handoff.registry import HandoffRegistry
 from kvstore.handoff.shared_memory import SharedMemory
 from kvstore.handoff.states import FailureCode, State
+from kvstore.protocol.errors import ConfigError
 from tests.cluster_processes import handoff_mooncake_ranks as of_ranks
 from tests.cluster_processes.handoff_mooncake_scene import (
     NEW,

@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Final, NamedTuple
 
 from kvstore.client.store import KVStore
-from kvstore.errors import KVStoreError
+from kvstore.protocol.errors import KVStoreError
 from tests.faults import content
 
 CHAINS: Final = 32

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.errors import CapacityError, ConfigError, KVStoreError, TransferTimeout
+from kvstore.protocol.errors import CapacityError, ConfigError, KVStoreError, TransferTimeout
 from kvstore.testing.mooncake import CHECKS, MEMORY_BYTES, MooncakePair
 from kvstore.testing.transfer_pages import TransferPages
 from kvstore.testing.transport import TransportContract, TransportDriver

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.cli import main
-from kvstore.errors import TooFewCopies
+from kvstore.protocol.errors import TooFewCopies
 from tests.cluster_processes.conftest import ClusterScene, is_chain, read
 from tests.cluster_processes.failing_stores import ClusterStores
 from tests.conftest import wait_for

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.client.space import Space
-from kvstore.errors import PeerUnreachable
+from kvstore.protocol.errors import PeerUnreachable
 from tests.cluster_processes.conftest import (
     CLEAN_WAIT_S,
     FETCH_WAIT_S,

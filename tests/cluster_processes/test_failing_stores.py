@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from kvstore.client.space import Space
-from kvstore.page import PrefixKeys
+from kvstore.protocol.page import PrefixKeys
 from kvstore.transport.reader import CONNECTIONS
 from tests.cluster_processes.conftest import (
     FETCH_WAIT_S,

@@ -12,7 +12,7 @@ from kvstore.cluster.entries import NAME_BYTES, EntryNames
 from kvstore.cluster.page_store import ChangedPages
 from kvstore.cluster.redis_client import redis_clients
 from kvstore.cluster.redis_pages import CALL_S, RedisPages
-from kvstore.page import PrefixKeys
+from kvstore.protocol.page import PrefixKeys
 from tests.cluster_processes.conftest import ClusterNode, ClusterScene, fetch, is_chain, read
 from tests.cluster_processes.failing_stores import ClusterStores, shared
 from tests.conftest import WaitUntil

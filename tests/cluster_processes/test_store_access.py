@@ -14,7 +14,7 @@ from kvstore.cluster.page_store import AnnouncedNumber, ChangedPages
 from kvstore.cluster.records import write_record
 from kvstore.cluster.redis_client import redis_clients
 from kvstore.cluster.redis_pages import CALL_S, RedisPages
-from kvstore.errors import KVStoreError
+from kvstore.protocol.errors import KVStoreError
 from kvstore.testing.leased import A, B, Scene
 from tests.cluster_processes.store_scenes import (
     CERTIFICATES,

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from kvstore import wire
 from kvstore.cluster.records import SCHEME
+from kvstore.protocol import wire
 from tests.cluster.nodes import files
 from tests.cluster_processes.conftest import (
     CLEAN_WAIT_S,

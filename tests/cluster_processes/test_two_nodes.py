@@ -9,7 +9,7 @@ from time import monotonic
 import numpy as np
 import pytest
 
-from kvstore.page import CanonicalLayout, ShardSpec, SpaceIdentity, page_keys
+from kvstore.protocol.page import CanonicalLayout, ShardSpec, SpaceIdentity, page_keys
 from tests.cluster_processes.conftest import (
     CLEAN_WAIT_S,
     FETCH_WAIT_S,

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvstore.page import page_keys
+from kvstore.protocol.page import page_keys
 
 RECORDED = Path(__file__).with_name("recorded_views.json")
 PAGE_TOKENS = 4

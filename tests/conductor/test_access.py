@@ -18,9 +18,9 @@ from conductor.config import HttpConfig, load_conductor
 from conductor.front.auth import Auth
 from conductor.service import main
 from kvstore.config import show
-from kvstore.errors import ConfigError
 from kvstore.process import privatefile
 from kvstore.process.faults import Faults
+from kvstore.protocol.errors import ConfigError
 from tests.conductor.fakes import OPERATE, FakeEngine, bearer, serving
 from tests.loops import in_loop
 

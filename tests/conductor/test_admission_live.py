@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from conductor.config import ConductorConfig, load_conductor
 from conductor.service import admission_rules
-from kvstore.errors import ConfigError
+from kvstore.protocol.errors import ConfigError
 from tests.conductor.fakes import Client, FakeEngine, serving
 from tests.loops import eventually, in_loop
 

@@ -15,7 +15,7 @@ from conductor.front import bringing
 from conductor.routing.bringing import Wish
 from kvstore.cluster.records import NodeRecord, write_record
 from kvstore.events.publisher import EventPublisher
-from kvstore.page import page_keys
+from kvstore.protocol.page import page_keys
 from kvstore.testing.stores import MemoryRecords, MemoryStore
 from tests.conductor.fakes import OPERATE, Client, FakeEngine, FakeNode, serving, session_of
 from tests.conductor.test_service import LOOPBACK, stored

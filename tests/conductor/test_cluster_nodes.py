@@ -12,9 +12,9 @@ from conductor.front.guarding import Guard
 from conductor.front.nodes import Nodes
 from conductor.service import index_settings
 from kvstore.cluster.records import NodeRecord, write_record
-from kvstore.errors import ConfigError
 from kvstore.events.publisher import EventPublisher
 from kvstore.process.faults import Faults
+from kvstore.protocol.errors import ConfigError
 from kvstore.testing.stores import MemoryRecords, MemoryStore
 from tests.conductor.fakes import (
     Client,

@@ -8,7 +8,7 @@ from conductor.routing.choices import Assign, Reject
 from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.policy import POLICIES
-from conductor.routing.requests import DispatchLimits, Request, reach
+from conductor.routing.requests import DispatchLimits, Request, tokens_max
 from conductor.routing.scheduler import Scheduler
 from tests.conductor.fakes import FakeEngine, like_vllm, serving
 from tests.loops import eventually, in_loop
@@ -32,7 +32,7 @@ def engine(name: str, role: str, length: int) -> EngineInfo:
     ],
 )
 def test_the_longest_pair_or_engine_counts(engines: list[tuple[str, int]], most: float) -> None:
-    assert reach(engine(f"e{n}", *one) for n, one in enumerate(engines)) == most
+    assert tokens_max(engine(f"e{n}", *one) for n, one in enumerate(engines)) == most
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -66,7 +66,7 @@ async def test_engines_tell_their_limit_and_a_client_is_told_the_largest() -> No
         status, answer, headers = await client.complete(list(range(40)), max_tokens=8)
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
         assert answer["error"]["type"] == "invalid_request_error"
-        assert "48 tokens with its answer, at most 40 are possible" in answer["error"]["message"]
+        assert "48 tokens with its answer; at most 40 are possible" in answer["error"]["message"]
         assert "Retry-After" not in headers
         assert (await client.decision(headers["X-Request-Id"]))["outcome"] == "rejected"
         for _ in range(3):

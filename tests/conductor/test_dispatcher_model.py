@@ -81,7 +81,7 @@ class ModelOfDispatcher(RuleBasedStateMachine):
         return []
 
     def is_push(self, first: EngineInfo, second: EngineInfo) -> bool:
-        return first.offers == second.offers == "push"
+        return first.preferred_protocol == second.preferred_protocol == "push"
 
     def decoders(self, first: EngineInfo, well: list[EngineInfo]) -> list[EngineInfo]:
         same = [one for one in well if (one.protocol == "once") == (first.protocol == "once")]

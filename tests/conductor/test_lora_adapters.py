@@ -16,7 +16,7 @@ from engine_adapters.vllm.names import names_of
 from kvstore.engine.identity import chain_seed
 from kvstore.engine.requests import weights_fingerprint
 from kvstore.events.publisher import EventPublisher, StoredEvent
-from kvstore.page import page_keys
+from kvstore.protocol.page import page_keys
 from tests.conductor.fakes import Client, FakeEngine, like_vllm, serving
 from tests.conductor.test_prefixes import ONE, PAGE, SPACE, TOKENS, Cluster
 from tests.loops import eventually, in_loop

@@ -12,7 +12,7 @@ from kvstore.index.layout import TableLayout
 from kvstore.index.scope import key_chains, scope_seed
 from kvstore.index.table import IndexReader
 from kvstore.index.writer import IndexWriter
-from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.server.publish import events_of
 from kvstore.state.tree.actions import Action, Removed, Stored, TierRemoved, TierStored
 from kvstore.state.tree.prefix_tree import PrefixTree, Shard

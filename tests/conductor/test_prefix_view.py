@@ -12,7 +12,7 @@ from conductor.routing.places import engine_worker
 from conductor.routing.prefixes import PrefixView
 from kvstore.index.control import IndexReport, IndexSettings, Source, SourceBounds
 from kvstore.index.feed import WorkerFeed
-from kvstore.page import page_keys
+from kvstore.protocol.page import page_keys
 from tests.local_index import LocalIndex
 
 BLOCK = 4

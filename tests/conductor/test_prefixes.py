@@ -12,7 +12,7 @@ from conductor.routing.places import engine_worker, node_worker
 from conductor.routing.prefixes import PrefixView
 from kvstore.engine.identity import chain_seed
 from kvstore.index.control import IndexSettings, Source, SourceBounds
-from kvstore.page import page_keys
+from kvstore.protocol.page import page_keys
 from tests.local_index import LocalIndex
 
 SPACE = "ab" * 32

@@ -9,9 +9,9 @@ import pytest
 from conductor.config import load_conductor
 from conductor.service import main
 from kvstore.config import show
-from kvstore.errors import ConfigError
 from kvstore.events.publisher import EventPublisher, StoredEvent
-from kvstore.page import PrefixKeys, page_keys
+from kvstore.protocol.errors import ConfigError
+from kvstore.protocol.page import PrefixKeys, page_keys
 from tests.conductor.fakes import FakeEngine, serving
 from tests.index.publishers import as_node
 from tests.loops import eventually, in_loop

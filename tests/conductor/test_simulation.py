@@ -25,7 +25,7 @@ from conductor.simulator.scenario import Failure, Record
 from conductor.simulator.simulation import Simulation
 from conductor.simulator.trace import BLOCK_TOKENS, TracedRequest, read_trace
 from conductor.simulator.workloads import WORKLOADS, made_up
-from kvstore.errors import InvalidArgument
+from kvstore.protocol.errors import InvalidArgument
 from tests.conductor.simulated import LinearSteps, fleet, simulated, trace_of
 
 ONE_BLOCK_S = 0.01 + 512 * 1e-4 + 512 * 512 / 2 * 1e-9

@@ -16,7 +16,7 @@ import pytest
 from bench.trace import blocks
 from conductor.front import tracing
 from conductor.front.tracing import TOKENS_MAX, AnsweredRequest, TraceFile
-from kvstore.errors import ConfigError
+from kvstore.protocol.errors import ConfigError
 from tests.conductor.fakes import OPERATE, FakeEngine, serving
 from tests.loops import eventually, in_loop
 

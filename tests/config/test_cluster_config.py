@@ -8,7 +8,7 @@ from conductor.config import load_conductor
 from kvstore.cluster.configured import check_stores
 from kvstore.config import ServerConfig, load, show
 from kvstore.config.addresses import Address, is_loopback, read_address
-from kvstore.errors import ConfigError
+from kvstore.protocol.errors import ConfigError
 from kvstore.server.cluster import advertised_admin
 
 FILES = ["cluster.certificate=/c", "cluster.key=/k", "cluster.authority=/a"]

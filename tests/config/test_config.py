@@ -6,7 +6,7 @@ import pytest
 
 from conductor.config import load_conductor
 from kvstore.config import HostConfig, HttpConfig, ServerConfig, load, show
-from kvstore.errors import ConfigError
+from kvstore.protocol.errors import ConfigError
 
 
 def read(tmp_path, toml="", environ=None, overrides=()):

@@ -14,8 +14,8 @@ import pytest
 
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
-from kvstore.errors import KVStoreError
-from kvstore.page import PrefixKeys
+from kvstore.protocol.errors import KVStoreError
+from kvstore.protocol.page import PrefixKeys
 from kvstore.testing.crash import MIB, PAGE_BYTES, chain_keys, open_space, page_of, wrong_pages
 from kvstore.testing.server import Server
 from kvstore.tier import record

@@ -12,7 +12,7 @@ from kvstore.cli import main
 from kvstore.client.embedded import Embedded
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
-from kvstore.page import PrefixKey
+from kvstore.protocol.page import PrefixKey
 from kvstore.state.disk.jobs import Durable
 from kvstore.state.table.pages import PageTable
 from kvstore.testing.crash import MIB, chain_keys, page_of

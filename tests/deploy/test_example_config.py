@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvstore.config import ServerConfig, load
-from kvstore.errors import ConfigError
+from kvstore.protocol.errors import ConfigError
 from tests.conftest import ROOT
 
 EXAMPLE = ROOT / "deploy/kvstore.toml"

@@ -16,7 +16,7 @@ import yaml
 
 from conductor.config import load_conductor
 from kvstore.config import ServerConfig, load
-from kvstore.errors import ConfigError
+from kvstore.protocol.errors import ConfigError
 from tests.conftest import ROOT, Process
 from tests.docs.blocks import LANGUAGES, REASONS, Block, blocks_of
 

@@ -12,7 +12,7 @@ from kvstore.engine.opening import Opening
 from kvstore.engine.options import Options, read_section
 from kvstore.engine.requests import PromptScope, Role, ScheduledRequest, Setup
 from kvstore.engine.scheduler import SchedulerSide
-from kvstore.page import OpaqueLayout, PrefixKeys, ShardSpec, SpaceIdentity
+from kvstore.protocol.page import OpaqueLayout, PrefixKeys, ShardSpec, SpaceIdentity
 
 PAGE = 64
 BLOCK = 32

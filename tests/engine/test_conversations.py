@@ -2,11 +2,11 @@
 
 import pytest
 
-from kvstore import wire
 from kvstore.client.results import Hit
 from kvstore.engine.conversations import NAME_CHARS_MAX
 from kvstore.engine.messages import Report
 from kvstore.engine.requests import ScheduledRequest
+from kvstore.protocol import wire
 from tests.engine.engine import PLAIN, World
 from tests.engine.test_scheduler import request, table
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvstore.client.results import Hit
 from kvstore.engine.counts import AdapterCounts
 from kvstore.engine.hints import HASHES_MAX, FetchHint, read_hints
-from kvstore.page import page_keys
+from kvstore.protocol.page import page_keys
 from tests.engine.engine import PLAIN, Request, World
 
 TOKENS = list(range(2, 302))

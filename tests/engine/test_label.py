@@ -4,7 +4,7 @@ import pytest
 
 from kvstore.engine.label import EngineSources, engine_label
 from kvstore.engine.options import Options, read_section
-from kvstore.errors import ConfigError
+from kvstore.protocol.errors import ConfigError
 
 
 def test_a_chosen_name_is_preferred_and_a_rank_is_part_of_the_name() -> None:

@@ -8,7 +8,7 @@ from kvstore.client.results import Hit
 from kvstore.engine.layered import STEPS_MAX, LayeredSteps
 from kvstore.engine.messages import Report, Store
 from kvstore.engine.requests import Role, ScheduledRequest
-from kvstore.page import PrefixKeys
+from kvstore.protocol.page import PrefixKeys
 from tests.engine.engine import PLAIN, Request, World
 
 

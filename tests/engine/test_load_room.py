@@ -1,10 +1,14 @@
 """Goal: what was decided about loads is carried out, waits for room end, and nothing is left."""
 
+from collections import Counter
+
 import pytest
 
 from kvstore.client.results import Hit
 from kvstore.engine.fit import SAMPLES_MIN
-from kvstore.engine.load_choice import LOADS_MAX, UNMEASURED_MAX
+from kvstore.engine.load_choice import LOADS_MAX, STUCK_MAX, UNMEASURED_MAX
+from kvstore.engine.load_costs import STUCK_S
+from kvstore.engine.messages import Report
 from kvstore.engine.requests import ScheduledRequest
 from tests.engine.engine import PLAIN, Request, World
 from tests.engine.test_scheduler import request, table
@@ -72,6 +76,51 @@ def test_no_request_waits_for_room_longer_than_computing_it_takes():
     assert world.side.match(asked, PLAIN, 0) == (None, False)
     world.now += 0.257
     assert world.side.match(asked, PLAIN, 0) == (0, False)
+
+
+def given_up(world, jobs):
+    """The requests of loads stop waiting, and then much time passes."""
+    world.side.reported(Report(late=set(jobs)))
+    world.now += STUCK_S
+
+
+def test_loads_that_never_end_take_no_room_after_a_time_and_keep_their_blocks():
+    world = World()
+    last = full(world)
+    jobs = range(last - LOADS_MAX + 1, last + 1)
+    world.side.reported(Report(late=set(jobs)))
+    held = Counter(world.blocks.held)
+    world.now += STUCK_S - 1
+    assert world.side.match(request(), PLAIN, 0) == (None, False), "they may end yet"
+    world.now += 1
+
+    (probe,) = world.load(request()).loads
+    assert world.side.counts.take()["stuck_loads"] == LOADS_MAX
+    assert world.blocks.held >= held
+    assert world.side.match(request("second"), PLAIN, 0) == (None, False), "one is tried"
+    world.ended(probe.job, 4, 0.001)
+    for number in range(LOADS_MAX):
+        assert world.load(request(f"next{number}")).loads
+    assert not world.side.chooser.has_room(["host"])
+    assert world.blocks.held >= held
+
+    for job in range(jobs[0], probe.job + LOADS_MAX + 1):
+        world.ended(job, 0)
+    assert not world.blocks.held
+    assert world.side.chooser.costs.in_flight == world.side.chooser.costs.stuck == 0
+
+
+def test_a_device_that_ends_nothing_gets_so_many_loads_and_no_more():
+    world = World()
+    last = full(world)
+    given_up(world, range(last - LOADS_MAX + 1, last + 1))
+    for number in range(STUCK_MAX - LOADS_MAX):
+        (load,) = world.load(request(f"try{number}")).loads
+        given_up(world, [load.job])
+    assert world.side.match(request("none"), PLAIN, 0) == (None, False)
+    assert world.side.chooser.costs.stuck == STUCK_MAX
+    world.ended(load.job, 0)
+    assert world.side.chooser.has_room(["host"])
 
 
 @pytest.mark.parametrize("way", ["aborted", "reset", "node away"])

@@ -14,8 +14,8 @@ from kvstore.engine.identity import (
     shard_specs,
     space_identity,
 )
-from kvstore.errors import InvalidArgument
-from kvstore.page import digest_seed
+from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.page import digest_seed
 from tests.engine.engine import FULL
 
 FACTS = EngineFacts(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.engine.ranks import SHARING_RANKS, HeadSplit
-from kvstore.errors import InvalidArgument
+from kvstore.protocol.errors import InvalidArgument
 
 HEADS = st.integers(1, 64)
 POWERS = (1, 2, 4, 8)

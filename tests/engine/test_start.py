@@ -9,8 +9,8 @@ from kvstore.client.jobs import RestoreJob
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
 from kvstore.engine.start import round_trip
-from kvstore.errors import TransferTimeout
 from kvstore.mover.kvpool import KVPool
+from kvstore.protocol.errors import TransferTimeout
 from tests.engine.engine import IDENTITY, SHARD
 
 LOG = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from kvstore.client.store import KVStore
 from kvstore.engine import tiering
 from kvstore.engine.opening import Opening
 from kvstore.engine.tiering import Moved, Tiering
-from kvstore.errors import CapacityError, ConfigError, PeerUnreachable, TransferTimeout
-from kvstore.page import OpaqueLayout, PrefixKeys, ShardSpec, SpaceIdentity
+from kvstore.protocol.errors import CapacityError, ConfigError, PeerUnreachable, TransferTimeout
+from kvstore.protocol.page import OpaqueLayout, PrefixKeys, ShardSpec, SpaceIdentity
 from tests.conftest import WaitUntil
 
 ROW = 4096

@@ -8,8 +8,8 @@ from kvstore.client.results import RestoreResult
 from kvstore.engine.messages import Blocks, Load, Store
 from kvstore.engine.opening import Opening
 from kvstore.engine.worker import IDLE_WAIT_S, GroupMemory, ShardMemory, WorkerSide
-from kvstore.errors import LayoutMismatch
-from kvstore.page import PrefixKeys
+from kvstore.protocol.errors import LayoutMismatch
+from kvstore.protocol.page import PrefixKeys
 from tests.engine.engine import BLOCK, IDENTITY, PAGE, SHARD, FakeStore
 
 KEYS = PrefixKeys(b"k" * 64)

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from kvstore.config import EventsConfig, ServerConfig, SocketConfig, load, show
-from kvstore.errors import ConfigError
 from kvstore.events import zmtp
-from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.errors import ConfigError
+from kvstore.protocol.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.server.publish import Publication
 from kvstore.state.tree.actions import Stored
 from kvstore.state.tree.prefix_tree import PrefixTree, Shard

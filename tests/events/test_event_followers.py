@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvstore.errors import InvalidArgument
 from kvstore.events import connection, zmtp
 from kvstore.events import server as eventserver
 from kvstore.events.publisher import (
@@ -21,6 +20,7 @@ from kvstore.events.publisher import (
     RemovedEvent,
     StoredEvent,
 )
+from kvstore.protocol.errors import InvalidArgument
 
 TOPIC = b"kvstore@n@aa"
 WAIT_S = 10.0

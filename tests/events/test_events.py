@@ -8,7 +8,6 @@ import msgspec
 import pytest
 import zmq
 
-from kvstore.errors import InvalidArgument, TransferTimeout
 from kvstore.events import publisher as events
 from kvstore.events import server as eventserver
 from kvstore.events.publisher import (
@@ -19,6 +18,7 @@ from kvstore.events.publisher import (
     RemovedEvent,
     StoredEvent,
 )
+from kvstore.protocol.errors import InvalidArgument, TransferTimeout
 
 WAIT_MS = 10_000
 TOPIC = b"kvstore@node-a@0badcafe"

@@ -18,8 +18,8 @@ from kvstore import mover
 from kvstore.client import ahead
 from kvstore.client.space import PageViews
 from kvstore.client.store import KVStore
-from kvstore.errors import KVStoreError
 from kvstore.mover.kvpool import KVPool
+from kvstore.protocol.errors import KVStoreError
 from tests.faults import content
 
 _say_lock = threading.Lock()

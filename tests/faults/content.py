@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
-from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
+from kvstore.protocol.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
 
 PAGE_TOKENS = 64
 PAGE_BYTES = 1 << 20

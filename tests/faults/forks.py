@@ -16,8 +16,8 @@ import numpy as np
 from kvstore.client.jobs import StoreJob
 from kvstore.client.space import PageViews, Space
 from kvstore.client.store import KVStore
-from kvstore.errors import PeerUnreachable
 from kvstore.mover.kvpool import KVPool
+from kvstore.protocol.errors import PeerUnreachable
 from tests.faults import content
 from tests.faults.commands import Client, maps_of_kvstore
 

@@ -11,7 +11,7 @@ import sys
 
 import msgspec
 
-from kvstore import wire
+from kvstore.protocol import wire
 from tests.faults import content
 from tests.faults.test_connections import HELLO, receive
 

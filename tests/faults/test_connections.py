@@ -6,7 +6,7 @@ import select
 import socket
 from pathlib import Path
 
-from kvstore import wire
+from kvstore.protocol import wire
 from kvstore.server.handshakes import SILENT_MAX
 from tests.conftest import WaitUntil
 from tests.faults.conftest import Daemon, Scene

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvstore.client.results import MISS
-from kvstore.errors import PeerUnreachable
+from kvstore.protocol.errors import PeerUnreachable
 from tests.conftest import WaitUntil
 from tests.faults import content
 from tests.faults.conftest import CAPACITY_BYTES, EXTENT_BYTES, Scene

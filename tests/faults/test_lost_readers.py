@@ -5,7 +5,7 @@ import signal
 import numpy as np
 import pytest
 
-from kvstore.errors import CapacityError
+from kvstore.protocol.errors import CapacityError
 from tests.conftest import WaitUntil
 from tests.faults import content
 from tests.faults.conftest import CAPACITY_BYTES, PAGES, Scene, StatsUntil

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvstore import wire
+from kvstore.protocol import wire
 from kvstore.server.processes import Processes
 from kvstore.server.socket import _lock
 from kvstore.testing.server import wait_for

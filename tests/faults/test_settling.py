@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import mover, wire
+from kvstore import mover
 from kvstore.client.exchange import Connection
 from kvstore.client.link import Link
 from kvstore.client.store import KVStore
-from kvstore.errors import PeerUnreachable
+from kvstore.protocol import wire
+from kvstore.protocol.errors import PeerUnreachable
 from tests.conftest import WaitUntil
 from tests.faults import content
 from tests.faults.conftest import PAGES, Scene, StatsUntil

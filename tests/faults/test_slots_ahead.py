@@ -10,7 +10,7 @@ from kvstore.client.link import Link, Moving
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
 from kvstore.client.stores import Storer
-from kvstore.errors import PeerUnreachable
+from kvstore.protocol.errors import PeerUnreachable
 from tests.faults import content
 from tests.faults.conftest import CAPACITY_BYTES, Scene, StatsUntil
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from random import Random
 from time import monotonic
 
-from kvstore import wire
+from kvstore.protocol import wire
 from tests.fuzz.messages import Client
 
 THREADS = 3

@@ -5,8 +5,8 @@ from random import Random
 
 import msgspec
 
-from kvstore import wire
-from kvstore.page import (
+from kvstore.protocol import wire
+from kvstore.protocol.page import (
     CanonicalLayout,
     OpaqueLayout,
     PrefixKeys,

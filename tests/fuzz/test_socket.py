@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstore import wire
-from kvstore.errors import KVStoreError, ProtocolError, TierUnavailable
 from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
+from kvstore.protocol import wire
+from kvstore.protocol.errors import KVStoreError, ProtocolError, TierUnavailable
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.jobs import DiskJob, DiskRules, SyncPolicy, WritePolicy
 from kvstore.state.disk.log import SegmentLog

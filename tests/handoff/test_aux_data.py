@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.errors import InvalidArgument, ProtocolError
 from kvstore.handoff.aux_data import (
     AUX_BYTES_MAX,
     HIDDEN_BYTES_MAX,
@@ -18,6 +17,7 @@ from kvstore.handoff.aux_data import (
 )
 from kvstore.handoff.staging import Staging
 from kvstore.handoff.states import FailureCode, State
+from kvstore.protocol.errors import InvalidArgument, ProtocolError
 from tests.handoff.pair import BLOCK_TOKENS, managers
 from tests.handoff.wrong_fields import of_another_type
 

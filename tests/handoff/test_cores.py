@@ -4,8 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
-from kvstore.handoff import messages, receiving
+from kvstore.handoff import messages, receiving, rooms
 from kvstore.handoff.effects import EndLink, SendTo
 from kvstore.handoff.job_queues import JOBS_MAX
 from kvstore.handoff.messages import (
@@ -30,10 +29,10 @@ from kvstore.handoff.places import (
     pack_numbers,
 )
 from kvstore.handoff.receiving import ABORTS_MAX, LIMBO_S_MAX, Receivers
-from kvstore.handoff.rooms import BOOTS_KEPT
 from kvstore.handoff.sending import Senders
 from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.states import FailureCode, HandoffFailure, HandoffSide, Layer, Patience, State
+from kvstore.protocol.errors import CapacityError, InvalidArgument, ProtocolError
 
 SECOND = 1_000_000_000
 SHAPE = PoolShape(4, 2, 64, 16, 40)
@@ -342,11 +341,12 @@ def test_drained_ends_a_handoff_at_decode_also_if_failed_is_lost():
     core.check()
 
 
-def test_a_room_that_is_open_is_not_opened_again_when_its_boot_is_forgotten():
+def test_a_room_that_is_open_is_not_opened_again_when_it_is_forgotten(monkeypatch):
+    monkeypatch.setattr(rooms, "ROOMS_KEPT", 8)
     core = receivers()
-    for boot in range(1, BOOTS_KEPT + 2):
-        core.open(boot << 32, "p", 16, 0)
-        core.close(boot << 32, 0)
+    for room in range(11, 20):
+        core.open(room, "p", 16, 0)
+        core.close(room, 0)
     assert 1 not in core._seen
     with pytest.raises(InvalidArgument, match="used before"):
         core.open(1, "p", 48, 0)

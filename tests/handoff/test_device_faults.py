@@ -89,7 +89,7 @@ def test_a_device_that_does_not_even_take_a_copy_holds_up_no_close(wait_until, m
         closing.join(10)
         assert not closing.is_alive()
         assert not blocked.closed, "its memory may still be used"
-        assert "not finished by the device" in caplog.text
+        assert "did not finish on the device" in caplog.text
     finally:
         blocked.goes_on.set()
         for thread in made.reads._copies._threads:

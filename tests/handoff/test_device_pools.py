@@ -9,7 +9,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvstore.errors import DeviceUnavailable, InvalidArgument  # noqa: E402
 from kvstore.handoff import device_copies  # noqa: E402
 from kvstore.handoff.memory import HandoffPool  # noqa: E402
 from kvstore.handoff.prefill import PrefillManager  # noqa: E402
@@ -17,6 +16,7 @@ from kvstore.handoff.state_data import StateBuffer, StateKind  # noqa: E402
 from kvstore.handoff.states import FailureCode, State  # noqa: E402
 from kvstore.mover import push_way  # noqa: E402
 from kvstore.mover.kvpool import KVPool  # noqa: E402
+from kvstore.protocol.errors import DeviceUnavailable, InvalidArgument  # noqa: E402
 from kvstore.testing.device import LateDevice  # noqa: E402
 from kvstore.tier.gpu import CudaDevice, HostDevice  # noqa: E402
 from kvstore.tier.push_memory import PushMemory  # noqa: E402

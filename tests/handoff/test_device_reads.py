@@ -61,10 +61,13 @@ class Told:
             self.device.pool, self.ready.append, lambda job, why: self.failed.append((job, why))
         )
 
-    def submit(self, number, link, block=0):
+    def submit(self, number, link, block=0, receiver=b""):
         share, none = self.device.pool.shape.whole, np.zeros(0, dtype=np.uint64)
         ranges, blocks = [PushRange(0, 0, 1)], np.array([block])
-        job = PushJob(number, link, number, ranges, [block], blocks, none, share, [])
+        job = PushJob(
+            number, link, number, ranges, [block], blocks, none, share, [],
+            receiver=receiver or link,
+        )  # fmt: skip
         self.reads.submit(job)
         return job
 
@@ -124,14 +127,69 @@ def test_who_finds_no_staging_for_too_long_is_told_and_a_slow_link_is_not_late(
     told, wait_until, monkeypatch
 ):
     monkeypatch.setattr(device_copies, "DEVICE_S", 0.2)
-    for number, link in enumerate([b"a", b"a", b"b", b"b"], 1):
+    for number, link in enumerate([b"a", b"a", b"b", b"c"], 1):
         told.submit(number, link)
-    wait_until(lambda: told.numbers == [1, 2, 3, 4])
+        wait_until(lambda number=number: number in told.numbers)
     told.submit(5, b"a")
     told.submit(6, b"slow")
     wait_until(lambda: [job.number for job, _ in told.failed] == [6])
     assert "staging" in told.failed[0][1]
     assert told.numbers == [1, 2, 3, 4], "the third of the first link waits for its own"
+
+
+def test_a_link_has_two_slots_although_its_engine_may_have_more(wait_until):
+    """One is filled while the other is sent; more would only wait."""
+    made = Told(slots=8)
+    for number in range(1, 5):
+        made.submit(number, b"slow")
+    for number in range(11, 15):
+        job = made.submit(number, b"fast")
+        wait_until(lambda number=number: number in made.numbers)
+        made.reads.ended(job)
+    assert [number for number in made.numbers if number < 10] == [1, 2]
+    made.reads.drop(b"slow")
+    made.reads.close()
+
+
+def test_slow_links_of_one_engine_leave_slots_to_other_engines(wait_until):
+    """One for each of its ranks, perhaps."""
+    made = Told(slots=8)
+    links = [bytes([65 + number]) for number in range(6)]
+    for number in range(24):
+        made.submit(number, links[number % 6], receiver=b"slow")
+    wait_until(lambda: len(made.numbers) == 4)
+    held = {job.link for job in made.ready}
+    assert len(held) == 4, "each link has one before any has two"
+    for number in range(31, 40):
+        job = made.submit(number, b"fast", number % BLOCKS)
+        wait_until(lambda number=number: number in made.numbers)
+        made.reads.ended(job)
+    other = made.submit(41, b"other")
+    wait_until(lambda: 41 in made.numbers)
+    assert sum(job.receiver == b"slow" for job in made.ready) == 4
+
+    made.reads.ended(made.ready[0])
+    wait_until(lambda: sum(job.receiver == b"slow" for job in made.ready) == 5)
+    assert made.ready[-1].link not in held, "the link that has none is next"
+    for link in links:
+        made.reads.drop(link)
+    made.reads.ended(other)
+    made.reads.close()
+
+
+def test_a_link_whose_engine_has_slots_is_not_late(told, wait_until, monkeypatch):
+    """It waits for its own engine, and not for others."""
+    monkeypatch.setattr(device_copies, "DEVICE_S", 0.2)
+    jobs = [told.submit(number, bytes([number]), receiver=b"slow") for number in (1, 2)]
+    wait_until(lambda: told.numbers == [1, 2])
+    told.submit(3, b"a", receiver=b"slow")
+    jobs += [told.submit(4, b"b"), told.submit(5, b"fast")]
+    wait_until(lambda: told.numbers == [1, 2, 4, 5])
+    told.submit(6, b"last")
+    wait_until(lambda: [job.number for job, _ in told.failed] == [6])
+    told.reads.ended(jobs[0])
+    told.reads.ended(jobs[2])
+    wait_until(lambda: 3 in told.numbers)
 
 
 def test_a_late_copy_keeps_its_slot_and_blocks_until_the_device_has_finished(

@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstore.errors import ConfigError
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.greeting import PROTOCOL, read_secret
 from kvstore.handoff.prefill import PrefillManager
 from kvstore.handoff.registry import HandoffRegistry, RankRecord, RegistryClient
 from kvstore.handoff.states import FailureCode, Patience, State
+from kvstore.protocol.errors import ConfigError
 from tests.handoff.pair import (
     BLOCK_TOKENS,
     PATIENCE,

@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 
-from kvstore.errors import PeerUnreachable, ProtocolError
 from kvstore.handoff import registry as registries
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.greeting import PROTOCOL
@@ -22,6 +21,7 @@ from kvstore.handoff.ranks import RANKS_MAX, RankGroup
 from kvstore.handoff.registry import HandoffRegistry, RankRecord, RegistryClient
 from kvstore.handoff.state_data import STATES_MAX, StateKind, StateShape
 from kvstore.handoff.states import FailureCode, State
+from kvstore.protocol.errors import PeerUnreachable, ProtocolError
 from tests.cluster.nodes import files
 from tests.handoff.pair import PATIENCE, SECRET, SPACE, Memory
 from tests.handoff.wrong_fields import of_another_type

@@ -8,12 +8,12 @@ from contextlib import contextmanager, suppress
 import msgspec
 import pytest
 
-from kvstore.errors import InvalidArgument, PeerUnreachable
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.prefill import PrefillManager
 from kvstore.handoff.registry import HandoffRegistry, RegistryClient
 from kvstore.handoff.states import FailureCode, State
 from kvstore.process.tls import CertificateFiles
+from kvstore.protocol.errors import InvalidArgument, PeerUnreachable
 from kvstore.transport.streams import host_and_port
 from tests.cluster.nodes import files
 from tests.handoff.pair import SECRET, SPACE, Memory, Pair, managers, push_all

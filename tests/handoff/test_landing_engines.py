@@ -12,7 +12,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvstore.errors import CapacityError
 from kvstore.handoff import rooms
 from kvstore.handoff.effects import EndEngine, SendTo
 from kvstore.handoff.landing_engines import DOUBT_S_MAX, DOUBT_SHARE, LandingEngines
@@ -32,6 +31,7 @@ from kvstore.handoff.receiving import Receivers
 from kvstore.handoff.sending import Senders
 from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.states import FailureCode, HandoffFailure, HandoffSide, Layer, Patience, State
+from kvstore.protocol.errors import CapacityError
 
 SECOND = 1_000_000_000
 BLOCKS = 60

@@ -9,7 +9,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstore.errors import CapacityError
 from kvstore.handoff.effects import EndEngine, SendTo
 from kvstore.handoff.landing_engines import LandingEngines
 from kvstore.handoff.messages import (
@@ -27,6 +26,7 @@ from kvstore.handoff.receiving import Receivers
 from kvstore.handoff.shape import LinkShare, PoolShape, check_place
 from kvstore.handoff.states import FailureCode, Patience
 from kvstore.handoff.tables import LinkSource
+from kvstore.protocol.errors import CapacityError
 from tests.handoff.test_landing_engines import BLOCKS, FAILURE, PLACE
 
 

@@ -7,13 +7,6 @@ import time
 import msgspec
 import pytest
 
-from kvstore.errors import (
-    InvalidArgument,
-    KVStoreError,
-    PeerUnreachable,
-    ProtocolError,
-    TransferTimeout,
-)
 from kvstore.handoff import connecting, decode
 from kvstore.handoff.connecting import link_all, link_to
 from kvstore.handoff.peers import PeerRank
@@ -22,6 +15,13 @@ from kvstore.handoff.registry import RankRecord
 from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.states import State
 from kvstore.handoff.tables import LinkSource
+from kvstore.protocol.errors import (
+    InvalidArgument,
+    KVStoreError,
+    PeerUnreachable,
+    ProtocolError,
+    TransferTimeout,
+)
 from tests.handoff.ranked import BLOCK_TOKENS, HEADS, ranked
 from tests.handoff.test_unequal_ranks import split
 

@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
-from kvstore.errors import CapacityError, InvalidArgument
 from kvstore.handoff import decode, staging
 from kvstore.handoff.aux_data import AuxData
 from kvstore.handoff.states import FailureCode, Patience, State
+from kvstore.protocol.errors import CapacityError, InvalidArgument
 from tests.handoff.pair import BLOCK_TOKENS, BLOCKS, LAYERS, managers, push_all
 
 
@@ -278,7 +278,7 @@ def test_deadlines_are_kept_after_a_fault_of_ours_in_the_ticker(wait_until, monk
         monkeypatch.setattr(pair.prefill._core, "tick", faulty)
         sender = pair.prefill.sender(1, 64)
         wait_until(lambda: sender.state == State.FAILED)
-        assert "goes on after a fault of ours" in caplog.text
+        assert "continues after an internal error" in caplog.text
 
 
 def test_a_shorter_silence_than_pings_allow_is_refused():

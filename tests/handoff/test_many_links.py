@@ -6,7 +6,6 @@ import threading
 import numpy as np
 import pytest
 
-from kvstore.errors import InvalidArgument
 from kvstore.handoff import connecting, decode, greeting, links
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.greeting import SealedStream
@@ -15,6 +14,7 @@ from kvstore.handoff.prefill import PrefillManager
 from kvstore.handoff.registry import HandoffRegistry
 from kvstore.handoff.sending import Senders
 from kvstore.handoff.states import FailureCode, Patience, State
+from kvstore.protocol.errors import InvalidArgument
 from tests.conftest import wait_for
 from tests.handoff.pair import SECRET, SPACE, Memory, managers, push_all
 from tests.handoff.ranked import BLOCK_TOKENS, HEADS, ranked, whole_of

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.errors import ConfigError
 from kvstore.handoff.mooncake import MooncakeLanding, MooncakeWriter
 from kvstore.handoff.push_writes import PushWrites
 from kvstore.handoff.receiving import Receivers
 from kvstore.handoff.shared_memory import SharedMemory
+from kvstore.protocol.errors import ConfigError
 from tests.cluster_processes import handoff_mooncake_program
 from tests.cluster_processes.handoff_mooncake_scene import NEW, OLD, Scene, until
 from tests.handoff.pair import push_all
@@ -58,7 +58,7 @@ def test_a_fault_of_ours_in_one_push_ends_no_thread_that_others_need(monkeypatch
     until(lambda: scene.decode._core._engines._place is not None)
     scene.push(4, OLD, NEW)
     assert scene.written() > before
-    assert caplog.text.count("goes on after a fault of ours") == 2
+    assert caplog.text.count("continues after an internal error") == 2
     caplog.clear()  # its tracebacks hold the pools
     scene.close()
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from kvstore.errors import InvalidArgument
 from kvstore.handoff.messages import Abort, Drained, Failed, RenewRoom
 from kvstore.handoff.receiving import Receivers
 from kvstore.handoff.sending import Senders
 from kvstore.handoff.states import FailureCode, Patience, State
+from kvstore.protocol.errors import InvalidArgument
 from tests.handoff.test_cores import FAILURE, SECOND, SHAPE, announce
 
 PATIENCE = Patience(bootstrapping_s=3, waiting_s=5, transferring_s=2, total_s=20)
@@ -35,22 +35,33 @@ def test_decode_refuses_a_room_that_it_has_seen(ended):
     core.open(2, "p", 48, 0)
 
 
-def test_prefill_refuses_a_room_that_its_engine_or_a_peer_has_used():
+def test_prefill_refuses_a_room_that_its_engine_has_used():
     core = Senders(SHAPE, PATIENCE)
     core.open(1, 48, 0)
     core.close(1, 0)
+    with pytest.raises(InvalidArgument, match="used before"):
+        core.open(1, 48, 4 * SECOND)
+    told = [one.message for one in core.received(b"M", announce(1, [7, 8, 9]), 4 * SECOND)]
+    assert [type(one) for one in told] == [Failed, Drained]
+    assert told[0].failure.code == FailureCode.REFUSED
+    assert core.describe(4 * SECOND) == []
+
+
+def test_a_room_that_a_peer_has_ended_before_it_came_fails_with_its_reason():
+    core = Senders(SHAPE, PATIENCE)
     core.received(b"L", RenewRoom(2), 0)  # only decode has spoken of it, and it is forgotten
     core.received(b"L", Abort(2, FAILURE), 0)
     core.tick(4 * SECOND)
     assert core.describe(4 * SECOND) == []
 
-    for room in (1, 2):
-        with pytest.raises(InvalidArgument, match="used before"):
-            core.open(room, 48, 4 * SECOND)
-        told = [one.message for one in core.received(b"M", announce(room, [7, 8, 9]), 4 * SECOND)]
-        assert [type(one) for one in told] == [Failed, Drained]
-        assert told[0].failure.code == FailureCode.REFUSED
-    assert core.describe(4 * SECOND) == []
+    told = [one.message for one in core.received(b"M", announce(2, [7, 8, 9]), 4 * SECOND)]
+    assert [type(one) for one in told] == [Failed, Drained]
+    assert told[0].failure == FAILURE
+    progress, effects = core.open(2, 48, 4 * SECOND)
+    assert (progress.state, progress.failure, effects) == (State.FAILED, FAILURE, [])
+    core.close(2, 4 * SECOND)
+    with pytest.raises(InvalidArgument, match="used before"):
+        core.open(2, 48, 4 * SECOND)
 
 
 @pytest.mark.parametrize("announced", [False, True])

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.errors import InvalidArgument
 from kvstore.handoff.ranks import RankGroup, RankPart, data_rank_of, plan_ranks
+from kvstore.protocol.errors import InvalidArgument
 
 
 def grid(layers: list[int], heads: list[int], copies: int = 1) -> list[RankPart]:

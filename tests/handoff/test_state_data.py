@@ -4,7 +4,6 @@ import os
 
 import pytest
 
-from kvstore.errors import InvalidArgument
 from kvstore.handoff.aux_data import AuxData
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.greeting import PROTOCOL, Greeter, LinkGreeting
@@ -14,6 +13,7 @@ from kvstore.handoff.registry import HandoffRegistry, RankRecord, RegistryClient
 from kvstore.handoff.state_data import StateBuffer, StateKind, StateShape
 from kvstore.handoff.states import FailureCode, State
 from kvstore.mover.kvpool import KVPool
+from kvstore.protocol.errors import InvalidArgument
 from tests.handoff.pair import BLOCK_TOKENS, PATIENCE, SECRET, SPACE
 from tests.handoff.stateful import (
     STATES,

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
 from kvstore.handoff.effects import PushJob, SendTo, Submit
 from kvstore.handoff.memory import AuxSlots
 from kvstore.handoff.messages import (
@@ -31,6 +30,7 @@ from kvstore.handoff.staging import Staging
 from kvstore.handoff.states import FailureCode, Patience, State
 from kvstore.mover.memory import memory_at
 from kvstore.mover.ranges import Places, digest_ranges
+from kvstore.protocol.errors import CapacityError, InvalidArgument, ProtocolError
 from tests.handoff.pair import BLOCK_TOKENS
 from tests.handoff.stateful import KV, STATES, StatefulMemory, positions_of
 

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvstore.errors import InvalidArgument
 from kvstore.handoff.greeting import PROTOCOL, Greeter, LinkGreeting
 from kvstore.handoff.peers import peer_ranks
 from kvstore.handoff.ranks import RankGroup, RankPart, Share
@@ -15,6 +14,7 @@ from kvstore.handoff.registry import RankRecord
 from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.state_data import StateKind, StateShape
 from kvstore.handoff.states import FailureCode, State
+from kvstore.protocol.errors import InvalidArgument
 from tests.handoff.pair import SECRET, SPACE
 from tests.handoff.ranked import BLOCK_TOKENS, BLOCKS, RankMemory, ranked, whole_of
 from tests.handoff.ranked_states import BUFFERS, RankStates, some_blocks

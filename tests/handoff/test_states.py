@@ -1,13 +1,13 @@
 """Goal: a handoff only goes forward, ends once, and no state outlasts its deadline."""
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvstore.errors import InvalidArgument, ProtocolError
+from kvstore.handoff import rooms
 from kvstore.handoff.aux_data import decode_aux, prompt_digest
-from kvstore.handoff.rooms import BOOT_MAX, ROOM_MAX, ROOMS_KEPT, RoomNumbers, SeenRooms
+from kvstore.handoff.rooms import BOOT_MAX, ROOM_MAX, RoomNumbers, SeenRooms
 from kvstore.handoff.states import (
     FailureCode,
     HandoffFailure,
@@ -18,6 +18,7 @@ from kvstore.handoff.states import (
     State,
     least,
 )
+from kvstore.protocol.errors import InvalidArgument, ProtocolError
 
 SECOND = 1_000_000_000
 PATIENCE = Patience(bootstrapping_s=3, waiting_s=5, transferring_s=2, total_s=20)
@@ -126,19 +127,49 @@ def test_a_boot_of_more_than_31_bits_is_refused():
         RoomNumbers(BOOT_MAX + 1)
 
 
-def test_a_room_that_was_seen_stays_seen_within_bounded_memory():
-    seen = SeenRooms()
-    rooms = RoomNumbers(3)
-    rooms.draw()  # for another engine: what was seen has a gap
-    drawn = [rooms.draw() for _ in range(3 * ROOMS_KEPT)]
+def test_the_last_rooms_are_remembered(monkeypatch):
+    monkeypatch.setattr(rooms, "ROOMS_KEPT", 100)
+    seen, numbers = SeenRooms(), RoomNumbers(3)
+    numbers.draw()  # for another engine: what was seen has a gap
+    drawn = [numbers.draw() for _ in range(300)]
     for room in drawn:
         assert room not in seen
         seen.add(room)
+        seen.add(room)
 
-    assert all(room in seen for room in drawn)
-    assert rooms.draw() not in seen
-    kept = sum(len(boot.seen) for boot in seen._boots.values())
-    assert kept <= ROOMS_KEPT
+    assert [room in seen for room in drawn] == [False] * 200 + [True] * 100
+    assert numbers.draw() not in seen
+    assert len(seen._rooms) == 100
+
+
+def test_an_engine_that_gets_every_room_remembers_one_number_for_each_boot(monkeypatch):
+    monkeypatch.setattr(rooms, "ROOMS_KEPT", 100)
+    monkeypatch.setattr(rooms, "BOOTS_KEPT", 2)
+    seen = SeenRooms()
+    for boot in range(4):
+        numbers = RoomNumbers(boot)
+        drawn = [numbers.draw() for _ in range(300)]
+        for at in range(0, 300, 3):
+            for room in drawn[at : at + 3][::-1]:  # not quite in order
+                seen.add(room)
+        assert all(room in seen for room in drawn)
+        assert numbers.draw() not in seen
+        assert not seen._rooms
+    assert len(seen._below) == 2
+
+
+ROOMS = st.one_of(st.integers(0, 12), st.integers(BOOT_MAX << 32, (BOOT_MAX << 32) + 12))
+
+
+@given(st.lists(st.one_of(ROOMS, st.integers(0, ROOM_MAX)), max_size=60), ROOMS)
+def test_made_up_rooms_make_no_other_one_count_as_seen(made_up, room):
+    """Also of the same boot, and with the highest numbers there are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rooms, "ROOMS_KEPT", 8)
+        seen = SeenRooms()
+        for one in made_up:
+            seen.add(one)
+        assert (room in seen) <= (room in made_up)
 
 
 def test_rooms_of_another_boot_are_other_rooms():

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from kvstore import mover
-from kvstore.errors import InvalidArgument
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.memory import HandoffPool
 from kvstore.handoff.prefill import PrefillManager
@@ -17,6 +16,7 @@ from kvstore.handoff.staging import Staging
 from kvstore.handoff.states import FailureCode, State
 from kvstore.mover.kvpool import HeadRows, KVPool
 from kvstore.mover.memory import memory_at
+from kvstore.protocol.errors import InvalidArgument
 from tests.handoff.pair import PATIENCE, SECRET, SPACE
 from tests.handoff.ranked import (
     BLOCK_TOKENS,

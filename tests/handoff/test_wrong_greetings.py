@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 import msgspec
 import pytest
 
-from kvstore.errors import ProtocolError
 from kvstore.handoff.greeting import (
     PROTOCOL,
     Challenge,
@@ -21,6 +20,7 @@ from kvstore.handoff.greeting import (
 )
 from kvstore.handoff.registry import HandoffRegistry, RegistryClient
 from kvstore.handoff.states import FailureCode, State
+from kvstore.protocol.errors import ProtocolError
 from kvstore.transport.streams import stream_of
 from tests.handoff.pair import SECRET, SPACE, Pair, managers, push_all
 from tests.handoff.wrong_fields import of_another_type

@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.errors import CapacityError, InvalidArgument, ProtocolError
 from kvstore.handoff.decode import DecodeManager, Receiver
 from kvstore.handoff.effects import SendTo, Submit
 from kvstore.handoff.links import PeerLinks
@@ -36,6 +35,7 @@ from kvstore.handoff.receiving import Receivers
 from kvstore.handoff.sending import Senders
 from kvstore.handoff.shape import PoolShape
 from kvstore.handoff.states import FailureCode, HandoffFailure, HandoffSide, Layer, Patience, State
+from kvstore.protocol.errors import CapacityError, InvalidArgument, ProtocolError
 from tests.handoff.pair import PATIENCE, SECRET, SPACE, Memory, managers, push_all
 from tests.handoff.wrong_fields import at_an_edge, kinds_of, of_another_type
 

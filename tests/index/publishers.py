@@ -22,7 +22,7 @@ from kvstore.index.control import FollowedWorker, IndexSettings, Source, SourceB
 from kvstore.index.runs import PartNeed, PrefixNeeds
 from kvstore.index.scope import key_chains, scope_seed
 from kvstore.index.table import IndexReader
-from kvstore.page import PrefixKeys, page_keys
+from kvstore.protocol.page import PrefixKeys, page_keys
 from tests.local_index import LocalIndex
 from tests.loops import eventually
 

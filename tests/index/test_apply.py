@@ -13,7 +13,7 @@ from kvstore.index.payload import is_nothing
 from kvstore.index.reading import UnreadableError
 from kvstore.index.scope import key_chains, scope_seed, token_chains
 from kvstore.mover.chains import Chains
-from kvstore.page import page_keys
+from kvstore.protocol.page import page_keys
 from tests.index.applied import (
     DOMAIN,
     KEYS,
@@ -386,3 +386,35 @@ def test_whoever_is_registered_as_one_kind_is_not_looked_at(chains: Chains) -> N
     assert applied.entries == at(GPU, of_tokens(ids, 4))
     applied.ingest.clear()
     assert applied.ingest.kind == "tokens"
+
+
+@each
+def test_blocks_of_a_group_that_leaves_some_out_are_known_once_another_group_has_them_all(
+    chains: Chains,
+) -> None:
+    """vLLM announces a state, or what is in a window, with the tokens of all blocks before."""
+    ids = prompt(16)
+    known = of_tokens(ids, 4)
+    state = {"group_idx": 0, "kv_cache_spec_kind": "mamba", "block_size": 4}
+    window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "block_size": 4}
+    full = stored([1, 2, 3, 4], ids, group_idx=2, kv_cache_spec_kind="full_attention")
+    early = [{**stored([4], ids), **state}, {**stored([2, 3, 4], ids), **window}]
+
+    applied = Applied(chains)
+    applied.apply(*early)
+    assert not applied.entries, "nobody knows which tokens are those of which block"
+    assert applied.ingest.blocks.waiting == 4
+    applied.apply(removed([3, 9], group_idx=1), full)
+    places = [Place("GPU", "", group) for group in range(3)]
+    whole = {(chain, places[2]) for chain in known}
+    wanted = {(known[3], places[0]), (known[1], places[1]), (known[3], places[1])}
+    assert applied.entries == whole | wanted, "without the one that was removed"
+    assert applied.ingest.blocks.waiting == applied.ingest.blocks.unmapped == 0
+    applied.apply(removed([4], group_idx=0), {**stored([3], ids[:12]), **state})
+    assert (known[3], places[0]) not in applied.entries
+    assert (known[2], places[0]) in applied.entries, "a name that is known says it at once"
+
+    small = Applied(chains, limits=BlockLimits(1_000, 3, 1 << 20))
+    small.apply(*early, full)
+    assert small.ingest.blocks.dropped == 2, "the oldest name, of two groups"
+    assert {chain for chain, place in small.entries if place != places[2]} == set(known[1:3])

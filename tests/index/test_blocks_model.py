@@ -55,33 +55,36 @@ def hash_of(block: Block, as_bytes: bool) -> int | bytes:
 
 
 class Run(NamedTuple):
-    """Blocks ``first`` to ``last`` of a prompt, in a place."""
+    """Blocks ``first`` to ``last`` of a prompt, in a place that may leave out some of them."""
 
     prompt: Block
     first: int
     last: int
     place: Place
+    left_out: frozenset[int] = frozenset()
+
+    @property
+    def numbers(self) -> list[int]:
+        return [number for number in range(self.first, self.last) if number not in self.left_out]
 
     @property
     def blocks(self) -> list[Block]:
-        return [
-            self.prompt._replace(parts=self.prompt.parts[: n + 1])
-            for n in range(self.first, self.last)
-        ]
+        return [self.prompt._replace(parts=self.prompt.parts[: n + 1]) for n in self.numbers]
 
     def event(self, as_bytes: bool) -> dict[str, Any]:
         parts = self.prompt.parts[self.first : self.last]
         extra: list[Any] = []
-        for number, part in enumerate(parts, self.first):
+        for number in self.numbers:
+            part = self.prompt.parts[number]
             keys: list[Any] = [self.prompt.lora] if self.prompt.lora else []
             keys += [[part.image, 7]] if part.image else []
             keys += [self.prompt.salt] if self.prompt.salt and number == 0 else []
             extra.append(keys or None)
-        parent = self.blocks[0].parent
+        parent = self.prompt._replace(parts=self.prompt.parts[: self.first])
         return {
             "type": "BlockStored",
             "block_hashes": [hash_of(block, as_bytes) for block in self.blocks],
-            "parent_block_hash": None if parent is None else hash_of(parent, as_bytes),
+            "parent_block_hash": hash_of(parent, as_bytes) if self.first else None,
             "token_ids": [token for part in parts for token in part.tokens],
             "block_size": SIZE,
             "lora_id": 1 if self.prompt.lora else None,
@@ -111,7 +114,10 @@ places = st.builds(Place, st.sampled_from(["GPU", "CPU"]), st.just(""), st.sampl
 def run_of(draw: Any, prompt: Block) -> Run:
     first = draw(st.integers(0, len(prompt.parts) - 1))
     last = draw(st.integers(first + 1, len(prompt.parts)))
-    return Run(prompt, first, last, draw(places))
+    left_out = draw(
+        st.sets(st.integers(first, last - 1)) if draw(st.booleans()) else st.just(set())
+    )
+    return Run(prompt, first, last, draw(places), frozenset(left_out - {last - 1}))
 
 
 @each

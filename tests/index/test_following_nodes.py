@@ -15,7 +15,7 @@ from kvstore.index import channel
 from kvstore.index.control import FollowedWorker, IndexSettings, Source, SourceBounds
 from kvstore.index.followers import Follower
 from kvstore.index.scope import key_chains, scope_seed
-from kvstore.page import PrefixKeys
+from kvstore.protocol.page import PrefixKeys
 from tests.client.conftest import READY, Daemon, arguments, content, new_keys, open_space
 from tests.conftest import Spawn
 from tests.index.publishers import KEYS, stored, usable

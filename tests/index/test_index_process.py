@@ -22,7 +22,7 @@ from kvstore.index.process import IndexProcess
 from kvstore.index.runs import PartNeed, PrefixNeeds
 from kvstore.index.scope import key_chains, scope_seed
 from kvstore.index.table import IndexReader
-from kvstore.page import page_keys
+from kvstore.protocol.page import page_keys
 from tests.index.publishers import KEYS, SPACE, node, stored, usable
 from tests.loops import eventually, in_loop
 
@@ -317,7 +317,7 @@ async def test_a_process_that_does_not_even_end_when_killed_is_not_waited_for_fo
         await eventually(lambda: index.restarts == 1)
         await real.wait()
     assert immortal.killed == 1
-    assert "has not ended" in caplog.text
+    assert "is still running" in caplog.text
 
 
 @in_loop

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.errors import InvalidArgument
 from kvstore.events import server as eventserver
 from kvstore.events.publisher import EventBatch, EventPublisher, StoredEvent
 from kvstore.events.questions import (
@@ -36,6 +35,7 @@ from kvstore.index.snapshot import (
     read_snapshot,
     sample,
 )
+from kvstore.protocol.errors import InvalidArgument
 from tests.loops import eventually, in_loop
 
 SPACE, SHARD = "ab" * 32, "cd" * 8

@@ -14,7 +14,7 @@ from kvstore.events.questions import AUDIT, END, HEAD, KEYS_MAX, PAGES, SAMPLE, 
 from kvstore.index.control import Source
 from kvstore.index.followers import Follower
 from kvstore.index.sequence import Sequence
-from kvstore.page import KEY_BYTES
+from kvstore.protocol.page import KEY_BYTES
 from tests.index.publishers import (
     KEYS,
     SPACE,

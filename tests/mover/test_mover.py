@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from kvstore import mover
-from kvstore.errors import InvalidArgument, TierUnavailable
 from kvstore.mover import Fallback, Mode, Native, Order, Pieces, Progress, binary
+from kvstore.protocol.errors import InvalidArgument, TierUnavailable
 from tests.mover.layouts import Layout, address, even_layout, expected, layouts, noise, u64
 
 SEEDS = (0, 1, 0x9E3779B185EBCA87, 2**64 - 1)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvstore.errors import InvalidArgument, PeerUnreachable, TransferTimeout
 from kvstore.mover import ranges
 from kvstore.mover.binary import LIBRARY, load
 from kvstore.mover.ranges import (
@@ -21,6 +20,7 @@ from kvstore.mover.ranges import (
     receive_ranges,
     send_ranges,
 )
+from kvstore.protocol.errors import InvalidArgument, PeerUnreachable, TransferTimeout
 
 LENGTHS = (0, 1, 63, 64, 65, 240, 241, 1024, 1025, 4096, 70_001, 300_000, 0)
 LONG_S, SHORT_S = 30.0, 0.05

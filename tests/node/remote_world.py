@@ -4,12 +4,12 @@ import hashlib
 from collections.abc import Sequence
 from typing import TypeVar
 
-from kvstore import wire
-from kvstore.errors import TierUnavailable
 from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
-from kvstore.page import KEY_BYTES, ShardSpec
+from kvstore.protocol import wire
+from kvstore.protocol.errors import TierUnavailable
+from kvstore.protocol.page import KEY_BYTES, ShardSpec
 from kvstore.state.remote.jobs import FetchEnd, Holding, Locate, PeerFetch, PeerLimits, Spread
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus

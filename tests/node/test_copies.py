@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from kvstore import wire
+from kvstore.protocol import wire
 from kvstore.state.remote import spreads
 from kvstore.state.remote.jobs import SpreadEnd
 from kvstore.state.tree.sessions import Peer

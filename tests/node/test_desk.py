@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from kvstore import wire
-from kvstore.errors import InvalidArgument
 from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
-from kvstore.page import PrefixKey, SpaceIdentity
+from kvstore.protocol import wire
+from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.page import PrefixKey, SpaceIdentity
 from kvstore.state.tree.actions import Removed, Stored
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Peer

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from kvstore import wire
-from kvstore.errors import TierUnavailable
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
-from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
+from kvstore.protocol import wire
+from kvstore.protocol.errors import TierUnavailable
+from kvstore.protocol.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity, page_keys
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.jobs import (
     DiskDrop,

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvstore import wire
 from kvstore.node.desk import Desk
-from kvstore.page import page_keys
+from kvstore.protocol import wire
+from kvstore.protocol.page import page_keys
 from kvstore.server.metrics import COUNTED
 from kvstore.state.disk.jobs import DiskRead, DiskSync, DiskWrite
 from kvstore.state.metering import (

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from kvstore import wire
-from kvstore.errors import EngineNameTaken, ProtocolError, error_from_code
-from kvstore.page import EngineLabel
+from kvstore.protocol import wire
+from kvstore.protocol.errors import EngineNameTaken, ProtocolError, error_from_code
+from kvstore.protocol.page import EngineLabel
 from kvstore.state.tree.sessions import Peer
 from tests.node.test_protocol import IDENTITY, KEYS, SHARDS, Wire
 

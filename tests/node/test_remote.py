@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore import wire
+from kvstore.protocol import wire
 from kvstore.state.remote import pages
 from kvstore.state.remote.jobs import FetchEnd, Holding
 from kvstore.state.tree.actions import PageStatus

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore import wire
+from kvstore.protocol import wire
 from kvstore.state.remote import located
 from kvstore.state.remote.jobs import Holding
 from tests.node.remote_world import LEASE_MS, RemoteWorld, leased

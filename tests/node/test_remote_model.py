@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from kvstore import wire
+from kvstore.protocol import wire
 from kvstore.state.remote import located, pages
 from kvstore.state.remote.jobs import FetchEnd, Holding
 from tests.node.remote_world import GONE, MS, RemoteWorld

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvstore import wire
-from kvstore.page import KEY_BYTES
+from kvstore.protocol import wire
+from kvstore.protocol.page import KEY_BYTES
 from kvstore.state.choice.admission import Admission
 from kvstore.state.choice.eviction import GRACE_NS, REPLICA_AGES
 from kvstore.state.choice.sources import SOURCES_MAX, Sources

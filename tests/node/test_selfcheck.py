@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstore import wire
 from kvstore.node.desk import Desk
 from kvstore.node.selfcheck import SelfCheck
 from kvstore.node.waiting import WaitingRoom
+from kvstore.protocol import wire
 from kvstore.state.ask.describe import core
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree import prefix_tree

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvstore import wire
 from kvstore.node.requests import NodeLimits
-from kvstore.page import page_keys
+from kvstore.protocol import wire
+from kvstore.protocol.page import page_keys
 from kvstore.state.tree.sessions import Peer
 from tests.node.test_protocol import IDENTITY, KEYS, LEASE_MS_MAX, SHARDS, Wire, node
 

@@ -5,7 +5,6 @@ from random import Random
 import msgspec
 import pytest
 
-from kvstore import wire
 from kvstore.node.hello import LOST_MAX
 from kvstore.node.node import Node
 from kvstore.node.requests import LEASE_PAGES_MAX, PUT_PAGES_MAX, NodeLimits
@@ -17,7 +16,8 @@ from kvstore.node.waiting import (
     Waiter,
     WaitingRoom,
 )
-from kvstore.page import PrefixKeys, SpaceIdentity, page_keys
+from kvstore.protocol import wire
+from kvstore.protocol.page import PrefixKeys, SpaceIdentity, page_keys
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.sessions import Peer

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvstore import wire
-from kvstore.page import KEY_BYTES, PrefixKeys, page_keys
+from kvstore.protocol import wire
+from kvstore.protocol.page import KEY_BYTES, PrefixKeys, page_keys
 from kvstore.state.table import ahead
 from kvstore.state.tree.actions import PageStatus
 from tests.node.test_protocol import DIGEST, IDENTITY, Wire

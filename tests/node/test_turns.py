@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore import wire
+from kvstore.protocol import wire
 from kvstore.state.tree.actions import PageStatus
 from tests.node.test_protocol import DIGEST, KEYS, MS, Wire
 

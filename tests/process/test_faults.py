@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from kvstore.errors import FOREIGN_TEXT_MAX, printable
 from kvstore.process import faults
 from kvstore.process.faults import Faults
+from kvstore.protocol.errors import FOREIGN_TEXT_MAX, printable
 
 
 @pytest.fixture

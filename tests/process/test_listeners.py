@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.errors import InvalidArgument
 from kvstore.process import listeners
 from kvstore.process.listeners import Listener, Tcp, Unix, parse_endpoint
+from kvstore.protocol.errors import InvalidArgument
 
 NOBODY = 65_534
 

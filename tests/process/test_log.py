@@ -18,11 +18,11 @@ from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
 from kvstore.process import logs
 from kvstore.process.logs import LINES_MAX, WINDOW_S, Sparing, event
+from kvstore.protocol.wire import PROTOCOL_MAJOR, FrameReader, Hello, OpenSpace
 from kvstore.server.channel import Begin, FromAdmin, Said
 from kvstore.server.watch import CALM_S, CLOSE_LOOK_TICKS, Watch
 from kvstore.state.tree.sessions import Peer
 from kvstore.state.tree.slots import SlotTable
-from kvstore.wire import PROTOCOL_MAJOR, FrameReader, Hello, OpenSpace
 from tests.client.conftest import FLAT, READY, Daemon, arguments, identity
 from tests.server.conftest import Stored
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.client.results import Hit, PutResult, RestoreResult
-from kvstore.errors import CapacityError, KVStoreError
+from kvstore.protocol.errors import CapacityError, KVStoreError
 
 
 @dataclass

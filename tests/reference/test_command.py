@@ -11,7 +11,7 @@ import pytest
 
 from engine_adapters.reference.__main__ import _handoff_options, parse_args, run
 from engine_adapters.reference.server import ConductorAt, keep_registered
-from kvstore.errors import ConfigError
+from kvstore.protocol.errors import ConfigError
 from tests.cluster.nodes import CERTIFICATES
 
 TIMEOUT_S = 60.0

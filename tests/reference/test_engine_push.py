@@ -11,9 +11,9 @@ from engine_adapters.reference.request import State
 from engine_adapters.reference.sampler import Sampling
 from engine_adapters.reference.scheduler import Limits
 from engine_adapters.reference.tokenizer import TextStream
-from kvstore.errors import InvalidArgument
 from kvstore.handoff.decode import DecodeManager
 from kvstore.handoff.prefill import Sender
+from kvstore.protocol.errors import InvalidArgument
 from tests.cluster.nodes import files
 from tests.conftest import WaitUntil
 from tests.reference.conftest import Ask, MakeEngine

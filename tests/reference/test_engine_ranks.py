@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from engine_adapters.reference.handoff_options import HandoffOptions
-from kvstore.errors import InvalidArgument
 from kvstore.handoff.states import State
+from kvstore.protocol.errors import InvalidArgument
 from tests.conftest import WaitUntil
 from tests.reference.conftest import Ask, MakeEngine
 from tests.reference.pushed import OPTIONS, SECRET, pair_of, pushed_are_those_of_one_engine, report

@@ -12,7 +12,7 @@ from engine_adapters.reference.sampler import Sampling
 from engine_adapters.reference.scheduler import Limits
 from kvstore.engine.load_choice import UNMEASURED_MAX
 from kvstore.engine.options import Loads
-from kvstore.errors import PeerUnreachable
+from kvstore.protocol.errors import PeerUnreachable
 from tests.reference.conftest import Ask, MakeEngine
 from tests.reference.fake_store import FakeNode, FakeStore
 

@@ -5,7 +5,7 @@ import zmq
 
 from engine_adapters.reference.kv_events import EngineEvents
 from kvstore.events.publisher import END_OF_REPLAY, EventBatch, RemovedEvent, StoredEvent
-from kvstore.page import page_keys
+from kvstore.protocol.page import page_keys
 from tests.reference.conftest import Ask, MakeEngine
 
 Batch = msgspec.msgpack.Decoder(

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine_adapters.reference.prefix_tree import BlockAllocator, PrefixTree
-from kvstore.page import PrefixKeys, page_keys
+from kvstore.protocol.page import PrefixKeys, page_keys
 
 BLOCKS = 12
 PAGE_BLOCKS = 2

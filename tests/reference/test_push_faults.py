@@ -15,7 +15,6 @@ from engine_adapters.reference.metrics import Metrics
 from engine_adapters.reference.request import State
 from engine_adapters.reference.sampler import Sampling
 from engine_adapters.reference.scheduler import Limits
-from kvstore.errors import InvalidArgument
 from kvstore.handoff import prefill as prefill_side
 from kvstore.handoff import staging
 from kvstore.handoff.memory import landing_places
@@ -23,6 +22,7 @@ from kvstore.handoff.places import AUX_PLANE
 from kvstore.handoff.states import HandoffFailure, HandoffProgress, HandoffSide, Layer
 from kvstore.mover.memory import memory_at
 from kvstore.mover.ranges import Places, digest_ranges
+from kvstore.protocol.errors import InvalidArgument
 from tests.conftest import WaitUntil
 from tests.reference.conftest import Ask, MakeEngine
 from tests.reference.fake_store import FakeNode, FakeStore

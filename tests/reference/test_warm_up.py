@@ -6,7 +6,7 @@ import pytest
 
 from engine_adapters.reference.engine import EngineClosedError
 from engine_adapters.reference.warm_up import warm_up
-from kvstore.errors import PeerUnreachable
+from kvstore.protocol.errors import PeerUnreachable
 from tests.reference.conftest import Ask, MakeEngine
 from tests.reference.fake_store import FakeNode, FakeStore
 from tests.reference.pushed import OPTIONS, kept_hashes, pair_of, report

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.client.space import Space
 from kvstore.client.store import KVStore
-from kvstore.page import PrefixKeys
+from kvstore.protocol.page import PrefixKeys
 from kvstore.server import client
 from tests.client.conftest import FLAT, READY, Daemon, arguments, content, identity
 from tests.client.conftest import new_keys as keys_of

@@ -6,8 +6,8 @@ from typing import Any, cast
 import pytest
 
 from kvstore.cluster.copier import Copier, preference
-from kvstore.errors import PeerUnreachable
-from kvstore.page import KEY_BYTES
+from kvstore.protocol.errors import PeerUnreachable
+from kvstore.protocol.page import KEY_BYTES
 from kvstore.server import copies, operations
 from kvstore.server.channel import Caller
 from kvstore.server.copies import CopyJobs

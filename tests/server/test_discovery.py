@@ -8,8 +8,8 @@ import pytest
 
 from kvstore.client.store import KVStore
 from kvstore.engine.label import EngineSources, engine_label
-from kvstore.errors import PeerUnreachable
-from kvstore.page import EngineLabel
+from kvstore.protocol.errors import PeerUnreachable
+from kvstore.protocol.page import EngineLabel
 from tests.client.conftest import FLAT, READY, Daemon, arguments, identity
 from tests.server.conftest import Api
 

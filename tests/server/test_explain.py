@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from kvstore.page import KEY_BYTES, CanonicalLayout, PrefixKey, PrefixKeys, ShardSpec
+from kvstore.protocol.page import KEY_BYTES, CanonicalLayout, PrefixKey, PrefixKeys, ShardSpec
 from kvstore.server.admin import prompts
 from kvstore.server.inspect import Inspection
 from kvstore.server.operations import ExplainKey, Operation

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.errors import KVStoreError
+from kvstore.protocol.errors import KVStoreError
 from kvstore.server.admin.routes import ROUTES, Route
 from kvstore.state.choice.policy import POLICIES
 from tests.client.conftest import READY, Daemon, arguments

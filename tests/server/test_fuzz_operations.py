@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstore.errors import KVStoreError
+from kvstore.protocol.errors import KVStoreError
 from kvstore.server import operate
 from kvstore.server.channel import Caller
 from kvstore.server.inspect import Inspection

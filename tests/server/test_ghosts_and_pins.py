@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvstore.errors import CapacityError, InvalidArgument, NotFound
+from kvstore.protocol.errors import CapacityError, InvalidArgument, NotFound
 from kvstore.state.choice import ghosts as module
 from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.choice.quotas import PINS_MAX, Pins, expiry

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from kvstore import wire
+from kvstore.protocol import wire
 from kvstore.server import client, idle
 from kvstore.server.idle import PAUSE_S, PIECE_S, IdleChecks
 from kvstore.state.tree import prefix_tree

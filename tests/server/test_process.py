@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from kvstore.config import EventsConfig, ServerConfig, SocketConfig, load
-from kvstore.errors import ConfigError, TierUnavailable
 from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
+from kvstore.protocol.errors import ConfigError, TierUnavailable
 from kvstore.server import client, http
 from kvstore.server.admin.connections import TCP_MAX
 from kvstore.server.http import HttpServer

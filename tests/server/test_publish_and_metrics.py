@@ -9,7 +9,7 @@ from kvstore.config import EventsConfig, SocketConfig
 from kvstore.events.publisher import ClearedEvent, RemovedEvent, StoredEvent
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
-from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.server.metrics import render
 from kvstore.server.publish import Publication, events_of
 from kvstore.state.tree.actions import Abandoned, Removed, Stored, TierRemoved, TierStored

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvstore.config import HttpConfig, ServerConfig, load
-from kvstore.errors import ConfigError
+from kvstore.protocol.errors import ConfigError
 from kvstore.server import answers, client, counts
 from kvstore.server.admin.routes import BODY_BYTES_MAX, PROMPT_BYTES_MAX, ROUTES
 from kvstore.server.auth import tokens_of

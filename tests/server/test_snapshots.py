@@ -21,7 +21,7 @@ from kvstore.index.snapshot import (
     read_snapshot,
     sample,
 )
-from kvstore.page import KEY_BYTES, CanonicalLayout, ShardSpec
+from kvstore.protocol.page import KEY_BYTES, CanonicalLayout, ShardSpec
 from tests.client.conftest import (
     FLAT,
     READY,

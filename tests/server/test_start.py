@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.config import ServerConfig, load
-from kvstore.errors import KVStoreError
+from kvstore.protocol.errors import KVStoreError
 from kvstore.server.daemon import Daemon, serve
 from kvstore.tier.disk import OSDisk
 from tests.client.conftest import READY, arguments

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore.cli import main
-from kvstore.page import PrefixKeys
+from kvstore.protocol.page import PrefixKeys
 from kvstore.state.tree.places import HEADER_BYTES, Place
 from kvstore.tier.record import decode_header, decode_identity
 from tests.client.conftest import READY, Daemon, arguments, new_keys

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from kvstore.config import EventsConfig, SocketConfig
-from kvstore.errors import CapacityError, InvalidArgument
 from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
+from kvstore.protocol.errors import CapacityError, InvalidArgument
 from kvstore.server import operations, turns
 from kvstore.server.channel import (
     ASKS_MAX,

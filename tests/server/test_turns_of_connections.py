@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from kvstore import wire
-from kvstore.errors import ProtocolError
+from kvstore.protocol import wire
+from kvstore.protocol.errors import ProtocolError
 from kvstore.server import rounds
 from kvstore.server.frames import (
     UNREAD_BYTES_MAX,

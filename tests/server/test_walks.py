@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.errors import InvalidArgument
+from kvstore.protocol.errors import InvalidArgument
 from kvstore.state.ask import traversal as walks
 from kvstore.state.ask.traversal import DROP_NODES, PASS_NODES, STEP_NODES, Removal, subtree
 from kvstore.state.table.invariants import check

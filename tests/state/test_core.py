@@ -19,8 +19,8 @@ INTERPRETED = {
     "kvstore/node/ssd.py": "it moves bytes, and a turn costs it little beside the disk's threads",
     "kvstore/state/ask/explain.py": "operators ask it, one page at a time",
     "kvstore/state/ask/explanation.py": "the admin API is described by its annotations",
-    "kvstore/page.py": "its messages say in class keywords how they are packed",
-    "kvstore/wire.py": "its messages say in class keywords how they are packed",
+    "kvstore/protocol/page.py": "its messages say in class keywords how they are packed",
+    "kvstore/protocol/wire.py": "its messages say in class keywords how they are packed",
 }
 """Pure modules, and modules beside them, that mypyc does not compile, and why."""
 SOURCES = [

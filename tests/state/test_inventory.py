@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.events.publisher import RemovedEvent, StoredEvent
-from kvstore.page import PrefixKey
+from kvstore.protocol.page import PrefixKey
 from kvstore.server.publish import MEDIA, events_of
 from kvstore.state.ask.inventory import HOST, SSD, HeldPages, sample, shard_of, tiers_of, walk
 from kvstore.state.table.pages import PageTable

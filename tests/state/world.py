@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.ask.traversal import Removal, Steps
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.actions import PageStatus, Removed, Stored

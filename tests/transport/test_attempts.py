@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvstore.errors import CapacityError, InvalidArgument, TransferError, TransferTimeout
+from kvstore.protocol.errors import CapacityError, InvalidArgument, TransferError, TransferTimeout
 from kvstore.transport.attempts import AVOIDED_NS, CONTACT_NS, Attempts, Give, Replace
 from kvstore.transport.base import PageTransfer, Range, TransferEnd, TransferSettled
 

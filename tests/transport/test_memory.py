@@ -1,6 +1,6 @@
 """Goal: transfers in memory do what their fate says, the same each time."""
 
-from kvstore.errors import PeerUnreachable, TransferTimeout
+from kvstore.protocol.errors import PeerUnreachable, TransferTimeout
 from kvstore.testing.transfer_pages import TransferPages
 from kvstore.transport.base import TransferEnd, TransferSettled
 from kvstore.transport.memory import Fate, MemoryNetwork

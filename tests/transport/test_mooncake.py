@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.errors import ConfigError, TransferTimeout
+from kvstore.protocol.errors import ConfigError, TransferTimeout
 from kvstore.testing.mooncake import CHECKS, MooncakePair
 from kvstore.testing.transport import TransportContract
 from kvstore.transport.mooncake import MooncakeTransport

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from kvstore.errors import PeerUnreachable, TransferTimeout
+from kvstore.protocol.errors import PeerUnreachable, TransferTimeout
 from kvstore.transport.names import HostNames
 from tests.conftest import WaitUntil
 

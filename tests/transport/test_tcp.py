@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from kvstore.errors import PeerUnreachable, ProtocolError, TransferError, TransferTimeout
+from kvstore.protocol.errors import PeerUnreachable, ProtocolError, TransferError, TransferTimeout
 from kvstore.testing.transfer_pages import TransferPages
 from kvstore.transport import owner as owners
 from kvstore.transport import reader as readers

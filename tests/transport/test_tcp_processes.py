@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.errors import PeerUnreachable, TransferTimeout
+from kvstore.protocol.errors import PeerUnreachable, TransferTimeout
 from kvstore.testing.transfer_pages import TransferPages
 from kvstore.transport.tcp import TcpTransport
 

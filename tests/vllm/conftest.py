@@ -3,6 +3,7 @@ their own (``VLLM_PYTHON``; ``make test-vllm`` makes it and says where it is).""
 
 import mmap
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ READY = r"kvstore-server ready: socket (\S+) http (\S+) events (\S+) replay (\S+
 _numbers = count()
 
 Start = Callable[..., Engine]
+Make = Callable[..., Path]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -84,6 +86,19 @@ def start(python: Path, model: Path, tmp_path: Path) -> Iterator[Start]:
         sys.stderr.write(f"\n--- {engine.log.name}\n{engine.report()}\n")
 
 
+@pytest.fixture
+def make(python: Path, tmp_path: Path) -> Make:
+    """``make(kind, *arguments)``: a folder with what :mod:`tests.vllm.models` makes."""
+
+    def made(kind: str, *arguments: object) -> Path:
+        folder = tmp_path / "-".join(map(str, (kind, *arguments)))
+        command = [python, "-m", "tests.vllm.models", kind, folder, *map(str, arguments)]
+        subprocess.run(command, check=True, timeout=120, cwd=ROOT)
+        return folder
+
+    return made
+
+
 class Node:
     """A daemon that can be ended and started again at the same address."""
 
@@ -114,6 +129,12 @@ class Node:
             arguments += ["--set", f"{key}={value}"]
         self.process = self._spawn(arguments, ready=READY, env={"PYTHONPATH": str(ROOT)})
         return self.process
+
+    def restart(self) -> None:
+        """End it as an operator does, and start it anew: only what is on its disk is left."""
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait() == 0, self.process.report()
+        self.start()
 
 
 @pytest.fixture

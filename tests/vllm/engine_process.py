@@ -74,6 +74,11 @@ class Engine:
             self.llm.llm_engine.step()
         return {}
 
+    def forget(self) -> Answer:
+        """Empty the engine's own prefix cache."""
+        assert self.llm.reset_prefix_cache(), "blocks are in use"
+        return {}
+
     def metrics(self) -> Answer:
         """Every counter and gauge: name and labels besides the model's, to value."""
         from prometheus_client import REGISTRY
@@ -173,14 +178,15 @@ def _overtaken_loads() -> None:
 
     real = kvstore.client.space.Space.load_pieces
 
-    def load(self: Any, keys: Any, target: Any, shard: int, progress: Any, order: Any) -> int:
+    def load(self: Any, keys: Any, target: Any, shard: int, progress: Any, order: Any,
+             *state: Any) -> int:  # fmt: skip
         if order == "segment":
             looks = iter(range(6000))
             while not progress.cancelled:
                 assert next(looks, None) is not None, "nobody gave it up"
                 _let_go.wait(0.01)
             progress = None
-        return real(self, keys, target, shard, progress, order)
+        return real(self, keys, target, shard, progress, order, *state)
 
     kvstore.client.space.Space.load_pieces = load  # type: ignore[method-assign]
 
@@ -188,6 +194,24 @@ def _overtaken_loads() -> None:
 def _two_ranks() -> None:
     """Two ranks share the cores instead of wanting all of them each."""
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+
+
+def _seeds_in_parts() -> None:
+    """vLLM takes back what a part of a prompt drew by CUDA's offset; on CPUs it goes to the seed.
+
+    That is the same: nothing of a request was drawn before the last part of its prompt.
+    """
+    import torch
+
+    class Rewound(torch.Generator):
+        def get_offset(self) -> int:
+            return 0
+
+        def set_offset(self, offset: int) -> None:
+            del offset
+            self.manual_seed(self.initial_seed())
+
+    torch.Generator = Rewound  # type: ignore[misc]
 
 
 def _on_a_device() -> None:
@@ -206,6 +230,7 @@ HOOKS: dict[str, Callable[[], None]] = {
     "stuck loads": _stuck_loads,
     "overtaken loads": _overtaken_loads,
     "two ranks": _two_ranks,
+    "seeds in parts": _seeds_in_parts,
     "on a device": _on_a_device,
 }
 

@@ -1,30 +1,11 @@
-"""Goal: adapters, sliding windows and tensor parallelism on the real engine: right and hit."""
-
-import subprocess
-from collections.abc import Callable
-from pathlib import Path
+"""Goal: adapters and tensor parallelism on the real engine: right and hit."""
 
 import pytest
 import torch
 
-from tests.vllm.conftest import Node, Start, prompt
-from tests.vllm.engines import ROOT, EngineError
+from tests.vllm.conftest import Make, Start, prompt
+from tests.vllm.engines import EngineError
 from tests.vllm.test_tokens import HIT_TOKENS, HITS, PROMPTS
-
-Make = Callable[..., Path]
-
-
-@pytest.fixture
-def make(python: Path, tmp_path: Path) -> Make:
-    """``make(kind, *arguments)``: a folder with what :mod:`tests.vllm.models` makes."""
-
-    def made(kind: str, *arguments: object) -> Path:
-        folder = tmp_path / "-".join(map(str, (kind, *arguments)))
-        command = [python, "-m", "tests.vllm.models", kind, folder, *map(str, arguments)]
-        subprocess.run(command, check=True, timeout=120, cwd=ROOT)
-        return folder
-
-    return made
 
 
 def test_a_model_and_its_adapters_share_no_page(node, start: Start, make: Make):
@@ -45,12 +26,6 @@ def test_a_model_and_its_adapters_share_no_page(node, start: Start, make: Make):
     assert len({tuple(tokens) for tokens, _ in computed}) == 3, "the adapters do something"
     assert [hits for _, hits in loaded] == [256, 256, 256]
     assert [tokens for tokens, _ in loaded] == [tokens for tokens, _ in computed]
-
-
-def test_a_restarted_engine_hits_although_half_its_layers_see_a_window_only(
-    node, start: Start, make: Make
-):
-    restarts_and_hits(node, start, model=make("windows"))
 
 
 def test_one_rank_and_two_ranks_read_what_the_other_has_stored(node, start: Start):
@@ -90,32 +65,3 @@ def test_latents_are_refused_where_vllm_would_ignore_what_was_loaded(
         start(node.address, model=make("latents"), block_size=16)
 
     assert "DeepseekV2ForCausalLM uses MLA" in str(raised.value)
-
-
-def test_a_restarted_engine_hits_although_half_its_layers_have_a_state_instead_of_kv(
-    node, start: Start, make: Make
-):
-    model = make("states")
-    first = start(node.address, model=model)
-    expected = first.tokens(PROMPTS)
-    first.ask("settle")
-    assert first.metric(HITS) == 0
-    first.close()
-
-    answers = start(node.address, model=model).generate(PROMPTS)
-    assert [answer["tokens"] for answer in answers] == expected
-    assert [answer["cached"] for answer in answers] == [288, 0, 0, 0, 480], "blocks of 96 tokens"
-
-
-def restarts_and_hits(node: Node, start: Start, **changes: object) -> None:
-    first = start(node.address, num_gpu_blocks_override=640, **changes)
-    expected = first.tokens(PROMPTS)
-    first.ask("settle")
-    assert first.metric(HITS) == 0
-    first.close()
-    assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
-
-    engine = start(node.address, num_gpu_blocks_override=640, **changes)
-    assert engine.tokens(PROMPTS) == expected
-    assert engine.metric(HITS) == HIT_TOKENS
-    assert engine.metric("kvstore:lookups") == 3, "for each prompt of a page, one for all ranks"

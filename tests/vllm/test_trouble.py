@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from kvstore.wire import PROTOCOL_MAJOR as MAJOR
-from kvstore.wire import PROTOCOL_MINOR as MINOR
+from kvstore.protocol.wire import PROTOCOL_MAJOR as MAJOR
+from kvstore.protocol.wire import PROTOCOL_MINOR as MINOR
 from tests.vllm.conftest import Node, prompt
 from tests.vllm.engines import EngineError
 
@@ -39,7 +39,9 @@ def test_an_engine_outlives_its_node(spawn, tmp_path, start, plain, wait_until):
     assert engine.log.read_text().count("no node at") == 1, "one warning an engine"
 
 
-def test_a_stopped_node_costs_a_few_milliseconds_once(node, start, plain, wait_until):
+def test_a_stopped_node_costs_a_few_milliseconds_once_also_in_the_middle_of_loads(
+    node, start, plain, wait_until
+):
     expected = plain.tokens(PROMPTS)
     limits = {"extra": {"lookup_timeout_ms": 5}}
     engine = start(node.address, transfer=limits, enable_prefix_caching=False)
@@ -62,14 +64,6 @@ def test_a_stopped_node_costs_a_few_milliseconds_once(node, start, plain, wait_u
         return engine.metric(HITS) - before == 8 * 256
 
     wait_until(hits, 20.0, "the node goes on, and is used again")
-
-
-def test_a_node_that_stops_in_the_middle_of_loads_delays_nobody_for_long(node, start, plain):
-    expected = plain.tokens(PROMPTS)
-    engine = start(node.address, enable_prefix_caching=False)
-    engine.generate(PROMPTS)
-    engine.ask("settle")
-
     engine.send("generate", prompts=[{"tokens": p} for p in PROMPTS], max_tokens=12)
     node.process.send_signal(signal.SIGSTOP)
     began = time.monotonic()
@@ -77,7 +71,7 @@ def test_a_node_that_stops_in_the_middle_of_loads_delays_nobody_for_long(node, s
     took = time.monotonic() - began
     node.process.send_signal(signal.SIGCONT)
 
-    assert [answer["tokens"] for answer in answers] == expected
+    assert [answer["tokens"] for answer in answers] == expected, "stopped in the middle of loads"
     assert took < 6.0
 
 
@@ -85,7 +79,7 @@ def test_a_node_that_stops_in_the_middle_of_loads_delays_nobody_for_long(node, s
     ("before", "changes", "named"),
     [
         (
-            "from kvstore import wire; wire.PROTOCOL_MAJOR = 9",
+            "from kvstore.protocol import wire; wire.PROTOCOL_MAJOR = 9",
             {},
             f"client speaks protocol {MAJOR}.{MINOR}, this node 9.{MINOR}",
         ),
@@ -122,15 +116,14 @@ def test_a_node_that_cannot_serve_this_engine_is_named_once(
     wait_until(hits, 40.0, "a node that fits is used")
 
 
-@pytest.mark.parametrize(
-    ("extra", "named"),
-    [
-        ({"page_tokens": 48}, "page_tokens: 48 is not a multiple of the engine's block of 32"),
-        ({"adress": "unix:///x"}, "unknown key adress; did you mean address?"),
-    ],
-)
-def test_a_wrong_option_is_refused_at_start_by_name(node, start, extra, named):
+def test_pages_that_are_not_made_of_blocks_and_drafts_with_kv_are_refused_at_start(
+    node, start, model
+):
     with pytest.raises(EngineError) as raised:
-        start(node.address, transfer={"extra": extra})
+        start(node.address, transfer={"extra": {"page_tokens": 48}})
+    assert "page_tokens: 48 is not a multiple of the engine's block of 32" in str(raised.value)
 
-    assert named in str(raised.value)
+    draft = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
+    with pytest.raises(EngineError) as raised:
+        start(node.address, speculative_config=draft)
+    assert "speculative_config: method draft_model: its draft layers have KV" in str(raised.value)

@@ -12,7 +12,7 @@ from kvstore.engine.chain import ForeignChain
 from kvstore.engine.identity import chain_seed
 from kvstore.engine.options import LoadOrder
 from kvstore.engine.requests import PromptScope
-from kvstore.errors import ConfigError
+from kvstore.protocol.errors import ConfigError
 from tests.engine.engine import FULL
 
 

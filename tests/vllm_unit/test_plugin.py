@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from engine_adapters.vllm import plugin
-from kvstore.errors import ConfigError
+from kvstore.protocol.errors import ConfigError
 from tests.vllm_unit.test_support import model_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,8 +13,8 @@ from kvstore.engine.messages import Blocks, Load
 from kvstore.engine.opening import Opening
 from kvstore.engine.options import SLAB_BYTES_MIN
 from kvstore.engine.worker import GroupMemory, ShardMemory, WorkerSide
-from kvstore.errors import ConfigError
 from kvstore.mover.kvpool import KVPool
+from kvstore.protocol.errors import ConfigError
 from tests.engine.engine import BLOCK, IDENTITY, PAGE, SHARD
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace as Values
 import pytest
 
 from engine_adapters.vllm.support import REMEDY, check_groups, check_model, heads_of
-from kvstore.errors import ConfigError
+from kvstore.protocol.errors import ConfigError
 
 
 def model_of(architecture, **changes):

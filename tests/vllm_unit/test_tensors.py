@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 
 from engine_adapters.vllm.tensors import pool_of  # noqa: E402
 from kvstore.engine.identity import Group  # noqa: E402
-from kvstore.errors import ConfigError  # noqa: E402
 from kvstore.mover.kvpool import KVPool  # noqa: E402
+from kvstore.protocol.errors import ConfigError  # noqa: E402
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 7, 2, 4, 8
 NAMES = [f"model.layers.{number}" for number in range(LAYERS)]

@@ -7,6 +7,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from kvstore.protocol.wire import FRAME_BYTES_MAX
 from kvstore.server.channel import (
     Abandon,
     Alive,
@@ -22,7 +23,6 @@ from kvstore.server.channel import (
 )
 from kvstore.server.operations import Operation
 from kvstore.server.refusal import Refusal
-from kvstore.wire import FRAME_BYTES_MAX
 
 T = TypeVar("T")
 

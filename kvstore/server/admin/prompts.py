@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, Final
 
-from kvstore.errors import InvalidArgument
-from kvstore.page import KEY_BYTES, page_keys
+from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.page import KEY_BYTES, page_keys
 from kvstore.server import answers, operations
 from kvstore.state.ask.explanation import Explanation
 
@@ -60,7 +60,9 @@ async def explain(
     if not there.sizes:
         raise InvalidArgument("tokens", "no space is open: nothing was stored yet")
     if space is None and len(there.sizes) > SIZES_MAX:
-        raise InvalidArgument("space", f"there are pages of {len(there.sizes)} sizes: name a space")
+        raise InvalidArgument(
+            "space", f"the node has pages of {len(there.sizes)} sizes: name a space"
+        )
     least = there.page_tokens or min(there.sizes)
     if len(tokens) < least:
         raise InvalidArgument("tokens", f"{len(tokens)} are fewer than a page, which has {least}")

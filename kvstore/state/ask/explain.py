@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.ask.explanation import VERDICTS, Departure, Difference, Explanation
 from kvstore.state.ask.traversal import Steps
 from kvstore.state.choice.ghosts import Ghost
@@ -174,11 +174,13 @@ class Explainer:
         ago = f"{left['left_s_ago']:.1f} s ago"
         if ghost.head or ghost.cause == "head_lost":
             verdict = "head_missing"
-            text = f"unreachable since {ago}: a page before it left"
+            text = f"unreachable since {ago}: a page before it was dropped"
             if ghost.head:
                 if heads:
                     head = yield from self.steps(ghost.head, space, None, heads - 1)
-                text = f"unreachable since {ago}: page {ghost.head.hex()[:12]} before it left"
+                text = (
+                    f"unreachable since {ago}: page {ghost.head.hex()[:12]} before it was dropped"
+                )
         elif ghost.cause == "evicted":
             text = f"evicted {ago} by policy {ghost.policy}"
             if left["wanted_bytes"]:
@@ -187,7 +189,7 @@ class Explainer:
             elif left["wanted_by"]:
                 text += " because its space was over its quota"
         elif ghost.cause == "corrupt":
-            text = f"quarantined {ago}: its bytes were not those that were stored"
+            text = f"quarantined {ago}: its bytes failed their digest"
         else:
             text = f"{_SENTENCES.get(ghost.cause, ghost.cause)} {ago}"
         text += self._gave_way(space, ghost.key)
@@ -216,7 +218,9 @@ class Explainer:
         ghosts = self._pages.residents.ghosts
         label = space.label if space is not None else ""
         if ghosts.forgotten:
-            text = "not known: never stored, or it left before the oldest page still remembered"
+            text = (
+                "unknown: never stored, or dropped before the oldest page that is still remembered"
+            )
             if oldest := self._ago(ghosts.oldest_ns()):
                 text += f" ({oldest:.1f} s ago; {ghosts.forgotten} are forgotten)"
             return Explanation("unknown", text, key.hex(), label)
@@ -228,15 +232,15 @@ class Explainer:
 
 
 _SENTENCES: Final = {
-    "expired": "its time to live ran out",
-    "read_once": "a page to be read once; its reader was done",
+    "expired": "its TTL ended",
+    "read_once": "a read-once page: its reader released it",
     "unreadable": "the disk failed to read it, and no copy was in memory",
-    "operator": "an operator took it out",
+    "operator": "an operator evicted it",
     "reclaimed": "evicted from the SSD: its segment was reclaimed",
-    "quota": "evicted from the SSD: its space was at its quota there",
+    "quota": "evicted from the SSD: its space was over its quota there",
     "cleared": "an operator cleared its space",
     "moved": "an operator moved it to another node",
-    "retired": "its memory was given up: a process that nobody can watch may still touch it",
+    "retired": "dropped: an unwatched process may still access its memory",
 }
 
 

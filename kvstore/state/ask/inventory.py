@@ -16,7 +16,7 @@ Until then it may have pages that left, and miss pages that came.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.places import Tier

@@ -8,8 +8,8 @@ from collections.abc import Generator, Iterator
 from itertools import islice
 from typing import Final, TypeVar
 
-from kvstore.errors import InvalidArgument
-from kvstore.page import PrefixKey
+from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.quotas import PINS_MAX
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.children import first_page
@@ -108,7 +108,7 @@ def _cursor(space: PrefixTree, start: PrefixNode, after: PrefixKey) -> Steps[Pre
     while at is not start:
         if at.parent is None:
             if at is space.root:
-                raise InvalidArgument("cursor", "it stands at a page outside of this listing")
+                raise InvalidArgument("cursor", "it points to a page outside this listing")
             raise _cursor_left()
         at = at.parent
         looked += 1

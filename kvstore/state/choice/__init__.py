@@ -1,1 +1,1 @@
-"""What is chosen: which page leaves, which is written, who has how much."""
+"""Policies: which page to evict, which to write to disk, and how much each space may have."""

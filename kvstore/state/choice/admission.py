@@ -1,4 +1,4 @@
-"""What may be written to the SSD when it leaves memory, within a budget of bytes a day.
+"""Which pages may be written to the SSDs when they are evicted, within a daily budget.
 
 A flash device wears by what is written, and most pages are never asked for again. The decision is
 taken for a chain, ancestors first: a leading part of it is admitted, so that no tail is on disk
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.errors import InvalidArgument
+from kvstore.protocol.errors import InvalidArgument
 from kvstore.state.choice.returns import Returns
 from kvstore.state.tree.node import PrefixNode
 
@@ -71,7 +71,7 @@ class Admission:
             InvalidArgument: the name is unknown, or the budget negative.
         """
         if name not in NAMES:
-            raise InvalidArgument("admission", f"{name!r} is none of {', '.join(NAMES)}")
+            raise InvalidArgument("admission", f"{name!r} is not one of {', '.join(NAMES)}")
         if budget_bytes_per_day < 0:
             raise InvalidArgument("budget_bytes_per_day", f"{budget_bytes_per_day} is negative")
         self.name = name

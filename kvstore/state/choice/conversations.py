@@ -1,4 +1,4 @@
-"""Conversations whose pages are kept for a time, whatever the eviction policy thinks. Pure.
+"""Conversations whose pages are kept for a time, whatever the eviction policy says. Pure.
 
 An agent or a user comes back to a conversation after minutes, when its pages have long been the
 least recently used ones. An engine that knows the conversation of a request says so; its pages are
@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Literal, NamedTuple, get_args
 
-from kvstore.page import PrefixKey
+from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.shares import Shares
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.places import Tier

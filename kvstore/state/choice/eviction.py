@@ -1,4 +1,4 @@
-"""Which page goes when room is needed: leaves in order, by slot size and by who must pay. Pure.
+"""Which page to evict when memory is needed: leaves in order, by slot size and space. Pure.
 
 Pages of one tenant and one slot size share a queue; a space with a quota or a reservation has
 queues of its own, so that its leaves can be found, or left alone, without looking at the others'.
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from kvstore.page import PrefixKey
+from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.policy import EvictionPolicy, LeastRecent, enter, leave, new_policy
 from kvstore.state.choice.quotas import Quotas
 from kvstore.state.choice.sources import Sources
@@ -125,7 +125,7 @@ class Eviction:
     def stored(self, node: PrefixNode, keys: list[PrefixKey], slot_bytes: int, tick: int) -> None:
         """The pages of ``node``, with these keys, came in; it may be split."""
         self._tick = tick
-        self._queue(self.quotas.queue_name(node.space), slot_bytes).stored(node, keys, tick)
+        self._queue(self._queue_name(node.space), slot_bytes).stored(node, keys, tick)
 
     def mark_replicas(self, stored: Iterable[PrefixNode], shard: int, peer: str) -> None:
         """These pages of a shard came from a peer; empty: from a client, and are no replicas."""
@@ -147,7 +147,7 @@ class Eviction:
         self._tick = tick
         node.uses += 1
         node.ask_depth = 0
-        name = self.quotas.queue_name(node.space)
+        name = self._queue_name(node.space)
         for slot_bytes in classes(node):
             self._queue(name, slot_bytes).used(node, tick)
             if node.uses == 1 and (name, slot_bytes) in self._passed:
@@ -156,7 +156,7 @@ class Eviction:
     def add_candidate(self, node: PrefixNode) -> None:
         """Tell that ``node`` may have become evictable."""
         if self.evictable(node):
-            name = self.quotas.queue_name(node.space)
+            name = self._queue_name(node.space)
             for slot_bytes in classes(node):
                 line = self._replica_line if self._is_elsewhere(node) else self._queue
                 line(name, slot_bytes).add_candidate(node, self._tick)
@@ -170,12 +170,12 @@ class Eviction:
 
     def victim(self, space: PrefixTree, slot_bytes: int) -> PrefixNode | None:
         """The leaf of the class that may go for ``space``; call :meth:`end_choice` after all."""
-        names = self.quotas.payers(space, slot_bytes)
-        return self._oldest([(name, slot_bytes) for name in names])
+        names = [self._queue_name(one) for one in self.quotas.payers(space, slot_bytes)]
+        return self._oldest([(name, slot_bytes) for name in (space.identity.tenant, *names)])
 
     def own_victim(self, space: PrefixTree) -> PrefixNode | None:
         """The leaf of a space with limits that may go; call :meth:`end_choice` after all."""
-        name = self.quotas.queue_name(space)
+        name = self._queue_name(space)
         return self._oldest([(name, size) for size in {one.slot_bytes for one in space.shards}])
 
     def end_choice(self) -> None:
@@ -209,6 +209,11 @@ class Eviction:
             if self._slots.pinned(last_slot(column)):  # of a node all are, or none
                 return False
         return True
+
+    def _queue_name(self, space: PrefixTree) -> str:
+        """Which queues the pages of a space are in: those of its tenant, unless it is limited."""
+        limited = space.number in self.quotas.limited
+        return f"\0{space.label}" if limited else space.identity.tenant
 
     def _oldest(self, queues: list[tuple[str, int]]) -> PrefixNode | None:
         chosen: PrefixNode | None = None
@@ -262,7 +267,7 @@ class Eviction:
                 return None
             if not (slot_bytes in classes(node) and self.evictable(node)):
                 continue
-            if self._is_elsewhere(node) and self.quotas.queue_name(node.space) == name:
+            if self._is_elsewhere(node) and self._queue_name(node.space) == name:
                 return node
             # A client has stored it since, its source is gone, or its space has limits now.
             self.add_candidate(node)
@@ -281,7 +286,7 @@ class Eviction:
         while node is not None or self._look_further((name, slot_bytes)):
             if node is None:
                 pass
-            elif self.quotas.queue_name(node.space) != name:
+            elif self._queue_name(node.space) != name:
                 self.add_candidate(node)  # its space has limits now, so queues of its own
                 self._strays += 1
                 if self._strays >= TAKE_OVER_MAX:

@@ -1,4 +1,4 @@
-"""What is remembered of pages that left the index: when, why and for whom. Pure, and bounded.
+"""Records of dropped pages: when, why, and to make room for whom. Pure and bounded.
 
 ``explain`` answers from it. The newest entries are kept; once one had to be forgotten, "never
 stored" can no longer be told from "left long ago", and :attr:`Ghosts.forgotten` says so.
@@ -12,7 +12,7 @@ import struct
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
 

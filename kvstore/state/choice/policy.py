@@ -12,8 +12,8 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Final, Protocol
 
-from kvstore.errors import InvalidArgument
-from kvstore.page import PrefixKey
+from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.reuse import Kind, LearnedReuse
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.nodeheap import NodeHeap, NodeLine
@@ -381,7 +381,7 @@ def new_policy(name: str, slot_bytes: int) -> EvictionPolicy:
     """
     made = POLICIES.get(name)
     if made is None:
-        raise InvalidArgument("policy", f"{name!r} is none of {', '.join(POLICIES)}")
+        raise InvalidArgument("policy", f"{name!r} is not one of {', '.join(POLICIES)}")
     return made(slot_bytes)
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.errors import CapacityError, InvalidArgument, NotFound
-from kvstore.page import PrefixKey
+from kvstore.protocol.errors import CapacityError, InvalidArgument, NotFound
+from kvstore.protocol.page import PrefixKey
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.places import Tier
 from kvstore.state.tree.prefix_tree import PrefixTree
@@ -38,26 +38,25 @@ class Quotas:
 
     Args:
         used: what a space has there, in bytes.
+
+    Attributes:
+        limited: number → limits of each space that has any, or had some; :meth:`set` changes it.
     """
 
     def __init__(self, used: Callable[[PrefixTree], int]) -> None:
         self.used = used
-        self._limits: dict[int, SpaceLimits] = {}
+        self.limited: dict[int, SpaceLimits] = {}
 
     def get(self, space: PrefixTree) -> SpaceLimits:
         """The limits of a space; a copy."""
-        known = self._limits.get(space.number)
+        known = self.limited.get(space.number)
         if known is None:
             return SpaceLimits(space)
         return SpaceLimits(space, known.quota_bytes, known.reserved_bytes)
 
-    def is_limited(self, space: PrefixTree) -> bool:
-        """Whether the space has limits, or had some."""
-        return space.number in self._limits
-
     def all(self) -> list[SpaceLimits]:
         """The limits of every space that has any."""
-        return [one for one in self._limits.values() if one.quota_bytes or one.reserved_bytes]
+        return [one for one in self.limited.values() if one.quota_bytes or one.reserved_bytes]
 
     def set(
         self, space: PrefixTree, quota_bytes: int, reserved_bytes: int, capacity_bytes: int
@@ -74,47 +73,39 @@ class Quotas:
             raise InvalidArgument(
                 "reserved_bytes", f"{reserved_bytes} is more than the quota of {quota_bytes}"
             )
-        others = sum(one.reserved_bytes for one in self._limits.values() if one.space is not space)
+        others = sum(one.reserved_bytes for one in self.limited.values() if one.space is not space)
         if others + reserved_bytes > capacity_bytes:
             raise CapacityError(
                 f"{others} of the {capacity_bytes} bytes that can be are reserved already;"
                 f" {reserved_bytes} more do not fit",
                 "reserved_bytes",
             )
-        if space.number not in self._limits:
-            if len(self._limits) >= LIMITED_MAX:
+        if space.number not in self.limited:
+            if len(self.limited) >= LIMITED_MAX:
                 raise CapacityError(
                     f"{LIMITED_MAX} spaces have (or had) limits, and no more can", "space"
                 )
-            self._limits[space.number] = SpaceLimits(space)
-        limits = self._limits[space.number]
+            self.limited[space.number] = SpaceLimits(space)
+        limits = self.limited[space.number]
         limits.quota_bytes, limits.reserved_bytes = quota_bytes, reserved_bytes
 
-    def queue_name(self, space: PrefixTree) -> str:
-        """Which eviction queues the pages of a space are in."""
-        return f"\0{space.label}" if space.number in self._limits else space.identity.tenant
-
-    def payers(self, space: PrefixTree, slot_bytes: int) -> list[str]:
-        """The queues from which room of one slot may be made for ``space``."""
-        tenant = space.identity.tenant
+    def payers(self, space: PrefixTree, slot_bytes: int) -> list[PrefixTree]:
+        """The limited spaces whose pages may leave to make room of one slot for ``space``."""
         return [
-            tenant,
-            *(
-                self.queue_name(limits.space)
-                for limits in self._limits.values()
-                if limits.space.identity.tenant == tenant
-                and not self._protected(limits, space, slot_bytes)
-            ),
+            limits.space
+            for limits in self.limited.values()
+            if limits.space.identity.tenant == space.identity.tenant
+            and not self._protected(limits, space, slot_bytes)
         ]
 
     def protects(self, victim: PrefixTree, space: PrefixTree, size_bytes: int) -> bool:
         """Whether ``victim`` must not lose that many bytes for the sake of ``space``."""
-        limits = self._limits.get(victim.number)
+        limits = self.limited.get(victim.number)
         return limits is not None and self._protected(limits, space, size_bytes)
 
     def exceeded(self, space: PrefixTree, more_bytes: int = 0) -> bool:
         """Whether the space is over its quota, or would be with so much more."""
-        limits = self._limits.get(space.number)
+        limits = self.limited.get(space.number)
         return limits is not None and 0 < limits.quota_bytes < self.used(space) + more_bytes
 
     def _protected(self, limits: SpaceLimits, space: PrefixTree, size_bytes: int) -> bool:

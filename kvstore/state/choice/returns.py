@@ -14,7 +14,7 @@ more general one.
 from collections import OrderedDict
 from typing import Final
 
-from kvstore.page import PrefixKey
+from kvstore.protocol.page import PrefixKey
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
 

@@ -1,4 +1,4 @@
-"""How probably, and how soon, a cached prompt is continued: learnt from the requests themselves.
+"""How probably and how soon a cached prompt is continued, learned from the requests.
 
 A prompt of a conversation either never comes back or comes back after a think time. Both depend on
 the **kind** of prompt: whether the page ends it (an end is often not continued exactly), lies
@@ -25,7 +25,7 @@ from collections import deque
 from operator import mul
 from typing import ClassVar, Final
 
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.tree.node import PrefixNode
 
 Kind = tuple[int, ...]

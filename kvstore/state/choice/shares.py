@@ -1,4 +1,4 @@
-"""Who keeps how much of a budget that all share, and who gives way. Pure.
+"""Divides a shared budget: who keeps how much, and who gives way. Pure.
 
 A budget is one for all tenants, and a tenant may fill it while nobody else wants it. Who keeps less
 takes from who keeps most, one page at a time, until both keep the same: from other tenants first,

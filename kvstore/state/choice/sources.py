@@ -1,4 +1,4 @@
-"""Which nodes gave pages, and which of them may be believed to have these still. Pure."""
+"""Which nodes supplied pages, and which of them probably still have them. Pure."""
 
 from itertools import count
 from typing import Final

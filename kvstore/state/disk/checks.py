@@ -1,4 +1,4 @@
-"""Records that are read again where they lie: are they whole, what tokens are in them? Pure.
+"""Records that are read again: whether they are intact, and which tokens they contain. Pure.
 
 Loads go first: little is read at a time, and next to nothing while somebody waits for a page.
 """
@@ -7,8 +7,8 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvstore.errors import KVStoreError, PageCorrupt
-from kvstore.page import PrefixKey
+from kvstore.protocol.errors import KVStoreError, PageCorrupt
+from kvstore.protocol.page import PrefixKey
 from kvstore.state.disk.jobs import DiskCheck, DiskTokens, RecordOf, page_record
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.queue import DiskQueue

@@ -1,8 +1,8 @@
-"""What pages that are put durably must be: allowed on disk, and there in the end. Pure."""
+"""Conditions for durable pages: they must be allowed on disk, and be there in the end. Pure."""
 
 from collections.abc import Sequence
 
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
+from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
 

@@ -1,4 +1,4 @@
-"""Pages that were taken out on purpose, until the log says so too. Pure.
+"""Pages that were removed on purpose, until the log has their tombstones. Pure.
 
 Their records stay in the segment files until those are reclaimed; a tombstone keeps a start from
 finding them. It counts against every older record of its keys, so a page that is stored again must
@@ -12,8 +12,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvstore.errors import CapacityError, KVStoreError
-from kvstore.page import ALL_KEYS, KEY_BYTES
+from kvstore.protocol.errors import CapacityError, KVStoreError
+from kvstore.protocol.page import ALL_KEYS, KEY_BYTES
 from kvstore.state.disk.jobs import DiskTombstone, Durable
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.queue import DiskQueue

@@ -1,4 +1,4 @@
-"""What the disk side of the page table asks its tier to do, and for whom. Pure values.
+"""Jobs that the disk side of the page table gives to its tier. Pure values.
 
 These are the jobs of the tier too: only the address of a page in this process is added on the way.
 """
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Final, NamedTuple, Protocol
 
-from kvstore.errors import KVStoreError
-from kvstore.page import KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.errors import KVStoreError
+from kvstore.protocol.page import KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.metering import Meter
 from kvstore.state.tree.actions import TierStored
 from kvstore.state.tree.node import PrefixNode
-from kvstore.state.tree.places import Place, record_bytes
+from kvstore.state.tree.places import Place, adjacent_places, record_bytes
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch, Fetches
 from kvstore.state.tree.slots import Slot, SlotTable
@@ -68,9 +68,11 @@ class DiskRules:
     retry_ns: int = 5_000_000_000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, init=False)
 class PageRecord:
     """What a page's record says; the page may have left the index when its job is carried out.
+
+    Nobody changes it.
 
     Attributes:
         key: of the page.
@@ -78,7 +80,8 @@ class PageRecord:
         space: whose.
         shard: of it.
         page_bytes: of the page.
-        digest: 16 bytes, see :func:`kvstore.page.page_seeds`; checked before a write, after a read.
+        digest: 16 bytes, see :func:`kvstore.protocol.page.page_seeds`; checked before a write,
+            after a read.
         tokens: uint32 little-endian tokens of the page, for one that is to be written, if they are
             known.
     """
@@ -90,6 +93,20 @@ class PageRecord:
     page_bytes: int
     digest: bytes
     tokens: bytes = b""
+
+    # Written out for the compiler, as in some classes below: what `dataclass` makes stays
+    # interpreted, and each page that is written makes one.
+    def __init__(
+        self, key: PrefixKey, parent: PrefixKey, space: SpaceIdentity, shard: ShardSpec,
+        page_bytes: int, digest: bytes, tokens: bytes = b"",
+    ) -> None:  # fmt: skip
+        self.key = key
+        self.parent = parent
+        self.space = space
+        self.shard = shard
+        self.page_bytes = page_bytes
+        self.digest = digest
+        self.tokens = tokens
 
     @property
     def length(self) -> int:
@@ -112,7 +129,7 @@ def page_record(node: PrefixNode, shard: int, position: int = 0) -> PageRecord:
     return PageRecord(key, parent, node.space.identity, of.spec, of.page_bytes, digest)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, init=False, eq=False)
 class DiskWrite:
     """Write the page in ``slot`` as a record at ``place``.
 
@@ -126,6 +143,15 @@ class DiskWrite:
     page: PageRecord
     slot: Slot
     address: int = 0
+
+    def __init__(
+        self, job: int, place: Place, page: PageRecord, slot: Slot, address: int = 0
+    ) -> None:
+        self.job = job
+        self.place = place
+        self.page = page
+        self.slot = slot
+        self.address = address
 
 
 @dataclass(slots=True, eq=False)
@@ -186,7 +212,7 @@ class DiskTombstone:
     """Write at ``place`` that pages were removed on purpose, so that a start does not find them.
 
     It removes every record of its space, shard and packed keys that was submitted before it.
-    :data:`kvstore.page.ALL_KEYS` stands for all keys.
+    :data:`kvstore.protocol.page.ALL_KEYS` stands for all keys.
     """
 
     job: int
@@ -265,7 +291,7 @@ class Durable:
     ended: bool = False
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, init=False, eq=False)
 class Write:
     """Pages that follow each other, on their way to disk.
 
@@ -291,14 +317,30 @@ class Write:
     place: Place
     each: int
     left: int
-    waiters: list[Durable] = field(default_factory=list)
-    followers: "list[Write]" = field(default_factory=list)
-    errors: dict[int, KVStoreError] = field(default_factory=dict)
+    waiters: list[Durable]
+    followers: "list[Write]"
+    errors: dict[int, KVStoreError]
+
+    def __init__(
+        self, space: PrefixTree, shard: int, keys: bytes, slots: list[Slot], place: Place, each: int
+    ) -> None:
+        self.space = space
+        self.shard = shard
+        self.keys = keys
+        self.slots = slots
+        self.place = place
+        self.each = each
+        self.left = len(slots)
+        self.waiters, self.followers, self.errors = [], [], {}
 
     @property
     def size(self) -> int:
         """Bytes of all its records."""
         return len(self.slots) * self.each
+
+    def places(self) -> list[Place]:
+        """Where its records are."""
+        return adjacent_places(self.place, self.each, len(self.slots))
 
     def place_of(self, number: int) -> Place:
         """Where a record of it is."""

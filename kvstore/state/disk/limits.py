@@ -1,4 +1,4 @@
-"""What spaces may and must have on disk: quotas, reservations, pins. Pure.
+"""Limits of spaces on disk: quotas, reservations, pins. Pure.
 
 A record of a space at its quota is written only once as much of the space's own has left: its
 leaves, the coldest first. A leaf on disk is a page that no page on disk continues and, where memory

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from kvstore.errors import KVStoreError
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
+from kvstore.protocol.errors import KVStoreError
+from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.state.disk.jobs import DiskRead, PageLoad, PageMemory, PageRecord, RecordOf
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.queue import DiskQueue

@@ -1,4 +1,4 @@
-"""The SSD log as the node's state sees it: which record lies where. Pure.
+"""The SSD log as the node's state sees it: where each record is. Pure.
 
 Segments are files of equal size, written front to back and given back as a whole. A record is a
 header and one page; ``docs/internals/ssd-format.md`` describes its bytes.
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, NamedTuple
 
-from kvstore.page import KEY_BYTES
+from kvstore.protocol.page import KEY_BYTES
 from kvstore.state.disk.plans import Reclaim, parts_of, plan
 from kvstore.state.disk.records import PageRecords, Stretch
 from kvstore.state.tree.columns import unpack_places
@@ -146,7 +146,9 @@ class SegmentLog:
             return None
         segment, pages = taken
         place = Place(segment.number, segment.end - pages * size)
-        segment.pages.add(space, shard, keys[: pages * KEY_BYTES], place.offset, size, tick)
+        if pages * KEY_BYTES < len(keys):  # compiled code copies a slice of all bytes, too
+            keys = keys[: pages * KEY_BYTES]
+        segment.pages.add(space, shard, keys, place.offset, size, tick)
         if carried:
             self._carried_bytes += pages * size
         else:

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from kvstore.errors import CapacityError, DurabilityUnavailable, KVStoreError, PageCorrupt
-from kvstore.page import PrefixKey
+from kvstore.protocol.errors import CapacityError, DurabilityUnavailable, KVStoreError, PageCorrupt
+from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.backlog import Backlog
 from kvstore.state.disk.checks import CheckRun, DiskChecks
@@ -279,7 +279,7 @@ class DiskPages:
 
     def needs_space(self, space: PrefixTree) -> bool:
         """Whether something on disk stands under the number of an empty space."""
-        return self.limits.quotas.is_limited(space) or self.graves.waits_for(space)
+        return space.number in self.limits.quotas.limited or self.graves.waits_for(space)
 
     def unpinned(self) -> None:
         """Less may have to be kept."""

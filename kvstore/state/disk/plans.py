@@ -1,9 +1,9 @@
-"""What becomes of the pages of a segment that is reclaimed: carried over, or dropped. Pure."""
+"""Which pages of a reclaimed segment are carried over, and which are dropped. Pure."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.disk.records import PageRecords
 from kvstore.state.tree.columns import unpack_places
 from kvstore.state.tree.node import PrefixNode

@@ -1,15 +1,16 @@
-"""What the disk side says: jobs for the SSD tier, effects for the page table. Pure."""
+"""The output of the disk side: jobs for the SSD tier, effects for the page table. Pure."""
 
 from itertools import count
 from typing import Final
 
-from kvstore.errors import KVStoreError
+from kvstore.protocol.errors import KVStoreError
 from kvstore.state.disk.jobs import (
     DiskCheck,
     DiskCopy,
     DiskEffect,
     DiskJob,
     DiskRead,
+    DiskWrite,
     RecordOf,
 )
 from kvstore.state.tree.story import Story
@@ -50,10 +51,16 @@ class DiskQueue:
         if isinstance(job, _TOLD):
             self._tell("begun", job, of)
 
+    def submit_writes(self, jobs: list[DiskWrite], of: RecordOf) -> None:
+        """Add writes of pages of one shard."""
+        for job in jobs:
+            self._under_way[job.job] = job, of
+        self.pending.extend(jobs)
+
     def end(self, number: int, error: KVStoreError | None) -> tuple[DiskJob, RecordOf | None]:
         """The tier has ended the job of that number; the job, and whose page it is of."""
         job, of = self._under_way.pop(number)
-        if isinstance(job, _TOLD):
+        if not isinstance(job, DiskWrite) and isinstance(job, _TOLD):
             self._tell("ended" if error is None else error.code, job, of)
         return job, of
 

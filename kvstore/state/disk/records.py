@@ -1,4 +1,4 @@
-"""Which pages the records of a segment are of: stretches of records, pages named by key. Pure.
+"""The records of a segment: runs of adjacent records, and the keys of their pages. Pure.
 
 Nothing here refers to a node: nodes are split, leave and come back, and a record stays where it is.
 """
@@ -6,14 +6,14 @@ Nothing here refers to a node: nodes are split, leave and come back, and a recor
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 STRETCH_PAGES_MAX = 128
 """Pages of a stretch that single pages are added to."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, init=False, eq=False)
 class Stretch:
     """Adjacent records of pages of one shard, placed at one tick.
 
@@ -34,6 +34,18 @@ class Stretch:
     each: int
     keys: bytes
     live: int
+
+    def __init__(
+        self, space: PrefixTree, shard: int, tick: int, offset: int, each: int, keys: bytes,
+        live: int,
+    ) -> None:  # fmt: skip
+        self.space = space
+        self.shard = shard
+        self.tick = tick
+        self.offset = offset
+        self.each = each
+        self.keys = keys
+        self.live = live
 
     @property
     def pages(self) -> int:

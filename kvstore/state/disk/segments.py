@@ -9,7 +9,7 @@ from collections import Counter
 from enum import Enum
 from typing import Final
 
-from kvstore.errors import KVStoreError, PageCorrupt
+from kvstore.protocol.errors import KVStoreError, PageCorrupt
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.jobs import (
     DiskCopy,

@@ -1,10 +1,10 @@
-"""When what was written to disk is made to survive a power cut, and who is told then. Pure.
+"""When written records are synced to survive a power cut, and who is notified. Pure.
 
 A sync covers what was written before it began. At most one is under way: with the policy
 ``always`` whatever is written meanwhile shares the next one.
 """
 
-from kvstore.errors import KVStoreError
+from kvstore.protocol.errors import KVStoreError
 from kvstore.state.disk.jobs import DiskRules, DiskSync, Durable, SyncPolicy
 from kvstore.state.disk.queue import DiskQueue
 

@@ -1,4 +1,4 @@
-"""The writes that are under way, found by the slots that they pin. Pure."""
+"""Writes in progress, found by the slots that they pin. Pure."""
 
 from collections.abc import Iterator
 

@@ -6,8 +6,8 @@ it waits for the write of that page, and what follows waits for it. Of a write o
 failed the pages before that one count.
 """
 
-from kvstore.errors import CapacityError, KVStoreError
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
+from kvstore.protocol.errors import CapacityError, KVStoreError
+from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.state.choice.admission import Admission, ask_later
 from kvstore.state.disk.graves import Graves
 from kvstore.state.disk.jobs import (
@@ -149,7 +149,7 @@ class Writes:
         begun = 0
         for one in chain:
             # In a space with limits each page is asked for.
-            alone = self._limits.quotas.is_limited(one.space)
+            alone = one.space.number in self._limits.quotas.limited
             for node in one.singles() if alone else [one]:
                 if alone and not self._limits.make_room(node, shard):
                     self._memory.counts["disk_refused_quota"] += pages - begun
@@ -182,22 +182,23 @@ class Writes:
         space, slots, keys = node.space, node.slots_of(shard), node.key_list()
         its = space.shards[shard]
         each = its.record_bytes
-        write = Write(space, shard, node.keys, slots, place, each, len(slots))
+        write = Write(space, shard, node.keys, slots, place, each)
         self._under_way.add(write)
         self._memory.slots.pin(slots, 0)
         self.in_flight_bytes += write.size
         space.disk_bytes += write.size
         parent, digests, tokens = node.key_before(0), node.digest_columns[shard], node.tokens
         assert parent is not None
-        token_bytes, of = len(tokens) // len(keys), RecordOf(space, shard)
+        token_bytes, places = len(tokens) // len(keys), write.places()
         identity, spec, page_bytes = space.identity, its.spec, its.page_bytes
+        jobs: list[DiskWrite] = []
         for at, key in enumerate(keys):
             digest = digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
-            told = tokens[at * token_bytes : (at + 1) * token_bytes]
+            told = tokens[at * token_bytes : (at + 1) * token_bytes] if tokens else b""
             page = PageRecord(key, parent, identity, spec, page_bytes, digest, told)
-            job = DiskWrite(self._queue.number(), write.place_of(at), page, slots[at])
-            self._queue.submit(job, of)
+            jobs.append(DiskWrite(self._queue.number(), places[at], page, slots[at]))
             parent = key
+        self._queue.submit_writes(jobs, RecordOf(space, shard))
         self._memory.story.tell("DiskWrite begun", node, shard, len(slots))
         self._await(write, durable)
 

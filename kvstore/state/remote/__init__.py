@@ -1,1 +1,1 @@
-"""Pages of other nodes: which of them have what, and the fetches that bring it here. Pure."""
+"""Pages of other nodes: which node has which pages, and fetches of them. Pure."""

@@ -1,11 +1,11 @@
-"""What a node asks its peer side to do, and what that says of it. Pure values."""
+"""Jobs that a node gives to its peer side, and the reports on them. Pure values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvstore.errors import KVStoreError
-from kvstore.page import ShardSpec, SpaceIdentity
+from kvstore.protocol.errors import KVStoreError
+from kvstore.protocol.page import ShardSpec, SpaceIdentity
 from kvstore.state.tree.node import Retention
 from kvstore.state.tree.slots import Slot
 

@@ -1,4 +1,4 @@
-"""Which peers have which chain: questions under way, and answers that are remembered. Pure.
+"""Which peers have which chain: queries in progress, and answers that are remembered. Pure.
 
 ::
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Final, NamedTuple
 
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.remote.jobs import Holding, Locate, PeerJob
 from kvstore.state.tree.prefix_tree import PrefixTree
 

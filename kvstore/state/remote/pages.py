@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count, groupby
 from typing import Any, Final
 
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
+from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.state.remote.arrival import Arrival
 from kvstore.state.remote.jobs import FetchEnd, Holding, PeerFetch, PeerJob, PeerLimits
 from kvstore.state.remote.located import FRESH_NS, KEPT_NS, LocatedChain, LocatedChains, Span

@@ -1,4 +1,4 @@
-"""How fast each peer gives pages, and which gave none a moment ago. Pure."""
+"""How fast each peer delivers pages, and which peers delivered nothing recently. Pure."""
 
 from dataclasses import dataclass
 from typing import Any, Final

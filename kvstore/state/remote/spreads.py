@@ -1,12 +1,12 @@
-"""Requests that further nodes have pages too, until the peer side says how many do. Pure."""
+"""Requests for copies on further nodes, until the peer side reports how many have them. Pure."""
 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
-from kvstore.errors import CapacityError
-from kvstore.page import ShardSpec, SpaceIdentity
+from kvstore.protocol.errors import CapacityError
+from kvstore.protocol.page import ShardSpec, SpaceIdentity
 from kvstore.state.remote.jobs import PeerJob, Spread, SpreadEnd
 
 SPREADS_MAX = 256

@@ -1,15 +1,15 @@
 """Takes over the pages that a start found on disk. Pure.
 
 Pages whose head is not there any more are left out: nobody could reach them. So is a page under
-:data:`~kvstore.page.ALL_KEYS`, which nodes before 0.2 accepted. What they take on disk is dead and
-is reclaimed like any other.
+:data:`~kvstore.protocol.page.ALL_KEYS`, which nodes before 0.2 accepted. What they take on disk is
+dead and is reclaimed like any other.
 """
 
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from kvstore.errors import CapacityError, InvalidArgument
-from kvstore.page import ALL_KEYS, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.errors import CapacityError, InvalidArgument
+from kvstore.protocol.page import ALL_KEYS, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.table.orphans import subtree
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree import node as nodes

@@ -11,8 +11,8 @@ page in it, gives it back, or is known to touch it no more.
 from collections import Counter
 from typing import NamedTuple
 
-from kvstore.errors import InvalidArgument
-from kvstore.page import PrefixKey
+from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.page import PrefixKey
 from kvstore.state.table.residents import Residents
 from kvstore.state.table.room import Room
 from kvstore.state.table.runs import begin_pages, known_pages, new_pages
@@ -107,12 +107,12 @@ class SlotsAhead:
         space, shard, key, parent, tokens = page
         put = process.puts.get(put_id)
         if put is None or not put.ahead or not put.is_of(space, shard):
-            raise InvalidArgument("put", f"{put_id} is no slot that is reserved for this shard")
+            raise InvalidArgument("put", f"{put_id} is not a slot reserved for this shard")
         self._held.moment.tick += 1
         if process.session.prefill_s_per_token:
             space.prefill_s_per_token = process.session.prefill_s_per_token
         if parent == key:
-            raise InvalidArgument("parent", "is the key that is to follow it")
+            raise InvalidArgument("parent", "is the same as the key after it")
         known = known_pages(space, shard, key, 0, self._held.moment.tick)
         if known is not None:
             return known[0]
@@ -169,7 +169,7 @@ class SlotsAhead:
         session = process.session
         if size * AHEAD_SHARE > session.quota_bytes or not session.admits(size):
             return False
-        return not self._held.quotas.is_limited(space)
+        return space.number not in self._held.quotas.limited
 
     def _may_lie_in(self, position: int) -> bool:
         """Whether one more slot may be reserved in that extent."""

@@ -1,4 +1,4 @@
-"""Tells of the pages that a start found on disk, a few at a time. Pure.
+"""Announces the pages that a start found on disk, a few at a time. Pure.
 
 Nobody waits for it: an index that does not know of a page yet only misses it.
 """

@@ -1,4 +1,4 @@
-"""Chooses what leaves memory for room: plans, as values. Pure.
+"""Chooses which pages to evict: plans, as values. Pure.
 
 Choosing takes leaves out of the order in which they are to leave, and changes nothing else: no
 page, no slot, no job. :mod:`kvstore.state.table.room` carries a plan out in one place. A plan ends
@@ -118,7 +118,7 @@ class RoomChooser:
                 continue  # it stood there twice, as what changed its queue may
             if node is not None:
                 # Of a space with limits each page is asked for: the next one may be reserved.
-                limited = held.quotas.is_limited(node.space)
+                limited = node.space.number in held.quotas.limited
                 each = slots_of_a_page(node, slot_bytes)
                 last = Leaving(node, -(-(1 if limited else left) // each))
                 if held.disk.is_dirty(node):

@@ -1,4 +1,4 @@
-"""When leases run out, pages expire, and lost processes are given up. Pure."""
+"""Deadlines of leases, of pages with a TTL, and of lost processes. Pure."""
 
 from collections import Counter
 from collections.abc import Iterator

@@ -1,9 +1,9 @@
-"""What is kept from eviction: pins of operators, conversations of engines. Pure."""
+"""Pages protected from eviction: operators' pins and engines' conversations. Pure."""
 
 from collections.abc import Iterable, Sequence
 
-from kvstore.errors import CapacityError, TierUnavailable
-from kvstore.page import PrefixKey
+from kvstore.protocol.errors import CapacityError, TierUnavailable
+from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.conversations import Conversations, KeepCause
 from kvstore.state.choice.quotas import Pin, Pins
 from kvstore.state.table.residents import Residents

@@ -1,4 +1,4 @@
-"""Pages whose head has left the index: they leave too, the last of each prompt first.
+"""Descendants of dropped pages: they are dropped too, the last page of each prompt first.
 
 A head can have a hundred thousand pages below it, and nobody waits that long. The head itself is a
 miss at once: its node stays as a **hole** (:attr:`PrefixTree.holes`), across which no hit reaches

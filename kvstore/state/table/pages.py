@@ -6,9 +6,10 @@ clock. Every list of keys is a run of one chain, packed as 32 bytes each.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
-from kvstore.errors import CapacityError, InvalidArgument
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.errors import CapacityError, InvalidArgument
+from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.ahead import SlotsAhead
 from kvstore.state.table.deadlines import Deadlines
@@ -110,7 +111,7 @@ class PageTable:
             raise InvalidArgument("lease", f"{lease_id} is in use")
         self.moment.tick = tick = self.moment.tick + 1
         nodes = leading_in_memory(space, packed, shard)
-        slots = [slot for node in nodes for slot in node.slots_of(shard)]
+        slots = list(chain.from_iterable([node.slots_of(shard) for node in nodes]))
         lease = Lease(slots, len(slots) * space.shards[shard].slot_bytes, deadline_ns)
         if not process.session.admits(lease.size_bytes):
             raise CapacityError(
@@ -131,7 +132,8 @@ class PageTable:
         self.residents.use(last := nodes[-1])
         if not last.memory & (1 << shard) - 1:  # ranks of one request count once
             self.eviction.used(last, self.moment.tick)
-        self.disk.used(last, shard)
+        if self.disk.exists:
+            self.disk.used(last, shard)
         if self.disk.effects:
             apply_effects(self.residents)
 
@@ -199,7 +201,7 @@ class PageTable:
         self.moment.tick += 1
         keys = [PrefixKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]
         if parent and parent in keys:
-            raise InvalidArgument("parent", "is among the keys that are to follow it")
+            raise InvalidArgument("parent", "is itself one of the keys after it")
         if process.session.prefill_s_per_token:
             space.prefill_s_per_token = process.session.prefill_s_per_token
         put = Put(space, shard, [], [], 0, self.moment.now_ns)
@@ -276,7 +278,8 @@ class PageTable:
         for node, keys in zip(stored, keys_of, strict=True):
             self.eviction.stored(node, keys, put.space.shards[put.shard].slot_bytes, tick)
             self.residents.add_candidate(node)
-        self.disk.stored(stored, put.shard)
+        if self.disk.exists:
+            self.disk.stored(stored, put.shard)
         if self.keeping.is_used:
             self.keeping.stored(stored)
         if self.disk.effects:

@@ -1,4 +1,4 @@
-"""Pages and where they are: in memory, on disk, on their way, gone. Pure.
+"""Where each page is: in memory, on disk, in transit, or dropped. Pure.
 
 A page that leaves memory stays on disk if it is there; else it leaves the index with all that it
 leads to. :mod:`kvstore.state.table.room` chooses what leaves; nothing here knows about engines,
@@ -8,7 +8,7 @@ leads to. :mod:`kvstore.state.table.room` chooses what leaves; nothing here know
 from collections import Counter, deque
 from itertools import islice
 
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.choice.eviction import Eviction
 from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.disk.graves import BURIED
@@ -124,7 +124,8 @@ class Residents:
         """The node may be evictable now."""
         if not node.children_in_memory:  # else it is not, and many are asked of at once
             self.eviction.add_candidate(node)
-        self.disk.limits.add_candidate(node)
+        if self.disk.exists:
+            self.disk.limits.add_candidate(node)
 
     def let_go(self, slots: list[Slot]) -> None:
         """Somebody needs the pages in these slots no more: take a pin from each.
@@ -299,7 +300,7 @@ class Residents:
 
     def needs_space(self, space: PrefixTree) -> bool:
         """Whether something stands under the number of an empty space."""
-        if self.quotas.is_limited(space) or space.host_bytes or space.disk_bytes:
+        if space.number in self.quotas.limited or space.host_bytes or space.disk_bytes:
             return True
         return self.disk.needs_space(space)
 

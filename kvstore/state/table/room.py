@@ -1,4 +1,4 @@
-"""Makes room in memory: carries out plans of what leaves, and brings in what is wanted. Pure.
+"""Makes room in memory: carries out eviction plans, and loads requested pages. Pure.
 
 Who asks for memory gets slots that are free, or those that victims leave. What leaves is chosen in
 :mod:`kvstore.state.table.choosing` before any of it is done. A victim that is worth it is written
@@ -81,7 +81,7 @@ class Room:
 
     def within_quota(self, space: PrefixTree, slot_bytes: int, count: int) -> int:
         """How many of ``count`` more pages the space's quota allows, its own leaves evicted."""
-        if not self._held.quotas.is_limited(space):
+        if space.number not in self._held.quotas.limited:
             return count
         for more in range(count):
             if not self.shrink(space, SHRINK_MAX, (more + 1) * slot_bytes):

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.tree import node as nodes
 from kvstore.state.tree.actions import PageStatus, Stored
 from kvstore.state.tree.columns import pack_slots

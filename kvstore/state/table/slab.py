@@ -1,4 +1,4 @@
-"""Which pages a device slab holds, where they lie, and which go when room is needed. Pure.
+"""Which pages a device slab holds, where they are, and which to evict. Pure.
 
 A **slab** is memory on a device that belongs to one client: whole pages, copies of what a node has.
 It is a cache and nothing else: a page that is not in it is read from the node. The parts are those
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvstore.page import (
+from kvstore.protocol.page import (
     DIGEST_BYTES,
     KEY_BYTES,
     PrefixKey,
@@ -51,7 +51,7 @@ class PageSet:
         spec: the shard.
         name: 64 bytes, equal exactly when every field of both is.
         page_bytes: bytes of a page.
-        seed: of the pages' digests, see :func:`kvstore.page.page_seeds`.
+        seed: of the pages' digests, see :func:`kvstore.protocol.page.page_seeds`.
     """
 
     identity: SpaceIdentity

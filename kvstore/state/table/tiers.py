@@ -1,4 +1,4 @@
-"""What the disk side says has become of pages, applied in one loop. Pure.
+"""Applies the effects that the disk side reports, in one loop. Pure.
 
 The disk side changes only what is its own: its ledger, its jobs, and where on disk a page lies. All
 else it says in effects, and calls nobody back: pages came to memory, were lost, need their slots no
@@ -7,8 +7,8 @@ more. They are applied when it has returned, so that no page leaves in the middl
 
 from collections.abc import Iterable, Sequence
 
-from kvstore.errors import KVStoreError, PageCorrupt
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
+from kvstore.protocol.errors import KVStoreError, PageCorrupt
+from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.state.disk.jobs import DiskEffect, Durable, LetGo, Lost, PageLoad, Spoilt
 from kvstore.state.table.residents import Residents
 from kvstore.state.tree.actions import TierRemoved, TierStored

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import IntEnum
 
-from kvstore.page import PrefixKey
+from kvstore.protocol.page import PrefixKey
 from kvstore.state.tree.places import Tier
 from kvstore.state.tree.prefix_tree import PrefixTree
 
@@ -66,7 +66,7 @@ class Removed:
         self.tiers = tiers
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, init=False)
 class TierStored:
     """Action: a READY page is in one more tier now; ``tokens`` as above."""
 
@@ -77,8 +77,19 @@ class TierStored:
     tier: Tier
     tokens: bytes = b""
 
+    def __init__(
+        self, space: PrefixTree, shard: int, keys: list[PrefixKey], parent: PrefixKey, tier: Tier,
+        tokens: bytes = b"",
+    ) -> None:  # fmt: skip
+        self.space = space
+        self.shard = shard
+        self.keys = keys
+        self.parent = parent
+        self.tier = tier
+        self.tokens = tokens
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True, init=False)
 class TierRemoved:
     """Action: a page left ``tier`` and is READY in the other one still; ``tokens`` as above."""
 
@@ -88,6 +99,17 @@ class TierRemoved:
     parent: PrefixKey
     tier: Tier
     tokens: bytes = b""
+
+    def __init__(
+        self, space: PrefixTree, shard: int, keys: list[PrefixKey], parent: PrefixKey, tier: Tier,
+        tokens: bytes = b"",
+    ) -> None:  # fmt: skip
+        self.space = space
+        self.shard = shard
+        self.keys = keys
+        self.parent = parent
+        self.tier = tier
+        self.tokens = tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kvstore.page import PrefixKey
+from kvstore.protocol.page import PrefixKey
 
 if TYPE_CHECKING:
     from kvstore.state.tree.node import PrefixNode

@@ -1,124 +1,137 @@
-"""Which node has a key, for pages that are in no memory: in a quarter of the room of a dict. Pure.
+"""Which node has a key, for pages that are in no memory: in an eighth of the room of a dict. Pure.
 
 A dict takes 115 bytes a page, most of it for the key's own object, which the node has too. Here is
-a **mark** of 4 bytes and the node; whether the key is one of the node's is looked up in the node.
+an **entry** of 8 bytes: a mark, and the number that the node has here. Whether the key is one of
+the node's is looked up in the node.
 """
 
+from array import array
 from collections.abc import Iterator
 from typing import Final
 
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.tree.node import PrefixNode
 
+ENTRY_BYTES: Final = 8
 MARK_BYTES: Final = 4
+_NUMBER_SHIFT: Final = 8 * MARK_BYTES
 MARKS_MASK = (1 << 8 * MARK_BYTES) - 1
-BUCKET_PAGES = 48
+BUCKET_PAGES = 24
 """On average of all buckets, at most. One of them is divided as often as so many pages came, which
-takes some 20 microseconds: the table never stands still to grow."""
+takes some microseconds: the table never stands still to grow."""
 
 
 class ColdKeys:
     """A table of buckets that grows by one bucket at a time (linear hashing, W. Litwin 1980).
 
     Marks are of Python's hash of a key, which no client can foresee. Two pages may have equal
-    marks.
+    marks. A node that is here has a number, :attr:`PrefixNode.cold`; no other one has the same.
 
     Attributes:
         count: how many pages are here.
     """
 
-    __slots__ = ("_base", "_marks", "_nodes", "count")
+    __slots__ = ("_base", "_entries", "_free", "_nodes", "count")
 
     def __init__(self) -> None:
-        #: Bucket → marks of its pages, and the nodes that these are part of.
-        self._marks: list[bytearray] = [bytearray()]
-        self._nodes: list[list[PrefixNode]] = [[]]
+        #: Bucket → the entries of its pages.
+        self._entries: list[bytearray] = [bytearray()]
+        #: Number → node; None where it is free, as 0 always is.
+        self._nodes: list[PrefixNode | None] = [None]
+        self._free: list[int] = []
         self.count = 0
-        #: A power of two: buckets from ``len(_marks) - _base`` up to it are not divided yet.
+        #: A power of two: buckets from ``len(_entries) - _base`` up to it are not divided yet.
         self._base = 1
 
     def __iter__(self) -> Iterator[PrefixKey]:
-        found = {node for bucket in self._nodes for node in bucket}
-        # Neither marks nor addresses of objects are the same in each process.
+        # Numbers are used again: they are not the order in which pages came.
+        found = [node for node in self._nodes if node is not None]
         for node in sorted(found, key=lambda node: node.serial):
             yield from node.key_list()
 
     def get(self, key: PrefixKey) -> PrefixNode | None:
         """The node that the page of a key is part of; None when it is not here."""
         mark = hash(key) & MARKS_MASK
-        bucket = self._bucket(mark)
-        marks, packed = self._marks[bucket], mark.to_bytes(MARK_BYTES, "little")
-        at = marks.find(packed)
+        entries, packed = self._bucket(mark), mark.to_bytes(MARK_BYTES, "little")
+        at = entries.find(packed)
         while at >= 0:
-            if not at % MARK_BYTES:
-                node = self._nodes[bucket][at // MARK_BYTES]
+            if not at % ENTRY_BYTES:
+                number = int.from_bytes(entries[at + MARK_BYTES : at + ENTRY_BYTES], "little")
+                node = self._nodes[number]
+                assert node is not None
                 if _has(node.keys, key):
                     return node
-            at = marks.find(packed, at + 1)
+            at = entries.find(packed, at + 1)
         return None
 
-    def put(self, node: PrefixNode) -> None:
-        """Take the pages of a node, which are not here."""
-        for key in node.key_list():
-            mark = hash(key) & MARKS_MASK
-            bucket = self._bucket(mark)
-            self._marks[bucket] += mark.to_bytes(MARK_BYTES, "little")
-            self._nodes[bucket].append(node)
-            self.count += 1
-            if self.count > BUCKET_PAGES * len(self._marks):
-                self._divide()
+    def put(self, node: PrefixNode, keys: list[PrefixKey]) -> None:
+        """Take the pages of a node, which are not here; ``keys`` are theirs."""
+        assert not node.cold
+        number, mask = self._number(node), MARKS_MASK
+        for key in keys:
+            mark = hash(key) & mask
+            entries = self._bucket(mark)
+            entries += _entry(mark, number)
+        self.count += len(keys)
+        while self.count > BUCKET_PAGES * len(self._entries):
+            self._divide()
 
     def assign(self, packed: bytes, node: PrefixNode, to: PrefixNode) -> None:
-        """The pages of packed keys, so far of one node, are of another one."""
+        """The pages of packed keys, so far of one node, are of another one that is not here yet."""
+        number = self._number(to)
         for at in range(0, len(packed), KEY_BYTES):
-            bucket, number = self._find(PrefixKey(packed[at : at + KEY_BYTES]), node)
-            self._nodes[bucket][number] = to
+            key = PrefixKey(packed[at : at + KEY_BYTES])
+            entries, first = self._find(key, node)
+            entries[first + MARK_BYTES : first + ENTRY_BYTES] = number.to_bytes(4, "little")
 
-    def discard(self, packed: bytes, node: PrefixNode) -> None:
-        """Take out the pages of packed keys, which are of a node."""
-        for at in range(0, len(packed), KEY_BYTES):
-            bucket, number = self._find(PrefixKey(packed[at : at + KEY_BYTES]), node)
-            del self._nodes[bucket][number]
-            del self._marks[bucket][number * MARK_BYTES : (number + 1) * MARK_BYTES]
-        self.count -= len(packed) // KEY_BYTES
+    def discard(self, node: PrefixNode, keys: list[PrefixKey]) -> None:
+        """Take out all pages of a node; ``keys`` are theirs."""
+        for key in keys:
+            entries, first = self._find(key, node)
+            del entries[first : first + ENTRY_BYTES]
+        self._nodes[node.cold] = None
+        self._free.append(node.cold)
+        node.cold = 0
+        self.count -= len(keys)
 
-    def _find(self, key: PrefixKey, node: PrefixNode) -> tuple[int, int]:
-        """Bucket of a page of a node, and its number there; of equal marks any will do."""
+    def _number(self, node: PrefixNode) -> int:
+        """Give a node a number that no other one has."""
+        if self._free:
+            node.cold = self._free.pop()
+            self._nodes[node.cold] = node
+        else:
+            node.cold = len(self._nodes)
+            self._nodes.append(node)
+        return node.cold
+
+    def _find(self, key: PrefixKey, node: PrefixNode) -> tuple[bytearray, int]:
+        """Bucket of a page of a node, and where its entry is; of equal ones any will do."""
+        assert self._nodes[node.cold] is node
         mark = hash(key) & MARKS_MASK
-        bucket = self._bucket(mark)
-        marks, nodes = self._marks[bucket], self._nodes[bucket]
-        packed = mark.to_bytes(MARK_BYTES, "little")
-        at = marks.find(packed)
-        while at % MARK_BYTES or nodes[at // MARK_BYTES] is not node:
-            at = marks.find(packed, at + 1)
+        entries, packed = self._bucket(mark), _entry(mark, node.cold)
+        at = entries.find(packed)
+        while at % ENTRY_BYTES:
             assert at >= 0, "a page that is not here"
-        return bucket, at // MARK_BYTES
+            at = entries.find(packed, at + 1)
+        return entries, at
 
-    def _bucket(self, mark: int) -> int:
+    def _bucket(self, mark: int) -> bytearray:
         at = mark & (2 * self._base - 1)
-        return at if at < len(self._marks) else at - self._base
+        return self._entries[at if at < len(self._entries) else at - self._base]
 
     def _divide(self) -> None:
         """Move what belongs there from the oldest bucket to a new one."""
-        new = len(self._marks)
-        old, bit = new - self._base, self._base
-        marks, nodes = self._marks[old], self._nodes[old]
-        kept, moved = bytearray(), bytearray()
-        staying: list[PrefixNode] = []
-        going: list[PrefixNode] = []
-        for number in range(len(nodes)):
-            mark = marks[number * MARK_BYTES : (number + 1) * MARK_BYTES]
-            if int.from_bytes(mark, "little") & bit:
-                moved += mark
-                going.append(nodes[number])
-            else:
-                kept += mark
-                staying.append(nodes[number])
-        self._marks[old], self._nodes[old] = kept, staying
-        self._marks.append(moved)
-        self._nodes.append(going)
-        if new + 1 == 2 * self._base:
+        new, bit = len(self._entries), self._base
+        old = new - bit
+        entries = memoryview(self._entries[old]).cast("Q").tolist()
+        self._entries[old] = bytearray(array("Q", [one for one in entries if not one & bit]))
+        self._entries.append(bytearray(array("Q", [one for one in entries if one & bit])))
+        if new + 1 == 2 * bit:
             self._base *= 2
+
+
+def _entry(mark: int, number: int) -> bytes:
+    return (mark | number << _NUMBER_SHIFT).to_bytes(ENTRY_BYTES, "little")
 
 
 def _has(packed: bytes, key: PrefixKey) -> bool:

@@ -1,4 +1,4 @@
-"""Columns: what is known of each page of a run, packed in bytes. Pure."""
+"""Columns: the data of each page of a run, packed in bytes. Pure."""
 
 import struct
 from array import array

@@ -1,4 +1,4 @@
-"""How long a prefix is there: the longest run of a chain whose pages meet every group's need.
+"""How long a stored prefix is: the longest run of a chain that satisfies every KV group.
 
 For groups that need every page the pages *present* (READY or WRITING) of a shard are a subtree: a
 page is granted only under a present one, and what loses its head is dropped. So along one chain
@@ -8,8 +8,8 @@ lookup of 2,048 keys takes a dozen steps instead of 2,048.
 
 from typing import Final, NamedTuple
 
-from kvstore.errors import InvalidArgument
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
 

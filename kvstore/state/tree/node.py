@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
+from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.state.tree.children import Children
 from kvstore.state.tree.columns import (
     PLACE_COLUMN,
@@ -78,7 +78,8 @@ class PrefixNode:
         present: bit i set = the pages of shard i are WRITING or READY, in whatever tier.
         ready: bit i set = the pages of shard i are READY, in whatever tier.
         children_in_memory: nodes below that have slots or lead to nodes that do.
-        cold: its pages are on disk only: the space's index has them among its cold keys.
+        cold: its number among the cold keys of the space's index: its pages are on disk only; else
+            0.
         depth: pages up to the last one, itself included.
         access: tick of the last use of the last page or of a descendant that is gone.
         uses: requests whose prefix ended at the last page, or at a descendant that is gone; none
@@ -116,29 +117,20 @@ class PrefixNode:
         self, space: "PrefixTree", keys: bytes, above: "PrefixNode | None", count: int = 1
     ) -> None:
         """Make a node without slots and hang it under the page before it."""
-        self.space = space
-        self.keys = keys
-        self.count = count
+        self.space, self.keys, self.count = space, keys, count
         self.above: PrefixNode | None = None
         self.below: dict[PrefixKey, PrefixNode] = _NOTHING
-        self.children_in_memory = 0
-        self.cold = False
+        self.children_in_memory = self.cold = self.access = self.replica = 0
         self.slot_columns: dict[int, bytes] = no_columns()
         self.place_columns: dict[int, bytes] = no_columns()
         self.digest_columns: dict[int, bytes] = no_columns()
-        self.tokens = b""
+        self.tokens, self.expires = b"", _NEVER
         self.memory = self.on_disk = self.present = self.ready = 0
         self.depth: int = above.depth + count if above is not None else 0
-        self.access = 0
-        self.expires = _NEVER
-        self.read_once = self.memory_only = 0
-        self.replica = 0
+        self.read_once = self.memory_only = self.memory_pins = self.disk_pins = 0
         self.queued: tuple[int, ...] = ()
-        self.hits = self.stored_ns = self.used_ns = self.serial = 0
-        self.memory_pins = self.disk_pins = 0
-        self.uses = self.turns = self.branches = self.use_interval = self.pages_added = (
-            self.ask_depth
-        ) = 0
+        self.uses = self.turns = self.branches = self.use_interval = self.pages_added = 0
+        self.hits = self.stored_ns = self.used_ns = self.serial = self.ask_depth = 0
         self.deepest = self.depth
         if above is not None:
             self.hang(above)
@@ -311,7 +303,7 @@ class PrefixNode:
         head.access, head.stored_ns, head.ask_depth = self.access, self.stored_ns, self.ask_depth
         head.turns, head.use_interval, head.branches = self.turns, self.use_interval, 1
         head.pages_added = max(0, self.pages_added - rest)
-        head.serial, head.cold = self.serial + first, self.cold
+        head.serial = self.serial + first
 
     def copies(self) -> list["PrefixNode"]:
         """Its pages as single nodes, to be looked at only: they are in no tree."""

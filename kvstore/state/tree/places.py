@@ -1,8 +1,10 @@
-"""In which tiers a page may be; where its record lies in the SSD log, what it takes there. Pure.
+"""The tiers a page can be in, and the position and size of its record in the SSD log. Pure.
 
 ``docs/internals/ssd-format.md`` describes the bytes.
 """
 
+from functools import partial
+from itertools import repeat
 from typing import Final, Literal, NamedTuple
 
 BLOCK_BYTES: Final = 4096
@@ -27,6 +29,13 @@ class Place(NamedTuple):
 
     segment: int
     offset: int
+
+
+def adjacent_places(first: Place, each: int, count: int) -> list[Place]:
+    """The places of so many records of ``each`` bytes, one behind the other."""
+    offsets = range(first.offset, first.offset + count * each, each)
+    # As `Place(segment, offset)` for each, which is Python code also where all else is compiled.
+    return list(map(partial(tuple.__new__, Place), zip(repeat(first.segment), offsets)))
 
 
 def record_bytes(page_bytes: int) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Generic, Protocol, TypeVar
 
-from kvstore.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.tree.cold_keys import ColdKeys
 from kvstore.state.tree.columns import PLACE_COLUMN, SLOT_COLUMN
 from kvstore.state.tree.node import PrefixNode, is_live
@@ -33,7 +33,7 @@ SMALL: Final = 4096
 class KeyIndex(Mapping[PrefixKey, PrefixNode]):
     """Which node has a key: a dict in parts, because one of millions stands still when it grows.
 
-    Keys of nodes that are on disk only are **cold**: they take a quarter of the room, and a look
+    Keys of nodes that are on disk only are **cold**: they take an eighth of the room, and a look
     for them takes three times as long.
 
     Python copies a dict each time that it is full: 1.4 million entries took 56 ms, in which no
@@ -81,25 +81,30 @@ class KeyIndex(Mapping[PrefixKey, PrefixNode]):
 
     def discard(self, node: PrefixNode, first: int = 0) -> None:
         """Take out the pages of a node from number ``first`` on."""
+        keys = node.key_list(first)
         if node.cold:
-            self._cold.discard(node.keys[first * KEY_BYTES :], node)
-            return
-        parts, keys = self._parts, node.key_list(first)
+            assert not first, "what is cold is on disk, and leaves it whole"
+            self._cold.discard(node, keys)
+        else:
+            self._discard(keys)
+
+    def _discard(self, keys: list[PrefixKey]) -> None:
+        parts = self._parts
         for key in keys:
             del (parts[key[0]] if len(parts) > 1 else parts[0])[key]
         self._length -= len(keys)
 
     def cool(self, node: PrefixNode) -> None:
         """The pages of a node are on disk only: keep their keys in little room."""
-        self.discard(node)
-        node.cold = True
-        self._cold.put(node)
+        keys = node.key_list()
+        self._discard(keys)
+        self._cold.put(node, keys)
 
     def warm(self, node: PrefixNode) -> None:
         """The pages of a cold node come to memory."""
-        self.discard(node)
-        node.cold = False
-        self.put(node.key_list(), node)
+        keys = node.key_list()
+        self._cold.discard(node, keys)
+        self.put(keys, node)
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, bytes) and self.get(PrefixKey(key)) is not None

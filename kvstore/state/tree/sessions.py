@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvstore.errors import CapacityError, InvalidArgument, LayoutMismatch
-from kvstore.page import EngineLabel, PrefixKey, ShardSpec, SpaceIdentity, pack_pair
+from kvstore.protocol.errors import CapacityError, InvalidArgument, LayoutMismatch
+from kvstore.protocol.page import EngineLabel, PrefixKey, ShardSpec, SpaceIdentity, pack_pair
 from kvstore.state.tree.prefix_tree import PrefixTree, Shard
 from kvstore.state.tree.slots import SLOT_ALIGNMENT, Slot, SlotTable
 from kvstore.state.tree.story import Moment

@@ -18,7 +18,7 @@ because whoever maps it can read all of it.
 """
 
 from array import array
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
@@ -48,6 +48,9 @@ _FREE: Final = int(SlotState.FREE)
 _WRITING: Final = int(SlotState.WRITING)
 _READY: Final = int(SlotState.READY)
 _LIMBO: Final = int(SlotState.LIMBO)
+_WRITINGS: Final = bytes([_WRITING])
+_READIES: Final = bytes([_READY])
+_WORD: Final = (1 << 32) - 1
 """Members of an enumeration are looked up by name each time, and plain numbers are not."""
 
 
@@ -64,6 +67,7 @@ class Extent:
         used_at: tick of the last commit or pin of any of its slots.
         retiring: no slot of it is used any more; its memory goes once nobody else needs it.
         draining: no slot of it is used until it is empty, and whoever asks first gets all of it.
+        addresses: of each slot two words, see :meth:`SlotTable.addresses`.
         generation: allocations so far; each slot remembers the one that made it WRITING.
     """
 
@@ -74,7 +78,7 @@ class Extent:
     states: bytearray = field(default_factory=bytearray)
     pins: "array[int]" = field(default_factory=partial(array, "I"))
     holds: "array[int]" = field(default_factory=partial(array, "I"))
-    generations: "array[int]" = field(default_factory=partial(array, "Q"))
+    addresses: "array[int]" = field(default_factory=partial(array, "Q"))
     free: "array[int]" = field(default_factory=partial(array, "I"))
     pinned: int = 0
     used_at: int = 0
@@ -100,8 +104,27 @@ class Extent:
         self.states = bytearray(count)
         self.pins = array("I", bytes(4 * count))
         self.holds = array("I", bytes(4 * count))
-        self.generations = array("Q", bytes(8 * count))
+        self.addresses = array("Q", bytes(16 * count))
+        self.addresses[1::2] = array("Q", range(0, count * slot_bytes, slot_bytes))
         self.free = array("I", range(count - 1, -1, -1))
+
+    def name_slots(self, first: int, end: int) -> None:
+        """Slots are handed out: each gets a generation of its own."""
+        made, self.generation = self.generation + 1, self.generation + end - first
+        words = [self.number | (one & _WORD) << 32 for one in range(made, self.generation + 1)]
+        self.addresses[2 * first : 2 * end : 2] = array("Q", words)
+
+    def change_pins(self, first: int, end: int, change: int) -> None:
+        """Give slots another pin each (1), or take one from each (-1)."""
+        count, before = end - first, self.pins[first]
+        if self.pins[first:end] != array("I", [before]) * count:
+            for at in range(first, end):
+                self.change_pins(at, at + 1, change)
+            return
+        after = before + change
+        assert after >= 0
+        self.pins[first:end] = array("I", [after]) * count
+        self.pinned += count * (bool(after) - bool(before))
 
 
 class Replacement(NamedTuple):
@@ -189,24 +212,21 @@ class SlotTable:
             if extent.closed or not extent.free or extent.class_of != (domain, slot_bytes):
                 open_positions.pop()
                 continue
-            some = extent.free[len(taken) - count :]  # the last ones, fewer when there are fewer
+            indexes = extent.free[len(taken) - count :]  # the last ones, fewer when there are fewer
             del extent.free[len(taken) - count :]
-            some.reverse()
-            for index in some:
-                assert extent.states[index] == _FREE
-                extent.states[index] = _WRITING
-                extent.generation += 1
-                extent.generations[index] = extent.generation
-                taken.append(Slot(position << INDEX_BITS | index))
+            some = [Slot(position << INDEX_BITS | index) for index in reversed(indexes)]
+            for _, first, end in self._blocks(some):
+                assert extent.states.count(_FREE, first, end) == end - first
+                extent.states[first:end] = _WRITINGS * (end - first)
+                extent.name_slots(first, end)
+            taken += some
         return taken
 
-    def commit(self, slots: Iterable[Slot], tick: int) -> None:
+    def commit(self, slots: Sequence[Slot], tick: int) -> None:
         """WRITING → READY: the bytes are there and nobody writes them any more."""
-        extents = self.extents
-        for slot in slots:
-            extent, index = extents[slot >> INDEX_BITS], slot & INDEX_MASK
-            assert extent.states[index] == _WRITING
-            extent.states[index] = _READY
+        for extent, first, end in self._blocks(slots):
+            assert extent.states.count(_WRITING, first, end) == end - first
+            extent.states[first:end] = _READIES * (end - first)
             extent.used_at = tick
 
     def abort(self, slots: Iterable[Slot]) -> None:
@@ -225,42 +245,37 @@ class SlotTable:
             extent.states[index] = SlotState.LIMBO
             extent.holds[index] += 1
 
-    def release(self, slots: Iterable[Slot]) -> None:
-        """READY → FREE, or → LIMBO while someone may still read it: its page left the index."""
+    def release(self, slots: Sequence[Slot]) -> None:
+        """READY → FREE, or → LIMBO while someone may still read it: its page left the index.
+
+        The first one is used again first: neighbours come back as neighbours.
+        """
         self.changes += 1
-        extents = self.extents
-        for slot in slots:
-            extent, index = extents[slot >> INDEX_BITS], slot & INDEX_MASK
+        for slot in reversed(slots):
+            extent, index = self.extents[slot >> INDEX_BITS], slot & INDEX_MASK
             assert extent.states[index] == _READY
             if extent.pins[index] or extent.holds[index]:
-                extent.states[index] = SlotState.LIMBO
+                extent.states[index] = _LIMBO
             else:
                 self._free(slot, extent, index)
 
-    def pin(self, slots: Iterable[Slot], tick: int) -> None:
+    def pin(self, slots: Sequence[Slot], tick: int) -> None:
         """Forbid the eviction of READY slots; one call, one pin each."""
         self.changes += 1
-        extents = self.extents
-        for slot in slots:
-            extent, index = extents[slot >> INDEX_BITS], slot & INDEX_MASK
-            assert extent.states[index] == _READY
-            pins = extent.pins[index]
-            extent.pinned += not pins
-            extent.pins[index] = pins + 1
+        for extent, first, end in self._blocks(slots):
+            assert extent.states.count(_READY, first, end) == end - first
+            extent.change_pins(first, end, 1)
             extent.used_at = tick
 
-    def unpin(self, slots: Iterable[Slot]) -> None:
+    def unpin(self, slots: Sequence[Slot]) -> None:
         """Take one pin from each; a LIMBO slot without pins and holds becomes FREE."""
         self.changes += 1
-        extents = self.extents
-        for slot in slots:
-            extent, index = extents[slot >> INDEX_BITS], slot & INDEX_MASK
-            pins = extent.pins[index] - 1
-            assert pins >= 0
-            extent.pins[index] = pins
-            extent.pinned -= not pins
-            if extent.states[index] == _LIMBO:
-                self._settle(slot, extent, index)
+        limbo = 0
+        for extent, first, end in self._blocks(slots):
+            extent.change_pins(first, end, -1)
+            limbo += extent.states.count(_LIMBO, first, end)
+        for slot in slots if limbo else ():
+            self._settle(slot, *self._locate(slot))
 
     def pin_to_hold(self, slots: Iterable[Slot]) -> None:
         """A reader's right ran out, but it may still read: eviction is allowed, re-use is not."""
@@ -330,18 +345,17 @@ class SlotTable:
     # ---- questions --------------------------------------------------------------------------
 
     def address(self, slot: Slot) -> tuple[int, int, int]:
-        """``(extent number, generation, byte offset)`` of a slot: what goes on the wire."""
-        extent, index = self._locate(slot)
-        return extent.number, extent.generations[index], index * extent.slot_bytes
+        """``(extent number, generation, byte offset)`` of a slot: what goes on the wire.
 
-    def addresses(self, slots: Iterable[Slot]) -> list[tuple[int, int, int]]:
-        """The same of many."""
-        extents = self.extents
-        found: list[tuple[int, int, int]] = []
-        for slot in slots:
-            extent, index = extents[slot >> INDEX_BITS], slot & INDEX_MASK
-            found.append((extent.number, extent.generations[index], index * extent.slot_bytes))
-        return found
+        Of the generation these are the last 32 bits.
+        """
+        extent, index = self._locate(slot)
+        return extent.number, extent.addresses[2 * index] >> 32, index * extent.slot_bytes
+
+    def addresses(self, slots: Sequence[Slot]) -> bytes:
+        """The same of many, as :data:`kvstore.protocol.wire.ADDRESS`."""
+        blocks = self._blocks(slots)
+        return b"".join([one.addresses[2 * at : 2 * end].tobytes() for one, at, end in blocks])
 
     def state(self, slot: Slot) -> SlotState:
         """The slot's state."""
@@ -420,15 +434,11 @@ class SlotTable:
                 by_state[state] += extent.states.count(state) * extent.slot_bytes
             pinned += extent.pinned * extent.slot_bytes
         return SlotStats(
-            capacity_bytes=self.capacity_bytes,
-            withheld_bytes=self.withheld * self.extent_bytes,
-            free_bytes=unassigned + by_state[SlotState.FREE],
-            writing_bytes=by_state[SlotState.WRITING],
-            ready_bytes=by_state[SlotState.READY],
-            pinned_bytes=pinned,
-            limbo_bytes=by_state[SlotState.LIMBO],
+            self.capacity_bytes, withheld_bytes=self.withheld * self.extent_bytes,
+            free_bytes=unassigned + by_state[_FREE], writing_bytes=by_state[_WRITING],
+            ready_bytes=by_state[_READY], pinned_bytes=pinned, limbo_bytes=by_state[_LIMBO],
             retiring_bytes=retiring,
-        )
+        )  # fmt: skip
 
     def checks(self, also: Callable[[Slot, int], None]) -> Iterator[None]:
         """Assert every invariant, a stretch at a time; see :mod:`kvstore.state.table.invariants`.
@@ -480,12 +490,20 @@ class SlotTable:
     def _locate(self, slot: Slot) -> tuple[Extent, int]:
         return self.extents[slot >> INDEX_BITS], slot & INDEX_MASK
 
+    def _blocks(self, slots: Sequence[Slot]) -> list[tuple[Extent, int, int]]:
+        """The same slots, in order: neighbours as their extent, the first index, the one behind."""
+        found: list[tuple[Extent, int, int]] = []
+        at, count = 0, len(slots)
+        while at < count:
+            first = end = slots[at]
+            while at < count and slots[at] == end <= first | INDEX_MASK:
+                at, end = at + 1, Slot(end + 1)
+            index = first & INDEX_MASK
+            found.append((self.extents[first >> INDEX_BITS], index, index + end - first))
+        return found
+
     def _settle(self, slot: Slot, extent: Extent, index: int) -> None:
-        if (
-            extent.states[index] == SlotState.LIMBO
-            and not extent.pins[index]
-            and not extent.holds[index]
-        ):
+        if extent.states[index] == _LIMBO and not (extent.pins[index] or extent.holds[index]):
             self._free(slot, extent, index)
 
     def _free(self, slot: Slot, extent: Extent, index: int) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
-from kvstore.errors import KVStoreError
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.protocol.errors import KVStoreError
+from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.tree.node import PrefixNode
 
 EVENTS_MAX: Final = 4096

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.errors import InvalidArgument
-from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.admission import DAY_NS, WRITE_SHARE, Admission
 from kvstore.state.choice.returns import Returns
 from kvstore.state.disk.log import SegmentLog
@@ -70,7 +70,7 @@ def test_a_page_that_a_used_one_needs_is_admitted_with_it_and_the_unused_tail_is
 
 
 def test_an_unknown_admission_is_refused_and_the_known_ones_are_named():
-    with pytest.raises(InvalidArgument, match="'some' is none of all, none, evidence, learned"):
+    with pytest.raises(InvalidArgument, match="'some' is not one of all, none, evidence, learned"):
         Admission("some", 0, 1 << 20)
 
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.policy import SLOT_BYTES, Furthest, Simulation, simulate
-from kvstore.errors import InvalidArgument
-from kvstore.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.errors import InvalidArgument
+from kvstore.protocol.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.choice.policy import (
     MOVES_MAX,
     POLICIES,
@@ -90,7 +90,9 @@ def test_no_policy_finds_more_than_the_optimum(prompts, capacity, name):
 
 
 def test_an_unknown_policy_is_refused_and_the_known_ones_are_named():
-    with pytest.raises(InvalidArgument, match="'fifo' is none of lru, lfu, tinylfu, s3-fifo, kvst"):
+    with pytest.raises(
+        InvalidArgument, match="'fifo' is not one of lru, lfu, tinylfu, s3-fifo, kv"
+    ):
         new_policy("fifo", SLOT_BYTES)
 
 

@@ -4,7 +4,7 @@ import inspect
 from itertools import count
 from typing import Any, cast
 
-from kvstore.errors import TierUnavailable
+from kvstore.protocol.errors import TierUnavailable
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.jobs import (
     DiskJob,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore.errors import PageCorrupt
+from kvstore.protocol.errors import PageCorrupt
 from kvstore.state.ask.explain import Explainer
 from kvstore.state.disk.checks import CHECKS_MAX, CheckRun
 from kvstore.state.disk.jobs import DiskCheck, DiskDrop, DiskJob, DiskRead

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from kvstore.errors import CapacityError, InvalidArgument, PageCorrupt, TierUnavailable
+from kvstore.protocol.errors import CapacityError, InvalidArgument, PageCorrupt, TierUnavailable
 from kvstore.state.ask.explain import Explainer
 from kvstore.state.disk.jobs import DiskCopy, DiskJob, DiskWrite
 from kvstore.state.disk.limits import _Leaves

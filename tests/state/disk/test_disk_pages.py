@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvstore.errors import CapacityError, PageCorrupt
 from kvstore.node.movements import Prefetch
+from kvstore.protocol.errors import CapacityError, PageCorrupt
 from kvstore.state.disk.jobs import (
     DiskRead,
     DiskSeal,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore.errors import CapacityError, DurabilityUnavailable
+from kvstore.protocol.errors import CapacityError, DurabilityUnavailable
 from kvstore.state.disk import pages as disk
 from kvstore.state.disk.jobs import DiskJob, DiskSeal, DiskSync, DiskWrite
 from kvstore.state.table.runs import leading_ready

@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstore.errors import TierUnavailable
-from kvstore.page import ALL_KEYS, PrefixKey
+from kvstore.protocol.errors import TierUnavailable
+from kvstore.protocol.page import ALL_KEYS, PrefixKey
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk import segments as keeper
 from kvstore.state.disk.graves import Graves

@@ -3,7 +3,7 @@
 That loads of runs and of single pages have the same results is compared in test_runs_on_disk.py.
 """
 
-from kvstore.page import DIGEST_BYTES
+from kvstore.protocol.page import DIGEST_BYTES
 from kvstore.state.disk.jobs import DiskRead
 from kvstore.state.tree.actions import TierStored
 from kvstore.state.tree.sessions import Fetch

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvstore.errors import KVStoreError, PageCorrupt
+from kvstore.protocol.errors import KVStoreError, PageCorrupt
 from kvstore.state.disk.jobs import DiskJob, DiskRead, DiskSync, DiskWrite, Verdict
 from kvstore.state.table.invariants import check
 from kvstore.state.table.runs import leading_ready
@@ -57,6 +57,7 @@ def test_a_run_is_written_with_one_event_and_stays_one_node():
     assert runs_of(world) == [6]
     places = [whole(world, "abcdef").place_at(0, at) for at in range(6)]
     assert sorted({at.offset for at in places}) == [at.offset for at in places], "one by one"
+    assert world.disk.log.segments[1].pages.stretches[0].keys is whole(world, "abcdef").keys
 
 
 def test_no_more_of_a_run_leaves_memory_than_is_needed_and_all_of_it_is_a_hit():

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.errors import CapacityError, TierUnavailable
-from kvstore.page import ALL_KEYS
+from kvstore.protocol.errors import CapacityError, TierUnavailable
+from kvstore.protocol.page import ALL_KEYS
 from kvstore.state.ask.traversal import Removal
 from kvstore.state.disk import graves
 from kvstore.state.disk.graves import ATTEMPTS_MAX, RECORD_KEYS_MAX

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.page import ShardSpec
+from kvstore.protocol.page import ShardSpec
 from kvstore.state.table.adopt import FoundSegment, adopt
 from kvstore.state.table.invariants import check
 from kvstore.state.tree import node as nodes

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from kvstore.page import PrefixKey
+from kvstore.protocol.page import PrefixKey
 from kvstore.state.table import residents
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus, Removed

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstore.errors import CapacityError, InvalidArgument
-from kvstore.page import KEY_BYTES, PrefixKey
+from kvstore.protocol.errors import CapacityError, InvalidArgument
+from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.table.invariants import check
 from kvstore.state.table.orphans import subtree
 from kvstore.state.table.room import EMPTY_MAX

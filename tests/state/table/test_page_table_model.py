@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvstore.errors import CapacityError
-from kvstore.page import PrefixKey, ShardSpec
+from kvstore.protocol.errors import CapacityError
+from kvstore.protocol.page import PrefixKey, ShardSpec
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import Abandoned, PageStatus, Removed, Stored
 from kvstore.state.tree.node import Retention

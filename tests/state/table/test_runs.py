@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvstore.errors import KVStoreError
-from kvstore.page import KEY_BYTES, CanonicalLayout, PrefixKey, ShardSpec
+from kvstore.protocol.errors import KVStoreError
+from kvstore.protocol.page import KEY_BYTES, CanonicalLayout, PrefixKey, ShardSpec
 from kvstore.state.choice.eviction import GRACE_NS
 from kvstore.state.table.invariants import check
 from kvstore.state.table.pages import PageTable

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvstore.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity
+from kvstore.protocol.page import CanonicalLayout, PrefixKeys, ShardSpec, SpaceIdentity
 from kvstore.state.table import slab
 from kvstore.state.table.slab import Held, PageSet, Reservation, SlabIndex
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstore.errors import PageCorrupt, TierUnavailable
+from kvstore.protocol.errors import PageCorrupt, TierUnavailable
 from kvstore.state.disk.checks import CHECKS_MAX
 from kvstore.state.disk.jobs import DiskRead, DiskTokens
 from kvstore.state.table.announce import READ_NS, Announcement

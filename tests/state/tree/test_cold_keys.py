@@ -25,7 +25,7 @@ def test_runs_that_come_part_and_leave_are_found_as_in_a_dict(seed, monkeypatch)
         if verb == "put" or not runs:
             keys = [random.randbytes(32) for _ in range(random.randint(1, 9))]
             node = PrefixNode(space, b"".join(keys), None, len(keys))
-            cold.put(node)
+            cold.put(node, keys)
             model |= dict.fromkeys(keys, node)
             runs.append(node)
         elif verb == "part":
@@ -39,7 +39,7 @@ def test_runs_that_come_part_and_leave_are_found_as_in_a_dict(seed, monkeypatch)
                 runs.append(head)
         else:
             node = runs.pop(random.randrange(len(runs)))
-            cold.discard(node.keys, node)
+            cold.discard(node, node.key_list())
             for key in node.key_list():
                 del model[key]
         assert cold.count == len(model)
@@ -55,7 +55,7 @@ def test_a_key_that_lies_across_two_keys_of_a_run_is_none_of_its_pages(monkeypat
     space, cold = PrefixTree(1, identity()), ColdKeys()
     keys = [Random(at).randbytes(32) for at in range(3)]
     node = PrefixNode(space, b"".join(keys), None, 3)
-    cold.put(node)
+    cold.put(node, keys)
 
     assert cold.get(node.keys[8:40]) is None
     assert cold.get(keys[2]) is node
@@ -67,6 +67,6 @@ def test_pages_are_listed_in_the_order_in_which_they_came_wherever_their_nodes_l
     for serial, node in enumerate(nodes):
         node.serial = 2 * serial
     for node in Random(1).sample(nodes, len(nodes)):
-        cold.put(node)
+        cold.put(node, node.key_list())
 
     assert list(cold) == [key for node in nodes for key in node.key_list()]

@@ -1,12 +1,14 @@
 """Goal: a slot that anyone may still touch is never given to anyone else."""
 
 from dataclasses import dataclass
+from random import Random
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstore.state.tree.slots import Replacement, Slot, SlotState, SlotTable
+from kvstore.protocol.wire import unpack_addresses
+from kvstore.state.tree.slots import INDEX_MASK, Replacement, Slot, SlotState, SlotTable
 from tests.state.world import hold
 
 PAGE = 4096
@@ -47,6 +49,21 @@ class SlotMachine(RuleBasedStateMachine):
         ]
         return data.draw(st.sampled_from(fitting)) if fitting else None
 
+    def choose_some(self, data: st.DataObject, *states: SlotState, **at_least: int) -> list[Slot]:
+        """Neighbours, mostly; or slots with gaps between them, or the wrong way round."""
+        first = self.choose(data, *states, **at_least)
+        if first is None:
+            return []
+        some = [first]
+        for step in data.draw(st.sampled_from([(), (1,), (1, 1), (1, 1, 1), (2, 1), (-1, -1)])):
+            used = self.used.get(slot := Slot(some[-1] + step))
+            if used is None or used.state not in states:
+                break
+            if any(getattr(used, name) < least for name, least in at_least.items()):
+                break
+            some.append(slot)
+        return some
+
     @rule(count=st.integers(1, 6), domain=st.sampled_from(DOMAINS), size=st.sampled_from(SIZES))
     def allocate(self, count: int, domain: str, size: int) -> None:
         taken = self.table.allocate(count, domain, size)
@@ -76,9 +93,10 @@ class SlotMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
-        if (slot := self.choose(data, SlotState.WRITING)) is not None:
-            self.tick += 1
-            self.table.commit([slot], self.tick)
+        some = self.choose_some(data, SlotState.WRITING)
+        self.tick += 1
+        self.table.commit(some, self.tick)
+        for slot in some:
             self.used[slot].state = SlotState.READY
 
     @rule(data=st.data())
@@ -96,22 +114,25 @@ class SlotMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        if (slot := self.choose(data, SlotState.READY)) is not None:
-            self.table.release([slot])
+        some = self.choose_some(data, SlotState.READY)
+        self.table.release(some)
+        for slot in some:
             self.used[slot].state = SlotState.LIMBO
             self._settle(slot)
 
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
-        if (slot := self.choose(data, SlotState.READY)) is not None:
-            self.tick += 1
-            self.table.pin([slot], self.tick)
+        some = self.choose_some(data, SlotState.READY)
+        self.tick += 1
+        self.table.pin(some, self.tick)
+        for slot in some:
             self.used[slot].pins += 1
 
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
-        if (slot := self.choose(data, SlotState.READY, SlotState.LIMBO, pins=1)) is not None:
-            self.table.unpin([slot])
+        some = self.choose_some(data, SlotState.READY, SlotState.LIMBO, pins=1)
+        self.table.unpin(some)
+        for slot in some:
             self.used[slot].pins -= 1
             self._settle(slot)
 
@@ -177,7 +198,12 @@ class SlotMachine(RuleBasedStateMachine):
             assert self.table.state(slot) == used.state
             assert self.table.pinned(slot) == (used.pins > 0)
             assert self.table.in_use(slot) == (used.pins + used.holds > 0)
+            extent, index = self.table.extents[self.table.position(slot)], self.table.index(slot)
+            assert (extent.pins[index], extent.holds[index]) == (used.pins, used.holds)
             assert self.table.address(slot) == used.place, "a slot in use moved"
+        for slots in (sorted(self.used), list(self.used)):
+            told = unpack_addresses(self.table.addresses(slots))
+            assert told == [self.used[slot].place for slot in slots]
         held = {
             slot
             for position in range(len(self.table.extents))
@@ -272,3 +298,75 @@ def test_only_ready_slots_can_be_pinned(state):
 
     with pytest.raises(AssertionError):
         table.pin(slots, 1)
+
+
+def test_neighbours_of_one_extent_that_leave_come_back_as_neighbours():
+    table = SlotTable(EXTENT_BYTES, 2)
+    slots = table.allocate(4, "red", PAGE)
+    assert slots == list(range(slots[0], slots[0] + 4))
+    table.commit(slots, 1)
+
+    table.release(slots[1:])
+
+    assert table.allocate(3, "red", PAGE) == slots[1:]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_many_slots_at_a_time_fare_as_one_after_the_other(seed):
+    """Neighbours of one extent or of two, slots with gaps between them and in any order."""
+    random, many, single = Random(seed), SlotTable(16 * PAGE, 2), SlotTable(16 * PAGE, 2)
+    slots = many.allocate(32, "red", PAGE)
+    assert slots == single.allocate(32, "red", PAGE)
+    pins = dict.fromkeys(slots, 0)
+    many.commit(slots, 1)
+    for slot in slots:
+        single.commit([slot], 1)
+    there = set(slots)
+    for step in range(150):
+        first = random.randrange(len(slots))
+        some = sorted(slots)[first : first + random.randint(1, 16)]
+        if random.random() < 0.3:
+            some = random.sample(some, random.randint(1, len(some)))
+        if step > 100 and random.random() < 0.1:  # what is pinned goes to LIMBO
+            leaving = [slot for slot in some if slot in there]
+            there -= set(leaving)
+            many.release(leaving)
+            for slot in leaving:
+                single.release([slot])
+        elif random.random() < 0.1:  # its reader may still read
+            some = [slot for slot in some if pins[slot]]
+            many.pin_to_hold(some)
+            for slot in some:
+                single.pin_to_hold([slot])
+                pins[slot] -= 1
+        elif random.random() < 0.5:
+            some = [slot for slot in some if slot in there]
+            many.pin(some, step)
+            for slot in some:
+                single.pin([slot], step)
+                pins[slot] += 1
+        else:
+            some = [slot for slot in some if pins[slot]]
+            many.unpin(some)
+            for slot in some:
+                single.unpin([slot])
+                pins[slot] -= 1
+        for mine, other in zip(many.extents, single.extents, strict=True):
+            assert (mine.states, mine.pins, mine.holds) == (other.states, other.pins, other.holds)
+            assert mine.pinned == other.pinned
+            assert mine.used_at == other.used_at
+            assert sorted(mine.free) == sorted(other.free)
+        told = [single.address(slot) for slot in some]
+        assert unpack_addresses(many.addresses(some)) == told
+        hold(many.checks(lambda _slot, _state: None))
+
+
+def test_the_last_slot_of_an_extent_and_the_first_of_the_next_are_no_neighbours():
+    table = SlotTable((INDEX_MASK + 1) * PAGE, 2)
+    for extent, index in zip(table.extents, (INDEX_MASK, 0), strict=True):
+        extent.carve("red", PAGE, table.extent_bytes)
+        extent.name_slots(index, index + 1)
+
+    told = table.addresses([Slot(INDEX_MASK), Slot(INDEX_MASK + 1)])
+
+    assert unpack_addresses(told) == [(0, 1, INDEX_MASK * PAGE), (1, 1, 0)]

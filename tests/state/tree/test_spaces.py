@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from kvstore.errors import CapacityError, InvalidArgument, LayoutMismatch
-from kvstore.page import CanonicalLayout
+from kvstore.protocol.errors import CapacityError, InvalidArgument, LayoutMismatch
+from kvstore.protocol.page import CanonicalLayout
 from tests.state.disk.disk_world import DiskWorld
 from tests.state.world import FULL, WINDOW, World, identity
 

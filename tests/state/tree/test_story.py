@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore.errors import CapacityError
+from kvstore.protocol.errors import CapacityError
 from kvstore.state.tree.node import PrefixNode, Retention
 from kvstore.state.tree.story import EVENTS_MAX, TOLD_MAX, Story
 from tests.state.disk.disk_world import DiskWorld

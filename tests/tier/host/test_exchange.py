@@ -8,7 +8,7 @@ from time import perf_counter
 
 import pytest
 
-from kvstore.errors import CapacityError
+from kvstore.protocol.errors import CapacityError
 from kvstore.tier.host import MEMORY_WAIT_S
 from tests.client.conftest import READY, Daemon, arguments, content, new_keys, open_space
 from tests.faulted import FaultedMemory

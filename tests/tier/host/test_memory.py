@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from kvstore import mover
-from kvstore.errors import TierUnavailable
+from kvstore.protocol.errors import TierUnavailable
 from kvstore.state.tree.slots import Replacement
 from kvstore.tier import host, kernel
 from kvstore.tier.host import HostMemory

@@ -7,7 +7,7 @@ import torch
 from kvstore.client.store import KVStore
 from kvstore.config import DeviceSlabConfig
 from kvstore.mover.kvpool import KVPool
-from kvstore.page import CanonicalLayout, ShardSpec
+from kvstore.protocol.page import CanonicalLayout, ShardSpec
 from tests.client.conftest import content, new_keys, open_space
 
 pytestmark = [
@@ -88,7 +88,7 @@ def test_blocks_are_not_written_before_the_engine_is_done_with_them():
 
 
 def test_more_than_the_device_has_is_refused_by_name():
-    from kvstore.errors import TierUnavailable
+    from kvstore.protocol.errors import TierUnavailable
 
     with pytest.raises(TierUnavailable, match="smaller"):
         open_store(1 << 50)

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore import mover
 from kvstore.mover.kvpool import KVPool
-from kvstore.page import CanonicalLayout, ShardSpec, SpaceIdentity, page_keys, page_seeds
+from kvstore.protocol.page import CanonicalLayout, ShardSpec, SpaceIdentity, page_keys, page_seeds
 from kvstore.state.table.slab import PageSet
 from kvstore.tier import staging
 from kvstore.tier.slab import DeviceSlab

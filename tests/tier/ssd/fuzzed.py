@@ -18,11 +18,11 @@ import numpy as np
 import xxhash
 
 from kvstore.config import SSDConfig
-from kvstore.errors import KVStoreError
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
 from kvstore.node.ssd import DiskTier
-from kvstore.page import PrefixKey
+from kvstore.protocol.errors import KVStoreError
+from kvstore.protocol.page import PrefixKey
 from kvstore.state.disk.jobs import PageRecord
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.places import BLOCK_BYTES, FOOTER_TABLE_BYTES, Place

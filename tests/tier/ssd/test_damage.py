@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from kvstore.errors import KVStoreError, PageCorrupt
+from kvstore.protocol.errors import KVStoreError, PageCorrupt
 from kvstore.state.tree.places import HEADER_BYTES, Place, footer_bytes, record_bytes
 from kvstore.testing.disk import SimulatedDisk
 from kvstore.testing.tiers import PageInMemory, TierDriver, laid_out

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from kvstore.errors import ConfigError, TierUnavailable
+from kvstore.protocol.errors import ConfigError, TierUnavailable
 from kvstore.testing.disk import SimulatedDisk
 from kvstore.testing.tiers import PageInMemory, TierDriver, laid_out
 from kvstore.tier import kernel

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from kvstore.errors import CapacityError, PageCorrupt, TierUnavailable
+from kvstore.protocol.errors import CapacityError, PageCorrupt, TierUnavailable
 from kvstore.state.disk.jobs import DiskSeal, DiskSync, DiskWrite
 from kvstore.state.tree.places import HEADER_BYTES, Place, record_bytes
 from kvstore.testing.disk import DiskFault, FaultyDisk, SimulatedDisk

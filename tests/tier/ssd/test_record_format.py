@@ -10,8 +10,8 @@ import xxhash
 from hypothesis import assume, given
 
 from kvstore.config import HostConfig, SSDConfig
-from kvstore.errors import ConfigError, InvalidArgument
-from kvstore.page import (
+from kvstore.protocol.errors import ConfigError, InvalidArgument
+from kvstore.protocol.page import (
     KEY_BYTES,
     PAIR_BYTES_MAX,
     CanonicalLayout,

@@ -6,8 +6,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from kvstore.errors import ConfigError
-from kvstore.page import KEY_BYTES, SpaceIdentity
+from kvstore.protocol.errors import ConfigError
+from kvstore.protocol.page import KEY_BYTES, SpaceIdentity
 from kvstore.state.disk.jobs import DiskTombstone
 from kvstore.state.tree.places import Place, record_bytes
 from kvstore.testing.disk import DiskFault, FaultyDisk, SimulatedDisk

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore.errors import ConfigError, TierUnavailable
+from kvstore.protocol.errors import ConfigError, TierUnavailable
 from kvstore.testing.disk import DiskFault, FaultyDisk
 from kvstore.tier.directories import Directory
 from kvstore.tier.record import IDENTITY_NAME, segment_name

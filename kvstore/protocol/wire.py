@@ -13,8 +13,8 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 import numpy as np
 
-from kvstore.errors import InvalidArgument, ProtocolError
-from kvstore.page import ALL_KEYS, KEY_BYTES, EngineLabel, ShardSpec, SpaceIdentity
+from kvstore.protocol.errors import InvalidArgument, ProtocolError
+from kvstore.protocol.page import ALL_KEYS, KEY_BYTES, EngineLabel, ShardSpec, SpaceIdentity
 
 PROTOCOL_MAJOR: Final = 1
 PROTOCOL_MINOR: Final = 9
@@ -53,12 +53,15 @@ KEPT: Final = np.dtype([("left_ms", "<u8"), ("read_once", "u1"), ("memory_only",
 NO_TTL: Final = (1 << 64) - 1
 TTL_MS_MAX: Final = 10 * 366 * 86_400_000
 """Maximum lifetime of a page with a TTL."""
+FETCH_S_MAX: Final = 1e6
+"""What it may be said to take to fetch pages; no NaN and nothing infinite gets into an estimate."""
 _ADDRESS: Final = struct.Struct("<IIQ")
 _LENGTH: Final = struct.Struct("<I")
 
 
 T = TypeVar("T")
 Listed = Annotated[list[T], msgspec.Meta(max_length=LIST_MAX)]
+Pages = Annotated[int, msgspec.Meta(ge=0, le=BATCH_KEYS_MAX)]
 
 
 class Hello(msgspec.Struct, array_like=True, tag=1):
@@ -132,11 +135,11 @@ class Found(msgspec.Struct, array_like=True, tag=6):
     """
 
     id: int
-    pages: int
-    pending: int
-    on_disk: int = 0
-    remote: int = 0
-    remote_s: float = 0.0
+    pages: Pages
+    pending: Pages
+    on_disk: Pages = 0
+    remote: Pages = 0
+    remote_s: Annotated[float, msgspec.Meta(ge=0, le=FETCH_S_MAX)] = 0.0
 
 
 class Acquire(msgspec.Struct, array_like=True, tag=7):
@@ -567,12 +570,6 @@ def decode_answer(body: bytes | memoryview) -> Answer:
     except _NO_MESSAGE as error:
         raise ProtocolError(f"not an answer of protocol {PROTOCOL_MAJOR}: {error}") from error
     return answer
-
-
-def pack_addresses(addresses: list[tuple[int, int, int]]) -> bytes:
-    """The :data:`ADDRESS` of each ``(extent, generation, offset)``."""
-    pack = _ADDRESS.pack
-    return b"".join([pack(extent, at & 0xFFFFFFFF, offset) for extent, at, offset in addresses])
 
 
 def unpack_addresses(addresses: bytes) -> list[tuple[int, int, int]]:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore import wire
-from kvstore.errors import InvalidArgument, ProtocolError
-from kvstore.page import CanonicalLayout, OpaqueLayout, ShardSpec, SpaceIdentity
+from kvstore.protocol import wire
+from kvstore.protocol.errors import InvalidArgument, ProtocolError
+from kvstore.protocol.page import CanonicalLayout, OpaqueLayout, ShardSpec, SpaceIdentity
 
 IDENTITY = SpaceIdentity(model="m", kv_dtype="bfloat16", page_tokens=64, scope="s")
 MANY = 15 << 20
@@ -181,3 +181,20 @@ def test_a_key_of_zeros_is_refused_wherever_it_stands_and_nothing_that_looks_lik
             wire.count_keys(packed)
     else:
         assert wire.count_keys(packed) == len(kinds)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -float("inf"), -1.0, 1e300])
+def test_seconds_that_are_none_are_refused(seconds):
+    """They would be in every later estimate of what a load takes."""
+    frame = wire.encode(wire.Found(3, 10, 2, 1, 30, seconds))
+    with pytest.raises(ProtocolError):
+        wire.decode_answer(frame[4:])
+
+
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("pages", [-1, wire.BATCH_KEYS_MAX + 1])
+def test_numbers_of_pages_that_cannot_be_are_refused(at, pages):
+    counts = [0, 0, 0, 0]
+    counts[at] = pages
+    with pytest.raises(ProtocolError):
+        wire.decode_answer(wire.encode(wire.Found(3, *counts))[4:])

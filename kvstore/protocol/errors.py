@@ -47,14 +47,14 @@ class ConfigError(KVStoreError):
 
 
 class EngineNameTaken(KVStoreError):
-    """Another engine with the same name is connected to this node; its name is free at its end."""
+    """Another engine with the same name is connected; the name is free when that engine ends."""
 
     code = "engine_name_taken"
     retryable = True
 
 
 class CapacityError(KVStoreError):
-    """There is no free space now, or a budget or quota is used up.
+    """There is no free space at the moment, or a budget or quota is exhausted.
 
     Attributes:
         field: name of the budget or quota; empty if there is no free space.
@@ -69,10 +69,10 @@ class CapacityError(KVStoreError):
 
 
 class TooFewCopies(KVStoreError):
-    """The pages are stored at this node, but fewer nodes have them than were asked for.
+    """The pages are stored on this node, but on fewer nodes than requested.
 
     Attributes:
-        copies: how many nodes are known to have all of them, this one included; at least 1.
+        copies: number of nodes that are known to have all pages, this node included; at least 1.
     """
 
     code = "too_few_copies"

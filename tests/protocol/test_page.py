@@ -1,4 +1,4 @@
-"""kvstore.page: names of pages, computed here a second time and independently."""
+"""kvstore.protocol.page: names of pages, computed here a second time and independently."""
 
 import hashlib
 import struct
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore import page
-from kvstore.errors import InvalidArgument, LayoutMismatch
-from kvstore.page import (
+from kvstore.protocol import page
+from kvstore.protocol.errors import InvalidArgument, LayoutMismatch
+from kvstore.protocol.page import (
     CanonicalLayout,
     OpaqueLayout,
     PrefixKeys,

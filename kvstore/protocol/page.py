@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.errors import InvalidArgument, LayoutMismatch
+from kvstore.protocol.errors import InvalidArgument, LayoutMismatch
 
 PrefixKey = NewType("PrefixKey", bytes)
 """32 bytes: the chain hash of all tokens up to the end of a page."""
@@ -48,7 +48,7 @@ Tokens = Sequence[int] | npt.NDArray[np.integer]
 
 
 class SpaceIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything besides the tokens that must be equal for two engines to share KV.
+    """Everything except the tokens that must be equal for two engines to share KV.
 
     Attributes:
         tenant: isolation domain; memory of one tenant is never mapped by engines of another.
@@ -60,7 +60,7 @@ class SpaceIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         scope: empty for shared pages; a name for a private space (handoffs use one).
 
     Raises:
-        InvalidArgument: ``model`` is empty, or ``kv_dtype`` or ``page_tokens`` has another value.
+        InvalidArgument: ``model`` is empty, or ``kv_dtype`` or ``page_tokens`` is not allowed.
     """
 
     model: str
@@ -224,11 +224,12 @@ class EngineLabel(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         name: the engine's name; a data-parallel rank is part of it (``name/dp1``).
-        instance: 16 bytes that are equal in all processes of one start of the engine, and in no
-            others.
-        chosen: an operator chose the name: a second live engine of that name is refused. If False,
-            the name was derived from an address, and the session of a second one has no name.
-        events: endpoint of the engine's KV events, to which followers connect; the host ``*`` is
+        instance: 16 bytes that are the same in all processes of one start of the engine, and unique
+            to it.
+        chosen: True if an operator chose the name; then a second live engine with this name is
+            refused. False if it was derived from an address; then the session of a second engine
+            has no name.
+        events: endpoint of the engine's KV events, to which followers connect; the host ``*`` means
             any address of its machine. Empty = none, or unknown.
         events_bind: endpoint to which the engine connects; its follower must listen there.
         events_replay: endpoint for missed batches, to which followers connect.
