@@ -137,6 +137,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 loads=transfer.kv_role in {"kv_both", "kv_consumer"},
                 stores=transfer.kv_role in {"kv_both", "kv_producer"},
             ),
+            takes_whole=not any(one.state or one.window_tokens for one in self._facts.groups),
         )
         report = self._store.report_prefill
         self._scheduler = SchedulerSide(self._opening, setup, self._options, monotonic, report)
@@ -249,7 +250,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """See the base class."""
         total, decoded = scheduler_output.total_num_scheduled_tokens, _decoded(scheduler_output)
-        return StepMetadata(self._deciding.build(_progress(scheduler_output), total, decoded))
+        return StepMetadata(self._deciding.build(list(_progress(scheduler_output)), total, decoded))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """The workers have finished a step."""

@@ -49,6 +49,11 @@ def check_model(config: Any) -> None:
             f"model: {_architecture(model)} has an encoder, whose KV are not those of the prompt's"
             f" tokens: not supported; {REMEDY}"
         )
+    if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
+        raise ConfigError(
+            f"model: {_architecture(model)} pools over all tokens of a prompt, which vLLM must"
+            f" compute in one step: not supported; {REMEDY}"
+        )
     if _computes_whole_prompts_only(config):
         raise ConfigError(
             f"model: {_architecture(model)} uses MLA, and vLLM's backend of it for CPUs without AMX"

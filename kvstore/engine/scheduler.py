@@ -13,7 +13,7 @@ request, and a request can be removed without waiting for its jobs.
 """
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from kvstore.client.results import MISS, Hit
@@ -22,6 +22,7 @@ from kvstore.engine.conversations import RetainedConversations
 from kvstore.engine.counts import AdapterCounts
 from kvstore.engine.hints import FetchHint, read_hints
 from kvstore.engine.identity import window_pages
+from kvstore.engine.last_tokens import LastTokens
 from kvstore.engine.layered import LayeredSteps
 from kvstore.engine.load_choice import HitOffer, LoadChooser, PromptsAhead, offer_of
 from kvstore.engine.load_decisions import LoadDecisions
@@ -83,6 +84,7 @@ class SchedulerSide:
         self._next_job = 1
         self._loads: list[Load] = []
         self._layered = LayeredSteps()
+        self._rewrites = LastTokens()
         self._stores: list[Store] = []
         self._epoch: tuple[tuple[str, str], ...] = ()
         self._step_began = 0.0
@@ -135,8 +137,9 @@ class SchedulerSide:
 
     def _hit_tokens(self, state: RequestState, computed: int, now: float) -> int | None:
         """How many tokens beyond ``computed`` to load; None = ask again later."""
-        request = state.request
-        keys = self._keys(state)[: (request.num_tokens - 1) // self._page_tokens]
+        request, waits = state.request, self._options.load is LoadOrder.ASYNC
+        most = self._setup.loadable_tokens(request.num_tokens, asynchronous=waits)
+        keys = self._keys(state)[: most // self._page_tokens]
         if state.loads_over or len(keys) * self._page_tokens <= computed:
             return 0
         promise = self._promise(request)
@@ -194,6 +197,8 @@ class SchedulerSide:
             layerwise=self._options.load is LoadOrder.LAYERWISE,
         )  # fmt: skip
         state.wait = PendingWait()
+        if end == request.num_tokens:
+            self._rewrites.expect(request.request_id, load)
         self._decisions.began(load.job, state.load, now)
         self._begin(request.request_id, load, first, is_load=True)
         self._loads.append(load)
@@ -256,7 +261,7 @@ class SchedulerSide:
 
     # ---- storing ----------------------------------------------------------------------------
 
-    def build(self, scheduled: Iterable[ScheduledRequest], tokens: int, decoded: int = 0) -> Step:
+    def build(self, scheduled: Sequence[ScheduledRequest], tokens: int, decoded: int = 0) -> Step:
         """Return the jobs that the workers start in this step.
 
         Args:
@@ -274,6 +279,7 @@ class SchedulerSide:
         self._backlog = PromptsAhead()
         step = Step(loads, self._stores, idle=not tokens)
         self._stores = []
+        self._rewrites.computed(progress.request_id for progress in scheduled)
         for progress in scheduled:
             self._count_progress(progress)
             if self._layered.waits:
@@ -308,6 +314,7 @@ class SchedulerSide:
             The transfer parameters for the engine that continues; None for an ordinary request.
         """
         state = self._states.pop(request_id, None)
+        self._rewrites.computed([request_id])
         if state is None:
             return None
         self._conversations.finished(
@@ -341,7 +348,7 @@ class SchedulerSide:
             for place in range(len(self._setup.groups))
             if (part := source_blocks(self._setup, place, progress, first, end)) is not None
         ]
-        if end <= first or not blocks:
+        if end <= first or not blocks or self._rewrites.touch(blocks):
             return None
         state.stored = end
         store = Store(self._next_job, keys[first:end], blocks, first)

@@ -15,7 +15,7 @@ def model_of(architecture, **changes):
     """A model's configuration; changes are its properties."""
     plain = {
         "is_hybrid": False, "is_attention_free": False, "is_encoder_decoder": False,
-        "use_mla": False,
+        "use_mla": False, "runner_type": "generate", "is_prefix_caching_supported": True,
     }  # fmt: skip
     return Values(architecture=architecture, model="/models/m", **{**plain, **changes})
 
@@ -53,6 +53,17 @@ STATES = model_of("Qwen3NextForCausalLM", is_hybrid=True)
 def test_models_with_kv_for_each_token_and_drafts_without_kv_are_taken(method):
     check_model(config_of(model_of("LlamaForCausalLM"), method))
     check_model(config_of(None))
+
+
+def test_models_that_pool_over_all_tokens_are_refused():
+    """vLLM raises in the worker if the first tokens of such a prompt are not computed."""
+    pooling = {"runner_type": "pooling"}
+    check_model(config_of(model_of("Qwen3ForCausalLM", **pooling)))
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM pools over all tokens") as raised:
+        check_model(
+            config_of(model_of("Qwen3ForCausalLM", is_prefix_caching_supported=False, **pooling))
+        )
+    assert str(raised.value).endswith(REMEDY)
 
 
 def test_mla_is_refused_where_vllm_ignores_what_was_loaded():
