@@ -336,6 +336,7 @@ def test_structure_counts_what_a_reader_reads_and_who_knows_whom():
     assert counted["path_lines"] == sum(counted["path"].values()) <= 2_100, "less, not more"
     assert counted["path_files"] == len(counted["path"]) <= 31
     assert counted["room_pairs"] == len(counted["pairs"]) <= 67
+    assert counted["order_lines"] < 1_500, "what a newcomer reads first"
     assert ["state", "node"] not in counted["pairs"], "no arrow points up"
 
 
