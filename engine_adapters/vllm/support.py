@@ -8,9 +8,11 @@ What is not named here is refused: KV that another request must not read would b
 from collections.abc import Sequence
 from typing import Any, Final
 
+from kvstore.engine.identity import Group
 from kvstore.protocol.errors import ConfigError
 
 REMEDY: Final = "start vLLM without KVStoreConnector"
+TESTED_VERSIONS: Final = ("0.32.0",)
 
 _GROUPS: Final = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
 _QUANTISED: Final = ("NONE", "FP8_PER_TENSOR")
@@ -66,6 +68,19 @@ def check_model(config: Any) -> None:
             f" own, which differ with the next token: not supported; use one of"
             f" {', '.join(_DRAFTS)}, or {REMEDY}"
         )
+
+
+def takes_whole(groups: Sequence[Group], version: str) -> bool:
+    """Whether vLLM computes the last token of a prompt again, if all of its tokens were loaded.
+
+    Not with windows or states, which vLLM forgets as if the next token came. In a version that was
+    not tested, its scheduler might end in an assertion.
+
+    Args:
+        groups: the engine's KV groups.
+        version: of vLLM.
+    """
+    return version in TESTED_VERSIONS and not any(one.state or one.window_tokens for one in groups)
 
 
 def is_state(spec: Any) -> bool:

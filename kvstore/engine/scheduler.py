@@ -85,9 +85,8 @@ class SchedulerSide:
         self._rewrites = LastTokens()
         self._stores: list[Store] = []
         self._epoch: tuple[tuple[str, str], ...] = ()
-        self._step_began = 0.0
+        self._step_began = self._step_pairs = 0.0
         self._step_tokens = 0
-        self._step_pairs = 0.0
 
     def bind(self, holder: BlockHolder, blocks: int) -> None:
         """Set the holder of the engine's ``blocks`` blocks."""
@@ -165,10 +164,9 @@ class SchedulerSide:
         waits = self._options.load is LoadOrder.ASYNC
         backlog = self._backlog.beside(state.request.request_id) if waits else (0, 0)
         divisible = not any(window_pages(one, self._page_tokens) for one in self._setup.groups)
-        promised = self._promise(state.request).do_remote_prefill
         return offer_of(
             hit, computed, self._page_tokens, page_bytes, backlog,
-            divisible=divisible, promised=promised,
+            divisible=divisible, promised=self._promise(state.request).do_remote_prefill,
         )  # fmt: skip
 
     def allocated(self, request: Request, blocks: Sequence[Sequence[int]], tokens: int) -> None:
@@ -274,7 +272,9 @@ class SchedulerSide:
         self._step_began, self._step_tokens = self._clock(), tokens if tells else 0
         self._step_pairs = 0.0
         self._backlog = PromptsAhead()
-        step = Step(loads, self._stores, idle=not tokens)
+        # A rank that has loaded what others still load must not wait for a further load.
+        parted = any(job.parted(self._setup.ranks) for job in self._jobs.values())
+        step = Step(loads, self._stores, idle=not (tokens or parted))
         self._stores = []
         self._rewrites.computed(progress.request_id for progress in scheduled)
         for progress in scheduled:
@@ -431,6 +431,8 @@ class SchedulerSide:
             return
         used = 0 if job.late else job.pages
         self.counts.add("load_failed_tokens", (job.wanted - used) * self._page_tokens)
+        if used < job.wanted:
+            self._rewrites.computed([job.request_id])  # nobody shares what was not loaded
         if job.pages < job.wanted and state is not None:
             # Missing pages are computed, and then stored again.
             state.stored = min(state.stored, job.first + job.pages)

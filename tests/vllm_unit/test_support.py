@@ -6,8 +6,17 @@ Models and KV groups have the names and attributes of vLLM's; ``tests/vllm`` sta
 from types import SimpleNamespace as Values
 
 import pytest
+from msgspec import structs
 
-from engine_adapters.vllm.support import REMEDY, check_groups, check_model, heads_of
+from engine_adapters.vllm.support import (
+    REMEDY,
+    TESTED_VERSIONS,
+    check_groups,
+    check_model,
+    heads_of,
+    takes_whole,
+)
+from kvstore.engine.identity import Group
 from kvstore.protocol.errors import ConfigError
 
 
@@ -64,6 +73,19 @@ def test_models_that_pool_over_all_tokens_are_refused():
             config_of(model_of("Qwen3ForCausalLM", is_prefix_caching_supported=False, **pooling))
         )
     assert str(raised.value).endswith(REMEDY)
+
+
+def test_whole_prompts_are_loaded_with_full_attention_in_versions_that_were_tested():
+    full = Group(index=0, layers=4, block_tokens=32, block_bytes=128, kv_heads=2)
+    windows = structs.replace(full, index=1, window_tokens=256)
+    states = structs.replace(full, index=1, state=True)
+    (tested,) = TESTED_VERSIONS
+
+    assert takes_whole([full], tested)
+    assert takes_whole([full, full], tested)
+    assert not takes_whole([full, windows], tested)
+    assert not takes_whole([full, states], tested)
+    assert not takes_whole([full], "0.33.0"), "its scheduler was not read"
 
 
 def test_mla_is_refused_where_vllm_ignores_what_was_loaded():
