@@ -24,7 +24,7 @@ from engine_adapters.vllm.label import label_of
 from engine_adapters.vllm.names import names_of
 from engine_adapters.vllm.options import page_tokens_of, read_options
 from engine_adapters.vllm.stats import StoreMetrics, StoreStats
-from engine_adapters.vllm.support import takes_whole
+from engine_adapters.vllm.support import may_load, takes_whole
 from engine_adapters.vllm.tensors import pool_of
 from kvstore.client.store import KVStore
 from kvstore.engine.identity import cover, shard_specs, space_identity
@@ -235,7 +235,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """See the base class."""
-        if request.skip_reading_prefix_cache:
+        if not may_load(request):
             return 0, False
         names = names_of(request, strong_hashes=self._strong_hashes)
         return self._deciding.match(request, names, num_computed_tokens)

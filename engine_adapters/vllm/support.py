@@ -83,6 +83,18 @@ def takes_whole(groups: Sequence[Group], version: str) -> bool:
     return version in TESTED_VERSIONS and not any(one.state or one.window_tokens for one in groups)
 
 
+def may_load(request: Any) -> bool:
+    """Whether the first tokens of a request need not be computed.
+
+    Else vLLM sets ``skip_reading_prefix_cache``, unless the user says otherwise: then it returns
+    prompt logprobs of tokens that were not computed, and fails where it reads them.
+    """
+    sampling = request.sampling_params
+    wanted = ("prompt_logprobs", "prompt_logprob_token_ids")
+    every = sampling is not None and any(getattr(sampling, one, None) is not None for one in wanted)
+    return not (request.skip_reading_prefix_cache or every)
+
+
 def is_state(spec: Any) -> bool:
     """Whether a group with this ``KVCacheSpec`` has states instead of KV for each token."""
     return type(spec).__name__ in _STATES

@@ -14,6 +14,7 @@ from engine_adapters.vllm.support import (
     check_groups,
     check_model,
     heads_of,
+    may_load,
     takes_whole,
 )
 from kvstore.engine.identity import Group
@@ -86,6 +87,21 @@ def test_whole_prompts_are_loaded_with_full_attention_in_versions_that_were_test
     assert not takes_whole([full, windows], tested)
     assert not takes_whole([full, states], tested)
     assert not takes_whole([full], "0.33.0"), "its scheduler was not read"
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_requests_for_the_logprobs_of_their_prompts_load_nothing(skips):
+    """Whatever the user says about the prefix cache: vLLM fails in its own output otherwise."""
+    plain = Values(prompt_logprobs=None, prompt_logprob_token_ids=None)
+    asked = [
+        Values(prompt_logprobs=0, prompt_logprob_token_ids=None),
+        Values(prompt_logprobs=None, prompt_logprob_token_ids=[1]),
+    ]
+    for sampling in (plain, None, Values()):
+        request = Values(sampling_params=sampling, skip_reading_prefix_cache=skips)
+        assert may_load(request) is not skips
+    for sampling in asked:
+        assert not may_load(Values(sampling_params=sampling, skip_reading_prefix_cache=skips))
 
 
 def test_mla_is_refused_where_vllm_ignores_what_was_loaded():
