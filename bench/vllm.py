@@ -1,7 +1,7 @@
 """How fast is vLLM's first token when the node has the prompt, and what does storing cost?
 
 ``ttft/*``: each store behind a server of its own that computes prompts, is restarted, and is asked
-for them twice: what was loaded stands beside what the engine's own prefix cache then has;
+for them: what was loaded stands beside a server without a connector, whose own prefix cache has it;
 ``ttft/disk``: the node was restarted too. ``multiturn/*``: see :mod:`bench.vllm_multiturn` and
 :mod:`bench.vllm_new`. Only one server works at a time, and the cases that are compared take turns.
 """
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         with Report(json=options.json) as report, Progress("part", steps) as part:
             if "ttft" in options.parts:
-                part.step("kvstore: restart, then from the node and from the engine's own cache")
+                part.step("kvstore: restart, then from the node; beside an engine without it")
                 loaded = _first_tokens(options, report, part)
             if "multiturn" in options.parts:
                 part.step("multiturn: conversations, without a store and with one")
@@ -71,7 +71,7 @@ def _first_tokens(options: argparse.Namespace, report: Report, part: Progress) -
     ours = _ours(count, options.load, report, part)
     _add("kvstore", ours, report, part)
     for name in options.peers:
-        part.step(f"{name}: restart, then from there and from the engine's own cache")
+        part.step(f"{name}: restart, then from there; beside an engine without it")
         try:
             _add(name, measure(name, count), report, part)
         except (ClusterError, subprocess.CalledProcessError) as error:

@@ -22,6 +22,8 @@ ROUND_TOKENS: Final = (1100, 1333, 1566, 1800)
 BLOCKS: Final = 200
 """Of 32 tokens: 6,400, where the six have 10,800 at last."""
 OUTPUT_TOKENS: Final = 8
+_FLAGS: Final = ("--max-model-len", "2048")
+"""vLLM does not start with fewer blocks than its longest prompt takes."""
 _SEED: Final = 30_000
 _WARM_SEED: Final = 39_000
 _WARM_TOKENS: Final = 1_000
@@ -42,8 +44,8 @@ async def multiturn(talks: int, report: Report, progress: Progress) -> None:
     with VllmCluster(capacity_bytes=2 << 30) as cluster:
         cluster.start_node()
         transfer = cluster.transfer()
-        cluster.start_server("plain", blocks=BLOCKS)
-        cluster.start_server("store", transfer, blocks=BLOCKS)
+        cluster.start_server("plain", flags=_FLAGS, blocks=BLOCKS)
+        cluster.start_server("store", transfer, _FLAGS, blocks=BLOCKS)
         for name in ("plain", "store"):
             cluster.wait_server(name)
             await _ask(cluster, name, prompt(_WARM_SEED, _WARM_TOKENS))
@@ -57,7 +59,7 @@ async def multiturn(talks: int, report: Report, progress: Progress) -> None:
                 await asyncio.sleep(_SETTLE_S)
         cluster.stop("plain")
         cluster.stop("store")
-        cluster.start_server("store", transfer, blocks=BLOCKS)
+        cluster.start_server("store", transfer, _FLAGS, blocks=BLOCKS)
         cluster.wait_server("store")
         await _ask(cluster, "store", prompt(_WARM_SEED, _WARM_TOKENS))
         walls["restart"] = [await _wall_s(cluster, "store", seed) for seed in seeds]

@@ -1,4 +1,4 @@
-"""The first token after a restart, from a store and then from the engine's own cache."""
+"""The first token after a restart, from a store, beside an engine that has its own cache only."""
 
 import asyncio
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class Restarted(msgspec.Struct):
         computed_s: length of a prompt to the times to the first token, when the server computed
             and stored the KV.
         loaded_s: the same after a restart, when the KV came from the store.
-        cached_s: the same at once again, when the engine's own prefix cache had it.
+        cached_s: the same on a server without a connector, whose own prefix cache had it.
         hit_tokens: that came from the store in all.
         notes: what else is worth telling.
     """
@@ -58,10 +58,11 @@ async def restarted(
     cluster: VllmCluster, count: int, transfer: Mapping[str, Any],
     variables: Mapping[str, str] | None = None,
 ) -> Restarted:  # fmt: skip
-    """Compute prompts, restart the server, and ask for each twice.
+    """Compute prompts, restart the server, and ask for each.
 
-    One server runs at a time, and both cases take turns on it, so that they meet the same
-    neighbours.
+    A server without a connector is asked for each twice: the second time its own cache has it. (A
+    connector loads what that cache does not have: the end of a prompt.) Both take turns, so that
+    they meet the same neighbours, and while one is timed the other one stands still.
 
     Args:
         cluster: its store serves already.
@@ -72,7 +73,7 @@ async def restarted(
     result = Restarted({}, {}, {}, 0)
     cluster.start_server("store", transfer, variables=variables)
     cluster.wait_server("store")
-    await _warm_up(cluster)
+    await _warm_up(cluster, "store")
     for seed, tokens in prompts(count):
         seconds = await ttft_s(cluster, "store", seed, tokens)
         result.computed_s.setdefault(tokens, []).append(seconds)
@@ -80,12 +81,20 @@ async def restarted(
     await asyncio.sleep(_SETTLE_S)
     cluster.stop("store")
     cluster.start_server("store", transfer, variables=variables)
-    cluster.wait_server("store")
-    await _warm_up(cluster)
+    cluster.start_server("plain")
+    for name in ("store", "plain"):
+        cluster.wait_server(name)
+        await _warm_up(cluster, name)
     for seed, tokens in prompts(count):
-        for times in (result.loaded_s, result.cached_s):
-            seconds = await ttft_s(cluster, "store", seed, tokens)
-            times.setdefault(tokens, []).append(seconds)
+        # Computing takes long. A store that stood still meanwhile might lose its engine.
+        await ttft_s(cluster, "plain", seed, tokens)
+        with cluster.suspended("plain"):
+            loaded_s = await ttft_s(cluster, "store", seed, tokens)
+        with cluster.suspended("store"):
+            cached_s = await ttft_s(cluster, "plain", seed, tokens)
+        result.loaded_s.setdefault(tokens, []).append(loaded_s)
+        result.cached_s.setdefault(tokens, []).append(cached_s)
+    cluster.stop("plain")
     result.hit_tokens = int(cluster.metric("store", HITS))
     return result
 
@@ -105,7 +114,7 @@ async def from_disk(cluster: VllmCluster, transfer: Mapping[str, Any]) -> tuple[
     cluster.start_node()
     cluster.start_server("store", transfer)
     cluster.wait_server("store")
-    await _warm_up(cluster)
+    await _warm_up(cluster, "store")
     before = cluster.metric("store", HITS)
     seconds = [
         await ttft_s(cluster, "store", seed, tokens)
@@ -114,9 +123,9 @@ async def from_disk(cluster: VllmCluster, transfer: Mapping[str, Any]) -> tuple[
     return seconds, int(cluster.metric("store", HITS) - before)
 
 
-async def _warm_up(cluster: VllmCluster) -> None:
+async def _warm_up(cluster: VllmCluster, name: str) -> None:
     for seed in range(_WARM_UP_SEED, _WARM_UP_SEED + WARM_UP):
-        await ttft_s(cluster, "store", seed, LENGTHS[0])
+        await ttft_s(cluster, name, seed, LENGTHS[0])
 
 
 async def ttft_s(cluster: VllmCluster, name: str, seed: int, tokens: int) -> float:

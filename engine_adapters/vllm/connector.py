@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Final
 
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -23,6 +24,7 @@ from engine_adapters.vllm.label import label_of
 from engine_adapters.vllm.names import names_of
 from engine_adapters.vllm.options import page_tokens_of, read_options
 from engine_adapters.vllm.stats import StoreMetrics, StoreStats
+from engine_adapters.vllm.support import may_load, takes_whole
 from engine_adapters.vllm.tensors import pool_of
 from kvstore.client.store import KVStore
 from kvstore.engine.identity import cover, shard_specs, space_identity
@@ -137,6 +139,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 loads=transfer.kv_role in {"kv_both", "kv_consumer"},
                 stores=transfer.kv_role in {"kv_both", "kv_producer"},
             ),
+            takes_whole=takes_whole(self._facts.groups, vllm.__version__),
         )
         report = self._store.report_prefill
         self._scheduler = SchedulerSide(self._opening, setup, self._options, monotonic, report)
@@ -152,6 +155,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _smallest_block(self) -> int:
         """Tokens of the smallest block of a KV group."""
         return min(group.block_tokens for group in self._facts.groups)
+
+    @property
+    def _steps_ahead(self) -> int:
+        """Steps that vLLM begins before it knows how an earlier one ended."""
+        config = self._vllm_config
+        stages = int(config.parallel_config.pipeline_parallel_size)
+        return int(getattr(config, "max_concurrent_batches", stages + 1)) - 1
 
     @property
     def _deciding(self) -> SchedulerSide:
@@ -225,7 +235,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """See the base class."""
-        if request.skip_reading_prefix_cache:
+        if not may_load(request):
             return 0, False
         names = names_of(request, strong_hashes=self._strong_hashes)
         return self._deciding.match(request, names, num_computed_tokens)
@@ -249,7 +259,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """See the base class."""
         total, decoded = scheduler_output.total_num_scheduled_tokens, _decoded(scheduler_output)
-        return StepMetadata(self._deciding.build(_progress(scheduler_output), total, decoded))
+        return StepMetadata(self._deciding.build(list(_progress(scheduler_output)), total, decoded))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """The workers have finished a step."""
@@ -301,7 +311,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             pool = pool_of(group, layers, kv_caches, kv.num_blocks, heads_apart(self._facts, group))
             memories.append(memory_of(self._facts, self._page_tokens, pool, place, rank, stage))
             self._layers |= {name: (place, index) for index, name in enumerate(layers)}
-        self._worker = WorkerSide(self._opening, memories, monotonic)
+        self._worker = WorkerSide(self._opening, memories, monotonic, self._steps_ahead)
         first = memories[0].shards[0]
         if first.pool.device != "cpu" and self._options.device_slab_bytes:
             raise ConfigError(

@@ -6,7 +6,7 @@ import logging
 import platform
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import torch
@@ -18,14 +18,18 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from engine_adapters.vllm.names import ENGINE, length_settings
-from engine_adapters.vllm.support import check_groups, check_model, heads_of, is_state
+from engine_adapters.vllm.support import (
+    TESTED_VERSIONS,
+    check_groups,
+    check_model,
+    heads_of,
+    is_state,
+)
 from kvstore.engine.identity import EngineFacts, Group
 from kvstore.engine.requests import files_fingerprint
 from kvstore.protocol.errors import ConfigError
 
 log = logging.getLogger("vllm.kvstore")
-
-TESTED_VERSIONS: Final = ("0.32.0",)
 
 
 def check_version() -> None:

@@ -8,9 +8,11 @@ What is not named here is refused: KV that another request must not read would b
 from collections.abc import Sequence
 from typing import Any, Final
 
+from kvstore.engine.identity import Group
 from kvstore.protocol.errors import ConfigError
 
 REMEDY: Final = "start vLLM without KVStoreConnector"
+TESTED_VERSIONS: Final = ("0.32.0",)
 
 _GROUPS: Final = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
 _QUANTISED: Final = ("NONE", "FP8_PER_TENSOR")
@@ -49,6 +51,11 @@ def check_model(config: Any) -> None:
             f"model: {_architecture(model)} has an encoder, whose KV are not those of the prompt's"
             f" tokens: not supported; {REMEDY}"
         )
+    if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
+        raise ConfigError(
+            f"model: {_architecture(model)} pools over all tokens of a prompt, which vLLM must"
+            f" compute in one step: not supported; {REMEDY}"
+        )
     if _computes_whole_prompts_only(config):
         raise ConfigError(
             f"model: {_architecture(model)} uses MLA, and vLLM's backend of it for CPUs without AMX"
@@ -61,6 +68,31 @@ def check_model(config: Any) -> None:
             f" own, which differ with the next token: not supported; use one of"
             f" {', '.join(_DRAFTS)}, or {REMEDY}"
         )
+
+
+def takes_whole(groups: Sequence[Group], version: str) -> bool:
+    """Whether vLLM computes the last token of a prompt again, if all of its tokens were loaded.
+
+    Not with windows or states, which vLLM forgets as if the next token came. In a version that was
+    not tested, its scheduler might end in an assertion.
+
+    Args:
+        groups: the engine's KV groups.
+        version: of vLLM.
+    """
+    return version in TESTED_VERSIONS and not any(one.state or one.window_tokens for one in groups)
+
+
+def may_load(request: Any) -> bool:
+    """Whether the first tokens of a request need not be computed.
+
+    Else vLLM sets ``skip_reading_prefix_cache``, unless the user says otherwise: then it returns
+    prompt logprobs of tokens that were not computed, and fails where it reads them.
+    """
+    sampling = request.sampling_params
+    wanted = ("prompt_logprobs", "prompt_logprob_token_ids")
+    every = sampling is not None and any(getattr(sampling, one, None) is not None for one in wanted)
+    return not (request.skip_reading_prefix_cache or every)
 
 
 def is_state(spec: Any) -> bool:

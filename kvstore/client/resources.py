@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 LOAD_BYTES_PER_S_GUESS: Final = 5e9
 DISK_BYTES_PER_S_GUESS: Final = 1e9
 _SAID_MAX: Final = 100
+LOADS: Final = 2
+"""Maximum loads of a store that copy at a time: an engine's ranks and KV groups, and requests that
+begin together, do not wait for each other's copies. One load is not faster."""
 _SLOW_LOADS: Final = 4
 """Maximum loads of a store that wait at a time, each on a connection of its own."""
 
@@ -30,7 +33,7 @@ class StoreResources:
         waiting_link: returns the connection for requests of one purpose that may wait, so that
             other requests do not wait behind them.
         timeout_s: maximum wait for an answer.
-        loads: runs restores, one after the other.
+        loads: runs restores, :data:`LOADS` at a time.
         slow_loads: runs what of them waits for a disk or for other nodes, so that others do not
             wait behind it.
         stores: runs extracts.
@@ -52,7 +55,7 @@ class StoreResources:
         self.timeout_s = timeout_s
         self.promotion = promotion
         self.devices = DevicePools()
-        self.loads = Worker("kvstore-load")
+        self.loads = Worker("kvstore-load", LOADS)
         self.slow_loads = Worker("kvstore-slow-load", _SLOW_LOADS)
         self._lanes = deque(range(_SLOW_LOADS))
         self.stores = Worker("kvstore-store")

@@ -11,7 +11,7 @@ from kvstore.client.device import BlocksOnDevice
 from kvstore.client.jobs import RestoreJob, StoreJob
 from kvstore.client.link import NodeLink
 from kvstore.client.loads import DISK_WAIT_S, Loader, LoadState
-from kvstore.client.resources import Opened, StoreResources
+from kvstore.client.resources import LOADS, Opened, StoreResources
 from kvstore.client.results import MISS, Hit, PageViews, PutResult, RestoreResult
 from kvstore.client.stores import Keep, Storer, added
 from kvstore.config.cluster import NODES_MAX
@@ -560,7 +560,7 @@ class Space:
     def _batch_pages(self, shard: int) -> int:
         """Maximum pages that one message may pin or reserve."""
         quota = self._resources.link.quota_bytes or 2 * BATCH_BYTES
-        most = min(BATCH_BYTES, quota // 2)  # half, so that a load and a store fit at the same time
+        most = min(BATCH_BYTES, quota // (LOADS + 1))  # loads and a store fit at the same time
         return max(1, min(wire.BATCH_KEYS_MAX, most // self._size(shard)))
 
     def _batches(

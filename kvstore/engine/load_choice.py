@@ -29,7 +29,7 @@ STRETCH_SHARE: Final = 0.25
 STRETCH_S_MIN: Final = 0.02
 """Nor while loading takes at most this and computing was never measured: that is soon enough."""
 LOADS_MAX: Final = 16
-"""Loads in flight; further requests wait for one to end. Five run at a time, more only hold
+"""Loads in flight; further requests wait for one to end. Six run at a time, more only hold
 blocks of the engine."""
 UNMEASURED_MAX: Final = 4
 """Loads in flight of a tier of which too few were measured: if it is slow, few requests wait."""

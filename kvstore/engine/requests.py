@@ -93,6 +93,11 @@ class Setup(NamedTuple):
         hash_tokens: tokens per block that the engine hashes.
         ranks: number of workers that report each job.
         role: allowed directions.
+        takes_whole: whether the KV of all tokens of a request may be loaded asynchronously. The
+            engine must then compute the last token once more, for its logits, and its KV anew in
+            the block where it was loaded. Otherwise the last token is left to the engine, as it
+            must be if the engine forgets KV or states before the end of what is loaded (windows,
+            chunked attention, states): that token needs what lies one token further back.
     """
 
     engine: str
@@ -101,6 +106,13 @@ class Setup(NamedTuple):
     hash_tokens: int
     ranks: int
     role: Role
+    takes_whole: bool = False
+
+    def loadable_tokens(self, tokens: int, *, asynchronous: bool) -> int:
+        """Maximum number of leading tokens to load for a request of ``tokens``."""
+        # Of a request of one token, none would count as computed: the engine would take it for one
+        # that was never looked up.
+        return tokens if self.takes_whole and asynchronous and tokens > 1 else tokens - 1
 
 
 def weights_fingerprint(path: str) -> str:

@@ -13,7 +13,7 @@ request, and a request can be removed without waiting for its jobs.
 """
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from kvstore.client.results import MISS, Hit
@@ -23,6 +23,7 @@ from kvstore.engine.counts import AdapterCounts
 from kvstore.engine.held import JobBlocks
 from kvstore.engine.hints import FetchHint, read_hints
 from kvstore.engine.identity import window_pages
+from kvstore.engine.last_tokens import LastTokens
 from kvstore.engine.layered import LayeredSteps
 from kvstore.engine.load_choice import HitOffer, LoadChooser, PromptsAhead, offer_of
 from kvstore.engine.load_decisions import LoadDecisions
@@ -81,11 +82,11 @@ class SchedulerSide:
         self._next_job = 1
         self._loads: list[Load] = []
         self._layered = LayeredSteps()
+        self._rewrites = LastTokens()
         self._stores: list[Store] = []
         self._epoch: tuple[tuple[str, str], ...] = ()
-        self._step_began = 0.0
+        self._step_began = self._step_pairs = 0.0
         self._step_tokens = 0
-        self._step_pairs = 0.0
 
     def bind(self, holder: BlockHolder, blocks: int) -> None:
         """Set the holder of the engine's ``blocks`` blocks."""
@@ -132,8 +133,9 @@ class SchedulerSide:
 
     def _hit_tokens(self, state: RequestState, computed: int, now: float) -> int | None:
         """How many tokens beyond ``computed`` to load; None = ask again later."""
-        request = state.request
-        keys = self._keys(state)[: (request.num_tokens - 1) // self._page_tokens]
+        request, waits = state.request, self._options.load is LoadOrder.ASYNC
+        most = self._setup.loadable_tokens(request.num_tokens, asynchronous=waits)
+        keys = self._keys(state)[: most // self._page_tokens]
         if state.loads_over or len(keys) * self._page_tokens <= computed:
             return 0
         promise = self._promise(request)
@@ -162,10 +164,9 @@ class SchedulerSide:
         waits = self._options.load is LoadOrder.ASYNC
         backlog = self._backlog.beside(state.request.request_id) if waits else (0, 0)
         divisible = not any(window_pages(one, self._page_tokens) for one in self._setup.groups)
-        promised = self._promise(state.request).do_remote_prefill
         return offer_of(
             hit, computed, self._page_tokens, page_bytes, backlog,
-            divisible=divisible, promised=promised,
+            divisible=divisible, promised=self._promise(state.request).do_remote_prefill,
         )  # fmt: skip
 
     def allocated(self, request: Request, blocks: Sequence[Sequence[int]], tokens: int) -> None:
@@ -191,6 +192,8 @@ class SchedulerSide:
             layerwise=self._options.load is LoadOrder.LAYERWISE,
         )  # fmt: skip
         state.wait = PendingWait()
+        if end == request.num_tokens:
+            self._rewrites.expect(request.request_id, load)
         self._decisions.began(load.job, state.load, now)
         self._begin(request.request_id, load, first, is_load=True)
         self._loads.append(load)
@@ -253,7 +256,7 @@ class SchedulerSide:
 
     # ---- storing ----------------------------------------------------------------------------
 
-    def build(self, scheduled: Iterable[ScheduledRequest], tokens: int, decoded: int = 0) -> Step:
+    def build(self, scheduled: Sequence[ScheduledRequest], tokens: int, decoded: int = 0) -> Step:
         """Return the jobs that the workers start in this step.
 
         Args:
@@ -269,8 +272,11 @@ class SchedulerSide:
         self._step_began, self._step_tokens = self._clock(), tokens if tells else 0
         self._step_pairs = 0.0
         self._backlog = PromptsAhead()
-        step = Step(loads, self._stores, idle=not tokens)
+        # A rank that has loaded what others still load must not wait for a further load.
+        parted = any(job.parted(self._setup.ranks) for job in self._jobs.values())
+        step = Step(loads, self._stores, idle=not (tokens or parted))
         self._stores = []
+        self._rewrites.computed(progress.request_id for progress in scheduled)
         for progress in scheduled:
             self._count_progress(progress)
             if self._layered.waits:
@@ -305,6 +311,7 @@ class SchedulerSide:
             The transfer parameters for the engine that continues; None for an ordinary request.
         """
         state = self._states.pop(request_id, None)
+        self._rewrites.computed([request_id])
         if state is None:
             return None
         self._conversations.finished(
@@ -338,7 +345,7 @@ class SchedulerSide:
             for place in range(len(self._setup.groups))
             if (part := source_blocks(self._setup, place, progress, first, end)) is not None
         ]
-        if end <= first or not blocks:
+        if end <= first or not blocks or self._rewrites.touch(blocks):
             return None
         state.stored = end
         store = Store(self._next_job, keys[first:end], blocks, first)
@@ -424,6 +431,8 @@ class SchedulerSide:
             return
         used = 0 if job.late else job.pages
         self.counts.add("load_failed_tokens", (job.wanted - used) * self._page_tokens)
+        if used < job.wanted:
+            self._rewrites.computed([job.request_id])  # nobody shares what was not loaded
         if job.pages < job.wanted and state is not None:
             # Missing pages are computed, and then stored again.
             state.stored = min(state.stored, job.first + job.pages)

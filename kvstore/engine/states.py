@@ -63,3 +63,7 @@ class BlockJob:
     seconds: float = 0.0
     began: float = float("inf")
     late: bool = False
+
+    def parted(self, ranks: int) -> bool:
+        """Whether some of the ``ranks`` have loaded what a request waits for, and others not."""
+        return self.is_load and not self.late and self.ranks_left < ranks

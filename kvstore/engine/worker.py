@@ -22,7 +22,7 @@ from kvstore.mover import Order
 from kvstore.mover.kvpool import KVPool
 from kvstore.protocol.errors import DeviceUnavailable, InvalidArgument, KVStoreError
 
-IDLE_WAIT_S: Final = 0.005
+IDLE_WAIT_S: Final = 0.02
 """Maximum wait for the oldest load in a step that computes nothing. Otherwise the engine repeats
 such steps as fast as it can, and its two busy processes take CPU time from the load. A request that
 arrives meanwhile waits at most this long."""
@@ -154,15 +154,18 @@ class WorkerSide:
         opening: source of the space.
         groups: the worker's KV memory, in the order of ``EngineFacts.groups``.
         clock: monotonic seconds.
+        steps_ahead: maximum steps that the engine begins before it knows how an earlier one ended.
     """
 
     opening: Opening
     groups: Sequence[GroupMemory]
     clock: Callable[[], float]
+    steps_ahead: int = 0
     counts: AdapterCounts = field(default_factory=AdapterCounts)
     _loads: list[_Loading] = field(default_factory=list)
     _stores: list[_Storing] = field(default_factory=list)
     _said: str = ""
+    _idle_steps: int = 0
 
     def start_loads(self, loads: Sequence[Load]) -> None:
         """Start restores."""
@@ -218,13 +221,16 @@ class WorkerSide:
         """Return the ended jobs; wait for layer-wise loads, which end with their step.
 
         Args:
-            idle: the step computes nothing, so a short wait delays no request.
+            idle: the step computes nothing. It waits shortly for a load, but not if the next step
+                may be one that computes: the engine begins that one when an earlier step that
+                computes, or in which a load ended, has ended on all ranks.
         """
         outcome = StepOutcome(set(), set(), set(), Report())
-        if idle:
+        if idle and self._idle_steps >= self.steps_ahead:
             self._wait_idle()
         for loading in list(self._loads):
             self._poll_load(loading, outcome)
+        self._idle_steps = self._idle_steps + 1 if idle and not outcome.received else 0
         for storing in list(self._stores):
             if all(job.done for job in storing.jobs):
                 self._stores.remove(storing)

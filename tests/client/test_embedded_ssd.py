@@ -355,23 +355,23 @@ def test_a_page_waits_on_disk_while_the_memory_for_it_is_being_made(
     """Memory that changes hands is not there for a moment; that costs no page on disk."""
     with open_store(tmp_path) as store:
         space = large_space(store)
-        keys, pages = new_keys(space, 4), content(4, space.page_bytes[0])
+        keys, pages = new_keys(space, 2), content(2, space.page_bytes[0])
         space.put(keys, pages)
         space.persist(keys)
         for at in range(1, 10):
             space.put(new_keys(space, 4, start=1000 * at), content(4, space.page_bytes[0]))
         link = store._link
-        assert space.lookup(keys).tiers == {"ssd": 4, "host": 0}
+        assert space.lookup(keys).tiers == {"ssd": 2, "host": 0}
         monkeypatch.setattr(link.memory, "missing_bytes", lambda: 1 << 18)
         monkeypatch.setattr(link.memory, "pending", lambda _number: True)
         got: list[list[bytes]] = []
         reading = threading.Thread(target=lambda: got.append(read(space, keys)))
         reading.start()
         try:
-            wait_until(lambda: len(link._disk.pages.jobs) == 4, what="they wait for their memory")
+            wait_until(lambda: len(link._disk.pages.jobs) == 2, what="they wait for their memory")
             with link._answered:
                 link._disk.flush()
-                assert len(link._disk.pages.jobs) == 4
+                assert len(link._disk.pages.jobs) == 2
         finally:
             monkeypatch.undo()
             reading.join()

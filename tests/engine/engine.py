@@ -95,14 +95,15 @@ class World:
     """A scheduler side and everything around it."""
 
     def __init__(self, *, groups: Sequence[Group] = (FULL,), role: Role = BOTH,
-                 ranks: int = 1, blocks: int = 1000, **extra: Any) -> None:  # fmt: skip
+                 ranks: int = 1, blocks: int = 1000, takes_whole: bool = False,
+                 page_tokens: int = PAGE, **extra: Any) -> None:  # fmt: skip
         self.now = 100.0
         self.store = FakeStore()
         self.blocks = Blocks()
         self.reports: list[float] = []
         options = read_section(extra, Options, "options")
         opening = Opening(self.store, IDENTITY, [SHARD], lambda: self.now)
-        setup = Setup("engine", groups, PAGE, BLOCK, ranks, role)
+        setup = Setup("engine", groups, page_tokens, BLOCK, ranks, role, takes_whole)
         self.side = SchedulerSide(opening, setup, options, lambda: self.now, self.reports.append)
         self.side.bind(self.blocks, blocks)
 

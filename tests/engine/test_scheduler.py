@@ -247,6 +247,21 @@ def test_every_rank_must_have_ended_and_the_worst_counts():
     assert world.side.counts.take()["load_failed_tokens"] == 128
 
 
+def test_a_step_is_not_idle_while_a_rank_waits_for_the_others_with_a_load():
+    """It would wait there for its next load, although the request may go on before that."""
+    world = World(ranks=2)
+    world.store.answer = Hit(4)
+    (load,) = world.load(request()).loads
+    assert world.step().idle
+    world.ended(load.job, 4)
+
+    assert not world.step().idle
+    world.side.reported(Report(late={load.job}))
+    assert world.step().idle, "its request has gone on"
+    world.ended(load.job, 4)
+    assert world.step().idle
+
+
 def test_pages_are_stored_once_as_chunks_complete_them():
     world = World()
     asked = request()

@@ -52,14 +52,14 @@ class Job:
 class Machine(FakeStore):
     """A worker, a clock and the jobs it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps_ahead: int = 0) -> None:
         super().__init__()
         self.now = 10.0
         self.jobs: list[Job] = []
         self.ends_after_s = 0.0
         opening = Opening(self, IDENTITY, [SHARD], lambda: self.now)
         memory = GroupMemory([ShardMemory(None, 0)], PAGE, BLOCK)
-        self.side = WorkerSide(opening, [memory], lambda: self.now)
+        self.side = WorkerSide(opening, [memory], lambda: self.now, steps_ahead)
 
     def restore_to_kvpool(self, *arguments: Any) -> Job:
         self.jobs.append(Job(self, self.ends_after_s))
@@ -102,6 +102,32 @@ def test_an_idle_step_waits_only_shortly_however_many_loads_there_are():
 
     assert not machine.side.poll(idle=True).received
     assert machine.now == pytest.approx(10.0 + IDLE_WAIT_S)
+
+
+def test_an_empty_step_among_steps_that_compute_waits_for_no_load():
+    """Pipelines: the step after it computes the request whose last step is at the next stage."""
+    machine = Machine(steps_ahead=1)
+    machine.load(1, ends_after_s=3.0)
+    for _ in range(3):
+        machine.side.poll()
+        machine.side.poll(idle=True)
+    assert machine.now == 10.0, "they would have waited, one after the other"
+
+    machine.side.poll(idle=True)
+    assert machine.now == pytest.approx(10.0 + IDLE_WAIT_S), "by now nothing is computed"
+
+
+def test_a_load_that_has_ended_does_not_wait_for_another_in_a_step_that_was_begun_before():
+    machine = Machine(steps_ahead=1)
+    machine.load(1, ends_after_s=0.001)
+    machine.load(2, ends_after_s=3.0)
+    machine.side.poll(idle=True)
+    assert machine.side.poll(idle=True).received == {"r1"}
+
+    machine.side.poll(idle=True)  # begun before the scheduler knew that the first has ended
+    assert machine.now == pytest.approx(10.001)
+    machine.side.poll(idle=True)
+    assert machine.now == pytest.approx(10.001 + IDLE_WAIT_S)
 
 
 def test_no_step_waits_for_a_load_that_its_request_has_given_up():

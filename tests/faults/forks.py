@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.client.jobs import StoreJob
+from kvstore.client.resources import LOADS
 from kvstore.client.space import PageViews, Space
 from kvstore.client.store import KVStore
 from kvstore.mover.kvpool import KVPool
@@ -61,9 +62,10 @@ class Parent(Client):
 
         Parent and child use the blocks otherwise once their job has ended: what must stay.
         """
-        began, gate = threading.Event(), threading.Event()
-        StoreJob(self.store._resources.loads, lambda: (began.set(), gate.wait(30.0)))
-        began.wait(30.0)
+        began, gate = threading.Semaphore(0), threading.Event()
+        for _ in range(LOADS):
+            StoreJob(self.store._resources.loads, lambda: (began.release(), gate.wait(30.0)))
+        assert all(began.acquire(timeout=30.0) for _ in range(LOADS))
         shared = mmap.mmap(-1, count * content.PAGE_BYTES)
         memory = np.frombuffer(shared, dtype=np.uint8).reshape(8, count, -1)
         planes = tuple(plane.ctypes.data for plane in memory)

@@ -9,8 +9,8 @@ from tests.vllm.servers import Server
 
 PROMPTS = [prompt(length, seed) for seed, length in enumerate((300, 64, 65, 40, 500))]
 PAGE_TOKENS = 64
-HIT_TOKENS = 256 + 64 + 448
-"""Whole pages, and of each prompt at least one token is left to compute."""
+HIT_TOKENS = 256 + 64 + 64 + 448
+"""Whole pages."""
 SHARDS = 2
 """The model has two KV heads."""
 MEET_WAIT_S = 30.0
@@ -53,7 +53,7 @@ def test_a_decode_server_goes_on_with_pages_of_the_prefill_servers_node(
     counts = node_stats(places[1])["counts"]
     fetched = SHARDS * HIT_TOKENS // PAGE_TOKENS
     assert counts["peer_fetched_pages"] == fetched, "from the other node"
-    assert counts["located_by_engines"] == 3, "it asked nobody where they are"
+    assert counts["located_by_engines"] == 4, "it asked nobody where they are"
     assert not counts.get("corrupt_pages")
 
     at_a.process.send_signal(signal.SIGKILL)

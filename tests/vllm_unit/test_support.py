@@ -6,8 +6,18 @@ Models and KV groups have the names and attributes of vLLM's; ``tests/vllm`` sta
 from types import SimpleNamespace as Values
 
 import pytest
+from msgspec import structs
 
-from engine_adapters.vllm.support import REMEDY, check_groups, check_model, heads_of
+from engine_adapters.vllm.support import (
+    REMEDY,
+    TESTED_VERSIONS,
+    check_groups,
+    check_model,
+    heads_of,
+    may_load,
+    takes_whole,
+)
+from kvstore.engine.identity import Group
 from kvstore.protocol.errors import ConfigError
 
 
@@ -15,7 +25,7 @@ def model_of(architecture, **changes):
     """A model's configuration; changes are its properties."""
     plain = {
         "is_hybrid": False, "is_attention_free": False, "is_encoder_decoder": False,
-        "use_mla": False,
+        "use_mla": False, "runner_type": "generate", "is_prefix_caching_supported": True,
     }  # fmt: skip
     return Values(architecture=architecture, model="/models/m", **{**plain, **changes})
 
@@ -53,6 +63,45 @@ STATES = model_of("Qwen3NextForCausalLM", is_hybrid=True)
 def test_models_with_kv_for_each_token_and_drafts_without_kv_are_taken(method):
     check_model(config_of(model_of("LlamaForCausalLM"), method))
     check_model(config_of(None))
+
+
+def test_models_that_pool_over_all_tokens_are_refused():
+    """vLLM raises in the worker if the first tokens of such a prompt are not computed."""
+    pooling = {"runner_type": "pooling"}
+    check_model(config_of(model_of("Qwen3ForCausalLM", **pooling)))
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM pools over all tokens") as raised:
+        check_model(
+            config_of(model_of("Qwen3ForCausalLM", is_prefix_caching_supported=False, **pooling))
+        )
+    assert str(raised.value).endswith(REMEDY)
+
+
+def test_whole_prompts_are_loaded_with_full_attention_in_versions_that_were_tested():
+    full = Group(index=0, layers=4, block_tokens=32, block_bytes=128, kv_heads=2)
+    windows = structs.replace(full, index=1, window_tokens=256)
+    states = structs.replace(full, index=1, state=True)
+    (tested,) = TESTED_VERSIONS
+
+    assert takes_whole([full], tested)
+    assert takes_whole([full, full], tested)
+    assert not takes_whole([full, windows], tested)
+    assert not takes_whole([full, states], tested)
+    assert not takes_whole([full], "0.33.0"), "its scheduler was not read"
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_requests_for_the_logprobs_of_their_prompts_load_nothing(skips):
+    """Whatever the user says about the prefix cache: vLLM fails in its own output otherwise."""
+    plain = Values(prompt_logprobs=None, prompt_logprob_token_ids=None)
+    asked = [
+        Values(prompt_logprobs=0, prompt_logprob_token_ids=None),
+        Values(prompt_logprobs=None, prompt_logprob_token_ids=[1]),
+    ]
+    for sampling in (plain, None, Values()):
+        request = Values(sampling_params=sampling, skip_reading_prefix_cache=skips)
+        assert may_load(request) is not skips
+    for sampling in asked:
+        assert not may_load(Values(sampling_params=sampling, skip_reading_prefix_cache=skips))
 
 
 def test_mla_is_refused_where_vllm_ignores_what_was_loaded():
