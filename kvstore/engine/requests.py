@@ -69,11 +69,17 @@ class ScheduledRequest(NamedTuple):
         request_id: id of the request.
         tokens: tokens whose KV is in its blocks after this step.
         blocks: its block table, by the engine's group index.
+        begin: tokens whose KV was there before this step, at most.
+        written: end of the positions that this step writes, those of drafts included.
+        starts: its first step with these blocks.
     """
 
     request_id: str
     tokens: int
     blocks: Sequence[Sequence[int]]
+    begin: int = 0
+    written: int = 0
+    starts: bool = False
 
 
 class Role(NamedTuple):
@@ -93,6 +99,8 @@ class Setup(NamedTuple):
         hash_tokens: tokens per block that the engine hashes.
         ranks: number of workers that report each job.
         role: allowed directions.
+        drafts: its KV have those of a draft layer, which depend on the next token. It has one
+            group then.
     """
 
     engine: str
@@ -101,6 +109,14 @@ class Setup(NamedTuple):
     hash_tokens: int
     ranks: int
     role: Role
+    drafts: bool = False
+
+    def can_name(self, scope: PromptScope) -> bool:
+        """Whether the KV of such a request can be named.
+
+        The engine's hashes of blocks do not have the token after them.
+        """
+        return scope.usable and not (self.drafts and scope.foreign)
 
 
 def weights_fingerprint(path: str) -> str:

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field
 
-from kvstore.engine.chain import Chain, ForeignChain
+from kvstore.engine.chain import Chain, ForeignChain, ShiftedChain
 from kvstore.engine.hints import FetchHint
 from kvstore.engine.load_decisions import RequestLoad
 from kvstore.engine.pending import PendingWait
 from kvstore.engine.requests import PromptScope, Request
+from kvstore.protocol.page import PrefixKeys
 
 
 @dataclass(slots=True)
@@ -14,7 +15,8 @@ class RequestState:
     """One request.
 
     Attributes:
-        stored: leading pages that are in the store, or that were submitted to it.
+        stored: leading pages that are in the store, that were submitted to it, or that cannot be.
+        hole: the first page that cannot be stored.
         hit: end, in pages, of the last answer of :meth:`SchedulerSide.match`.
         remote: how many of these pages, the last ones, are at other nodes.
         on_disk: how many of those before them are on this node's disk only.
@@ -27,7 +29,7 @@ class RequestState:
 
     request: Request
     names: PromptScope
-    chain: Chain | ForeignChain
+    chain: Chain | ShiftedChain | ForeignChain
     hint: FetchHint
     stored: int = 0
     hit: int = 0
@@ -37,6 +39,27 @@ class RequestState:
     loads_over: bool = False
     load: RequestLoad = field(default_factory=RequestLoad)
     known: int = 0
+    hole: float = float("inf")
+
+    @property
+    def leading(self) -> int:
+        """Leading pages that are in the store, or that were submitted to it."""
+        return int(min(self.stored, self.hole))
+
+    def found(self, pages: int) -> None:
+        """So many leading pages are in the store."""
+        self.stored, self.hole = pages, float("inf")
+
+    def skip_to(self, page: int) -> None:
+        """The pages before this one that are not stored cannot be."""
+        if page > self.stored:
+            self.stored, self.hole = page, min(self.hole, self.stored)
+
+    def keys(self) -> PrefixKeys:
+        """The keys of all its full pages."""
+        if isinstance(self.chain, ForeignChain):
+            return self.chain.extend(self.request.block_hashes)
+        return self.chain.extend(self.request.all_token_ids)
 
 
 @dataclass(slots=True)

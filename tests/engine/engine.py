@@ -95,14 +95,15 @@ class World:
     """A scheduler side and everything around it."""
 
     def __init__(self, *, groups: Sequence[Group] = (FULL,), role: Role = BOTH,
-                 ranks: int = 1, blocks: int = 1000, **extra: Any) -> None:  # fmt: skip
+                 ranks: int = 1, blocks: int = 1000, drafts: bool = False,
+                 **extra: Any) -> None:  # fmt: skip
         self.now = 100.0
         self.store = FakeStore()
         self.blocks = Blocks()
         self.reports: list[float] = []
         options = read_section(extra, Options, "options")
         opening = Opening(self.store, IDENTITY, [SHARD], lambda: self.now)
-        setup = Setup("engine", groups, PAGE, BLOCK, ranks, role)
+        setup = Setup("engine", groups, PAGE, BLOCK, ranks, role, drafts)
         self.side = SchedulerSide(opening, setup, options, lambda: self.now, self.reports.append)
         self.side.bind(self.blocks, blocks)
 
