@@ -31,12 +31,13 @@ import msgspec
 from conductor.routing.choices import Assign, Judgement, Reject
 from conductor.routing.columns import View, Waiting
 from conductor.routing.demand import Crowd, DecodeDemand
-from conductor.routing.load import Answer, EngineLoads
+from conductor.routing.load import EngineLoads
 from conductor.routing.outlook import Ahead, Outlook, enter
 from conductor.routing.output_lengths import TOKENS_MAX, OutputLengths
 from conductor.routing.policy import Policy
 from conductor.routing.recent import LoadSample, RecentLoad
 from conductor.routing.shares import HALF_S, OUTPUT_WEIGHT, FairShares
+from conductor.routing.work import Answer
 
 _RETRY_AFTER_S_MAX: Final = 300
 OVERLOADED: Final = "overloaded"

@@ -64,6 +64,7 @@ class CostColumns:
 
     Attributes:
         backlog_s: seconds until the prompts that an engine has are computed.
+        leaving_s: seconds until their KV, and that of those before, has left for other engines.
         constant_s: of each prompt, beside its computation.
         floor_s: of each prompt at least, to read the weights.
         token_s: of each token that is computed.
@@ -81,6 +82,7 @@ class CostColumns:
     """
 
     backlog_s: Column
+    leaving_s: Column
     constant_s: Column
     floor_s: Column
     token_s: Column

@@ -40,7 +40,7 @@ from conductor.routing.load import EngineLoads
 from conductor.routing.occupancy import AT_HOME, Occupancy
 from conductor.routing.pending import WaitingRow, WaitingRows
 from conductor.routing.policy import Binding
-from conductor.routing.requests import DispatchLimits, KnownRequest, Request, tokens_max, too_short
+from conductor.routing.requests import DispatchLimits, KnownRequest, Request, too_long, too_short
 from conductor.routing.scheduler import Scheduler
 
 _RETRY_AFTER_S_MAX: Final = 60
@@ -147,7 +147,7 @@ class Dispatcher:
             why = f"{len(self._waiting)} requests are waiting already"
             again = self.retry_after_s
             self._refused.append(Reject(request.number, why, again, "queue_full", status=429))
-        elif (long := self._too_long(request)) is not None:
+        elif (long := too_long(request, self._infos(request.model))) is not None:
             self._refused.append(long)
         else:
             short = too_short(self._infos(request.model), request.length)
@@ -157,19 +157,11 @@ class Dispatcher:
                 request.number, (request.model, request.tokens or 0), tenant=request.tenant,
                 session=request.session, limit=request.output_max, service=request.service,
             )  # fmt: skip
+            self._tell(known)
             self._wait(known)
 
     def _infos(self, model: str) -> list[EngineInfo]:
         return [engine.info for engine in self._registry.of_model(model)]
-
-    def _too_long(self, request: Request) -> Reject | None:
-        """The refusal of a request that no engine takes."""
-        infos = self._infos(request.model)
-        most = tokens_max(infos)
-        if not infos or request.length <= most:
-            return None
-        why = f"{request.length} tokens with its answer; at most {most:.0f} are possible"
-        return Reject(request.number, f"prompt: {why}", 0, "context_length_exceeded", status=400)
 
     def began(self, number: int, now: float, hit_tokens: int | None = None) -> None:
         """A request has its first token, so that its prompt is computed; may be called again.
@@ -295,6 +287,7 @@ class Dispatcher:
         """How much of the prompt of a waiting request each engine has."""
         known = self._waiting[number]
         known.matches = matches
+        self._tell(known)
         self._rows.columns.matches[self._rows.at(number)] = matches
         self._learned.add(number)
 
@@ -415,12 +408,17 @@ class Dispatcher:
             self.loads.assigned(assign.request, first.info, of, seconds, now)
         if second is not None:
             if second is not first:
-                self.loads.comes(assign.request, second.info, tokens)
+                self.loads.comes(assign.request, second.info, tokens, assign.prefill, now)
             step_s = self.loads.step_s(second.info)
             self.admission.assigned(assign, second.info.model, tokens, step_s, now)
-            if self.pools is not None and tokens:
-                output = self.admission.output(assign.request)
-                self.pools.assigned(second.info.model, (*of, round(output)))
+        self._tell(known)
+
+    def _tell(self, known: KnownRequest) -> None:
+        """Tell the pools what is known of a request."""
+        infos = self._infos(known.request.model) if self.pools is not None else []
+        if self.pools is not None and infos and known.request.tokens:
+            number = known.request.number
+            self.pools.needs(infos[0].model, number, known.needs(self.admission.output(number)))
 
     def _give_back(self, known: KnownRequest, now: float) -> None:
         """Give all places of a request back."""

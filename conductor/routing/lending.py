@@ -31,7 +31,7 @@ LOOK_S: Final = 2.0
 SAMPLES_MIN: Final = 4
 """With fewer prompts, nobody is lent."""
 SAMPLES_KEPT: Final = 128
-"""Prompts and arrivals of which the load is taken."""
+"""Newest requests of which the load is taken."""
 SPARE: Final = 2.0
 """All stay as they are while so many times the present load is thought to be served."""
 AMPLE: Final = 3.0
@@ -320,7 +320,7 @@ class _Model:
 
     lending: Lending = field(default_factory=Lending)
     arrived: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES_KEPT))
-    samples: deque[LoadSample] = field(default_factory=lambda: deque(maxlen=SAMPLES_KEPT))
+    samples: dict[int, LoadSample] = field(default_factory=dict)
 
     def is_known(self) -> bool:
         """Whether enough has come to lend engines."""
@@ -354,9 +354,18 @@ class Pools:
         """A request has come for the engines of a model."""
         self._models.setdefault(model, _Model()).arrived.append(now)
 
-    def assigned(self, model: str, tokens: tuple[int, int, int]) -> None:
-        """A request has got an engine; ``tokens`` as in :class:`LoadSample`."""
-        self._models.setdefault(model, _Model()).samples.append(LoadSample(*tokens))
+    def needs(self, model: str, number: int, sample: LoadSample) -> None:
+        """What a request needs, as far as is known: it counts as long as it waits, too.
+
+        Args:
+            model: of the engines for which it has come.
+            number: its own; a later one has a higher one.
+            sample: what it needs; again when more is known.
+        """
+        samples = self._models.setdefault(model, _Model()).samples
+        samples[number] = sample
+        if len(samples) > SAMPLES_KEPT:
+            del samples[min(samples)]
 
     def look(self, fleet: Callable[[str], Fleet], seen: object, now: float) -> None:
         """Lend, and take back, if it is time.
@@ -405,7 +414,7 @@ class Pools:
             engines, others = fleet(name)
             if engines:
                 prospect = yield from foresee(
-                    (engines, others), (model.rate(self._now), model.samples),
+                    (engines, others), (model.rate(self._now), [*model.samples.values()]),
                     self._targets, lending.split, lending.wants_best,
                 )  # fmt: skip
                 if lending.consider(prospect, self._now):

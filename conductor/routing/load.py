@@ -16,91 +16,16 @@ import numpy as np
 from conductor.costs.book import CostBook, EngineCosts, machine_of
 from conductor.costs.prior import PrefillLine
 from conductor.routing.columns import CostColumns
-from conductor.routing.engines import EngineInfo
+from conductor.routing.engines import EngineInfo, Role
+from conductor.routing.work import NO_ANSWER, Answer, ComputingPrompt, DecodingRequest
 
 _OVERDUE_S: Final = 0.01
 """A prompt that should be computed, but is not, is thought to take so much longer."""
-_LATE_S: Final = 1.0
-"""A prompt that is overdue by this, and by as long as it should take, no longer holds others up."""
 _TOKENS_MAX: Final = 1 << 24
 """Of an output; an engine may say any number."""
-_LONGEST: Final = 0.1
-"""The time between tokens of a request is the mean of this longest part of its intervals."""
-_LONGEST_MIN: Final = 10.0
-"""Intervals in it; shorter answers are over before many prompts come."""
 _USUAL_WEIGHT: Final = 0.05
 """Of the newest request in the moving average of seconds to the first token."""
 _TERMS: Final = ("constant", "weights", "attention")
-
-
-@dataclass(slots=True)
-class _Decoding:
-    """A request that decodes.
-
-    Attributes:
-        tokens: of its prompt.
-        since: when that began.
-        batch_s: what :attr:`_Load.batch_s` was then.
-        context_s: what :attr:`_Load.context_s` was then.
-        told: whether we have heard that it began.
-        bears_s: seconds of prompts after which it is late; 0 = none makes it so.
-        stalled_s: what :attr:`_Load.stalled_s` was when it began.
-    """
-
-    tokens: int
-    since: float
-    batch_s: float
-    context_s: float
-    told: bool
-    bears_s: float
-    stalled_s: float
-
-
-@dataclass(slots=True)
-class _Computing:
-    """A prompt that an engine has.
-
-    Attributes:
-        new_tokens: that are computed.
-        prefix_tokens: before them.
-        seconds: that this is thought to take, with the fetch.
-        fetch_s: of these, until the fetch has ended, during which nothing else is computed there.
-        since: when the engine got it; of a late one, since when it is thought to be computed.
-        told: whether we hear of its first token.
-    """
-
-    new_tokens: int
-    prefix_tokens: int
-    seconds: float
-    fetch_s: float
-    since: float
-    told: bool = True
-
-    @property
-    def counts_s(self) -> float:
-        """Seconds after which it counts as computed, whatever we have heard."""
-        return self.seconds + (max(_LATE_S, self.seconds) if self.told else 0.0)
-
-
-class Answer(NamedTuple):
-    """What is expected of an answer.
-
-    Attributes:
-        tokens: that it has; 0 = nobody waits for one after the other.
-        tbt_s: maximum seconds between two of them, as the mean of the longest tenth.
-    """
-
-    tokens: float
-    tbt_s: float
-
-    def bears_s(self, step_s: float) -> float:
-        """Seconds for which prompts may stall it before it is late, if steps take ``step_s``."""
-        longest = max(_LONGEST_MIN, _LONGEST * self.tokens) if self.tokens else 0.0
-        return longest * max(0.0, self.tbt_s - step_s)
-
-
-NO_ANSWER: Final = Answer(0.0, 0.0)
-"""Nothing makes it late."""
 
 
 class _Row(NamedTuple):
@@ -111,12 +36,14 @@ class _Row(NamedTuple):
         head_since: since when this is computed.
         head_s: seconds that it takes; negative = there is none.
         rest_s: seconds of the other prompts.
+        sent_at: when all KV of its prompts for other engines is thought to have left.
     """
 
     late_at: float
     head_since: float
     head_s: float
     rest_s: float
+    sent_at: float
     constant_s: float
     floor_s: float
     token_s: float
@@ -129,6 +56,10 @@ class _Row(NamedTuple):
     late_per_s: float
     late_per_s2: float
     late_most: float
+
+
+_TIMED: Final = 5
+"""Fields of :class:`_Row` whose columns depend on the time."""
 
 
 @dataclass(slots=True)
@@ -151,14 +82,15 @@ class _Load:
         line: what prompts take.
         begun: when requests of which we do not hear began to decode; until somebody asks.
         stalled_s: seconds for which it computed prompts, since the beginning.
+        sent_at: when all KV of its prompts for other engines is thought to have left.
     """
 
     costs: EngineCosts
     ranks: int = 1
-    computing: dict[int, _Computing] = field(default_factory=dict)
+    computing: dict[int, ComputingPrompt] = field(default_factory=dict)
     head_since: float = 0.0
-    overdue: dict[int, _Computing] = field(default_factory=dict)
-    decoding: dict[int, _Decoding] = field(default_factory=dict)
+    overdue: dict[int, ComputingPrompt] = field(default_factory=dict)
+    decoding: dict[int, DecodingRequest] = field(default_factory=dict)
     context: int = 0
     coming: dict[int, int] = field(default_factory=dict)
     batch_s: float = 0.0
@@ -170,9 +102,14 @@ class _Load:
     line: PrefillLine | None = None
     begun: dict[int, float] = field(default_factory=dict)
     stalled_s: float = 0.0
+    sent_at: float = -inf
 
-    def row(self) -> _Row:
-        """What is the same until something changes, or :meth:`pass_late` would change it."""
+    def row(self, role: Role) -> _Row:
+        """What is the same until something changes, or :meth:`pass_late` would change it.
+
+        Args:
+            role: what the engine does now.
+        """
         head, coming = next(iter(self.computing.values()), None), sum(self.coming.values())
         token_bytes, line = self.costs.prior.kv_bytes(1), self.prefill_line()
         return _Row(
@@ -180,6 +117,7 @@ class _Load:
             head_since=self.head_since,
             head_s=head.seconds if head is not None else -1.0,
             rest_s=self.total_s() - head.seconds if head is not None else 0.0,
+            sent_at=self.sent_at,
             constant_s=line.constant_s,
             floor_s=line.floor_s,
             token_s=line.token_s,
@@ -189,7 +127,7 @@ class _Load:
             token_bytes=token_bytes,
             network_bytes_per_s=self.costs.prior.network.bytes_per_s,
             coming_bytes=coming * token_bytes,
-            **self.late(),
+            **self.late(role),
         )
 
     def pass_late(self, now: float) -> None:
@@ -220,23 +158,26 @@ class _Load:
         if number in self.decoding:
             self.context -= self.decoding[number].tokens
             stalled_s = self.decoding[number].stalled_s
-        self.decoding[number] = _Decoding(
+        self.decoding[number] = DecodingRequest(
             tokens, now, self.batch_s, self.context_s, told, bears_s, stalled_s
         )
         self.context += tokens
         self.step_cost_s = -1.0
 
-    def late(self) -> dict[str, float]:
+    def late(self, role: Role) -> dict[str, float]:
         """What :class:`CostColumns` says of the requests that a prompt makes late.
 
         Nobody knows how many prompts will come yet. So who has used a part ``u`` of the seconds
         that it bears counts as late to the part ``u**2``: the first stall costs less than the last
         one. Who is late already counts as if it were about to be, or all prompts would go there.
+
+        An engine that was lent to prompts still has answers to end. These count nothing: it gets no
+        others, and would stand idle for their sake while everybody waits.
         """
         stalled_s = self.stalled_s + self.total_s()
         line = square = most = 0.0
         for one in self.decoding.values():
-            if not one.bears_s:
+            if not one.bears_s or role is Role.PREFILL:
                 continue
             used = (stalled_s - one.stalled_s) / one.bears_s
             line += 2.0 * min(used, 1.0) / one.bears_s
@@ -307,8 +248,16 @@ class EngineLoads:
             load.ranks, load.step_cost_s = ranks, -1.0
         return load
 
-    def columns(self, infos: Sequence[EngineInfo], now: float) -> CostColumns:
-        """What the costs of these engines depend on."""
+    def columns(
+        self, infos: Sequence[EngineInfo], now: float, roles: Sequence[Role] | None = None
+    ) -> CostColumns:
+        """What the costs of these engines depend on.
+
+        Args:
+            infos: the engines; another object if ``roles`` are others.
+            now: time.
+            roles: what each engine does now; None = what it was registered for.
+        """
         if self._infos is not infos:
             self._infos, self._at = infos, {info.id: at for at, info in enumerate(infos)}
             self._rows = np.zeros((len(_Row._fields), len(infos)))
@@ -321,13 +270,13 @@ class EngineLoads:
         for at in changed:
             load = self._of(infos[at])
             load.pass_late(now)
-            self._rows[:, at] = load.row()
+            self._rows[:, at] = load.row(infos[at].role if roles is None else roles[at])
         self._stale.clear()
         left_s = np.maximum(rows.head_s - np.maximum(now - rows.head_since, 0.0), _OVERDUE_S)
         backlog_s = np.where(rows.head_s >= 0, rows.rest_s + left_s, 0.0)
-        fixed = self._rows[4:].copy()
-        named = dict(zip(_Row._fields[4:], fixed, strict=True))
-        return CostColumns(backlog_s=backlog_s, usual_s=self._usual_s, **named)
+        leaving_s = np.maximum(rows.sent_at - now, 0.0)
+        named = dict(zip(_Row._fields[_TIMED:], self._rows[_TIMED:].copy(), strict=True))
+        return CostColumns(backlog_s=backlog_s, leaving_s=leaving_s, usual_s=self._usual_s, **named)
 
     def foreseen(self, ttft_s: float) -> None:
         """A request that has got engines is thought to have its first token after so long."""
@@ -356,7 +305,7 @@ class EngineLoads:
         if not load.computing:
             load.head_since = now
         fetch_s = 0.0 if load.computing else seconds[0]
-        load.computing[number] = _Computing(*tokens, sum(seconds), fetch_s, now)
+        load.computing[number] = ComputingPrompt(*tokens, sum(seconds), fetch_s, now)
 
     def untold(self, number: int, engine_id: str) -> None:
         """We shall not hear when a prompt is computed.
@@ -376,12 +325,23 @@ class EngineLoads:
             load.begun.clear()
         return found
 
-    def comes(self, number: int, info: EngineInfo, tokens: int) -> None:
-        """The KV of a prompt will go to an engine."""
+    def comes(self, number: int, info: EngineInfo, tokens: int, sender: str, now: float) -> None:
+        """The KV of the prompt that ``sender`` has got last will go to an engine."""
+        self._sends(number, sender, tokens, now)
         self._changed(info.id)
         load = self._of(info)
         load.coming[number] = tokens
         load.step_cost_s = -1.0
+
+    def _sends(self, number: int, engine_id: str, tokens: int, now: float) -> None:
+        """One prompt leaves after the other; nobody tells when, so it is what the costs say."""
+        self._changed(engine_id)
+        load = self._loads.get(engine_id)
+        if load is not None and number in load.computing:
+            prior, one = load.costs.prior, load.computing[number]
+            one.sends_s = prior.kv_bytes(tokens) / prior.network.bytes_per_s
+            computed_at = max(now, load.head_since + load.total_s())
+            load.sent_at = max(load.sent_at, computed_at) + one.sends_s
 
     def computed(self, number: int, engine_id: str, now: float, hit_tokens: int | None) -> None:
         """A prompt was computed; learn how long it took.
@@ -449,7 +409,7 @@ class EngineLoads:
         if number in load.computing:
             if next(iter(load.computing)) == number:
                 load.head_since = now
-            del load.computing[number]
+            load.sent_at -= load.computing.pop(number).sends_s
         load.step_cost_s = -1.0
         load.coming.pop(number, None)
         decoding = load.decoding.get(number)

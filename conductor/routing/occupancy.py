@@ -138,7 +138,7 @@ class Occupancy:
                 last_assigned=last_assigned,
                 assigned=self._assigned,
                 retry_after_s=retry_after_s,
-                costs=loads.columns(fixed.infos, now) if loads is not None else None,
+                costs=loads.columns(fixed.infos, now, fixed.roles) if loads is not None else None,
                 lent=lent,
             )
             self._view = (state, view)

@@ -49,7 +49,7 @@ def by_arrival(waiting: Waiting, _: float) -> Sequence[int]:
     return range(len(waiting))
 
 
-AGING: Final = 0.5
+AGING: Final = 0.1
 """A second of waiting counts as so many seconds less to compute."""
 
 

@@ -130,6 +130,7 @@ class Prices:
         """
         self._kv_room, self._coming_bytes = costs.kv_room.copy(), costs.coming_bytes.copy()
         self._costs = costs
+        self._leaving_s = costs.leaving_s.copy()
         self._sent = False  # a prompt was sent in this call
         self._fetches = fetches
         self._kept = costs.kept
@@ -148,7 +149,12 @@ class Prices:
         """
         rows = choices.rows
         handoff_s, tbt_s = np.zeros(len(rows)), self._of(rows).step_s.copy()
-        sends_s = self._sends_s(rows, prompt) if choices.parts else handoff_s
+        known = self._alone(prompt, rows)
+        sends_s = handoff_s
+        if choices.parts:
+            computed_s = self._thought_s.take(rows) + known.fetch_s + known.prefill_s
+            sends_s = self._sends_s(rows, prompt)
+            sends_s += np.maximum(self._leaving_s.take(rows) - computed_s, 0.0)
         for mine, decode in choices.parts:
             comes_s = self._comes_s(decode, prompt)
             full, seconds = self._decoding(decode, comes_s, prompt)
@@ -157,7 +163,7 @@ class Prices:
                 best = int(np.lexsort((seconds, full))[0])
             handoff_s[mine] = np.maximum(comes_s[best], sends_s[mine])
             tbt_s[mine] = self._of(decode).step_s[best]
-        return self._computing(prompt, rows, handoff_s, tbt_s)
+        return self._computing(known, handoff_s, tbt_s)
 
     def least_s(self, prompt: Prompt, rows: Rows) -> float:
         """Seconds of a prompt at that of some engines that needs the fewest, queues left out."""
@@ -189,10 +195,8 @@ class Prices:
         decode = np.array(seconds, dtype=np.intp)
         return self._decoding(decode, self._comes_s(decode, prompt), prompt)
 
-    def _computing(
-        self, prompt: Prompt, rows: Rows, handoff_s: Column, tbt_s: Column
-    ) -> PricedEngines:
-        known = self._alone(prompt, rows)
+    def _computing(self, known: Computing, handoff_s: Column, tbt_s: Column) -> PricedEngines:
+        rows = known.rows
         queue_s = self._thought_s.take(rows)
         fixed, own_s = self._of(rows), known.prefill_s
         late = np.minimum(fixed.late_most, own_s * (fixed.late_per_s + own_s * fixed.late_per_s2))
@@ -269,9 +273,11 @@ class Prices:
         whose = np.array([rows[at] for at in there], dtype=np.intp)
         np.add.at(self._thought_s, whose, np.array([seconds[at] for at in there]))
 
-    def send(self, row: int, tokens: int) -> None:
-        """A decode engine gets the KV of a prompt."""
+    def send(self, first: int, row: int, tokens: int) -> None:
+        """A decode engine gets the KV of the prompt that ``first`` has been given last."""
         self._sent = True
+        seconds = tokens * self._costs.token_bytes[first] / self._costs.network_bytes_per_s[first]
+        self._leaving_s[first] = max(self._leaving_s[first], self.backlog_s[first]) + seconds
         self._coming_bytes[row] += tokens * self._costs.token_bytes[row]
         self._kv_room[row] -= tokens
 

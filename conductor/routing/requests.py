@@ -1,13 +1,14 @@
 """Requests, as the dispatcher knows them. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from conductor.routing.choices import Assign
+from conductor.routing.choices import Assign, Reject
 from conductor.routing.columns import NO_KEYS, Matches
 from conductor.routing.engines import EngineInfo, Role
 from conductor.routing.pending import WaitingRow
+from conductor.routing.recent import LoadSample
 from conductor.routing.scheduler import Handoff
 from kvstore.index.layout import Words
 
@@ -99,6 +100,23 @@ class KnownRequest:
             self.least_s, self.bound, output,
         )  # fmt: skip
 
+    def needs(self, output: float) -> LoadSample:
+        """What it needs of engines, if its length is known.
+
+        Of its prompt, what the engine to which it is assigned need not compute is left out; as long
+        as it waits, what that with the longest prefix need not. At least one token is computed.
+
+        Args:
+            output: tokens that its answer is expected to have.
+        """
+        if self.assign is not None:
+            prefix = self.assign.usable_tokens + self.assign.fetch_tokens
+        else:
+            prefix = max((one.usable + one.peer for one in self.matches.values()), default=0)
+        tokens = self.request.tokens or 0
+        prefix = max(0, min(prefix, tokens - 1))
+        return LoadSample(tokens - prefix, prefix, round(output))
+
     @property
     def handoff(self) -> Handoff:
         """Whose KV has arrived, and for which engine."""
@@ -113,6 +131,15 @@ def tokens_max(engines: Iterable[EngineInfo]) -> float:
     for info in engines:
         longest[info.role] = max(longest[info.role], info.max_model_len or inf)
     return max(longest[Role.MIXED], min(longest[Role.PREFILL], longest[Role.DECODE]))
+
+
+def too_long(request: Request, engines: Sequence[EngineInfo]) -> Reject | None:
+    """The refusal of a request that none of some engines takes."""
+    most = tokens_max(engines)
+    if not engines or request.length <= most:
+        return None
+    why = f"{request.length} tokens with its answer; at most {most:.0f} are possible"
+    return Reject(request.number, f"prompt: {why}", 0, "context_length_exceeded", status=400)
 
 
 def too_short(engines: Iterable[EngineInfo], tokens: int) -> frozenset[str]:

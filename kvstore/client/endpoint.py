@@ -162,6 +162,8 @@ def _extents_follow(
         raise error_from_code(answer.code, answer.message, answer.field)
     if not isinstance(answer, wire.ExtentsFollow) or received != len(numbers):
         raise ProtocolError(f"{received} descriptors came for {len(numbers)} extents")
+    if answer.extents != numbers:
+        raise ProtocolError(f"descriptors came for extents {answer.extents}, not {numbers}")
     return answer.gone
 
 

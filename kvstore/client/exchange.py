@@ -12,6 +12,7 @@ from collections import deque
 from time import monotonic
 from typing import Final
 
+from kvstore.client.answers import check_answer
 from kvstore.client.endpoint import (
     RECEIVE_BYTES,
     open_socket,
@@ -163,6 +164,7 @@ class Connection:
         answer = wire.decode_answer(memoryview(data)[4:])
         if getattr(answer, "id", 0) != self._identifier:
             raise ProtocolError(f"answer {answer!r} does not belong to request {self._identifier}")
+        check_answer(message, answer)
         return answer
 
     def _send(self, frame: bytes, deadline: float) -> None:

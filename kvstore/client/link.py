@@ -289,8 +289,7 @@ class Link:
             answer = connection.request(hello, monotonic() + CONNECT_TIMEOUT_S)
             if isinstance(answer, wire.Failure):
                 raise error_from_code(answer.code, answer.message, answer.field)
-            if not isinstance(answer, wire.Welcome):
-                raise ProtocolError(f"{type(answer).__name__} is not an answer to Hello")
+            assert isinstance(answer, wire.Welcome)
         except (OSError, KVStoreError) as error:
             connection.close(str(error))
             raise as_transfer_error(error, self.path) from error

@@ -17,13 +17,7 @@ from kvstore.client.stores import Keep, Storer, added
 from kvstore.config.cluster import NODES_MAX
 from kvstore.mover.kvpool import KVPool
 from kvstore.protocol import wire
-from kvstore.protocol.errors import (
-    CapacityError,
-    InvalidArgument,
-    KVStoreError,
-    ProtocolError,
-    TooFewCopies,
-)
+from kvstore.protocol.errors import CapacityError, InvalidArgument, KVStoreError, TooFewCopies
 from kvstore.protocol.page import (
     PrefixKeys,
     ShardSpec,
@@ -122,8 +116,6 @@ class Space:
                 request.holder, request.held = holder, min(max(0, held), len(keys))
             answer = link.request(request, resources.timeout_s + wait_s, opened.epoch)
             assert isinstance(answer, wire.Found)
-            if answer.pages + max(answer.pending, answer.remote) > len(keys):
-                raise ProtocolError(f"pages of more keys than {len(keys)} were found")
             found: wire.Found | None = answer
         except KVStoreError as error:
             resources.note_trouble(error)

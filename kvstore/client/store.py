@@ -30,6 +30,7 @@ from kvstore.protocol.errors import (
     InvalidArgument,
     KVStoreError,
     PeerUnreachable,
+    ProtocolError,
     TransferError,
     TransferTimeout,
 )
@@ -230,7 +231,10 @@ class KVStore:
             return {**self._link.stats(), **own}  # type: ignore[attr-defined]
         answer = self._link.request(wire.Stats(0), self._timeout_s)
         assert isinstance(answer, wire.StatsReply)
-        return {**json.loads(answer.json), **own}
+        try:
+            return {**json.loads(answer.json), **own}
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ProtocolError(f"the node's statistics are no JSON object: {error}") from error
 
     def device_pool(self, pool: KVPool) -> "DevicePool":
         """The device side of a pool on a device: its measured speeds, and its counters.

@@ -195,6 +195,8 @@ class LoadChooser:
 
     Attributes:
         costs: measured loads, and those in flight.
+        holds_too_much: loads hold so many of the engine's blocks that none is to begin; the caller
+            sets it.
     """
 
     def __init__(self, pace: Pace, loads: Loads = Loads.FASTER) -> None:
@@ -205,6 +207,7 @@ class LoadChooser:
             loads: the user's rule.
         """
         self.costs = LoadCosts()
+        self.holds_too_much = False
         self._pace = pace
         self._rule = loads
         self._skipped: dict[str, int] = {}
@@ -218,7 +221,7 @@ class LoadChooser:
         """
         costs = self.costs
         most = LOADS_MAX if costs.any_ends or not costs.stuck else 1
-        if costs.in_flight >= most or costs.stuck >= STUCK_MAX:
+        if costs.in_flight >= most or costs.stuck >= STUCK_MAX or self.holds_too_much:
             return False
         new = [tier for tier in tiers if not self.costs.is_known(tier)]
         return all(self.costs.in_flight_of(tier) < UNMEASURED_MAX for tier in new)

@@ -21,6 +21,7 @@ from kvstore.engine.chain import chain_of
 from kvstore.engine.conversations import RetainedConversations
 from kvstore.engine.counts import AdapterCounts
 from kvstore.engine.drafts import DraftBlocks
+from kvstore.engine.held import JobBlocks
 from kvstore.engine.hints import FetchHint, read_hints
 from kvstore.engine.identity import window_pages
 from kvstore.engine.layered import LayeredSteps
@@ -38,8 +39,6 @@ from kvstore.engine.transfer import NOTHING, Transfer, read_transfer
 from kvstore.protocol.page import PrefixKeys
 
 STORES_MAX: Final = 64
-HELD_SHARE_MAX: Final = 0.25
-"""Maximum fraction of the engine's blocks that stores hold; further pages are stored later."""
 FREES_SOON_S: Final = 0.1
 """Seconds for which the engine should wait for a job instead of preempting a running request."""
 
@@ -77,8 +76,7 @@ class SchedulerSide:
         self._report_prefill = report_prefill
         self._conversations = RetainedConversations(opening.get, options.retain)
         self._holder: BlockHolder | None = None
-        self._held_max = 0
-        self._held = 0
+        self._held = JobBlocks(0)
         self._states: dict[str, RequestState] = {}
         self._jobs: dict[int, BlockJob] = {}
         self._next_job = 1
@@ -93,8 +91,7 @@ class SchedulerSide:
 
     def bind(self, holder: BlockHolder, blocks: int) -> None:
         """Set the holder of the engine's ``blocks`` blocks."""
-        self._holder = holder
-        self._held_max = max(1, int(blocks * HELD_SHARE_MAX))
+        self._holder, self._held = holder, JobBlocks(blocks)
         if self._drafts:
             self._drafts.resize(blocks)
 
@@ -356,7 +353,7 @@ class SchedulerSide:
         if len(self._jobs) >= STORES_MAX:
             return 0
         blocks = sum(self._page_tokens // group.block_tokens for group in self._setup.groups)
-        return max(0, self._held_max - self._held) // blocks
+        return self._held.left_for_stores // blocks
 
     # ---- jobs -------------------------------------------------------------------------------
 
@@ -380,7 +377,8 @@ class SchedulerSide:
             job = self._jobs.get(number)
             if job is None:
                 continue
-            job.late = True
+            self._held.late(job)
+            self.chooser.holds_too_much = self._held.too_many_for_loads
             self._decisions.late(number, self._clock())
             self._layered.ended(number, whole=False)
             state = self._states.get(job.request_id)
@@ -418,7 +416,8 @@ class SchedulerSide:
     def _let_go(self, job: BlockJob) -> None:
         assert self._holder is not None
         self._holder.release(job.held)
-        self._held -= len(job.held)
+        self._held.released(job)
+        self.chooser.holds_too_much = self._held.too_many_for_loads
 
     def _end(self, number: int, job: BlockJob) -> None:
         """A job has ended on all ranks: release its blocks."""
@@ -439,11 +438,11 @@ class SchedulerSide:
         assert self._holder is not None, "blocks were allocated before they existed"
         held = [block for part in message.blocks for block in part.blocks if block]
         self._holder.hold(held)
-        self._held += len(held)
         wanted = len(message.keys)
-        self._jobs[message.job] = BlockJob(
-            request_id, first, wanted, wanted, held, is_load, self._setup.ranks
-        )
+        job = BlockJob(request_id, first, wanted, wanted, held, is_load, self._setup.ranks)
+        self._jobs[message.job] = job
+        self._held.taken(job)
+        self.chooser.holds_too_much = self._held.too_many_for_loads
         self._next_job += 1
 
     # ---- requests ---------------------------------------------------------------------------

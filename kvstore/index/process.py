@@ -228,21 +228,23 @@ class _Life:
         """
         memory = TableMemory.create(TableLayout(settings.entries_max, SETS_MAX).total_bytes)
         ours, theirs = socket.socketpair()
+        writer: asyncio.StreamWriter | None = None
         try:
+            ours.setblocking(False)  # noqa: FBT003
+            reader, writer = await asyncio.open_connection(sock=ours)
+            # Last: after it, nothing is waited for that could leave the process behind.
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", program, str(memory.fd), str(theirs.fileno()),
                 pass_fds=(memory.fd, theirs.fileno()), stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
-            ours.setblocking(False)  # noqa: FBT003
-            streams = await asyncio.open_connection(sock=ours)
         except BaseException:
-            ours.close()
+            (ours if writer is None else writer).close()
             raise
         finally:
             theirs.close()
             memory.close()
-        life = cls(process, streams, IndexReader(memory.buffer))
+        life = cls(process, (reader, writer), IndexReader(memory.buffer))
         life.send(StartIndex(settings))
         for source in sources:
             life.send(Follow(source))

@@ -232,6 +232,7 @@ class Node:
         if self.pages.room.drain(SWEEP_STEPS):
             self._room_may_be |= self.pages.draining.now is None
         self.pages.room.load_more()
+        self.pages.ahead.make_room()
         self._after(now_ns)
 
     def operate(self, change: Callable[[PageTable], T], now_ns: int) -> T:
@@ -387,7 +388,8 @@ class Node:
             self._resume_some(now_ns)
         self.unfinished = bool(
             self._ending or self._overdue or self.pages.residents.unfinished or self._may_resume
-        )
+            or self.pages.ahead.used
+        )  # fmt: skip
 
     def _resume_some(self, now_ns: int) -> None:
         """Resume waiting requests whose turn it is, within one turn's limit."""

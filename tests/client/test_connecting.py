@@ -228,12 +228,21 @@ class Extents:
     [
         (wire.encode(wire.ExtentsFollow([1, 2], [0])), 2, 2, None),
         (wire.encode(wire.ExtentsFollow([1, 2])), 1, 1, ProtocolError),
+        (wire.encode(wire.ExtentsFollow([2, 1])), 2, 2, ProtocolError),
         (wire.encode(wire.Pong(1)), 2, 2, ProtocolError),
         (wire.encode(wire.Failure(1, "protocol", "no such session")), 0, 0, ProtocolError),
         (wire.encode(wire.ExtentsFollow([1, 2]))[:-1], 2, 2, PeerUnreachable),
         (struct.pack("<I", 1 << 30) + b"x", 0, 0, ProtocolError),
     ],
-    ids=["as asked", "one is missing", "another answer", "refused", "cut off", "no frame"],
+    ids=[
+        "as asked",
+        "one is missing",
+        "in another order",
+        "another answer",
+        "refused",
+        "cut off",
+        "no frame",
+    ],
 )
 def test_every_descriptor_that_came_is_handed_over_whatever_else_came(
     tmp_path, frame, count, kept, error

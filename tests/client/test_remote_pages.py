@@ -9,11 +9,9 @@ import pytest
 
 from kvstore import mover
 from kvstore.client.resources import DISK_BYTES_PER_S_GUESS, LOAD_BYTES_PER_S_GUESS
-from kvstore.client.results import MISS
 from kvstore.client.store import KVStore
 from kvstore.mover.kvpool import KVPool
 from kvstore.mover.memory import memory_at
-from kvstore.protocol import wire
 from kvstore.protocol.errors import CapacityError, InvalidArgument, TierUnavailable, TooFewCopies
 from kvstore.protocol.page import KEY_BYTES, PrefixKeys, digest_seed, page_seeds
 from kvstore.state.remote.jobs import (
@@ -146,14 +144,6 @@ def test_a_lookup_tells_what_other_nodes_have_further_and_in_what_time(prompt):
     assert 0 < hit.remote_seconds < 1
     assert hit.load_seconds < hit.remote_seconds, "that of the pages here alone"
     assert hit.tiers == {"host": 2}
-
-
-@pytest.mark.parametrize("found", [(7, 0, 0, 0), (2, 5, 0, 0), (2, 0, 0, 5)])
-def test_pages_of_more_keys_than_were_asked_for_are_a_miss(prompt, store, monkeypatch, found):
-    space, keys, _ = prompt
-    monkeypatch.setattr(store._link, "request", lambda *_: wire.Found(1, *found, 0.1))
-    assert space.lookup(keys) == MISS
-    assert store.troubles == {"protocol": 1}
 
 
 def test_a_lookup_never_waits_for_the_answer_by_itself(prompt, wait_until):

@@ -38,6 +38,7 @@ class EngineRow:
     max_running: int = 4
     last_assigned: int = 0
     backlog_s: float = 0.0
+    leaving_s: float = 0.0
     late: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
@@ -83,9 +84,10 @@ def view_of(rows: Sequence[EngineRow], *, assigned: int = 0, retry_after_s: int 
     ]  # fmt: skip
     costs = EngineLoads(CostBook()).columns(infos, NOW)
     backlog = np.array([row.backlog_s for row in rows], dtype=np.float64)
+    leaving = np.array([row.leaving_s for row in rows], dtype=np.float64)
     line, square, most = np.array([row.late for row in rows], dtype=np.float64).reshape(-1, 3).T
     costs = replace(
-        costs, backlog_s=backlog, usual_s=USUAL_S,
+        costs, backlog_s=backlog, leaving_s=leaving, usual_s=USUAL_S,
         late_per_s=line, late_per_s2=square, late_most=most,
     )  # fmt: skip
     return View(

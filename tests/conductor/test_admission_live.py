@@ -121,5 +121,5 @@ def test_without_classes_there_is_one_and_two_of_one_name_are_refused(tmp_path: 
     with pytest.raises(ConfigError, match="a is there twice"):
         load_conductor(path, environ={})
     path.write_text("".join(f'[[classes]]\nname = "c{one}"\n' for one in range(65)))
-    with pytest.raises(ConfigError, match="64 at most"):
+    with pytest.raises(ConfigError, match="at most 64 are possible"):
         load_conductor(path, environ={})

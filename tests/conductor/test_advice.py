@@ -183,7 +183,7 @@ def test_the_recent_load_is_that_of_a_window_and_of_some_models() -> None:
 # Does it help?
 
 
-def simulate(name: str, speed: float, roles: dict[Role, int], targets: Objectives) -> Simulation:
+def simulate(name: str, speed: float, roles: dict[Role, int]) -> Simulation:
     running = Running(decode=32)
     engines = engines_of({role: f"{n}xa800" for role, n in roles.items()}, "llama3-70b", running)
     scenario = Scenario(policy="earliest-first-token", speed=speed)
@@ -201,18 +201,23 @@ def test_following_the_advice_raises_goodput(
 ) -> None:
     targets = Objectives(ttft_s, 0.1)
     roles = {Role.PREFILL: prefill, Role.DECODE: 5 - prefill}
-    before = simulate(name, speed, roles, targets)
+    before = simulate(name, speed, roles)
     advice = advice_of(before, targets)
     assert advice.flip is not None
     assert f"advice: let one a800 {advice.flip.role}" in shown_advice(advice)
     roles[advice.flip.role] += 1
     roles[Role(advice.flip.was)] -= 1
-    after = simulate(name, speed, roles, targets)
+    after = simulate(name, speed, roles)
 
     def goodput(one: Simulation) -> Summary:
         return summary_of(one, targets)
 
     assert goodput(after).goodput > 1.05 * goodput(before).goodput
+
+
+def test_an_overload_makes_long_prompts_late_and_not_all() -> None:
+    simulation = simulate("hot", 8.0, {Role.PREFILL: 1, Role.DECODE: 4})
+    assert summary_of(simulation, Objectives(5.0, 0.1)).effective > 0.4
 
 
 def test_a_simulation_for_goodput_ends_when_too_many_are_lost() -> None:

@@ -212,10 +212,10 @@ def test_nothing_is_lent_before_enough_is_known() -> None:
     for number in range(40):
         pools.came("m", number * 0.02)
         if number < SAMPLES_MIN - 1:
-            pools.assigned("m", LONG)
+            pools.needs("m", number, LONG)
         look(pools, seen, number * 0.02)
     assert pools.lent == {}
-    pools.assigned("m", SHORT)
+    pools.needs("m", 40, SHORT)
     look(pools, seen, 1.0)
     before, looks = pools.lent, 0
     for number in range(40):
@@ -231,7 +231,7 @@ def test_a_model_without_engines_is_forgotten() -> None:
     pools = Pools(TARGETS)
     for number in range(2 * SAMPLES_MIN):
         pools.came("m", number * 0.02)
-        pools.assigned("m", LONG)
+        pools.needs("m", number, LONG)
     look(pools, lambda _: (mixed(), ()), 1.0)
     assert pools.lent
     pools.look(lambda _: ((), ()), "gone", 1.0)

@@ -1,18 +1,22 @@
 """Goal: looks at splits hold no step up, and nobody waits for a partner that has gone."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from typing import Any
 
 import pytest
 
 from conductor.routing import lending
 from conductor.routing.capacity import EngineKind, FleetRates, Needs, Targets
 from conductor.routing.choices import Assign
+from conductor.routing.columns import Prefix
 from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineInfo, EngineRegistry, Health, Role
-from conductor.routing.lending import LOOK_S, SAMPLES_MIN
+from conductor.routing.lending import LOOK_S, SAMPLES_MIN, Fleet, Prospect
 from conductor.routing.policy import POLICIES
+from conductor.routing.recent import LoadSample
 from conductor.routing.requests import DispatchLimits, Request
 from conductor.routing.scheduler import Scheduler
+from conductor.routing.work import Answer
 from tests.conductor.test_lending import LONG
 
 HARDWARE = ("4xa800", "8xa800", "4xh100", "8xh100", "4xh200", "8xh200", "8xb200", "4xl40s")
@@ -40,7 +44,7 @@ def lend(dispatcher: Dispatcher) -> None:
     assert pools is not None
     for number in range(2 * SAMPLES_MIN):
         pools.came("m", number * 0.01)
-        pools.assigned("m", LONG)
+        pools.needs("m", number, LONG)
     for _ in range(100):
         dispatcher.step(0.5)
     assert set(pools.lent.values()) == {Role.PREFILL, Role.DECODE}
@@ -89,7 +93,7 @@ def test_a_step_does_a_part_of_a_look_and_a_late_step_goes_on(
     monkeypatch.setattr(lending, "capacity", counted)
     for number in range(128):
         pools.came("m", number * 0.001)
-        pools.assigned("m", LONG)
+        pools.needs("m", number, LONG)
     while not pools.lent:
         before, steps = calls, steps + 1
         dispatcher.step(0.2 + steps * LOOK_S)
@@ -97,6 +101,45 @@ def test_a_step_does_a_part_of_a_look_and_a_late_step_goes_on(
     assert most <= lending.CAPACITIES_A_STEP
     assert calls > 3 * most
     assert steps < 30
+
+
+def test_who_waits_counts_as_much_as_who_has_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the long ones, which wait, would be missing in the load of which splits are chosen."""
+    _, dispatcher = dispatcher_with(1, policy="earliest-first-token")
+    seen: list[list[int]] = []
+    foresee = lending.foresee
+
+    def watched(
+        fleet: Fleet, load: tuple[float, Sequence[LoadSample]], *rest: Any
+    ) -> Generator[None, None, Prospect]:
+        seen.append(sorted(one.new + one.prefix for one in load[1]))
+        return (yield from foresee(fleet, load, *rest))
+
+    monkeypatch.setattr(lending, "foresee", watched)
+    for number in range(6):
+        tokens = 40_000 if number < 2 else 500
+        dispatcher.arrive(Request(number=number, model="m", arrived=0.0, tokens=tokens))
+        dispatcher.learn(number, {"e0": Prefix(usable=100)})
+    assigned = [one for one in dispatcher.step(0.1) if isinstance(one, Assign)]
+    assert {one.request for one in assigned}.isdisjoint({0, 1}), "the long ones wait"
+    dispatcher.step(0.1 + LOOK_S)
+    assert seen[-1] == [500] * 4 + [40_000] * 2
+
+
+def test_answers_do_not_hold_an_engine_up_that_was_lent_to_prompts() -> None:
+    """It would stand idle for their sake while everybody waits."""
+    registry, dispatcher = dispatcher_with(4, policy="earliest-first-token")
+    for number, engine in enumerate(registry):
+        dispatcher.loads.decodes(number, engine.info, 1_000, 0.0, Answer(2_000.0, 0.1))
+    costs = dispatcher.view(0.1).costs
+    assert costs is not None
+    assert costs.late_most.tolist() == [1.0] * 4
+    lend(dispatcher)
+    view = dispatcher.view(0.6)
+    assert view.costs is not None
+    counted = [role is not Role.PREFILL for role in view.roles]
+    assert view.costs.late_most.astype(bool).tolist() == counted
+    assert not all(counted)
 
 
 BOTH_WAYS = pytest.mark.parametrize("policy", ["least-loaded", "earliest-first-token"])

@@ -15,10 +15,11 @@ from conductor.routing.columns import Prefix
 from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.joining import RankEvents
-from conductor.routing.load import NO_ANSWER, Answer, EngineLoads
+from conductor.routing.load import EngineLoads
 from conductor.routing.policy import POLICIES
 from conductor.routing.requests import DispatchLimits, Request
 from conductor.routing.scheduler import Scheduler
+from conductor.routing.work import NO_ANSWER, Answer
 from tests.conductor.seeded_load import LOADS, SeededLoad
 from tests.conductor.test_recorded_decisions import Simulated
 
@@ -117,6 +118,34 @@ def test_a_request_that_is_said_to_decode_twice_counts_once() -> None:
     assert room() == empty - 8192
     desk.left(1, 2.0)
     assert room() == empty
+
+
+def test_kv_leaves_an_engine_one_prompt_after_the_other() -> None:
+    registry = EngineRegistry()
+    registry.register(info("p", "prefill"), 0.0)
+    registry.register(info("d", "decode"), 0.0)
+    desk = dispatcher(registry, "earliest-first-token")
+
+    def leaving_s(now: float) -> float:
+        costs = desk.view(now).costs
+        assert costs is not None
+        return float(costs.leaving_s[0])
+
+    for number in (1, 2, 3):
+        desk.arrive(Request(number=number, model="m", arrived=0.0, tokens=8192))
+    (first,) = decided(desk, 0.0)
+    assert isinstance(first, Assign)
+    sends_s = leaving_s(0.0) - first.prefill_s
+    assert sends_s > 0
+    assert leaving_s(first.prefill_s) == pytest.approx(sends_s)
+    assert leaving_s(9.0) == 0.0
+
+    desk.prefilled(1, 0.0)  # much earlier than was thought
+    (second,) = [one for one in decided(desk, 0.0) if isinstance(one, Assign)]
+    assert leaving_s(0.0) == pytest.approx(first.prefill_s + 2 * sends_s)
+    desk.left(second.request, 0.0)  # the client has gone: it is not computed, and does not leave
+    assert leaving_s(0.0) == pytest.approx(first.prefill_s + sends_s)
+    desk.check()
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,24 @@ def test_a_late_engine_gets_its_next_prompt_when_it_is_about_to_need_one() -> No
     assert [type(one) for one in schedule("earliest-first-token", [later], asked)] == [Hold, Hold]
 
 
+@pytest.mark.parametrize("policy", SECONDS)
+def test_the_first_token_waits_for_what_leaves_the_engine_already(policy: str) -> None:
+    def chosen(leaving_s: float) -> str:
+        rows = [
+            engine("a", "prefill", protocol="in-turn", leaving_s=leaving_s),
+            engine("b", "prefill", protocol="in-turn", backlog_s=0.05),
+            engine("d", "decode", protocol="in-turn"),
+        ]
+        (one,) = schedule(policy, rows, [request(tokens=TOKENS, least_s=1.0)])
+        assert isinstance(one, Assign)
+        return one.prefill
+
+    computed_s = PRIOR.prefill_seconds(TOKENS)
+    assert chosen(0.0) == "a"
+    assert chosen(0.9 * computed_s) == "a", "it has left when the prompt is computed"
+    assert chosen(computed_s + 1.0) == "b"
+
+
 def test_who_needs_least_goes_first_unless_the_other_has_waited_long() -> None:
     short = request(2, tokens=8000, least_s=0.1, arrived=NOW)
     long = request(1, tokens=TOKENS, least_s=2.0, arrived=NOW)

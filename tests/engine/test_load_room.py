@@ -110,8 +110,38 @@ def test_loads_that_never_end_take_no_room_after_a_time_and_keep_their_blocks():
     assert world.side.chooser.costs.in_flight == world.side.chooser.costs.stuck == 0
 
 
+def test_loads_that_never_end_leave_the_engine_most_of_its_blocks():
+    """Each holds 8 blocks: seven hold a quarter, whatever else there would be room for."""
+    world = World(blocks=224)
+    last = full(world)
+    for job in range(last - LOADS_MAX + 7, last + 1):
+        world.ended(job, 4, 0.001)
+    given_up(world, range(last - LOADS_MAX + 1, last - LOADS_MAX + 7))
+    (load,) = world.load(request("seventh")).loads
+    for _ in range(2):  # two ranks say so, one after the other
+        given_up(world, [load.job])
+
+    assert world.side.match(request("eighth"), PLAIN, 0) == (None, False)
+    assert sum(world.blocks.held.values()) == 56
+    world.ended(load.job, 0)
+    assert world.side.match(request("eighth"), PLAIN, 0) == (256, True)
+
+
+def test_loads_that_wait_leave_the_engine_blocks_to_compute_with():
+    world = World(blocks=100)
+    world.store.answer = Hit(4)
+    for number in range(SAMPLES_MIN):
+        (load,) = world.load(request(f"before{number}")).loads
+        world.ended(load.job, 4, 0.001)
+    jobs = [world.load(request(str(number))).loads[0].job for number in range(10)]
+
+    assert world.side.match(request("next"), PLAIN, 0) == (None, False)
+    world.ended(jobs[3], 4)
+    assert world.side.match(request("next"), PLAIN, 0) == (256, True)
+
+
 def test_a_device_that_ends_nothing_gets_so_many_loads_and_no_more():
-    world = World()
+    world = World(blocks=10_000)
     last = full(world)
     given_up(world, range(last - LOADS_MAX + 1, last + 1))
     for number in range(STUCK_MAX - LOADS_MAX):

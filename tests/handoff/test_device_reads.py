@@ -192,6 +192,18 @@ def test_a_link_whose_engine_has_slots_is_not_late(told, wait_until, monkeypatch
     wait_until(lambda: 3 in told.numbers)
 
 
+def test_an_engine_that_had_a_slot_once_is_late_like_others(told, wait_until, monkeypatch):
+    monkeypatch.setattr(device_copies, "DEVICE_S", 0.2)
+    job = told.submit(1, b"a", receiver=b"once")
+    wait_until(lambda: told.numbers == [1])
+    told.reads.ended(job)
+    for number in range(2, 2 + SLOTS):
+        told.submit(number, bytes([number]), receiver=bytes([number]))
+    wait_until(lambda: len(told.numbers) == 1 + SLOTS)
+    told.submit(9, b"a", receiver=b"once")
+    wait_until(lambda: [job.number for job, _ in told.failed] == [9])
+
+
 def test_a_late_copy_keeps_its_slot_and_blocks_until_the_device_has_finished(
     told, wait_until, monkeypatch
 ):

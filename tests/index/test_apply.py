@@ -418,3 +418,19 @@ def test_blocks_of_a_group_that_leaves_some_out_are_known_once_another_group_has
     small.apply(*early, full)
     assert small.ingest.blocks.dropped == 2, "the oldest name, of two groups"
     assert {chain for chain, place in small.entries if place != places[2]} == set(known[1:3])
+
+
+@each
+def test_blocks_that_wait_for_their_meaning_are_forgotten_when_an_engine_clears_its_cache(
+    chains: Chains,
+) -> None:
+    ids = prompt(16)
+    state = {"group_idx": 0, "kv_cache_spec_kind": "mamba", "block_size": 4}
+    window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "block_size": 4}
+    full = stored([1, 2, 3, 4], ids, group_idx=2, kv_cache_spec_kind="full_attention")
+    applied = Applied(chains)
+    applied.apply({**stored([4], ids), **state}, {**stored([2, 3, 4], ids), **window})
+    applied.apply(CLEARED, full)
+
+    assert applied.entries == {(chain, Place("GPU", "", 2)) for chain in of_tokens(ids, 4)}
+    assert applied.ingest.blocks.waiting == 0

@@ -321,6 +321,31 @@ async def test_a_process_that_does_not_even_end_when_killed_is_not_waited_for_fo
 
 
 @in_loop
+async def test_a_start_that_is_cancelled_leaves_no_process(monkeypatch):
+    started: list[asyncio.subprocess.Process] = []
+    connecting = asyncio.Event()
+    spawn, connect = asyncio.create_subprocess_exec, asyncio.open_connection
+
+    async def spawned(*args, **options):
+        started.append(await spawn(*args, **options))
+        return started[-1]
+
+    async def connected(**options):
+        connecting.set()
+        await asyncio.sleep(0)  # a moment in which the start may be cancelled
+        return await connect(**options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", spawned)
+    monkeypatch.setattr(asyncio, "open_connection", connected)
+    task = asyncio.create_task(IndexProcess(SETTINGS).run())
+    async with asyncio.timeout(50):
+        await connecting.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        assert all(process.returncode is not None for process in started)
+
+
+@in_loop
 async def test_two_on_one_machine_do_not_meet() -> None:
     one, other = IndexProcess(SETTINGS), IndexProcess(SETTINGS)
     with EventPublisher(LOOPBACK, LOOPBACK, topic=b"kvstore@n@aa") as publisher:

@@ -391,3 +391,33 @@ def test_a_prefill_speed_that_cannot_be_is_ignored(node):
         node.ask(1, wire.ReportPrefill(told))
 
     assert node.node.stats()["sessions"][0]["prefill_s_per_token"] == 0.002
+
+
+@pytest.mark.parametrize("same_session", [True, False])
+def test_nobody_releases_aborts_or_commits_what_another_process_holds(node, same_session):
+    """Names of leases and puts are small numbers, which anybody can guess."""
+    welcome = node.join(3)
+    assert node.join(2, session=welcome.session if same_session else b"").session
+    keys, others = page_keys(range(8), 2), page_keys(range(100, 104), 2)
+    node.store(3, keys)
+    leased = node.ask(3, wire.Acquire(0, 7, 0, 0, keys.packed, LEASE_MS_MAX))
+    assert isinstance(leased, wire.Acquired)
+    put = node.begin(3, others)
+    held = node.node.stats()["host"]
+
+    for _ in range(3):
+        node.ask(2, wire.Release(7))
+        node.ask(2, wire.AbortPut(put))
+        refused = node.ask(2, wire.CommitPut(0, put, DIGEST * len(others)))
+        assert isinstance(refused, wire.Failure)
+    for generation in (0, 1 << 20, (1 << 32) + int.from_bytes(leased.addresses[4:8], "little")):
+        node.ask(2, wire.Corrupt(0, 0, keys[0], generation))
+    assert node.node.stats()["host"] == held
+    assert node.lookup(2, keys) == (len(keys), 0)
+
+    for _ in range(3):  # and whoever holds it gives it back once
+        node.ask(3, wire.Release(7))
+        node.ask(3, wire.AbortPut(put))
+    after = node.node.stats()["host"]
+    assert after["pinned_bytes"] == after["writing_bytes"] == 0
+    assert after["ready_bytes"] == held["ready_bytes"]

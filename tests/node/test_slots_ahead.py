@@ -4,6 +4,7 @@ import pytest
 
 from kvstore.protocol import wire
 from kvstore.protocol.page import KEY_BYTES, PrefixKeys, page_keys
+from kvstore.state.choice.eviction import GRACE_NS
 from kvstore.state.table import ahead
 from kvstore.state.tree.actions import PageStatus
 from tests.node.test_protocol import DIGEST, IDENTITY, Wire
@@ -208,6 +209,42 @@ def test_a_full_node_makes_room_for_a_slot_in_advance(client: Client):
     assert isinstance(answer, wire.Committed)
     assert answer.ahead
     assert client.pages.counts["removed_evicted"] == 1
+    assert client.wire.lookup(1, page(2)) == (1, 0)
+
+
+def test_room_for_the_slot_after_it_is_made_when_no_client_waits(client: Client):
+    put, _ = client.first(page(1))
+    each = client.pages.ahead.size_bytes
+    for at in range(client.node.stats()["host"]["free_bytes"] // each):
+        client.wire.store(1, page(10 + at))
+    client.wire.now_ns += 1
+    following = client.name()
+    client.store(put, page(2), following)
+    assert client.node.unfinished
+    assert client.node.stats()["host"]["free_bytes"] == 0
+
+    client.node.go_on(client.wire.now_ns)
+
+    assert not client.node.unfinished
+    assert client.node.stats()["host"]["free_bytes"] == each
+    evicted = client.pages.counts["removed_evicted"]
+    answer = client.store(following, page(3), client.name())
+    assert isinstance(answer, wire.Committed)
+    assert answer.ahead
+    assert client.pages.counts["removed_evicted"] == evicted
+
+
+def test_no_page_that_was_just_stored_leaves_for_the_slot_after_it(client: Client):
+    put, _ = client.first(page(1))
+    each = client.pages.ahead.size_bytes
+    for at in range(client.node.stats()["host"]["free_bytes"] // each):
+        client.wire.begin(1, page(10 + at))
+    client.wire.ask(1, wire.Acquire(0, 5, 0, 0, page(1).packed, 100))
+    client.wire.now_ns += 1
+    client.store(put, page(2), client.name())
+
+    client.node.go_on(client.wire.now_ns + GRACE_NS)
+
     assert client.wire.lookup(1, page(2)) == (1, 0)
 
 

@@ -65,6 +65,8 @@ class SlotsAhead:
         self._room = room
         self.size_bytes = 0
         self.slots = 0
+        #: Number of a space, shard → the space, and when its reserved slot was used last.
+        self.used: dict[tuple[int, int], tuple[PrefixTree, int]] = {}
         #: Position of an extent → reserved slots in it.
         self._extents: Counter[int] = Counter()
 
@@ -130,7 +132,19 @@ class SlotsAhead:
         put.keys, put.ahead, put.since_ns = [key], False, self._held.moment.now_ns
         self._count(put, -1)
         self._held.counts["stored_ahead_pages"] += 1
+        self.used[space.number, shard] = space, max(1, self._held.moment.now_ns)
         return None
+
+    def make_room(self) -> None:
+        """Free one slot each for shards whose reserved slot was used: the next one is there then.
+
+        For a turn without a request: no client waits while a page is evicted.
+        """
+        for (_, shard), (space, used_ns) in self.used.items():
+            with self._held.eviction.sparing(used_ns):
+                slots = self._room.allocate(space, space.root, space.shards[shard].slot_bytes, 1)
+            self._held.slots.abort(slots)
+        self.used.clear()
 
     def go_on(
         self, process: Process, put_id: int, ahead_id: int, space: PrefixTree, shard: int

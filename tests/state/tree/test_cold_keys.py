@@ -50,6 +50,33 @@ def test_runs_that_come_part_and_leave_are_found_as_in_a_dict(seed, monkeypatch)
     assert all(cold.get(key) is node for key, node in model.items())
 
 
+def test_an_entry_that_lies_across_two_entries_is_no_page_of_a_node(monkeypatch):
+    """Marks and numbers are all small, so that the end of one and the start of the next is many."""
+    monkeypatch.setattr(cold_keys, "MARKS_MASK", 7)
+    monkeypatch.setattr(cold_keys, "BUCKET_PAGES", 1000)
+    space, cold, random = PrefixTree(1, identity()), ColdKeys(), Random(1)
+    nodes = [PrefixNode(space, random.randbytes(32 * 8), None, 8) for _ in range(7)]
+    for node in nodes:
+        cold.put(node, node.key_list())
+    while nodes:
+        node = nodes.pop(random.randrange(len(nodes)))
+        cold.discard(node, node.key_list())
+        assert all(cold.get(key) is other for other in nodes for key in other.key_list())
+        assert not any(cold.get(key) for key in node.key_list())
+
+
+def test_numbers_of_nodes_that_have_left_are_used_again():
+    space, cold = PrefixTree(1, identity()), ColdKeys()
+    numbers = set[int]()
+    for at in range(100):
+        node = PrefixNode(space, Random(at).randbytes(32), None, 1)
+        cold.put(node, node.key_list())
+        numbers.add(node.cold)
+        cold.discard(node, node.key_list())
+
+    assert len(numbers) == 1
+
+
 def test_a_key_that_lies_across_two_keys_of_a_run_is_none_of_its_pages(monkeypatch):
     monkeypatch.setattr(cold_keys, "MARKS_MASK", 0)
     space, cold = PrefixTree(1, identity()), ColdKeys()

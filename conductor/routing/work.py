@@ -1,0 +1,83 @@
+"""What an engine has to do for one request, and what its answer bears. Pure."""
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+_LATE_S: Final = 1.0
+"""A prompt that is overdue by this, and by as long as it should take, no longer holds others up."""
+_LONGEST: Final = 0.1
+"""The time between tokens of a request is the mean of this longest part of its intervals."""
+_LONGEST_MIN: Final = 10.0
+"""Intervals in it; shorter answers are over before many prompts come."""
+
+
+@dataclass(slots=True)
+class DecodingRequest:
+    """A request that decodes.
+
+    Attributes:
+        tokens: of its prompt.
+        since: when that began.
+        batch_s: requests that decoded there, multiplied by seconds, up to then.
+        context_s: their tokens likewise.
+        told: whether we have heard that it began.
+        bears_s: seconds of prompts after which it is late; 0 = none makes it so.
+        stalled_s: seconds for which the engine had computed prompts then.
+    """
+
+    tokens: int
+    since: float
+    batch_s: float
+    context_s: float
+    told: bool
+    bears_s: float
+    stalled_s: float
+
+
+@dataclass(slots=True)
+class ComputingPrompt:
+    """A prompt that an engine has.
+
+    Attributes:
+        new_tokens: that are computed.
+        prefix_tokens: before them.
+        seconds: that this is thought to take, with the fetch.
+        fetch_s: of these, until the fetch has ended, during which nothing else is computed there.
+        since: when the engine got it; of a late one, since when it is thought to be computed.
+        told: whether we hear of its first token.
+        sends_s: seconds for which its KV occupies the link to the engine that decodes.
+    """
+
+    new_tokens: int
+    prefix_tokens: int
+    seconds: float
+    fetch_s: float
+    since: float
+    told: bool = True
+    sends_s: float = 0.0
+
+    @property
+    def counts_s(self) -> float:
+        """Seconds after which it counts as computed, whatever we have heard."""
+        return self.seconds + (max(_LATE_S, self.seconds) if self.told else 0.0)
+
+
+class Answer(NamedTuple):
+    """What is expected of an answer.
+
+    Attributes:
+        tokens: that it has; 0 = nobody waits for one after the other.
+        tbt_s: maximum seconds between two of them, as the mean of the longest tenth.
+    """
+
+    tokens: float
+    tbt_s: float
+
+    def bears_s(self, step_s: float) -> float:
+        """Seconds for which prompts may stall it before it is late, if steps take ``step_s``."""
+        longest = max(_LONGEST_MIN, _LONGEST * self.tokens) if self.tokens else 0.0
+        return longest * max(0.0, self.tbt_s - step_s)
+
+
+NO_ANSWER: Final = Answer(0.0, 0.0)
+"""Nothing makes it late."""
