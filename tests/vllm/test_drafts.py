@@ -24,7 +24,7 @@ GIVEN: dict[str, Any] = {
     "dtype": "float32", "max_num_seqs": 1, "hooks": ("keep drafts",), "enable_prefix_caching": True,
     "max_num_batched_tokens": 2048, "max_model_len": MODEL_TOKENS,
 }  # fmt: skip
-ANSWER_TOKENS = 24
+ANSWER_TOKENS = 8
 CHUNK = 160
 DRAFTS = 3
 
