@@ -30,10 +30,10 @@ DRAFTS = 3
 
 
 def kept(
-    engine: Engine, tokens: list[int], count: int = ANSWER_TOKENS
+    engine: Engine, tokens: list[int], count: int = ANSWER_TOKENS, salt: str = ""
 ) -> tuple[list[int], int, npt.NDArray[np.float32]]:
     """All tokens of an answered prompt, how many were cached, and the draft's KV by block."""
-    (answer,) = engine.generate([tokens], count)
+    (answer,) = engine.generate([{"tokens": tokens, "salt": salt}], count)
     engine.ask("settle")
     (found,) = engine.ask("drafts")["kept"]
     assert found["layer"].startswith("model.layers.4."), found["layer"]
@@ -54,17 +54,15 @@ def test_the_kv_of_a_draft_from_the_store_are_those_of_the_next_token(
     head = str(make("head", method))
     draft = {"method": method, "model": head, "num_speculative_tokens": DRAFTS}
     given = {**GIVEN, "speculative_config": draft}
-    alone = start(None, **given)
-    expected = []
-    for tokens in [*FORKS, LONG]:
-        alone.ask("forget")
-        expected.append(kept(alone, tokens))
+    engine = start(node.address, **given)
+    # With a salt of its own a prompt shares nothing: all of it is computed.
+    expected = [kept(engine, one, salt=f"{at}") for at, one in enumerate([*FORKS, LONG])]
+    assert [cached for _, cached, _ in expected] == [0, 0, 0]
     (_, _, first), (_, _, second) = expected[:2]
     fork = len(SHARED) // BLOCK - 1
     assert same(first[:fork], second[:fork])
     assert not same(first[fork], second[fork]), "the last token's KV depend on the next one"
 
-    engine = start(node.address, **given)
     for tokens, (whole, _, kv) in zip([*FORKS, LONG], expected, strict=True):
         found, _, computed = kept(engine, tokens)
         assert found == whole
@@ -73,13 +71,15 @@ def test_the_kv_of_a_draft_from_the_store_are_those_of_the_next_token(
     if method == "eagle3":
         return
     without_the_draft(engine)
+    answered, _, _ = kept(engine, prompt(70, 5), 200, "an answer")
+    _, _, kv = kept(engine, answered, 1, "another salt")
     engine.close()
 
     changes = {"max_num_batched_tokens": CHUNK, "hooks": ("keep drafts", "known drafts")}
     engine = start(node.address, **given | changes)
     loaded(engine, expected)
     in_chunks(engine)
-    with_accepted_drafts(engine, alone)
+    with_accepted_drafts(engine, answered, kv)
     assert engine.metric("kvstore:corrupt_pages") == 0
     assert engine.metric("kvstore:load_failed_tokens") == 0
 
@@ -123,17 +123,18 @@ def in_chunks(engine: Engine) -> None:
     assert differ == ends, "if vLLM has mended it, pages at the ends of parts can be stored"
 
 
-def with_accepted_drafts(engine: Engine, alone: Engine) -> None:
-    """Pages of an answer, some of whose tokens are accepted drafts, some instead of others."""
-    tokens = prompt(70, 5)
-    alone.ask("forget")
-    whole, _, _ = kept(alone, tokens, 200)
-    alone.ask("forget")
-    _, _, kv = kept(alone, whole, 1)
+def with_accepted_drafts(engine: Engine, whole: list[int], kv: npt.NDArray[np.float32]) -> None:
+    """Pages of an answer, some of whose tokens are accepted drafts, some instead of others.
+
+    Args:
+        engine: drafts what it is told.
+        whole: tokens of a prompt and its answer.
+        kv: of them, all computed at once.
+    """
     engine.ask("forget")
     engine.ask("guess", tokens=whole)
     before = engine.metric("vllm:spec_decode_num_accepted_tokens")
-    found, _, _ = kept(engine, tokens, 200)
+    found, _, _ = kept(engine, prompt(70, 5), 200)
     assert found == whole
     assert 50 < engine.metric("vllm:spec_decode_num_accepted_tokens") - before < 180
     engine.ask("forget")
