@@ -100,10 +100,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._facts = facts
         self._page_tokens = page_tokens_of(self._options, facts.groups)
         self._has_drafts = has_draft_layers(vllm_config)
-        if self._has_drafts and self._options.load is LoadOrder.LAYERWISE:
-            raise ConfigError(
-                "kv_connector_extra_config: load: layerwise: not with draft layers; use async"
-            )
         self._draft_steps = DraftSteps(vllm_config)
         self._identity = space_identity(facts, self._options.tenant, self._page_tokens)
         self._shards = shard_specs(facts, self._page_tokens)

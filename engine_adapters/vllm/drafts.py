@@ -1,4 +1,4 @@
-"""Draft layers with KV of their own: EAGLE heads and layers for multi-token prediction.
+"""Draft layers with KV of their own: EAGLE heads.
 
 Which of them are supported, how their KV are identified, and in which steps they are computed. Of
 vLLM 0.32's runner of models for CPUs, all of whose drafts were read: that for GPUs has others.
@@ -9,18 +9,22 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final
 
-from engine_adapters.vllm.names import ENGINE
+from engine_adapters.vllm.names import ENGINE, length_settings
+from engine_adapters.vllm.options import read_options
+from kvstore.engine.options import LoadOrder
 from kvstore.protocol.errors import ConfigError
 
-LAYERED_METHODS: Final = ("eagle", "eagle3", "mtp")
+LAYERED_METHODS: Final = ("eagle", "eagle3")
 _HEADS: Final = ("EagleLlamaForCausalLM", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3")
 """Those that ran, and whose KV were compared."""
-
-
 _OPTIONS: Final = (
     "parallel_drafting", "disable_padded_drafter_batch", "num_speculative_tokens_per_batch_size",
+    "use_heterogeneous_vocab", "kv_cache_dtype", "attention_backend", "draft_load_config",
 )  # fmt: skip
 """Those that change when or how the draft is computed, and have not run."""
+_SET_BY_VLLM: Final = ("transformers_version", "draft_vocab_size", "target_layer_count")
+"""Of a draft's configuration: vLLM's heads set the last two when a worker loads them, so the
+scheduler, in another process, would never name the pages of the worker. No KV depend on them."""
 
 
 def has_draft_layers(config: Any) -> bool:
@@ -35,30 +39,42 @@ def wrong_draft(config: Any) -> str:
     With several layers the KV of all but the first depend on all KV of the draft before, and some
     of those are wrong in vLLM.
     """
-    speculative = config.speculative_config
-    draft = speculative.draft_model_config.hf_config
+    draft = config.speculative_config.draft_model_config.hf_config
     name = (getattr(draft, "architectures", None) or ["unknown"])[0]
-    ranks = config.parallel_config
     if config.device_config.device_type != "cpu" or getattr(config, "use_v2_model_runner", False):
         return "its draft layers are supported on CPUs only"
     if name not in _HEADS:
         return f"its draft {name} has not run with kvstore: only {', '.join(_HEADS)} is supported"
-    if (layers := draft_layers(speculative)) != 1:
+    if (layers := int(draft.num_hidden_layers)) != 1:
         return f"its draft has {layers} layers: only one is supported"
-    for option in _OPTIONS:
-        if getattr(speculative, option, None):
-            return f"{option} is not supported with draft layers"
-    if (ranks.tensor_parallel_size, ranks.pipeline_parallel_size) != (1, 1):
+    ranks = config.parallel_config
+    sizes = [getattr(ranks, f"{kind}_parallel_size") for kind in ("tensor", "pipeline", "data")]
+    if sizes != [1, 1, 1]:
         return "its draft layers are supported on one rank only"
+    return _wrong_option(config)
+
+
+def _wrong_option(config: Any) -> str:
+    for option in _OPTIONS:
+        if getattr(config.speculative_config, option, None):
+            return f"{option} is not supported with draft layers"
+    extra = config.kv_transfer_config.kv_connector_extra_config
+    if read_options(extra).load is not LoadOrder.ASYNC:
+        return "its draft layers are supported with load: async only"
     return ""
 
 
-def draft_layers(speculative: Any) -> int:
-    """Number of layers of a draft that have KV."""
-    draft = speculative.draft_model_config.hf_config
-    if speculative.method == "mtp":
-        return int(getattr(draft, "num_nextn_predict_layers", 0) or 0)
-    return int(draft.num_hidden_layers)
+def check_draft_version(version: str, tested: Sequence[str]) -> None:
+    """Refuse a version of vLLM whose drafts were not read.
+
+    Raises:
+        ConfigError: names the versions.
+    """
+    if version not in tested:
+        raise ConfigError(
+            f"speculative_config: draft layers are supported with vLLM {', '.join(tested)} only,"
+            f" not {version}"
+        )
 
 
 def check_draft_group(config: Any, groups: Sequence[Any]) -> None:
@@ -74,7 +90,7 @@ def check_draft_group(config: Any, groups: Sequence[Any]) -> None:
         )
     target = config.model_config.get_total_num_hidden_layers()
     found = len(groups[0].layer_names)
-    if type(groups[0].kv_cache_spec).__name__ not in ("FullAttentionSpec", "MLAAttentionSpec"):
+    if type(groups[0].kv_cache_spec).__name__ != "FullAttentionSpec":
         raise ConfigError(
             f"KV cache: {type(groups[0].kv_cache_spec).__name__} with method"
             f" {config.speculative_config.method}: not supported"
@@ -95,14 +111,15 @@ def draft_settings(config: Any, revision: str) -> dict[str, str]:
     """
     speculative = config.speculative_config
     draft = speculative.draft_model_config
-    hf = draft.hf_config.to_dict()
-    hf.pop("transformers_version", None)
+    hf = {key: one for key, one in draft.hf_config.to_dict().items() if key not in _SET_BY_VLLM}
+    lengths = length_settings(hf, config.model_config.max_model_len)
     encoded = json.dumps(hf, default=str, sort_keys=True).encode()
     return {
         "drafts": f"{ENGINE} keys shifted by one token",
         "draft_weights": revision,
         "draft_config": hashlib.sha256(encoded).hexdigest(),
         "draft_dtype": f"{draft.dtype} {draft.quantization} {speculative.quantization}",
+        **{f"draft_{name}": f"{length} {draft.max_model_len}" for name, length in lengths.items()},
     }
 
 

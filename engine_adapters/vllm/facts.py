@@ -17,7 +17,12 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-from engine_adapters.vllm.drafts import check_draft_group, draft_settings, has_draft_layers
+from engine_adapters.vllm.drafts import (
+    check_draft_group,
+    check_draft_version,
+    draft_settings,
+    has_draft_layers,
+)
 from engine_adapters.vllm.names import ENGINE, length_settings
 from engine_adapters.vllm.support import check_groups, check_model, heads_of, is_state
 from kvstore.engine.identity import EngineFacts, Group
@@ -64,6 +69,7 @@ def read_facts(config: Any, kv: Any, revision: str) -> EngineFacts:
     drafts = has_draft_layers(config)
     check_groups(kv.kv_cache_groups, kv.transfer_group_ids, drafts=drafts)
     if drafts:
+        check_draft_version(vllm.__version__, TESTED_VERSIONS)
         check_draft_group(config, kv.kv_cache_groups)
     specs = list(enumerate(kv.kv_cache_groups))
     stages = _stages(config, len(specs))

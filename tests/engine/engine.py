@@ -103,7 +103,7 @@ class World:
         self.reports: list[float] = []
         options = read_section(extra, Options, "options")
         opening = Opening(self.store, IDENTITY, [SHARD], lambda: self.now)
-        setup = Setup("engine", groups, PAGE, BLOCK, ranks, role, drafts)
+        setup = Setup("engine", groups, PAGE, BLOCK, ranks, role, drafts=drafts)
         self.side = SchedulerSide(opening, setup, options, lambda: self.now, self.reports.append)
         self.side.bind(self.blocks, blocks)
 

@@ -229,6 +229,14 @@ def test_a_page_is_stored_when_the_token_after_it_is_known():
     assert (len(store.keys), store.blocks[0].blocks) == (1, [3, 4])
 
 
+def test_the_last_page_of_a_prompt_of_whole_pages_is_never_loaded():
+    """Its last token's KV depend on a token that is not known: no key says which."""
+    world = drafting()
+    world.store.answer = Hit(9)
+    assert world.side.match(Request("r", list(range(2 * PAGE))), PLAIN, 0) == (PAGE, True)
+    assert world.side.match(Request("s", list(range(PAGE))), PLAIN, 0) == (0, False)
+
+
 def test_a_page_at_the_end_of_a_part_of_a_prompt_is_left_out_and_not_promised():
     world, asked = drafting(), Request("r", list(range(5 * PAGE + 1)), {"do_remote_decode": True})
     world.side.see(asked, PLAIN)

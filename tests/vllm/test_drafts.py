@@ -5,6 +5,7 @@ themselves are compared. In float32: what is computed in another batch is rounde
 """
 
 import base64
+import json
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 
 from tests.vllm.conftest import Make, Start, prompt
 from tests.vllm.engines import Engine
+from tests.vllm.servers import Server
 
 BLOCK, PAGE = 32, 64
 MODEL_TOKENS = 1024
@@ -82,6 +84,28 @@ def test_the_kv_of_a_draft_from_the_store_are_those_of_the_next_token(
     with_accepted_drafts(engine, answered, kv)
     assert engine.metric("kvstore:corrupt_pages") == 0
     assert engine.metric("kvstore:load_failed_tokens") == 0
+
+
+def test_a_server_finds_what_its_worker_has_stored_in_a_process_of_its_own(
+    spawn, python, model, make: Make, node, wait_until
+):
+    """vLLM changes the draft's configuration in the worker when it loads the draft."""
+    draft = {
+        "method": "eagle3", "model": str(make("head", "eagle3")), "num_speculative_tokens": DRAFTS
+    }  # fmt: skip
+    flags = ["--no-enable-prefix-caching", "--speculative-config", json.dumps(draft)]
+    server = Server(spawn, python, model, node.address, more=flags)
+    server.wait_ready()
+
+    asked = {"kv_transfer_params": {"do_remote_decode": True}}
+    first = server.complete(LONG, ANSWER_TOKENS, **asked)
+    told = first["kv_transfer_params"]
+    assert told["kvstore_pages"] == len(LONG) // PAGE
+    answer = server.complete(LONG, ANSWER_TOKENS, kv_transfer_params=told)
+
+    assert answer["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
+    hit = (len(LONG) - 1) // PAGE * PAGE
+    wait_until(lambda: server.metric("kvstore:loaded_tokens_total") == hit, 10.0, "loaded")
 
 
 def loaded(engine: Engine, expected: list[Any]) -> None:

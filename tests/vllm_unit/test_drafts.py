@@ -8,6 +8,7 @@ import pytest
 from engine_adapters.vllm.drafts import (
     DraftSteps,
     check_draft_group,
+    check_draft_version,
     draft_settings,
     has_draft_layers,
 )
@@ -25,11 +26,12 @@ def drafting(
     """An engine's configuration; changes are those of ``--speculative-config``."""
     hf: dict[str, Any] = {
         "architectures": [architecture], "num_hidden_layers": layers, "size": 5,
-        "num_nextn_predict_layers": layers,
     }  # fmt: skip
     model = model_of("LlamaForCausalLM", get_total_num_hidden_layers=lambda: 4, max_model_len=100)
     config = config_of(model, method)
     config.parallel_config.pipeline_parallel_size = 1
+    config.parallel_config.data_parallel_size = 1
+    config.kv_transfer_config = Values(kv_connector_extra_config={})
     config.speculative_config = Values(**{
         "method": method, "parallel_drafting": False, "num_speculative_tokens": 3,
         "quantization": None,
@@ -60,6 +62,10 @@ def changed(change: str) -> Values:
         config.use_v2_model_runner = True
     elif change == "ranks":
         config.parallel_config.tensor_parallel_size = 2
+    elif change == "servers":
+        config.parallel_config.data_parallel_size = 2
+    elif change == "layerwise":
+        config.kv_transfer_config.kv_connector_extra_config = {"load": "layerwise"}
     else:
         config.parallel_config.pipeline_parallel_size = 2
     return config
@@ -68,16 +74,19 @@ def changed(change: str) -> Values:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (drafting("mtp", "DeepSeekMTPModel"), "method mtp: its draft DeepSeekMTPModel has not run"),
+        (drafting("mtp", "DeepSeekMTPModel"), "method mtp: its draft layers have KV of their own"),
         (drafting("eagle", "EagleOfTomorrow"), "method eagle: its draft EagleOfTomorrow has not"),
         (drafting(layers=2), "its draft has 2 layers: only one is supported"),
         *((drafting(**{option: True}), f"{option} is not supported with draft layers")
           for option in ("parallel_drafting", "disable_padded_drafter_batch",
-                         "num_speculative_tokens_per_batch_size")),
+                         "num_speculative_tokens_per_batch_size", "use_heterogeneous_vocab",
+                         "kv_cache_dtype", "attention_backend", "draft_load_config")),
         (changed("gpu"), "its draft layers are supported on CPUs only"),
         (changed("runner"), "its draft layers are supported on CPUs only"),
         (changed("ranks"), "its draft layers are supported on one rank only"),
         (changed("stages"), "its draft layers are supported on one rank only"),
+        (changed("servers"), "its draft layers are supported on one rank only"),
+        (changed("layerwise"), "its draft layers are supported with load: async only"),
     ],
 )  # fmt: skip
 def test_what_has_not_run_is_refused_by_what_is_wrong(config, named):
@@ -93,12 +102,40 @@ def test_what_has_not_run_is_refused_by_what_is_wrong(config, named):
         ([group_of("FullAttentionSpec", LAYERS[:4]), group_of("FullAttentionSpec", LAYERS[4:])],
          "2 groups with method eagle"),
         ([group_of("SlidingWindowSpec", LAYERS)], "SlidingWindowSpec with method eagle"),
+        ([group_of("MLAAttentionSpec", LAYERS)], "MLAAttentionSpec with method eagle"),
         ([group_of("FullAttentionSpec", LAYERS[:4])], "4 layers with method eagle, not the"),
     ],
 )  # fmt: skip
 def test_a_draft_layer_that_does_not_share_the_blocks_of_all_others_is_refused(groups, named):
     with pytest.raises(ConfigError, match=named):
         check_draft_group(drafting(), groups)
+
+
+def test_a_version_of_vllm_whose_drafts_were_not_read_is_refused():
+    check_draft_version("0.32.0", ["0.32.0"])
+    with pytest.raises(ConfigError, match=r"with vLLM 0\.32\.0 only, not 0\.33\.0"):
+        check_draft_version("0.33.0", ["0.32.0"])
+
+
+def test_a_worker_that_has_loaded_the_draft_names_its_pages_as_the_scheduler_does():
+    """vLLM's heads change their configuration, in the process of the worker only."""
+    before = draft_settings(drafting(), "weights")
+    loaded = drafting()
+    hf = loaded.speculative_config.draft_model_config.hf_config.to_dict()
+    more = {"draft_vocab_size": 5, "target_layer_count": 4}
+    loaded.speculative_config.draft_model_config.hf_config.to_dict = lambda: hf | more
+    assert draft_settings(loaded, "weights") == before
+
+
+def test_a_draft_whose_rotation_depends_on_the_longest_request_names_its_length():
+    def settings(tokens: int) -> dict[str, str]:
+        config = drafting()
+        config.model_config.max_model_len = tokens
+        rope = {"rope_scaling": {"type": "longrope"}}
+        config.speculative_config.draft_model_config.hf_config.to_dict = lambda: rope
+        return draft_settings(config, "weights")
+
+    assert settings(100) != settings(200)
 
 
 def test_another_draft_has_other_pages_and_no_engine_without_one_has_the_same():
