@@ -155,11 +155,7 @@ class SchedulerSide:
         if asked.tokens and choice is None:
             return None
         end = first + choice.pages if choice is not None else first
-        on_disk = hit.tiers.get("ssd", 0)
-        state.on_disk = max(0, min(end, hit.pages) - (hit.pages - on_disk))
-        state.remote = max(0, end - max(hit.pages, first))
-        state.hit = end
-        state.found(hit.pages + state.remote)
+        state.will_load(hit, first, end)
         return max(0, end * self._page_tokens - computed)
 
     def _question(self, state: RequestState, hit: Hit, computed: int) -> HitOffer:
@@ -207,10 +203,7 @@ class SchedulerSide:
     def hit_sources(self, request_id: str, tokens: int) -> tuple[int, int]:
         """How many of the ``tokens`` of a request's hit come from disk, and from other nodes."""
         state = self._states.get(request_id)
-        if state is None:
-            return 0, 0
-        remote = min(tokens, state.remote * self._page_tokens)
-        return min(tokens - remote, state.on_disk * self._page_tokens), remote
+        return state.sources(tokens, self._page_tokens) if state is not None else (0, 0)
 
     def _wait_s(self, compute_s: float) -> float:
         """Maximum seconds to wait for what takes so long to compute, within the limits."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from kvstore.client.results import Hit
 from kvstore.engine.chain import Chain, ForeignChain, ShiftedChain
 from kvstore.engine.hints import FetchHint
 from kvstore.engine.load_decisions import RequestLoad
@@ -46,9 +47,18 @@ class RequestState:
         """Leading pages that are in the store, or that were submitted to it."""
         return int(min(self.stored, self.hole))
 
-    def found(self, pages: int) -> None:
-        """So many leading pages are in the store."""
-        self.stored, self.hole = pages, float("inf")
+    def will_load(self, hit: Hit, first: int, end: int) -> None:
+        """The pages from ``first`` to ``end`` of a hit are to be loaded."""
+        on_disk = hit.tiers.get("ssd", 0)
+        self.on_disk = max(0, min(end, hit.pages) - (hit.pages - on_disk))
+        self.remote = max(0, end - max(hit.pages, first))
+        self.hit = end
+        self.stored, self.hole = hit.pages + self.remote, float("inf")
+
+    def sources(self, tokens: int, page_tokens: int) -> tuple[int, int]:
+        """How many of the ``tokens`` of its hit come from disk, and from other nodes."""
+        remote = min(tokens, self.remote * page_tokens)
+        return min(tokens - remote, self.on_disk * page_tokens), remote
 
     def skip_to(self, page: int) -> None:
         """The pages before this one that are not stored cannot be."""
