@@ -326,7 +326,7 @@ class SchedulerSide:
         wanted, first = min(end, len(keys)), state.stored
         if self._drafts:
             first, wanted = self._drafts.right_pages(progress, state, first, wanted)
-            state.skip_to(first)
+            self.counts.add("draft_skipped_pages", state.skip_to(first))
         end = min(wanted, first + self._room_pages())
         self.counts.add("skipped_pages", wanted - end)
         blocks = [

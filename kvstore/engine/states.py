@@ -60,10 +60,12 @@ class RequestState:
         remote = min(tokens, self.remote * page_tokens)
         return min(tokens - remote, self.on_disk * page_tokens), remote
 
-    def skip_to(self, page: int) -> None:
-        """The pages before this one that are not stored cannot be."""
-        if page > self.stored:
+    def skip_to(self, page: int) -> int:
+        """The pages before this one that are not stored cannot be; returns how many."""
+        skipped = max(0, page - self.stored)
+        if skipped:
             self.stored, self.hole = page, min(self.hole, self.stored)
+        return skipped
 
     def keys(self) -> PrefixKeys:
         """The keys of all its full pages."""

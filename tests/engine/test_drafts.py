@@ -246,6 +246,7 @@ def test_a_page_at_the_end_of_a_part_of_a_prompt_is_left_out_and_not_promised():
     assert store.blocks[0].blocks == [5, 6, 7, 8, 9, 10]
 
     assert world.side.finished("r")["kvstore_pages"] == 1
+    assert world.side.counts.take()["draft_skipped_pages"] == 1
 
 
 def test_blocks_of_a_step_without_the_draft_are_not_stored():
