@@ -19,6 +19,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from engine_adapters.vllm.drafts import DraftSteps, has_draft_layers
 from engine_adapters.vllm.facts import check_stage, check_version, heads_apart, read_facts
 from engine_adapters.vllm.label import label_of
 from engine_adapters.vllm.names import names_of
@@ -100,6 +101,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         facts = read_facts(vllm_config, kv_cache_config, self._options.revision)
         self._facts = facts
         self._page_tokens = page_tokens_of(self._options, facts.groups)
+        self._has_drafts = has_draft_layers(vllm_config)
+        self._draft_steps = DraftSteps(vllm_config)
         self._identity = space_identity(facts, self._options.tenant, self._page_tokens)
         self._shards = shard_specs(facts, self._page_tokens)
         on_scheduler = role is KVConnectorRole.SCHEDULER
@@ -140,6 +143,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 stores=transfer.kv_role in {"kv_both", "kv_producer"},
             ),
             takes_whole=takes_whole(self._facts.groups, vllm.__version__),
+            drafts=self._has_drafts,
         )
         report = self._store.report_prefill
         self._scheduler = SchedulerSide(self._opening, setup, self._options, monotonic, report)
@@ -259,7 +263,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """See the base class."""
         total, decoded = scheduler_output.total_num_scheduled_tokens, _decoded(scheduler_output)
-        return StepMetadata(self._deciding.build(list(_progress(scheduler_output)), total, decoded))
+        counts = scheduler_output.num_scheduled_tokens
+        drafted = self._draft_steps.drafted(
+            [before + counts.get(name, 0) for name, before in _computed(scheduler_output)]
+        )
+        scheduled = list(_progress(scheduler_output))
+        return StepMetadata(self._deciding.build(scheduled, total, decoded, drafted=drafted))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """The workers have finished a step."""
@@ -391,6 +400,13 @@ def _decoded(output: Any) -> int:
     return sum(count for name, count in counts if count <= 1 + len(guessed.get(name, ())))
 
 
+def _computed(output: Any) -> list[tuple[str, int]]:
+    """The requests of a step, with the tokens that vLLM takes for computed before it."""
+    cached = output.scheduled_cached_reqs
+    found = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+    return found + list(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+
+
 def _progress(output: Any) -> Iterable[ScheduledRequest]:
     """The requests of a step, with the number of tokens whose KV exists after it.
 
@@ -398,12 +414,13 @@ def _progress(output: Any) -> Iterable[ScheduledRequest]:
     """
     guessed = output.scheduled_spec_decode_tokens
     blocks = output.kv_connector_block_state
-    cached = output.scheduled_cached_reqs
-    computed = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
-    computed += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-    for request_id, before in computed:
+    starting = {new.req_id for new in output.scheduled_new_reqs}
+    starting |= output.scheduled_cached_reqs.resumed_req_ids
+    for request_id, before in _computed(output):
         count = output.num_scheduled_tokens.get(request_id, 0)
         table = blocks.get_block_ids(request_id)
         if count and table is not None:
             after = before + count - len(guessed.get(request_id, ()))
-            yield ScheduledRequest(request_id, after, table)
+            yield ScheduledRequest(
+                request_id, after, table, before, before + count, request_id in starting
+            )

@@ -17,6 +17,12 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
+from engine_adapters.vllm.drafts import (
+    check_draft_group,
+    check_draft_version,
+    draft_settings,
+    has_draft_layers,
+)
 from engine_adapters.vllm.names import ENGINE, length_settings
 from engine_adapters.vllm.support import (
     TESTED_VERSIONS,
@@ -64,7 +70,11 @@ def read_facts(config: Any, kv: Any, revision: str) -> EngineFacts:
     if getattr(cache, "calculate_kv_scales", False):
         raise ConfigError("calculate_kv_scales: scales that are not in the model are not supported")
     check_model(config)
-    check_groups(kv.kv_cache_groups, kv.transfer_group_ids)
+    drafts = has_draft_layers(config)
+    check_groups(kv.kv_cache_groups, kv.transfer_group_ids, drafts=drafts)
+    if drafts:
+        check_draft_version(vllm.__version__, TESTED_VERSIONS)
+        check_draft_group(config, kv.kv_cache_groups)
     specs = list(enumerate(kv.kv_cache_groups))
     stages = _stages(config, len(specs))
     groups = tuple(_group(config, index, group, stages) for index, group in specs)
@@ -79,7 +89,8 @@ def read_facts(config: Any, kv: Any, revision: str) -> EngineFacts:
         kv_dtype=dtypes.pop(),
         settings=_settings(config, (name for _, group in specs for name in group.layer_names))
         | _alone(config, with_kv)
-        | _state_settings(group.kv_cache_spec for _, group in specs),
+        | _state_settings(group.kv_cache_spec for _, group in specs)
+        | (draft_settings(config, _draft_revision(config)) if drafts else {}),
         version=".".join(vllm.__version__.split(".")[:2]),
         isa=_isa(config, with_kv[0]),
         ranks=parallel.tensor_parallel_size,
@@ -184,6 +195,18 @@ def _settings(config: Any, layers: Iterable[str]) -> dict[str, str]:
     if settings["load_format"].endswith("dummy"):
         settings["seed"] = str(model.seed)
     return settings | length_settings(hf, model.max_model_len)
+
+
+def _draft_revision(config: Any) -> str:
+    """The revision of a draft's weights; never the one that the user has set for the model."""
+    draft = config.speculative_config.draft_model_config
+    revision = weights_revision(draft)
+    if not revision:
+        raise ConfigError(
+            f"speculative_config: model: kvstore cannot identify the weights of {draft.model};"
+            " use a folder, or set `revision` in it"
+        )
+    return revision
 
 
 def _state_settings(specs: Iterable[Any]) -> dict[str, str]:

@@ -8,6 +8,7 @@ What is not named here is refused: KV that another request must not read would b
 from collections.abc import Sequence
 from typing import Any, Final
 
+from engine_adapters.vllm.drafts import has_draft_layers, wrong_draft
 from kvstore.engine.identity import Group
 from kvstore.protocol.errors import ConfigError
 
@@ -62,10 +63,14 @@ def check_model(config: Any) -> None:
             f" computes prompts from their first token only: after a load its answers would be"
             f" wrong: not supported; {REMEDY}"
         )
-    if speculative is not None and speculative.method not in _DRAFTS:
+    wrong = ""
+    if has_draft_layers(config):
+        wrong = wrong_draft(config)
+    elif speculative is not None and speculative.method not in _DRAFTS:
+        wrong = "its draft layers have KV of their own: not supported"
+    if wrong:
         raise ConfigError(
-            f"speculative_config: method {speculative.method}: its draft layers have KV of their"
-            f" own, which differ with the next token: not supported; use one of"
+            f"speculative_config: method {speculative.method}: {wrong}; use one of"
             f" {', '.join(_DRAFTS)}, or {REMEDY}"
         )
 
@@ -164,12 +169,15 @@ def _check_states(config: Any) -> None:
         )
 
 
-def check_groups(groups: Sequence[Any], transferred: Sequence[int]) -> None:
+def check_groups(
+    groups: Sequence[Any], transferred: Sequence[int], *, drafts: bool = False
+) -> None:
     """Refuse KV groups that cannot be stored block by block.
 
     Args:
         groups: ``KVCacheConfig.kv_cache_groups``.
         transferred: indices of those that vLLM lets a connector transfer.
+        drafts: the model has a draft layer that :func:`check_model` has taken.
 
     Raises:
         ConfigError: names the group, its first layer and its kind; the last words say what to do.
@@ -186,7 +194,9 @@ def check_groups(groups: Sequence[Any], transferred: Sequence[int]) -> None:
                 continue
         elif kind not in _GROUPS:
             wrong = f"is {kind}"
-        elif group.is_eagle_group or getattr(spec, "non_causal_multi_token_decode", False):
+        elif getattr(spec, "non_causal_multi_token_decode", False) or (
+            group.is_eagle_group and not drafts
+        ):
             wrong = "has draft layers (EAGLE or multi-token prediction)"
         elif getattr(spec, "non_causal", False):
             wrong = "is not causal: its KV depend on later tokens"

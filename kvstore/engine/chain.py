@@ -34,6 +34,38 @@ class Chain:
         return self.keys
 
 
+class ShiftedChain:
+    """Keys of an engine with a draft layer, whose KV depend on the token after them.
+
+    Page i has the KV of tokens [i·T, (i+1)·T); its key names the tokens up to (i+1)·T, that one
+    included: the first one is in the seed, and the pages of the chain begin at the second. A page
+    has a key when the token after it is known.
+    """
+
+    def __init__(self, page_tokens: int, parts: Sequence[tuple[str, str]]) -> None:
+        """Start a chain.
+
+        Args:
+            page_tokens: tokens of a page.
+            parts: (kind, value) pairs of what determines the KV besides the tokens.
+        """
+        self._page_tokens = page_tokens
+        self._parts = tuple(parts)
+        self._chain: Chain | None = None
+
+    def extend(self, tokens: Sequence[int]) -> PrefixKeys:
+        """Like :meth:`Chain.extend`. The keys have no tokens: those of a page are not its own."""
+        if self._chain is None:
+            if len(tokens) <= self._page_tokens:
+                return PrefixKeys(b"")
+            parts = (*self._parts, ("drafts", str(tokens[0])))
+            self._chain = Chain(self._page_tokens, chain_seed(parts))
+        known = len(self._chain.keys) * self._page_tokens
+        if len(tokens) - 1 - known >= self._page_tokens:
+            self._chain.extend(tokens[1:])
+        return PrefixKeys(self._chain.keys.packed)
+
+
 class ForeignChain:
     """Keys of a request with inputs other than tokens, made from the engine's own block hashes.
 
@@ -64,7 +96,7 @@ class ForeignChain:
 
 def chain_of(
     setup: Setup, names: PromptScope, epoch: Sequence[tuple[str, str]]
-) -> Chain | ForeignChain:
+) -> Chain | ShiftedChain | ForeignChain:
     """The chain of a request that has no keys yet.
 
     Args:
@@ -72,7 +104,11 @@ def chain_of(
         names: what identifies the KV of its prompt besides the tokens.
         epoch: (kind, value) pairs of the engine's weights, if they have changed.
     """
-    seed = chain_seed([*epoch, *names.parts])
+    parts = [*epoch, *names.parts]
+    if setup.drafts:
+        assert not names.foreign, "the engine's hashes do not have the token after a block"
+        return ShiftedChain(setup.page_tokens, parts)
+    seed = chain_seed(parts)
     if not names.foreign:
         return Chain(setup.page_tokens, seed)
     return ForeignChain(setup.engine, setup.page_tokens // setup.hash_tokens, seed)

@@ -32,6 +32,7 @@ SERIES: Final = {
     "stored_pages": "Pages that were stored.",
     "existing_pages": "Pages that were already stored or being written.",
     "skipped_pages": "Pages not stored in a step, because too many stores were in flight.",
+    "draft_skipped_pages": "Pages not stored, because their KV of the draft may be wrong.",
     "stored_bytes": "Bytes that were stored.",
     "store_seconds": "Seconds from the submission of a store to its end.",
     "store_failures": "Stores that were refused or failed, completely or in part.",

@@ -69,11 +69,17 @@ class ScheduledRequest(NamedTuple):
         request_id: id of the request.
         tokens: tokens whose KV is in its blocks after this step.
         blocks: its block table, by the engine's group index.
+        begin: tokens whose KV was there before this step, at most.
+        written: end of the positions that this step writes, those of drafts included.
+        starts: its first step with these blocks.
     """
 
     request_id: str
     tokens: int
     blocks: Sequence[Sequence[int]]
+    begin: int = 0
+    written: int = 0
+    starts: bool = False
 
 
 class Role(NamedTuple):
@@ -98,6 +104,8 @@ class Setup(NamedTuple):
             the block where it was loaded. Otherwise the last token is left to the engine, as it
             must be if the engine forgets KV or states before the end of what is loaded (windows,
             chunked attention, states): that token needs what lies one token further back.
+        drafts: its KV have those of a draft layer, which depend on the next token. It has one
+            group then.
     """
 
     engine: str
@@ -107,12 +115,20 @@ class Setup(NamedTuple):
     ranks: int
     role: Role
     takes_whole: bool = False
+    drafts: bool = False
 
     def loadable_tokens(self, tokens: int, *, asynchronous: bool) -> int:
         """Maximum number of leading tokens to load for a request of ``tokens``."""
         # Of a request of one token, none would count as computed: the engine would take it for one
         # that was never looked up.
         return tokens if self.takes_whole and asynchronous and tokens > 1 else tokens - 1
+
+    def can_name(self, scope: PromptScope) -> bool:
+        """Whether the KV of such a request can be named.
+
+        The engine's hashes of blocks do not have the token after them.
+        """
+        return scope.usable and not (self.drafts and scope.foreign)
 
 
 def weights_fingerprint(path: str) -> str:

@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from kvstore.client.results import MISS, Hit
-from kvstore.engine.chain import ForeignChain, chain_of
+from kvstore.engine.chain import chain_of
 from kvstore.engine.conversations import RetainedConversations
 from kvstore.engine.counts import AdapterCounts
+from kvstore.engine.drafts import DraftBlocks
 from kvstore.engine.held import JobBlocks
 from kvstore.engine.hints import FetchHint, read_hints
 from kvstore.engine.identity import window_pages
@@ -27,13 +28,13 @@ from kvstore.engine.last_tokens import LastTokens
 from kvstore.engine.layered import LayeredSteps
 from kvstore.engine.load_choice import HitOffer, LoadChooser, PromptsAhead, offer_of
 from kvstore.engine.load_decisions import LoadDecisions
-from kvstore.engine.messages import Blocks, Load, Report, Step, Store
+from kvstore.engine.messages import Load, Report, Step, Store
 from kvstore.engine.opening import Opening
 from kvstore.engine.options import LoadOrder, Options
 from kvstore.engine.pace import Pace, pairs_of
 from kvstore.engine.pending import PendingWait, missing_tokens
 from kvstore.engine.requests import BlockHolder, PromptScope, Request, ScheduledRequest, Setup
-from kvstore.engine.sources import source_blocks
+from kvstore.engine.sources import source_blocks, target_blocks
 from kvstore.engine.states import BlockJob, RequestState
 from kvstore.engine.transfer import NOTHING, Transfer, read_transfer
 from kvstore.protocol.page import PrefixKeys
@@ -82,6 +83,7 @@ class SchedulerSide:
         self._next_job = 1
         self._loads: list[Load] = []
         self._layered = LayeredSteps()
+        self._drafts = DraftBlocks(setup.groups[0], setup.page_tokens) if setup.drafts else None
         self._rewrites = LastTokens()
         self._stores: list[Store] = []
         self._epoch: tuple[tuple[str, str], ...] = ()
@@ -91,6 +93,8 @@ class SchedulerSide:
     def bind(self, holder: BlockHolder, blocks: int) -> None:
         """Set the holder of the engine's ``blocks`` blocks."""
         self._holder, self._held = holder, JobBlocks(blocks)
+        if self._drafts:
+            self._drafts.resize(blocks)
 
     @property
     def busy(self) -> bool:
@@ -108,6 +112,8 @@ class SchedulerSide:
         """The engine's weights changed: pages stored so far must not be used."""
         self._epoch = (("epoch", secrets.token_hex(16)),)
         self._states.clear()
+        if self._drafts:
+            self._drafts.forget_all()
 
     # ---- loading ----------------------------------------------------------------------------
 
@@ -117,7 +123,7 @@ class SchedulerSide:
         Returns:
             The number of tokens (None = call again later), and whether the load is asynchronous.
         """
-        if not (self._setup.role.loads and names.usable):
+        if not (self._setup.role.loads and self._setup.can_name(names)):
             return 0, False
         state = self._state(request, names)
         now = self._clock()
@@ -135,7 +141,7 @@ class SchedulerSide:
         """How many tokens beyond ``computed`` to load; None = ask again later."""
         request, waits = state.request, self._options.load is LoadOrder.ASYNC
         most = self._setup.loadable_tokens(request.num_tokens, asynchronous=waits)
-        keys = self._keys(state)[: most // self._page_tokens]
+        keys = state.keys()[: most // self._page_tokens]
         if state.loads_over or len(keys) * self._page_tokens <= computed:
             return 0
         promise = self._promise(request)
@@ -151,10 +157,7 @@ class SchedulerSide:
         if asked.tokens and choice is None:
             return None
         end = first + choice.pages if choice is not None else first
-        on_disk = hit.tiers.get("ssd", 0)
-        state.on_disk = max(0, min(end, hit.pages) - (hit.pages - on_disk))
-        state.remote = max(0, end - max(hit.pages, first))
-        state.hit, state.stored = end, hit.pages + state.remote
+        state.will_load(hit, first, end)
         return max(0, end * self._page_tokens - computed)
 
     def _question(self, state: RequestState, hit: Hit, computed: int) -> HitOffer:
@@ -185,8 +188,8 @@ class SchedulerSide:
         now, least_s = self._clock(), self._options.load_timeout_ms_min / 1000
         load = Load(
             job=self._next_job, request=request.request_id,
-            keys=self._keys(state)[first : state.hit],
-            blocks=[self._target(place, blocks, computed, first, state.hit)
+            keys=state.keys()[first : state.hit],
+            blocks=[target_blocks(self._setup, place, blocks, computed, first, state.hit)
                     for place in range(len(self._setup.groups))],
             wait_s=state.wait.left_s(now, self._wait_s(choice.compute_s), least_s),
             layerwise=self._options.load is LoadOrder.LAYERWISE,
@@ -197,14 +200,13 @@ class SchedulerSide:
         self._decisions.began(load.job, state.load, now)
         self._begin(request.request_id, load, first, is_load=True)
         self._loads.append(load)
+        if self._drafts:
+            self._drafts.begins_load(load, first, state)
 
     def hit_sources(self, request_id: str, tokens: int) -> tuple[int, int]:
         """How many of the ``tokens`` of a request's hit come from disk, and from other nodes."""
         state = self._states.get(request_id)
-        if state is None:
-            return 0, 0
-        remote = min(tokens, state.remote * self._page_tokens)
-        return min(tokens - remote, state.on_disk * self._page_tokens), remote
+        return state.sources(tokens, self._page_tokens) if state is not None else (0, 0)
 
     def _wait_s(self, compute_s: float) -> float:
         """Maximum seconds to wait for what takes so long to compute, within the limits."""
@@ -235,34 +237,19 @@ class SchedulerSide:
             self.counts.add("waits")
         return state.wait.goes_on(now, self._wait_s(self.pace.recompute_s(missing)))
 
-    def _target(
-        self, place: int, blocks: Sequence[Sequence[int]], computed: int, first: int, end: int
-    ) -> Blocks:
-        """Target blocks of the pages from ``first`` to ``end`` in one group.
-
-        Blocks with computed tokens may be shared with other requests, so the data for them goes to
-        the null block. The same applies to blocks before a sliding window, where the engine itself
-        has the null block. Pages without any other block are not loaded.
-        """
-        group = self._setup.groups[place]
-        each = self._page_tokens // group.block_tokens
-        window = window_pages(group, self._page_tokens)
-        first_here = max(first, end - window) if window else first
-        table = list(blocks[group.index][first_here * each : end * each])
-        computed_blocks = computed // group.block_tokens - first_here * each
-        for index in range(min(len(table), computed_blocks)):
-            table[index] = 0
-        return Blocks(place, first_here - first, table)
-
     # ---- storing ----------------------------------------------------------------------------
 
-    def build(self, scheduled: Sequence[ScheduledRequest], tokens: int, decoded: int = 0) -> Step:
+    def build(
+        self, scheduled: Sequence[ScheduledRequest], tokens: int, decoded: int = 0, *,
+        drafted: bool = True,
+    ) -> Step:  # fmt: skip
         """Return the jobs that the workers start in this step.
 
         Args:
             scheduled: its requests.
             tokens: total number of tokens computed in it.
             decoded: those of them that are decoded, including speculative ones.
+            drafted: the engine's draft layer runs in this step, if it has one.
         """
         loads, self._loads = self._loads, []
         self._layered.begins({one.job: self._jobs[one.job].held for one in loads if one.layerwise})
@@ -279,6 +266,10 @@ class SchedulerSide:
         self._rewrites.computed(progress.request_id for progress in scheduled)
         for progress in scheduled:
             self._count_progress(progress)
+            if self._drafts:
+                self._drafts.computes(
+                    progress, self._states.get(progress.request_id), drafted=drafted
+                )
             if self._layered.waits:
                 self._layered.computes(progress.blocks[self._setup.groups[0].index])
             store = self._store(progress) if self._setup.role.stores else None
@@ -301,7 +292,7 @@ class SchedulerSide:
 
     def see(self, request: Request, names: PromptScope) -> None:
         """Register a request, so that its pages can be stored."""
-        if names.usable:
+        if self._setup.can_name(names):
             self._state(request, names)
 
     def finished(self, request_id: str) -> dict[str, Any] | None:
@@ -312,16 +303,18 @@ class SchedulerSide:
         """
         state = self._states.pop(request_id, None)
         self._rewrites.computed([request_id])
+        if self._drafts:
+            self._drafts.finished(request_id)
         if state is None:
             return None
         self._conversations.finished(
-            request_id, state.request, lambda: self._keys(state)[: state.stored]
+            request_id, state.request, lambda: state.keys()[: state.leading]
         )
         if not read_transfer(state.request.kv_transfer_params).do_remote_decode:
             return None
         prompt = state.request.num_prompt_tokens
         return Transfer(
-            do_remote_prefill=True, kvstore_pages=min(state.stored, prompt // self._page_tokens),
+            do_remote_prefill=True, kvstore_pages=min(state.leading, prompt // self._page_tokens),
             kvstore_page_tokens=self._page_tokens, kvstore_node=self._opening.node_name,
             prompt_tokens=prompt,
         ).as_parameters()  # fmt: skip
@@ -336,8 +329,11 @@ class SchedulerSide:
         end = tokens // self._page_tokens
         if end <= state.stored:
             return None
-        keys = self._keys(state)
+        keys = state.keys()
         wanted, first = min(end, len(keys)), state.stored
+        if self._drafts:
+            first, wanted = self._drafts.right_pages(progress, state, first, wanted)
+            self.counts.add("draft_skipped_pages", state.skip_to(first))
         end = min(wanted, first + self._room_pages())
         self.counts.add("skipped_pages", wanted - end)
         blocks = [
@@ -399,7 +395,7 @@ class SchedulerSide:
                 del self._jobs[number]
                 if job.is_load:
                     self._decisions.ended(number, job.seconds, whole=job.pages == job.wanted)
-                self._end(job)
+                self._end(number, job)
                 self._layered.ended(number, whole=job.pages == job.wanted)
 
     def _judge_layers(self) -> None:
@@ -423,13 +419,15 @@ class SchedulerSide:
         self._held.released(job)
         self.chooser.holds_too_much = self._held.too_many_for_loads
 
-    def _end(self, job: BlockJob) -> None:
+    def _end(self, number: int, job: BlockJob) -> None:
         """A job has ended on all ranks: release its blocks."""
         self._let_go(job)
         state = self._states.get(job.request_id)
         if not job.is_load:
             return
         used = 0 if job.late else job.pages
+        if self._drafts:
+            self._drafts.ended_load(number, used)
         self.counts.add("load_failed_tokens", (job.wanted - used) * self._page_tokens)
         if used < job.wanted:
             self._rewrites.computed([job.request_id])  # nobody shares what was not loaded
@@ -458,8 +456,3 @@ class SchedulerSide:
             hint = read_hints(request, self.counts)
             state = self._states[request.request_id] = RequestState(request, names, chain, hint)
         return state
-
-    def _keys(self, state: RequestState) -> PrefixKeys:
-        if isinstance(state.chain, ForeignChain):
-            return state.chain.extend(state.request.block_hashes)
-        return state.chain.extend(state.request.all_token_ids)

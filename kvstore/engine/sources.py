@@ -1,5 +1,8 @@
-"""The blocks of a request that pages are stored from. Pure."""
+"""The blocks of a request that pages are stored from and loaded to. Pure."""
 
+from collections.abc import Sequence
+
+from kvstore.engine.identity import window_pages
 from kvstore.engine.messages import Blocks
 from kvstore.engine.requests import ScheduledRequest, Setup
 
@@ -32,3 +35,31 @@ def source_blocks(
     start = max((index + 1 for index, block in enumerate(table) if block == 0), default=0)
     start = -(-start // each) * each
     return Blocks(place, start // each, table[start:]) if start < len(table) else None
+
+
+def target_blocks(
+    setup: Setup, place: int, blocks: Sequence[Sequence[int]], computed: int, first: int, end: int
+) -> Blocks:
+    """Target blocks of the pages from ``first`` to ``end`` in one group.
+
+    Blocks with computed tokens may be shared with other requests, so the data for them goes to the
+    null block. The same applies to blocks before a sliding window, where the engine itself has the
+    null block. Pages without any other block are not loaded.
+
+    Args:
+        setup: of the engine.
+        place: index of the group in ``setup.groups``.
+        blocks: the request's block table, by the engine's group index.
+        computed: its leading tokens whose KV are there.
+        first: index of the first page in the request's chain.
+        end: index after the last one.
+    """
+    group = setup.groups[place]
+    each = setup.page_tokens // group.block_tokens
+    window = window_pages(group, setup.page_tokens)
+    first_here = max(first, end - window) if window else first
+    table = list(blocks[group.index][first_here * each : end * each])
+    computed_blocks = computed // group.block_tokens - first_here * each
+    for index in range(min(len(table), computed_blocks)):
+        table[index] = 0
+    return Blocks(place, first_here - first, table)

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass, field
 
-from kvstore.engine.chain import Chain, ForeignChain
+from kvstore.client.results import Hit
+from kvstore.engine.chain import Chain, ForeignChain, ShiftedChain
 from kvstore.engine.hints import FetchHint
 from kvstore.engine.load_decisions import RequestLoad
 from kvstore.engine.pending import PendingWait
 from kvstore.engine.requests import PromptScope, Request
+from kvstore.protocol.page import PrefixKeys
 
 
 @dataclass(slots=True)
@@ -14,7 +16,8 @@ class RequestState:
     """One request.
 
     Attributes:
-        stored: leading pages that are in the store, or that were submitted to it.
+        stored: leading pages that are in the store, that were submitted to it, or that cannot be.
+        hole: the first page that cannot be stored.
         hit: end, in pages, of the last answer of :meth:`SchedulerSide.match`.
         remote: how many of these pages, the last ones, are at other nodes.
         on_disk: how many of those before them are on this node's disk only.
@@ -27,7 +30,7 @@ class RequestState:
 
     request: Request
     names: PromptScope
-    chain: Chain | ForeignChain
+    chain: Chain | ShiftedChain | ForeignChain
     hint: FetchHint
     stored: int = 0
     hit: int = 0
@@ -37,6 +40,38 @@ class RequestState:
     loads_over: bool = False
     load: RequestLoad = field(default_factory=RequestLoad)
     known: int = 0
+    hole: float = float("inf")
+
+    @property
+    def leading(self) -> int:
+        """Leading pages that are in the store, or that were submitted to it."""
+        return int(min(self.stored, self.hole))
+
+    def will_load(self, hit: Hit, first: int, end: int) -> None:
+        """The pages from ``first`` to ``end`` of a hit are to be loaded."""
+        on_disk = hit.tiers.get("ssd", 0)
+        self.on_disk = max(0, min(end, hit.pages) - (hit.pages - on_disk))
+        self.remote = max(0, end - max(hit.pages, first))
+        self.hit = end
+        self.stored, self.hole = hit.pages + self.remote, float("inf")
+
+    def sources(self, tokens: int, page_tokens: int) -> tuple[int, int]:
+        """How many of the ``tokens`` of its hit come from disk, and from other nodes."""
+        remote = min(tokens, self.remote * page_tokens)
+        return min(tokens - remote, self.on_disk * page_tokens), remote
+
+    def skip_to(self, page: int) -> int:
+        """The pages before this one that are not stored cannot be; returns how many."""
+        skipped = max(0, page - self.stored)
+        if skipped:
+            self.stored, self.hole = page, min(self.hole, self.stored)
+        return skipped
+
+    def keys(self) -> PrefixKeys:
+        """The keys of all its full pages."""
+        if isinstance(self.chain, ForeignChain):
+            return self.chain.extend(self.request.block_hashes)
+        return self.chain.extend(self.request.all_token_ids)
 
 
 @dataclass(slots=True)

@@ -96,14 +96,18 @@ class World:
 
     def __init__(self, *, groups: Sequence[Group] = (FULL,), role: Role = BOTH,
                  ranks: int = 1, blocks: int = 1000, takes_whole: bool = False,
-                 page_tokens: int = PAGE, **extra: Any) -> None:  # fmt: skip
+                 drafts: bool = False, page_tokens: int = PAGE,
+                 **extra: Any) -> None:  # fmt: skip
         self.now = 100.0
         self.store = FakeStore()
         self.blocks = Blocks()
         self.reports: list[float] = []
         options = read_section(extra, Options, "options")
         opening = Opening(self.store, IDENTITY, [SHARD], lambda: self.now)
-        setup = Setup("engine", groups, page_tokens, BLOCK, ranks, role, takes_whole)
+        setup = Setup(
+            "engine", groups, page_tokens, BLOCK, ranks, role, takes_whole=takes_whole,
+            drafts=drafts,
+        )  # fmt: skip
         self.side = SchedulerSide(opening, setup, options, lambda: self.now, self.reports.append)
         self.side.bind(self.blocks, blocks)
 

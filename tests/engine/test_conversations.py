@@ -6,6 +6,7 @@ from kvstore.client.results import Hit
 from kvstore.engine.conversations import NAME_CHARS_MAX
 from kvstore.engine.messages import Report
 from kvstore.engine.requests import ScheduledRequest
+from kvstore.engine.states import RequestState
 from kvstore.protocol import wire
 from tests.engine.engine import PLAIN, World
 from tests.engine.test_scheduler import request, table
@@ -59,6 +60,6 @@ def test_the_longest_name_that_is_not_hashed_is_one_that_a_node_takes():
 def test_without_a_time_no_token_is_hashed_for_a_conversation(monkeypatch):
     world = World()
     world.side.see(request(session_id="chat"), PLAIN)
-    monkeypatch.setattr(world.side, "_keys", lambda _: pytest.fail("it hashes"))
+    monkeypatch.setattr(RequestState, "keys", lambda _: pytest.fail("it hashes"))
 
     world.side.finished("r")

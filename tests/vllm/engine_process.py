@@ -4,6 +4,7 @@ Reads commands from one descriptor and answers on another, one JSON object a lin
 output is vLLM's. The first command makes the engine, the others use it.
 """
 
+import base64
 import json
 import os
 import sys
@@ -100,6 +101,17 @@ class Engine:
         core = self.llm.llm_engine.engine_core.engine_core
         pool = core.scheduler.kv_cache_manager.block_pool
         return {"free": pool.get_num_free_blocks(), "all": pool.num_gpu_blocks}
+
+    def drafts(self) -> Answer:
+        """What the hook ``keep drafts`` has kept since the last call."""
+        kept = list(_drafts)
+        _drafts.clear()
+        return {"kept": kept}
+
+    def guess(self, tokens: list[int]) -> Answer:
+        """What the hook ``known drafts`` drafts from now on: tokens of a prompt and its answer."""
+        _answers[:] = tokens
+        return {}
 
     def policy(self) -> Answer:
         """What the engine does when pages cannot be loaded."""
@@ -214,6 +226,61 @@ def _seeds_in_parts() -> None:
     torch.Generator = Rewound  # type: ignore[misc]
 
 
+_drafts: list[Answer] = []
+"""Of every request that has ended: tokens, and the KV of the draft layer in its whole blocks."""
+
+
+def _keep_drafts() -> None:
+    """Keep the KV of the last layer, that of the draft, of every request that ends."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    initialise, finish = GPUModelRunner.initialize_kv_cache_tensors, Scheduler._free_request
+    caches: dict[str, Any] = {}
+
+    def initialised(self: Any, *arguments: Any, **more: Any) -> Any:
+        caches.update(initialise(self, *arguments, **more))
+        return caches
+
+    def finished(self: Any, request: Any, *arguments: Any, **more: Any) -> Any:
+        last = max(caches, key=lambda name: [int(p) for p in name.split(".") if p.isdigit()])
+        (table,) = self.kv_cache_manager.get_block_ids(request.request_id)
+        whole = (request.num_tokens - 1) // self.block_size
+        kv = caches[last][table[:whole]].float().contiguous().numpy()
+        shown = base64.b64encode(kv.tobytes()).decode()
+        tokens = list(request.all_token_ids)
+        _drafts.append({"layer": last, "tokens": tokens, "shape": kv.shape, "kv": shown})
+        return finish(self, request, *arguments, **more)
+
+    GPUModelRunner.initialize_kv_cache_tensors = initialised
+    Scheduler._free_request = finished
+
+
+_answers: list[int] = []
+"""All tokens of the request that ``known drafts`` drafts for."""
+
+
+def _known_drafts() -> None:
+    """The draft layer computes its KV as ever, but the drafts of one request are its own tokens.
+
+    Every fifth one is wrong, so that some are rejected.
+    """
+    from vllm.v1.spec_decode.eagle import EagleProposer
+
+    real = EagleProposer.propose
+
+    def propose(self: Any, num_speculative_tokens: int, **given: Any) -> Any:
+        drafts = real(self, num_speculative_tokens, **given)
+        places = given["token_indices_to_sample"]
+        last = -1 if places is None else int(places[0])
+        begin = int(given["target_positions"][last]) + 2  # the next token is sampled already
+        for at, token in enumerate(_answers[begin : begin + drafts.shape[1]]):
+            drafts[0, at] = token if (begin + at) % 5 else (token + 1) % 500
+        return drafts
+
+    EagleProposer.propose = propose  # type: ignore[method-assign]
+
+
 def _on_a_device() -> None:
     """Copy the engine's blocks as those of a device, which host memory plays."""
     from dataclasses import replace
@@ -232,6 +299,8 @@ HOOKS: dict[str, Callable[[], None]] = {
     "two ranks": _two_ranks,
     "seeds in parts": _seeds_in_parts,
     "on a device": _on_a_device,
+    "keep drafts": _keep_drafts,
+    "known drafts": _known_drafts,
 }
 
 

@@ -1,7 +1,7 @@
 """Random models and adapters on disk for the tests; run in vLLM's environment.
 
-``python -m tests.vllm.models KIND FOLDER`` (``windows``, ``latents``, ``states``) or ``adapter
-FOLDER SEED``.
+``python -m tests.vllm.models KIND FOLDER`` (``windows``, ``latents``, ``states``), ``head FOLDER
+METHOD`` or ``adapter FOLDER SEED``.
 """
 
 import json
@@ -67,6 +67,43 @@ def make_states(folder: Path) -> None:
     Qwen3NextForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
+def make_head(folder: Path, method: str) -> None:
+    """An EAGLE or EAGLE-3 head for the tiny model: one layer, which sees the next token, too."""
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(7)
+    shape = SHAPES["tiny"]
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    rows = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
+    third = method == "eagle3"
+    layer = "midlayer" if third else "layers.0"
+    seen = 2 * hidden if third else hidden
+    sizes: dict[str, tuple[int, ...]] = {
+        "fc": (hidden, 3 * hidden if third else 2 * hidden),
+        f"{layer}.self_attn.q_proj": (hidden, seen), f"{layer}.self_attn.k_proj": (rows, seen),
+        f"{layer}.self_attn.v_proj": (rows, seen), f"{layer}.self_attn.o_proj": (hidden, hidden),
+        f"{layer}.mlp.gate_proj": (inner, hidden), f"{layer}.mlp.up_proj": (inner, hidden),
+        f"{layer}.mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
+    norms = [f"{layer}.post_attention_layernorm"]
+    if third:
+        sizes["lm_head"] = (512, hidden)
+        norms += [f"{layer}.hidden_norm", f"{layer}.input_layernorm", "norm"]
+    weights = {f"{name}.weight": torch.randn(size) * 0.2 for name, size in sizes.items()}
+    weights |= {f"{name}.weight": torch.ones(hidden) for name in norms}
+    folder.mkdir()
+    save_file({name: one.bfloat16() for name, one in weights.items()}, folder / "model.safetensors")
+    settings = {
+        "architectures": ["LlamaForCausalLMEagle3" if third else "LlamaForCausalLM"],
+        "model_type": "llama", "vocab_size": 512, "draft_vocab_size": 512,
+        "max_position_embeddings": 8192, "torch_dtype": "bfloat16", "bos_token_id": 0,
+        "eos_token_id": 1, "tie_word_embeddings": False, **shape, "num_hidden_layers": 1,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],  # vLLM's own choice needs more layers
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(settings))
+
+
 def make_adapter(folder: Path, seed: int) -> None:
     """A LoRA adapter of the tiny model that changes what it says."""
     import torch
@@ -98,5 +135,7 @@ if __name__ == "__main__":
         make_latents(Path(sys.argv[2]))
     elif sys.argv[1] == "states":
         make_states(Path(sys.argv[2]))
+    elif sys.argv[1] == "head":
+        make_head(Path(sys.argv[2]), sys.argv[3])
     else:
         make_adapter(Path(sys.argv[2]), int(sys.argv[3]))

@@ -3,6 +3,7 @@
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,10 @@ class Server:
     """
 
     def __init__(
-        self, spawn: Spawn, python: Path, model: Path, address: str, events: Path | None = None
-    ) -> None:
-        """Begin to start it, with events at endpoints in a folder."""
+        self, spawn: Spawn, python: Path, model: Path, address: str, events: Path | None = None,
+        more: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """Begin to start it, with events at endpoints in a folder, and with more flags."""
         host = loopback()  # a free port of 127.0.0.1 could be taken by another engine meanwhile
         flags = ["--kv-transfer-config", json.dumps(transfer_config(address, extra=RETAIN))]
         if events is not None:
@@ -58,7 +60,7 @@ class Server:
                 "--dtype", str(ENGINE["dtype"]), "--max-model-len", str(ENGINE["max_model_len"]),
                 "--max-num-seqs", "4", "--enforce-eager",
                 "--block-size", str(ENGINE["block_size"]), "--num-gpu-blocks-override", "320",
-                "--enable-prompt-tokens-details", *flags,
+                "--enable-prompt-tokens-details", *flags, *more,
             ],
             env=ENVIRONMENT_OF_SERVERS,
         )  # fmt: skip

@@ -124,8 +124,8 @@ def test_mla_is_refused_where_vllm_ignores_what_was_loaded():
         (model_of("Mamba2", is_attention_free=True), None, "Mamba2 has layers with a state"),
         (model_of("Whisper", is_encoder_decoder=True), None, "Whisper has an encoder"),
         *((model_of("L"), method, f"method {method}: its draft layers have KV of their own")
-          for method in ("eagle", "eagle3", "mtp", "dflash", "dspark", "draft_model",
-                         "extract_hidden_states", "custom_class", "a_method_of_tomorrow")),
+          for method in ("dflash", "dspark", "draft_model", "extract_hidden_states",
+                         "custom_class", "a_method_of_tomorrow")),
     ],
 )  # fmt: skip
 def test_a_model_or_a_way_of_speculation_that_is_not_supported_is_named(model, method, named):
