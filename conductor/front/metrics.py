@@ -128,7 +128,7 @@ _GAUGES: Final = {
         ("worker",),
     ),
     "events_waiting": (
-        "Blocks of a worker that do not count yet because their parent is unknown.",
+        "Blocks of a worker that do not count yet: their parent or their tokens are unknown.",
         ("worker",),
     ),
     "index_worker_pages": (

@@ -175,6 +175,7 @@ class Dispatcher:
         if known is None or known.assign is None:
             return
         self.loads.computed(number, known.assign.prefill, now, hit_tokens)
+        self.loads.sent(number, now)
         if known.assign.decode in known.held:
             self._decodes(known, known.assign.decode, now)
 
@@ -442,6 +443,7 @@ class Dispatcher:
         number = known.request.number
         del self._known[number]
         self.admission.left(number)
+        self.loads.sent(number, self._stepped_at)
         if self._waiting.pop(number, None) is not None:
             self._rows.drop(number)
         self._arrived.pop(number, None)

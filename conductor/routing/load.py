@@ -83,6 +83,7 @@ class _Load:
         begun: when requests of which we do not hear began to decode; until somebody asks.
         stalled_s: seconds for which it computed prompts, since the beginning.
         sent_at: when all KV of its prompts for other engines is thought to have left.
+        leaving: request → seconds that its KV, which is not there yet, occupies the link.
     """
 
     costs: EngineCosts
@@ -103,6 +104,7 @@ class _Load:
     begun: dict[int, float] = field(default_factory=dict)
     stalled_s: float = 0.0
     sent_at: float = -inf
+    leaving: dict[int, float] = field(default_factory=dict)
 
     def row(self, role: Role) -> _Row:
         """What is the same until something changes, or :meth:`pass_late` would change it.
@@ -189,6 +191,10 @@ class _Load:
         """Seconds of all prompts that it has, the first one whole."""
         return sum(one.seconds for one in self.computing.values())
 
+    def computed_by(self, now: float) -> float:
+        """When all its prompts are thought to be computed."""
+        return max(now, self.head_since + self.total_s())
+
     def prefill_line(self) -> PrefillLine:
         """What prompts take; computed again after a measurement only."""
         factors = self.costs.prefill_fit.factors
@@ -226,6 +232,7 @@ class EngineLoads:
         self._usual_s = 0.0
         self._book = book
         self._loads: dict[str, _Load] = {}
+        self._senders: dict[int, str] = {}  # request → the engine from which its KV comes
         self._infos: Sequence[EngineInfo] | None = None  # of the rows
         self._at: dict[str, int] = {}  # the row of each
         self._rows = np.zeros((0, 0))
@@ -334,14 +341,26 @@ class EngineLoads:
         load.step_cost_s = -1.0
 
     def _sends(self, number: int, engine_id: str, tokens: int, now: float) -> None:
-        """One prompt leaves after the other; nobody tells when, so it is what the costs say."""
+        """One prompt leaves after the other, when the costs say; see :meth:`sent`."""
+        self.sent(number, now)  # of an earlier try
         self._changed(engine_id)
         load = self._loads.get(engine_id)
         if load is not None and number in load.computing:
-            prior, one = load.costs.prior, load.computing[number]
-            one.sends_s = prior.kv_bytes(tokens) / prior.network.bytes_per_s
-            computed_at = max(now, load.head_since + load.total_s())
-            load.sent_at = max(load.sent_at, computed_at) + one.sends_s
+            prior, self._senders[number] = load.costs.prior, engine_id
+            load.leaving[number] = prior.kv_bytes(tokens) / prior.network.bytes_per_s
+            load.sent_at = max(load.sent_at, load.computed_by(now)) + load.leaving[number]
+
+    def sent(self, number: int, now: float) -> None:
+        """The KV of a request has left its engine, or never will; unknown ones do nothing.
+
+        What is still to leave takes no longer than the costs say of it. Else an engine whose link
+        is faster than they say would seem busier with each prompt.
+        """
+        sender = self._senders.pop(number, "")
+        load = self._loads.get(sender)
+        if load is not None and load.leaving.pop(number, None) is not None:
+            self._changed(sender)
+            load.sent_at = min(load.sent_at, load.computed_by(now) + sum(load.leaving.values()))
 
     def computed(self, number: int, engine_id: str, now: float, hit_tokens: int | None) -> None:
         """A prompt was computed; learn how long it took.
@@ -409,7 +428,8 @@ class EngineLoads:
         if number in load.computing:
             if next(iter(load.computing)) == number:
                 load.head_since = now
-            load.sent_at -= load.computing.pop(number).sends_s
+            del load.computing[number]
+            load.sent_at -= load.leaving.pop(number, 0.0)
         load.step_cost_s = -1.0
         load.coming.pop(number, None)
         decoding = load.decoding.get(number)
@@ -482,7 +502,8 @@ class EngineLoads:
 
     def check(self) -> None:
         """Assert the invariants."""
-        for load in self._loads.values():
+        for name, load in self._loads.items():
+            assert all(self._senders.get(number) == name for number in load.leaving)
             assert load.context == sum(one.tokens for one in load.decoding.values())
             assert not load.decoding.keys() & load.coming.keys()
             assert not load.overdue.keys() & load.computing.keys()

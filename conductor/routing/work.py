@@ -45,7 +45,6 @@ class ComputingPrompt:
         fetch_s: of these, until the fetch has ended, during which nothing else is computed there.
         since: when the engine got it; of a late one, since when it is thought to be computed.
         told: whether we hear of its first token.
-        sends_s: seconds for which its KV occupies the link to the engine that decodes.
     """
 
     new_tokens: int
@@ -54,7 +53,6 @@ class ComputingPrompt:
     fetch_s: float
     since: float
     told: bool = True
-    sends_s: float = 0.0
 
     @property
     def counts_s(self) -> float:

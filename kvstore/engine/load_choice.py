@@ -226,6 +226,16 @@ class LoadChooser:
         new = [tier for tier in tiers if not self.costs.is_known(tier)]
         return all(self.costs.in_flight_of(tier) < UNMEASURED_MAX for tier in new)
 
+    @property
+    def waits_in_vain(self) -> bool:
+        """Whether nobody knows that there will be room: loads are stuck.
+
+        None has ended since, or none is in flight whose end would make room. If requests waited
+        nevertheless, each of them would, for as long as these loads are stuck.
+        """
+        costs = self.costs
+        return costs.stuck > 0 and not (costs.any_ends and costs.in_flight)
+
     def choose(self, asked: HitOffer, now: float) -> Choice:
         """Choose; changes nothing. Tell :meth:`took` when it is carried out.
 

@@ -55,7 +55,9 @@ class LoadDecisions:
         """
         self._count("stuck_loads", self._chooser.costs.give_up(now))
         began = own.room_since is not None
-        return began and now < own.room_until and not self._chooser.has_room(own.tiers)
+        if not began or now >= own.room_until or self._chooser.waits_in_vain:
+            return False
+        return not self._chooser.has_room(own.tiers)
 
     def decide(self, own: RequestLoad, asked: HitOffer, now: float) -> Choice | None:
         """Choose for a request that has a hit of at least one token.
@@ -71,7 +73,7 @@ class LoadDecisions:
                 own.room_since = now
                 own.room_until = now + min(self._room_wait_s, choice.compute_s)
                 self._count("room_waits", 1)
-            if now < own.room_until:
+            if now < own.room_until and not self._chooser.waits_in_vain:
                 return None
             choice = choice._replace(kind="compute", reason="no_room", pages=0)
         own.asked, own.choice = asked, choice

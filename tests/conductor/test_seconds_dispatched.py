@@ -148,6 +148,31 @@ def test_kv_leaves_an_engine_one_prompt_after_the_other() -> None:
     desk.check()
 
 
+def test_kv_that_arrives_sooner_than_was_thought_makes_no_engine_seem_busier_for_good() -> None:
+    registry = EngineRegistry()
+    registry.register(info("p", "prefill"), 0.0)
+    registry.register(info("d", "decode"), 0.0)
+    desk = dispatcher(registry, "earliest-first-token")
+
+    def leaving_s() -> float:
+        costs = desk.view(0.0).costs
+        assert costs is not None
+        return float(costs.leaving_s[0])
+
+    for number in range(1, 9):
+        desk.arrive(Request(number=number, model="m", arrived=0.0, tokens=8192))
+        [assign] = decided(desk, 0.0)
+        assert isinstance(assign, Assign)
+        assert leaving_s() > 0.0
+        desk.prefilled(number, 0.0)
+        decided(desk, 0.0)
+        if number % 2:
+            desk.began(number, 0.0)  # its first byte: all of its KV is there
+        desk.left(number, 0.0)
+        desk.check()
+        assert leaving_s() == 0.0, "nothing is left to send"
+
+
 @pytest.mark.parametrize(
     "told", [10**400, -(10**400), -1], ids=["huge", "hugely negative", "negative"]
 )
@@ -259,6 +284,7 @@ def test_a_load_with_failures_and_engines_that_go_leaves_nothing_behind(
     assert costs is not None
     assert not costs.backlog_s.any(), "no engine is thought to have prompts"
     assert not costs.coming_bytes.any(), "or KV on its way"
+    assert not driven.dispatcher.loads._senders
     places = {spec.id: spec.max_running for spec in LOADS[load]}
     assert all(most <= places[name] for name, most in seeded.most.items())
 

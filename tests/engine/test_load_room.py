@@ -97,7 +97,7 @@ def test_loads_that_never_end_take_no_room_after_a_time_and_keep_their_blocks():
     (probe,) = world.load(request()).loads
     assert world.side.counts.take()["stuck_loads"] == LOADS_MAX
     assert world.blocks.held >= held
-    assert world.side.match(request("second"), PLAIN, 0) == (None, False), "one is tried"
+    assert world.side.match(request("second"), PLAIN, 0) == (0, False), "one is tried"
     world.ended(probe.job, 4, 0.001)
     for number in range(LOADS_MAX):
         assert world.load(request(f"next{number}")).loads
@@ -121,7 +121,7 @@ def test_loads_that_never_end_leave_the_engine_most_of_its_blocks():
     for _ in range(2):  # two ranks say so, one after the other
         given_up(world, [load.job])
 
-    assert world.side.match(request("eighth"), PLAIN, 0) == (None, False)
+    assert world.side.match(request("eighth"), PLAIN, 0) == (0, False)
     assert sum(world.blocks.held.values()) == 56
     world.ended(load.job, 0)
     assert world.side.match(request("eighth"), PLAIN, 0) == (256, True)
@@ -147,10 +147,32 @@ def test_a_device_that_ends_nothing_gets_so_many_loads_and_no_more():
     for number in range(STUCK_MAX - LOADS_MAX):
         (load,) = world.load(request(f"try{number}")).loads
         given_up(world, [load.job])
-    assert world.side.match(request("none"), PLAIN, 0) == (None, False)
+    assert world.side.match(request("none"), PLAIN, 0) == (0, False)
     assert world.side.chooser.costs.stuck == STUCK_MAX
     world.ended(load.job, 0)
     assert world.side.chooser.has_room(["host"])
+
+
+def test_no_request_waits_for_room_that_only_stuck_loads_could_make():
+    world = World(blocks=100)
+    world.store.answer = Hit(4)
+    for number in range(SAMPLES_MIN):
+        (load,) = world.load(request(f"before{number}")).loads
+        world.ended(load.job, 4, 0.001)
+    stuck = [world.load(request(f"stuck{number}")).loads[0].job for number in range(4)]
+    (good,) = world.load(request("good")).loads
+    world.side.reported(Report(late=set(stuck)))
+    asked = request("asked")
+    assert world.side.match(asked, PLAIN, 0) == (None, False), "they may end yet"
+    world.now += 0.01
+    world.ended(good.job, 4, 0.001)
+    world.now += STUCK_S
+    assert world.side.match(request("other"), PLAIN, 0) == (0, False)
+    for number in range(3):
+        assert world.side.match(request(f"other{number}"), PLAIN, 0) == (0, False)
+    assert world.side.counts.take()["stuck_loads"] == 4
+    world.ended(stuck[0], 0)
+    assert world.side.match(request("at last"), PLAIN, 0) == (256, True)
 
 
 @pytest.mark.parametrize("way", ["aborted", "reset", "node away"])
