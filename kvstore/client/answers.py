@@ -18,6 +18,9 @@ _KINDS: Final[dict[type, type]] = {
     wire.Replicate: wire.Replicated, wire.Stats: wire.StatsReply,
 }  # fmt: skip
 _ADDRESS_BYTES: Final = wire.ADDRESS.itemsize
+_STATUSES: Final = bytes(PageStatus)
+_ENDS: Final = bytes(status for status in PageStatus if status is not PageStatus.GRANTED)
+"""Statuses of pages whose put has ended."""
 
 
 def check_answer(request: wire.Request, answer: wire.Answer) -> None:
@@ -48,11 +51,13 @@ def _fits(request: wire.Request, answer: wire.Answer) -> bool:
         case wire.BeginPut(), wire.PutGranted():
             granted = answer.statuses.count(PageStatus.GRANTED)
             same = len(answer.statuses) * KEY_BYTES == len(request.keys)
+            same = same and not answer.statuses.translate(None, _STATUSES)
             return same and len(answer.addresses) == granted * _ADDRESS_BYTES
         case wire.CommitPut() | wire.StorePage(), wire.Committed():
             digests = request.digests if isinstance(request, wire.CommitPut) else request.digest
             reserved = len(answer.ahead) == _ADDRESS_BYTES and request.ahead
             same = len(answer.statuses) * DIGEST_BYTES == len(digests)
+            same = same and not answer.statuses.translate(None, _ENDS)
             return same and bool(reserved or not answer.ahead)
         case wire.OpenSpace(), wire.SpaceOpened():
             return len(answer.shards) == len(request.shards)

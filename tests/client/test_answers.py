@@ -129,8 +129,8 @@ def granted(statuses: int, there: int, status: int = GRANTED) -> wire.PutGranted
     return wire.PutGranted(0, bytes([status] * statuses), addresses(5)[:there])
 
 
-def committed(statuses: int, ahead: bytes = b"") -> wire.Committed:
-    return wire.Committed(0, bytes([STORED] * statuses), ahead)
+def committed(statuses: int, ahead: bytes = b"", status: int = STORED) -> wire.Committed:
+    return wire.Committed(0, bytes([status] * statuses), ahead)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +141,8 @@ def committed(statuses: int, ahead: bytes = b"") -> wire.Committed:
         (wire.BeginPut, granted(0, 0)), (wire.BeginPut, granted(4, 16, STORED)),
         (wire.CommitPut, PONG), (wire.CommitPut, committed(0)), (wire.CommitPut, committed(5)),
         (wire.CommitPut, committed(4, b"x")), (wire.CommitPut, committed(4, addresses(1))),
+        (wire.BeginPut, granted(4, 0, 7)), (wire.CommitPut, committed(4, b"", 7)),
+        (wire.CommitPut, committed(4, b"", GRANTED)),
     ],
 )  # fmt: skip
 def test_a_put_fails_if_what_it_is_told_cannot_be(store, node, asked, said):
