@@ -57,6 +57,7 @@ from kvstore.index.face import PrefixIndex
 from kvstore.index.process import IndexProcess
 from kvstore.process.collector import look_seldom
 from kvstore.process.faults import Faults
+from kvstore.process.listeners import Tcp, advice
 from kvstore.protocol.errors import ConfigError, reason
 
 _LAG_PERIOD_S: Final = 0.05
@@ -270,7 +271,8 @@ class Conductor:
             )
         except OSError as error:
             where = f"http.host={http.host}, http.port={http.port}"
-            raise OSError(error.errno, f"{where}: {reason(error)}") from error
+            todo = advice(Tcp(http.host, http.port), error)
+            raise OSError(error.errno, f"{where}: {reason(error)}{todo}") from error
 
     async def _drain(self) -> None:
         """Refuse new requests, wait for those in flight, then refuse waiting ones."""

@@ -319,7 +319,10 @@ def errors_as_json(faults: Faults, broken: Callable[[AssertionError], None]) -> 
                 status=error.status, body=error.body, content_type=error.content_type
             )
         except web.HTTPException as error:
-            return error_response(error.status, "http", error.reason)
+            what = error.reason
+            if error.status == 404 and error is request.match_info.http_exception:
+                what = "no such path here; completions are served at POST /v1/completions only"
+            return error_response(error.status, "http", what)
         except AssertionError as error:
             broken(error)
             raise

@@ -66,8 +66,10 @@ class Auth:
                 self._tokens[role] = checked_token(f"http.{key}_token", text)
                 self._open[role] = False
         self.made = "" if CallerRole.OPERATE in self._tokens else secrets.token_urlsafe(24)
+        self._where = ""
         if self.made:
             self._tokens[CallerRole.OPERATE] = self.made.encode()
+            self._where = ": it is in the file that this Conductor named when it started"
         if len(set(self._tokens.values())) < len(self._tokens):
             raise ConfigError(
                 "http.client_token, http.read_token and http.operate_token must differ"
@@ -86,7 +88,7 @@ class Auth:
             held = self._role(request)
             if held is None:
                 self._faults.note("unauthorized", f"{request.remote} for {request.path[:200]!r}")
-                what = "send 'Authorization: Bearer TOKEN' with a known token"
+                what = f"send 'Authorization: Bearer TOKEN' with a known token{self._where}"
                 response = error_response(401, "unauthorized", what)
                 response.headers["WWW-Authenticate"] = "Bearer"
                 return response

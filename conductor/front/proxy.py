@@ -115,9 +115,8 @@ class Proxy:
         model = body.model if body.model is not None or len(known) != 1 else known[0]
         if not known:
             self._parts.metrics.refused(503, "rejected")
-            return error_response(
-                503, "no_engine", "no engine has registered", retry_after_s=1, request_id=request_id
-            )
+            what = "no engine is registered: register engines with POST /v1/engines"
+            return error_response(503, "no_engine", what, retry_after_s=1, request_id=request_id)
         if model is None or not self._parts.registry.of_model(model):
             self._parts.metrics.refused(404, "invalid")
             what = f"model: {model!r} is not served here; known: {', '.join(known)[:1_000]}"

@@ -345,7 +345,8 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"kvstore-conductor simulate: {error}\n")
         return 2
     except OSError as error:
-        sys.stderr.write(f"kvstore-conductor simulate: {reason(error)}\n")
+        where = f"{error.filename}: " if error.filename else ""
+        sys.stderr.write(f"kvstore-conductor simulate: {where}{reason(error)}\n")
         return 1
     return 0
 

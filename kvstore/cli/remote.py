@@ -138,6 +138,8 @@ def _stranger(url: str) -> str:
 def _refusal(status: int, body: bytes) -> RefusedRequest:
     try:
         error = json.loads(body)["error"]
+        if "field" not in error:
+            return RefusedRequest(status, f"{error['message']}; is --url the address of a node?")
         message, field = str(error["message"]), str(error["field"])
     except (ValueError, KeyError, TypeError):
         message, field = body[:200].decode(errors="replace"), ""

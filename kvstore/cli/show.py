@@ -317,12 +317,17 @@ def job(answer: Any, console: Console) -> None:
     jobs({"jobs": [answer]}, console)
 
 
+def _result(result: dict[str, Any]) -> str:
+    """What a job reports, without what is empty, such as the reason why nothing was left out."""
+    return ", ".join(f"{name} {cell(value)}" for name, value in result.items() if value != "")
+
+
 def jobs(answer: Any, console: Console) -> None:
     """Jobs."""
     rows = (
         [
             one["job"], one["kind"], one["state"], f"{one['done']} of {one['total']}",
-            ", ".join(f"{name} {cell(value)}" for name, value in one["result"].items()),
+            _result(one["result"]),
             one["error"]["message"] if one["error"] else "",
         ]
         for one in answer["jobs"]

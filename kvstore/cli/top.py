@@ -136,7 +136,7 @@ def _drawn(rates: dict[str, Any]) -> Group:
         ("loop lag", f"{rates['loop_lag_ms']:.2f} ms"),
     ):
         table.add_row(name, value)
-    sessions = Table("engine", "holds", "quota", title="sessions")
+    sessions = Table("session", "holds", "quota", title="sessions")
     for one in rates["sessions"]:
         sessions.add_row(cell(one["name"]), rounded(one["used_bytes"]), rounded(one["quota_bytes"]))
     return Group(table, sessions)

@@ -53,9 +53,12 @@ class LocalNode:
         if isinstance(hello, wire.PeerHello):
             check_protocol(hello.major, hello.minor)
         if hello.cluster != self.cluster:
-            raise InvalidArgument("cluster", f"{hello.cluster!r}; this node is in {self.cluster!r}")
+            what = f"{hello.cluster!r}; node {self.name!r} is in {self.cluster!r}"
+            raise InvalidArgument("cluster", what)
         if hello.scheme != self.scheme:
-            raise InvalidArgument("scheme", f"{hello.scheme!r}; this node uses {self.scheme!r}")
+            raise InvalidArgument(
+                "scheme", f"{hello.scheme!r}; node {self.name!r} uses {self.scheme!r}"
+            )
         if hello.node == self.name:
             if isinstance(hello, wire.FollowEvents):
                 return  # this node's index process, which announces its pages
@@ -63,7 +66,8 @@ class LocalNode:
         if not NODE_NAME.fullmatch(hello.node):
             raise InvalidArgument("node", f"{hello.node[:64]!r} is not the name of a node")
         if not knows(hello.node):
-            raise InvalidArgument("node", f"{hello.node!r} is not a node of this cluster")
+            what = f"{hello.node!r} is not in cluster.nodes (or the membership) of {self.name!r}"
+            raise InvalidArgument("node", what)
 
 
 def check_protocol(major: int, minor: int) -> None:

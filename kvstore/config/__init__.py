@@ -58,7 +58,7 @@ class SocketConfig(Section, frozen=True):
     """The Unix socket that engines on this machine connect to.
 
     Attributes:
-        path: path of the socket; its directory is created if it does not exist.
+        path: absolute path of the socket; its directory is created if it does not exist.
         group_access: mode 0660 instead of 0600; members of the socket's group may connect.
         connections_max: maximum number of connections; further ones are refused.
         tenants: which users may use which tenant's pages: entries ``TENANT=USER`` or
@@ -71,6 +71,14 @@ class SocketConfig(Section, frozen=True):
     group_access: bool = False
     connections_max: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 1024
     tenants: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse a relative path: clients connect to ``unix:///absolute/path`` only."""
+        if not self.path.startswith("/"):
+            raise ValueError(
+                f"socket.path={self.path} is relative: give an absolute path, because engines"
+                " connect to unix:///absolute/path"
+            )
 
 
 class HostConfig(Section, frozen=True):

@@ -5,6 +5,7 @@ socket left by a dead process is replaced. The socket of a running process is ne
 if two processes start at the same time, because they check under a lock.
 """
 
+import errno
 import fcntl
 import os
 import socket
@@ -23,6 +24,17 @@ _BACKLOG: Final = 64
 _LOCK_WAIT_S: Final = 5.0
 _LOCK_PAUSE_S: Final = 0.01
 _PROBE_S: Final = 1.0
+_ADVICE_TCP: Final[dict[int | None, str]] = {
+    errno.EADDRINUSE: ": another program listens there: stop it, or choose another port",
+    errno.EACCES: ": choose a port of 1024 or more",
+    errno.EADDRNOTAVAIL: ": no interface of this machine has that address",
+}
+_ADVICE_UNIX: Final[dict[int | None, str]] = {
+    errno.EACCES: ": give this user write access to {folder}, or choose another path",
+    errno.EROFS: ": {folder} is read-only: choose another path",
+    errno.ENOTDIR: ": a part of {folder} is not a directory: choose another path",
+    errno.EEXIST: ": {folder} is not a directory: choose another path",
+}
 
 
 class Unix(NamedTuple):
@@ -107,13 +119,22 @@ class Listener:
                 self.socket = _listen_tcp(endpoint)
                 self.endpoint = Tcp(endpoint.host, self.socket.getsockname()[1])
         except (OSError, UnicodeError) as error:  # a host name that IDNA cannot encode
-            raise InvalidArgument(field, f"cannot listen at {endpoint}: {reason(error)}") from error
+            what = f"cannot listen at {endpoint}: {reason(error)}"
+            raise InvalidArgument(field, what + advice(endpoint, error)) from error
 
     def close(self) -> None:
         """Stop listening; remove the file if it is still ours."""
         if isinstance(self.endpoint, Unix) and self._inode == _inode(self.endpoint.path):
             Path(self.endpoint.path).unlink(missing_ok=True)
         self.socket.close()
+
+
+def advice(endpoint: Endpoint, error: Exception) -> str:
+    """What to do when listening failed, to be appended to the message; empty = not known."""
+    code = error.errno if isinstance(error, OSError) else None
+    if isinstance(endpoint, Tcp):
+        return _ADVICE_TCP.get(code, "")
+    return _ADVICE_UNIX.get(code, "").format(folder=Path(endpoint.path).parent)
 
 
 def _inode(path: str) -> tuple[int, int] | None:
@@ -205,7 +226,8 @@ def _make_way(field: str, path: Path) -> None:
     if not stat.S_ISSOCK(found.st_mode):
         raise InvalidArgument(field, f"{path} is not a socket: remove it, or choose another path")
     if _answers(path):
-        raise InvalidArgument(field, f"{path}: another node listens there (or another program)")
+        what = "another node listens there (or another program): stop it, or choose another path"
+        raise InvalidArgument(field, f"{path}: {what}")
     path.unlink()
 
 

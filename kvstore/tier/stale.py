@@ -23,6 +23,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from kvstore.protocol.errors import reason
+
 log = logging.getLogger(__name__)
 
 _TITLE: Final = "kvstore memory"
@@ -138,7 +140,7 @@ class MemoryRecord:
         except FileNotFoundError:
             return set()
         except OSError as error:
-            log.warning("%s: %s: memory of an earlier boot is unknown", self._path, error)
+            log.warning("%s: %s: memory of an earlier boot is unknown", self._path, reason(error))
             return set()
         try:
             found = os.fstat(descriptor)
@@ -193,7 +195,7 @@ class MemoryRecord:
             if not self._failing:
                 log.warning(
                     "%s cannot be written (%s): a restart will not know of memory that clients"
-                    " still map; give the node's user write access", self._path, error,
+                    " still map; give the node's user write access", self._path, reason(error),
                 )  # fmt: skip
             self._failing = True
         else:

@@ -341,4 +341,5 @@ def test_an_address_that_is_taken_is_named_by_its_setting() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith(f"kvstore-conductor: http.host=127.0.0.1, http.port={port}: ")
     assert "address already in use" in done.stderr
+    assert "stop it, or choose another port" in done.stderr
     assert "Errno" not in done.stderr

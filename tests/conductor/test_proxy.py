@@ -352,9 +352,19 @@ async def test_an_unknown_model_is_404_and_no_engine_at_all_is_503() -> None:
         status, answer, _ = await client.complete(model="other")
         assert (status, answer["error"]["code"]) == (404, "model_not_found")
         assert await client.delete("/v1/engines/e") == 204
-        status, _, headers = await client.complete()
+        status, answer, headers = await client.complete()
         assert status == 503
+        assert "POST /v1/engines" in answer["error"]["message"]
         assert "Retry-After" in headers
+
+
+@in_loop
+async def test_a_path_that_is_not_served_says_which_is() -> None:
+    async with serving(FakeEngine("e", "mixed")) as client:
+        for path in ("/v1/chat/completions", "/v1/nowhere"):
+            status, answer, _ = await client.post(path, {"messages": []})
+            assert status == 404
+            assert "completions are served at POST /v1/completions" in answer["error"]["message"]
 
 
 @in_loop

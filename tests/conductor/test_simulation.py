@@ -471,8 +471,12 @@ def test_a_wrong_option_is_refused_by_name(
 
 def test_a_trace_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]):
     assert main(["simulate", "--trace", "/nowhere/x.jsonl", "--mixed", "1xh800"]) == 1
+    assert main(["simulate", "--replay", "/nowhere/y.jsonl"]) == 1
     assert main(["simulate", "--mixed", "1xh800"]) == 2
-    assert "Traceback" not in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "simulate: /nowhere/x.jsonl: No such file or directory" in said
+    assert "simulate: /nowhere/y.jsonl: No such file or directory" in said
+    assert "Traceback" not in said
 
 
 def test_the_swing_of_a_load_is_its_standard_deviation():

@@ -1,5 +1,6 @@
 """Who can open an endpoint: permissions from the first moment on, and whose place is taken."""
 
+import errno
 import fcntl
 import os
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.process import listeners
-from kvstore.process.listeners import Listener, Tcp, Unix, parse_endpoint
+from kvstore.process.listeners import Listener, Tcp, Unix, advice, parse_endpoint
 from kvstore.protocol.errors import InvalidArgument
 
 NOBODY = 65_534
@@ -195,3 +196,25 @@ def test_closing_removes_no_socket_of_another(tmp_path):
     with listening(path):
         first.close()
         assert path.is_socket()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "code", "said"),
+    [
+        (Tcp("127.0.0.1", 80), errno.EADDRINUSE, ": another program listens there: stop it, or"),
+        (Tcp("127.0.0.1", 80), errno.EACCES, ": choose a port of 1024 or more"),
+        (Tcp("192.0.2.1", 80), errno.EADDRNOTAVAIL, ": no interface of this machine has that"),
+        (Unix("/a/b.sock"), errno.EACCES, ": give this user write access to /a, or choose another"),
+        (Unix("/a/b.sock"), errno.EEXIST, ": /a is not a directory: choose another path"),
+    ],
+)  # fmt: skip
+def test_the_usual_reasons_not_to_listen_come_with_what_to_do(endpoint, code, said):
+    assert advice(endpoint, OSError(code, os.strerror(code))).startswith(said)
+    assert advice(endpoint, OSError(errno.EIO, "Input/output error")) == ""
+
+
+def test_a_folder_that_is_a_file_is_named_with_what_to_do(tmp_path):
+    (tmp_path / "file").touch()
+
+    with pytest.raises(InvalidArgument, match="file is not a directory: choose another path"):
+        Listener("endpoint", Unix(str(tmp_path / "file" / "a.sock")), 0o600)

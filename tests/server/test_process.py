@@ -232,6 +232,7 @@ def test_a_taken_port_ends_the_start_with_a_message(own, spawn, tmp_path):
 
     assert process.wait() == 2
     assert f"http.port: cannot listen at tcp://127.0.0.1:{port}" in process.stderr
+    assert "stop it, or choose another port" in process.stderr
 
 
 def test_a_socket_of_a_living_node_is_not_taken_and_that_of_a_dead_one_is(own, spawn, tmp_path):
