@@ -81,6 +81,7 @@ class DiskPages:
         acknowledged: durable puts and removals that ended.
         loads: pages on their way from disk.
         writes: pages on their way to disk.
+        unfinished: more can be written or acknowledged now; :meth:`go_on` does.
         exists: there is a disk; without one nothing is ever written, see :func:`no_disk`.
     """
 
@@ -98,7 +99,7 @@ class DiskPages:
         self._memory = memory
         self._sync_failed = False
         self._now_ns = self._retry_ns = 0
-        self._more_to_write = False
+        self.unfinished = False
         #: Pages of which :meth:`before_eviction` began to write since the last :meth:`go_on`.
         self._evicted = 0
         self._backlog = Backlog()
@@ -123,11 +124,6 @@ class DiskPages:
         """Whether memory or disk will be freed without anyone asking for more."""
         buries = self.graves.waiting_keys and not self.degraded
         return bool(self.writes or buries) or self._room_is_made
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether more can be written or acknowledged now; :meth:`go_on` does."""
-        return self._more_to_write or bool(self._syncs.ended)
 
     @property
     def _room_is_made(self) -> bool:
@@ -303,12 +299,12 @@ class DiskPages:
 
     def _pump(self) -> None:
         """Write what waits its turn, as far as may be under way at a time; some of it at once."""
-        self._more_to_write, left = False, BACKLOG_TURN
+        self.unfinished, left = False, BACKLOG_TURN
         while self._backlog and not self.degraded and not self.is_full:
             if self._backlog.is_held(self.graves):
                 return  # they were taken out before they were stored again; that is not written yet
             if not left:
-                self._more_to_write = True
+                self.unfinished = True
                 return
             room_bytes = self.rules.in_flight_bytes_max - self.writes.in_flight_bytes
             looked, node, shard = self._backlog.take(left, room_bytes)
@@ -428,6 +424,7 @@ class DiskPages:
         self._syncs.advance(self._now_ns)
         if self._syncs.ended:
             self._end_durables()
+        self.unfinished |= bool(self._syncs.ended)
 
     def advance(self, now_ns: int) -> None:
         """Time has come to ``now_ns``; :meth:`go_on` syncs and writes what is due."""
