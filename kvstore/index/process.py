@@ -233,11 +233,7 @@ class _Life:
             ours.setblocking(False)  # noqa: FBT003
             reader, writer = await asyncio.open_connection(sock=ours)
             # Last: after it, nothing is waited for that could leave the process behind.
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", program, str(memory.fd), str(theirs.fileno()),
-                pass_fds=(memory.fd, theirs.fileno()), stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+            process = await _spawned(program, memory.fd, theirs.fileno())
         except BaseException:
             (ours if writer is None else writer).close()
             raise
@@ -266,20 +262,46 @@ class _Life:
     async def end(self) -> None:
         """End the process; one that does not even end when it is killed is left to the kernel."""
         self._writer.close()
-        if await self._has_ended():
-            return
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        if not await self._has_ended():
-            _log.warning(
-                "the index process %d is still running after it was killed", self._process.pid
-            )
-
-    async def _has_ended(self) -> bool:
-        """Wait for the end of the process, but not for long."""
         try:
-            async with asyncio.timeout(_END_S):
-                await self._process.wait()
-        except TimeoutError:
-            return False
-        return True
+            ended = await _has_ended(self._process)
+        except asyncio.CancelledError:
+            await _kill(self._process)
+            raise
+        if not ended:
+            await _kill(self._process)
+
+
+async def _spawned(program: str, *descriptors: int) -> asyncio.subprocess.Process:
+    """A process that gets these file descriptors; none is left when this is cancelled.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    begun = asyncio.create_subprocess_exec(
+        sys.executable, "-m", program, *map(str, descriptors), pass_fds=descriptors,
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    spawning = asyncio.ensure_future(begun)
+    try:
+        return await asyncio.shield(spawning)
+    except asyncio.CancelledError:
+        with contextlib.suppress(OSError):
+            await _kill(await spawning)
+        raise
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    if not await _has_ended(process):
+        _log.warning("the index process %d is still running after it was killed", process.pid)
+
+
+async def _has_ended(process: asyncio.subprocess.Process) -> bool:
+    """Wait for the end of the process, but not for long."""
+    try:
+        async with asyncio.timeout(_END_S):
+            await process.wait()
+    except TimeoutError:
+        return False
+    return True

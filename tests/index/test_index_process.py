@@ -346,6 +346,47 @@ async def test_a_start_that_is_cancelled_leaves_no_process(monkeypatch):
 
 
 @in_loop
+async def test_a_start_that_is_cancelled_while_the_process_is_made_leaves_none(monkeypatch):
+    started: list[asyncio.subprocess.Process] = []
+    spawning, go_on = asyncio.Event(), asyncio.Event()
+    spawn = asyncio.create_subprocess_exec
+
+    async def spawned(*args, **options):
+        started.append(await spawn(*args, **options))
+        spawning.set()
+        await go_on.wait()
+        return started[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", spawned)
+    task = asyncio.create_task(IndexProcess(SETTINGS).run())
+    async with asyncio.timeout(50):
+        await spawning.wait()
+        task.cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert [process.returncode is not None for process in started] == [True]
+
+
+@in_loop
+async def test_an_end_that_is_cancelled_kills_a_process_that_does_not_end(monkeypatch):
+    index = IndexProcess(SETTINGS)
+    async with asyncio.timeout(50):
+        task = asyncio.create_task(index.run())
+        await eventually(lambda: index.present().table is not None)
+        assert index._life is not None
+        child = index._life._process
+        os.kill(child.pid, signal.SIGSTOP)
+        monkeypatch.setattr(process, "_END_S", 30.0)
+        task.cancel()
+        await eventually(lambda: index._life is None)
+        task.cancel()
+        await asyncio.wait([task])
+        assert child.returncode == -signal.SIGKILL
+
+
+@in_loop
 async def test_two_on_one_machine_do_not_meet() -> None:
     one, other = IndexProcess(SETTINGS), IndexProcess(SETTINGS)
     with EventPublisher(LOOPBACK, LOOPBACK, topic=b"kvstore@n@aa") as publisher:
