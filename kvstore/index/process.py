@@ -122,7 +122,7 @@ class IndexProcess:
         Left out, and counted, while the process starts or does not read.
         """
         life = self._life
-        if life is None or life.table is not table or life.backlog > _BACKLOG_BYTES:
+        if life is None or life.table is not table or not life.reads:
             self.faults.note("backlog", "it starts or does not read: expected pages are left out")
         else:
             life.send(expected)
@@ -247,13 +247,16 @@ class _Life:
         return life
 
     @property
-    def backlog(self) -> int:
-        """Bytes that the process has not read."""
-        return self._writer.transport.get_write_buffer_size()
+    def reads(self) -> bool:
+        """Whether the process reads what it is sent, as far as that is known."""
+        if self._writer.is_closing():  # it has ended; :meth:`next_report` says so in a moment
+            return False
+        return self._writer.transport.get_write_buffer_size() <= _BACKLOG_BYTES
 
     def send(self, command: Command) -> None:
         """Send a command; nothing if the process has ended."""
-        self._writer.write(framed(command))
+        if not self._writer.is_closing():  # a closed transport would raise
+            self._writer.write(framed(command))
 
     async def next_report(self) -> Report:
         """Wait for the next report."""

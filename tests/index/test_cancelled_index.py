@@ -1,11 +1,11 @@
-"""Goal: no index process is left when its start, or its end, is cancelled."""
+"""Goal: no index process is left when its start or end is cancelled; none who asks is hurt."""
 
 import asyncio
 import os
 import signal
 
 from kvstore.index import process
-from kvstore.index.control import IndexSettings, SourceBounds
+from kvstore.index.control import Expect, IndexSettings, SourceBounds
 from kvstore.index.process import IndexProcess
 from tests.loops import eventually, in_loop
 
@@ -76,3 +76,23 @@ async def test_an_end_that_is_cancelled_kills_a_process_that_does_not_end(monkey
         task.cancel()
         await asyncio.wait([task])
         assert child.returncode == -signal.SIGKILL
+
+
+@in_loop
+async def test_a_process_that_has_ended_hurts_nobody_before_its_end_is_noticed():
+    index = IndexProcess(SETTINGS)
+    async with asyncio.timeout(50):
+        task = asyncio.create_task(index.run())
+        await eventually(lambda: index.present().table is not None)
+        life = index._life
+        assert life is not None
+        task.cancel()
+        await asyncio.wait([task])
+        await eventually(lambda: "closed=True" in repr(life._writer.transport))
+
+    index._life = life  # the moment in which only its transport knows
+    index.expect(Expect("node/n", b"", 0, 0), life.table)
+    index.aside(b"a question")
+    index.unfollow("node/n")
+
+    assert index.fault_counts["backlog"] == 1
