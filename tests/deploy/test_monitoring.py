@@ -25,7 +25,7 @@ from tests.client.conftest import (
     open_space,
 )
 from tests.conductor.fakes import FakeEngine, FakeNode, beside, serving
-from tests.conductor.test_push import PUSHED, decode, later, prefill
+from tests.conductor.protocols.test_push import PUSHED, decode, later, prefill
 from tests.conftest import ROOT, Process
 from tests.deploy.promql import Selector, grouping, selectors
 from tests.loops import eventually
