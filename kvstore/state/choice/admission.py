@@ -13,9 +13,9 @@ a share of what is offered.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
+from kvstore.protocol.counts import WearCounts
 from kvstore.protocol.errors import InvalidArgument
 from kvstore.state.choice.returns import Returns
 from kvstore.state.tree.node import PrefixNode
@@ -33,25 +33,6 @@ written that time is long, and a use at its beginning says little of what comes 
 BUCKET_DISK_SHARE: Final = 4
 """The bucket of ``learned`` holds at most this part of the disk: a quarter."""
 NAMES: Final = ("all", "none", "evidence", "learned")
-
-
-@dataclass(frozen=True, slots=True)
-class Wear:
-    """What was admitted so far.
-
-    Attributes:
-        admitted: pages.
-        refused: pages whose memory was needed; a page before them is asked about in its turn.
-        today_bytes: admitted since the day began that ``now_ns`` // a day counts.
-        forecast_bytes: of a whole day, at the mean rate since the first decision.
-        budget_bytes: of a day; 0 = no limit.
-    """
-
-    admitted: int
-    refused: int
-    today_bytes: int
-    forecast_bytes: int
-    budget_bytes: int
 
 
 class Admission:
@@ -157,16 +138,17 @@ class Admission:
         self._today_bytes += size_bytes
         self._total_bytes += size_bytes
 
-    def wear(self) -> Wear:
+    def wear(self) -> WearCounts:
         """A snapshot, as of the last decision."""
         forecast = 0
         if self._first_ns is not None:
             # Less than an hour says little of a day: take what was written as an hour's.
             elapsed = max(self._now_ns - self._first_ns, DAY_NS // BURST_SHARE)
             forecast = self._total_bytes * DAY_NS // elapsed
-        return Wear(
-            self._admitted, self._refused, self._today_bytes, forecast, self.budget_bytes_per_day
-        )
+        return WearCounts(
+            admitted=self._admitted, refused=self._refused, today_bytes=self._today_bytes,
+            forecast_bytes=forecast, budget_bytes=self.budget_bytes_per_day,
+        )  # fmt: skip
 
     def _wanted(self, chain: Sequence[tuple[PrefixNode, int]]) -> int:
         if self.name == "none":
