@@ -7,7 +7,11 @@ from kvstore.index.blocks import Workspace
 
 
 class EventFeed(Protocol):
-    """What a follower does with the events of its worker."""
+    """What a follower does with the events of its worker.
+
+    A worker's pages go to this process' table (:class:`kvstore.index.feed.WorkerFeed`), or a node's
+    own ones to the directory in Redis (:class:`kvstore.cluster.announcing.PageAnnouncement`).
+    """
 
     @property
     def workspace(self) -> Workspace:

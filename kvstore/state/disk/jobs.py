@@ -410,7 +410,11 @@ class PageLoad:
 
 
 class PageMemory(Protocol):
-    """What this knows of the page table: values that it reads and counts in, no decision."""
+    """What this knows of the page table: values that it reads and counts in, no decision.
+
+    The page table, :class:`kvstore.state.table.residents.Residents`, imports the disk side, so the
+    disk side cannot import it.
+    """
 
     slots: SlotTable
     fetches: Fetches
