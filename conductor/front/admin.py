@@ -14,6 +14,7 @@ from conductor.front.advising import Adviser
 from conductor.front.auth import Auth, CallerRole
 from conductor.front.bodies import Bodies, TooManyBodiesError
 from conductor.front.cluster import LeftOut
+from conductor.front.completions import Route
 from conductor.front.matching import MatchBody
 from conductor.front.membership import Membership
 from conductor.front.metrics import Metrics
@@ -43,8 +44,14 @@ _log = logging.getLogger(__name__)
 
 
 class _TokenizeBody(msgspec.Struct):
-    prompt: str
+    prompt: str | msgspec.UnsetType = msgspec.UNSET
+    messages: list[msgspec.Raw] | msgspec.UnsetType = msgspec.UNSET
     model: ModelName | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a body without anything to tokenise."""
+        if self.prompt is msgspec.UNSET and self.messages is msgspec.UNSET:
+            raise ValueError("prompt: needed, unless messages are given")
 
 
 class Admin:
@@ -78,7 +85,8 @@ class Admin:
         return [
             web.get("/health", self._health),
             web.get("/readyz", self._ready),
-            web.post("/v1/completions", asks(self._proxy.completions)),
+            web.post(Route.COMPLETIONS, asks(self._proxy.completions)),
+            web.post(Route.CHAT, asks(self._proxy.chat_completions)),
             web.get("/v1/models", asks(self._models)),
             web.post("/tokenize", asks(self._tokenize)),
             web.get("/metrics", reads(self._scrape)),
@@ -321,7 +329,7 @@ def errors_as_json(faults: Faults, broken: Callable[[AssertionError], None]) -> 
         except web.HTTPException as error:
             what = error.reason
             if error.status == 404 and error is request.match_info.http_exception:
-                what = "no such path here; completions are served at POST /v1/completions only"
+                what = f"no such path here; POST to {Route.CHAT} or {Route.COMPLETIONS}"
             return error_response(error.status, "http", what)
         except AssertionError as error:
             broken(error)

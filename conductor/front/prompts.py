@@ -2,6 +2,7 @@
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -50,13 +51,19 @@ class Prompts:
         self._known: OrderedDict[bytes, list[int]] = OrderedDict()
         self._kept = 0
 
-    async def tokenize(self, model: str, prompt: str) -> list[int] | None:
-        """The prompt's tokens (do not change the list); None if no engine answers in time."""
-        key = hashlib.sha256(model.encode() + b"\0" + prompt.encode(errors="replace")).digest()
+    async def tokenize(self, model: str, rendered: Mapping[str, msgspec.Raw]) -> list[int] | None:
+        """The tokens of a prompt (do not change the list); None if no engine answers in time.
+
+        Args:
+            model: its model, or LoRA adapter.
+            rendered: what ``/tokenize`` is asked, without ``model``: a prompt, or messages with all
+                that decides how an engine renders them.
+        """
+        body = msgspec.json.encode({"model": model, **rendered})
+        key = hashlib.sha256(body).digest()
         if key in self._known:
             self._known.move_to_end(key)
             return self._known[key]
-        body = msgspec.json.encode({"model": model, "prompt": prompt})
         for engine_id in self.askable(model)[:_TRIES]:
             try:
                 raw = await self.ask(engine_id, body)

@@ -255,8 +255,9 @@ class Sender:
             raise EngineError(engine_id, "does not push any more", sick=False)
         return offer.registry
 
-    def _completions(self, engine_id: str) -> str:
-        return f"{self._url(engine_id)}/v1/completions"
+    def _asked(self, run: Run, engine_id: str) -> str:
+        """Where an engine serves what the client has asked for."""
+        return f"{self._url(engine_id)}{run.body.route}"
 
     async def _prefill(self, run: Run, half: _Half, attempt: Attempt) -> msgspec.Raw | None:
         """Ask the prefill engine of a pair; returns the parameters for the decode engine."""
@@ -266,7 +267,7 @@ class Sender:
         try:
             raw, _ = await parts.upstream.post(
                 half.engine,
-                self._completions(half.engine),
+                self._asked(run, half.engine),
                 half.body,
                 timeout_s=self._deadline.prefill_s,
                 headers=self._headers(run, half),
@@ -326,7 +327,7 @@ class Sender:
         try:
             raw, content_type = await parts.upstream.post(
                 half.engine,
-                self._completions(half.engine),
+                self._asked(run, half.engine),
                 half.body,
                 timeout_s=self._deadline.request_s,
                 headers=self._headers(run, half),
@@ -348,7 +349,7 @@ class Sender:
         parts, engine = self._parts, half.engine
         tail: deque[bytes] = deque(maxlen=_TAIL_PIECES)
         started = parts.clock()
-        url, headers = self._completions(engine), self._headers(run, half)
+        url, headers = self._asked(run, engine), self._headers(run, half)
         async with (
             parts.upstream.stream(engine, url, half.body, headers) as pieces,
             self._limited(engine) as idle,

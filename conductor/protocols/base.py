@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
 from conductor.routing.decisions import HandoffReport
 
+_ONE: Final = msgspec.Raw(b"1")
 Fields = Mapping[str, msgspec.Raw]
 """Fields of a request's body; values are JSON text."""
 
@@ -70,7 +71,9 @@ def one_token(fields: Fields) -> dict[str, msgspec.Raw]:
     """A request that ends after the first token and is answered with JSON."""
     asked = dict(fields)
     asked.pop("stream_options", None)
-    asked["max_tokens"] = msgspec.Raw(b"1")
+    asked["max_tokens"] = _ONE
+    if "messages" in fields or "max_completion_tokens" in fields:
+        asked["max_completion_tokens"] = _ONE  # overrides the other name
     asked["stream"] = msgspec.Raw(b"false")
     return asked
 

@@ -23,7 +23,9 @@ class FakeEngine:
     """An engine that answers without a model.
 
     Attributes:
-        requests: bodies of the completions it got, in order.
+        requests: bodies of the completions and chat completions it got, in order.
+        paths: what they asked for.
+        rendered: bodies of its ``/tokenize``.
         headers: their headers.
         gate: cleared, completions wait before they answer anything.
         mid_gate: cleared, streams wait after their first event.
@@ -61,6 +63,8 @@ class FakeEngine:
         self.keyed = False
         self.role = role
         self.requests: list[dict[str, Any]] = []
+        self.paths: list[str] = []
+        self.rendered: list[dict[str, Any]] = []
         self.headers: list[Mapping[str, str]] = []
         self.tokenized = 0
         self.tokenize_status = 200
@@ -92,6 +96,7 @@ class FakeEngine:
                 web.get("/v1/models", self._models),
                 web.post("/tokenize", self._tokenize),
                 web.post("/v1/completions", self._completions),
+                web.post("/v1/chat/completions", self._completions),
             ]
         )
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
@@ -126,12 +131,16 @@ class FakeEngine:
         await self.tokenize_gate.wait()
         if self.tokenize_status != 200:
             return web.json_response({}, status=self.tokenize_status)
-        tokens = list((await http.json())["prompt"].encode())
+        body = await http.json()
+        self.rendered.append(body)
+        messages = "".join(f"{one['content']}\n" for one in body.get("messages", ()))
+        tokens = list(body.get("prompt", messages).encode())
         return web.json_response({"tokens": tokens, "count": len(tokens), "max_model_len": 4096})
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
         body = await http.json()
         self.requests.append(body)
+        self.paths.append(http.path)
         self.headers.append(http.headers)
         self.running += 1
         self.running_most = max(self.running, self.running_most)
@@ -169,7 +178,9 @@ class FakeEngine:
         }
 
     async def _whole(self, body: dict[str, Any]) -> web.Response:
-        answer = {"id": "x", "choices": [{"text": f"whole from {self.id}", "index": 0}]}
+        said = f"whole from {self.id}"
+        told = {"message": {"content": said}} if "messages" in body else {"text": said}
+        answer: dict[str, Any] = {"id": "x", "choices": [{**told, "index": 0}]}
         answer |= self._end(body)
         asked = body.get("kv_transfer_params") or {}
         if asked.get("do_remote_decode") and "handoff" not in asked:
@@ -194,7 +205,9 @@ class FakeEngine:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(http)
         for number in range(self.tokens):
-            choice = {"text": f"{self.id}:{number} ", "index": 0, "token_ids": [number]}
+            said = f"{self.id}:{number} "
+            told = {"delta": {"content": said}} if "messages" in body else {"text": said}
+            choice = {**told, "index": 0, "token_ids": [number]}
             last = number == self.tokens - 1 and not self.like_openai
             end = self._end(body) if last else {}
             await response.write(b"data: " + json.dumps({"choices": [choice], **end}).encode())
@@ -350,6 +363,11 @@ class Client:
 
     async def complete(self, prompt: object = "a prompt", **fields: object) -> tuple[int, Any, Any]:
         return await self.post("/v1/completions", {"model": "m", "prompt": prompt, **fields})
+
+    async def chat(self, content: object = "hi", **fields: object) -> tuple[int, Any, Any]:
+        messages = [{"role": "user", "content": content}]
+        body = {"model": "m", "messages": messages, **fields}
+        return await self.post("/v1/chat/completions", body)
 
     async def register(self, *engines: FakeEngine) -> None:
         for engine in engines:

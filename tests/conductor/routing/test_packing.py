@@ -89,7 +89,7 @@ def test_the_log_keeps_requests_that_have_ended_in_a_third_of_the_bytes() -> Non
         tracemalloc.start()
         log = DecisionLog(1000)
         for number in range(50):
-            decision = log.open(f"{number}", "m", "longest-prefix", stream=False, at=at)
+            decision = log.open(f"{number}", "/", "m", "longest-prefix", stream=False, at=at)
             # As from a decision of its own: no array is that of another one.
             decision.attempted(decided(number), 0.1)
             if packs:
