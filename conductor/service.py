@@ -33,9 +33,9 @@ from conductor.front.guarding import Guard
 from conductor.front.kept_costs import KeptCosts
 from conductor.front.membership import Membership
 from conductor.front.metrics import Metrics, index_gauges
+from conductor.front.parts import Parts
 from conductor.front.prompts import Prompts
 from conductor.front.proxy import Proxy
-from conductor.front.sending import Parts
 from conductor.front.tracing import TraceFile
 from conductor.front.upstream import Upstream
 from conductor.front.waiting import RequestQueue

@@ -25,9 +25,9 @@ from conductor.front.openai import (
     error_response,
     parse,
 )
+from conductor.front.parts import Parts
 from conductor.front.prompts import Prompts
 from conductor.front.proxy import Proxy
-from conductor.front.sending import Parts
 from conductor.front.upstream import EngineError, EngineRefusedError
 from conductor.routing.choices import Candidate, Candidates
 from conductor.routing.engines import Engine, EngineRegistry

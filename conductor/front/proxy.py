@@ -20,8 +20,10 @@ from conductor.config import DeadlineConfig, QueueConfig
 from conductor.front.bodies import Bodies
 from conductor.front.completions import Completion, Route, parse_completion
 from conductor.front.openai import BadRequestError, error_body, error_response, name_of
+from conductor.front.parts import Parts
+from conductor.front.relaying import Relay
 from conductor.front.runs import Run
-from conductor.front.sending import Parts, Sender
+from conductor.front.sending import Sender
 from conductor.front.tracing import TOKENS_MAX, AnsweredRequest
 from conductor.front.upstream import EngineError, EngineRefusedError
 from conductor.front.waiting import Lease, RejectedError
@@ -58,7 +60,8 @@ class Proxy:
         self._queue = queue
         self._deadline = deadline
         self._classes = classes
-        self._sender = Sender(parts, deadline)
+        self._relay = Relay(parts, deadline)
+        self._sender = Sender(parts, self._relay, deadline.push_s)
         self._bodies = bodies
         self._numbers = itertools.count(1)
         self.active = 0
@@ -285,8 +288,8 @@ class Proxy:
             )
         decision.outcome = "broken"
         event = b"event: error\ndata: " + error_body(status, code, why) + b"\n\n"
-        await self._sender.write(run.response, event)
-        await self._sender.end(run.response)
+        await self._relay.write(run.response, event)
+        await self._relay.end(run.response)
         return run.response
 
     def _relay_refusal(self, run: Run, error: EngineRefusedError) -> web.Response:
