@@ -33,6 +33,7 @@ from conductor.front.guarding import Guard
 from conductor.front.kept_costs import KeptCosts
 from conductor.front.membership import Membership
 from conductor.front.metrics import Metrics, index_gauges
+from conductor.front.others import OthersReader
 from conductor.front.parts import Parts
 from conductor.front.prompts import Prompts
 from conductor.front.proxy import Proxy
@@ -140,6 +141,10 @@ class Conductor:
             self.registry, self.index, self.queue, dispatcher, prefixes, prompts, self._upstream,
             self.decisions, self.metrics, self.membership, clock, self._bringer, self.trace,
         )  # fmt: skip
+        self._others = OthersReader(
+            self.registry, self._upstream, dispatcher, self._pump, health.probe_timeout_s, clock,
+            self._guard,
+        )  # fmt: skip
         names = [one.name for one in rules.classes]
         self.bodies = Bodies(config.http.body_bytes_max)
         self.proxy = Proxy(
@@ -189,6 +194,7 @@ class Conductor:
             **self.queue.dispatcher.lent(),
             **self._adviser.gauges(),
             **self._bringer.gauges(),
+            **self._others.gauges(),
             "costs_file_faults": {(): float(self._kept_costs.faults)},
             **index_gauges(self.index),
         }
@@ -231,6 +237,7 @@ class Conductor:
                     "loop lag": self._watch_lag,
                     "advice": self._adviser.run,
                     "bringer": self._bringer.run,
+                    "others": self._others.run,
                 }
                 background = [
                     tasks.create_task(self._guard.keep(name, work), name=name)

@@ -62,6 +62,10 @@ _GAUGES: Final = {
         ("node",),
     ),
     "engine_in_flight": ("Requests in flight at each engine.", ("engine",)),
+    "engine_others": (
+        "Requests of others at each engine that tells: running, or waiting there.",
+        ("engine", "state"),
+    ),
     "cost_error": (
         "Relative error of the cost estimates for the last 256 prompts and decode steps, before the"
         " costs were updated with them.",

@@ -24,7 +24,8 @@ from tests.client.conftest import (
     new_keys,
     open_space,
 )
-from tests.conductor.fakes import FakeEngine, FakeNode, beside, serving
+from tests.conductor.fake_nodes import FakeNode, beside
+from tests.conductor.fakes import FakeEngine, serving
 from tests.conductor.protocols.test_push import PUSHED, decode, later, prefill
 from tests.conftest import ROOT, Process
 from tests.deploy.promql import Selector, grouping, selectors
@@ -103,9 +104,11 @@ def conductor_series(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seri
             a, node = FakeEngine("a", "mixed", events=events.bound_endpoint), FakeNode("n")
             p, d = prefill(), decode()
             p.report = d.report = PUSHED
+            a.metrics = "vllm:num_requests_running 3\nvllm:num_requests_waiting 1\n"
             async with beside(node), serving(a, decisions=trace) as client:
                 assert (await client.operate("/v1/nodes", {"url": node.url}))[0] == 201
                 await eventually(lambda: client.is_current("engine/a"))
+                await eventually(lambda: client.conductor.queue.dispatcher.loads.others.told("a"))
                 key = b"k" * 32
                 stored = StoredEvent(
                     block_hashes=[key], parent_block_hash=None, token_ids=[], block_size=4,
