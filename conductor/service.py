@@ -31,6 +31,7 @@ from conductor.front.connections import (
 )
 from conductor.front.guarding import Guard
 from conductor.front.kept_costs import KeptCosts
+from conductor.front.local_tokenizers import load_tokenizers
 from conductor.front.membership import Membership
 from conductor.front.metrics import Metrics, index_gauges
 from conductor.front.others import OthersReader
@@ -100,7 +101,7 @@ class Conductor:
             store: has the nodes of ``config.cluster``; None = the one in ``config``.
 
         Raises:
-            ConfigError: a token, that store or the trace's file cannot be used.
+            ConfigError: a token, that store, a tokenizer or the trace's file cannot be used.
         """
         self.config = config
         self.failed = False
@@ -109,20 +110,16 @@ class Conductor:
         self.faults = Faults(_log, "HTTP")
         self._guard = Guard(self.faults)
         self._auth = Auth(config.http, self.faults)
+        self._tokenizers = load_tokenizers({one.name: one.tokenizer for one in config.models})
         health = config.health
         self.registry = EngineRegistry(health.probe_s, health.dead_after, health.backoff_s_max)
         self.index: PrefixIndex = index or IndexProcess(index_settings(config))
         self._upstream = Upstream(config.deadline)
         policy = POLICIES[config.policy.name]
         prefixes = PrefixView(self.index, self.registry, needed=policy.needs_prefixes)
-        at_once = [name for name, protocol in PROTOCOLS.items() if protocol.at_once]
-        limits = DispatchLimits(config.queue.waiting_max, config.queue.wait_s, config.queue.tries)
-        book = CostBook()
+        book, rules = CostBook(), admission_rules(config)
         self._kept_costs = KeptCosts(config.costs.file, book)
-        rules = admission_rules(config)
-        scheduler = Scheduler(policy, at_once)
-        lends = config.policy.lends
-        dispatcher = Dispatcher(self.registry, scheduler, limits, book, rules, lends=lends)
+        dispatcher = _dispatcher(config, self.registry, book, rules)
         self.queue = RequestQueue(dispatcher, prefixes.find, clock, self._guard)
         self.membership = Membership(
             config, self.registry, self._upstream, self.index, self._pump, clock, self._guard, store
@@ -131,8 +128,9 @@ class Conductor:
         self.decisions = DecisionLog(config.decisions.kept)
         self.trace = _trace(config)
         prompts = Prompts(
-            self.registry, self._upstream, self.membership, config.deadline.tokenize_s
-        )
+            self.registry, self._upstream, self.membership, config.deadline.tokenize_s,
+            self._tokenizers,
+        )  # fmt: skip
         self._bringer = Bringer(
             config.bring, self.registry, dispatcher, prefixes, self.membership.nodes,
             health.probe_timeout_s, clock, self._guard,
@@ -145,11 +143,8 @@ class Conductor:
             self.registry, self._upstream, dispatcher, self._pump, health.probe_timeout_s, clock,
             self._guard,
         )  # fmt: skip
-        names = [one.name for one in rules.classes]
         self.bodies = Bodies(config.http.body_bytes_max)
-        self.proxy = Proxy(
-            parts, config.policy.name, config.queue, config.deadline, self.bodies, names
-        )
+        self.proxy = Proxy(parts, config, self.bodies, [one.name for one in rules.classes])
         self._adviser = Adviser(self.registry, dispatcher, rules.classes[0], clock)
         self._front = Front(self.faults, _connections_max())
         self._app = web.Application(
@@ -195,6 +190,7 @@ class Conductor:
             **self._adviser.gauges(),
             **self._bringer.gauges(),
             **self._others.gauges(),
+            **self._tokenizers.gauges(),
             "costs_file_faults": {(): float(self._kept_costs.faults)},
             **index_gauges(self.index),
         }
@@ -257,6 +253,7 @@ class Conductor:
                 token.remove()
             await runner.cleanup()
             await self.proxy.close()
+            await loop.run_in_executor(None, self._tokenizers.close)
             if self.trace is not None:
                 await asyncio.get_running_loop().run_in_executor(None, self.trace.close)
             self._kept_costs.write()
@@ -299,6 +296,15 @@ class Conductor:
                 await asyncio.sleep(_LAG_PERIOD_S)
                 worst = max(worst, time.perf_counter() - started - _LAG_PERIOD_S)
             self.metrics.loop_lag(max(0.0, worst))
+
+
+def _dispatcher(
+    config: ConductorConfig, registry: EngineRegistry, book: CostBook, rules: AdmissionRules
+) -> Dispatcher:
+    at_once = [name for name, protocol in PROTOCOLS.items() if protocol.at_once]
+    scheduler = Scheduler(POLICIES[config.policy.name], at_once)
+    limits = DispatchLimits(config.queue.waiting_max, config.queue.wait_s, config.queue.tries)
+    return Dispatcher(registry, scheduler, limits, book, rules, lends=config.policy.lends)
 
 
 def _trace(config: ConductorConfig) -> TraceFile | None:

@@ -62,6 +62,10 @@ _GAUGES: Final = {
         ("node",),
     ),
     "engine_in_flight": ("Requests in flight at each engine.", ("engine",)),
+    "local_tokenizer": (
+        "1 while prompts of a kind are tokenised here, 0 since an engine said otherwise.",
+        ("model", "kind"),
+    ),
     "engine_others": (
         "Requests of others at each engine that tells: running, or waiting there.",
         ("engine", "state"),

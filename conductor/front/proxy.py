@@ -16,7 +16,7 @@ from typing import Final
 
 from aiohttp import web
 
-from conductor.config import DeadlineConfig, QueueConfig
+from conductor.config import ConductorConfig
 from conductor.front.bodies import Bodies
 from conductor.front.completions import Completion, Route, parse_completion
 from conductor.front.openai import BadRequestError, error_body, error_response, name_of
@@ -39,9 +39,7 @@ class Proxy:
     def __init__(
         self,
         parts: Parts,
-        policy: str,
-        queue: QueueConfig,
-        deadline: DeadlineConfig,
+        config: ConductorConfig,
         bodies: Bodies,
         classes: Collection[str] = (),
     ) -> None:
@@ -49,19 +47,17 @@ class Proxy:
 
         Args:
             parts: shared with the rest of the service.
-            policy: name of the policy, for decisions.
-            queue: limits of waits and tries.
-            deadline: deadlines for engines.
+            config: the policy's name, for decisions; limits of tries; deadlines for engines.
             bodies: reads those of requests.
             classes: names of the classes of requests.
         """
         self._parts = parts
-        self._policy = policy
-        self._queue = queue
-        self._deadline = deadline
+        self._policy = config.policy.name
+        self._queue = config.queue
+        self._deadline = config.deadline
         self._classes = classes
-        self._relay = Relay(parts, deadline)
-        self._sender = Sender(parts, self._relay, deadline.push_s)
+        self._relay = Relay(parts, config.deadline)
+        self._sender = Sender(parts, self._relay, config.deadline.push_s)
         self._bodies = bodies
         self._numbers = itertools.count(1)
         self.active = 0

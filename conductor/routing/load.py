@@ -14,7 +14,7 @@ import numpy as np
 
 from conductor.costs.book import CostBook, EngineCosts, machine_of
 from conductor.routing.columns import CostColumns
-from conductor.routing.engine_load import TIMED, EngineLoad, LoadRow
+from conductor.routing.engine_work import TIMED, EngineWork, WorkRow
 from conductor.routing.engines import EngineInfo, Role
 from conductor.routing.others import EngineOthers
 from conductor.routing.work import NO_ANSWER, Answer, ComputingPrompt
@@ -42,24 +42,24 @@ class EngineLoads:
         self.others = EngineOthers()
         self._usual_s = 0.0
         self._book = book
-        self._loads: dict[str, EngineLoad] = {}
+        self._loads: dict[str, EngineWork] = {}
         self._senders: dict[int, str] = {}  # request → the engine from which its KV comes
         self._infos: Sequence[EngineInfo] | None = None  # of the rows
         self._at: dict[str, int] = {}  # the row of each
         self._rows = np.zeros((0, 0))
-        self._by_name: Any = None  # the columns of these, as a `LoadRow`
+        self._by_name: Any = None  # the columns of these, as a `WorkRow`
         self._stale: set[str] = set()  # engines whose rows are to be made again
 
     def _changed(self, engine_id: str) -> None:
         self.changes += 1
         self._stale.add(engine_id)
 
-    def _of(self, info: EngineInfo) -> EngineLoad:
+    def _of(self, info: EngineInfo) -> EngineWork:
         load = self._loads.get(info.id)
         machine = machine_of(info.shape, info.hardware)
         if load is None or load.costs.machine != machine:
             costs = self._book.of(info.id, machine)
-            load = self._loads.setdefault(info.id, EngineLoad(costs))
+            load = self._loads.setdefault(info.id, EngineWork(costs))
             load.costs, load.step_cost_s = costs, -1.0
         ranks = max(1, len(info.ranks))
         if ranks != load.ranks:
@@ -78,8 +78,8 @@ class EngineLoads:
         """
         if self._infos is not infos:
             self._infos, self._at = infos, {info.id: at for at, info in enumerate(infos)}
-            self._rows = np.zeros((len(LoadRow._fields), len(infos)))
-            self._by_name = LoadRow._make(self._rows)
+            self._rows = np.zeros((len(WorkRow._fields), len(infos)))
+            self._by_name = WorkRow._make(self._rows)
             self._stale = set(self._at)
         rows, changed = self._by_name, {self._at[one] for one in self._stale if one in self._at}
         late = now >= rows.late_at
@@ -96,7 +96,7 @@ class EngineLoads:
         left_s = np.maximum(rows.head_s - np.maximum(now - rows.head_since, 0.0), _OVERDUE_S)
         backlog_s = np.where(rows.head_s >= 0, rows.rest_s + left_s, 0.0)
         leaving_s = np.maximum(rows.sent_at - now, 0.0)
-        named = dict(zip(LoadRow._fields[TIMED:], self._rows[TIMED:].copy(), strict=True))
+        named = dict(zip(WorkRow._fields[TIMED:], self._rows[TIMED:].copy(), strict=True))
         return CostColumns(backlog_s=backlog_s, leaving_s=leaving_s, usual_s=self._usual_s, **named)
 
     def tell_others(

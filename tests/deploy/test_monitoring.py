@@ -131,7 +131,8 @@ def conductor_series(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seri
 
     series = series_of(asyncio.run(scraped()))
     for name in (
-        "advice_rate", "advice_short", "advice_gain", "admission_load", "ttft_error", "engine_lent"
+        "advice_rate", "advice_short", "advice_gain", "admission_load", "ttft_error", "engine_lent",
+        "local_tokenizer",
     ):  # fmt: skip
         # They need minutes of load, or a setting; tests/conductor has both.
         labels = {label: set[str]() for label in metrics._GAUGES[name][1]}

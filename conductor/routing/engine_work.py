@@ -14,7 +14,7 @@ from conductor.routing.others import NOBODY, USUAL_TOKENS, OtherRequests
 from conductor.routing.work import ComputingPrompt, DecodingRequest
 
 
-class LoadRow(NamedTuple):
+class WorkRow(NamedTuple):
     """What the costs of an engine are computed of, whenever it is; see :class:`CostColumns`.
 
     Attributes:
@@ -46,11 +46,11 @@ class LoadRow(NamedTuple):
 
 
 TIMED: Final = 5
-"""Fields of :class:`LoadRow` whose columns depend on the time."""
+"""Fields of :class:`WorkRow` whose columns depend on the time."""
 
 
 @dataclass(slots=True)
-class EngineLoad:
+class EngineWork:
     """The work of one engine.
 
     Attributes:
@@ -97,7 +97,7 @@ class EngineLoad:
     others: OtherRequests = NOBODY
     usual_s: float = 0.0
 
-    def row(self, role: Role) -> LoadRow:
+    def row(self, role: Role) -> WorkRow:
         """What is the same until something changes, or :meth:`pass_late` would change it.
 
         Args:
@@ -105,7 +105,7 @@ class EngineLoad:
         """
         head, coming = next(iter(self.computing.values()), None), sum(self.coming.values())
         token_bytes, line = self.costs.prior.kv_bytes(1), self.prefill_line()
-        return LoadRow(
+        return WorkRow(
             late_at=self.head_since + head.counts_s if head is not None else inf,
             head_since=self.head_since,
             head_s=head.seconds if head is not None else -1.0,
