@@ -30,19 +30,18 @@ _TOKENS: Final = msgspec.json.Decoder(_Tokens)
 
 
 class Prompts:
-    """Tokenises prompts; recent ones need no round trip."""
+    """Tokenises prompts; recent ones need no round trip.
+
+    Args:
+        registry: the engines.
+        upstream: client for engines.
+        membership: receives failures of engines.
+        timeout_s: deadline of one request.
+    """
 
     def __init__(
         self, registry: EngineRegistry, upstream: Upstream, membership: Membership, timeout_s: float
     ) -> None:
-        """Start empty.
-
-        Args:
-            registry: the engines.
-            upstream: client for engines.
-            membership: receives failures of engines.
-            timeout_s: deadline of one request.
-        """
         self._registry = registry
         self._upstream = upstream
         self._membership = membership

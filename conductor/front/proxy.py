@@ -38,7 +38,16 @@ _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class Proxy:
-    """Serves ``POST /v1/completions``."""
+    """Serves ``POST /v1/completions``.
+
+    Args:
+        parts: shared with the rest of the service.
+        policy: name of the policy, for decisions.
+        queue: limits of waits and tries.
+        deadline: deadlines for engines.
+        bodies: reads those of requests.
+        classes: names of the classes of requests.
+    """
 
     def __init__(
         self,
@@ -49,16 +58,6 @@ class Proxy:
         bodies: Bodies,
         classes: Collection[str] = (),
     ) -> None:
-        """Connect the parts.
-
-        Args:
-            parts: shared with the rest of the service.
-            policy: name of the policy, for decisions.
-            queue: limits of waits and tries.
-            deadline: deadlines for engines.
-            bodies: reads those of requests.
-            classes: names of the classes of requests.
-        """
         self._parts = parts
         self._policy = policy
         self._queue = queue

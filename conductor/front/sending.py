@@ -102,15 +102,14 @@ _Result = TypeVar("_Result")
 
 
 class Sender:
-    """Sends requests to engines."""
+    """Sends requests to engines.
+
+    Args:
+        parts: shared with the rest of the service.
+        deadline: deadlines for engines.
+    """
 
     def __init__(self, parts: Parts, deadline: DeadlineConfig) -> None:
-        """Connect the parts.
-
-        Args:
-            parts: shared with the rest of the service.
-            deadline: deadlines for engines.
-        """
         self._parts = parts
         self._deadline = deadline
         self._rooms = RoomNumbers(secrets.randbits(_BOOT_BITS))

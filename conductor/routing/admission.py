@@ -140,19 +140,17 @@ class _Asked:
 class Admission:
     """Requests that have not ended, as far as it matters whether more can be served.
 
+    Args:
+        rules: what is asked for.
+        loads: what the engines have to do.
+        policy: who fetches what.
+
     Attributes:
         lengths: what was learned of answers.
         recent: the load of the last minutes.
     """
 
     def __init__(self, rules: AdmissionRules, loads: EngineLoads, policy: Policy) -> None:
-        """Start without requests.
-
-        Args:
-            rules: what is asked for.
-            loads: what the engines have to do.
-            policy: who fetches what.
-        """
         assert rules.classes
         self.lengths = OutputLengths()
         self.recent = RecentLoad()

@@ -189,16 +189,15 @@ class _Heat:
 
 
 class HotPrefixes:
-    """How often prefixes come, and how many nodes should have them."""
+    """How often prefixes come, and how many nodes should have them.
+
+    Args:
+        rate: requests a second from which on two nodes should have a prefix; three from twice
+            as many on, and so forth.
+        copies_max: maximum nodes.
+    """
 
     def __init__(self, rate: float, copies_max: int) -> None:
-        """Start cold.
-
-        Args:
-            rate: requests a second from which on two nodes should have a prefix; three from twice
-                as many on, and so forth.
-            copies_max: maximum nodes.
-        """
         assert rate > 0
         self._rate = rate
         self._copies_max = copies_max

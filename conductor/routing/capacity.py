@@ -92,7 +92,6 @@ class Needs:
     """
 
     def __init__(self, samples: Sequence[LoadSample]) -> None:
-        """Take at least one."""
         assert samples
         columns = np.array(samples, dtype=np.float64)
         self._new, self._prefix = columns[:, 0], columns[:, 1]

@@ -96,6 +96,15 @@ class Candidates:
 
     The decision log keeps them of thousands of requests. Iterating gives each as a
     :class:`Candidate`.
+
+    Args:
+        engines: ids.
+        roles: roles.
+        health: health.
+        numbers: int32 [6, engines]: requests, places, and local, node, usable, peer tokens.
+        verdicts: uint8 [engines], positions in :data:`VERDICTS`.
+        seconds: float32 [6, engines]: queue, fetch, prefill, handoff, between tokens and of
+            late requests; not a number = it could not be chosen. None if the policy uses none.
     """
 
     __slots__ = ("_columns", "_later")
@@ -109,17 +118,6 @@ class Candidates:
         verdicts: npt.NDArray[np.uint8],
         seconds: npt.NDArray[np.float32] | None = None,
     ) -> None:
-        """Keep the columns.
-
-        Args:
-            engines: ids.
-            roles: roles.
-            health: health.
-            numbers: int32 [6, engines]: requests, places, and local, node, usable, peer tokens.
-            verdicts: uint8 [engines], positions in :data:`VERDICTS`.
-            seconds: float32 [6, engines]: queue, fetch, prefill, handoff, between tokens and of
-                late requests; not a number = it could not be chosen. None if the policy uses none.
-        """
         assert numbers.shape == (6, len(engines))
         self._columns: CandidateColumns | None = CandidateColumns(
             engines, roles, health, numbers, verdicts, seconds

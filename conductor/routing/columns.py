@@ -165,7 +165,6 @@ class FoundPrefixes(Mapping[str, Prefix]):
     __slots__ = ("_ranks", "ids", "numbers")
 
     def __init__(self, ids: Sequence[str], numbers: Numbers, ranks: Sequence[int | None]) -> None:
-        """Keep the columns; ``ranks``: see :class:`Prefix`."""
         self.ids = ids
         self.numbers = numbers
         self._ranks = ranks

@@ -73,7 +73,6 @@ class DecodeDemand:
     """
 
     def __init__(self) -> None:
-        """Start without requests."""
         self.now = NOBODY
         self.typical_s = 0.0
         self._late = NOBODY  # should have ended; or should have begun, and count as if they had

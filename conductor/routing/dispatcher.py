@@ -51,6 +51,15 @@ _PACE_WEIGHT: Final = 0.1
 class Dispatcher:
     """All requests that have not ended.
 
+    Args:
+        registry: the engines.
+        scheduler: makes the decisions.
+        limits: bounds.
+        book: the engines' costs; None = nothing is known of them.
+        rules: who is admitted, and who comes first.
+        lends: whether mixed engines are lent to prompts or to tokens. They must be able to hand
+            KV over then.
+
     Attributes:
         loads: what the engines have to do for them, and how fast they are.
         admission: which of them are refused because they would be served too late.
@@ -67,17 +76,6 @@ class Dispatcher:
         *,
         lends: bool = False,
     ) -> None:
-        """Start empty.
-
-        Args:
-            registry: the engines.
-            scheduler: makes the decisions.
-            limits: bounds.
-            book: the engines' costs; None = nothing is known of them.
-            rules: who is admitted, and who comes first.
-            lends: whether mixed engines are lent to prompts or to tokens. They must be able to hand
-                KV over then.
-        """
         self._registry = registry
         self._scheduler = scheduler
         self._limits = limits

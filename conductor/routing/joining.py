@@ -165,7 +165,6 @@ class Sessions:
     """The sessions of all nodes, by engine name."""
 
     def __init__(self, views: Iterable[NodeView]) -> None:
-        """Index what the nodes told last."""
         self._named: dict[str, dict[str, list[SeenSession]]] = {}
         self._hosts: dict[str, str] = {}
         self._clusters: dict[str, str] = {}

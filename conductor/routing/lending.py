@@ -336,12 +336,14 @@ class _Model:
 class Pools:
     """The mixed engines of all models.
 
+    Args:
+        targets: the objectives of the requests.
+
     Attributes:
         lent: roles of those that are lent; another object whenever they change.
     """
 
     def __init__(self, targets: Targets) -> None:
-        """Nobody is lent; ``targets`` are the objectives of the requests."""
         self.lent: Mapping[str, Role] = {}
         self._targets = targets
         self._models: dict[str, _Model] = {}

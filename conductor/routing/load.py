@@ -222,12 +222,14 @@ class _Load:
 class EngineLoads:
     """All engines that have had a request, or were asked for.
 
+    Args:
+        book: the costs of engines; measurements are added to it.
+
     Attributes:
         changes: counts what may change :meth:`columns`, but for the time.
     """
 
     def __init__(self, book: CostBook) -> None:
-        """Start without requests; ``book`` has the costs of engines, and learns."""
         self.changes = 0
         self._usual_s = 0.0
         self._book = book

@@ -46,7 +46,6 @@ class Occupancy:
     """
 
     def __init__(self) -> None:
-        """Start empty."""
         self.in_flight: Counter[str] = Counter()
         self.detached: Counter[str] = Counter()
         self.promised: Counter[str] = Counter()

@@ -53,7 +53,6 @@ class DecodePool:
     """
 
     def __init__(self, model: str, view: View, rows: Sequence[int], loads: EngineLoads) -> None:
-        """Add them up; at least one."""
         self.model = model
         self._loads = loads
         self._ids = [view.ids[row] for row in rows]
@@ -162,10 +161,15 @@ class _Engines(NamedTuple):
 
 
 class Outlook:
-    """The outlook at one time."""
+    """The outlook at one time.
+
+    Args:
+        view: the engines, with their costs.
+        loads: the work that they have.
+        policy: the policy that chooses engines.
+    """
 
     def __init__(self, view: View, loads: EngineLoads, policy: Policy) -> None:
-        """Begin with what the engines have; ``view`` has their costs."""
         assert view.costs is not None
         self._view = view
         self._costs = view.costs

@@ -53,7 +53,6 @@ class OutputLengths:
     """What was learned of the answers."""
 
     def __init__(self) -> None:
-        """Start without any."""
         self._all = _Mean()
         self._limits: dict[int, _Mean] = {}  # by bits of the limit: at most 64
         self._tenants: OrderedDict[str, _Mean] = OrderedDict()

@@ -42,17 +42,16 @@ class _Table(NamedTuple):
 
 
 class PackedCandidates:
-    """The same as :class:`Candidates`, smaller; made from it when a decision has ended."""
+    """The same as :class:`Candidates`, smaller; made from it when a decision has ended.
+
+    Args:
+        candidates: not changed, and not kept.
+        shared: of all decisions that are kept together.
+    """
 
     __slots__ = ("_columns",)
 
     def __init__(self, candidates: Candidates, shared: SharedValues) -> None:
-        """Pack.
-
-        Args:
-            candidates: not changed, and not kept.
-            shared: of all decisions that are kept together.
-        """
         self._columns: tuple[object, ...] = tuple(
             _packed(name, column, shared)
             for name, column in zip(CandidateColumns._fields, candidates.columns, strict=True)

@@ -45,7 +45,6 @@ class WaitingRows:
     """
 
     def __init__(self, rows: Iterable[WaitingRow] = ()) -> None:
-        """Start with these rows."""
         self._lists: list[list[Any]] = [[] for _ in WaitingRow._fields]
         self._kinds: list[int] = []
         self._numbers: dict[_Kind, int] = {}  # of each kind

@@ -118,16 +118,14 @@ class PrefixView:
     """Looks up prefixes for the dispatcher.
 
     It keeps the prompt of a request from :meth:`remember` to :meth:`forget`.
+
+    Args:
+        index: the prefix index.
+        registry: the engines.
+        needed: whether the policy uses prefixes at all.
     """
 
     def __init__(self, index: PrefixIndex, registry: EngineRegistry, *, needed: bool) -> None:
-        """Connect the parts.
-
-        Args:
-            index: the prefix index.
-            registry: the engines.
-            needed: whether the policy uses prefixes at all.
-        """
         self._index = index
         self._registry = registry
         self._prompts: dict[int, NamedPrompt] = {}

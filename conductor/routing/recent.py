@@ -43,7 +43,6 @@ class RecentLoad:
     """What came, and what has ended, of all models."""
 
     def __init__(self) -> None:
-        """Start with nothing."""
         self._arrivals: deque[tuple[float, str]] = deque(maxlen=ARRIVALS_KEPT)
         self._begun: float | None = None
         self._samples: deque[tuple[str, LoadSample]] = deque(maxlen=SAMPLES_KEPT)

@@ -71,16 +71,15 @@ class Handoff(NamedTuple):
 
 
 class Scheduler:
-    """One policy as the function ``schedule``; stateless."""
+    """One policy as the function ``schedule``; stateless.
+
+    Args:
+        policy: order of requests, and costs of engines.
+        at_once: protocols by which both engines of a pair are asked at once, so that a request
+            takes its place at both when it is assigned.
+    """
 
     def __init__(self, policy: Policy, at_once: Collection[str] = ()) -> None:
-        """Connect the parts.
-
-        Args:
-            policy: order of requests, and costs of engines.
-            at_once: protocols by which both engines of a pair are asked at once, so that a request
-                takes its place at both when it is assigned.
-        """
         self.policy = policy
         self.kinds = Kinds(frozenset(at_once), _IN_TURN)
 

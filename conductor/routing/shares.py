@@ -30,7 +30,6 @@ class FairShares:
     """What the tenants got."""
 
     def __init__(self) -> None:
-        """Start with nothing."""
         self._got: OrderedDict[str, float] = OrderedDict()  # at the scale of now
         self._scaled_at = 0.0
         self._present: Counter[str] = Counter()  # requests that have not ended

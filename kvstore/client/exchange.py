@@ -33,6 +33,8 @@ _CLOSE_TIMEOUT_S: Final = 1.0
 class Connection:
     """A connection that is used until its first error; thread-safe.
 
+    The first :meth:`request` must be Hello.
+
     Args:
         path: the node's socket.
         number: its number among the connections of its link.
@@ -45,7 +47,6 @@ class Connection:
     """
 
     def __init__(self, path: str, number: int) -> None:
-        """Connect; Hello must be the first :meth:`request`."""
         self.number = number
         self.broken = ""
         self._path = path

@@ -115,7 +115,7 @@ class Worker:
 
 
 class Job(Generic[T]):
-    """One submitted copy.
+    """One submitted copy. It is queued when it is created; if the queue is full, it has failed.
 
     Args:
         worker: runs it.
@@ -131,7 +131,6 @@ class Job(Generic[T]):
         self, worker: Worker, run: Callable[[], T], slow: Worker | None = None,
         blocks: "BlocksOnDevice | None" = None,
     ) -> None:  # fmt: skip
-        """Queue it at once; if the queue is full, the job has failed."""
         self._call = run
         self._blocks = blocks
         self._slow = slow
@@ -230,7 +229,6 @@ class RestoreJob(Job[RestoreResult]):
         self, worker: Worker, run: Callable[[], RestoreResult], progress: Progress, *,
         layered: bool, slow: Worker | None = None, blocks: "BlocksOnDevice | None" = None,
     ) -> None:  # fmt: skip
-        """Queue it at once."""
         self._progress = progress
         self._layered = layered
         super().__init__(worker, run, slow, blocks)

@@ -250,12 +250,13 @@ class Mapping:
 class Use:
     """A move's or view's use of a mapping; its extents stay mapped until :meth:`end`.
 
+    :meth:`Mapping.use` makes it.
+
     Attributes:
         extents: numbers of the extents that it uses.
     """
 
     def __init__(self, mapping: Mapping) -> None:
-        """Use nothing yet; see :meth:`Mapping.use`."""
         self._mapping = mapping
         self.extents: set[int] = set()
 

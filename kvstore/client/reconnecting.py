@@ -67,7 +67,6 @@ class Reconnecting:
     """
 
     def __init__(self) -> None:
-        """Start disconnected, with no memory."""
         self.connection = 0
         self.connected = False
         self.memory = 0

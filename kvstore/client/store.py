@@ -56,7 +56,6 @@ class KVStore:
     def __init__(
         self, link: NodeLink, timeout_s: float = TIMEOUT_S, promotion: Promotion | None = None
     ) -> None:
-        """Use :meth:`connect` or :meth:`open`."""
         self._link = link
         #: Protects the two fields below. Held while a link is created, which takes a limited time.
         self._lock = threading.Lock()

@@ -49,7 +49,6 @@ class EndpointTurns:
     """The endpoints of a store, one after another."""
 
     def __init__(self, servers: StoreServers) -> None:
-        """Begin with the first one."""
         assert servers.endpoints
         self._addresses = [read_address(text) for text in servers.endpoints]
         self._at = -1

@@ -52,7 +52,6 @@ class PageAnnouncer:
         self, store: PageStore, source: Source, cluster: str, boot: bytes,
         bounds: SourceBounds = BOUNDS,
     ) -> None:  # fmt: skip
-        """Announce nothing yet; see :meth:`run`."""
         self._store = store
         self._source = source
         self._boot = boot

@@ -54,6 +54,11 @@ class _Run:
 class PageAnnouncement:
     """One telling of all pages; a feed for the follower of the node's own events.
 
+    Args:
+        token: see there.
+        names: names the pages.
+        workspace: what decoding events needs; None = one of its own.
+
     Attributes:
         token: names it at the store; nobody else has it.
         number: its number; 0 = none yet.
@@ -67,13 +72,6 @@ class PageAnnouncement:
     left_out = 0
 
     def __init__(self, token: str, names: EntryNames, workspace: Workspace | None = None) -> None:
-        """Begin without pages.
-
-        Args:
-            token: see there.
-            names: names the pages.
-            workspace: what decoding events needs; None = one of its own.
-        """
         self.token = token
         self.number = 0
         self.batch = 1
@@ -238,6 +236,9 @@ Step = Claim | ChangeEntries | Renew | Withdraw | WaitUntil
 class Announcing:
     """What to announce next.
 
+    Args:
+        begin: makes an announcement without pages, with a new token.
+
     Attributes:
         present: the announcement that counts; None = none is complete yet.
         coming: one that is not complete yet.
@@ -248,11 +249,6 @@ class Announcing:
     """
 
     def __init__(self, begin: Callable[[], PageAnnouncement]) -> None:
-        """Announce nothing yet.
-
-        Args:
-            begin: makes an announcement without pages, with a new token.
-        """
         self.present: PageAnnouncement | None = None
         self.coming: PageAnnouncement | None = None
         self.faults: Counter[str] = Counter()

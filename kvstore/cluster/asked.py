@@ -44,7 +44,6 @@ class AskedDirectory:
     def __init__(
         self, index: PrefixIndex, membership: Membership, own: str, tell: Callable[[AskPages], None]
     ) -> None:
-        """AskPages nothing yet; see :meth:`run`."""
         self.refused: list[str] = []
         self._index = index
         self._membership = membership

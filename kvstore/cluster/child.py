@@ -51,7 +51,6 @@ class ClusterCompanion:
     """
 
     def __init__(self, make_store: OpenStore = configured_store) -> None:
-        """Do nothing yet; see :meth:`run`."""
         self._make_store = make_store
         self._settings: ChildSettings | None = None
         self._record: NodeRecord | None = None

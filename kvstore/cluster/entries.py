@@ -60,7 +60,6 @@ class EntryNames:
     """
 
     def __init__(self, cluster: str) -> None:
-        """Name the pages of the cluster of this name."""
         self._cluster = cluster
         self._masks: dict[tuple[str, str], npt.NDArray[np.uint8]] = {}
 

@@ -34,18 +34,16 @@ _T = TypeVar("_T")
 class EtcdStore:
     """See :class:`~kvstore.cluster.store.RecordStore`; for etcd 3.4 or newer.
 
+    Args:
+        servers: of one etcd.
+        cluster: name of the cluster.
+        lease_s: seconds after the last renewal in which a record is gone.
+
     Attributes:
         lease_s: seconds after the last renewal in which a record is gone; whole ones, 2 at least.
     """
 
     def __init__(self, servers: StoreServers, cluster: str, lease_s: float = LEASE_S) -> None:
-        """Not connected.
-
-        Args:
-            servers: of one etcd.
-            cluster: name of the cluster.
-            lease_s: seconds after the last renewal in which a record is gone.
-        """
         self.lease_s = float(ceil(lease_s))
         self._servers = servers
         self._turns = EndpointTurns(servers)

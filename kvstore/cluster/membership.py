@@ -104,14 +104,13 @@ class _Nodes:
 
 
 class LocalMembership:
-    """A fixed list of nodes: all of them are always there, and only this one comes and goes."""
+    """A fixed list of nodes: all of them are always there, and only this one comes and goes.
+
+    Args:
+        nodes: the other nodes: name → ``host:port`` of its peer service.
+    """
 
     def __init__(self, nodes: Mapping[str, str]) -> None:
-        """Not a node yet.
-
-        Args:
-            nodes: the other nodes: name → ``host:port`` of its peer service.
-        """
         self._others = {name: NodeRecord(name=name, endpoint=at) for name, at in nodes.items()}
         self._nodes = _Nodes(dict(self._others))
 
@@ -148,17 +147,15 @@ class StoreMembership:
     process that has just begun, or a store that was emptied, does not take all nodes away. A node
     that is refused is alone.
 
+    Args:
+        kind: of the store, for operators.
+        tell: tells the index process; what is told while it is away is lost.
+
     Attributes:
         standing: of this node.
     """
 
     def __init__(self, kind: str, tell: Callable[[Join | Leave], None]) -> None:
-        """Not a node yet.
-
-        Args:
-            kind: of the store, for operators.
-            tell: tells the index process; what is told while it is away is lost.
-        """
         self.standing = JoinStanding()
         self._kind = kind
         self._tell = tell

@@ -16,15 +16,14 @@ _READ_BYTES = 64 << 10
 
 
 class PresenceCheck:
-    """Finds out whether the process of a record lives, by greeting it as a node does."""
+    """Finds out whether the process of a record lives, by greeting it as a node does.
+
+    Args:
+        local: this node; it has the name of the records that are asked about.
+        tls: its certificate, and the authority of its peers; None = plain TCP.
+    """
 
     def __init__(self, local: LocalNode, tls: ssl.SSLContext | None) -> None:
-        """Ask nobody yet.
-
-        Args:
-            local: this node; it has the name of the records that are asked about.
-            tls: its certificate, and the authority of its peers; None = plain TCP.
-        """
         self._local = local
         self._tls = tls
 

@@ -224,7 +224,6 @@ class RedisPages:
         self, connect: Callable[[], Redis], cluster: str, entry_ms: int = ENTRY_MS,
         number_ms: int = NUMBER_MS,
     ) -> None:  # fmt: skip
-        """Call nothing yet."""
         self._connect = connect
         self._numbers = f"kvstore:{{{cluster}}}:numbers"
         self._holder = f"kvstore:{{{cluster}}}:holder:"

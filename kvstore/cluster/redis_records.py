@@ -101,18 +101,16 @@ _LOGIN: Final = (
 class RedisStore:
     """See :class:`~kvstore.cluster.store.RecordStore`; for Redis 6.2 or newer.
 
+    Args:
+        servers: of one Redis; a replica among them does not serve.
+        cluster: name of the cluster.
+        lease_s: seconds after the last renewal in which a record is gone.
+
     Attributes:
         lease_s: seconds after the last renewal in which a record is gone.
     """
 
     def __init__(self, servers: StoreServers, cluster: str, lease_s: float = LEASE_S) -> None:
-        """Not connected.
-
-        Args:
-            servers: of one Redis; a replica among them does not serve.
-            cluster: name of the cluster.
-            lease_s: seconds after the last renewal in which a record is gone.
-        """
         self.lease_s = lease_s
         self._client = redis_clients(servers, CALL_S)
         self._prefix = f"kvstore:{{{cluster}}}:"

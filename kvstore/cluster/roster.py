@@ -12,17 +12,15 @@ class Roster:
     A store that comes back may have been emptied, and the others need time to come back to it. So
     nodes that were known before stay until they have been seen again, or for a lease's time.
 
+    Args:
+        hold_s: how long nodes of before stay after the store has come back.
+
     Attributes:
         nodes: by name.
         unreadable: number of records in the last answer that are left out.
     """
 
     def __init__(self, hold_s: float) -> None:
-        """Nobody is known yet.
-
-        Args:
-            hold_s: how long nodes of before stay after the store has come back.
-        """
         self.nodes: dict[str, NodeRecord] = {}
         self.unreadable = 0
         self._hold_s = hold_s

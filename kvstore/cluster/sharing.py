@@ -40,7 +40,6 @@ class SharedDirectory:
         self, settings: DirectorySettings, shown: PeerCredentials,
         tell: Callable[[HoldingsFound | DirectoryReport], None],
     ) -> None:  # fmt: skip
-        """Do nothing yet; see :meth:`run`."""
         self._stores = [
             RedisPages(redis_clients(settings.servers, CALL_S), shown.cluster) for _ in range(2)
         ]
@@ -92,7 +91,6 @@ class PageQuestions:
     def __init__(
         self, store: PageStore, cluster: str, tell: Callable[[HoldingsFound], None]
     ) -> None:
-        """Answer nothing yet; see :meth:`run`."""
         self.asked = 0
         self._store = store
         self._names = EntryNames(cluster)

@@ -27,18 +27,16 @@ class Standing:
     It logs one line when the session comes up, one when it is down, and one for each field that
     refuses it; none of them again before the session was up.
 
+    Args:
+        peer: name of the other node.
+        place: ``host:port`` of its peer service.
+
     Attributes:
         up: the other node has welcomed this one.
         faults: broken sessions and attempts, by cause.
     """
 
     def __init__(self, peer: str, place: str) -> None:
-        """Not up yet.
-
-        Args:
-            peer: name of the other node.
-            place: ``host:port`` of its peer service.
-        """
         self.up = False
         self.faults: Counter[str] = Counter()
         self._peer = peer
@@ -105,7 +103,6 @@ class Refusals:
     """Other nodes that are refused here; logs each once for each field, until it is admitted."""
 
     def __init__(self) -> None:
-        """Nobody was refused yet."""
         #: In the order of their lines; the first ones are forgotten beyond :data:`SAID_MAX`.
         self._said: dict[tuple[str, str], None] = {}
         self._many_s = -MANY_S

@@ -32,7 +32,6 @@ class ChildTalk:
     """
 
     def __init__(self, index: IndexProcess, settings: Callable[[], ChildSettings]) -> None:
-        """Listen to the process."""
         self._index = index
         self._settings = settings
         self._membership: StoreMembership | None = None

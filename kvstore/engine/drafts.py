@@ -38,7 +38,6 @@ class DraftBlocks:
     """
 
     def __init__(self, group: Group, page_tokens: int) -> None:
-        """Know nothing of the blocks of the engine's only group."""
         self._group = group.index
         self._block_tokens = group.block_tokens
         self._page_blocks = page_tokens // group.block_tokens

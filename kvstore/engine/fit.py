@@ -27,16 +27,14 @@ class OnlineFit:
     The expected seconds are the sum of ``terms[i] * factor[i]``. Term 0 is a constant, 1 for each
     sample. No factor is below 0. Its state is a few sums, whatever it has seen.
 
+    Args:
+        shares: for each term its factor relative to the others', where the samples do not tell.
+
     Attributes:
         samples: samples seen.
     """
 
     def __init__(self, shares: Sequence[float]) -> None:
-        """Know nothing.
-
-        Args:
-            shares: for each term its factor relative to the others', where the samples do not tell.
-        """
         terms = len(shares)
         assert shares[0] == 0.0, shares
         self.samples = 0

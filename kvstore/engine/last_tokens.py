@@ -14,7 +14,6 @@ class LastTokens:
     """The requests that will compute their last token anew."""
 
     def __init__(self) -> None:
-        """There are none."""
         self._blocks: dict[str, set[int]] = {}
 
     def expect(self, request_id: str, load: Load) -> None:

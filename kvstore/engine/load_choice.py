@@ -46,7 +46,6 @@ class PromptsAhead:
     __slots__ = ("_pairs", "_requests", "_tokens")
 
     def __init__(self) -> None:
-        """There are none."""
         self._requests: dict[str, tuple[int, int]] = {}
         self._tokens = 0
         self._pairs = 0
@@ -193,6 +192,10 @@ def offer_of(
 class LoadChooser:
     """Chooses, from what was measured.
 
+    Args:
+        pace: measured by the adapter.
+        loads: the user's rule.
+
     Attributes:
         costs: measured loads, and those in flight.
         holds_too_much: loads hold so many of the engine's blocks that none is to begin; the caller
@@ -200,12 +203,6 @@ class LoadChooser:
     """
 
     def __init__(self, pace: Pace, loads: Loads = Loads.FASTER) -> None:
-        """Prepare.
-
-        Args:
-            pace: measured by the adapter.
-            loads: the user's rule.
-        """
         self.costs = LoadCosts()
         self.holds_too_much = False
         self._pace = pace

@@ -30,18 +30,17 @@ class RequestLoad:
 
 
 class LoadDecisions:
-    """Chooses for the requests of one engine."""
+    """Chooses for the requests of one engine.
+
+    Args:
+        chooser: knows what loads and computing take.
+        room_wait_s: maximum seconds that a request waits for room.
+        count: adds to a series of :data:`kvstore.engine.counts.SERIES`, or to a choice.
+    """
 
     def __init__(
         self, chooser: LoadChooser, room_wait_s: float, count: Callable[[str, float], None]
     ) -> None:
-        """Prepare.
-
-        Args:
-            chooser: knows what loads and computing take.
-            room_wait_s: maximum seconds that a request waits for room.
-            count: adds to a series of :data:`kvstore.engine.counts.SERIES`, or to a choice.
-        """
         self._chooser = chooser
         self._room_wait_s = room_wait_s
         self._count = count

@@ -45,7 +45,15 @@ FREES_SOON_S: Final = 0.1
 
 
 class SchedulerSide:
-    """Decides which pages to load and store; called only by the engine's scheduler thread."""
+    """Decides which pages to load and store; called only by the engine's scheduler thread.
+
+    Args:
+        opening: source of the space.
+        setup: the engine.
+        options: the user's options.
+        clock: monotonic seconds.
+        report_prefill: called with the measured seconds per token, at most once a second.
+    """
 
     def __init__(
         self,
@@ -55,15 +63,6 @@ class SchedulerSide:
         clock: Callable[[], float],
         report_prefill: Callable[[float], None],
     ) -> None:
-        """Prepare.
-
-        Args:
-            opening: source of the space.
-            setup: the engine.
-            options: the user's options.
-            clock: monotonic seconds.
-            report_prefill: called with the measured seconds per token, at most once a second.
-        """
         self.counts = AdapterCounts()
         self.pace = Pace()
         self.chooser = LoadChooser(self.pace, options.loads)

@@ -147,6 +147,10 @@ class RefusedError(Exception):
 class OpenQuestion:
     """One question, and its answer on the way from the node's loop to the publisher's thread.
 
+    Args:
+        asked: what is asked for.
+        wake: wakes the publisher's thread.
+
     Attributes:
         asked: what is asked for.
         began: monotonic time in seconds.
@@ -155,12 +159,6 @@ class OpenQuestion:
     """
 
     def __init__(self, asked: Asked, wake: Callable[[], None]) -> None:
-        """Begin.
-
-        Args:
-            asked: what is asked for.
-            wake: wakes the publisher's thread.
-        """
         self.asked = asked
         self.began = time.monotonic()
         longest_s = _SNAPSHOT_S_MAX if asked.kind == SNAPSHOT else _SHORT_S_MAX
@@ -209,7 +207,6 @@ class Questions:
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        """See :class:`OpenQuestion` for ``wake``."""
         self._wake = wake
         self.counts: Counter[str] = Counter()
         self.snapshot_s = 0.0

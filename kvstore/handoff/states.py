@@ -212,7 +212,6 @@ class HandoffProgress:
     )  # fmt: skip
 
     def __init__(self, patience: Patience, now_ns: int) -> None:
-        """Begin in BOOTSTRAPPING."""
         self._patience = patience
         self._opened_ns = self._heard_ns = self.since_ns = now_ns
         self.state = State.BOOTSTRAPPING

@@ -80,6 +80,15 @@ class KvGroup(NamedTuple):
 class EventIngest:
     """Turns the events of one worker into changes.
 
+    Args:
+        worker: name in the index.
+        scope: for events without a space.
+        holder: returns the number of a holder of this worker.
+        dropped: called with the worker when it has lost all blocks: applies the changes so
+            far, then deletes all entries of this worker. Numbers of holders end with that.
+        workspace: of the calling thread.
+        limits: of its blocks, if it has hashes of its own.
+
     Attributes:
         kind: kind of the chain values of an engine; None until an event has shown it.
         block_tokens: tokens in a block of an engine; 0 until an event has shown it.
@@ -101,17 +110,6 @@ class EventIngest:
         workspace: Workspace,
         limits: BlockLimits,
     ) -> None:
-        """Start without entries.
-
-        Args:
-            worker: name in the index.
-            scope: for events without a space.
-            holder: returns the number of a holder of this worker.
-            dropped: called with the worker when it has lost all blocks: applies the changes so
-                far, then deletes all entries of this worker. Numbers of holders end with that.
-            workspace: of the calling thread.
-            limits: of its blocks, if it has hashes of its own.
-        """
         self._worker = worker
         self._scope = scope
         self._find_holder = holder

@@ -38,7 +38,6 @@ class ChangeBatch:
     __slots__ = ("_ends", "_holders", "_stored", "chains", "used")
 
     def __init__(self) -> None:
-        """Start empty, with room for one event."""
         self.chains = WordBuffer(2 * HASHES_MAX)
         self.used = 0
         self._ends: list[int] = [0]

@@ -40,7 +40,6 @@ class NativeBlockMap:
     """A hash table with linear probing, in arrays that ``_chains.c`` reads and writes."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Bind the functions of the built library."""
         size, memory = ctypes.c_int64, ctypes.c_void_p
         self._find = library.kv_blocks_find
         self._find.restype = size

@@ -92,7 +92,6 @@ class EngineBlocks:
     """
 
     def __init__(self, workspace: Workspace, limits: BlockLimits) -> None:
-        """Start without blocks."""
         self._space = workspace
         self._limits = limits
         self._map = block_map(workspace.chains)

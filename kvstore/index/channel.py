@@ -29,7 +29,7 @@ _BUFFER_BYTES: Final = 64 << 10
 
 
 class EventConnection:
-    """An open connection after its handshake.
+    """An open connection after its handshake; :meth:`open` opens one.
 
     Attributes:
         beats: the peer answers :meth:`ping`.
@@ -38,7 +38,6 @@ class EventConnection:
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: zmtp.ZmtpPeer
     ) -> None:
-        """See :meth:`open`."""
         self._reader = reader
         self._writer = writer
         self._peer = peer

@@ -29,15 +29,14 @@ class PageHolder(NamedTuple):
 
 
 class HolderDirectory:
-    """The holders at one moment."""
+    """The holders at one moment.
+
+    Args:
+        version: moves with every change; -1 for a directory that could not be read.
+        holders: those that count now, each with its bit.
+    """
 
     def __init__(self, version: int, holders: Mapping[PageHolder, int]) -> None:
-        """Describe the holders.
-
-        Args:
-            version: moves with every change; -1 for a directory that could not be read.
-            holders: those that count now, each with its bit.
-        """
         self.version = version
         self.holders: Final = holders
 

@@ -29,15 +29,14 @@ _SWEEP_SLOTS: Final = 200_000
 
 
 class PageFeeds:
-    """The feeds of all workers, and the table that they change."""
+    """The feeds of all workers, and the table that they change.
+
+    Args:
+        writer: writes the table.
+        secret: seeds all chain values; readers of the table have it too.
+    """
 
     def __init__(self, writer: IndexWriter, secret: int) -> None:
-        """Start without feeds.
-
-        Args:
-            writer: writes the table.
-            secret: seeds all chain values; readers of the table have it too.
-        """
         self._writer = writer
         self._space = Workspace(secret)
         self._batch = ChangeBatch()
@@ -140,7 +139,6 @@ class WorkerFeed:
     """
 
     def __init__(self, feeds: PageFeeds, source: Source, blocks_max: int) -> None:
-        """See :meth:`PageFeeds.feed`."""
         self._feeds = feeds
         self._worker = source.worker
         scope = EngineScope(source.domain, None, source.block_tokens)

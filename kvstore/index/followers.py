@@ -432,15 +432,14 @@ def _said(error: OSError) -> str:
 
 
 class Followers:
-    """One follower for each source."""
+    """One follower for each source.
+
+    Args:
+        pages: the table to update.
+        bounds: limits of each source.
+    """
 
     def __init__(self, pages: PageFeeds, bounds: SourceBounds) -> None:
-        """Start without sources.
-
-        Args:
-            pages: the table to update.
-            bounds: limits of each source.
-        """
         self._pages = pages
         self._bounds = bounds
         self._followers: dict[str, Follower[WorkerFeed]] = {}

@@ -33,17 +33,16 @@ class PartNeed(NamedTuple):
 
 
 class HolderRuns:
-    """The holders of one prompt's blocks: runs of blocks that have the same holders."""
+    """The holders of one prompt's blocks: runs of blocks that have the same holders.
+
+    Args:
+        ends: int64 [k], number of blocks up to the end of each run.
+        rows: uint64 [k, 16], a bit for each holder of the run's blocks.
+        version: of the holder directory that these bits belong to.
+        undecided: blocks that count as absent because the table changed again and again.
+    """
 
     def __init__(self, ends: Numbers, rows: Words, version: int, undecided: int = 0) -> None:
-        """Made by the reader.
-
-        Args:
-            ends: int64 [k], number of blocks up to the end of each run.
-            rows: uint64 [k, 16], a bit for each holder of the run's blocks.
-            version: of the holder directory that these bits belong to.
-            undecided: blocks that count as absent because the table changed again and again.
-        """
         self.ends = ends
         self.rows = rows
         self.version = version
@@ -75,14 +74,13 @@ class UsableRuns(NamedTuple):
 
 
 class PrefixNeeds:
-    """What some candidates need; prepared once for each version of the holder directory."""
+    """What some candidates need; prepared once for each version of the holder directory.
+
+    Args:
+        candidates: the parts of each; a candidate without parts has no prefix.
+    """
 
     def __init__(self, candidates: Sequence[Sequence[PartNeed]]) -> None:
-        """Say what is asked.
-
-        Args:
-            candidates: the parts of each; a candidate without parts has no prefix.
-        """
         self._needs = [tuple(parts) for parts in candidates]
         self._version: int | None = None
         self._native: NativeNeeds | None = None

@@ -21,14 +21,13 @@ _KINDS_MAX: Final = 16
 
 
 class SampledPages:
-    """Keys of pages that were stored, some of them evicted again."""
+    """Keys of pages that were stored, some of them evicted again.
+
+    Args:
+        workspace: what decoding needs.
+    """
 
     def __init__(self, workspace: Workspace) -> None:
-        """Start empty.
-
-        Args:
-            workspace: what decoding needs.
-        """
         self._space = workspace
         self._batches = 0
         self._keys: dict[tuple[str, str, str], deque[bytes]] = {}

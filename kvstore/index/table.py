@@ -35,14 +35,13 @@ _NOTHING: Final = HolderDirectory(_UNREADABLE, {})
 
 
 class IndexReader:
-    """The table of an index, which another process, or this one, writes."""
+    """The table of an index, which another process, or this one, writes.
+
+    Args:
+        buffer: the table's memory; read-only will do.
+    """
 
     def __init__(self, buffer: memoryview) -> None:
-        """Begin to read.
-
-        Args:
-            buffer: the table's memory; read-only will do.
-        """
         self._buffer = buffer
         self._mapped: TableView | None = None
         self._native = NativeLookup(LOOKUP) if LOOKUP is not None else None

@@ -42,6 +42,10 @@ class WaitingBlocks:
 class WaitingEvents:
     """The waiting blocks of one engine; the oldest events make room for new ones.
 
+    Args:
+        blocks_max: maximum number of blocks.
+        size_max: maximum size in bytes.
+
     Attributes:
         blocks: number of blocks.
         size: their size in bytes, see :attr:`WaitingBlocks.size`.
@@ -50,7 +54,6 @@ class WaitingEvents:
     __slots__ = ("_blocks_max", "_by_name", "_by_parent", "_events", "_size_max", "blocks", "size")
 
     def __init__(self, blocks_max: int, size_max: int) -> None:
-        """Start empty; with the maximum number of blocks and of bytes."""
         self._blocks_max = blocks_max
         self._size_max = size_max
         self.clear()
@@ -131,12 +134,14 @@ class WaitingNames:
 
     Of a KV group with states or a window an engine names the blocks that are there, with the tokens
     of all: which tokens are whose shows the event of a group that has all blocks.
+
+    Args:
+        blocks_max: maximum number of blocks; a block with two holders counts twice.
     """
 
     __slots__ = ("_bits", "_blocks_max", "blocks")
 
     def __init__(self, blocks_max: int) -> None:
-        """Start empty; with the maximum number of blocks, counted for each holder."""
         self._blocks_max = blocks_max
         self.clear()
 

@@ -60,7 +60,6 @@ class DevicePool:
     # An engine may call us in inference mode; tensors made there cannot be written outside of it.
     @torch.inference_mode(mode=False)
     def __init__(self, pool: KVPool, device: Device, way_in: Lane, way_out: Lane) -> None:
-        """Describe the pool's memory; copies nothing."""
         self._pool = pool
         self._device = device
         self._in, self._out = way_in, way_out

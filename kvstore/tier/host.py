@@ -62,7 +62,7 @@ class _Exchange:
 
 
 class HostMemory:
-    """The memory behind the extents of one node.
+    """The memory behind the extents of one node; there is none before :meth:`create`.
 
     Args:
         node: the node's name, unique on this machine.
@@ -80,7 +80,6 @@ class HostMemory:
         self, node: str, boot: bytes, extent_bytes: int, *, prefault: bool,
         record: MemoryRecord | None = None,
     ) -> None:  # fmt: skip
-        """Own no memory yet; :meth:`create` creates it."""
         self.failures = 0
         self.leaving: Callable[[int], None] = lambda _number: None
         self._prefix = f"kvstore:{node}:{boot.hex()}:"

@@ -162,6 +162,8 @@ class DeviceCopy:
 class Lane:
     """One direction between the node's memory and a device; one job at a time uses it.
 
+    Its memory is allocated by the first copy.
+
     Args:
         device: the device.
 
@@ -170,7 +172,6 @@ class Lane:
     """
 
     def __init__(self, device: Device) -> None:
-        """Allocate no memory before the first copy."""
         self._device = device
         self.stream = device.stream()
         self._using = threading.Lock()

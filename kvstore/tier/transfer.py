@@ -113,7 +113,6 @@ class RecordMover:
     """
 
     def __init__(self, disk: Disk, segments: Segments) -> None:
-        """Allocate the memory for headers."""
         self.counts: Counter[str] = Counter()
         self._disk = disk
         self._segments = segments

@@ -216,6 +216,8 @@ class MemoryNetwork:
 class MemoryTransport:
     """One node's transport of a network; see :class:`kvstore.transport.base.Transport`.
 
+    :meth:`MemoryNetwork.open` makes it.
+
     Attributes:
         name: ``memory``.
         endpoint: its name in the network.
@@ -226,7 +228,6 @@ class MemoryTransport:
     name = "memory"
 
     def __init__(self, network: MemoryNetwork, endpoint: str, in_flight_bytes_max: int) -> None:
-        """Made by :meth:`MemoryNetwork.open`."""
         self.endpoint = endpoint
         self.closed = False
         self.tickets: dict[bytes, _Ticket] = {}

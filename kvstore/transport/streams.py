@@ -127,7 +127,6 @@ class PlainStream:
     """A connection without TLS; the kernel keeps the deadlines."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Take over a blocking socket."""
         self._socket = connection
 
     @property
@@ -177,7 +176,6 @@ class TlsStream:
     """A connection with TLS."""
 
     def __init__(self, connection: ssl.SSLSocket) -> None:
-        """Take over a socket before its handshake."""
         self._socket = connection
 
     @property

@@ -74,7 +74,6 @@ class Ghosts:
     """
 
     def __init__(self, entries_max: int = GHOSTS_MAX) -> None:
-        """Start with none; memory is taken as entries come."""
         self.policy = "lru"
         self.wanted: tuple[int, int] | None = None
         self.head = PrefixKey(b"")

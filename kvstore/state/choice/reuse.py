@@ -103,7 +103,6 @@ class Observation:
     def __init__(
         self, key: bytes, node: PrefixNode, uses: int, counts: tuple[ReuseCounts, ...], since: int
     ) -> None:
-        """Watch a key of ``node`` from tick ``since`` on."""
         self.key: bytes | None = key
         self.counts = counts
         self.since = since

@@ -46,14 +46,12 @@ class PageTable:
     Args:
         slots: the slots of the host tier.
         policy: what leaves memory first, one of :data:`kvstore.state.choice.policy.POLICIES`.
+
+    Raises:
+        InvalidArgument: no policy has that name.
     """
 
     def __init__(self, slots: SlotTable, policy: str = "lru") -> None:
-        """Start empty.
-
-        Raises:
-            InvalidArgument: no policy has that name.
-        """
         self.residents = held = Residents(slots, policy)
         self.room, self.tiers = Room(held), Tiers(held)
         self.ahead = SlotsAhead(held, self.room)

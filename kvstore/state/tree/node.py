@@ -116,7 +116,7 @@ class PrefixNode:
     def __init__(
         self, space: "PrefixTree", keys: bytes, above: "PrefixNode | None", count: int = 1
     ) -> None:
-        """Make a node without slots and hang it under the page before it."""
+        """Create a node without slots, as a child of the node of the preceding page."""
         self.space, self.keys, self.count = space, keys, count
         self.above: PrefixNode | None = None
         self.below: dict[PrefixKey, PrefixNode] = _NOTHING
