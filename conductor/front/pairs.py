@@ -1,4 +1,4 @@
-"""Both engines of a pair at once: their requests run beside each other.
+"""Sends a request to both engines of a pair at once.
 
 ::
 

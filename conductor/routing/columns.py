@@ -1,4 +1,4 @@
-"""What a decision depends on, as data in columns: the engines, and the requests that wait.
+"""The input of a decision in columns: the engines, and the requests that wait.
 
 Row ``i`` of each column is the same engine, or the same request. Nothing here can be asked: what
 the index knows of a prompt was looked up before.

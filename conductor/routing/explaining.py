@@ -1,4 +1,4 @@
-"""What a decision shows of each engine that serves the model. Pure."""
+"""The part of a decision that shows each engine that serves the model. Pure."""
 
 from collections.abc import Callable
 from typing import NamedTuple

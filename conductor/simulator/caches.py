@@ -1,4 +1,4 @@
-"""What KV each simulated engine and node holds, and the prefixes that follow from it. Pure.
+"""The KV that each simulated engine and node holds, and the prefixes that follow. Pure.
 
 Blocks are named by the trace: who has one has named its whole prefix, but may have lost blocks
 before it. Of each block one integer says who holds it, a bit for each engine, so that one walk over

@@ -1,4 +1,4 @@
-"""What is known about the nodes of a cluster, and its format in a store. Pure."""
+"""Records of the nodes of a cluster, and their format in a store. Pure."""
 
 from typing import Final, Literal
 

@@ -1,4 +1,4 @@
-"""Which of an engine's blocks have the KV of a draft layer that their tokens say. Pure.
+"""Tracks which blocks hold valid draft-layer KV. Pure.
 
 An EAGLE head, or a layer for multi-token prediction, computes its KV at a token from that token,
 everything before it, and the token after it. So the last token of a block ties the block to one

@@ -1,4 +1,4 @@
-"""What a router knows about the KV of a request: hints of the KV Hint Protocol, version 0.1. Pure.
+"""A router's hints about the KV of a request: the KV Hint Protocol, version 0.1. Pure.
 
 An engine carries them with a request as ``kv_hints``. Where its HTTP server has no field for them,
 a router may send the same envelope in ``kv_transfer_params`` under ``kv_hints``. Of its actions one

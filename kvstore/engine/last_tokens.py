@@ -1,4 +1,4 @@
-"""Blocks to which a step to come writes a token that was loaded. Pure.
+"""Blocks whose last loaded token will be recomputed by a later step. Pure.
 
 An engine shares the blocks of a load as soon as it has ended. If all tokens of a request were
 loaded, the request computes the last one anew in its first step. That may come after a step of

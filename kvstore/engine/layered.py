@@ -1,7 +1,7 @@
-"""Steps that an engine computes on layer-wise loads whose end is not known yet. Pure.
+"""Steps that an engine computes on layer-wise loads that have not ended yet. Pure.
 
-An engine can begin a step before it knows how the one before it went (asynchronous scheduling,
-stages of a pipeline). What such a step computes may rest on KV that did not come, too.
+An engine can begin a step before the previous step's loads are known to have succeeded
+(asynchronous scheduling, pipeline stages). So that step may use KV that failed to load, too.
 """
 
 from collections import deque

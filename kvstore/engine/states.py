@@ -1,4 +1,4 @@
-"""What the scheduler side knows about each request and each job. Plain values."""
+"""The scheduler side's state of each request and each job. Plain values."""
 
 from dataclasses import dataclass, field
 

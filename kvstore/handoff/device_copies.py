@@ -1,9 +1,9 @@
-"""Copies between a device and pinned staging that are under way, and a thread that tells their end.
+"""Copies in progress between a device and pinned staging, and a thread that reports their ends.
 
-A device works behind the host's back. It may fail, or never finish, or not even take a copy: the
-call that gives it one waits when its queue is full. After :data:`DEVICE_S` a copy has failed, but
-its slot and its blocks stay in use until the device has really left them alone. So who tells that
-gives the device nothing.
+A device works asynchronously. It may fail, or never finish, or not even accept a copy: the call
+that submits one blocks when its queue is full. After :data:`DEVICE_S` a copy has failed, but its
+slot and its blocks stay in use until the device has really finished with them. So the thread that
+watches for this submits nothing to the device.
 """
 
 import logging

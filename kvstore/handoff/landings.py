@@ -1,4 +1,4 @@
-"""What arrives at decode: received and verified, in the pool or in staging of a device.
+"""Data that arrives at decode: received and verified, in the pool or in staging of a device.
 
 In host memory bytes land in the pool itself. For a pool on a device they land in staging, are
 verified there, and then spread; such a landing has ended when the device has finished.

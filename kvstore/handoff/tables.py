@@ -1,4 +1,4 @@
-"""What each side remembers of one room. Pure."""
+"""Each side's state of one room. Pure."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The interface of a transport that writes KV next to the link; decode does not see its writes.
+"""The interface of a transport that writes KV beside the link; decode does not see its writes.
 
 The managers have one each at most. Messages and aux data go over the link in any case, and so does
 every job that the transport does not take.

@@ -1,4 +1,4 @@
-"""What nodes and the Conductor see of an index, wherever it runs. Pure."""
+"""The interface of an index to nodes and the Conductor, wherever it runs. Pure."""
 
 from collections.abc import Mapping
 from typing import Final, NamedTuple, Protocol

@@ -1,4 +1,4 @@
-"""What the events of each worker change in the index's table. Pure.
+"""Turns the events of each worker into changes of the index's table. Pure.
 
 A :class:`WorkerFeed` turns one worker's events into changes. Those of all workers are gathered and
 applied together: the table takes many at once far faster than few.

@@ -1,4 +1,4 @@
-"""Writes the index's table: the only one who does. Pure.
+"""The only writer of the index's table. Pure.
 
 Every step leaves a table that readers can use, also if it is the last one: a slot is written at
 once; a segment, and the holder directory, is written to the half that is not in use, and then

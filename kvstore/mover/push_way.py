@@ -1,4 +1,4 @@
-"""What a handoff needs of a device: blocks copied to and from pinned staging. No torch.
+"""The interface of a device to handoffs: copies of blocks to and from pinned staging. No torch.
 
 A **way** is one direction: a stream, and a few **slots** of pinned memory. In a slot the blocks of
 ranges lie one after the other, as they are sent. :mod:`kvstore.tier.push_memory` implements this.

@@ -1,4 +1,4 @@
-"""Addresses of hosts, without a wait that nobody can end: ``getaddrinfo`` knows no deadline."""
+"""Resolves host names with a deadline, which ``getaddrinfo`` lacks."""
 
 import ipaddress
 import socket

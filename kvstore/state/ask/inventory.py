@@ -1,4 +1,4 @@
-"""What a node has: all pages, some chosen at random, or where some keys are. Pure.
+"""Lists the pages of a node: all, some chosen at random, or those with given keys. Pure.
 
 A walk over all pages is **fuzzy**: pages come and go between two of its steps. With the events it
 is exact nevertheless. A follower forgets what it knows, adds what the walk shows, and then applies,

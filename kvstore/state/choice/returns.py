@@ -1,4 +1,4 @@
-"""What share of the pages that left memory came back? Learnt from the prompts that leave. Pure.
+"""Learns which share of the pages that left memory is requested again. Pure.
 
 When a prompt leaves memory, every page of it is remembered, with its **kind**: a page that was seen
 once, by whether the prompt went on from an earlier one, whether it is the last page, and how many

@@ -1,7 +1,7 @@
-"""Which nodes the pages of a message are: requests name pages, the state keeps runs. Pure.
+"""Maps the pages of a request to tree nodes and slots. Pure.
 
-Also whose page a slot holds, and which pages of a put are new and may come where it says; both are
-looked at before anything changes.
+It also finds the page in a slot, and which pages of a put are new and may follow the page that the
+put names. Both are read before anything changes.
 """
 
 from collections.abc import Generator, Sequence

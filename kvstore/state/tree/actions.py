@@ -1,4 +1,4 @@
-"""What the page table answers and what it tells its node to do."""
+"""The answers of the page table, and the actions that it tells its node to take."""
 
 from dataclasses import dataclass
 from enum import IntEnum

@@ -1,4 +1,4 @@
-"""Which node has a key, for pages that are in no memory: in an eighth of the room of a dict. Pure.
+"""Maps keys of pages that are not in memory to nodes, in an eighth of the memory of a dict. Pure.
 
 A dict takes 115 bytes a page, most of it for the key's own object, which the node has too. Here is
 an **entry** of 8 bytes: a mark, and the number that the node has here. Whether the key is one of

@@ -1,8 +1,8 @@
-"""Queues of nodes that wait for something, from which those that left their tree fall out. Pure.
+"""Queues of tree nodes; nodes that are no longer in their tree are skipped. Pure.
 
-A node leaves its tree without anyone knowing which queues it stands in. So that memory does not
-grow with all that ever left, a queue that has doubled since is gone through once more and its dead
-entries are left behind: a few with each entry that comes, so that no call takes long.
+A node that leaves its tree is not removed from the queues it is in. So that these entries do not
+accumulate, a queue that has doubled since the last time is scanned, and dead entries are dropped: a
+few with each new entry, so that no call takes long.
 """
 
 from collections import deque
