@@ -10,6 +10,8 @@ from conductor.protocols.push import PUSH
 from conductor.protocols.reference import REFERENCE
 from conductor.protocols.vllm import VLLM
 
+__all__ = ["PROTOCOLS", "base", "own_protocols"]
+
 PROTOCOLS: Final[dict[str, PairProtocol]] = {"reference": REFERENCE, "vllm": VLLM, "push": PUSH}
 """Protocols by name. An engine's ``protocol`` names one that is not over another one."""
 

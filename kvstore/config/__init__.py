@@ -26,6 +26,12 @@ from kvstore.config.sizes import exact, size_of
 from kvstore.config.stores import StoreConfig
 from kvstore.protocol.errors import ConfigError, reason
 
+__all__ = [
+    "AdminConfig", "DeviceSlabConfig", "EventsConfig", "HostConfig", "HttpConfig", "Loaded",
+    "Positive", "SSDConfig", "ServerConfig", "SocketConfig", "addresses", "cluster", "load",
+    "machine", "section", "show", "sizes", "stores", "values",
+]  # fmt: skip
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=msgspec.Struct)

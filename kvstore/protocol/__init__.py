@@ -2,3 +2,5 @@
 
 Everything else in ``kvstore`` may import it, and it imports nothing of ``kvstore``.
 """
+
+__all__ = ["errors", "page", "wire"]
