@@ -64,7 +64,7 @@ def add_copies(verb: AddVerb) -> None:
         if name == "replicate":
             made.add_argument(
                 "--copies", type=count(2), default=2, metavar="N",
-                help="number of nodes that should have the pages, with this one; default: 2",
+                help="number of nodes that should have the pages, including this one; default: 2",
             )  # fmt: skip
         if name == "move-to-node":
             made.add_argument("--node", help="name of the other node; default: this node chooses")

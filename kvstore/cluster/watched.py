@@ -1,4 +1,4 @@
-"""Watches the nodes of a cluster in a store, for a process that is not a node."""
+"""Watches the nodes of a cluster in a store, for a process that is not a node (the Conductor)."""
 
 import asyncio
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Connections that have not greeted yet: how many are allowed, and which one is closed first."""
+"""Connections that have not sent their greeting yet: their limit, and which is closed first."""
 
 import threading
 from collections.abc import Callable

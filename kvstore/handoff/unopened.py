@@ -1,4 +1,4 @@
-"""Limits for messages about requests that prefill does not have yet, or never gets. Pure.
+"""Limits for messages about requests that the engine does not have yet. Pure.
 
 All peers share the bounds. A peer may fill them, and gives way to one that has less: its oldest
 request is given up. Addresses share the bounds first, then the decode engines at an address what it
