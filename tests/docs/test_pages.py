@@ -10,7 +10,6 @@ from tests.conftest import ROOT
 from tests.docs import wrap
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-WRAPPED = [page for page in PAGES if page.name != "CHANGELOG.md"]
 WIDTH = 100
 _FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s#:]*)#([^)\s]+)\)")
@@ -38,7 +37,7 @@ def test_links_to_sections_are_found():
     assert sum(len(_LINK.findall(page.read_text())) for page in PAGES) > 20
 
 
-@pytest.mark.parametrize("page", WRAPPED, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_prose_of_a_page_is_wrapped(page):
     lines = _FENCE.sub("", page.read_text()).splitlines()
     long = [line for line in lines if len(line) > WIDTH and not line.startswith("|")]
