@@ -27,7 +27,7 @@ _IDLE_S: Final = 60.0
 class MustWaitError(Exception):
     """The rest of a job waits for a disk or for other nodes.
 
-    It is to go on at the worker for such jobs.
+    The job continues at the worker for such jobs.
     """
 
 
@@ -190,7 +190,7 @@ class Job(Generic[T]):
         self._ended.set()
 
     def _goes_on_elsewhere(self) -> bool:
-        """Queue it at the slow worker; returns whether that was possible."""
+        """Queue the job at the slow worker; returns whether that was possible."""
         slow, self._slow = self._slow, None
         assert slow is not None
         try:
@@ -299,7 +299,7 @@ class RestoreJob(Job[RestoreResult]):
             self._end_layers()
 
     def _end_layers(self) -> None:
-        """Wake who waits for a layer; the job has ended."""
+        """Wake the threads that wait for a layer; the job has ended."""
         self._progress.finish()
         if self._blocks is not None:
             self._blocks.copy.end()
