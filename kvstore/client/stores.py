@@ -110,8 +110,8 @@ class Storer:
         """Put the pages with these indexes; each waits for the preceding page of another writer.
 
         Returns:
-            None: some are not stored, because the other writer did not put its page, or this writer
-            does not wait. Put all of them.
+            None: put all pages. A preceding page did not arrive in time, now or recently, or the
+            node does not support such waits.
         """
         # Not the connection of loads, which must not wait behind another writer.
         link = self._resources.waiting_link("store")
