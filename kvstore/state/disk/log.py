@@ -390,10 +390,10 @@ class SegmentLog:
     def _take(
         self, size: int, pair: tuple[int, int], records: int, *, carried: bool
     ) -> tuple[Segment, int] | None:
-        """Give room at the end of an open segment to records of ``pair``, and count their write.
+        """Reserve room for records of ``pair`` at the end of an open segment; count their writes.
 
         Returns:
-            the segment, and how many of the records fit; None when none does.
+            the segment, and how many of the records fit; None if none does.
         """
         segment = self._open.get(carried)
         fitting = _fitting(segment, size, pair, records) if segment is not None else 0
