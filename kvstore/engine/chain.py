@@ -37,9 +37,9 @@ class Chain:
 class ShiftedChain:
     """Keys of an engine with a draft layer, whose KV depend on the token after them.
 
-    Page i has the KV of tokens [i·T, (i+1)·T); its key names the tokens up to (i+1)·T, that one
-    included: the first one is in the seed, and the pages of the chain begin at the second. A page
-    has a key when the token after it is known.
+    Page i has the KV of tokens [i·T, (i+1)·T); its key covers the tokens up to and including
+    (i+1)·T: the first token is in the seed, and the pages of the chain start at the second. A page
+    has a key once the token after it is known.
 
     Args:
         page_tokens: tokens of a page.
@@ -52,7 +52,7 @@ class ShiftedChain:
         self._chain: Chain | None = None
 
     def extend(self, tokens: Sequence[int]) -> PrefixKeys:
-        """Like :meth:`Chain.extend`. The keys have no tokens: those of a page are not its own."""
+        """Like :meth:`Chain.extend`. The keys carry no tokens: those of the chain are shifted."""
         if self._chain is None:
             if len(tokens) <= self._page_tokens:
                 return PrefixKeys(b"")
@@ -68,7 +68,7 @@ class ForeignChain:
     """Keys of a request with inputs other than tokens, made from the engine's own block hashes.
 
     For engines whose block hashes cover images, audio and embeddings. The hashes must be sha256, so
-    that nobody can construct two inputs with the same hash.
+    that two inputs with the same hash cannot be constructed.
 
     Args:
         engine: name of the engine, which is part of the keys.

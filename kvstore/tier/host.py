@@ -5,8 +5,8 @@ owns the memory. Extents are pre-faulted in the background: a first touch takes 
 long as a copy.
 
 A client gets the descriptor of an extent and can do with it what the kernel allows. The files are
-sealed: nobody can shrink one (processes that touch the missing part would end with SIGBUS), grow
-one, or add a seal that would keep the node from freeing memory.
+sealed: no process can shrink one (processes that access the missing part would end with SIGBUS),
+grow one, or add a seal that would keep the node from freeing memory.
 """
 
 import errno
@@ -73,7 +73,7 @@ class HostMemory:
 
     Attributes:
         failures: how often memory could not be replaced; each was retried.
-        leaving: called with the number of an extent whose memory goes, before it does.
+        leaving: called with the number of an extent before its memory is removed.
     """
 
     def __init__(
