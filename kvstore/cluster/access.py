@@ -1,6 +1,6 @@
 """The addresses of a store's servers, and the files for TLS and login.
 
-What is in the files is never part of an error, a log line or a ``repr``.
+The contents of the files never appear in an error, a log line or a ``repr``.
 """
 
 import ssl
@@ -54,7 +54,7 @@ class EndpointTurns:
         self._at = -1
 
     def next(self) -> Address:
-        """The next one; after the last one the first one."""
+        """The next endpoint; after the last one the first one."""
         self._at = (self._at + 1) % len(self._addresses)
         return self._addresses[self._at]
 

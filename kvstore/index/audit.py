@@ -46,15 +46,14 @@ class AuditResult(NamedTuple):
 
 
 class Auditor:
-    """Audits the nodes among the followed workers."""
+    """Audits the nodes among the followed workers.
+
+    Args:
+        table: the index.
+        followers: those who feed it.
+    """
 
     def __init__(self, table: IndexReader, followers: Followers) -> None:
-        """Audit nothing yet; see :meth:`run`.
-
-        Args:
-            table: the index.
-            followers: those who feed it.
-        """
         self._table = table
         self._followers = followers
         self._results: dict[str, AuditResult] = {}

@@ -64,6 +64,11 @@ class _ResyncNeededError(Exception):
 class Follower(Generic[FeedT]):
     """Follows one worker.
 
+    Args:
+        source: what to follow.
+        feed: applies the events.
+        bounds: limits.
+
     Attributes:
         connected: the connection is up.
         current: connected, and all earlier batches are applied: its pages count.
@@ -82,13 +87,6 @@ class Follower(Generic[FeedT]):
         feed: FeedT,
         bounds: SourceBounds,
     ) -> None:
-        """Connect to nothing yet; see :meth:`run`.
-
-        Args:
-            source: what to follow.
-            feed: applies the events.
-            bounds: limits.
-        """
         self.source = source
         self.connected = False
         self.current = False

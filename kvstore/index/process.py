@@ -60,6 +60,10 @@ _BACKLOG_BYTES: Final = 16 << 20
 class IndexProcess:
     """An index in a process of its own, and its table.
 
+    Args:
+        settings: settings of the index.
+        program: the module that the process runs.
+
     Attributes:
         restarts: how often the process was started again.
         faults: ends of the process, and expectations that were left out.
@@ -69,12 +73,6 @@ class IndexProcess:
     """
 
     def __init__(self, settings: IndexSettings, program: str = "kvstore.index.child") -> None:
-        """Start nothing yet; see :meth:`run`.
-
-        Args:
-            settings: settings of the index.
-            program: the module that the process runs.
-        """
         self.restarts = 0
         self.began: Callable[[], None] = lambda: None
         self.heard: Callable[[bytes], None] = lambda _: None

@@ -62,14 +62,12 @@ class Admission:
         budget_bytes_per_day: bytes per day, positive; 0 = no limit: ``evidence`` then requires one
             use or turn, and ``learned`` writes :data:`WRITE_SHARE` of the offered bytes.
         capacity_bytes: of the disk, positive.
+
+    Raises:
+        InvalidArgument: the name is unknown, or the budget negative.
     """
 
     def __init__(self, name: str, budget_bytes_per_day: int, capacity_bytes: int) -> None:
-        """Start with a full bucket.
-
-        Raises:
-            InvalidArgument: the name is unknown, or the budget negative.
-        """
         if name not in NAMES:
             raise InvalidArgument("admission", f"{name!r} is not one of {', '.join(NAMES)}")
         if budget_bytes_per_day < 0:

@@ -59,14 +59,12 @@ class Eviction:
     Args:
         slots: the slots of the host tier.
         policy: name of the policy, one of :data:`kvstore.state.choice.policy.POLICIES`.
+
+    Raises:
+        InvalidArgument: no policy has that name.
     """
 
     def __init__(self, slots: SlotTable, policy: str) -> None:
-        """Start with nothing to choose from.
-
-        Raises:
-            InvalidArgument: no policy has that name.
-        """
         new_policy(policy, 0)
         self.policy = policy
         self.quotas = Quotas(lambda space: space.host_bytes)
