@@ -1,4 +1,4 @@
-"""The holder directory: which bit of a holder set belongs to whom. Pure."""
+"""The holder directory: the owner of each bit of a holder set. Pure."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -13,7 +13,7 @@ HOLDER_BYTES_MAX: Final = DIRECTORY_BYTES // HOLDER_BITS_MAX - 1
 
 
 class PageHolder(NamedTuple):
-    """Who holds pages: one bit of a holder set.
+    """A holder of pages: one bit of a holder set.
 
     Attributes:
         worker: name of an engine or a node.
