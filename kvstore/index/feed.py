@@ -65,13 +65,13 @@ class PageFeeds:
         return WorkerFeed(self, source, blocks_max)
 
     def flush(self) -> None:
-        """Apply what was gathered."""
+        """Apply the gathered changes."""
         if self._batch.used:
             self._writer.apply(*self._batch.changes())
             self._batch.clear()
 
     def flush_if_full(self) -> None:
-        """Apply what was gathered, if it is enough."""
+        """Apply the gathered changes, if there are enough."""
         if self._batch.used >= CHANGES_MAX:
             self.flush()
 
@@ -89,7 +89,7 @@ class PageFeeds:
             self._writer.apply(change.chains, holders, np.full(count, change.begin))
 
     def advance(self, now_ns: int) -> bool:
-        """Apply what was gathered, show that the writer lives, and clean up a part of the table.
+        """Apply the gathered changes, show that the writer lives, and clean up a part of the table.
 
         Args:
             now_ns: the monotonic clock.
@@ -122,12 +122,12 @@ class PageFeeds:
 
     @property
     def workspace(self) -> Workspace:
-        """What all feeds share."""
+        """The state that all feeds share."""
         return self._space
 
     @property
     def batch(self) -> ChangeBatch:
-        """What was gathered."""
+        """The gathered changes."""
         return self._batch
 
 
@@ -153,7 +153,7 @@ class WorkerFeed:
 
     @property
     def workspace(self) -> Workspace:
-        """What decoding events needs."""
+        """The buffers for decoding events."""
         return self._feeds.workspace
 
     @property
@@ -199,7 +199,7 @@ class WorkerFeed:
 
     @property
     def full(self) -> bool:
-        """Never: what does not fit is left out and counted."""
+        """Never: changes that do not fit are left out and counted."""
         return False
 
     def apply(self, payload: bytes) -> Iterator[None]:
@@ -240,7 +240,7 @@ class WorkerFeed:
         return key_chains(keys, scope_seed(self._feeds.workspace.secret, "keys", space))
 
     def flush(self) -> None:
-        """Apply what was gathered, so that the table shows it."""
+        """Apply the gathered changes, so that the table shows them."""
         self._feeds.flush()
 
     def clear(self) -> None:

@@ -26,7 +26,7 @@ Bytes = npt.NDArray[np.uint8]
 AnyNumber = TypeVar("AnyNumber", int, Numbers)
 
 HOLDER_BITS_MAX: Final = 1024
-"""Bits of a holder set: (worker, medium, shard, group) that can be told apart."""
+"""Bits of a holder set, one for each distinct (worker, medium, shard, group)."""
 ROW_WORDS: Final = HOLDER_BITS_MAX // 64
 DIRECTORY_BYTES: Final = 1 << 20
 """Maximum size of the holder directory."""
@@ -239,12 +239,12 @@ def first_lines(pages: AnyNumber) -> AnyNumber:
 
 
 class Switch(NamedTuple):
-    """A word that says which of two places is in use: read at once, written at once.
+    """A word that says which of two places is in use: read and written atomically.
 
     Attributes:
-        version: grows by one with each change.
+        version: incremented with each change.
         half: the place in use, 0 or 1.
-        size: of what is there: pages of a segment, bytes of a directory.
+        size: of its contents: pages of a segment, bytes of a directory.
     """
 
     version: int
@@ -253,7 +253,7 @@ class Switch(NamedTuple):
 
     @classmethod
     def read(cls, word: np.uint64) -> "Switch":
-        """Take a word apart."""
+        """Decode a word."""
         value = int(word)
         return cls(value >> 32, value >> 31 & 1, value & (1 << 31) - 1)
 

@@ -12,7 +12,7 @@ from kvstore.index.snapshot import SnapshotPages
 from kvstore.protocol.page import KEY_BYTES
 
 EVERY: Final = 16
-"""Of so many batches, one is looked at."""
+"""One of this many batches is sampled."""
 _EVENTS: Final = 8
 """Events of a batch that are looked at."""
 _KEYS_MAX: Final = 256

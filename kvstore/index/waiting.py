@@ -1,4 +1,4 @@
-"""Blocks of an engine that are not known yet, until an event shows what they are. Pure."""
+"""Blocks of an engine whose tokens are unknown, until an event shows them. Pure."""
 
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -71,7 +71,7 @@ class WaitingEvents:
         self.size = 0
 
     def add(self, event: WaitingBlocks) -> int:
-        """Let an event wait; returns the number of blocks that were dropped for it."""
+        """Add the blocks of an event; returns the number of blocks dropped for them."""
         dropped = 0
         self._events[event] = None
         self.blocks += len(event.names)
@@ -130,10 +130,10 @@ class WaitingEvents:
 
 
 class WaitingNames:
-    """Blocks of which only the names are known, and who has them; the oldest make room.
+    """Blocks of which only names and holders are known; the oldest make room.
 
-    Of a KV group with states or a window an engine names the blocks that are there, with the tokens
-    of all: which tokens are whose shows the event of a group that has all blocks.
+    Of a KV group with states or a window, an engine names the blocks that exist, with the tokens of
+    all: only the event of a group that has all blocks shows which tokens belong to which block.
 
     Args:
         blocks_max: maximum number of blocks; a block with two holders counts twice.
@@ -155,7 +155,7 @@ class WaitingNames:
         self.blocks = 0
 
     def add(self, names: list[int], bit: int) -> int:
-        """Let blocks of a holder wait; returns the number of blocks that were dropped for them."""
+        """Add blocks of a holder; returns the number of blocks dropped for them."""
         dropped = max(0, len(names) - self._blocks_max)
         for name in names[dropped:]:
             bits = self._bits.setdefault(name, set())
