@@ -49,7 +49,7 @@ def job_of(node: Remote, at: argparse.Namespace, body: dict[str, Any]) -> Any:
 
 
 def add_copies(verb: AddVerb) -> None:
-    """The verbs that let other nodes of a cluster have pages."""
+    """Add the verbs that copy pages to other nodes of a cluster."""
     for name, summary in (
         ("replicate", "copy a page and all pages before it to other nodes of the cluster"),
         (

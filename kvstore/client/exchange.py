@@ -43,7 +43,7 @@ class Connection:
         broken: why it cannot be used any more; empty = it can.
 
     Raises:
-        PeerUnreachable: nobody listens there.
+        PeerUnreachable: nothing listens there.
     """
 
     def __init__(self, path: str, number: int) -> None:

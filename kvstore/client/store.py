@@ -203,7 +203,7 @@ class KVStore:
         return space
 
     def report_prefill(self, seconds_per_token: float) -> None:
-        """Tell the node how long this engine takes to compute one token, in seconds."""
+        """Report how long this engine takes to compute one token, in seconds."""
         self._link.send(wire.ReportPrefill(seconds_per_token))
 
     def ping(self) -> float:

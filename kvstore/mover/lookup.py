@@ -80,11 +80,11 @@ class TableAddresses:
 
 
 class NativeNeeds:
-    """What candidates need, as ``_table.c`` reads it. For one thread at a time.
+    """The requirements of candidates, as ``_table.c`` reads them. For one thread at a time.
 
     Args:
         library: the built one.
-        candidates: of each the parts: the window (0 = none), and word of a row → bits that can
+        candidates: the parts of each: the window (0 = none), and word of a row → bits that can
             provide it.
     """
 
