@@ -39,7 +39,7 @@ def explained_later(
     found: PrefixColumns | None,
     priced: PricedEngines | None,
 ) -> Candidates:
-    """The same as :func:`explained`, made when somebody reads it."""
+    """Like :func:`explained`, computed on the first access."""
     offer = view.preferred[pair[0]]
     copies = Places(places.in_flight.copy(), places.promised.copy(), places.max_running)
     numbers = found.numbers if found is not None else None
