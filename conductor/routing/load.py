@@ -20,7 +20,7 @@ from conductor.routing.engines import EngineInfo, Role
 from conductor.routing.work import NO_ANSWER, Answer, ComputingPrompt, DecodingRequest
 
 _OVERDUE_S: Final = 0.01
-"""A prompt that should be computed, but is not, is thought to take so much longer."""
+"""A prompt that should be computed, but is not, is assumed to take this much longer."""
 _TOKENS_MAX: Final = 1 << 24
 """Of an output; an engine may say any number."""
 _USUAL_WEIGHT: Final = 0.05
@@ -29,14 +29,14 @@ _TERMS: Final = ("constant", "weights", "attention")
 
 
 class _Row(NamedTuple):
-    """What the costs of an engine are computed of, whenever it is; see :class:`CostColumns`.
+    """The inputs of an engine's costs, independent of the time; see :class:`CostColumns`.
 
     Attributes:
-        late_at: when its first prompt counts as computed, whatever we have heard.
-        head_since: since when this is computed.
+        late_at: when its first prompt counts as computed, without a report.
+        head_since: start of that prompt.
         head_s: seconds that it takes; negative = there is none.
         rest_s: seconds of the other prompts.
-        sent_at: when all KV of its prompts for other engines is thought to have left.
+        sent_at: when all KV of its prompts for other engines has probably been sent.
     """
 
     late_at: float
@@ -68,22 +68,22 @@ class _Load:
 
     Attributes:
         computing: its prompts, in the order in which they were assigned.
-        head_since: since when the first of them is computed.
-        overdue: prompts that count as computed, but of whose first tokens we have not heard.
+        head_since: start of the first of them.
+        overdue: prompts that count as computed, but whose first tokens were not reported.
         decoding: requests that decode there.
         context: tokens of their prompts.
         coming: tokens of the KV that is on its way there, by request.
         batch_s: requests that decoded, multiplied by seconds, since the beginning.
         context_s: their tokens likewise.
-        at: time up to which these are.
-        computed_at: when the last prompt of which we heard was computed.
-        step_cost_s: what :meth:`step_s` says until something changes; negative = it has.
-        factors: the fit's for which ``line`` is.
-        line: what prompts take.
-        begun: when requests of which we do not hear began to decode; until somebody asks.
+        at: time up to which these are counted.
+        computed_at: when the last reported prompt was computed.
+        step_cost_s: cached :meth:`step_s`; negative = to be computed again.
+        factors: the fit's factors for which ``line`` is valid.
+        line: the costs of prompts.
+        begun: when requests without reports started to decode; until they are read.
         stalled_s: seconds for which it computed prompts, since the beginning.
-        sent_at: when all KV of its prompts for other engines is thought to have left.
-        leaving: request → seconds that its KV, which is not there yet, occupies the link.
+        sent_at: when all KV of its prompts for other engines has probably been sent.
+        leaving: request → seconds that its unsent KV occupies the link.
     """
 
     costs: EngineCosts
@@ -107,10 +107,10 @@ class _Load:
     leaving: dict[int, float] = field(default_factory=dict)
 
     def row(self, role: Role) -> _Row:
-        """What is the same until something changes, or :meth:`pass_late` would change it.
+        """The inputs that stay the same until something changes, or :meth:`pass_late` changes them.
 
         Args:
-            role: what the engine does now.
+            role: the present role of the engine.
         """
         head, coming = next(iter(self.computing.values()), None), sum(self.coming.values())
         token_bytes, line = self.costs.prior.kv_bytes(1), self.prefill_line()
@@ -153,7 +153,7 @@ class _Load:
     def decodes(
         self, number: int, tokens: int, now: float, *, told: bool = True, bears_s: float = 0.0
     ) -> None:
-        """A request begins to decode; ``told``: we have heard so, and shall hear when it ends."""
+        """A request starts to decode; ``told``: this was reported, and its end will be."""
         self.pass_time(now)
         self.coming.pop(number, None)
         stalled_s = self.stalled_s
@@ -167,14 +167,15 @@ class _Load:
         self.step_cost_s = -1.0
 
     def late(self, role: Role) -> dict[str, float]:
-        """What :class:`CostColumns` says of the requests that a prompt makes late.
+        """The columns of :class:`CostColumns` about requests that a prompt makes late.
 
-        Nobody knows how many prompts will come yet. So who has used a part ``u`` of the seconds
-        that it bears counts as late to the part ``u**2``: the first stall costs less than the last
-        one. Who is late already counts as if it were about to be, or all prompts would go there.
+        The number of later prompts is unknown. So a request that has used a part ``u`` of the
+        seconds that it tolerates counts as late to the part ``u**2``: the first stall costs less
+        than the last one. A request that is late already counts as if it were about to be,
+        otherwise all prompts would go there.
 
-        An engine that was lent to prompts still has answers to end. These count nothing: it gets no
-        others, and would stand idle for their sake while everybody waits.
+        An engine that was lent to prompts still has answers to finish. These count nothing: it gets
+        no others, and would be idle for their sake while all requests wait.
         """
         stalled_s = self.stalled_s + self.total_s()
         line = square = most = 0.0
@@ -196,7 +197,7 @@ class _Load:
         return max(now, self.head_since + self.total_s())
 
     def prefill_line(self) -> PrefillLine:
-        """What prompts take; computed again after a measurement only."""
+        """The costs of prompts; computed again only after a measurement."""
         factors = self.costs.prefill_fit.factors
         if self.line is None or factors is not self.factors:
             self.factors, self.line = factors, self.costs.prefill_line
@@ -212,7 +213,7 @@ class _Load:
         return self.step_cost_s
 
     def pass_time(self, now: float) -> None:
-        """Count those who decode up to now."""
+        """Update the sums of decoding requests up to now."""
         passed = max(0.0, now - self.at)
         self.batch_s += passed * len(self.decoding)
         self.context_s += passed * self.context
@@ -260,12 +261,12 @@ class EngineLoads:
     def columns(
         self, infos: Sequence[EngineInfo], now: float, roles: Sequence[Role] | None = None
     ) -> CostColumns:
-        """What the costs of these engines depend on.
+        """The inputs of the costs of these engines.
 
         Args:
-            infos: the engines; another object if ``roles`` are others.
+            infos: the engines; another object if ``roles`` have changed.
             now: time.
-            roles: what each engine does now; None = what it was registered for.
+            roles: the present role of each engine; None = the registered one.
         """
         if self._infos is not infos:
             self._infos, self._at = infos, {info.id: at for at, info in enumerate(infos)}
@@ -288,7 +289,7 @@ class EngineLoads:
         return CostColumns(backlog_s=backlog_s, leaving_s=leaving_s, usual_s=self._usual_s, **named)
 
     def foreseen(self, ttft_s: float) -> None:
-        """A request that has got engines is thought to have its first token after so long."""
+        """A request was assigned; its first token is predicted after ``ttft_s`` seconds."""
         self._usual_s += (_USUAL_WEIGHT if self._usual_s else 1.0) * (ttft_s - self._usual_s)
 
     def assigned(
@@ -343,7 +344,7 @@ class EngineLoads:
         load.step_cost_s = -1.0
 
     def _sends(self, number: int, engine_id: str, tokens: int, now: float) -> None:
-        """One prompt leaves after the other, when the costs say; see :meth:`sent`."""
+        """Predict when a prompt's KV is sent, one prompt after the other; see :meth:`sent`."""
         self.sent(number, now)  # of an earlier try
         self._changed(engine_id)
         load = self._loads.get(engine_id)
@@ -353,10 +354,10 @@ class EngineLoads:
             load.sent_at = max(load.sent_at, load.computed_by(now)) + load.leaving[number]
 
     def sent(self, number: int, now: float) -> None:
-        """The KV of a request has left its engine, or never will; unknown ones do nothing.
+        """The KV of a request was sent, or never will be; unknown requests are ignored.
 
-        What is still to leave takes no longer than the costs say of it. Else an engine whose link
-        is faster than they say would seem busier with each prompt.
+        The KV still to be sent takes at most as long as predicted. Otherwise an engine whose link
+        is faster than predicted would seem busier with each prompt.
         """
         sender = self._senders.pop(number, "")
         load = self._loads.get(sender)
@@ -396,7 +397,7 @@ class EngineLoads:
     def decodes(
         self, number: int, info: EngineInfo, tokens: int, now: float, answer: Answer = NO_ANSWER
     ) -> None:
-        """A request begins to decode; its KV has arrived if it comes from elsewhere."""
+        """A request starts to decode; its KV has arrived if it was computed elsewhere."""
         self._changed(info.id)
         load = self._of(info)
         load.decodes(number, tokens, now, bears_s=answer.bears_s(load.step_s()))
@@ -445,7 +446,7 @@ class EngineLoads:
         return sum(self._of(info).prefill_line().terms(new_tokens, prefix_tokens))
 
     def costs(self, info: EngineInfo) -> EngineCosts:
-        """What is known of the speed of an engine."""
+        """The speed of an engine, as far as it is known."""
         return self._of(info).costs
 
     def step_s(self, info: EngineInfo) -> float:
@@ -453,19 +454,19 @@ class EngineLoads:
         return self._of(info).step_s()
 
     def kv_tokens_max(self, engine_id: str) -> float:
-        """Tokens whose KV fits beside the weights of an engine; infinite = unknown."""
+        """Tokens whose KV fits next to the weights of an engine; infinite = unknown."""
         load = self._loads.get(engine_id)
         return (load.costs.prior.kv_tokens_max if load is not None else 0) or inf
 
     def step_seconds(self, engine_id: str, batch: float, tokens: float) -> float:
-        """Seconds of a decode step of a batch with so many tokens in all; 0 = unknown."""
+        """Seconds of a decode step with this batch and total tokens; 0 = unknown."""
         load = self._loads.get(engine_id)
         if load is None:
             return 0.0
         return load.costs.step_seconds(ceil(batch / load.ranks), tokens / load.ranks)
 
     def step_costs(self, engine_id: str) -> tuple[EngineCosts | None, int]:
-        """What is known of the speed of an engine, None = nothing; and its ranks."""
+        """The speed of an engine, None = unknown; and its number of ranks."""
         load = self._loads.get(engine_id)
         return (None, 1) if load is None else (load.costs, load.ranks)
 

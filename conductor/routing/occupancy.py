@@ -16,9 +16,9 @@ AT_HOME: Final[Mapping[str, Role]] = {}
 
 
 class _Fixed(NamedTuple):
-    """What registrations say: the same until an engine registers, again or anew, or is removed.
+    """Data of registrations: constant until an engine registers, registers again, or is removed.
 
-    It is another one, too, when others are lent.
+    It is also replaced if the lent engines change.
     """
 
     changes: int
@@ -204,5 +204,5 @@ class Occupancy:
 
 
 def _role(info: EngineInfo, lent: Mapping[str, Role]) -> Role:
-    """What an engine does now."""
+    """The present role of an engine."""
     return lent.get(info.id, info.role) if info.role is Role.MIXED else info.role

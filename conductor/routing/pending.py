@@ -13,7 +13,7 @@ from kvstore.index.layout import Words
 
 
 class WaitingRow(NamedTuple):
-    """A row of :class:`Waiting`; ``None`` in place of what was found: it is found when needed."""
+    """A row of :class:`Waiting`; ``None`` in place of results: they are looked up when needed."""
 
     number: int
     model: str
