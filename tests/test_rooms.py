@@ -11,7 +11,21 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.test_tidy import PACKAGES, PRODUCT, ROOT, python_files, refuse, tree_of, walk
+import pytest
+
+from tests.test_tidy import (
+    PACKAGES,
+    PRODUCT,
+    ROOT,
+    large_trees,
+    python_files,
+    refuse,
+    tree_of,
+    walk,
+)
+
+__all__ = ["large_trees"]  # what pytest finds here
+pytestmark = pytest.mark.usefixtures("large_trees")
 
 INSIDERS = {"kvstore.testing"}
 
