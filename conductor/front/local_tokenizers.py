@@ -91,18 +91,17 @@ def kind_of(rendered: Mapping[str, msgspec.Raw]) -> str | None:
 
 
 class LocalTokenizer:
-    """The tokenizer of one model. Its calls take their time: they belong in a thread."""
+    """The tokenizer of one model. Its calls take their time: they belong in a thread.
+
+    Args:
+        path: a ``tokenizer.json``, or a folder with that, and perhaps ``chat_template.jinja`` or
+            ``tokenizer_config.json``.
+
+    Raises:
+        ConfigError: the library is missing, or a file cannot be read; names the file.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Read it.
-
-        Args:
-            path: a ``tokenizer.json``, or a folder with that, and perhaps ``chat_template.jinja``
-                or ``tokenizer_config.json``.
-
-        Raises:
-            ConfigError: the library is missing, or a file cannot be read; names the file.
-        """
         if find_spec("tokenizers") is None:
             raise ConfigError(f"needs the package tokenizers: {_EXTRA}")
         import tokenizers
@@ -190,10 +189,13 @@ _CHATS: Final = msgspec.json.Decoder(_Chat)
 
 
 class LocalTokenizers:
-    """The tokenizers of some models, with threads in which they work."""
+    """The tokenizers of some models, with the threads in which they work.
+
+    Args:
+        tokenizers: by model.
+    """
 
     def __init__(self, tokenizers: Mapping[str, LocalTokenizer]) -> None:
-        """Start no thread yet; ``tokenizers`` are by model."""
         self._tokenizers = tokenizers
         self._threads = ThreadPoolExecutor(_THREADS, "kvstore-tokenizer")
         self._jobs = 0

@@ -54,7 +54,17 @@ def requests_in(text: bytes) -> tuple[float, float] | None:
 
 
 class OthersReader:
-    """Reads them again and again."""
+    """Reads them every second.
+
+    Args:
+        registry: the engines.
+        upstream: client for engines.
+        dispatcher: gets the numbers, and knows which requests are ours.
+        changed: called after each change that may affect waiting requests.
+        timeout_s: deadline of one reading.
+        clock: seconds, monotonic.
+        guard: keeps a failure of one engine from the others.
+    """
 
     def __init__(
         self,
@@ -66,17 +76,6 @@ class OthersReader:
         clock: Callable[[], float],
         guard: Guard,
     ) -> None:
-        """Read nothing yet.
-
-        Args:
-            registry: the engines.
-            upstream: client for engines.
-            dispatcher: is told, and knows which requests are ours.
-            changed: called after each change that may affect waiting requests.
-            timeout_s: deadline of one reading.
-            clock: seconds, monotonic.
-            guard: keeps a failure about one engine from the others.
-        """
         self._registry = registry
         self._upstream = upstream
         self._dispatcher = dispatcher

@@ -33,7 +33,15 @@ _TOKENS: Final = msgspec.json.Decoder(_Tokens)
 
 
 class Prompts:
-    """Tokenises prompts; recent ones need no round trip."""
+    """Tokenises prompts; recent ones need no round trip.
+
+    Args:
+        registry: the engines.
+        upstream: client for engines.
+        membership: receives failures of engines.
+        timeout_s: deadline of one request to an engine, and of a tokenizer here.
+        local: tokenizers of some models.
+    """
 
     def __init__(
         self,
@@ -43,15 +51,6 @@ class Prompts:
         timeout_s: float,
         local: LocalTokenizers,
     ) -> None:
-        """Start empty.
-
-        Args:
-            registry: the engines.
-            upstream: client for engines.
-            membership: receives failures of engines.
-            timeout_s: deadline of one request to an engine, and of a tokenizer here.
-            local: tokenizers of some models.
-        """
         self._registry = registry
         self._upstream = upstream
         self._membership = membership

@@ -34,7 +34,14 @@ _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class Proxy:
-    """Serves ``POST /v1/completions`` and ``POST /v1/chat/completions``."""
+    """Serves ``POST /v1/completions`` and ``POST /v1/chat/completions``.
+
+    Args:
+        parts: shared with the rest of the service.
+        config: the policy's name, for decisions; limits of tries; deadlines for engines.
+        bodies: reads those of requests.
+        classes: names of the classes of requests.
+    """
 
     def __init__(
         self,
@@ -43,14 +50,6 @@ class Proxy:
         bodies: Bodies,
         classes: Collection[str] = (),
     ) -> None:
-        """Connect the parts.
-
-        Args:
-            parts: shared with the rest of the service.
-            config: the policy's name, for decisions; limits of tries; deadlines for engines.
-            bodies: reads those of requests.
-            classes: names of the classes of requests.
-        """
         self._parts = parts
         self._policy = config.policy.name
         self._queue = config.queue

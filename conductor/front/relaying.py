@@ -57,15 +57,14 @@ class Half(NamedTuple):
 
 
 class Relay:
-    """Requests to single engines."""
+    """Requests to single engines.
+
+    Args:
+        parts: shared with the rest of the service.
+        deadline: deadlines for engines.
+    """
 
     def __init__(self, parts: Parts, deadline: DeadlineConfig) -> None:
-        """Connect the parts.
-
-        Args:
-            parts: shared with the rest of the service.
-            deadline: deadlines for engines.
-        """
         self._parts = parts
         self._deadline = deadline
 

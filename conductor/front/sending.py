@@ -38,16 +38,15 @@ _Result = TypeVar("_Result")
 
 
 class Sender:
-    """Sends requests to engines."""
+    """Sends requests to engines.
+
+    Args:
+        parts: shared with the rest of the service.
+        relay: asks single engines.
+        push_s: deadline for a prefill engine to end its push after the decode engine's answer.
+    """
 
     def __init__(self, parts: Parts, relay: Relay, push_s: float) -> None:
-        """Connect the parts.
-
-        Args:
-            parts: shared with the rest of the service.
-            relay: asks single engines.
-            push_s: deadline for a prefill engine to end its push after the decode engine's answer.
-        """
         self._parts = parts
         self._relay = relay
         self._rooms = RoomNumbers(secrets.randbits(_BOOT_BITS))

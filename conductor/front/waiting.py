@@ -113,6 +113,12 @@ class Lease:
 class RequestQueue:
     """The waiting requests as futures.
 
+    Args:
+        dispatcher: used only by this queue.
+        find: the prefix of a request, by number and model, at each engine.
+        clock: seconds, monotonic.
+        guard: lets a request whose prefix cannot be looked up go by load, and all others on.
+
     Attributes:
         dispatcher: decides; used only through this queue, except to read.
     """
@@ -124,14 +130,6 @@ class RequestQueue:
         clock: Callable[[], float],
         guard: Guard,
     ) -> None:
-        """Start empty.
-
-        Args:
-            dispatcher: used only by this queue.
-            find: the prefix of a request, by number and model, at each engine.
-            clock: seconds, monotonic.
-            guard: lets a request whose prefix cannot be looked up go by load, and all others on.
-        """
         self._guard = guard
         self.dispatcher = dispatcher
         self._find = find

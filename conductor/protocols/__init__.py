@@ -11,6 +11,8 @@ from conductor.protocols.push import PUSH
 from conductor.protocols.reference import REFERENCE
 from conductor.protocols.vllm import VLLM
 
+__all__ = ["PROTOCOLS", "base", "own_protocols"]
+
 PROTOCOLS: Final[dict[str, PairProtocol]] = {
     "reference": REFERENCE, "vllm": VLLM, "dynamo": DYNAMO, "push": PUSH,
 }  # fmt: skip

@@ -139,8 +139,8 @@ class Decision(msgspec.Struct, kw_only=True):
         prompt_tokens: number of prompt tokens; None if the prompt was not tokenised.
         tokenize_s: seconds for tokenising.
         queue_s: seconds waiting for places at engines, all attempts together.
-        judgement: what was foreseen when it arrived; None if it was not so far.
-        brought: what was brought to nodes while it waited.
+        judgement: the prediction when it arrived; None if it was not judged.
+        brought: pages brought to nodes while it waited.
         attempts: attempts in order; empty if it was refused at once.
         status: HTTP status for the client; None while it runs.
         outcome: empty while it runs; ``ok``, ``rejected``, ``failed``, ``broken`` (an error after
@@ -187,9 +187,9 @@ class Decision(msgspec.Struct, kw_only=True):
 
     @property
     def ttft_error(self) -> float | None:
-        """Relative error of the seconds that the last attempt was to take to the first token.
+        """Relative error of the last attempt's predicted seconds to the first token.
 
-        None if they were not predicted, or are not known: of an answer that is not streamed.
+        None if they were not predicted, or not measured: for an answer that is not streamed.
         """
         last = self.attempts[-1] if self.attempts else None
         if last is None or last.predicted_ttft_s is None or self.ttft_s is None or not self.stream:

@@ -15,14 +15,14 @@ from conductor.routing.work import ComputingPrompt, DecodingRequest
 
 
 class WorkRow(NamedTuple):
-    """What the costs of an engine are computed of, whenever it is; see :class:`CostColumns`.
+    """The inputs of an engine's costs, independent of the time; see :class:`CostColumns`.
 
     Attributes:
-        late_at: when its first prompt counts as computed, whatever we have heard.
-        head_since: since when this is computed.
+        late_at: when its first prompt counts as computed, without a report.
+        head_since: start of that prompt.
         head_s: seconds that it takes; negative = there is none.
         rest_s: seconds of the other prompts.
-        sent_at: when all KV of its prompts for other engines is thought to have left.
+        sent_at: when all KV of its prompts for other engines has probably been sent.
     """
 
     late_at: float
@@ -55,22 +55,22 @@ class EngineWork:
 
     Attributes:
         computing: its prompts, in the order in which they were assigned.
-        head_since: since when the first of them is computed.
-        overdue: prompts that count as computed, but of whose first tokens we have not heard.
+        head_since: start of the first of them.
+        overdue: prompts that count as computed, but whose first tokens were not reported.
         decoding: requests that decode there.
         context: tokens of their prompts.
         coming: tokens of the KV that is on its way there, by request.
         batch_s: requests that decoded, multiplied by seconds, since the beginning.
         context_s: their tokens likewise.
-        at: time up to which these are.
-        computed_at: when the last prompt of which we heard was computed.
-        step_cost_s: what :meth:`step_s` says until something changes; negative = it has.
-        factors: the fit's for which ``line`` is.
-        line: what prompts take.
-        begun: when requests of which we do not hear began to decode; until somebody asks.
+        at: time up to which these are counted.
+        computed_at: when the last reported prompt was computed.
+        step_cost_s: cached :meth:`step_s`; negative = to be computed again.
+        factors: the fit's factors for which ``line`` is valid.
+        line: the costs of prompts.
+        begun: when requests without reports started to decode; until they are read.
         stalled_s: seconds for which it computed prompts, since the beginning.
-        sent_at: when all KV of its prompts for other engines is thought to have left.
-        leaving: request → seconds that its KV, which is not there yet, occupies the link.
+        sent_at: when all KV of its prompts for other engines has probably been sent.
+        leaving: request → seconds that its unsent KV occupies the link.
         others: requests of others that it has.
         usual_s: seconds of a prompt that it got, lately.
     """
@@ -98,10 +98,10 @@ class EngineWork:
     usual_s: float = 0.0
 
     def row(self, role: Role) -> WorkRow:
-        """What is the same until something changes, or :meth:`pass_late` would change it.
+        """The inputs that stay the same until something changes, or :meth:`pass_late` changes them.
 
         Args:
-            role: what the engine does now.
+            role: the present role of the engine.
         """
         head, coming = next(iter(self.computing.values()), None), sum(self.coming.values())
         token_bytes, line = self.costs.prior.kv_bytes(1), self.prefill_line()
@@ -148,7 +148,7 @@ class EngineWork:
     def decodes(
         self, number: int, tokens: int, now: float, *, told: bool = True, bears_s: float = 0.0
     ) -> None:
-        """A request begins to decode; ``told``: we have heard so, and shall hear when it ends."""
+        """A request starts to decode; ``told``: this was reported, and its end will be."""
         self.pass_time(now)
         self.coming.pop(number, None)
         stalled_s = self.stalled_s
@@ -162,14 +162,15 @@ class EngineWork:
         self.step_cost_s = -1.0
 
     def late(self, role: Role) -> dict[str, float]:
-        """What :class:`CostColumns` says of the requests that a prompt makes late.
+        """The columns of :class:`CostColumns` about requests that a prompt makes late.
 
-        Nobody knows how many prompts will come yet. So who has used a part ``u`` of the seconds
-        that it bears counts as late to the part ``u**2``: the first stall costs less than the last
-        one. Who is late already counts as if it were about to be, or all prompts would go there.
+        The number of later prompts is unknown. So a request that has used a part ``u`` of the
+        seconds that it tolerates counts as late to the part ``u**2``: the first stall costs less
+        than the last one. A request that is late already counts as if it were about to be,
+        otherwise all prompts would go there.
 
-        An engine that was lent to prompts still has answers to end. These count nothing: it gets no
-        others, and would stand idle for their sake while everybody waits.
+        An engine that was lent to prompts still has answers to finish. These count nothing: it gets
+        no others, and would be idle for their sake while all requests wait.
         """
         stalled_s = self.stalled_s + self.total_s()
         line = square = most = 0.0
@@ -191,7 +192,7 @@ class EngineWork:
         return max(now, self.head_since + self.total_s())
 
     def prefill_line(self) -> PrefillLine:
-        """What prompts take; computed again after a measurement only."""
+        """The costs of prompts; computed again only after a measurement."""
         factors = self.costs.prefill_fit.factors
         if self.line is None or factors is not self.factors:
             self.factors, self.line = factors, self.costs.prefill_line
@@ -210,17 +211,17 @@ class EngineWork:
         return self.step_cost_s
 
     def usual_context(self) -> float:
-        """Tokens of a request that decodes there: the mean of ours, as far as there are some."""
+        """Mean tokens of our requests that decode there; :data:`USUAL_TOKENS` if there are none."""
         count = len(self.decoding) + len(self.coming)
         tokens = self.context + sum(self.coming.values())
         return tokens / count if count else USUAL_TOKENS
 
     def usual_prompt_s(self) -> float:
-        """Seconds that it computes a prompt: as lately for ours, as far as there were some."""
+        """Recent mean seconds of our prompts there; those of a usual one if there were none."""
         return self.usual_s or sum(self.prefill_line().terms(USUAL_TOKENS, 0))
 
     def pass_time(self, now: float) -> None:
-        """Count those who decode up to now."""
+        """Update the sums of decoding requests up to now."""
         passed = max(0.0, now - self.at)
         self.batch_s += passed * len(self.decoding)
         self.context_s += passed * self.context

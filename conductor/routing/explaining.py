@@ -1,4 +1,4 @@
-"""What a decision shows of each engine that serves the model. Pure."""
+"""The part of a decision that shows each engine that serves the model. Pure."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -41,7 +41,7 @@ def explained_later(
     found: PrefixColumns | None,
     priced: PricedEngines | None,
 ) -> Candidates:
-    """The same as :func:`explained`, made when somebody reads it."""
+    """Like :func:`explained`, computed on the first access."""
     offer = view.preferred[pair[0]]
     in_flight, promised, most, others = places
     copies = Places(in_flight.copy(), promised.copy(), most, np.broadcast_to(others, most.shape))

@@ -20,7 +20,7 @@ from conductor.routing.others import EngineOthers
 from conductor.routing.work import NO_ANSWER, Answer, ComputingPrompt
 
 _OVERDUE_S: Final = 0.01
-"""A prompt that should be computed, but is not, is thought to take so much longer."""
+"""A prompt that should be computed, but is not, is assumed to take this much longer."""
 _TOKENS_MAX: Final = 1 << 24
 """Of an output; an engine may say any number."""
 _USUAL_WEIGHT: Final = 0.05
@@ -31,13 +31,15 @@ _TERMS: Final = ("constant", "weights", "attention")
 class EngineLoads:
     """All engines that have had a request, or were asked for.
 
+    Args:
+        book: the costs of engines; measurements are added to it.
+
     Attributes:
         changes: counts what may change :meth:`columns`, but for the time.
         others: requests of others at the engines; change them by :meth:`tell_others`.
     """
 
     def __init__(self, book: CostBook) -> None:
-        """Start without requests; ``book`` has the costs of engines, and learns."""
         self.changes = 0
         self.others = EngineOthers()
         self._usual_s = 0.0
@@ -69,12 +71,12 @@ class EngineLoads:
     def columns(
         self, infos: Sequence[EngineInfo], now: float, roles: Sequence[Role] | None = None
     ) -> CostColumns:
-        """What the costs of these engines depend on.
+        """The inputs of the costs of these engines.
 
         Args:
-            infos: the engines; another object if ``roles`` are others.
+            infos: the engines; another object if ``roles`` have changed.
             now: time.
-            roles: what each engine does now; None = what it was registered for.
+            roles: the present role of each engine; None = the registered one.
         """
         if self._infos is not infos:
             self._infos, self._at = infos, {info.id: at for at, info in enumerate(infos)}
@@ -112,7 +114,7 @@ class EngineLoads:
             self._changed(engine_id)
 
     def foreseen(self, ttft_s: float) -> None:
-        """A request that has got engines is thought to have its first token after so long."""
+        """A request was assigned; its first token is predicted after ``ttft_s`` seconds."""
         self._usual_s += (_USUAL_WEIGHT if self._usual_s else 1.0) * (ttft_s - self._usual_s)
 
     def assigned(
@@ -168,7 +170,7 @@ class EngineLoads:
         load.step_cost_s = -1.0
 
     def _sends(self, number: int, engine_id: str, tokens: int, now: float) -> None:
-        """One prompt leaves after the other, when the costs say; see :meth:`sent`."""
+        """Predict when a prompt's KV is sent, one prompt after the other; see :meth:`sent`."""
         self.sent(number, now)  # of an earlier try
         self._changed(engine_id)
         load = self._loads.get(engine_id)
@@ -178,10 +180,10 @@ class EngineLoads:
             load.sent_at = max(load.sent_at, load.computed_by(now)) + load.leaving[number]
 
     def sent(self, number: int, now: float) -> None:
-        """The KV of a request has left its engine, or never will; unknown ones do nothing.
+        """The KV of a request was sent, or never will be; unknown requests are ignored.
 
-        What is still to leave takes no longer than the costs say of it. Else an engine whose link
-        is faster than they say would seem busier with each prompt.
+        The KV still to be sent takes at most as long as predicted. Otherwise an engine whose link
+        is faster than predicted would seem busier with each prompt.
         """
         sender = self._senders.pop(number, "")
         load = self._loads.get(sender)
@@ -221,7 +223,7 @@ class EngineLoads:
     def decodes(
         self, number: int, info: EngineInfo, tokens: int, now: float, answer: Answer = NO_ANSWER
     ) -> None:
-        """A request begins to decode; its KV has arrived if it comes from elsewhere."""
+        """A request starts to decode; its KV has arrived if it was computed elsewhere."""
         self._changed(info.id)
         load = self._of(info)
         load.decodes(number, tokens, now, bears_s=answer.bears_s(load.step_s()))
@@ -270,7 +272,7 @@ class EngineLoads:
         return sum(self._of(info).prefill_line().terms(new_tokens, prefix_tokens))
 
     def costs(self, info: EngineInfo) -> EngineCosts:
-        """What is known of the speed of an engine."""
+        """The speed of an engine, as far as it is known."""
         return self._of(info).costs
 
     def step_s(self, info: EngineInfo) -> float:
@@ -278,19 +280,19 @@ class EngineLoads:
         return self._of(info).step_s()
 
     def kv_tokens_max(self, engine_id: str) -> float:
-        """Tokens whose KV fits beside the weights of an engine; infinite = unknown."""
+        """Tokens whose KV fits next to the weights of an engine; infinite = unknown."""
         load = self._loads.get(engine_id)
         return (load.costs.prior.kv_tokens_max if load is not None else 0) or inf
 
     def step_seconds(self, engine_id: str, batch: float, tokens: float) -> float:
-        """Seconds of a decode step of a batch with so many tokens in all; 0 = unknown."""
+        """Seconds of a decode step with this batch and total tokens; 0 = unknown."""
         load = self._loads.get(engine_id)
         if load is None:
             return 0.0
         return load.costs.step_seconds(ceil(batch / load.ranks), tokens / load.ranks)
 
     def step_costs(self, engine_id: str) -> tuple[EngineCosts | None, int]:
-        """What is known of the speed of an engine, None = nothing; and its ranks."""
+        """The speed of an engine, None = unknown; and its number of ranks."""
         load = self._loads.get(engine_id)
         return (None, 1) if load is None else (load.costs, load.ranks)
 

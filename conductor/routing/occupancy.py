@@ -18,9 +18,9 @@ AT_HOME: Final[Mapping[str, Role]] = {}
 
 
 class _Fixed(NamedTuple):
-    """What registrations say: the same until an engine registers, again or anew, or is removed.
+    """Data of registrations: constant until an engine registers, registers again, or is removed.
 
-    It is another one, too, when others are lent.
+    It is also replaced if the lent engines change.
     """
 
     changes: int
@@ -48,7 +48,6 @@ class Occupancy:
     """
 
     def __init__(self, others: EngineOthers) -> None:
-        """Start empty; ``others`` are those who use the engines besides."""
         self._others = others
         self._others_seen: tuple[int, _Fixed, Numbers] | None = None
         self.in_flight: Counter[str] = Counter()
@@ -219,5 +218,5 @@ class Occupancy:
 
 
 def _role(info: EngineInfo, lent: Mapping[str, Role]) -> Role:
-    """What an engine does now."""
+    """The present role of an engine."""
     return lent.get(info.id, info.role) if info.role is Role.MIXED else info.role

@@ -36,7 +36,6 @@ class EngineOthers:
     """
 
     def __init__(self) -> None:
-        """No engine has told anything."""
         self.changes = 0
         self._told: dict[str, OtherRequests] = {}
 

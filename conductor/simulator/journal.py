@@ -239,6 +239,12 @@ def read_journal(path: Path) -> tuple[JournalHead, list[Line]]:
 class Desk:
     """A dispatcher whose inputs and effects are written down, if a journal is given.
 
+    Args:
+        dispatcher: decides.
+        registry: its engines.
+        find: the prefix of a request's prompt at each engine.
+        journal: gets a line for each input and decision; None = nobody wants to know.
+
     Attributes:
         dispatcher: decides.
         registry: its engines.
@@ -251,14 +257,6 @@ class Desk:
         find: Callable[[int], Matches],
         journal: list[Line] | None = None,
     ) -> None:
-        """Take a new dispatcher.
-
-        Args:
-            dispatcher: decides.
-            registry: its engines.
-            find: the prefix of a request's prompt at each engine.
-            journal: gets a line for each input and decision; None = nobody wants to know.
-        """
         self.dispatcher = dispatcher
         self.registry = registry
         self._find = find

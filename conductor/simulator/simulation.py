@@ -42,16 +42,14 @@ class Simulation:
         head: what the dispatcher was made of.
         now: seconds after the first arrival.
         events: events so far.
+
+    Raises:
+        InvalidArgument: no engine can serve, or a failing one does not exist.
     """
 
     def __init__(
         self, trace: Sequence[TracedRequest], engines: Sequence[SimulatedEngine], scenario: Scenario
     ) -> None:
-        """Prepare it.
-
-        Raises:
-            InvalidArgument: no engine can serve, or a failing one does not exist.
-        """
         self.scenario = scenario
         self.records = [Record(one, one.at_s / scenario.speed) for one in trace]
         self.ended: list[Record] = []
