@@ -307,12 +307,18 @@ class DecisionsConfig(Section, frozen=True):
             for simulations; empty = none.
         trace_bytes_max: size from which on a new file is begun.
         trace_files_max: maximum files, the oldest are removed first.
+        journal_file: file to which all inputs and decisions of the dispatcher are written, so that
+            ``kvstore-conductor simulate --replay`` can repeat them; empty = none. Who looks for the
+            reason of decisions sets it. It has no content, but names of sessions and tenants.
+        journal_bytes_max: size at which it ends; a new one is begun at the next start.
     """
 
     kept: Count = 4096
     trace_file: str = ""
     trace_bytes_max: Count = 256 << 20
     trace_files_max: Annotated[int, Meta(ge=1, le=1000)] = 4
+    journal_file: str = ""
+    journal_bytes_max: Count = 256 << 20
 
 
 class FollowedCluster(Section, frozen=True):

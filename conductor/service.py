@@ -30,6 +30,7 @@ from conductor.front.connections import (
     complaints,
 )
 from conductor.front.guarding import Guard
+from conductor.front.journaling import JournalFile
 from conductor.front.kept_costs import KeptCosts
 from conductor.front.local_tokenizers import load_tokenizers
 from conductor.front.membership import Membership
@@ -46,6 +47,7 @@ from conductor.routing.admission import AdmissionRules, ServiceClass
 from conductor.routing.decisions import DecisionLog
 from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineRegistry
+from conductor.routing.journal import JournalHead
 from conductor.routing.policy import POLICIES
 from conductor.routing.prefixes import PrefixView
 from conductor.routing.requests import DispatchLimits
@@ -111,22 +113,25 @@ class Conductor:
         self._guard = Guard(self.faults)
         self._auth = Auth(config.http, self.faults)
         self._tokenizers = load_tokenizers({one.name: one.tokenizer for one in config.models})
+        self.trace, self._journal = _trace(config), _journal(config)
         health = config.health
         self.registry = EngineRegistry(health.probe_s, health.dead_after, health.backoff_s_max)
         self.index: PrefixIndex = index or IndexProcess(index_settings(config))
         self._upstream = Upstream(config.deadline)
         policy = POLICIES[config.policy.name]
         prefixes = PrefixView(self.index, self.registry, needed=policy.needs_prefixes)
-        book, rules = CostBook(), admission_rules(config)
-        self._kept_costs = KeptCosts(config.costs.file, book)
-        dispatcher = _dispatcher(config, self.registry, book, rules)
-        self.queue = RequestQueue(dispatcher, prefixes.find, clock, self._guard)
+        self._book, rules = CostBook(), admission_rules(config)
+        self._kept_costs = KeptCosts(config.costs.file, self._book)
+        dispatcher = _dispatcher(config, self.registry, self._book, rules)
+        write = self._journal.write if self._journal is not None else None
+        self.queue = RequestQueue(
+            dispatcher, self.registry, prefixes.find, clock, self._guard, write
+        )
         self.membership = Membership(
             config, self.registry, self._upstream, self.index, self._pump, clock, self._guard, store
         )
         self.metrics = Metrics(self._gauges)
         self.decisions = DecisionLog(config.decisions.kept)
-        self.trace = _trace(config)
         prompts = Prompts(
             self.registry, self._upstream, self.membership, config.deadline.tokenize_s,
             self._tokenizers,
@@ -190,6 +195,7 @@ class Conductor:
             **self._adviser.gauges(),
             **self._bringer.gauges(),
             **self._others.gauges(),
+            "journal_written": {(): float(self._journal is not None and not self._journal.ended)},
             **self._tokenizers.gauges(),
             "costs_file_faults": {(): float(self._kept_costs.faults)},
             **index_gauges(self.index),
@@ -209,6 +215,8 @@ class Conductor:
         http = self.config.http
         self._stop = stop
         self._kept_costs.read()
+        if self._journal is not None:
+            self._journal.write(_journal_head(self.config, self._book))
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._unhandled)
         runner = web.AppRunner(
@@ -255,7 +263,9 @@ class Conductor:
             await self.proxy.close()
             await loop.run_in_executor(None, self._tokenizers.close)
             if self.trace is not None:
-                await asyncio.get_running_loop().run_in_executor(None, self.trace.close)
+                await loop.run_in_executor(None, self.trace.close)
+            if self._journal is not None:
+                await loop.run_in_executor(None, self._journal.close)
             self._kept_costs.write()
             await self._upstream.close()
 
@@ -301,10 +311,34 @@ class Conductor:
 def _dispatcher(
     config: ConductorConfig, registry: EngineRegistry, book: CostBook, rules: AdmissionRules
 ) -> Dispatcher:
-    at_once = [name for name, protocol in PROTOCOLS.items() if protocol.at_once]
-    scheduler = Scheduler(POLICIES[config.policy.name], at_once)
+    scheduler = Scheduler(POLICIES[config.policy.name], _at_once())
     limits = DispatchLimits(config.queue.waiting_max, config.queue.wait_s, config.queue.tries)
     return Dispatcher(registry, scheduler, limits, book, rules, lends=config.policy.lends)
+
+
+def _at_once() -> tuple[str, ...]:
+    return tuple(name for name, protocol in PROTOCOLS.items() if protocol.at_once)
+
+
+def _journal(config: ConductorConfig) -> JournalFile | None:
+    """The journal that is asked for.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    decisions = config.decisions
+    if not decisions.journal_file:
+        return None
+    return JournalFile(Path(decisions.journal_file), decisions.journal_bytes_max)
+
+
+def _journal_head(config: ConductorConfig, book: CostBook) -> JournalHead:
+    """What is needed to make the dispatcher again."""
+    queue = config.queue
+    return JournalHead(
+        config.policy.name, [], queue.waiting_max, queue.wait_s, queue.tries,
+        admission_rules(config), lends=config.policy.lends, at_once=_at_once(), costs=book.dump(),
+    )  # fmt: skip
 
 
 def _trace(config: ConductorConfig) -> TraceFile | None:

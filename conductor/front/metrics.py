@@ -66,6 +66,7 @@ _GAUGES: Final = {
         "1 while prompts of a kind are tokenised here, 0 since an engine said otherwise.",
         ("model", "kind"),
     ),
+    "journal_written": ("1 while the journal of decisions is written.", ()),
     "engine_others": (
         "Requests of others at each engine that tells: running, or waiting there.",
         ("engine", "state"),

@@ -216,8 +216,7 @@ class Relay:
         attempt.outcome = "ok"
         run.decision.status, run.decision.outcome = 200, "ok"
         if attempt.served is not None and attempt.served.completion_tokens is not None:
-            parts, output_tokens = self._parts, attempt.served.completion_tokens
-            parts.dispatcher.ended(run.number, output_tokens, parts.clock())
+            self._parts.queue.ended(run.number, attempt.served.completion_tokens)
 
     @asynccontextmanager
     async def _limited(self, engine: str) -> AsyncIterator[IdleDeadline]:
