@@ -29,6 +29,7 @@ from conductor.front.connections import (
     Front,
     complaints,
 )
+from conductor.front.dispatching import dispatcher_of, journal_head
 from conductor.front.guarding import Guard
 from conductor.front.journaling import JournalFile
 from conductor.front.kept_costs import KeptCosts
@@ -42,16 +43,11 @@ from conductor.front.proxy import Proxy
 from conductor.front.tracing import TraceFile
 from conductor.front.upstream import Upstream
 from conductor.front.waiting import RequestQueue
-from conductor.protocols import PROTOCOLS
 from conductor.routing.admission import AdmissionRules, ServiceClass
 from conductor.routing.decisions import DecisionLog
-from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineRegistry
-from conductor.routing.journal import JournalHead
 from conductor.routing.policy import POLICIES
 from conductor.routing.prefixes import PrefixView
-from conductor.routing.requests import DispatchLimits
-from conductor.routing.scheduler import Scheduler
 from conductor.simulator import command as simulate
 from kvstore.cluster.store import RecordStore
 from kvstore.config import show
@@ -122,16 +118,15 @@ class Conductor:
         prefixes = PrefixView(self.index, self.registry, needed=policy.needs_prefixes)
         self._book, rules = CostBook(), admission_rules(config)
         self._kept_costs = KeptCosts(config.costs.file, self._book)
-        dispatcher = _dispatcher(config, self.registry, self._book, rules)
-        write = self._journal.write if self._journal is not None else None
+        dispatcher = dispatcher_of(config, self.registry, self._book, rules)
         self.queue = RequestQueue(
-            dispatcher, self.registry, prefixes.find, clock, self._guard, write
-        )
+            dispatcher, self.registry, prefixes.find, clock, self._guard,
+            self._journal.write if self._journal else None,
+        )  # fmt: skip
         self.membership = Membership(
             config, self.registry, self._upstream, self.index, self._pump, clock, self._guard, store
         )
-        self.metrics = Metrics(self._gauges)
-        self.decisions = DecisionLog(config.decisions.kept)
+        self.metrics, self.decisions = Metrics(self._gauges), DecisionLog(config.decisions.kept)
         prompts = Prompts(
             self.registry, self._upstream, self.membership, config.deadline.tokenize_s,
             self._tokenizers,
@@ -156,8 +151,9 @@ class Conductor:
             client_max_size=config.http.body_bytes_max,
             middlewares=[self._front.middleware, errors_as_json(self.faults, self._broken)],
         )
-        admin = Admin(parts, self.proxy, self._auth, self._adviser, self.bodies)
-        self._app.add_routes(admin.routes())
+        self._app.add_routes(
+            Admin(parts, self.proxy, self._auth, self._adviser, self.bodies).routes()
+        )
 
     def _broken(self, error: BaseException | None) -> None:
         """An assertion failed: log it and stop, because the state cannot be trusted."""
@@ -216,7 +212,7 @@ class Conductor:
         self._stop = stop
         self._kept_costs.read()
         if self._journal is not None:
-            self._journal.write(_journal_head(self.config, self._book))
+            self._journal.write(journal_head(self.config, admission_rules(self.config), self._book))
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._unhandled)
         runner = web.AppRunner(
@@ -308,18 +304,6 @@ class Conductor:
             self.metrics.loop_lag(max(0.0, worst))
 
 
-def _dispatcher(
-    config: ConductorConfig, registry: EngineRegistry, book: CostBook, rules: AdmissionRules
-) -> Dispatcher:
-    scheduler = Scheduler(POLICIES[config.policy.name], _at_once())
-    limits = DispatchLimits(config.queue.waiting_max, config.queue.wait_s, config.queue.tries)
-    return Dispatcher(registry, scheduler, limits, book, rules, lends=config.policy.lends)
-
-
-def _at_once() -> tuple[str, ...]:
-    return tuple(name for name, protocol in PROTOCOLS.items() if protocol.at_once)
-
-
 def _journal(config: ConductorConfig) -> JournalFile | None:
     """The journal that is asked for.
 
@@ -330,15 +314,6 @@ def _journal(config: ConductorConfig) -> JournalFile | None:
     if not decisions.journal_file:
         return None
     return JournalFile(Path(decisions.journal_file), decisions.journal_bytes_max)
-
-
-def _journal_head(config: ConductorConfig, book: CostBook) -> JournalHead:
-    """What is needed to make the dispatcher again."""
-    queue = config.queue
-    return JournalHead(
-        config.policy.name, [], queue.waiting_max, queue.wait_s, queue.tries,
-        admission_rules(config), lends=config.policy.lends, at_once=_at_once(), costs=book.dump(),
-    )  # fmt: skip
 
 
 def _trace(config: ConductorConfig) -> TraceFile | None:
