@@ -151,9 +151,8 @@ class Conductor:
             client_max_size=config.http.body_bytes_max,
             middlewares=[self._front.middleware, errors_as_json(self.faults, self._broken)],
         )
-        self._app.add_routes(
-            Admin(parts, self.proxy, self._auth, self._adviser, self.bodies).routes()
-        )
+        admin = Admin(parts, self.proxy, self._auth, self._adviser, self.bodies)
+        self._app.add_routes(admin.routes())
 
     def _broken(self, error: BaseException | None) -> None:
         """An assertion failed: log it and stop, because the state cannot be trusted."""
