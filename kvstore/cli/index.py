@@ -1,4 +1,4 @@
-"""Shows what a Conductor's index knows about engines and nodes."""
+"""Shows a Conductor's index of engines and nodes."""
 
 import http.client
 
@@ -14,7 +14,7 @@ from kvstore.protocol.errors import InvalidArgument
 
 
 class IndexState(Struct, frozen=True, kw_only=True):
-    """What a Conductor tells of its index.
+    """A Conductor's answer about its index.
 
     ``up``: its process answers. ``entries`` to ``workers``: those of
     :class:`kvstore.index.control.IndexReport`.
@@ -32,10 +32,10 @@ class IndexState(Struct, frozen=True, kw_only=True):
 
 
 def asked_index(conductor: Remote) -> Reply[IndexState]:
-    """What a Conductor tells of its index.
+    """A Conductor's answer about its index.
 
     Raises:
-        InvalidArgument: it is no Conductor that answers.
+        InvalidArgument: the answer is not that of a Conductor.
         KVStoreError: as of :meth:`Remote.send`.
     """
     answer: Reply[IndexState] | None = None

@@ -7,15 +7,15 @@ from kvstore.index.blocks import Workspace
 
 
 class EventFeed(Protocol):
-    """What a follower does with the events of its worker.
+    """Applies the events of a worker, for its follower.
 
-    A worker's pages go to this process' table (:class:`kvstore.index.feed.WorkerFeed`), or a node's
-    own ones to the directory in Redis (:class:`kvstore.cluster.announcing.PageAnnouncement`).
+    :class:`kvstore.index.feed.WorkerFeed` applies them to this process' table, and
+    :class:`kvstore.cluster.announcing.PageAnnouncement` sends a node's own pages to Redis.
     """
 
     @property
     def workspace(self) -> Workspace:
-        """What decoding events needs."""
+        """The buffers for decoding events."""
         ...
 
     @property

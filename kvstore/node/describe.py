@@ -1,4 +1,4 @@
-"""Everything that can be counted in a node's state, as one snapshot of values."""
+"""All counts and sizes of a node's state, as one snapshot."""
 
 from itertools import islice
 from typing import Final
@@ -16,24 +16,24 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Session
 
 LISTED_MAX: Final = 100
-"""Spaces and sessions that a snapshot names, so that it never holds the state for long."""
+"""Maximum spaces and sessions listed in a snapshot, so that it never takes long."""
 _UNCHECKED: Final = SelfCheckCounts(rounds=0, pages=0)
 
 
 def core() -> str:
-    """How the modules that decide are run, of which this is one: ``compiled`` or ``pure``."""
+    """How the core, which includes this module, is run: ``compiled`` or ``pure``."""
     return "pure" if __file__.endswith(".py") else "compiled"
 
 
 def describe(
     node: Node, ssd: SsdCounts | None = None, self_check: SelfCheckCounts = _UNCHECKED
 ) -> NodeCounts:
-    """One snapshot; of spaces and sessions the first :data:`LISTED_MAX`, and how many there are.
+    """A snapshot; lists the first :data:`LISTED_MAX` spaces and sessions, and their numbers.
 
     Args:
         node: the node.
         ssd: counts of its SSD tier; None = it has none.
-        self_check: what its idle checks have looked at.
+        self_check: progress of its idle checks.
     """
     pages, sessions = node.pages, list(node.sessions.values())
     spaces = list(pages.spaces)

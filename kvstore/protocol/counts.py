@@ -1,4 +1,4 @@
-"""Counters and measurements of a node: values that its parts build, and the admin API answers with.
+"""Defines a node's counters and measurements, which its parts fill in and the admin API serves.
 
 They are of the protocol because each room of the node counts what it does, and the admin process,
 the metrics and the command read it.

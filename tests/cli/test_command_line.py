@@ -13,13 +13,12 @@ from msgspec import to_builtins
 from rich.console import Console
 
 from kvstore.cli import main, names, show
-from kvstore.cli.command import _fell_short
 from kvstore.cli.decoding import Reply, completed
 from kvstore.cli.names import Names
 from kvstore.cli.remote import Remote
 from kvstore.protocol.counts import NodeStats
 from kvstore.protocol.errors import InvalidArgument, NotFound
-from kvstore.server.answers import JobRow, PageList, SpaceList
+from kvstore.server.answers import PageList, SpaceList
 from tests.client.conftest import READY, Daemon, arguments
 from tests.server.conftest import PAGE_BYTES, Stored
 
@@ -436,19 +435,3 @@ def test_stats_say_where_pages_were_found_and_how_long_things_took(capsys):
     del answer["lookups"], answer["latencies"], answer["latency_bounds_s"]  # of an older node
     show.stats(completed(answer, NodeStats), show.console())
     assert "found in" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("kind", "state", "result", "fell_short"),
-    [
-        ("drain", "done", {"complete": True}, False), ("drain", "done", {"complete": False}, True),
-        ("replicate", "done", {"complete": False}, True), ("drain", "done", {}, False),
-        ("drain", "running", {"complete": False}, False), ("verify", "failed", {}, True),
-        ("verify", "cancelled", {}, True), ("verify", "done", {"complete": False}, False),
-    ],
-)  # fmt: skip
-def test_a_job_that_did_not_copy_everything_is_a_failure_of_the_command(
-    kind, state, result, fell_short
-):
-    job = completed({"kind": kind, "state": state, "result": result}, JobRow)
-    assert _fell_short(job) is fell_short

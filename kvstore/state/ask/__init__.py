@@ -1,1 +1,3 @@
 """Questions to the state, and walks over it in steps."""
+
+__all__ = ["explain", "explanation", "inventory", "traversal"]

@@ -12,7 +12,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvstore.protocol.counts import NO_RECORDS
 from kvstore.protocol.errors import KVStoreError, PageCorrupt
 from kvstore.state.disk.jobs import DiskJob, DiskRead, DiskSync, DiskWrite, Verdict
 from kvstore.state.table.invariants import check
@@ -48,7 +47,7 @@ def test_a_run_is_written_with_one_event_and_stays_one_node():
     world = DiskWorld()
     world.store(world.me, world.mine, "abcdef")
     world.table.actions.clear()
-    assert world.disk.stats(NO_RECORDS).writes == 6, "pages, as ever"
+    assert world.disk.limits.writing.pages == 6, "pages, as ever"
 
     world.end_all()
 
