@@ -220,6 +220,7 @@ class Scan:
 
     def _step(self, at: int) -> int:
         """Parse the block at ``at``; returns where to continue."""
+        assert at % BLOCK_BYTES == 0
         block = self._window.bytes(at, HEADER_BYTES)
         header = decode_header(block, self._log, Place(self._number, at))
         if header is None:
@@ -250,6 +251,7 @@ class Scan:
             if found.tobytes() != header.digest:
                 return False
         pair = self._pairs.setdefault(header.pair, len(self._pairs))
+        assert pair < SEGMENT_PAIRS_MAX
         self._entries.append(entry_of(header, pair))
         return True
 

@@ -328,6 +328,7 @@ class LearnedReuse:
 
     def rank(self, kind: Kind, age_bin: int) -> float:
         """Expected uses per tick of a page of this kind and age; keep the highest."""
+        assert 0 <= age_bin < self.BINS
         ranks = self._ranks.get(kind)
         if ranks is None:
             ranks = self._ranks[kind] = self._index(kind)
@@ -387,6 +388,7 @@ class LearnedReuse:
         """
         hazards = self._hazards(kind)
         bins = len(hazards)
+        assert 0 < bins <= self.BINS
         self._ranked[kind] = [bins] + [counts.events for counts in self._counts_of(kind)]
         ranks = [0.0] * bins
         stretches: list[tuple[float, float, float, float]] = []

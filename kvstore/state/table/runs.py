@@ -90,6 +90,7 @@ class Owners:
         if more > 0:
             keys = self._keys[position] = np.append(keys, np.full(more, None))
             self._spaces.setdefault(position, []).extend([None] * more)
+        assert len(keys) == len(self._spaces[position])
         return keys
 
 
@@ -313,6 +314,7 @@ def nodes_of(owners: Owners, slots: list[Slot]) -> list[PrefixNode]:
         if node is not None:
             found.append(node)
         at += node.count if node is not None else 1
+    assert at == len(slots), "of a node all slots are given, or none"
     return found
 
 

@@ -63,10 +63,12 @@ class KeyIndex(Mapping[PrefixKey, PrefixNode]):
 
     def put(self, keys: list[PrefixKey], node: PrefixNode) -> None:
         """Add a node under keys that are not there."""
+        assert not node.cold
         parts = self._parts
         for key in keys:
             (parts[key[0]] if len(parts) > 1 else parts[0])[key] = node
         self._length += len(keys)
+        assert len(parts) > 1 or len(parts[0]) == self._length, "a key was there already"
         if self._length > SMALL and len(parts) == 1:
             self._divide()
 
@@ -93,15 +95,19 @@ class KeyIndex(Mapping[PrefixKey, PrefixNode]):
         for key in keys:
             del (parts[key[0]] if len(parts) > 1 else parts[0])[key]
         self._length -= len(keys)
+        assert self._length >= 0
 
     def cool(self, node: PrefixNode) -> None:
         """The pages of a node are now only on disk: store their keys compactly."""
+        assert node.on_disk
+        assert not node.memory
         keys = node.key_list()
         self._discard(keys)
         self._cold.put(node, keys)
 
     def warm(self, node: PrefixNode) -> None:
         """The pages of a cold node were loaded to memory."""
+        assert node.cold
         keys = node.key_list()
         self._cold.discard(node, keys)
         self.put(keys, node)
@@ -126,6 +132,7 @@ class KeyIndex(Mapping[PrefixKey, PrefixNode]):
         self._parts = [{} for _ in range(PARTS)]
         for key, value in small.items():
             self._part(key)[key] = value
+        assert sum(map(len, self._parts)) == self._length
 
 
 SHELF_NODES: Final = 256
@@ -165,6 +172,7 @@ class CreationOrder(Generic[N]):
         serial, count = self._next, node.count
         if count > 1 and serial % SHELF_NODES + count > SHELF_NODES:
             serial = self.after(serial >> _SHIFT)
+        assert serial >> _SHIFT == serial + count - 1 >> _SHIFT, "a run lies in one chunk"
         node.serial = serial
         self._next = serial + count
         chunk = self._chunks.get(serial >> _SHIFT)
@@ -175,6 +183,7 @@ class CreationOrder(Generic[N]):
     def divide(self, node: N, head: N) -> None:
         """The first pages of a node now belong to ``head``."""
         chunk = self._chunks[node.serial >> _SHIFT]
+        assert chunk[node.serial] is node
         head.serial = node.serial
         node.serial += head.count
         chunk[head.serial] = head
@@ -184,6 +193,7 @@ class CreationOrder(Generic[N]):
         """The node is removed from the tree."""
         number = node.serial >> _SHIFT
         chunk = self._chunks[number]
+        assert chunk[node.serial] is node
         del chunk[node.serial]
         if not chunk:
             del self._chunks[number]
@@ -321,6 +331,7 @@ class PrefixTree:
             if found.in_memory:
                 found.count_above(1)
             deepen(found)
+            assert found.depth == parent.depth + found.count
 
     def end(self, key: PrefixKey) -> PrefixNode | None:
         """The node whose last page has a key; None if there is none."""
@@ -336,6 +347,7 @@ class PrefixTree:
 
     def exact(self, node: PrefixNode, offset: int, pages: int) -> PrefixNode:
         """A node with exactly ``pages`` pages of a node, from ``offset`` on."""
+        assert 0 < pages <= node.count - offset
         if offset:
             node.split(offset)
         return node.split(pages) if pages < node.count else node
@@ -357,6 +369,8 @@ class PrefixTree:
 
     def divided(self, node: PrefixNode, head: PrefixNode) -> None:
         """A node of this tree was split; ``head`` is new."""
+        assert node.above is head
+        assert head.ready == node.ready
         self.index.divide(node, head)
         self.by_creation.divide(node, head)
         self.changes += 1
@@ -484,6 +498,8 @@ class PrefixTree:
 
     def remove(self, node: PrefixNode) -> None:
         """Remove a node without children."""
+        assert not node.below
+        assert not node.present
         self.index.discard(node)
         self.by_creation.remove(node)
         node.above = None
