@@ -30,13 +30,14 @@ class Candidate(msgspec.Struct, frozen=True, omit_defaults=True):
         in_flight: requests assigned to it that have not ended, including those whose KV has not
             arrived yet.
         max_running: places.
-        load: ``in_flight / max_running``.
+        load: ``(in_flight + others) / max_running``.
         local_tokens: prompt tokens in its own cache.
         node_tokens: prompt tokens on nodes it reads from.
         usable_tokens: prompt tokens it need not compute.
         peer_tokens: prompt tokens beyond these that its node could fetch from one other node of the
             cluster; no policy uses them.
         verdict: the role it was chosen for, ``passed over``, or why it could not be chosen.
+        others: requests of others that it has; 0 also if it does not tell.
         queue_s: seconds until its assigned prompts are computed; this and the following exist only
             if the policy uses costs, and the engine could be chosen.
         fetch_s: seconds to fetch the part of the prompt that another node has.
@@ -58,6 +59,7 @@ class Candidate(msgspec.Struct, frozen=True, omit_defaults=True):
     usable_tokens: int
     peer_tokens: int
     verdict: str
+    others: int = 0
     queue_s: float | None = None
     fetch_s: float | None = None
     prefill_s: float | None = None
@@ -101,7 +103,8 @@ class Candidates:
         engines: ids.
         roles: roles.
         health: health.
-        numbers: int32 [6, engines]: requests, places, and local, node, usable, peer tokens.
+        numbers: int32 [7, engines]: requests, places, local, node, usable and peer tokens, and
+            requests of others.
         verdicts: uint8 [engines], positions in :data:`VERDICTS`.
         seconds: float32 [6, engines]: queue, fetch, prefill, handoff, between tokens and of
             late requests; not a number = it could not be chosen. None if the policy uses none.
@@ -118,7 +121,7 @@ class Candidates:
         verdicts: npt.NDArray[np.uint8],
         seconds: npt.NDArray[np.float32] | None = None,
     ) -> None:
-        assert numbers.shape == (6, len(engines))
+        assert numbers.shape == (7, len(engines))
         self._columns: CandidateColumns | None = CandidateColumns(
             engines, roles, health, numbers, verdicts, seconds
         )
@@ -151,10 +154,11 @@ class Candidates:
         for at, ((engine, role, health), (numbers, verdict)) in enumerate(
             zip(named, rows, strict=True)
         ):
-            count, places, local, node, usable, peer = numbers
+            count, places, local, node, usable, peer, others = numbers
+            load = round((count + others) / places, 3)
             yield Candidate(
-                engine, role, health, count, places, round(count / places, 3), local, node, usable,
-                peer, VERDICTS[verdict], *columns.terms(at),
+                engine, role, health, count, places, load, local, node, usable, peer,
+                VERDICTS[verdict], others, *columns.terms(at),
             )  # fmt: skip
 
 

@@ -79,6 +79,8 @@ class CostColumns:
         late_per_s, late_per_s2, late_most: number of requests decoding there that become late if it
             computes a prompt: per second of that, per second squared, and the maximum.
         usual_s: recent mean seconds to the first token; one number.
+        others_s: seconds until the prompts of others that wait at an engine are computed. Requests
+            do not wait for these here, because nobody reports when that is.
         kept: cached results.
     """
 
@@ -97,6 +99,7 @@ class CostColumns:
     late_per_s2: Column
     late_most: Column
     usual_s: float = 0.0
+    others_s: Column = field(default_factory=lambda: np.zeros(()))
     kept: GatheredCosts = field(default_factory=GatheredCosts, compare=False, repr=False)
 
 
@@ -117,6 +120,7 @@ class View:
         in_flight: requests that hold a place; int64 [engines].
         promised: requests whose KV is being computed elsewhere, or waits for a place here; int64.
         max_running: places; int64, at least 1.
+        others: requests of others; int64. They load an engine, and take no places of ours.
         last_assigned: number of the last assignment; int64, 0 = none yet.
         assigned: number of assignments so far.
         retry_after_s: ``Retry-After`` for a rejected client.
@@ -139,6 +143,7 @@ class View:
     promised: Numbers
     max_running: Numbers
     last_assigned: Numbers
+    others: Numbers = field(default_factory=lambda: np.zeros((), dtype=np.int64))
     assigned: int = 0
     retry_after_s: int = 1
     costs: CostColumns | None = None
@@ -322,7 +327,7 @@ class Eligible(NamedTuple):
 
     Attributes:
         ids: their names.
-        in_flight: requests assigned to each, promised ones included.
+        in_flight: requests assigned to each, promised ones and those of others included.
         load: the same as a fraction of its places.
         last_assigned: number of its last assignment.
         local: prompt tokens in its own cache.

@@ -132,6 +132,7 @@ class Decision(msgspec.Struct, kw_only=True):
     Attributes:
         id: the response header ``X-Request-Id``.
         at: time of arrival, ISO 8601.
+        route: path of the request: of a completion or a chat completion.
         model: requested model.
         policy: name of the policy.
         stream: whether the client requested a stream.
@@ -152,6 +153,7 @@ class Decision(msgspec.Struct, kw_only=True):
 
     id: str
     at: str
+    route: str
     model: str
     policy: str
     stream: bool
@@ -214,11 +216,13 @@ class DecisionLog:
         self._shared = SharedValues()
 
     def open(
-        self, request_id: str, model: str, policy: str, *, stream: bool, at: datetime
+        self, request_id: str, route: str, model: str, policy: str, *, stream: bool, at: datetime
     ) -> Decision:
         """Create a decision; replaces one with the same id; removes the oldest if full."""
         when = at.isoformat(timespec="milliseconds")
-        decision = Decision(id=request_id, at=when, model=model, policy=policy, stream=stream)
+        decision = Decision(
+            id=request_id, at=when, route=route, model=model, policy=policy, stream=stream
+        )
         self._decisions.pop(request_id, None)
         self._decisions[request_id] = decision
         while len(self._decisions) > self._kept:

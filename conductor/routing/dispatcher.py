@@ -90,7 +90,7 @@ class Dispatcher:
         self._rows = WaitingRows()  # these, as columns
         self._arrived: dict[int, KnownRequest] = {}  # whose KV waits for a decode engine
         self._refused: list[Reject] = []  # until the next step
-        self._places = Occupancy()
+        self._places = Occupancy(self.loads.others)
         self._released_at: float | None = None
         self._pace_s = 1.0
         self._closed = False

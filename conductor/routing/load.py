@@ -7,17 +7,17 @@ requests are thought to be spread evenly.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from math import ceil, inf
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
 from conductor.costs.book import CostBook, EngineCosts, machine_of
-from conductor.costs.prior import PrefillLine
 from conductor.routing.columns import CostColumns
+from conductor.routing.engine_work import TIMED, EngineWork, WorkRow
 from conductor.routing.engines import EngineInfo, Role
-from conductor.routing.work import NO_ANSWER, Answer, ComputingPrompt, DecodingRequest
+from conductor.routing.others import EngineOthers
+from conductor.routing.work import NO_ANSWER, Answer, ComputingPrompt
 
 _OVERDUE_S: Final = 0.01
 """A prompt that should be computed, but is not, is assumed to take this much longer."""
@@ -28,198 +28,6 @@ _USUAL_WEIGHT: Final = 0.05
 _TERMS: Final = ("constant", "weights", "attention")
 
 
-class _Row(NamedTuple):
-    """The inputs of an engine's costs, independent of the time; see :class:`CostColumns`.
-
-    Attributes:
-        late_at: when its first prompt counts as computed, without a report.
-        head_since: start of that prompt.
-        head_s: seconds that it takes; negative = there is none.
-        rest_s: seconds of the other prompts.
-        sent_at: when all KV of its prompts for other engines has probably been sent.
-    """
-
-    late_at: float
-    head_since: float
-    head_s: float
-    rest_s: float
-    sent_at: float
-    constant_s: float
-    floor_s: float
-    token_s: float
-    pair_s: float
-    step_s: float
-    kv_room: float
-    token_bytes: float
-    network_bytes_per_s: float
-    coming_bytes: float
-    late_per_s: float
-    late_per_s2: float
-    late_most: float
-
-
-_TIMED: Final = 5
-"""Fields of :class:`_Row` whose columns depend on the time."""
-
-
-@dataclass(slots=True)
-class _Load:
-    """One engine.
-
-    Attributes:
-        computing: its prompts, in the order in which they were assigned.
-        head_since: start of the first of them.
-        overdue: prompts that count as computed, but whose first tokens were not reported.
-        decoding: requests that decode there.
-        context: tokens of their prompts.
-        coming: tokens of the KV that is on its way there, by request.
-        batch_s: requests that decoded, multiplied by seconds, since the beginning.
-        context_s: their tokens likewise.
-        at: time up to which these are counted.
-        computed_at: when the last reported prompt was computed.
-        step_cost_s: cached :meth:`step_s`; negative = to be computed again.
-        factors: the fit's factors for which ``line`` is valid.
-        line: the costs of prompts.
-        begun: when requests without reports started to decode; until they are read.
-        stalled_s: seconds for which it computed prompts, since the beginning.
-        sent_at: when all KV of its prompts for other engines has probably been sent.
-        leaving: request → seconds that its unsent KV occupies the link.
-    """
-
-    costs: EngineCosts
-    ranks: int = 1
-    computing: dict[int, ComputingPrompt] = field(default_factory=dict)
-    head_since: float = 0.0
-    overdue: dict[int, ComputingPrompt] = field(default_factory=dict)
-    decoding: dict[int, DecodingRequest] = field(default_factory=dict)
-    context: int = 0
-    coming: dict[int, int] = field(default_factory=dict)
-    batch_s: float = 0.0
-    context_s: float = 0.0
-    at: float = 0.0
-    computed_at: float = 0.0
-    step_cost_s: float = -1.0
-    factors: object = None
-    line: PrefillLine | None = None
-    begun: dict[int, float] = field(default_factory=dict)
-    stalled_s: float = 0.0
-    sent_at: float = -inf
-    leaving: dict[int, float] = field(default_factory=dict)
-
-    def row(self, role: Role) -> _Row:
-        """The inputs that stay the same until something changes, or :meth:`pass_late` changes them.
-
-        Args:
-            role: the present role of the engine.
-        """
-        head, coming = next(iter(self.computing.values()), None), sum(self.coming.values())
-        token_bytes, line = self.costs.prior.kv_bytes(1), self.prefill_line()
-        return _Row(
-            late_at=self.head_since + head.counts_s if head is not None else inf,
-            head_since=self.head_since,
-            head_s=head.seconds if head is not None else -1.0,
-            rest_s=self.total_s() - head.seconds if head is not None else 0.0,
-            sent_at=self.sent_at,
-            constant_s=line.constant_s,
-            floor_s=line.floor_s,
-            token_s=line.token_s,
-            pair_s=line.pair_s,
-            step_s=self.step_s(),
-            kv_room=(self.costs.prior.kv_tokens_max or inf) - self.context - coming,
-            token_bytes=token_bytes,
-            network_bytes_per_s=self.costs.prior.network.bytes_per_s,
-            coming_bytes=coming * token_bytes,
-            **self.late(role),
-        )
-
-    def pass_late(self, now: float) -> None:
-        """Count prompts as computed, when they should have been, if that was long ago."""
-        while self.computing:
-            number, head = next(iter(self.computing.items()))
-            if now < self.head_since + head.counts_s:
-                return
-            del self.computing[number]
-            self.overdue[number] = replace(head, since=self.head_since)
-            self.stalled_s += head.seconds
-            self.head_since += head.seconds
-            if not head.told:
-                tokens = head.new_tokens + head.prefix_tokens
-                self.decodes(number, tokens, self.head_since, told=False)
-                self.begun[number] = self.head_since
-            for following in self.computing.values():
-                self.head_since = max(self.head_since, following.since)
-                break
-
-    def decodes(
-        self, number: int, tokens: int, now: float, *, told: bool = True, bears_s: float = 0.0
-    ) -> None:
-        """A request starts to decode; ``told``: this was reported, and its end will be."""
-        self.pass_time(now)
-        self.coming.pop(number, None)
-        stalled_s = self.stalled_s
-        if number in self.decoding:
-            self.context -= self.decoding[number].tokens
-            stalled_s = self.decoding[number].stalled_s
-        self.decoding[number] = DecodingRequest(
-            tokens, now, self.batch_s, self.context_s, told, bears_s, stalled_s
-        )
-        self.context += tokens
-        self.step_cost_s = -1.0
-
-    def late(self, role: Role) -> dict[str, float]:
-        """The columns of :class:`CostColumns` about requests that a prompt makes late.
-
-        The number of later prompts is unknown. So a request that has used a part ``u`` of the
-        seconds that it tolerates counts as late to the part ``u**2``: the first stall costs less
-        than the last one. A request that is late already counts as if it were about to be,
-        otherwise all prompts would go there.
-
-        An engine that was lent to prompts still has answers to finish. These count nothing: it gets
-        no others, and would be idle for their sake while all requests wait.
-        """
-        stalled_s = self.stalled_s + self.total_s()
-        line = square = most = 0.0
-        for one in self.decoding.values():
-            if not one.bears_s or role is Role.PREFILL:
-                continue
-            used = (stalled_s - one.stalled_s) / one.bears_s
-            line += 2.0 * min(used, 1.0) / one.bears_s
-            square += one.bears_s**-2 if used < 1.0 else 0.0
-            most += 1.0 - used * used if used < 1.0 else 1.0
-        return {"late_per_s": line, "late_per_s2": square, "late_most": most}
-
-    def total_s(self) -> float:
-        """Seconds of all prompts that it has, the first one whole."""
-        return sum(one.seconds for one in self.computing.values())
-
-    def computed_by(self, now: float) -> float:
-        """When all its prompts are thought to be computed."""
-        return max(now, self.head_since + self.total_s())
-
-    def prefill_line(self) -> PrefillLine:
-        """The costs of prompts; computed again only after a measurement."""
-        factors = self.costs.prefill_fit.factors
-        if self.line is None or factors is not self.factors:
-            self.factors, self.line = factors, self.costs.prefill_line
-        return self.line
-
-    def step_s(self) -> float:
-        """Seconds of a step with one more request, of usual length, than it will have anyway."""
-        if self.step_cost_s < 0:
-            count = len(self.decoding) + len(self.coming)
-            tokens = self.context + sum(self.coming.values())
-            batch = ceil((count + 1) / self.ranks)
-            self.step_cost_s = self.costs.step_seconds(batch, batch * tokens / max(1, count))
-        return self.step_cost_s
-
-    def pass_time(self, now: float) -> None:
-        """Update the sums of decoding requests up to now."""
-        passed = max(0.0, now - self.at)
-        self.batch_s += passed * len(self.decoding)
-        self.context_s += passed * self.context
-        self.at = max(self.at, now)
-
-
 class EngineLoads:
     """All engines that have had a request, or were asked for.
 
@@ -228,30 +36,32 @@ class EngineLoads:
 
     Attributes:
         changes: counts what may change :meth:`columns`, but for the time.
+        others: requests of others at the engines; change them by :meth:`tell_others`.
     """
 
     def __init__(self, book: CostBook) -> None:
         self.changes = 0
+        self.others = EngineOthers()
         self._usual_s = 0.0
         self._book = book
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[str, EngineWork] = {}
         self._senders: dict[int, str] = {}  # request → the engine from which its KV comes
         self._infos: Sequence[EngineInfo] | None = None  # of the rows
         self._at: dict[str, int] = {}  # the row of each
         self._rows = np.zeros((0, 0))
-        self._by_name: Any = None  # the columns of these, as a `_Row`
+        self._by_name: Any = None  # the columns of these, as a `WorkRow`
         self._stale: set[str] = set()  # engines whose rows are to be made again
 
     def _changed(self, engine_id: str) -> None:
         self.changes += 1
         self._stale.add(engine_id)
 
-    def _of(self, info: EngineInfo) -> _Load:
+    def _of(self, info: EngineInfo) -> EngineWork:
         load = self._loads.get(info.id)
         machine = machine_of(info.shape, info.hardware)
         if load is None or load.costs.machine != machine:
             costs = self._book.of(info.id, machine)
-            load = self._loads.setdefault(info.id, _Load(costs))
+            load = self._loads.setdefault(info.id, EngineWork(costs))
             load.costs, load.step_cost_s = costs, -1.0
         ranks = max(1, len(info.ranks))
         if ranks != load.ranks:
@@ -270,8 +80,8 @@ class EngineLoads:
         """
         if self._infos is not infos:
             self._infos, self._at = infos, {info.id: at for at, info in enumerate(infos)}
-            self._rows = np.zeros((len(_Row._fields), len(infos)))
-            self._by_name = _Row._make(self._rows)
+            self._rows = np.zeros((len(WorkRow._fields), len(infos)))
+            self._by_name = WorkRow._make(self._rows)
             self._stale = set(self._at)
         rows, changed = self._by_name, {self._at[one] for one in self._stale if one in self._at}
         late = now >= rows.late_at
@@ -280,13 +90,28 @@ class EngineLoads:
         for at in changed:
             load = self._of(infos[at])
             load.pass_late(now)
+            others = self.others.of(infos[at].id)
+            if others != load.others:
+                load.others, load.step_cost_s = others, -1.0
             self._rows[:, at] = load.row(infos[at].role if roles is None else roles[at])
         self._stale.clear()
         left_s = np.maximum(rows.head_s - np.maximum(now - rows.head_since, 0.0), _OVERDUE_S)
         backlog_s = np.where(rows.head_s >= 0, rows.rest_s + left_s, 0.0)
         leaving_s = np.maximum(rows.sent_at - now, 0.0)
-        named = dict(zip(_Row._fields[_TIMED:], self._rows[_TIMED:].copy(), strict=True))
+        named = dict(zip(WorkRow._fields[TIMED:], self._rows[TIMED:].copy(), strict=True))
         return CostColumns(backlog_s=backlog_s, leaving_s=leaving_s, usual_s=self._usual_s, **named)
+
+    def tell_others(
+        self, engine_id: str, running: float | None, waiting: float | None, ours: int
+    ) -> None:
+        """An engine tells what it has; None = it does not tell. See :meth:`EngineOthers.tell`."""
+        before = self.others.changes
+        if running is None or waiting is None:
+            self.others.forget(engine_id)
+        else:
+            self.others.tell(engine_id, running, waiting, ours)
+        if self.others.changes != before:
+            self._changed(engine_id)
 
     def foreseen(self, ttft_s: float) -> None:
         """A request was assigned; its first token is predicted after ``ttft_s`` seconds."""
@@ -316,6 +141,7 @@ class EngineLoads:
             load.head_since = now
         fetch_s = 0.0 if load.computing else seconds[0]
         load.computing[number] = ComputingPrompt(*tokens, sum(seconds), fetch_s, now)
+        load.usual_s += (_USUAL_WEIGHT if load.usual_s else 1.0) * (seconds[1] - load.usual_s)
 
     def untold(self, number: int, engine_id: str) -> None:
         """We shall not hear when a prompt is computed.
@@ -501,6 +327,7 @@ class EngineLoads:
     def forget(self, engine_id: str) -> None:
         """An engine was removed."""
         self._changed(engine_id)
+        self.others.forget(engine_id)
         self._loads.pop(engine_id, None)
 
     def check(self) -> None:

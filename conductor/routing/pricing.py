@@ -136,7 +136,7 @@ class Prices:
         self._kept = costs.kept
         if self._kept.all is None:
             self._kept.all = np.array([getattr(costs, name) for name in _Fixed._fields])
-        self._thought_s = costs.backlog_s.copy()
+        self._thought_s = costs.backlog_s + costs.others_s
         self._given: deque[tuple[int, Words]] = deque(maxlen=_PROMPTS_COMPARED)
         self.backlog_s = costs.backlog_s.copy()
 

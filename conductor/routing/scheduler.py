@@ -336,7 +336,8 @@ class _Call:
         ids = [self._view.ids[one] for one in engines]
         found = self._found(row)
         rows = np.array(engines, dtype=np.intp)
-        in_flight = (self._in_flight + self._promised).take(rows).astype(np.float64)
+        requests = self._in_flight + self._promised + self._view.others
+        in_flight = requests.take(rows).astype(np.float64)
         places = self._max_running.take(rows).astype(np.float64)
         eligible = Eligible(
             ids=ids,
@@ -407,7 +408,7 @@ class _Call:
             view,
             group,
             (first, second),
-            Places(self._in_flight, self._promised, self._max_running),
+            Places(self._in_flight, self._promised, self._max_running, view.others),
             lambda way: self._scheduler.kinds.of(way) != _IN_TURN,
             self._waiting.excluded[row],
             self._found(row) if self._policy.needs_prefixes else None,

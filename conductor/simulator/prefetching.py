@@ -17,10 +17,10 @@ from conductor.routing.bringing import (
     Wish,
     likely,
 )
+from conductor.routing.desk import Desk
 from conductor.routing.engines import Health, Role
 from conductor.routing.requests import KnownRequest
 from conductor.simulator.caching import Caching
-from conductor.simulator.journal import Desk
 from conductor.simulator.links import Link
 from conductor.simulator.trace import BLOCK_TOKENS, TracedRequest
 from conductor.simulator.transfers import Transfers
