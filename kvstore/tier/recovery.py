@@ -251,7 +251,6 @@ class Scan:
             if found.tobytes() != header.digest:
                 return False
         pair = self._pairs.setdefault(header.pair, len(self._pairs))
-        assert pair < SEGMENT_PAIRS_MAX
         self._entries.append(entry_of(header, pair))
         return True
 

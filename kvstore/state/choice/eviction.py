@@ -128,7 +128,6 @@ class Eviction:
 
     def stored(self, node: PrefixNode, keys: list[PrefixKey], slot_bytes: int, tick: int) -> None:
         """The pages of ``node``, with these keys, were stored; it may be split."""
-        assert len(keys) == node.count
         self._tick = tick
         self._queue(self._queue_name(node.space), slot_bytes).stored(node, keys, tick)
 

@@ -312,7 +312,6 @@ class HighestReuse:
             heappush(self._due, (due, cell))
 
     def _rank(self, cell: Cell) -> None:
-        assert cell in self._cells
         kind, age_bin, cost = cell
         rank = self._reuse.rank(kind, age_bin) * 2.0 ** (cost / 2)
         if self._ranks.get(cell) != rank:

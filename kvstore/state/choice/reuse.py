@@ -328,7 +328,6 @@ class LearnedReuse:
 
     def rank(self, kind: Kind, age_bin: int) -> float:
         """Expected uses per tick of a page of this kind and age; keep the highest."""
-        assert 0 <= age_bin < self.BINS
         ranks = self._ranks.get(kind)
         if ranks is None:
             ranks = self._ranks[kind] = self._index(kind)

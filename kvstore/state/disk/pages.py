@@ -172,7 +172,6 @@ class DiskPages:
         All pages of the node are written. If only the first ones are, the node is split, and keeps
         the others.
         """
-        assert pages > 0
         verdict = Verdict.EVICT
         if not self.exists:
             return verdict

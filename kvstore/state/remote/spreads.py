@@ -59,7 +59,6 @@ class Spreads:
         if len(self._running) >= SPREADS_MAX:
             raise CapacityError(f"{SPREADS_MAX} requests to copy pages to other nodes run already")
         number = next(self._number)
-        assert len(self._running) < SPREADS_MAX
         made = self._running[number] = Spreading()
         self._counts["spreads"] += 1
         self._submit(Spread(number, identity, shard, keys, first, peers, deadline_ns))
@@ -68,8 +67,6 @@ class Spreads:
     def told(self, end: SpreadEnd) -> None:
         """The peer side has ended a request."""
         spreading = self._running.pop(end.number)
-        assert end.peers >= 0
-        assert end.draining >= 0
         spreading.peers, spreading.draining = end.peers, end.draining
         self._counts["spread_copies"] += end.peers
         self.ended.append(spreading)

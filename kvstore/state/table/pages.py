@@ -414,8 +414,6 @@ class PageTable:
             how many were granted; and why the next page is not, None if it is there or there is
             none.
         """
-        assert keys
-        assert self.draining.spared is None
         space, shard = put.space, put.shard
         slot_bytes = space.shards[shard].slot_bytes
         new = new_pages(space, shard, keys, parent)

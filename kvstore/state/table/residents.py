@@ -234,7 +234,6 @@ class Residents:
 
     def evict(self, node: PrefixNode, pages: int = 1) -> None:
         """Evict the last ``pages`` of a node from memory; those on disk stay in the index."""
-        assert pages > 0
         assert not node.memory & ~node.ready, "a page of it is being written"
         if not node.on_disk and not node.below:
             self._evict_last(node, min(pages, node.count))
@@ -253,7 +252,6 @@ class Residents:
 
     def _evict_last(self, node: PrefixNode, pages: int) -> None:
         """Evict the last pages of a leaf from memory, and drop them."""
-        assert 0 < pages <= node.count
         first, count, cause = node.count - pages, node.count, "evicted"
         keys = node.key_list(first)
         keys.reverse()

@@ -222,9 +222,7 @@ class Room:
         disk, left = self._held.disk, LOADS_TURN
         while disk.loads.beginning and left > 0:
             fetch = disk.loads.beginning[0]
-            begun = self._begin_loads(disk.loads, fetch, left)
-            assert begun > 0, "it would be tried for ever"
-            left -= begun
+            left -= self._begin_loads(disk.loads, fetch, left)
             if not fetch.wanted:
                 disk.loads.beginning.popleft()
 

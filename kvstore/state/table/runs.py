@@ -90,7 +90,6 @@ class Owners:
         if more > 0:
             keys = self._keys[position] = np.append(keys, np.full(more, None))
             self._spaces.setdefault(position, []).extend([None] * more)
-        assert len(keys) == len(self._spaces[position])
         return keys
 
 

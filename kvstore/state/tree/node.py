@@ -478,7 +478,6 @@ class PrefixNode:
 
     def hold(self) -> None:
         """Children are about to be added: until then it is not a leaf, and is not removed."""
-        assert is_live(self)
         if not self.in_memory:
             self.count_above(1)
         self.children_in_memory += 1
@@ -501,7 +500,6 @@ class PrefixNode:
         while at is not None:
             before = at.in_memory
             at.children_in_memory += change
-            assert at.children_in_memory >= 0
             if at.in_memory == before:
                 return
             at = at.above
@@ -521,7 +519,6 @@ class PrefixNode:
         self._settle()
 
     def _settle(self) -> None:
-        assert not self.ready & ~self.present
         if self.present == self.ready:
             self.space.writing.discard(self)
 

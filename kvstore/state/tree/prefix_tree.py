@@ -63,7 +63,6 @@ class KeyIndex(Mapping[PrefixKey, PrefixNode]):
 
     def put(self, keys: list[PrefixKey], node: PrefixNode) -> None:
         """Add a node under keys that are not there."""
-        assert not node.cold
         parts = self._parts
         for key in keys:
             (parts[key[0]] if len(parts) > 1 else parts[0])[key] = node
@@ -95,7 +94,6 @@ class KeyIndex(Mapping[PrefixKey, PrefixNode]):
         for key in keys:
             del (parts[key[0]] if len(parts) > 1 else parts[0])[key]
         self._length -= len(keys)
-        assert self._length >= 0
 
     def cool(self, node: PrefixNode) -> None:
         """The pages of a node are now only on disk: store their keys compactly."""
@@ -172,7 +170,6 @@ class CreationOrder(Generic[N]):
         serial, count = self._next, node.count
         if count > 1 and serial % SHELF_NODES + count > SHELF_NODES:
             serial = self.after(serial >> _SHIFT)
-        assert serial >> _SHIFT == serial + count - 1 >> _SHIFT, "a run lies in one chunk"
         node.serial = serial
         self._next = serial + count
         chunk = self._chunks.get(serial >> _SHIFT)
@@ -347,7 +344,6 @@ class PrefixTree:
 
     def exact(self, node: PrefixNode, offset: int, pages: int) -> PrefixNode:
         """A node with exactly ``pages`` pages of a node, from ``offset`` on."""
-        assert 0 < pages <= node.count - offset
         if offset:
             node.split(offset)
         return node.split(pages) if pages < node.count else node

@@ -110,7 +110,6 @@ class Extent:
 
     def name_slots(self, first: int, end: int) -> None:
         """Slots are allocated: each gets a new generation."""
-        assert 0 <= first < end <= self.count
         made, self.generation = self.generation + 1, self.generation + end - first
         words = [self.number | (one & _WORD) << 32 for one in range(made, self.generation + 1)]
         self.addresses[2 * first : 2 * end : 2] = array("Q", words)
@@ -223,7 +222,6 @@ class SlotTable:
                 extent.states[first:end] = _WRITINGS * (end - first)
                 extent.name_slots(first, end)
             taken += some
-        assert len(taken) <= count
         return taken
 
     def commit(self, slots: Sequence[Slot], tick: int) -> None:
@@ -308,10 +306,9 @@ class SlotTable:
 
     def drain(self, position: int) -> None:
         """Allocate no slot of an extent until it is empty, see :meth:`end_drain`."""
-        extent = self.extents[position]
-        assert extent.domain is not None, "nothing to drain"
-        assert not extent.closed
-        extent.draining = True
+        assert self.extents[position].domain is not None, "nothing to drain"
+        assert not self.extents[position].closed
+        self.extents[position].draining = True
 
     def end_drain(self, position: int) -> bool:
         """Whether the extent is empty, and free for any class; else its slots are used again."""
@@ -327,10 +324,9 @@ class SlotTable:
 
     def retire(self, position: int) -> None:
         """Allocate no slot of an extent any more; :meth:`replace` ends this."""
-        extent = self.extents[position]
-        assert extent.domain is not None, "nobody has had it"
-        assert not extent.retiring
-        extent.retiring = True
+        assert self.extents[position].domain is not None, "nobody has had it"
+        assert not self.extents[position].retiring
+        self.extents[position].retiring = True
 
     def retirable(self, position: int, given_up: Mapping[Slot, int]) -> bool:
         """Whether only holds that were ``given_up`` (a number per slot) keep the extent."""
