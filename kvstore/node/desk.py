@@ -17,11 +17,13 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from itertools import count
 from time import monotonic_ns
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from kvstore.node.describe import describe
 from kvstore.node.node import Node
 from kvstore.node.selfcheck import SelfCheck
 from kvstore.protocol import wire
+from kvstore.protocol.counts import NodeCounts, SelfCheckCounts, SsdCounts
 from kvstore.protocol.page import KEY_BYTES
 from kvstore.state.remote.jobs import FetchEnd, Holding, SpreadEnd
 from kvstore.state.table.pages import PageTable
@@ -76,8 +78,8 @@ class DiskSide(Protocol):
     def poll(self, now_ns: int) -> None:
         """Pass completed jobs to the node."""
 
-    def stats(self) -> dict[str, Any]:
-        """Content and counts of the SSD tier, as plain values."""
+    def stats(self) -> SsdCounts:
+        """Content and counts of the SSD tier."""
 
 
 class PeerSide(Protocol):
@@ -280,13 +282,10 @@ class Desk:
             self._going_on = True
             self._soon(self._later)
 
-    def stats(self) -> dict[str, Any]:
-        """The node's statistics and those of its SSD tier, as plain values."""
-        return {
-            **self.node.stats(),
-            "ssd": self.disk.stats() if self.disk is not None else None,
-            "self_check": {"rounds": self.self_check.rounds, "pages": self.self_check.pages},
-        }
+    def stats(self) -> NodeCounts:
+        """Counters of the node and of its SSD tier, as of one moment."""
+        checks = SelfCheckCounts(rounds=self.self_check.rounds, pages=self.self_check.pages)
+        return describe(self.node, self.disk.stats() if self.disk is not None else None, checks)
 
     def _carry_out(self) -> None:
         node = self.node

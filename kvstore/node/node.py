@@ -24,7 +24,6 @@ from kvstore.node.waiting import PATIENT, PatientRequests, Waiter, WaitingRoom, 
 from kvstore.protocol import wire
 from kvstore.protocol.errors import InvalidArgument, KVStoreError, ProtocolError
 from kvstore.protocol.page import KEY_BYTES
-from kvstore.state.ask.describe import describe
 from kvstore.state.metering import Histogram
 from kvstore.state.remote.jobs import FetchEnd, Holding, PeerLimits, SpreadEnd
 from kvstore.state.remote.pages import RemotePages
@@ -463,17 +462,3 @@ class Node:
             self.remote.next_deadline_ns() if self.remote is not None else 0,
         )
         return min((at for at in deadlines if at), default=0)
-
-    def stats(self) -> dict[str, Any]:
-        """All statistics of the node, in one consistent snapshot of plain values."""
-        return {
-            "node": self.name,
-            "boot": self.boot.hex(),
-            **describe(self.pages, list(self.sessions.values())),
-            "waiting_requests": len(self.waiting),
-            "waiting_bytes": self.waiting.size_bytes,
-            "unwatched_processes": sum(
-                not (one.peer.watched or one.peer.remote) for one in self.processes.values()
-            ),
-            "remote": self.remote.stats() if self.remote is not None else None,
-        }

@@ -11,10 +11,11 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
-from typing import Any, Final
+from typing import Final
 
 from kvstore.config import SSDConfig
 from kvstore.node.node import Node
+from kvstore.protocol.counts import SsdCounts
 from kvstore.protocol.errors import KVStoreError
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.jobs import (
@@ -184,9 +185,9 @@ class DiskTier:
         """In a forked child: the tier belongs to the parent."""
         self._log.forked()
 
-    def stats(self) -> dict[str, Any]:
-        """Content and counts of the tier, as plain values."""
-        return {**self._log.stats(), **self.pages.stats(), "recovery_s": self.recovery_s}
+    def stats(self) -> SsdCounts:
+        """Content and counts of the tier."""
+        return self.pages.stats(self._log.stats(), self.recovery_s)
 
     def _end(self, ended: Completion, now_ns: int) -> None:
         job, error = ended.job, ended.error

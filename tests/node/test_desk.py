@@ -202,10 +202,10 @@ def test_an_end_that_fails_does_not_stop_the_desk(desk, seen):
 
 
 def test_statistics_are_those_of_the_node_and_of_its_disk(desk):
-    assert desk.stats()["ssd"] == {"live_bytes": 7}
-    assert desk.stats()["node"] == "n"
+    assert desk.stats().ssd == {"live_bytes": 7}
+    assert desk.stats().node == "n"
     desk.disk = None
-    assert desk.stats()["ssd"] is None
+    assert desk.stats().ssd is None
 
 
 def test_the_longest_turn_is_named_once_and_all_are_counted(desk):

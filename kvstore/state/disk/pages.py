@@ -16,9 +16,9 @@ disk; whoever put it durably is told after the next sync that began later.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from typing import Any, Final
+from typing import Final
 
+from kvstore.protocol.counts import RecordCounts, SsdCounts
 from kvstore.protocol.errors import CapacityError, DurabilityUnavailable, KVStoreError, PageCorrupt
 from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.admission import Admission
@@ -444,24 +444,29 @@ class DiskPages:
         self.limits.applied()
         self._reclaimer.resume(self._memory.moment.tick)
 
-    def stats(self) -> dict[str, Any]:
-        """The contents of the disk, and jobs in progress, as plain values."""
+    def stats(self, records: RecordCounts, recovery_s: float = 0.0) -> SsdCounts:
+        """The contents of the disk, and jobs in progress.
+
+        Args:
+            records: counts of reads and writes.
+            recovery_s: duration of the recovery at the start.
+        """
         log = self.log.stats()
-        return {
-            "write": self.rules.write,
-            "sync": self.rules.sync,
-            "writes": self.limits.writing.pages,
-            "loads": len(self.loads),
-            "checks": len(self._checks),
-            "in_flight_bytes": self.writes.in_flight_bytes,
-            "backlog_pages": self._backlog.pages,
-            "tombstone_keys_waiting": self.graves.waiting_keys,
-            "degraded": self.troubled,
-            **asdict(log),
-            "write_amplification": log.write_amplification,
-            "admission": self.admission.name,
-            "wear": asdict(self.admission.wear()),
-        }
+        return SsdCounts(
+            write=self.rules.write, sync=self.rules.sync, admission=self.admission.name,
+            wear=self.admission.wear(), writes=self.limits.writing.pages, loads=len(self.loads),
+            checks=len(self._checks), in_flight_bytes=self.writes.in_flight_bytes,
+            backlog_pages=self._backlog.pages, degraded=self.troubled,
+            tombstone_keys_waiting=self.graves.waiting_keys, capacity_bytes=log.capacity_bytes,
+            used_bytes=log.used_bytes, live_bytes=log.live_bytes, dead_bytes=log.dead_bytes,
+            segments=log.segments, written_bytes=log.written_bytes,
+            carried_bytes=log.carried_bytes, reclaimed_segments=log.reclaimed_segments,
+            write_amplification=log.write_amplification, recovery_s=recovery_s,
+            jobs=records.jobs, errors=records.errors, failed_segments=records.failed_segments,
+            directories=records.directories, written_records=records.written_records,
+            read_records=records.read_records, read_bytes=records.read_bytes,
+            syncs=records.syncs, seals=records.seals, drops=records.drops,
+        )  # fmt: skip
 
     def next_deadline_ns(self) -> int:
         """When to call :meth:`advance`; 0 = not needed."""

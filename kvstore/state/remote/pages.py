@@ -22,8 +22,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import count, groupby
-from typing import Any, Final
+from typing import Final
 
+from kvstore.protocol.counts import RemoteCounts
 from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.state.remote.arrival import Arrival
 from kvstore.state.remote.jobs import FetchEnd, Holding, PeerFetch, PeerJob, PeerLimits
@@ -241,22 +242,16 @@ class RemotePages:
         asked_ns = self.chains.next_deadline_ns()
         return min([*deadlines, asked_ns] if asked_ns else deadlines, default=0)
 
-    def stats(self) -> dict[str, Any]:
-        """Reads in progress and measurements, as plain values."""
-        of_peers = Counter(one.peer for one in self._arrivals.values() if one.lost)
-        peers = self._rates.stats()
-        for name, peer in peers.items():
-            peer["unsettled_jobs"] = of_peers[name]
-        lost = of_peers.total()
-        return {
-            "jobs": len(self._arrivals) - lost,
-            "unsettled_jobs": lost,
-            "in_flight_bytes": self._session.used_bytes,
-            "in_flight_bytes_max": self.limits.in_flight_bytes_max,
-            "locating": self.chains.asking,
-            "located_chains": len(self.chains),
-            "peers": peers,
-        }
+    def stats(self) -> RemoteCounts:
+        """Reads in progress and measurements."""
+        unsettled = Counter(one.peer for one in self._arrivals.values() if one.lost)
+        lost = unsettled.total()
+        return RemoteCounts(
+            jobs=len(self._arrivals) - lost, unsettled_jobs=lost,
+            in_flight_bytes=self._session.used_bytes,
+            in_flight_bytes_max=self.limits.in_flight_bytes_max, locating=self.chains.asking,
+            located_chains=len(self.chains), peers=self._rates.stats(unsettled),
+        )  # fmt: skip
 
     def check(self) -> None:
         """Assert that jobs, puts, and the keys being read agree."""

@@ -24,6 +24,8 @@ from enum import IntEnum
 from functools import partial
 from typing import Final, NamedTuple, NewType
 
+from kvstore.protocol.counts import HostSizes
+
 Slot = NewType("Slot", int)
 """``extent position << 20 | index within the extent``."""
 
@@ -141,20 +143,6 @@ class Replacement(NamedTuple):
     old: int
     new: int
     in_use: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SlotStats:
-    """A snapshot of a :class:`SlotTable`; bytes are slot bytes."""
-
-    capacity_bytes: int
-    withheld_bytes: int
-    free_bytes: int
-    writing_bytes: int
-    ready_bytes: int
-    pinned_bytes: int
-    limbo_bytes: int
-    retiring_bytes: int
 
 
 class SlotTable:
@@ -431,7 +419,7 @@ class SlotTable:
         touched = SlotState.WRITING in states or SlotState.LIMBO in states
         return touched or extent.pinned > 0 or any(extent.holds)
 
-    def stats(self) -> SlotStats:
+    def stats(self) -> HostSizes:
         """A consistent snapshot of sizes by state."""
         by_state = [0, 0, 0, 0]
         pinned = unassigned = retiring = 0
@@ -443,8 +431,8 @@ class SlotTable:
             for state in SlotState:
                 by_state[state] += extent.states.count(state) * extent.slot_bytes
             pinned += extent.pinned * extent.slot_bytes
-        return SlotStats(
-            self.capacity_bytes, withheld_bytes=self.withheld * self.extent_bytes,
+        return HostSizes(
+            capacity_bytes=self.capacity_bytes, withheld_bytes=self.withheld * self.extent_bytes,
             free_bytes=unassigned + by_state[_FREE], writing_bytes=by_state[_WRITING],
             ready_bytes=by_state[_READY], pinned_bytes=pinned, limbo_bytes=by_state[_LIMBO],
             retiring_bytes=retiring,
