@@ -38,7 +38,7 @@ from conductor.front.waiting import Lease, RequestQueue
 from conductor.protocols import PROTOCOLS
 from conductor.protocols.base import Fields, PairProtocol, PairRequest
 from conductor.routing.choices import Assign, Plan
-from conductor.routing.decisions import Attempt, DecisionLog, HandoffReport
+from conductor.routing.decisions import Attempt, DecisionLog, HandoffReport, Measured
 from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineRegistry
 from conductor.routing.prefixes import PrefixView
@@ -166,8 +166,8 @@ class Sender:
             run.elsewhere_s += self._parts.clock() - started
         started = self._parts.clock()
         try:
-            hit_tokens = attempt.prefilled.hit_tokens if attempt.prefilled is not None else None
-            chosen = await lease.handed_over(hit_tokens)
+            told = attempt.prefilled or Measured()
+            chosen = await lease.handed_over(told.hit_tokens, told.restored)
         finally:
             attempt.decode_queue_s = self._parts.clock() - started
             run.waited(attempt.decode_queue_s)
@@ -385,7 +385,8 @@ class Sender:
         run.decision.status, run.decision.outcome = 200, "ok"
         if attempt.served is not None and attempt.served.completion_tokens is not None:
             parts, output_tokens = self._parts, attempt.served.completion_tokens
-            parts.dispatcher.ended(run.number, output_tokens, parts.clock())
+            restored = attempt.served.restored if attempt.plan == Plan.ALONE else None
+            parts.dispatcher.ended(run.number, output_tokens, parts.clock(), restored)
 
     @asynccontextmanager
     async def _limited(self, engine: str) -> AsyncIterator[IdleDeadline]:

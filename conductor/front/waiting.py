@@ -16,6 +16,7 @@ from conductor.front.guarding import Guard
 from conductor.routing.choices import Assign, Continue, Reject
 from conductor.routing.columns import Matches
 from conductor.routing.dispatcher import Dispatcher
+from conductor.routing.moving import Restored
 from conductor.routing.requests import Request
 
 
@@ -69,16 +70,19 @@ class Lease:
         assert isinstance(assign, Assign)
         return assign
 
-    async def handed_over(self, hit_tokens: int | None = None) -> Continue:
+    async def handed_over(
+        self, hit_tokens: int | None = None, restored: Restored | None = None
+    ) -> Continue:
         """The prefill engine has done its part: wait for a place at a decode engine.
 
         Args:
             hit_tokens: prompt tokens that it did not compute; None = unknown.
+            restored: of these, what it fetched; None = unknown.
 
         Raises:
             RejectedError: the queue was closed, no engine is left, or it waited too long.
         """
-        self._answer = self._queue.prefilled(self._number, hit_tokens)
+        self._answer = self._queue.prefilled(self._number, hit_tokens, restored)
         chosen = await self._answer
         assert isinstance(chosen, Continue)
         return chosen
@@ -152,9 +156,9 @@ class RequestQueue:
             self.dispatcher.left(request.number, self._clock())
             raise
 
-    def prefilled(self, number: int, hit_tokens: int | None) -> _Answer:
+    def prefilled(self, number: int, hit_tokens: int | None, restored: Restored | None) -> _Answer:
         """The prefill engine of a pair has done its part, but for ``hit_tokens``."""
-        self.dispatcher.prefilled(number, self._clock(), hit_tokens)
+        self.dispatcher.prefilled(number, self._clock(), hit_tokens, restored)
         return self._wait(number)
 
     def failed(self, number: int, engine_id: str, why: str) -> _Answer:

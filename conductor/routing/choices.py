@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from conductor.routing.engines import Health, Role
+from conductor.routing.moving import NO_FETCH, FetchedTokens
 
 
 class Plan(enum.StrEnum):
@@ -35,11 +36,13 @@ class Candidate(msgspec.Struct, frozen=True, omit_defaults=True):
         node_tokens: prompt tokens on nodes it reads from.
         usable_tokens: prompt tokens it need not compute.
         peer_tokens: prompt tokens beyond these that its node could fetch from one other node of the
-            cluster; no policy uses them.
+            cluster.
+        memory_tokens: of the usable ones, those that it must get from the memory of its node.
+        disk_tokens: of the usable ones, those that it must get from the disk of its node.
         verdict: the role it was chosen for, ``passed over``, or why it could not be chosen.
         queue_s: seconds until the prompts that it has are computed; this and the others are there
             only if the policy uses costs, and the engine could be chosen.
-        fetch_s: seconds to fetch what another node has of the prompt.
+        fetch_s: seconds to fetch what nodes have of the prompt, after the queue.
         prefill_s: seconds to compute the rest of the prompt.
         handoff_s: seconds from the prefill engine to this one.
         tbt_s: seconds between two tokens.
@@ -57,6 +60,8 @@ class Candidate(msgspec.Struct, frozen=True, omit_defaults=True):
     node_tokens: int
     usable_tokens: int
     peer_tokens: int
+    memory_tokens: int
+    disk_tokens: int
     verdict: str
     queue_s: float | None = None
     fetch_s: float | None = None
@@ -115,12 +120,13 @@ class Candidates:
             engines: ids.
             roles: roles.
             health: health.
-            numbers: int32 [6, engines]: requests, places, and local, node, usable, peer tokens.
+            numbers: int32 [8, engines]: requests, places, and local, node, usable, peer, memory and
+                disk tokens.
             verdicts: uint8 [engines], positions in :data:`VERDICTS`.
             seconds: float32 [6, engines]: queue, fetch, prefill, handoff, between tokens and of
                 late requests; not a number = it could not be chosen. None if the policy uses none.
         """
-        assert numbers.shape == (6, len(engines))
+        assert numbers.shape == (8, len(engines))
         self._columns: CandidateColumns | None = CandidateColumns(
             engines, roles, health, numbers, verdicts, seconds
         )
@@ -153,10 +159,10 @@ class Candidates:
         for at, ((engine, role, health), (numbers, verdict)) in enumerate(
             zip(named, rows, strict=True)
         ):
-            count, places, local, node, usable, peer = numbers
+            count, places, local, node, usable, peer, memory, disk = numbers
             yield Candidate(
                 engine, role, health, count, places, round(count / places, 3), local, node, usable,
-                peer, VERDICTS[verdict], *columns.terms(at),
+                peer, memory, disk, VERDICTS[verdict], *columns.terms(at),
             )  # fmt: skip
 
 
@@ -176,9 +182,9 @@ class Assign:
         usable_tokens: prompt tokens that ``prefill`` need not compute.
         candidates: all engines that serve the model.
         ranks: the data-parallel rank of each that has the longest prefix; None = all have the same.
-        fetch_tokens: prompt tokens beyond these that another node has, and that are thought to be
-            fetched from there, not computed; 0 also if the policy does not use costs. Engines are
-            not told: the node of ``prefill`` decides itself.
+        fetch: prompt tokens that are thought to be fetched: of the usable ones, those that the node
+            of ``prefill`` has, and beyond these those that another node has; nothing if the policy
+            does not use costs. Engines are not told: they and their nodes decide themselves.
         fetch_s: predicted seconds for that; 0 if the policy does not use costs.
         prefill_s: predicted seconds to compute the prompt, likewise.
         ttft_s: predicted seconds until the first token, likewise.
@@ -194,10 +200,15 @@ class Assign:
     usable_tokens: int
     candidates: Candidates
     ranks: Mapping[str, int | None]
-    fetch_tokens: int = 0
+    fetch: FetchedTokens = NO_FETCH
     fetch_s: float = 0.0
     prefill_s: float = 0.0
     ttft_s: float = 0.0
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Prompt tokens that ``prefill`` need not compute, with those from another node."""
+        return self.usable_tokens + int(self.fetch.network)
 
 
 @dataclass(frozen=True, slots=True)

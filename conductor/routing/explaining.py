@@ -67,13 +67,13 @@ def explained(
         offer: protocol that the first one of the pair offers over its own; empty = none.
         at_once: whether a protocol asks both engines of a pair at once.
         excluded: ids of the engines that have failed the request.
-        found: int64 [4, all engines]: its prefixes; None = the policy does not use them.
+        found: int64 [6, all engines]: its prefixes; None = the policy does not use them.
         priced: its seconds, likewise.
     """
     serving, health = group.serving, group.health
     rows = serving.rows
     in_flight, promised, most = (one.take(serving.at) for one in places)
-    numbers = np.zeros((6, len(rows)), dtype=np.int32)
+    numbers = np.zeros((8, len(rows)), dtype=np.int32)
     numbers[0] = in_flight + promised
     numbers[1] = most
     if found is not None:

@@ -1,23 +1,20 @@
 """The work assigned to each engine, and its measured speed: the basis of the costs. Pure.
 
-A prompt is *computed* at an engine from its assignment to its first token; an engine computes one
-after another. A request *decodes* from then on until it ends; all that do so at an engine get a
-token with each of its steps. Data-parallel ranks step together, so the fullest rank counts: the
-requests are thought to be spread evenly.
+See :mod:`conductor.routing.engine_work` for what is counted of each.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from math import ceil, inf
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
 from conductor.costs.book import CostBook, EngineCosts, machine_of
-from conductor.costs.prior import PrefillLine
 from conductor.routing.columns import CostColumns
+from conductor.routing.engine_work import TIMED, EngineWork, LoadRow
 from conductor.routing.engines import EngineInfo, Role
-from conductor.routing.work import NO_ANSWER, Answer, ComputingPrompt, DecodingRequest
+from conductor.routing.moving import NO_FETCH, FetchedTokens, Restored
+from conductor.routing.work import NO_ANSWER, Answer, ComingPrompt, ComputingPrompt
 
 _OVERDUE_S: Final = 0.01
 """A prompt that should be computed, but is not, is thought to take so much longer."""
@@ -25,198 +22,6 @@ _TOKENS_MAX: Final = 1 << 24
 """Of an output; an engine may say any number."""
 _USUAL_WEIGHT: Final = 0.05
 """Of the newest request in the moving average of seconds to the first token."""
-_TERMS: Final = ("constant", "weights", "attention")
-
-
-class _Row(NamedTuple):
-    """What the costs of an engine are computed of, whenever it is; see :class:`CostColumns`.
-
-    Attributes:
-        late_at: when its first prompt counts as computed, whatever we have heard.
-        head_since: since when this is computed.
-        head_s: seconds that it takes; negative = there is none.
-        rest_s: seconds of the other prompts.
-        sent_at: when all KV of its prompts for other engines is thought to have left.
-    """
-
-    late_at: float
-    head_since: float
-    head_s: float
-    rest_s: float
-    sent_at: float
-    constant_s: float
-    floor_s: float
-    token_s: float
-    pair_s: float
-    step_s: float
-    kv_room: float
-    token_bytes: float
-    network_bytes_per_s: float
-    coming_bytes: float
-    late_per_s: float
-    late_per_s2: float
-    late_most: float
-
-
-_TIMED: Final = 5
-"""Fields of :class:`_Row` whose columns depend on the time."""
-
-
-@dataclass(slots=True)
-class _Load:
-    """One engine.
-
-    Attributes:
-        computing: its prompts, in the order in which they were assigned.
-        head_since: since when the first of them is computed.
-        overdue: prompts that count as computed, but of whose first tokens we have not heard.
-        decoding: requests that decode there.
-        context: tokens of their prompts.
-        coming: tokens of the KV that is on its way there, by request.
-        batch_s: requests that decoded, multiplied by seconds, since the beginning.
-        context_s: their tokens likewise.
-        at: time up to which these are.
-        computed_at: when the last prompt of which we heard was computed.
-        step_cost_s: what :meth:`step_s` says until something changes; negative = it has.
-        factors: the fit's for which ``line`` is.
-        line: what prompts take.
-        begun: when requests of which we do not hear began to decode; until somebody asks.
-        stalled_s: seconds for which it computed prompts, since the beginning.
-        sent_at: when all KV of its prompts for other engines is thought to have left.
-        leaving: request → seconds that its KV, which is not there yet, occupies the link.
-    """
-
-    costs: EngineCosts
-    ranks: int = 1
-    computing: dict[int, ComputingPrompt] = field(default_factory=dict)
-    head_since: float = 0.0
-    overdue: dict[int, ComputingPrompt] = field(default_factory=dict)
-    decoding: dict[int, DecodingRequest] = field(default_factory=dict)
-    context: int = 0
-    coming: dict[int, int] = field(default_factory=dict)
-    batch_s: float = 0.0
-    context_s: float = 0.0
-    at: float = 0.0
-    computed_at: float = 0.0
-    step_cost_s: float = -1.0
-    factors: object = None
-    line: PrefillLine | None = None
-    begun: dict[int, float] = field(default_factory=dict)
-    stalled_s: float = 0.0
-    sent_at: float = -inf
-    leaving: dict[int, float] = field(default_factory=dict)
-
-    def row(self, role: Role) -> _Row:
-        """What is the same until something changes, or :meth:`pass_late` would change it.
-
-        Args:
-            role: what the engine does now.
-        """
-        head, coming = next(iter(self.computing.values()), None), sum(self.coming.values())
-        token_bytes, line = self.costs.prior.kv_bytes(1), self.prefill_line()
-        return _Row(
-            late_at=self.head_since + head.counts_s if head is not None else inf,
-            head_since=self.head_since,
-            head_s=head.seconds if head is not None else -1.0,
-            rest_s=self.total_s() - head.seconds if head is not None else 0.0,
-            sent_at=self.sent_at,
-            constant_s=line.constant_s,
-            floor_s=line.floor_s,
-            token_s=line.token_s,
-            pair_s=line.pair_s,
-            step_s=self.step_s(),
-            kv_room=(self.costs.prior.kv_tokens_max or inf) - self.context - coming,
-            token_bytes=token_bytes,
-            network_bytes_per_s=self.costs.prior.network.bytes_per_s,
-            coming_bytes=coming * token_bytes,
-            **self.late(role),
-        )
-
-    def pass_late(self, now: float) -> None:
-        """Count prompts as computed, when they should have been, if that was long ago."""
-        while self.computing:
-            number, head = next(iter(self.computing.items()))
-            if now < self.head_since + head.counts_s:
-                return
-            del self.computing[number]
-            self.overdue[number] = replace(head, since=self.head_since)
-            self.stalled_s += head.seconds
-            self.head_since += head.seconds
-            if not head.told:
-                tokens = head.new_tokens + head.prefix_tokens
-                self.decodes(number, tokens, self.head_since, told=False)
-                self.begun[number] = self.head_since
-            for following in self.computing.values():
-                self.head_since = max(self.head_since, following.since)
-                break
-
-    def decodes(
-        self, number: int, tokens: int, now: float, *, told: bool = True, bears_s: float = 0.0
-    ) -> None:
-        """A request begins to decode; ``told``: we have heard so, and shall hear when it ends."""
-        self.pass_time(now)
-        self.coming.pop(number, None)
-        stalled_s = self.stalled_s
-        if number in self.decoding:
-            self.context -= self.decoding[number].tokens
-            stalled_s = self.decoding[number].stalled_s
-        self.decoding[number] = DecodingRequest(
-            tokens, now, self.batch_s, self.context_s, told, bears_s, stalled_s
-        )
-        self.context += tokens
-        self.step_cost_s = -1.0
-
-    def late(self, role: Role) -> dict[str, float]:
-        """What :class:`CostColumns` says of the requests that a prompt makes late.
-
-        Nobody knows how many prompts will come yet. So who has used a part ``u`` of the seconds
-        that it bears counts as late to the part ``u**2``: the first stall costs less than the last
-        one. Who is late already counts as if it were about to be, or all prompts would go there.
-
-        An engine that was lent to prompts still has answers to end. These count nothing: it gets no
-        others, and would stand idle for their sake while everybody waits.
-        """
-        stalled_s = self.stalled_s + self.total_s()
-        line = square = most = 0.0
-        for one in self.decoding.values():
-            if not one.bears_s or role is Role.PREFILL:
-                continue
-            used = (stalled_s - one.stalled_s) / one.bears_s
-            line += 2.0 * min(used, 1.0) / one.bears_s
-            square += one.bears_s**-2 if used < 1.0 else 0.0
-            most += 1.0 - used * used if used < 1.0 else 1.0
-        return {"late_per_s": line, "late_per_s2": square, "late_most": most}
-
-    def total_s(self) -> float:
-        """Seconds of all prompts that it has, the first one whole."""
-        return sum(one.seconds for one in self.computing.values())
-
-    def computed_by(self, now: float) -> float:
-        """When all its prompts are thought to be computed."""
-        return max(now, self.head_since + self.total_s())
-
-    def prefill_line(self) -> PrefillLine:
-        """What prompts take; computed again after a measurement only."""
-        factors = self.costs.prefill_fit.factors
-        if self.line is None or factors is not self.factors:
-            self.factors, self.line = factors, self.costs.prefill_line
-        return self.line
-
-    def step_s(self) -> float:
-        """Seconds of a step with one more request, of usual length, than it will have anyway."""
-        if self.step_cost_s < 0:
-            count = len(self.decoding) + len(self.coming)
-            tokens = self.context + sum(self.coming.values())
-            batch = ceil((count + 1) / self.ranks)
-            self.step_cost_s = self.costs.step_seconds(batch, batch * tokens / max(1, count))
-        return self.step_cost_s
-
-    def pass_time(self, now: float) -> None:
-        """Count those who decode up to now."""
-        passed = max(0.0, now - self.at)
-        self.batch_s += passed * len(self.decoding)
-        self.context_s += passed * self.context
-        self.at = max(self.at, now)
 
 
 class EngineLoads:
@@ -231,24 +36,24 @@ class EngineLoads:
         self.changes = 0
         self._usual_s = 0.0
         self._book = book
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[str, EngineWork] = {}
         self._senders: dict[int, str] = {}  # request → the engine from which its KV comes
         self._infos: Sequence[EngineInfo] | None = None  # of the rows
         self._at: dict[str, int] = {}  # the row of each
         self._rows = np.zeros((0, 0))
-        self._by_name: Any = None  # the columns of these, as a `_Row`
+        self._by_name: Any = None  # the columns of these, as a `LoadRow`
         self._stale: set[str] = set()  # engines whose rows are to be made again
 
     def _changed(self, engine_id: str) -> None:
         self.changes += 1
         self._stale.add(engine_id)
 
-    def _of(self, info: EngineInfo) -> _Load:
+    def _of(self, info: EngineInfo) -> EngineWork:
         load = self._loads.get(info.id)
         machine = machine_of(info.shape, info.hardware)
         if load is None or load.costs.machine != machine:
             costs = self._book.of(info.id, machine)
-            load = self._loads.setdefault(info.id, _Load(costs))
+            load = self._loads.setdefault(info.id, EngineWork(costs))
             load.costs, load.step_cost_s = costs, -1.0
         ranks = max(1, len(info.ranks))
         if ranks != load.ranks:
@@ -267,8 +72,8 @@ class EngineLoads:
         """
         if self._infos is not infos:
             self._infos, self._at = infos, {info.id: at for at, info in enumerate(infos)}
-            self._rows = np.zeros((len(_Row._fields), len(infos)))
-            self._by_name = _Row._make(self._rows)
+            self._rows = np.zeros((len(LoadRow._fields), len(infos)))
+            self._by_name = LoadRow._make(self._rows)
             self._stale = set(self._at)
         rows, changed = self._by_name, {self._at[one] for one in self._stale if one in self._at}
         late = now >= rows.late_at
@@ -282,7 +87,7 @@ class EngineLoads:
         left_s = np.maximum(rows.head_s - np.maximum(now - rows.head_since, 0.0), _OVERDUE_S)
         backlog_s = np.where(rows.head_s >= 0, rows.rest_s + left_s, 0.0)
         leaving_s = np.maximum(rows.sent_at - now, 0.0)
-        named = dict(zip(_Row._fields[_TIMED:], self._rows[_TIMED:].copy(), strict=True))
+        named = dict(zip(LoadRow._fields[TIMED:], self._rows[TIMED:].copy(), strict=True))
         return CostColumns(backlog_s=backlog_s, leaving_s=leaving_s, usual_s=self._usual_s, **named)
 
     def foreseen(self, ttft_s: float) -> None:
@@ -296,6 +101,7 @@ class EngineLoads:
         tokens: tuple[int, int],
         seconds: tuple[float, float],
         now: float,
+        fetch: FetchedTokens = NO_FETCH,
     ) -> None:
         """An engine has got a prompt.
 
@@ -303,16 +109,19 @@ class EngineLoads:
             number: of the request.
             info: the engine.
             tokens: that it computes, and those before them.
-            seconds: how long it is thought to fetch, and to compute.
+            seconds: how long it is thought to fetch, and to compute; it fetches while it computes
+                the prompts before.
             now: time.
+            fetch: what it is thought to fetch.
         """
         self._changed(info.id)
         load = self._of(info)
         load.pass_late(now)
         if not load.computing:
             load.head_since = now
-        fetch_s = 0.0 if load.computing else seconds[0]
-        load.computing[number] = ComputingPrompt(*tokens, sum(seconds), fetch_s, now)
+        fetch_s = max(0.0, seconds[0] - (load.computed_by(now) - now))
+        load.computing[number] = ComputingPrompt(*tokens, fetch_s + seconds[1], fetch_s, now)
+        load.moving.fetch(number, fetch)
 
     def untold(self, number: int, engine_id: str) -> None:
         """We shall not hear when a prompt is computed.
@@ -332,15 +141,42 @@ class EngineLoads:
             load.begun.clear()
         return found
 
-    def comes(self, number: int, info: EngineInfo, tokens: int, sender: str, now: float) -> None:
+    def comes(
+        self, number: int, info: EngineInfo, prompt: ComingPrompt, sender: str, now: float
+    ) -> None:
         """The KV of the prompt that ``sender`` has got last will go to an engine."""
-        self._sends(number, sender, tokens, now)
-        self._changed(info.id)
         load = self._of(info)
-        load.coming[number] = tokens
+        self._sends(number, sender, prompt.moved * load.costs.handoff_line.factor, now)
+        self._changed(info.id)
+        load.coming[number] = prompt
         load.step_cost_s = -1.0
 
-    def _sends(self, number: int, engine_id: str, tokens: int, now: float) -> None:
+    def hands_over(self, number: int, info: EngineInfo, tokens: int, now: float) -> None:
+        """A handoff to an engine begins, of so many tokens that it does not have."""
+        load, sender = self._of(info), self._loads.get(self._senders.get(number, ""))
+        slower, link = load.costs.prior.network.bytes_per_s, None
+        if sender is not None:
+            slower = min(slower, sender.costs.prior.network.bytes_per_s)
+            link = sender.moving.outgoing
+        self._changed(info.id)
+        transfer_s = load.costs.prior.kv_bytes(tokens) / slower
+        load.moving.hand_over(number, tokens, transfer_s, link, now)
+
+    def arrived(self, number: int, engine_id: str, now: float) -> None:
+        """A request has its first token at the engine that decodes it: learn of the handoff."""
+        load = self._loads.get(engine_id)
+        if load is not None:
+            self._changed(engine_id)
+            load.moving.arrived(number, now, load.costs)
+
+    def restored(self, number: int, engine_id: str, told: Restored) -> None:
+        """An engine has told how long its fetch for a request took: learn from it."""
+        load = self._loads.get(engine_id)
+        if load is not None:
+            self._changed(engine_id)
+            load.moving.restored(number, told, load.costs)
+
+    def _sends(self, number: int, engine_id: str, tokens: float, now: float) -> None:
         """One prompt leaves after the other, when the costs say; see :meth:`sent`."""
         self.sent(number, now)  # of an earlier try
         self._changed(engine_id)
@@ -362,7 +198,14 @@ class EngineLoads:
             self._changed(sender)
             load.sent_at = min(load.sent_at, load.computed_by(now) + sum(load.leaving.values()))
 
-    def computed(self, number: int, engine_id: str, now: float, hit_tokens: int | None) -> None:
+    def computed(
+        self,
+        number: int,
+        engine_id: str,
+        now: float,
+        hit_tokens: int | None,
+        restored: Restored | None = None,
+    ) -> None:
         """A prompt was computed; learn how long it took.
 
         Args:
@@ -370,12 +213,16 @@ class EngineLoads:
             engine_id: the engine.
             now: time.
             hit_tokens: how many it did not compute; None = as many as was thought.
+            restored: what it fetched; None = it does not tell, or not yet.
         """
         self._changed(engine_id)
         load = self._loads.get(engine_id)
         if load is None:
             return
         load.pass_late(now)
+        load.moving.computed(number)
+        if restored is not None:
+            load.moving.restored(number, restored, load.costs)
         mine = load.overdue if number in load.overdue else load.computing
         if number not in mine:
             return
@@ -385,19 +232,38 @@ class EngineLoads:
             since = max(one.since, load.computed_at) if mine is load.overdue else load.head_since
             tokens = one.new_tokens + one.prefix_tokens
             hit = min(one.prefix_tokens if hit_tokens is None else max(0, hit_tokens), tokens)
-            seconds = now - since - one.fetch_s
+            fetch_s = one.fetch_s
+            if restored is not None and mine is load.computing:
+                fetch_s = max(0.0, min(one.since + restored.seconds, now) - since)
+            seconds = now - since - fetch_s
             load.costs.computed(tokens - hit, hit, seconds)
             if mine is load.computing:
                 load.stalled_s += max(0.0, seconds)
             load.head_since = load.computed_at = now
 
     def decodes(
-        self, number: int, info: EngineInfo, tokens: int, now: float, answer: Answer = NO_ANSWER
+        self,
+        number: int,
+        info: EngineInfo,
+        tokens: int,
+        now: float,
+        answer: Answer = NO_ANSWER,
+        rank: int | None = None,
     ) -> None:
-        """A request begins to decode; its KV has arrived if it comes from elsewhere."""
+        """A request begins to decode; its KV has arrived, or comes now, if it is from elsewhere.
+
+        Args:
+            number: of the request; it may decode there already.
+            info: the engine.
+            tokens: of its prompt.
+            now: time.
+            answer: what is expected of it.
+            rank: data-parallel rank to which it was sent; None = the engine chooses one.
+        """
         self._changed(info.id)
         load = self._of(info)
-        load.decodes(number, tokens, now, bears_s=answer.bears_s(load.step_s()))
+        bears_s = answer.bears_s(load.step_s())
+        load.decodes(number, tokens, now, bears_s=bears_s, rank=rank)
 
     def decoded(self, number: int, engine_id: str, output_tokens: int, now: float) -> None:
         """A request has got all its tokens; learn how long a step took meanwhile."""
@@ -412,9 +278,7 @@ class EngineLoads:
         if one.told and output_tokens > 1 and passed > 0:
             batch = (load.batch_s - one.batch_s) / passed
             context = (load.context_s - one.context_s) / passed
-            load.costs.stepped(
-                max(1.0, batch / load.ranks), context / load.ranks, passed / (output_tokens - 1)
-            )
+            load.costs.stepped(max(1.0, batch), context, passed / (output_tokens - 1))
 
     def left(self, number: int, engine_id: str, now: float) -> None:
         """An engine has nothing more to do for a request; an unknown one does nothing."""
@@ -430,13 +294,9 @@ class EngineLoads:
                 load.head_since = now
             del load.computing[number]
             load.sent_at -= load.leaving.pop(number, 0.0)
-        load.step_cost_s = -1.0
+        load.moving.left(number, now)
         load.coming.pop(number, None)
-        decoding = load.decoding.get(number)
-        if decoding is not None:
-            load.pass_time(now)
-            load.context -= decoding.tokens
-            del load.decoding[number]
+        load.ends(number, now)
 
     def prefill_seconds(self, info: EngineInfo, new_tokens: int, prefix_tokens: int) -> float:
         """Seconds that an engine needs for the end of a prompt."""
@@ -486,19 +346,22 @@ class EngineLoads:
         errors: dict[tuple[str, ...], float] = {}
         factors: dict[tuple[str, ...], float] = {}
         for name, load in self._loads.items():
-            for what, fit in (("prefill", load.costs.prefill_fit), ("step", load.costs.step_fit)):
+            for what, (terms, fit) in load.costs.fits.items():
                 for quantile in (0.5, 0.9):
                     error = fit.error(quantile)
                     if error is not None:
                         errors[name, what, str(quantile)] = error
-                for term, factor in zip(_TERMS, fit.factors.tolist(), strict=True):
+                for term, factor in zip(terms, fit.factors.tolist(), strict=True):
                     factors[name, what, term] = factor
         return {"cost_error": errors, "cost_factor": factors}
 
     def forget(self, engine_id: str) -> None:
         """An engine was removed."""
         self._changed(engine_id)
-        self._loads.pop(engine_id, None)
+        gone = self._loads.pop(engine_id, None)
+        if gone is not None:
+            for number in [*gone.moving.handoffs]:
+                gone.moving.left(number, gone.at)
 
     def check(self) -> None:
         """Assert the invariants."""
@@ -506,4 +369,7 @@ class EngineLoads:
             assert all(self._senders.get(number) == name for number in load.leaving)
             assert load.context == sum(one.tokens for one in load.decoding.values())
             assert not load.decoding.keys() & load.coming.keys()
+            assert load.moving.handoffs.keys() <= load.decoding.keys()
+            load.moving.check()
+            load.check_ranks()
             assert not load.overdue.keys() & load.computing.keys()

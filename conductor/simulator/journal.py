@@ -18,6 +18,7 @@ from conductor.routing.choices import Assign, Continue, Effect
 from conductor.routing.columns import Matches, Prefix
 from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineInfo, EngineRegistry
+from conductor.routing.moving import Restored
 from conductor.routing.policy import POLICIES
 from conductor.routing.requests import DispatchLimits, Request
 from conductor.routing.scheduler import Scheduler
@@ -68,6 +69,7 @@ class PrefilledInput(msgspec.Struct, frozen=True, tag="prefilled"):
     at: float
     number: int
     hit_tokens: int | None = None
+    restored: Restored | None = None
 
 
 class BeganInput(msgspec.Struct, frozen=True, tag="began"):
@@ -84,6 +86,7 @@ class EndedInput(msgspec.Struct, frozen=True, tag="ended"):
     at: float
     number: int
     output_tokens: int
+    restored: Restored | None = None
 
 
 class FailedInput(msgspec.Struct, frozen=True, tag="failed"):
@@ -189,11 +192,11 @@ def replay(head: JournalHead, lines: Iterable[Line]) -> list[Difference]:
             case LearnInput():
                 dispatcher.learn(line.number, line.matches)
             case PrefilledInput():
-                dispatcher.prefilled(line.number, line.at, line.hit_tokens)
+                dispatcher.prefilled(line.number, line.at, line.hit_tokens, line.restored)
             case BeganInput():
                 dispatcher.began(line.number, line.at, line.hit_tokens)
             case EndedInput():
-                dispatcher.ended(line.number, line.output_tokens, line.at)
+                dispatcher.ended(line.number, line.output_tokens, line.at, line.restored)
             case FailedInput():
                 dispatcher.failed(line.number, line.engine, line.why, line.at)
             case LeftInput():
@@ -270,20 +273,22 @@ class Desk:
             self._journal.append(ArriveInput.of(request))
         self.dispatcher.arrive(request)
 
-    def prefilled(self, number: int, now: float, hit_tokens: int) -> None:
-        """The prefill engine of a pair has done its part, but for what it had."""
-        self._write(PrefilledInput(now, number, hit_tokens))
-        self.dispatcher.prefilled(number, now, hit_tokens)
+    def prefilled(
+        self, number: int, now: float, hit_tokens: int, restored: Restored | None
+    ) -> None:
+        """The prefill engine of a pair has done its part, but for what it had, and fetched."""
+        self._write(PrefilledInput(now, number, hit_tokens, restored))
+        self.dispatcher.prefilled(number, now, hit_tokens, restored)
 
     def began(self, number: int, now: float, hit_tokens: int | None = None) -> None:
         """A request has its first token."""
         self._write(BeganInput(now, number, hit_tokens))
         self.dispatcher.began(number, now, hit_tokens)
 
-    def ended(self, number: int, output_tokens: int, now: float) -> None:
-        """A request has its last token."""
-        self._write(EndedInput(now, number, output_tokens))
-        self.dispatcher.ended(number, output_tokens, now)
+    def ended(self, number: int, output_tokens: int, now: float, restored: Restored | None) -> None:
+        """A request has its last token; what was fetched by the engine that served it alone."""
+        self._write(EndedInput(now, number, output_tokens, restored))
+        self.dispatcher.ended(number, output_tokens, now, restored)
 
     def failed(self, number: int, engine: str, why: str, now: float) -> None:
         """An engine failed a request."""

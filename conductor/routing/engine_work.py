@@ -1,0 +1,276 @@
+"""The work of one engine: the prompts that it has, and the requests that decode there. Pure.
+
+A prompt is *computed* at an engine from its assignment to its first token; an engine computes one
+after another. A request *decodes* from then on until it ends; all that do so at an engine get a
+token with each of its steps. Data-parallel ranks step together, so the slowest one counts: a
+request that was sent to a rank counts there, all others are thought to be spread evenly.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from math import ceil, inf
+from typing import Final, NamedTuple
+
+from conductor.costs.book import EngineCosts
+from conductor.costs.prior import PrefillLine
+from conductor.routing.engines import Role
+from conductor.routing.moving import MovingKv
+from conductor.routing.work import ComingPrompt, ComputingPrompt, DecodingRequest
+
+
+class LoadRow(NamedTuple):
+    """What the costs of an engine are computed of, whenever it is; see :class:`CostColumns`.
+
+    Attributes:
+        late_at: when its first prompt counts as computed, whatever we have heard.
+        head_since: since when this is computed.
+        head_s: seconds that it takes; negative = there is none.
+        rest_s: seconds of the other prompts.
+        sent_at: when all KV of its prompts for other engines is thought to have left.
+    """
+
+    late_at: float
+    head_since: float
+    head_s: float
+    rest_s: float
+    sent_at: float
+    constant_s: float
+    floor_s: float
+    token_s: float
+    pair_s: float
+    step_s: float
+    kv_room: float
+    token_bytes: float
+    network_bytes_per_s: float
+    handoff_s: float
+    handoff_factor: float
+    coming_bytes: float
+    fetch_s: float
+    memory_byte_s: float
+    disk_byte_s: float
+    network_byte_s: float
+    memory_bytes: float
+    disk_bytes: float
+    late_per_s: float
+    late_per_s2: float
+    late_most: float
+
+
+TIMED: Final = 5
+"""Fields of :class:`LoadRow` whose columns depend on the time."""
+
+
+@dataclass(slots=True)
+class EngineWork:
+    """One engine.
+
+    Attributes:
+        computing: its prompts, in the order in which they were assigned.
+        head_since: since when the first of them is computed.
+        overdue: prompts that count as computed, but of whose first tokens we have not heard.
+        decoding: requests that decode there.
+        context: tokens of their prompts.
+        of_rank: how many of them were sent to each data-parallel rank, and their tokens.
+        coming: prompts that are computed elsewhere and will decode there, by request.
+        moving: the KV on its way to and from it.
+        batch_s: requests that decoded at the slowest rank, multiplied by seconds, since the
+            beginning.
+        context_s: their tokens likewise.
+        at: time up to which these are.
+        computed_at: when the last prompt of which we heard was computed.
+        step_cost_s: what :meth:`step_s` says until something changes; negative = it has.
+        factors: the fit's for which ``line`` is.
+        line: what prompts take.
+        begun: when requests of which we do not hear began to decode; until somebody asks.
+        stalled_s: seconds for which it computed prompts, since the beginning.
+        sent_at: when all KV of its prompts for other engines is thought to have left.
+        leaving: request → seconds that its KV, which is not there yet, occupies the link.
+    """
+
+    costs: EngineCosts
+    ranks: int = 1
+    computing: dict[int, ComputingPrompt] = field(default_factory=dict)
+    head_since: float = 0.0
+    overdue: dict[int, ComputingPrompt] = field(default_factory=dict)
+    decoding: dict[int, DecodingRequest] = field(default_factory=dict)
+    context: int = 0
+    of_rank: dict[int, tuple[int, int]] = field(default_factory=dict)
+    coming: dict[int, ComingPrompt] = field(default_factory=dict)
+    moving: MovingKv = field(default_factory=MovingKv)
+    batch_s: float = 0.0
+    context_s: float = 0.0
+    at: float = 0.0
+    computed_at: float = 0.0
+    step_cost_s: float = -1.0
+    factors: object = None
+    line: PrefillLine | None = None
+    begun: dict[int, float] = field(default_factory=dict)
+    stalled_s: float = 0.0
+    sent_at: float = -inf
+    leaving: dict[int, float] = field(default_factory=dict)
+
+    def row(self, role: Role) -> LoadRow:
+        """What is the same until something changes, or :meth:`pass_late` would change it.
+
+        Args:
+            role: what the engine does now.
+        """
+        head, coming = next(iter(self.computing.values()), None), self.coming.values()
+        token_bytes, line = self.costs.prior.kv_bytes(1), self.prefill_line()
+        memory, disk, network = (tokens * token_bytes for tokens in self.moving.in_flight)
+        fetch, handoff = self.costs.fetch_line, self.costs.handoff_line
+        return LoadRow(
+            late_at=self.head_since + head.counts_s if head is not None else inf,
+            head_since=self.head_since,
+            head_s=head.seconds if head is not None else -1.0,
+            rest_s=self.total_s() - head.seconds if head is not None else 0.0,
+            sent_at=self.sent_at,
+            constant_s=line.constant_s,
+            floor_s=line.floor_s,
+            token_s=line.token_s,
+            pair_s=line.pair_s,
+            step_s=self.step_s(),
+            kv_room=(self.costs.prior.kv_tokens_max or inf) - self._tokens(),
+            token_bytes=token_bytes,
+            network_bytes_per_s=self.costs.prior.network.bytes_per_s,
+            handoff_s=handoff.constant_s,
+            handoff_factor=handoff.factor,
+            coming_bytes=sum(one.moved for one in coming) * token_bytes + network,
+            fetch_s=fetch.constant_s,
+            memory_byte_s=fetch.memory_s,
+            disk_byte_s=fetch.disk_s,
+            network_byte_s=fetch.network_s,
+            memory_bytes=memory,
+            disk_bytes=disk,
+            **self.late(role),
+        )
+
+    def pass_late(self, now: float) -> None:
+        """Count prompts as computed, when they should have been, if that was long ago."""
+        while self.computing:
+            number, head = next(iter(self.computing.items()))
+            if now < self.head_since + head.counts_s:
+                return
+            del self.computing[number]
+            self.overdue[number] = replace(head, since=self.head_since)
+            self.stalled_s += head.seconds
+            self.head_since += head.seconds
+            if not head.told:
+                tokens = head.new_tokens + head.prefix_tokens
+                self.decodes(number, tokens, self.head_since, told=False)
+                self.begun[number] = self.head_since
+            for following in self.computing.values():
+                self.head_since = max(self.head_since, following.since)
+                break
+
+    def decodes(
+        self,
+        number: int,
+        tokens: int,
+        now: float,
+        *,
+        told: bool = True,
+        bears_s: float = 0.0,
+        rank: int | None = None,
+    ) -> None:
+        """A request begins to decode; ``told``: we have heard so, and shall hear when it ends."""
+        self.coming.pop(number, None)
+        before = self.ends(number, now)
+        stalled_s = self.stalled_s if before is None else before.stalled_s
+        rank = rank if self.ranks > 1 else None
+        self.decoding[number] = DecodingRequest(
+            tokens, now, self.batch_s, self.context_s, told, bears_s, stalled_s, rank
+        )
+        self._count(self.decoding[number], 1)
+
+    def ends(self, number: int, now: float) -> DecodingRequest | None:
+        """A request does not decode any more; None if it did not."""
+        self.pass_time(now)
+        self.step_cost_s = -1.0
+        one = self.decoding.pop(number, None)
+        if one is not None:
+            self._count(one, -1)
+        return one
+
+    def _count(self, one: DecodingRequest, sign: int) -> None:
+        self.context += sign * one.tokens
+        if one.rank is not None:
+            count, tokens = self.of_rank.get(one.rank, (0, 0))
+            self.of_rank[one.rank] = (count + sign, tokens + sign * one.tokens)
+            if not self.of_rank[one.rank][0]:
+                del self.of_rank[one.rank]
+
+    def _tokens(self) -> int:
+        """Of the prompts of those that decode, and will."""
+        return self.context + sum(one.tokens for one in self.coming.values())
+
+    def _slowest(self) -> tuple[float, float]:
+        """Requests that decode at the slowest rank, and their tokens."""
+        count, tokens = len(self.decoding) / self.ranks, self.context / self.ranks
+        if not self.of_rank:
+            return count, tokens
+        counts, those = zip(*self.of_rank.values(), strict=True)
+        return max(count, *counts), max(tokens, *those)
+
+    def late(self, role: Role) -> dict[str, float]:
+        """What :class:`CostColumns` says of the requests that a prompt makes late.
+
+        Nobody knows how many prompts will come yet. So who has used a part ``u`` of the seconds
+        that it bears counts as late to the part ``u**2``: the first stall costs less than the last
+        one. Who is late already counts as if it were about to be, or all prompts would go there.
+
+        An engine that was lent to prompts still has answers to end. These count nothing: it gets no
+        others, and would stand idle for their sake while everybody waits.
+        """
+        stalled_s = self.stalled_s + self.total_s()
+        line = square = most = 0.0
+        for one in self.decoding.values():
+            if not one.bears_s or role is Role.PREFILL:
+                continue
+            used = (stalled_s - one.stalled_s) / one.bears_s
+            line += 2.0 * min(used, 1.0) / one.bears_s
+            square += one.bears_s**-2 if used < 1.0 else 0.0
+            most += 1.0 - used * used if used < 1.0 else 1.0
+        return {"late_per_s": line, "late_per_s2": square, "late_most": most}
+
+    def total_s(self) -> float:
+        """Seconds of all prompts that it has, the first one whole."""
+        return sum(one.seconds for one in self.computing.values())
+
+    def computed_by(self, now: float) -> float:
+        """When all its prompts are thought to be computed."""
+        return max(now, self.head_since + self.total_s())
+
+    def prefill_line(self) -> PrefillLine:
+        """What prompts take; computed again after a measurement only."""
+        factors = self.costs.prefill_fit.factors
+        if self.line is None or factors is not self.factors:
+            self.factors, self.line = factors, self.costs.prefill_line
+        return self.line
+
+    def step_s(self) -> float:
+        """Seconds of a step with one more request, of usual length, than it will have anyway."""
+        if self.step_cost_s < 0:
+            count = len(self.decoding) + len(self.coming)
+            tokens = self._tokens()
+            batch = ceil((count + 1) / self.ranks)
+            context = batch * tokens / max(1, count)
+            fullest, longest = self._slowest()
+            self.step_cost_s = self.costs.step_seconds(max(batch, fullest), max(context, longest))
+        return self.step_cost_s
+
+    def pass_time(self, now: float) -> None:
+        """Count those who decode up to now."""
+        passed = max(0.0, now - self.at)
+        if passed:
+            count, tokens = self._slowest()
+            self.batch_s += passed * count
+            self.context_s += passed * tokens
+            self.at = now
+
+    def check_ranks(self) -> None:
+        """Assert that each rank has the requests that were sent there."""
+        sent = [one for one in self.decoding.values() if one.rank is not None]
+        counts = Counter(one.rank for one in sent)
+        assert counts == {rank: count for rank, (count, _) in self.of_rank.items()}
+        assert sum(one.tokens for one in sent) == sum(tokens for _, tokens in self.of_rank.values())
