@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
+from conductor.costs.bias import LastingBias
 from conductor.costs.fit import FitState, RobustFit
 from conductor.costs.hardware import ACCELERATORS
 from conductor.costs.prior import USUAL, CostPrior, Efficiency, FetchLine, PrefillLine
@@ -83,6 +86,8 @@ class EngineCosts:
         step_fit: factors of the terms of its decode steps.
         fetch_fit: factors of the terms of fetches from its node and from others.
         handoff_fit: factors of the terms of the KV that other engines hand over to it.
+        prefill_bias: what prompts take of what the fit says.
+        step_bias: likewise, decode steps.
     """
 
     def __init__(self, machine: Machine, efficiency: Efficiency = USUAL) -> None:
@@ -94,6 +99,7 @@ class EngineCosts:
         self.step_fit = RobustFit(len(_PROMPT_TERMS))
         self.fetch_fit = RobustFit(len(_FETCH_TERMS))
         self.handoff_fit = RobustFit(len(_HANDOFF_TERMS))
+        self.prefill_bias, self.step_bias = LastingBias(), LastingBias()
 
     @property
     def fits(self) -> dict[str, tuple[Sequence[str], RobustFit]]:
@@ -108,7 +114,9 @@ class EngineCosts:
     @property
     def prefill_line(self) -> PrefillLine:
         """What prompts take."""
-        constant, weights, attention = self.prefill_fit.factors.tolist()
+        constant, weights, attention = (
+            self.prefill_fit.factors * self.prefill_bias.factor
+        ).tolist()
         prior = self.prior.prefill
         return PrefillLine(
             constant * prior.constant_s,
@@ -135,14 +143,23 @@ class EngineCosts:
         Of an engine with data-parallel ranks, these are the numbers of its slowest rank: all step
         together.
         """
-        return self.step_fit.seconds(self.prior.step_terms(batch, context_tokens))
+        seconds = self.step_fit.seconds(self.prior.step_terms(batch, context_tokens))
+        return self.step_bias.factor * seconds
+
+    @property
+    def step_factors(self) -> npt.NDArray[np.float64]:
+        """Of the terms of a decode step, the bias included; float64 [3]."""
+        factors: npt.NDArray[np.float64] = self.step_fit.factors * self.step_bias.factor
+        return factors
 
     def computed(self, new_tokens: float, prefix_tokens: float, seconds: float) -> None:
         """The end of a prompt was computed; the queue before it is not part of ``seconds``."""
+        self.prefill_bias.observe(sum(self.prefill_line.terms(new_tokens, prefix_tokens)), seconds)
         self.prefill_fit.observe(self.prior.prefill.terms(new_tokens, prefix_tokens), seconds)
 
     def stepped(self, batch: float, context_tokens: float, seconds: float) -> None:
         """A decode step took so long."""
+        self.step_bias.observe(self.step_seconds(batch, context_tokens), seconds)
         self.step_fit.observe(self.prior.step_terms(batch, context_tokens), seconds)
 
     def fetched(
@@ -163,13 +180,21 @@ class EngineCosts:
 
 
 class _SavedEngine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``fetch`` and ``handoff`` are absent in files of older versions."""
+    """What follows ``step`` is absent in files of older versions."""
 
     machine: Machine
     prefill: FitState
     step: FitState
     fetch: FitState | None = None
     handoff: FitState | None = None
+    bias: tuple[float, float] = (1.0, 1.0)
+
+    @classmethod
+    def of(cls, one: EngineCosts) -> "_SavedEngine":
+        """What is kept of an engine."""
+        prefill, step, fetch, handoff = (fit.state() for _, fit in one.fits.values())
+        bias = (one.prefill_bias.factor, one.step_bias.factor)
+        return cls(one.machine, prefill, step, fetch, handoff, bias)
 
 
 class _Saved(msgspec.Struct, frozen=True):
@@ -206,7 +231,7 @@ class CostBook:
         """All that was fitted, as JSON."""
         engines = msgspec.json.encode(
             {
-                name: _SavedEngine(one.machine, *(fit.state() for _, fit in one.fits.values()))
+                name: _SavedEngine.of(one)
                 for name, one in self._engines.items()
                 if any(fit.count for _, fit in one.fits.values())
             }
@@ -236,7 +261,9 @@ class CostBook:
             costs = EngineCosts(one.machine, self._efficiency)
             kept = (one.prefill, one.step, one.fetch, one.handoff)
             fits = zip([fit for _, fit in costs.fits.values()], kept, strict=True)
-            if not all(fit.restore(state) for fit, state in fits if state is not None):
+            biases = zip((costs.prefill_bias, costs.step_bias), one.bias, strict=True)
+            fitted = all(fit.restore(state) for fit, state in fits if state is not None)
+            if not (fitted and all(bias.restore(factor) for bias, factor in biases)):
                 raise UnusableCostsError(f"{name[:64]!r} has a fit that cannot be")
             restored[name] = costs
         self._engines = restored

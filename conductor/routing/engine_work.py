@@ -56,8 +56,26 @@ class LoadRow(NamedTuple):
     late_most: float
 
 
+_TOGETHER_S: Final = 0.005
+"""Prompts of which we hear within so many seconds were computed in one step."""
 TIMED: Final = 5
 """Fields of :class:`LoadRow` whose columns depend on the time."""
+
+
+class ComputedPrompts(NamedTuple):
+    """Prompts that an engine has computed in the same step.
+
+    Attributes:
+        at: when the first one was computed.
+        new_tokens: that were computed.
+        pairs: of each of these and a token before it.
+        seconds: that all took.
+    """
+
+    at: float
+    new_tokens: int = 0
+    pairs: float = 0.0
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -78,8 +96,9 @@ class EngineWork:
         context_s: their tokens likewise.
         at: time up to which these are.
         computed_at: when the last prompt of which we heard was computed.
+        together: those that were computed then, of which nothing is learned yet.
         step_cost_s: what :meth:`step_s` says until something changes; negative = it has.
-        factors: the fit's for which ``line`` is.
+        factors, bias: of the costs for which ``line`` is.
         line: what prompts take.
         begun: when requests of which we do not hear began to decode; until somebody asks.
         stalled_s: seconds for which it computed prompts, since the beginning.
@@ -101,8 +120,10 @@ class EngineWork:
     context_s: float = 0.0
     at: float = 0.0
     computed_at: float = 0.0
+    together: ComputedPrompts | None = None
     step_cost_s: float = -1.0
     factors: object = None
+    bias: float = 1.0
     line: PrefillLine | None = None
     begun: dict[int, float] = field(default_factory=dict)
     stalled_s: float = 0.0
@@ -115,7 +136,7 @@ class EngineWork:
         Args:
             role: what the engine does now.
         """
-        head, coming = next(iter(self.computing.values()), None), self.coming.values()
+        head = next(iter(self.computing.values()), None)
         token_bytes, line = self.costs.prior.kv_bytes(1), self.prefill_line()
         memory, disk, network = (tokens * token_bytes for tokens in self.moving.in_flight)
         fetch, handoff = self.costs.fetch_line, self.costs.handoff_line
@@ -135,7 +156,7 @@ class EngineWork:
             network_bytes_per_s=self.costs.prior.network.bytes_per_s,
             handoff_s=handoff.constant_s,
             handoff_factor=handoff.factor,
-            coming_bytes=sum(one.moved for one in coming) * token_bytes + network,
+            coming_bytes=network,
             fetch_s=fetch.constant_s,
             memory_byte_s=fetch.memory_s,
             disk_byte_s=fetch.disk_s,
@@ -145,8 +166,27 @@ class EngineWork:
             **self.late(role),
         )
 
+    def computed(self, new_tokens: int, prefix_tokens: int, seconds: float, now: float) -> None:
+        """The end of a prompt was computed: learn from it, and from those computed with it."""
+        self._learn(now)
+        pairs = new_tokens * (prefix_tokens + (new_tokens + 1.0) / 2.0)
+        one = self.together or ComputedPrompts(now)
+        self.together = ComputedPrompts(
+            one.at, one.new_tokens + new_tokens, one.pairs + pairs, one.seconds + seconds
+        )
+
+    def _learn(self, now: float) -> None:
+        """Learn from prompts that were computed together, if nothing belongs to them any more."""
+        one = self.together
+        if one is not None and now > one.at + _TOGETHER_S:
+            self.together = None
+            if one.new_tokens:
+                prefix = one.pairs / one.new_tokens - (one.new_tokens + 1.0) / 2.0
+                self.costs.computed(one.new_tokens, prefix, one.seconds)
+
     def pass_late(self, now: float) -> None:
         """Count prompts as computed, when they should have been, if that was long ago."""
+        self._learn(now)
         while self.computing:
             number, head = next(iter(self.computing.items()))
             if now < self.head_since + head.counts_s:
@@ -243,9 +283,9 @@ class EngineWork:
 
     def prefill_line(self) -> PrefillLine:
         """What prompts take; computed again after a measurement only."""
-        factors = self.costs.prefill_fit.factors
-        if self.line is None or factors is not self.factors:
-            self.factors, self.line = factors, self.costs.prefill_line
+        factors, bias = self.costs.prefill_fit.factors, self.costs.prefill_bias.factor
+        if self.line is None or factors is not self.factors or bias != self.bias:
+            self.factors, self.bias, self.line = factors, bias, self.costs.prefill_line
         return self.line
 
     def step_s(self) -> float:

@@ -236,7 +236,7 @@ class EngineLoads:
             if restored is not None and mine is load.computing:
                 fetch_s = max(0.0, min(one.since + restored.seconds, now) - since)
             seconds = now - since - fetch_s
-            load.costs.computed(tokens - hit, hit, seconds)
+            load.computed(tokens - hit, hit, seconds, now)
             if mine is load.computing:
                 load.stalled_s += max(0.0, seconds)
             load.head_since = load.computed_at = now
@@ -345,6 +345,7 @@ class EngineLoads:
         """Errors and factors of the costs, as metrics; of engines that were measured."""
         errors: dict[tuple[str, ...], float] = {}
         factors: dict[tuple[str, ...], float] = {}
+        biases: dict[tuple[str, ...], float] = {}
         for name, load in self._loads.items():
             for what, (terms, fit) in load.costs.fits.items():
                 for quantile in (0.5, 0.9):
@@ -353,7 +354,9 @@ class EngineLoads:
                         errors[name, what, str(quantile)] = error
                 for term, factor in zip(terms, fit.factors.tolist(), strict=True):
                     factors[name, what, term] = factor
-        return {"cost_error": errors, "cost_factor": factors}
+            biases[name, "prefill"] = load.costs.prefill_bias.factor
+            biases[name, "step"] = load.costs.step_bias.factor
+        return {"cost_error": errors, "cost_factor": factors, "cost_bias": biases}
 
     def forget(self, engine_id: str) -> None:
         """An engine was removed."""

@@ -100,7 +100,7 @@ class _Steps:
             costs, ranks = loads.step_costs(engine_id)
             line, factors = (0.0, 0.0, 0.0), [0.0, 0.0, 0.0]
             if costs is not None:
-                line, factors = costs.prior.step_line, costs.step_fit.factors.tolist()
+                line, factors = costs.prior.step_line, costs.step_factors.tolist()
             machine = costs.machine if costs is not None else None
             key = (machine, ranks, share, *factors)
             if key not in rows:
