@@ -57,7 +57,7 @@ def test_an_engine_that_is_faster_or_slower_is_learned_despite_outliers(
 
 
 def test_a_term_that_is_never_measured_keeps_its_prior() -> None:
-    fit = RobustFit()
+    fit = RobustFit(3)
     for _ in range(2000):
         fit.observe((0.0, 1.0, 0.0), 3.0)
 
@@ -66,7 +66,7 @@ def test_a_term_that_is_never_measured_keeps_its_prior() -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
 def test_what_cannot_be_a_duration_teaches_nothing(seconds: float) -> None:
-    fit = RobustFit()
+    fit = RobustFit(3)
     fit.observe((1.0, 1.0, 1.0), seconds)
 
     assert fit.count == 0
@@ -75,10 +75,10 @@ def test_what_cannot_be_a_duration_teaches_nothing(seconds: float) -> None:
 
 @given(st.lists(st.tuples(*[st.floats(0, 1e6)] * 3, st.floats(0, 1e9)), max_size=60))
 def test_factors_stay_finite_whatever_is_measured(seen: list[tuple[float, ...]]) -> None:
-    fit = RobustFit()
+    fit = RobustFit(3)
     for *terms, seconds in seen:
         fit.observe(terms, seconds)
-    again = RobustFit()
+    again = RobustFit(3)
 
     assert all(0.02 <= factor <= 50 for factor in fit.factors.tolist())
     assert again.restore(fit.state())
