@@ -120,7 +120,7 @@ class EngineLoads:
         if not load.computing:
             load.head_since = now
         fetch_s = max(0.0, seconds[0] - (load.computed_by(now) - now))
-        load.computing[number] = ComputingPrompt(*tokens, fetch_s + seconds[1], fetch_s, now)
+        load.computing[number] = ComputingPrompt(*tokens, fetch_s + seconds[1], fetch_s, now, now)
         load.moving.fetch(number, fetch)
 
     def untold(self, number: int, engine_id: str) -> None:
@@ -233,8 +233,8 @@ class EngineLoads:
             tokens = one.new_tokens + one.prefix_tokens
             hit = min(one.prefix_tokens if hit_tokens is None else max(0, hit_tokens), tokens)
             fetch_s = one.fetch_s
-            if restored is not None and mine is load.computing:
-                fetch_s = max(0.0, min(one.since + restored.seconds, now) - since)
+            if restored is not None:
+                fetch_s = max(0.0, min(one.got_at + restored.seconds, now) - since)
             seconds = now - since - fetch_s
             load.computed(tokens - hit, hit, seconds, now)
             if mine is load.computing:

@@ -59,7 +59,8 @@ class ComputingPrompt:
         prefix_tokens: before them.
         seconds: that this is thought to take, with the fetch.
         fetch_s: of these, until the fetch has ended, during which nothing else is computed there.
-        since: when the engine got it; of a late one, since when it is thought to be computed.
+        got_at: when the engine got it, and began to fetch.
+        since: the same; of a late one, since when it is thought to be computed.
         told: whether we hear of its first token.
     """
 
@@ -67,6 +68,7 @@ class ComputingPrompt:
     prefix_tokens: int
     seconds: float
     fetch_s: float
+    got_at: float
     since: float
     told: bool = True
 
