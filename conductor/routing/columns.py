@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from conductor.routing.engines import Health, Role
+from conductor.routing.needs import RecentNeeds
 from kvstore.index.layout import Numbers, Words
 
 Column = npt.NDArray[np.float64]
@@ -284,6 +285,7 @@ class Waiting:
         kinds: equal for those of one model that have failed at the same engines, and wait for the
             same one.
         of_kind: how many there are of each kind.
+        recent: what the newest requests needed, those that have got engines included.
         outputs: tokens that each answer is expected to have.
         found: what :meth:`prefixes` has said of each; None = nothing yet.
     """
@@ -306,6 +308,7 @@ class Waiting:
     found: list[PrefixColumns | None]
     kinds: Sequence[int]
     of_kind: Mapping[int, int]
+    recent: RecentNeeds
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -361,6 +364,8 @@ class Eligible(NamedTuple):
         local: prompt tokens in its own cache.
         usable: prompt tokens it need not compute.
         terms: seconds; None if the policy does not use costs.
+        overtaking: seconds that prompts of the model need in one second which need less than this
+            one.
     """
 
     ids: Sequence[str]
@@ -370,3 +375,4 @@ class Eligible(NamedTuple):
     local: Column
     usable: Column
     terms: Terms | None = None
+    overtaking: float = 0.0

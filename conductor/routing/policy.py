@@ -120,9 +120,11 @@ WORK: Final = 0.4
 fourth power of the part that is: who computes less is preferred to who does it as soon. So a burst
 with one cold prefix stays together, unless engines are idle anyway."""
 OVERTAKEN: Final = 3.0
-"""Who waits for an engine is passed by later requests that need less: the wait counts as so many
-times the prompt's own seconds longer, but at most so many times itself, when all engines are busy,
-and with the square of the part that is. So an engine that is free now is worth more."""
+"""Who waits for an engine is passed by later requests that need less, and by those that come
+meanwhile: by a part ``p`` of the engines' time a wait gets ``p / (1 - p)`` times longer. It counts
+at most as so many times the prompt's own seconds longer: who has waited long is not passed."""
+_OVERTAKING_MAX: Final = 0.9
+"""Of the engines' time; in an overload it would be more than all of it."""
 FIRST_TOKENS: Final = 5
 """So many tokens after the first one count when ``earliest-first-token`` compares engines."""
 KVCACHE_BALANCING_THRESHOLD: Final = 2.0
@@ -139,10 +141,11 @@ def _first_tokens(_: Waiting, __: int, engines: Eligible) -> Sequence[Column]:
     """Seconds until the first token, and what that costs others: time, and slower tokens."""
     terms = engines.terms
     assert terms is not None
-    busy = np.count_nonzero(terms.queue_s) / max(1, len(terms.queue_s))
-    passed_s = OVERTAKEN * busy**2 * np.minimum(terms.queue_s, terms.prefill_s)
-    work_s = WORK * busy**4 * terms.prefill_s
-    others_s = passed_s + work_s + terms.late_s
+    count = max(1, len(terms.queue_s))
+    part = min(_OVERTAKING_MAX, engines.overtaking / count)
+    passed_s = np.minimum(terms.queue_s * part / (1.0 - part), OVERTAKEN * terms.prefill_s)
+    busy = np.count_nonzero(terms.queue_s) / count
+    others_s = passed_s + WORK * busy**4 * terms.prefill_s + terms.late_s
     return (terms.ttft_s + others_s + FIRST_TOKENS * terms.tbt_s,)
 
 
