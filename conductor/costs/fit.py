@@ -52,7 +52,6 @@ class RobustFit:
     """
 
     def __init__(self, terms: int) -> None:
-        """Start with the prior of so many terms: all factors are 1."""
         self.factors = np.ones(terms)
         self.count = 0
         self._terms = terms

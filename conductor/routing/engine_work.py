@@ -1,4 +1,4 @@
-"""The work of one engine: the prompts that it has, and the requests that decode there. Pure.
+"""The work assigned to one engine, and what prompts and tokens cost there. Pure.
 
 A prompt is *computed* at an engine from its assignment to its first token; an engine computes one
 after another. A request *decodes* from then on until it ends; all that do so at an engine get a
@@ -15,18 +15,19 @@ from conductor.costs.book import EngineCosts
 from conductor.costs.prior import PrefillLine
 from conductor.routing.engines import Role
 from conductor.routing.moving import MovingKv
+from conductor.routing.others import NOBODY, USUAL_TOKENS, OtherRequests
 from conductor.routing.work import ComingPrompt, ComputingPrompt, DecodingRequest
 
 
-class LoadRow(NamedTuple):
-    """What the costs of an engine are computed of, whenever it is; see :class:`CostColumns`.
+class WorkRow(NamedTuple):
+    """The inputs of an engine's costs, independent of the time; see :class:`CostColumns`.
 
     Attributes:
-        late_at: when its first prompt counts as computed, whatever we have heard.
-        head_since: since when this is computed.
+        late_at: when its first prompt counts as computed, without a report.
+        head_since: start of that prompt.
         head_s: seconds that it takes; negative = there is none.
         rest_s: seconds of the other prompts.
-        sent_at: when all KV of its prompts for other engines is thought to have left.
+        sent_at: when all KV of its prompts for other engines has probably been sent.
     """
 
     late_at: float
@@ -51,15 +52,16 @@ class LoadRow(NamedTuple):
     network_byte_s: float
     memory_bytes: float
     disk_bytes: float
+    others_s: float
     late_per_s: float
     late_per_s2: float
     late_most: float
 
 
 _TOGETHER_S: Final = 0.005
-"""Prompts of which we hear within so many seconds were computed in one step."""
+"""Prompts that are reported within so many seconds were computed in one step."""
 TIMED: Final = 5
-"""Fields of :class:`LoadRow` whose columns depend on the time."""
+"""Fields of :class:`WorkRow` whose columns depend on the time."""
 
 
 class ComputedPrompts(NamedTuple):
@@ -80,12 +82,12 @@ class ComputedPrompts(NamedTuple):
 
 @dataclass(slots=True)
 class EngineWork:
-    """One engine.
+    """The work of one engine.
 
     Attributes:
         computing: its prompts, in the order in which they were assigned.
-        head_since: since when the first of them is computed.
-        overdue: prompts that count as computed, but of whose first tokens we have not heard.
+        head_since: start of the first of them.
+        overdue: prompts that count as computed, but whose first tokens were not reported.
         decoding: requests that decode there.
         context: tokens of their prompts.
         of_rank: how many of them were sent to each data-parallel rank, and their tokens.
@@ -94,16 +96,18 @@ class EngineWork:
         batch_s: requests that decoded at the slowest rank, multiplied by seconds, since the
             beginning.
         context_s: their tokens likewise.
-        at: time up to which these are.
-        computed_at: when the last prompt of which we heard was computed.
+        at: time up to which these are counted.
+        computed_at: when the last reported prompt was computed.
         together: those that were computed then, of which nothing is learned yet.
-        step_cost_s: what :meth:`step_s` says until something changes; negative = it has.
-        factors, bias: of the costs for which ``line`` is.
-        line: what prompts take.
-        begun: when requests of which we do not hear began to decode; until somebody asks.
+        step_cost_s: cached :meth:`step_s`; negative = to be computed again.
+        factors, bias: of the costs for which ``line`` is valid.
+        line: the costs of prompts.
+        begun: when requests without reports started to decode; until they are read.
         stalled_s: seconds for which it computed prompts, since the beginning.
-        sent_at: when all KV of its prompts for other engines is thought to have left.
-        leaving: request → seconds that its KV, which is not there yet, occupies the link.
+        sent_at: when all KV of its prompts for other engines has probably been sent.
+        leaving: request → seconds that its unsent KV occupies the link.
+        others: requests of others that it has.
+        usual_s: seconds of a prompt that it got, lately.
     """
 
     costs: EngineCosts
@@ -129,18 +133,20 @@ class EngineWork:
     stalled_s: float = 0.0
     sent_at: float = -inf
     leaving: dict[int, float] = field(default_factory=dict)
+    others: OtherRequests = NOBODY
+    usual_s: float = 0.0
 
-    def row(self, role: Role) -> LoadRow:
-        """What is the same until something changes, or :meth:`pass_late` would change it.
+    def row(self, role: Role) -> WorkRow:
+        """The inputs that stay the same until something changes, or :meth:`pass_late` changes them.
 
         Args:
-            role: what the engine does now.
+            role: the present role of the engine.
         """
         head = next(iter(self.computing.values()), None)
         token_bytes, line = self.costs.prior.kv_bytes(1), self.prefill_line()
         memory, disk, network = (tokens * token_bytes for tokens in self.moving.in_flight)
         fetch, handoff = self.costs.fetch_line, self.costs.handoff_line
-        return LoadRow(
+        return WorkRow(
             late_at=self.head_since + head.counts_s if head is not None else inf,
             head_since=self.head_since,
             head_s=head.seconds if head is not None else -1.0,
@@ -151,7 +157,9 @@ class EngineWork:
             token_s=line.token_s,
             pair_s=line.pair_s,
             step_s=self.step_s(),
-            kv_room=(self.costs.prior.kv_tokens_max or inf) - self._tokens(),
+            kv_room=(self.costs.prior.kv_tokens_max or inf)
+            - self._tokens()
+            - self.others.running * self.usual_context(),
             token_bytes=token_bytes,
             network_bytes_per_s=self.costs.prior.network.bytes_per_s,
             handoff_s=handoff.constant_s,
@@ -163,6 +171,7 @@ class EngineWork:
             network_byte_s=fetch.network_s,
             memory_bytes=memory,
             disk_bytes=disk,
+            others_s=self.others.waiting * self.usual_prompt_s(),
             **self.late(role),
         )
 
@@ -213,7 +222,7 @@ class EngineWork:
         bears_s: float = 0.0,
         rank: int | None = None,
     ) -> None:
-        """A request begins to decode; ``told``: we have heard so, and shall hear when it ends."""
+        """A request starts to decode; ``told``: this was reported, and its end will be."""
         self.coming.pop(number, None)
         before = self.ends(number, now)
         stalled_s = self.stalled_s if before is None else before.stalled_s
@@ -253,14 +262,15 @@ class EngineWork:
         return max(count, *counts), max(tokens, *those)
 
     def late(self, role: Role) -> dict[str, float]:
-        """What :class:`CostColumns` says of the requests that a prompt makes late.
+        """The columns of :class:`CostColumns` about requests that a prompt makes late.
 
-        Nobody knows how many prompts will come yet. So who has used a part ``u`` of the seconds
-        that it bears counts as late to the part ``u**2``: the first stall costs less than the last
-        one. Who is late already counts as if it were about to be, or all prompts would go there.
+        The number of later prompts is unknown. So a request that has used a part ``u`` of the
+        seconds that it tolerates counts as late to the part ``u**2``: the first stall costs less
+        than the last one. A request that is late already counts as if it were about to be,
+        otherwise all prompts would go there.
 
-        An engine that was lent to prompts still has answers to end. These count nothing: it gets no
-        others, and would stand idle for their sake while everybody waits.
+        An engine that was lent to prompts still has answers to finish. These count nothing: it gets
+        no others, and would be idle for their sake while all requests wait.
         """
         stalled_s = self.stalled_s + self.total_s()
         line = square = most = 0.0
@@ -282,7 +292,7 @@ class EngineWork:
         return max(now, self.head_since + self.total_s())
 
     def prefill_line(self) -> PrefillLine:
-        """What prompts take; computed again after a measurement only."""
+        """The costs of prompts; computed again only after a measurement."""
         factors, bias = self.costs.prefill_fit.factors, self.costs.prefill_bias.factor
         if self.line is None or factors is not self.factors or bias != self.bias:
             self.factors, self.bias, self.line = factors, bias, self.costs.prefill_line
@@ -291,16 +301,28 @@ class EngineWork:
     def step_s(self) -> float:
         """Seconds of a step with one more request, of usual length, than it will have anyway."""
         if self.step_cost_s < 0:
-            count = len(self.decoding) + len(self.coming)
-            tokens = self._tokens()
+            count: float = len(self.decoding) + len(self.coming)
+            tokens: float = self._tokens()
+            if self.others.running:
+                tokens += self.others.running * self.usual_context()
+                count += self.others.running
             batch = ceil((count + 1) / self.ranks)
             context = batch * tokens / max(1, count)
             fullest, longest = self._slowest()
             self.step_cost_s = self.costs.step_seconds(max(batch, fullest), max(context, longest))
         return self.step_cost_s
 
+    def usual_context(self) -> float:
+        """Mean tokens of our requests that decode there; :data:`USUAL_TOKENS` if there are none."""
+        count = len(self.decoding) + len(self.coming)
+        return self._tokens() / count if count else USUAL_TOKENS
+
+    def usual_prompt_s(self) -> float:
+        """Recent mean seconds of our prompts there; those of a usual one if there were none."""
+        return self.usual_s or sum(self.prefill_line().terms(USUAL_TOKENS, 0))
+
     def pass_time(self, now: float) -> None:
-        """Count those who decode up to now."""
+        """Update the sums of decoding requests up to now."""
         passed = max(0.0, now - self.at)
         if passed:
             count, tokens = self._slowest()

@@ -11,13 +11,14 @@ import numpy as np
 
 from conductor.costs.book import CostBook, EngineCosts, machine_of
 from conductor.routing.columns import CostColumns
-from conductor.routing.engine_work import TIMED, EngineWork, LoadRow
+from conductor.routing.engine_work import TIMED, EngineWork, WorkRow
 from conductor.routing.engines import EngineInfo, Role
 from conductor.routing.moving import NO_FETCH, FetchedTokens, Restored
+from conductor.routing.others import EngineOthers
 from conductor.routing.work import NO_ANSWER, Answer, ComingPrompt, ComputingPrompt
 
 _OVERDUE_S: Final = 0.01
-"""A prompt that should be computed, but is not, is thought to take so much longer."""
+"""A prompt that should be computed, but is not, is assumed to take this much longer."""
 _TOKENS_MAX: Final = 1 << 24
 """Of an output; an engine may say any number."""
 _USUAL_WEIGHT: Final = 0.05
@@ -27,13 +28,17 @@ _USUAL_WEIGHT: Final = 0.05
 class EngineLoads:
     """All engines that have had a request, or were asked for.
 
+    Args:
+        book: the costs of engines; measurements are added to it.
+
     Attributes:
         changes: counts what may change :meth:`columns`, but for the time.
+        others: requests of others at the engines; change them by :meth:`tell_others`.
     """
 
     def __init__(self, book: CostBook) -> None:
-        """Start without requests; ``book`` has the costs of engines, and learns."""
         self.changes = 0
+        self.others = EngineOthers()
         self._usual_s = 0.0
         self._book = book
         self._loads: dict[str, EngineWork] = {}
@@ -41,7 +46,7 @@ class EngineLoads:
         self._infos: Sequence[EngineInfo] | None = None  # of the rows
         self._at: dict[str, int] = {}  # the row of each
         self._rows = np.zeros((0, 0))
-        self._by_name: Any = None  # the columns of these, as a `LoadRow`
+        self._by_name: Any = None  # the columns of these, as a `WorkRow`
         self._stale: set[str] = set()  # engines whose rows are to be made again
 
     def _changed(self, engine_id: str) -> None:
@@ -63,17 +68,17 @@ class EngineLoads:
     def columns(
         self, infos: Sequence[EngineInfo], now: float, roles: Sequence[Role] | None = None
     ) -> CostColumns:
-        """What the costs of these engines depend on.
+        """The inputs of the costs of these engines.
 
         Args:
-            infos: the engines; another object if ``roles`` are others.
+            infos: the engines; another object if ``roles`` have changed.
             now: time.
-            roles: what each engine does now; None = what it was registered for.
+            roles: the present role of each engine; None = the registered one.
         """
         if self._infos is not infos:
             self._infos, self._at = infos, {info.id: at for at, info in enumerate(infos)}
-            self._rows = np.zeros((len(LoadRow._fields), len(infos)))
-            self._by_name = LoadRow._make(self._rows)
+            self._rows = np.zeros((len(WorkRow._fields), len(infos)))
+            self._by_name = WorkRow._make(self._rows)
             self._stale = set(self._at)
         rows, changed = self._by_name, {self._at[one] for one in self._stale if one in self._at}
         late = now >= rows.late_at
@@ -82,16 +87,31 @@ class EngineLoads:
         for at in changed:
             load = self._of(infos[at])
             load.pass_late(now)
+            others = self.others.of(infos[at].id)
+            if others != load.others:
+                load.others, load.step_cost_s = others, -1.0
             self._rows[:, at] = load.row(infos[at].role if roles is None else roles[at])
         self._stale.clear()
         left_s = np.maximum(rows.head_s - np.maximum(now - rows.head_since, 0.0), _OVERDUE_S)
         backlog_s = np.where(rows.head_s >= 0, rows.rest_s + left_s, 0.0)
         leaving_s = np.maximum(rows.sent_at - now, 0.0)
-        named = dict(zip(LoadRow._fields[TIMED:], self._rows[TIMED:].copy(), strict=True))
+        named = dict(zip(WorkRow._fields[TIMED:], self._rows[TIMED:].copy(), strict=True))
         return CostColumns(backlog_s=backlog_s, leaving_s=leaving_s, usual_s=self._usual_s, **named)
 
+    def tell_others(
+        self, engine_id: str, running: float | None, waiting: float | None, ours: int
+    ) -> None:
+        """An engine tells what it has; None = it does not tell. See :meth:`EngineOthers.tell`."""
+        before = self.others.changes
+        if running is None or waiting is None:
+            self.others.forget(engine_id)
+        else:
+            self.others.tell(engine_id, running, waiting, ours)
+        if self.others.changes != before:
+            self._changed(engine_id)
+
     def foreseen(self, ttft_s: float) -> None:
-        """A request that has got engines is thought to have its first token after so long."""
+        """A request was assigned; its first token is predicted after ``ttft_s`` seconds."""
         self._usual_s += (_USUAL_WEIGHT if self._usual_s else 1.0) * (ttft_s - self._usual_s)
 
     def assigned(
@@ -122,6 +142,7 @@ class EngineLoads:
         fetch_s = max(0.0, seconds[0] - (load.computed_by(now) - now))
         load.computing[number] = ComputingPrompt(*tokens, fetch_s + seconds[1], fetch_s, now, now)
         load.moving.fetch(number, fetch)
+        load.usual_s += (_USUAL_WEIGHT if load.usual_s else 1.0) * (seconds[1] - load.usual_s)
 
     def untold(self, number: int, engine_id: str) -> None:
         """We shall not hear when a prompt is computed.
@@ -177,7 +198,7 @@ class EngineLoads:
             load.moving.restored(number, told, load.costs)
 
     def _sends(self, number: int, engine_id: str, tokens: float, now: float) -> None:
-        """One prompt leaves after the other, when the costs say; see :meth:`sent`."""
+        """Predict when a prompt's KV is sent, one prompt after the other; see :meth:`sent`."""
         self.sent(number, now)  # of an earlier try
         self._changed(engine_id)
         load = self._loads.get(engine_id)
@@ -187,10 +208,10 @@ class EngineLoads:
             load.sent_at = max(load.sent_at, load.computed_by(now)) + load.leaving[number]
 
     def sent(self, number: int, now: float) -> None:
-        """The KV of a request has left its engine, or never will; unknown ones do nothing.
+        """The KV of a request was sent, or never will be; unknown requests are ignored.
 
-        What is still to leave takes no longer than the costs say of it. Else an engine whose link
-        is faster than they say would seem busier with each prompt.
+        The KV still to be sent takes at most as long as predicted. Otherwise an engine whose link
+        is faster than predicted would seem busier with each prompt.
         """
         sender = self._senders.pop(number, "")
         load = self._loads.get(sender)
@@ -250,7 +271,7 @@ class EngineLoads:
         answer: Answer = NO_ANSWER,
         rank: int | None = None,
     ) -> None:
-        """A request begins to decode; its KV has arrived, or comes now, if it is from elsewhere.
+        """A request starts to decode; its KV has arrived, or comes now, if computed elsewhere.
 
         Args:
             number: of the request; it may decode there already.
@@ -303,7 +324,7 @@ class EngineLoads:
         return sum(self._of(info).prefill_line().terms(new_tokens, prefix_tokens))
 
     def costs(self, info: EngineInfo) -> EngineCosts:
-        """What is known of the speed of an engine."""
+        """The speed of an engine, as far as it is known."""
         return self._of(info).costs
 
     def step_s(self, info: EngineInfo) -> float:
@@ -311,19 +332,19 @@ class EngineLoads:
         return self._of(info).step_s()
 
     def kv_tokens_max(self, engine_id: str) -> float:
-        """Tokens whose KV fits beside the weights of an engine; infinite = unknown."""
+        """Tokens whose KV fits next to the weights of an engine; infinite = unknown."""
         load = self._loads.get(engine_id)
         return (load.costs.prior.kv_tokens_max if load is not None else 0) or inf
 
     def step_seconds(self, engine_id: str, batch: float, tokens: float) -> float:
-        """Seconds of a decode step of a batch with so many tokens in all; 0 = unknown."""
+        """Seconds of a decode step with this batch and total tokens; 0 = unknown."""
         load = self._loads.get(engine_id)
         if load is None:
             return 0.0
         return load.costs.step_seconds(ceil(batch / load.ranks), tokens / load.ranks)
 
     def step_costs(self, engine_id: str) -> tuple[EngineCosts | None, int]:
-        """What is known of the speed of an engine, None = nothing; and its ranks."""
+        """The speed of an engine, None = unknown; and its number of ranks."""
         load = self._loads.get(engine_id)
         return (None, 1) if load is None else (load.costs, load.ranks)
 
@@ -361,6 +382,7 @@ class EngineLoads:
     def forget(self, engine_id: str) -> None:
         """An engine was removed."""
         self._changed(engine_id)
+        self.others.forget(engine_id)
         gone = self._loads.pop(engine_id, None)
         if gone is not None:
             for number in [*gone.moving.handoffs]:
