@@ -158,9 +158,7 @@ class SecondsChooser:
             self._prices.think(alike.row, alike.seconds, NO_KEYS)
             return ChosenEngines()
         priced = self._prices.pairs(prompt, choices.rows)
-        overtaking = waiting.recent.less_than(waiting.models[row], waiting.least_s[row], now)
-        engines = _NOBODY._replace(terms=priced.terms, overtaking=overtaking)
-        costs = self._policy.costs(waiting, row, engines)
+        costs = self._policy.costs(waiting, row, _NOBODY._replace(terms=priced.terms))
         first = self._least((*costs, choices.full), choices.rows.firsts)
         at = choices.rows.at[first]
         if bound >= 0:  # it has been counted as waiting

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from conductor.routing.engines import Health, Role
-from conductor.routing.needs import RecentNeeds
 from kvstore.index.layout import Numbers, Words
 
 Column = npt.NDArray[np.float64]
@@ -290,7 +289,6 @@ class Waiting:
         kinds: equal for those of one model that have failed at the same engines, and wait for the
             same one.
         of_kind: how many there are of each kind.
-        recent: what the newest requests needed, those that have got engines included.
         outputs: tokens that each answer is expected to have.
         found: what :meth:`prefixes` has said of each; None = nothing yet.
     """
@@ -313,7 +311,6 @@ class Waiting:
     found: list[PrefixColumns | None]
     kinds: Sequence[int]
     of_kind: Mapping[int, int]
-    recent: RecentNeeds
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -369,8 +366,6 @@ class Eligible(NamedTuple):
         local: prompt tokens in its own cache.
         usable: prompt tokens it need not compute.
         terms: seconds; None if the policy does not use costs.
-        overtaking: seconds that prompts of the model need in one second which need less than this
-            one.
     """
 
     ids: Sequence[str]
@@ -380,4 +375,3 @@ class Eligible(NamedTuple):
     local: Column
     usable: Column
     terms: Terms | None = None
-    overtaking: float = 0.0

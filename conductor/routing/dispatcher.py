@@ -358,8 +358,6 @@ class Dispatcher:
             rows = [self._rows.at(number) for number in numbers]
             seconds = self._scheduler.least_s(view, waiting, rows)
             for number, row, least_s in zip(numbers, rows, seconds, strict=True):
-                if least_s and not waiting.least_s[row]:
-                    waiting.recent.add(waiting.models[row], waiting.arrived[row], least_s)
                 self._waiting[number].least_s = waiting.least_s[row] = least_s
         self._learned.clear()
         return waiting

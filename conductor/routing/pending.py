@@ -9,7 +9,6 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from conductor.routing.columns import Matches, Waiting
-from conductor.routing.needs import RecentNeeds
 from kvstore.index.layout import Words
 
 
@@ -56,7 +55,6 @@ class WaitingRows:
             **dict(zip(named, self._lists, strict=False)),
             kinds=self._kinds,
             of_kind=self._of_kind,
-            recent=RecentNeeds(),
         )
         for row in rows:
             self.add(row)
@@ -110,4 +108,4 @@ class WaitingRows:
         of_kind = {kinds[one]: count for one, count in columns.of_kind.items()}
         kinds_now = [kinds[one] for one in columns.kinds]
         now = replace(columns, found=same.found, kinds=kinds_now, of_kind=of_kind)
-        assert replace(now, recent=same.recent) == same
+        assert now == same

@@ -121,12 +121,9 @@ WORK: Final = 0.4
 the fourth power of the busy part: an engine that computes less is preferred to one that is as fast.
 So a burst with one cold prefix stays together, unless engines are idle anyway."""
 OVERTAKEN: Final = 3.0
-"""A request that waits for an engine is overtaken by later ones that need less: if these take a
-part ``p`` of the engines' time, the wait gets ``p / (1 - p)`` times longer. It counts as longer by
-at most this multiple of the prompt's own seconds: a request that has waited long is not
-overtaken."""
-_OVERTAKING_MAX: Final = 0.9
-"""Of the engines' time; in an overload it would be more than all of it."""
+"""A request that waits for an engine is overtaken by later ones that need less: the wait counts as
+longer by this multiple of the prompt's own seconds, at most this multiple of itself, when all
+engines are busy; it scales with the square of the busy part. So a free engine is worth more."""
 FIRST_TOKENS: Final = 5
 """Number of tokens after the first one that count when ``earliest-first-token`` compares
 engines."""
@@ -144,11 +141,10 @@ def _first_tokens(_: Waiting, __: int, engines: Eligible) -> Sequence[Column]:
     """Seconds until the first token, and the costs to others: time, and slower tokens."""
     terms = engines.terms
     assert terms is not None
-    count = max(1, len(terms.queue_s))
-    part = min(_OVERTAKING_MAX, engines.overtaking / count)
-    passed_s = np.minimum(terms.queue_s * part / (1.0 - part), OVERTAKEN * terms.prefill_s)
-    busy = np.count_nonzero(terms.queue_s) / count
-    others_s = passed_s + WORK * busy**4 * terms.prefill_s + terms.late_s
+    busy = np.count_nonzero(terms.queue_s) / max(1, len(terms.queue_s))
+    passed_s = OVERTAKEN * busy**2 * np.minimum(terms.queue_s, terms.prefill_s)
+    work_s = WORK * busy**4 * terms.prefill_s
+    others_s = passed_s + work_s + terms.late_s
     return (terms.ttft_s + others_s + FIRST_TOKENS * terms.tbt_s,)
 
 

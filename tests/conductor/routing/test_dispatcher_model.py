@@ -39,13 +39,8 @@ ENGINES = (
 )  # fmt: skip
 
 
-AT_ONCE = ("once", "push")
-
-
 class ModelOfDispatcher(RuleBasedStateMachine):
     """The dispatcher beside a model that tries every engine for every request."""
-
-    POLICY = "longest-prefix"
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,12 +51,10 @@ class ModelOfDispatcher(RuleBasedStateMachine):
         for engine in ENGINES:
             self.registry.register(engine, 0.0)
         limits = DispatchLimits(WAITING_MAX, WAIT_S, TRIES)
-        self.dispatcher = Dispatcher(self.registry, self.scheduler(), limits)
+        scheduler = Scheduler(POLICIES["longest-prefix"], ("once", "push"))
+        self.dispatcher = Dispatcher(self.registry, scheduler, limits)
         self.learned: set[int] = set()
         self.pushes: list[tuple[int, str]] = []  # requests, and engines that push for them
-
-    def scheduler(self) -> Scheduler:
-        return Scheduler(POLICIES[self.POLICY], AT_ONCE)
 
     # What the model knows of engines.
 
@@ -123,23 +116,15 @@ class ModelOfDispatcher(RuleBasedStateMachine):
 
     # What happens.
 
-    @rule(data=st.data())
-    def a_request_arrives(self, data: st.DataObject) -> None:
+    @rule()
+    def a_request_arrives(self) -> None:
         self.number += 1
         waiting = sum(one.stage == "waits" for one in self.model.values())
-        self.dispatcher.arrive(self.drawn(data, self.number))
+        self.dispatcher.arrive(Request(number=self.number, model="m", arrived=self.now))
         self.model[self.number] = Expected(self.now + WAIT_S)
         if waiting >= WAITING_MAX:
             self.model[self.number].stage = "refused"
         self.run()
-
-    def drawn(self, data: st.DataObject, number: int) -> Request:
-        """A request that arrives."""
-        return Request(number=number, model="m", arrived=self.now)
-
-    def found(self, number: int) -> dict[str, Prefix]:
-        """What engines have of a prompt."""
-        return {"p0": Prefix(usable=number)}
 
     @rule(seconds=st.floats(0.1, 3.0))
     def time_passes(self, seconds: float) -> None:
@@ -231,7 +216,7 @@ class ModelOfDispatcher(RuleBasedStateMachine):
     def run(self) -> None:
         due = dict(self.dispatcher.due(self.now))
         for number in due:
-            self.dispatcher.learn(number, self.found(number))
+            self.dispatcher.learn(number, {"p0": Prefix(usable=number)})
             self.learned.add(number)
         before = {number: self.refusable(number) for number in self.of_stage("waits")}
         for effect in self.dispatcher.step(self.now):
@@ -239,7 +224,8 @@ class ModelOfDispatcher(RuleBasedStateMachine):
             one = self.model[number]
             if isinstance(effect, Assign):
                 assert one.stage == "waits"
-                self.comes_next(number, due)
+                assert number in due
+                self.no_older_one_fits(number)
                 assert (effect.prefill, effect.decode) in self.choices(number)
                 self.assigned(one, effect)
             elif isinstance(effect, Continue):
@@ -253,8 +239,8 @@ class ModelOfDispatcher(RuleBasedStateMachine):
                 del self.model[number]
         for number in self.of_stage("waits"):
             assert self.model[number].deadline > self.now
+            assert not self.choices(number)
             assert not self.refusable(number)
-            self.has_to_wait(number)
         for number in self.of_stage("arrived"):
             assert self.model[number].deadline > self.now
             wanted = self.model[number].promised
@@ -280,13 +266,8 @@ class ModelOfDispatcher(RuleBasedStateMachine):
         """Whether no engine is left for a request."""
         return not self.usable(number)
 
-    def has_to_wait(self, number: int) -> None:
-        """Nobody waits while an engine has room."""
-        assert not self.choices(number)
-
-    def comes_next(self, number: int, due: dict[int, str]) -> None:
-        """Requests are considered in order of arrival, and looked up before they get engines."""
-        assert number in due
+    def no_older_one_fits(self, number: int) -> None:
+        """Requests are considered in order of arrival."""
         for other in self.of_stage("waits"):
             assert other >= number or not self.choices(other)
 
@@ -317,11 +298,8 @@ class ModelOfDispatcher(RuleBasedStateMachine):
             assert held[engine.id] == self.dispatcher.in_flight(engine.id) <= engine.max_running
         waiting = self.of_stage("waits", "arrived")
         assert len(self.dispatcher) == len(waiting)
-        self.wakes(min([self.model[number].deadline for number in waiting], default=None))
-
-    def wakes(self, deadline: float | None) -> None:
-        """Nothing is due before the first deadline."""
-        assert self.dispatcher.wake_at == deadline
+        deadlines = [self.model[number].deadline for number in waiting]
+        assert self.dispatcher.wake_at == min(deadlines, default=None)
 
 
 TestDispatcherAndItsModel = ModelOfDispatcher.TestCase
