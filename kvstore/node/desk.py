@@ -139,6 +139,7 @@ class Desk:
     def connect(self, peer: Peer, line: Line) -> int:
         """Add a connection; returns its number, which is never reused."""
         number = next(self._numbers)
+        assert number not in self.lines
         self.lines[number] = line
         self.node.connected(number, peer)
         return number
@@ -295,6 +296,9 @@ class Desk:
                 self.memory.replace(node.pages.slots.replaced)
         if self.peers is not None and self._has_peer_jobs():
             self.peers.flush()
+            if node.pages.slots.replaced:  # so may a fetch that failed at once
+                self.memory.replace(node.pages.slots.replaced)
+        assert not node.pages.slots.replaced, "an answer may name memory that is not there"
         outbox, node.outbox = node.outbox, []
         for number, answer in outbox:
             line = self.lines.get(number)
@@ -321,6 +325,7 @@ class Desk:
 
     @_explained
     def _later(self) -> None:
+        assert self._going_on
         began_ns = self._clock()
         self._going_on = False
         self.node.go_on(began_ns)

@@ -94,6 +94,7 @@ class DiskTier:
         self._recover()
 
     def _recover(self) -> None:
+        assert not self._jobs
         start = monotonic()
         try:
             found = self._log.recover()
@@ -209,6 +210,7 @@ class DiskTier:
         if isinstance(job, DiskWrite | DiskRead):
             job.address = self._address(job.slot)
         elif isinstance(job, DiskCheck):
+            assert job.job not in self._scratch, "the disk still writes to that one"
             memory = self._scratch[job.job] = aligned(job.page.length - HEADER_BYTES)
             job.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 

@@ -181,6 +181,7 @@ class SSDLog:
         return SegmentScan(number, index, path, size, loaded)
 
     def _adopt(self, found: SegmentScan) -> None:
+        assert not self._sequence, "records may be written already"
         loaded = found.loaded
         if loaded is None:
             self._directories[found.directory].used_bytes += found.size_bytes
@@ -321,6 +322,7 @@ class SSDLog:
             return self._queue.popleft()
 
     def _run_queued(self) -> None:
+        assert not self._threads, "a job would be done twice"
         while self._queue:
             self._do(self._queue.popleft(), self._movers[0])
 

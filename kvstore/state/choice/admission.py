@@ -97,6 +97,7 @@ class Admission:
         wanted = self._wanted(chain)
         if self.bounded:
             wanted = min(wanted, int(max(0, self._bucket) // size_bytes))
+        assert 0 <= wanted <= pages
         self.charge(wanted * size_bytes)
         self._admitted += wanted
         self._refused += wanted < pages
@@ -122,6 +123,7 @@ class Admission:
     def take_back(self, pages: int, size_bytes: int) -> None:
         """Refund admitted pages that found no room on the disk."""
         self._admitted -= pages
+        assert self._admitted >= 0
         self.charge(-pages * size_bytes)
 
     @property
@@ -135,6 +137,7 @@ class Admission:
             self._bucket -= size_bytes
         self._today_bytes += size_bytes
         self._total_bytes += size_bytes
+        assert self._total_bytes >= 0
 
     def wear(self) -> WearCounts:
         """A snapshot, as of the last decision."""
@@ -184,6 +187,7 @@ class Admission:
         return min(1.0, max(0.0, 1 - 2 * self._bucket / self._bucket_max))
 
     def _fill(self, size_bytes: float) -> None:
+        assert size_bytes >= 0
         self._bucket = min(self._bucket_max, self._bucket + size_bytes)
 
     def _advance(self, now_ns: int) -> None:

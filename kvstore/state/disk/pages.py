@@ -151,6 +151,7 @@ class DiskPages:
         through = self.rules.write is WritePolicy.THROUGH
         wanted = [node for node in nodes if through or node.disk_pins]
         for node in wanted:
+            assert node.ready >> shard & 1
             self._backlog.add(node, shard)
         if wanted:
             self._pump()
@@ -240,6 +241,7 @@ class DiskPages:
             self._syncs.wait(durable)
             self._syncs.advance(self._now_ns)
             self._end_durables()
+        assert durable.ended or durable in self._durables
         return durable
 
     def ensure_written(self, node: PrefixNode, shard: int) -> bool:
@@ -311,6 +313,7 @@ class DiskPages:
             room_bytes = self.rules.in_flight_bytes_max - self.writes.in_flight_bytes
             looked, node, shard = self._backlog.take(left, room_bytes)
             left -= looked
+            assert left >= 0
             if node is not None and self.writes.is_dirty(node, shard):
                 self._write(node, shard, Durable() if node.disk_pins else None)
 
@@ -320,6 +323,7 @@ class DiskPages:
             self._end_durable(self._syncs.ended.popleft())
 
     def _end_durable(self, durable: Durable) -> None:
+        assert not durable.ended, "its pages would be unpinned twice"
         self.writes.give_up(durable)
         self._queue.effects.append(LetGo(durable.pinned))
         durable.pinned = []
@@ -348,6 +352,7 @@ class DiskPages:
 
     def _quarantine(self, node: PrefixNode, shard: int) -> None:
         """The record of a page differs from what was written; a copy in memory stays."""
+        assert node.count == 1
         in_memory = node.memory >> shard & 1
         self._queue.effects.append(
             Lost(node.space, shard, node.keys, "head_lost")
@@ -430,6 +435,7 @@ class DiskPages:
 
     def advance(self, now_ns: int) -> None:
         """Advance the clock to ``now_ns``; :meth:`go_on` then syncs and writes what is due."""
+        assert now_ns >= self._now_ns, "the clock never goes back"
         self._now_ns = now_ns
         self._reclaimer.advance(now_ns, self._memory.moment.tick)
 

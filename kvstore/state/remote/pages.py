@@ -362,6 +362,7 @@ class RemotePages:
         process = Process(number, Peer(0, remote=True), self._session)
         if self._session.free_bytes >= space.shards[shard].slot_bytes:
             self._table.begin_put(process, number, space, shard, b"".join(keys), parent)
+        assert self._session.used_bytes <= self.limits.in_flight_bytes_max
         put = process.puts.get(number)
         if put is None:
             for other in self._arrivals.values():
@@ -381,6 +382,8 @@ class RemotePages:
 
     def _submit(self, arrival: Arrival) -> None:
         chain, put = arrival.chain, arrival.pages
+        assert arrival.job not in self._arrivals
+        assert put.slots
         self._arrivals[arrival.job] = arrival
         self._rates.began(arrival.peer, self._table.now_ns)
         self._table.counts["peer_jobs"] += 1
@@ -397,6 +400,7 @@ class RemotePages:
         """Update the measurements after a job that delivered its first ``came`` pages."""
         put, chain = arrival.pages, arrival.chain
         missing = len(put.slots) - came
+        assert missing >= 0
         size = put.space.shards[put.shard].page_bytes
         self._rates.ended(arrival.peer, came, missing, size, self._table.now_ns)
         self._table.counts["peer_missing_pages"] += missing
@@ -431,6 +435,7 @@ class RemotePages:
 
     def _try_another(self, arrival: Arrival) -> bool:
         """Request the rest of a job from another holder; False if there is none, or no time."""
+        assert not arrival.lost, "it may still write to the slots"
         put, chain, now_ns = arrival.pages, arrival.chain, self._table.now_ns
         holders = self._holders(chain, arrival.at, put.space.shards[put.shard].window_pages)
         able = [peer for peer, end in holders.items() if end >= arrival.at + len(put.slots)]
@@ -459,15 +464,18 @@ class RemotePages:
 
     def _lose(self, arrival: Arrival) -> None:
         """Nothing waits for a job any more, but it may still write."""
+        assert not arrival.lost
         self._not_coming(arrival, arrival.pages.keys)
         self._table.counts["peer_unsettled_jobs"] += 1
         arrival.lost = True
         self._table.lose(arrival.process)
+        assert arrival.pages.lost
         self._release(arrival)
 
     def _settle(self, arrival: Arrival) -> None:
         del self._arrivals[arrival.job]
         self._table.end(arrival.process, sys.maxsize)
+        assert arrival.process.idle, "its slots would never be free"
 
     def _release(self, arrival: Arrival) -> None:
         waiters, arrival.waiters = arrival.waiters, []

@@ -70,6 +70,7 @@ class PeerRates:
         """A job of a peer has ended, with ``pages`` pages delivered and ``missing`` not."""
         known = self._peers[peer]
         known.jobs -= 1
+        assert known.jobs >= 0
         known.pages += pages
         known.bytes += pages * page_bytes
         known.missing_pages += missing

@@ -67,6 +67,7 @@ class KeyIndex(Mapping[PrefixKey, PrefixNode]):
         for key in keys:
             (parts[key[0]] if len(parts) > 1 else parts[0])[key] = node
         self._length += len(keys)
+        assert len(parts) > 1 or len(parts[0]) == self._length, "a key was there already"
         if self._length > SMALL and len(parts) == 1:
             self._divide()
 
@@ -96,12 +97,15 @@ class KeyIndex(Mapping[PrefixKey, PrefixNode]):
 
     def cool(self, node: PrefixNode) -> None:
         """The pages of a node are now only on disk: store their keys compactly."""
+        assert node.on_disk
+        assert not node.memory
         keys = node.key_list()
         self._discard(keys)
         self._cold.put(node, keys)
 
     def warm(self, node: PrefixNode) -> None:
         """The pages of a cold node were loaded to memory."""
+        assert node.cold
         keys = node.key_list()
         self._cold.discard(node, keys)
         self.put(keys, node)
@@ -126,6 +130,7 @@ class KeyIndex(Mapping[PrefixKey, PrefixNode]):
         self._parts = [{} for _ in range(PARTS)]
         for key, value in small.items():
             self._part(key)[key] = value
+        assert sum(map(len, self._parts)) == self._length
 
 
 SHELF_NODES: Final = 256
@@ -165,6 +170,7 @@ class CreationOrder:
     def divide(self, node: PrefixNode, head: PrefixNode) -> None:
         """The first pages of a node now belong to ``head``."""
         chunk = self._chunks[node.serial >> _SHIFT]
+        assert chunk[node.serial] is node
         head.serial = node.serial
         node.serial += head.count
         chunk[head.serial] = head
@@ -174,6 +180,7 @@ class CreationOrder:
         """The node is removed from the tree."""
         number = node.serial >> _SHIFT
         chunk = self._chunks[number]
+        assert chunk[node.serial] is node
         del chunk[node.serial]
         if not chunk:
             del self._chunks[number]
@@ -311,6 +318,7 @@ class PrefixTree:
             if found.in_memory:
                 found.count_above(1)
             deepen(found)
+            assert found.depth == parent.depth + found.count
 
     def end(self, key: PrefixKey) -> PrefixNode | None:
         """The node whose last page has a key; None if there is none."""
@@ -347,6 +355,8 @@ class PrefixTree:
 
     def divided(self, node: PrefixNode, head: PrefixNode) -> None:
         """A node of this tree was split; ``head`` is new."""
+        assert node.above is head
+        assert head.ready == node.ready
         self.index.divide(node, head)
         self.by_creation.divide(node, head)
         self.changes += 1
@@ -474,6 +484,8 @@ class PrefixTree:
 
     def remove(self, node: PrefixNode) -> None:
         """Remove a node without children."""
+        assert not node.below
+        assert not node.present
         self.index.discard(node)
         self.by_creation.remove(node)
         node.above = None

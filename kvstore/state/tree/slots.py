@@ -127,6 +127,7 @@ class Extent:
         assert after >= 0
         self.pins[first:end] = array("I", [after]) * count
         self.pinned += count * (bool(after) - bool(before))
+        assert 0 <= self.pinned <= self.count
 
 
 class Replacement(NamedTuple):
@@ -177,6 +178,7 @@ class SlotTable:
             self._unassigned.insert(0, len(self.extents))
             self.extents.append(Extent(number))
         self._next_number += len(numbers)
+        assert self.withheld >= 0, "more memory than there is"
         return numbers
 
     def withheld_numbers(self, count: int) -> list[int]:
@@ -223,6 +225,7 @@ class SlotTable:
         for slot in slots:
             extent, index = self._locate(slot)
             assert extent.states[index] == SlotState.WRITING
+            assert not extent.holds[index], "a slot that its writer may still write to"
             self._free(slot, extent, index)
 
     def lose(self, slots: Iterable[Slot]) -> None:
@@ -261,7 +264,9 @@ class SlotTable:
         limbo = 0
         for extent, first, end in self._blocks(slots):
             extent.change_pins(first, end, -1)
-            limbo += extent.states.count(_LIMBO, first, end)
+            gone = extent.states.count(_LIMBO, first, end)
+            assert extent.states.count(_READY, first, end) + gone == end - first
+            limbo += gone
         for slot in slots if limbo else ():
             self._settle(slot, *self._locate(slot))
 
@@ -273,6 +278,7 @@ class SlotTable:
             assert extent.pins[index] > 0
             extent.pins[index] -= 1
             extent.pinned -= not extent.pins[index]
+            assert extent.pinned >= 0
             extent.holds[index] += 1
 
     def unhold(self, slots: Iterable[Slot]) -> None:
@@ -288,6 +294,8 @@ class SlotTable:
 
     def drain(self, position: int) -> None:
         """Allocate no slot of an extent until it is empty, see :meth:`end_drain`."""
+        assert self.extents[position].domain is not None, "nothing to drain"
+        assert not self.extents[position].closed
         self.extents[position].draining = True
 
     def end_drain(self, position: int) -> bool:
@@ -304,6 +312,8 @@ class SlotTable:
 
     def retire(self, position: int) -> None:
         """Allocate no slot of an extent any more; :meth:`replace` ends this."""
+        assert self.extents[position].domain is not None, "nobody has had it"
+        assert not self.extents[position].retiring
         self.extents[position].retiring = True
 
     def retirable(self, position: int, given_up: Mapping[Slot, int]) -> bool:
@@ -527,6 +537,7 @@ class SlotTable:
             # Memory of the same domain may be cut anew; another domain must get new memory.
             position = min(empty, key=lambda at: self.extents[at].domain != domain)
         extent = self.extents[position]
+        assert not extent.retiring, "a late access would hit its new pages"
         if extent.domain is not None:
             former = self._open[extent.domain, extent.slot_bytes]
             if position in former:
@@ -539,6 +550,7 @@ class SlotTable:
 
     def _renumber(self, extent: Extent, *, in_use: bool) -> None:
         """The extent will get new memory, under a new number."""
+        assert in_use or len(extent.free) == extent.count, "memory in use would be freed"
         self.replaced.append(Replacement(extent.number, self._next_number, in_use))
         extent.number = self._next_number
         self._next_number += 1
