@@ -36,7 +36,8 @@ from conductor.front.tracing import TraceFile
 from conductor.front.upstream import EngineError, EngineRefusedError, IdleDeadline, Upstream
 from conductor.front.waiting import Lease, RequestQueue
 from conductor.protocols import PROTOCOLS
-from conductor.protocols.base import Fields, PairProtocol, PairRequest
+from conductor.protocols.base import Fields, PairProtocol, PairRequest, hinted
+from conductor.protocols.hints import fetch_hint
 from conductor.routing.choices import Assign, Plan
 from conductor.routing.decisions import Attempt, DecisionLog, HandoffReport
 from conductor.routing.dispatcher import Dispatcher
@@ -134,7 +135,9 @@ class Sender:
             self._expect(run.number, engine_id, rank)
         run.prefill_done = None
         if assign.plan is Plan.ALONE:
-            alone = _Half(assign.decode, assign.ranks[assign.decode], run.body.body())
+            hint = self._hint(run, assign)
+            body = run.body.body() if hint is None else _encoded(hinted(run.body.fields, hint))
+            alone = _Half(assign.decode, assign.ranks[assign.decode], body)
             return await self._serve_apart(run, alone, attempt)
         protocol = PROTOCOLS[assign.protocol]
         pair = PairRequest(
@@ -143,6 +146,7 @@ class Sender:
             self._url(assign.prefill),
             self._url(assign.decode),
             self._registry_url(assign.prefill) if protocol.over is not None else "",
+            self._hint(run, assign),
         )
         attempt.way = protocol.way
         if assign.at_once:
@@ -224,6 +228,18 @@ class Sender:
             told = engine.info.events or engine.info.events_bind
             until = now + (_EXPECTED_S if told else _UNTOLD_S)
             self._parts.prefixes.expect(number, engine_id, rank, now, until)
+
+    def _hint(self, run: Run, assign: Assign) -> msgspec.Raw | None:
+        """Where the node of the engine that computes the prompt finds more of it; None = nowhere.
+
+        If another node has more leading pages than the engine and its node have.
+        """
+        engine = self._parts.registry.get(assign.prefill)
+        takes = assign.peer_tokens and PROTOCOLS[assign.protocol].takes_hints
+        if engine is None or not takes:
+            return None
+        node, keys = self._parts.prefixes.peer_pages(run.number, engine.info)
+        return fetch_hint(run.number, node, keys) if keys else None
 
     def _headers(self, run: Run, half: _Half) -> dict[str, str]:
         """Headers for an engine: they name the data-parallel rank that has more than others."""

@@ -24,6 +24,8 @@ class PairRequest(NamedTuple):
             known when the prefill engine has answered: then it may be another than before.
         registry: ``http://host:port`` of the prefill engine's registry of handoffs; empty = it has
             none.
+        hint: an envelope of hints for the engine that computes the prompt
+            (:mod:`conductor.protocols.hints`), if its protocol takes them; None = there is none.
     """
 
     fields: Fields
@@ -31,6 +33,7 @@ class PairRequest(NamedTuple):
     prefill_url: str
     decode_url: str
     registry: str = ""
+    hint: msgspec.Raw | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class PairProtocol:
             are asked by this one if both engines offer it. None = engines name it as their own.
         report: reads from the ``kv_transfer_params`` of either engine's answer how the handoff
             went there; the client does not get these then. None = they do not tell.
+        takes_hints: whether engines read hints of where pages are, in ``kv_transfer_params``.
     """
 
     at_once: bool
@@ -59,6 +63,7 @@ class PairProtocol:
     way: str = ""
     over: str | None = None
     report: Callable[[msgspec.Raw], HandoffReport | None] | None = None
+    takes_hints: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a protocol in which nobody asks the prefill engine."""
@@ -73,6 +78,12 @@ def one_token(fields: Fields) -> dict[str, msgspec.Raw]:
     asked["max_tokens"] = msgspec.Raw(b"1")
     asked["stream"] = msgspec.Raw(b"false")
     return asked
+
+
+def hinted(fields: Fields, hint: msgspec.Raw | None, **told: object) -> Fields:
+    """A request with transfer parameters: what is told, and the hint if there is one."""
+    parameters = told if hint is None else {**told, "kv_hints": hint}
+    return {**fields, "kv_transfer_params": msgspec.Raw(msgspec.json.encode(parameters))}
 
 
 def relayed(request: PairRequest, transfer: msgspec.Raw | None) -> Fields:

@@ -2,14 +2,15 @@
 
 Source: the proxy in vLLM's tests of its NIXL connector. The prefill server gets the request with
 ``do_remote_decode`` and one token, the decode server what that has answered. A field that forbids
-an answer of one token, so that vLLM would refuse the request, is left out.
+an answer of one token, so that vLLM would refuse the request, is left out. kvstore's connector
+reads hints; those of others ignore them, but never get any, because their engines have no node.
 """
 
 from typing import Final
 
 import msgspec
 
-from conductor.protocols.base import Fields, PairProtocol, PairRequest, one_token, relayed
+from conductor.protocols.base import Fields, PairProtocol, PairRequest, hinted, one_token, relayed
 
 _FORBID_ONE_TOKEN: Final = ("min_tokens",)
 _COUNT_TOKENS: Final = ("max_completion_tokens",)
@@ -23,8 +24,9 @@ def _prefill(request: PairRequest) -> Fields:
     for field in _COUNT_TOKENS:
         if field in asked:
             asked[field] = msgspec.Raw(b"1")
-    asked["kv_transfer_params"] = msgspec.Raw(b'{"do_remote_decode":true}')
-    return asked
+    return hinted(asked, request.hint, do_remote_decode=True)
 
 
-VLLM: Final = PairProtocol(at_once=False, prefill=_prefill, decode=relayed, way="connector")
+VLLM: Final = PairProtocol(
+    at_once=False, prefill=_prefill, decode=relayed, way="connector", takes_hints=True
+)

@@ -179,6 +179,8 @@ class Assign:
         fetch_tokens: prompt tokens beyond these that another node has, and that are thought to be
             fetched from there, not computed; 0 also if the policy does not use costs. Engines are
             not told: the node of ``prefill`` decides itself.
+        peer_tokens: prompt tokens beyond ``usable_tokens`` that one other node has; 0 also if the
+            policy does not use prefixes. Engines whose protocol takes hints are told where.
         fetch_s: predicted seconds for that; 0 if the policy does not use costs.
         prefill_s: predicted seconds to compute the prompt, likewise.
         ttft_s: predicted seconds until the first token, likewise.
@@ -198,6 +200,7 @@ class Assign:
     fetch_s: float = 0.0
     prefill_s: float = 0.0
     ttft_s: float = 0.0
+    peer_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -424,6 +424,7 @@ class _Call:
             self._last_assigned[one] = self._assigned
             self._changed(one)
         fetched, fetch_s, prefill_s, ttft_s = priced.at(first) if priced else (0, 0.0, 0.0, 0.0)
+        found = [matches.get(view.ids[one], NO_PREFIX) for one in (first, second)]
         return Assign(
             request=self._waiting.numbers[row],
             prefill=view.ids[first],
@@ -432,13 +433,12 @@ class _Call:
             protocol=protocol,
             at_once=at_once,
             reason=self._policy.because,
-            usable_tokens=matches.get(view.ids[first], NO_PREFIX).usable,
+            usable_tokens=found[0].usable,
             candidates=candidates,
-            ranks={
-                view.ids[one]: matches.get(view.ids[one], NO_PREFIX).rank for one in (first, second)
-            },
+            ranks={view.ids[first]: found[0].rank, view.ids[second]: found[1].rank},
             fetch_tokens=fetched,
             fetch_s=fetch_s,
             prefill_s=prefill_s,
             ttft_s=ttft_s,
+            peer_tokens=found[0].peer,
         )
