@@ -122,6 +122,11 @@ class LateStream:
         device.join(self)
 
     @property
+    def queued(self) -> int:
+        """Pieces of work that are not done."""
+        return len(self._work)
+
+    @property
     def ready(self) -> bool:
         """Whether its next work can be done."""
         if not self._work:
