@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -114,7 +113,8 @@ class Engine:
         late = _device["device"]
         late.stalled = stalled
         late.failures += [("run", RuntimeError("CUDA error: as told"))] * fails
-        _device.update(pause_s=pause_s, says=True)
+        _device["told"].set()  # a pause that was told before ends
+        _device.update(pause_s=pause_s, says=True, told=threading.Event())
         return {"preempted": _device["preempted"], "failures_left": len(late.failures)}
 
     def drafts(self) -> Answer:
@@ -306,7 +306,7 @@ def _on_a_device() -> None:
     connector.pool_of = lambda *given: replace(real(*given), device="cpu:0")
 
 
-_device: dict[str, Any] = {"preempted": 0, "pause_s": 0.0}
+_device: dict[str, Any] = {"preempted": 0, "pause_s": 0.0, "told": threading.Event()}
 """The device of ``on a late device``, and what the test has told it."""
 
 
@@ -327,7 +327,7 @@ def _on_a_late_device() -> None:
 
         def step(self) -> bool:
             if _device["pause_s"] and self.busy:
-                time.sleep(_device["pause_s"])
+                _device["told"].wait(_device["pause_s"])
                 if _device.pop("says", None):
                     sys.stdout.write(f"{DEVICE_WORKS}\n")
                     sys.stdout.flush()
