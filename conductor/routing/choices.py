@@ -186,6 +186,9 @@ class Assign:
         fetch: prompt tokens that will probably be fetched: of the usable ones, those that the node
             of ``prefill`` has, and beyond these those that another node has; nothing if the policy
             does not use costs. Engines are not informed: they and their nodes decide themselves.
+        peer_tokens: prompt tokens that one other node has beyond those of ``prefill`` and its
+            node; 0 also if the policy does not use prefixes. Engines whose protocol takes hints are
+            told where.
         fetch_s: predicted seconds for that; 0 if the policy does not use costs.
         prefill_s: predicted seconds to compute the prompt, likewise.
         ttft_s: predicted seconds until the first token, likewise.
@@ -205,6 +208,7 @@ class Assign:
     fetch_s: float = 0.0
     prefill_s: float = 0.0
     ttft_s: float = 0.0
+    peer_tokens: int = 0
 
     @property
     def prefix_tokens(self) -> int:

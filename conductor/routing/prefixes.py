@@ -49,6 +49,7 @@ from kvstore.protocol.page import PrefixKeys
 
 _PLANS_MAX: Final = 256
 """Models and LoRA adapters whose engines' needs are kept."""
+_NO_PAGES: Final = PrefixKeys(b"")
 
 
 class MediumMatch(msgspec.Struct, frozen=True):
@@ -276,6 +277,26 @@ class PrefixView:
         for scope, rows in _asked([engine], prompt.model, report, table.holders()).items():
             _match(table, scope, rows, {0: prompt.named(scope, self._secret)}, [found])
         return found
+
+    def peer_pages(self, number: int, info: EngineInfo) -> tuple[str, PrefixKeys]:
+        """The node from which an engine's own could fetch most of a request's prompt.
+
+        Returns:
+            Its name, and the keys of the leading pages that it has by itself; none if unknown.
+        """
+        prompt = self._prompts.get(number)
+        table, _ = self._index.present()
+        if prompt is None or table is None:
+            return "", _NO_PAGES
+        self._keep_secret(table)
+        peers = list(peer_places(info, prompt.model, table.holders()))
+        if not peers:
+            return "", _NO_PAGES
+        scope = peers[0].scope  # of all of them: they have pages of the engine's space
+        chains = prompt.named(scope, self._secret)
+        (counts,) = table.match([chains], PrefixNeeds([peer.needs for peer in peers]))
+        best = int(counts.argmax())
+        return info.peers[best], prompt.pages(scope)[: int(counts[best])]
 
     def expect(self, number: int, engine_id: str, rank: int, from_s: float, until_s: float) -> None:
         """An engine will probably have the blocks of a request's prompt in its own cache.

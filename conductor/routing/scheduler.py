@@ -424,7 +424,8 @@ class _Call:
         for one in (first, second):
             self._last_assigned[one] = self._assigned
             self._changed(one)
-        usable = matches.get(view.ids[first], NO_PREFIX).usable
+        found = [matches.get(view.ids[one], NO_PREFIX) for one in (first, second)]
+        usable = found[0].usable
         mine = priced.at(first) if priced else PricedPrompt(usable, NO_FETCH, 0.0, 0.0, 0.0)
         return Assign(
             request=self._waiting.numbers[row],
@@ -436,11 +437,10 @@ class _Call:
             reason=self._policy.because,
             usable_tokens=min(usable, mine.prefix),
             candidates=candidates,
-            ranks={
-                view.ids[one]: matches.get(view.ids[one], NO_PREFIX).rank for one in (first, second)
-            },
+            ranks={view.ids[first]: found[0].rank, view.ids[second]: found[1].rank},
             fetch=mine.fetch,
             fetch_s=mine.fetch_s,
             prefill_s=mine.prefill_s,
             ttft_s=mine.ttft_s,
+            peer_tokens=found[0].peer,
         )

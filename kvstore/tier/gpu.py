@@ -32,8 +32,8 @@ DIRECT_BYTES: Final = 256 << 10
 """Blocks of this size or more are copied one by one if a pool has one plane: copies of smaller ones
 do not keep a device busy."""
 STAGING_BYTES: Final = 256 << 20
-"""Bytes that a client moves at a time: each operation is started once per job. Allocated as jobs
-need it, for each direction."""
+"""Bytes that a client moves at a time (``BATCH_BYTES`` of :mod:`kvstore.client.space`): each
+operation is started once per job of the lane. Allocated as jobs need it, for each direction."""
 HOST_STAGING_BYTES: Final = 8 << 20
 """Staging memory that stays in the processor's cache; starting an operation costs little there."""
 _POLL_S: Final = 0.0001

@@ -65,7 +65,7 @@ class Device(Protocol):
 
     Attributes:
         name: ``cuda:N`` or ``cpu:N``.
-        staging_bytes: how much of a job is gathered or spread at a time.
+        staging_bytes: how much of a job is gathered or spread at a time, at least 1.
     """
 
     name: str
@@ -183,7 +183,7 @@ class Lane:
         self._last = _End()
         self._last.reached_at(self.stream.record())
         self._late = False
-        self._threads = ThreadPoolExecutor(_thread_count(), "kvstore-device")
+        self._threads = ThreadPoolExecutor(thread_count(), "kvstore-device")
 
     @contextmanager
     def turn(self, copy: DeviceCopy) -> Iterator[None]:
@@ -228,9 +228,12 @@ class Lane:
         return self._staging[:size]
 
     def part_pages(self, size: int) -> int:
-        """Pages of ``size`` bytes that are staged at a time: whole slices of the ring."""
+        """Pages of ``size`` bytes that are staged at a time: whole slices of the ring.
+
+        Rounded up, so that a job of ``staging_bytes`` is staged at once.
+        """
         each = _slice_pages(size)
-        return max(1, self._device.staging_bytes // (each * size)) * each
+        return -(-self._device.staging_bytes // (each * size)) * each
 
     def bring(
         self, pages: PagesInHost, deliver: Callable[[int, int, Any], None],
@@ -438,5 +441,6 @@ def _slice_pages(size: int) -> int:
     return max(1, SLICE_BYTES // size)
 
 
-def _thread_count() -> int:
+def thread_count() -> int:
+    """Threads of a lane: no more than this process may use processors."""
     return max(1, min(THREADS_MAX, len(os.sched_getaffinity(0))))
