@@ -137,3 +137,40 @@ def _newest(means: OrderedDict[Key, _Mean], key: Key, most: int) -> _Mean:
     if len(means) > most:
         means.popitem(last=False)
     return mean
+
+
+class Cohort:
+    """The newest answers that began."""
+    def __init__(self):
+        self._begun = {}
+        self._ended = {}
+
+    def began(self, number, now, step_s):
+        if number in self._begun: return
+        self._begun[number] = (now, max(step_s, 1e-4))
+        if len(self._begun) > 2048:
+            first = next(iter(self._begun)); del self._begun[first]; self._ended.pop(first, None)
+
+    def ended(self, number, tokens):
+        if number in self._begun and tokens > 0:
+            self._ended[number] = tokens
+
+    def gone(self, number):
+        if number not in self._ended: self._begun.pop(number, None)
+
+    def longer(self, now):
+        n = len(self._ended)
+        if n < 1: return 1.0
+        ended = np.array([*self._ended.values()], dtype=np.float64)
+        run = np.array([(now - at) / step for number, (at, step) in self._begun.items() if number not in self._ended])
+        lengths = np.concatenate([ended, run]); dead = np.concatenate([np.ones(n), np.zeros(len(run))])
+        o = np.lexsort((-dead, lengths)); x = lengths[o]; d = dead[o]
+        risk = np.arange(len(x), 0, -1)
+        S = np.cumprod(1 - d / risk)
+        before = np.concatenate([[1.0], S[:-1]])
+        rm = float((before * np.diff(np.concatenate([[0.0], x]))).sum())
+        left = float(S[-1])
+        km = rm + left * 256.0
+        naive = float(ended.mean())
+        W = 4.0
+        return (n * km + W * 256) / (n * naive + W * 256)
