@@ -93,24 +93,14 @@ class Needs:
 
     def __init__(self, samples: Sequence[LoadSample]) -> None:
         """Take at least one."""
-        assert len(samples)
+        assert samples
         columns = np.array(samples, dtype=np.float64)
         self._new, self._prefix = columns[:, 0], columns[:, 1]
-        self._columns, self._kept = columns, None
-        self.outs = np.maximum(columns[:, 2], 1.0)
-        self.alls = columns[:, 0] + columns[:, 1]
         self.output = float(np.maximum(columns[:, 2], 1.0).mean())
         self.context = float((self._new + self._prefix).mean() + self.output / 2)
         self.whole = float((self._new + self._prefix).mean() + self.output)
         self._chunks = np.maximum(1.0, np.ceil(self._new / _CHUNK_TOKENS))
         self.chunks = float(self._chunks.mean())
-
-    @property
-    def kept(self):
-        if self._kept is None:
-            cols = self._columns[np.argsort(self._new, kind="stable")]
-            self._kept = Needs(cols[: max(1, int(ATTAINED * len(cols)))])
-        return self._kept
 
     def prompts_s(self, line: PrefillLine) -> Numbers:
         """Seconds of each prompt."""
@@ -175,7 +165,7 @@ def capacity(kinds: Sequence[EngineKind], needs: Needs, targets: Targets) -> Fle
     """What a fleet serves in time; mixed engines add to both."""
     pairs = FleetRates(
         _prefill(_of(kinds, Role.PREFILL), needs, targets),
-        _decode(_of(kinds, Role.DECODE), needs.kept if SJF else needs, targets) / (ATTAINED if SJF else 1.0),
+        _decode(_of(kinds, Role.DECODE), needs, targets),
     )
     mixed = sum(one.count * _mixed(one, needs, targets) for one in _of(kinds, Role.MIXED))
     return FleetRates(pairs.prefill + mixed, pairs.decode + mixed)
@@ -193,33 +183,7 @@ def _prefill(kinds: Sequence[EngineKind], needs: Needs, targets: Targets) -> flo
     best = min(seconds, key=lambda mine: float(mine.mean()))
     mean_s = float(best.mean())
     variation = float(best.var()) / mean_s**2
-    if SJF:
-        return sjf_rate(best, best, speed * mean_s, targets.ttft_s)
     return _Queue(speed * mean_s, mean_s, variation, best).rate(targets.ttft_s)
-
-
-SJF = int(__import__("os").environ.get("SJF", "0"))
-
-
-def in_time(s, alone, k, lam, T):
-    n=len(s); o=np.argsort(s,kind="stable"); s=s[o]; slack=T-alone[o]
-    load=lam*s/(k*n); sig=load.cumsum(); prev=sig-load
-    w=np.clip((1-prev)/np.maximum(load,1e-12),0,1)
-    u=min(1.0,sig[-1]); R=(w*s*s).sum()/(2*(w*s).sum()); P=u**(sqrt(2*(k+1))-1)
-    a=np.maximum(1-prev,0)*np.maximum(1-sig,0)
-    late=np.where(a>0,P*np.exp(-np.maximum(slack,0)*a*k/R),1.0)
-    return float(np.where(slack>=0,1-late,0).mean())
-
-
-def sjf_rate(s, alone, k, T, att=.9):
-    top = k*len(s)/np.sort(s)[:max(1,int(att*len(s)))].sum()
-    grid = top*np.linspace(1,0,41)[1:-1]
-    best = 0.0
-    vals = [in_time(s,alone,k,g,T) for g in grid]
-    for g,v in zip(grid,vals):
-        if v>=att: return g
-    # none: what is in time at most
-    return max(g*v for g,v in zip(grid,vals))*0.9
 
 
 def batch_max(kind: EngineKind, needs: Needs, tbt_s: float) -> int:
@@ -287,77 +251,3 @@ def _stay_s(kind: EngineKind, needs: Needs, rate: float, prompt_s: float) -> flo
         batch = min(float(kind.places), max(1.0, rate * stay_s))
         stay_s = needs.output * kind.step_s(batch, batch * needs.context) / left
     return stay_s
-
-
-GRID = (1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.12, 0.05)
-
-
-class PairPool:
-    """Prefill engines."""
-    def __init__(self, kinds, needs, targets):
-        self.k = 0.0
-        if not kinds:
-            return
-        seconds = [needs.prompts_s(one.line) for one in kinds]
-        speed = sum(one.count / float(mine.mean()) for one, mine in zip(kinds, seconds, strict=True))
-        best = min(seconds, key=lambda mine: float(mine.mean()))
-        self.k = speed * float(best.mean())
-        self.order = np.argsort(best, kind="stable")
-        self.s = best[self.order]
-        self.cum = self.s.cumsum()
-        self.T = targets.ttft_s
-
-    def at(self, rate):
-        """Part in time, by sample in order; and the part of each that is served."""
-        n = len(self.s)
-        f = rate / (self.k * n)
-        sig = self.cum * f
-        load = self.s * f
-        prev = sig - load
-        w = np.clip((1 - prev) / np.maximum(load, 1e-12), 0, 1)
-        u = min(1.0, float(sig[-1]))
-        ws = w * self.s
-        R = float((ws * self.s).sum() / (2 * ws.sum()))
-        P = u ** max(0.0, sqrt(2 * (self.k + 1)) - 1)
-        a = np.maximum(1 - prev, 0) * np.maximum(1 - sig, 0)
-        slack = self.T - self.s
-        late = np.where(a > 0, P * np.exp(-np.maximum(slack, 0) * a * self.k / R), 1.0)
-        return np.where(slack >= 0, 1 - late, 0.0), w
-
-
-def served(pool, decode, needs, targets, rate):
-    """Requests a second in time if `rate` come."""
-    if not pool.k or not decode or rate <= 0:
-        return 0.0
-    best = 0.0
-    for part in GRID:
-        y = part * rate
-        if y <= best:
-            break
-        good, w = pool.at(y)
-        n = float(w.sum())
-        output = float((w * needs.outs[pool.order]).sum() / n)
-        prompt = float((w * needs.alls[pool.order]).sum() / n)
-        late = _decode_late(decode, output, prompt, y * n / len(w), targets)
-        best = max(best, y * float(good.mean()) * (1 - late))
-    return best
-
-
-def _decode_late(kinds, output, prompt, rate, targets):
-    servers = speed = 0.0
-    for one in kinds:
-        most = int(min(one.places, one.room / (prompt + output)))
-        low = 0
-        while low < most:
-            m = (low + most + 1) // 2
-            if one.step_s(m, m * (prompt + output / 2)) <= targets.tbt_s: low = m
-            else: most = m - 1
-        if low:
-            stay = output * one.step_s(low, low * (prompt + output / 2))
-            servers += one.count * low
-            speed += one.count * low / stay
-    if not servers: return 1.0
-    u = rate / speed
-    if u >= 1: return 1.0
-    waits = u ** (sqrt(2 * (servers + 1)) - 1)
-    return waits * float(np.exp(-targets.ttft_s * 2 * servers * (1 - u) / (servers / speed * 2)))

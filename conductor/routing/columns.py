@@ -143,7 +143,6 @@ class View:
     costs: CostColumns | None = None
     over: Mapping[str, int] = field(default_factory=dict)
     lent: Collection[str] = frozenset()
-    emptying: Collection[str] = frozenset()
     kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     rows: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     kept_groups: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)

@@ -96,10 +96,6 @@ class Dispatcher:
         self._released_at: float | None = None
         self._pace_s = 1.0
         self._closed = False
-        self._since: dict[int, float] = {}
-        from conductor.routing.output_lengths import Cohort
-        self.cohort = Cohort()
-        if self.pools: self.pools.longer = self.cohort.longer
 
     def __len__(self) -> int:
         """Requests that wait for an engine."""
@@ -188,7 +184,6 @@ class Dispatcher:
         for engine_id in self._known[number].held:
             self.loads.decoded(number, engine_id, output_tokens, now)
         self.admission.ended(number, output_tokens, now)
-        self.cohort.ended(number, output_tokens)
 
     def _decodes(self, known: KnownRequest, engine_id: str, now: float) -> None:
         engine = self._registry.get(engine_id)
@@ -196,7 +191,6 @@ class Dispatcher:
             number, tokens = known.request.number, known.request.tokens or 0
             self.loads.decodes(number, engine.info, tokens, now, self.admission.answer(number))
             step_s = self.loads.step_s(engine.info)
-            self.cohort.began(number, now, step_s)
             self.admission.decodes(number, tokens, step_s, now)
 
     def prefilled(self, number: int, now: float, hit_tokens: int | None = None) -> None:
@@ -215,7 +209,6 @@ class Dispatcher:
             known.arrived = True
             known.deadline = now + self._limits.wait_s
             self._arrived[number] = known
-            self._since[number] = now
 
     def released(self, number: int, engine_id: str, now: float) -> None:
         """An engine has done its part of a request; a second call does nothing."""
@@ -305,11 +298,6 @@ class Dispatcher:
         self._refused.clear()
         self._stepped_at = now
         if self.pools is not None:
-            t = self._rows.columns.arrived
-            ttft = self.pools._targets.ttft_s
-            old = bool(t) and now - t[0] > 0.5 * ttft
-            kv = any(now - self._since.get(n, now) > min(0.5, 0.1 * ttft) for n in self._arrived)
-            self.pools.trouble = (self.loads.trouble(), old, kv)
             look(self.pools, self._registry, self.loads, now)
         effects += self._receive(now)
         if self._waiting:
@@ -431,7 +419,7 @@ class Dispatcher:
         infos = self._infos(known.request.model) if self.pools is not None else []
         if self.pools is not None and infos and known.request.tokens:
             number = known.request.number
-            self.pools.needs(infos[0].model, number, known.needs(float(__import__('os').environ.get('OUT','0')) or self.admission.output(number)), known.assign is None)
+            self.pools.needs(infos[0].model, number, known.needs(self.admission.output(number)))
 
     def _give_back(self, known: KnownRequest, now: float) -> None:
         """Give all places of a request back."""
@@ -453,11 +441,6 @@ class Dispatcher:
 
     def _remove(self, known: KnownRequest) -> None:
         number = known.request.number
-        self.cohort.gone(number)
-        if self.pools is not None:
-            infos = self._infos(known.request.model)
-            if infos:
-                self.pools.gone(infos[0].model, number)
         del self._known[number]
         self.admission.left(number)
         self.loads.sent(number, self._stepped_at)
@@ -481,11 +464,7 @@ class Dispatcher:
         priced = self._scheduler.policy.fetches is not None or self.admission.judges
         loads = self.loads if priced else None
         lent = self.pools.lent if self.pools is not None else AT_HOME
-        from conductor.routing.engines import Role
-        from conductor.routing.lending import EMPTY
-        fin = self.pools.finishing if self.pools is not None else frozenset()
-        emptying = frozenset(one for one, role in lent.items() if EMPTY and role is Role.DECODE and self.loads.computes(one))
-        view = self._places.view(self._registry, loads, self.retry_after_s, now, lent, fin, emptying)
+        view = self._places.view(self._registry, loads, self.retry_after_s, now, lent)
         over = self.admission.levels()
         return replace(view, over=over) if over else view
 

@@ -20,41 +20,29 @@ from itertools import accumulate
 from math import inf
 from typing import Final, NamedTuple
 
-from conductor.routing.capacity import PairPool, served, EngineKind, FleetRates, Needs, Targets, capacity
+from conductor.routing.capacity import EngineKind, FleetRates, Needs, Targets, capacity
 from conductor.routing.engines import Role
 from conductor.routing.recent import LoadSample
 
 HOLD_S: Final = 15.0
 """An engine keeps what it does for so long."""
-LOOK_S: Final = float(__import__("os").environ.get("LOOK","2.0"))
-FINISH_S: Final = float(__import__("os").environ.get("FINISH","0"))
+LOOK_S: Final = 2.0
 """Between two looks."""
 SAMPLES_MIN: Final = 4
 """With fewer prompts, nobody is lent."""
-SAMPLES_KEPT: Final = int(__import__("os").environ.get("SAMPLES","128"))
+SAMPLES_KEPT: Final = 128
 """Newest requests of which the load is taken."""
 SPARE: Final = 2.0
 """All stay as they are while so many times the present load is thought to be served."""
 AMPLE: Final = 3.0
 """All go home if so many times the present load is thought to be served there."""
-WORTH: Final = float(__import__("os").environ.get("WORTH","1.1"))
+WORTH: Final = 1.1
 """What another split must serve, as a multiple of the present one."""
 RATE_S_MIN: Final = 1.0
 """A rate is never taken over less."""
 CAPACITIES_A_STEP = 4
 """What a look finds out in one step: each takes up to half a millisecond."""
 _POOLED_MAX: Final = 12
-CAP = float(__import__("os").environ.get("CAP","0"))
-SURE = int(__import__("os").environ.get("SURE","4"))
-LEAVE = float(__import__("os").environ.get("LEAVE","1.1"))
-NEW = float(__import__("os").environ.get("NEW","0"))
-FULL = int(__import__("os").environ.get("FULL","0"))
-GATE = float(__import__("os").environ.get("GATE","0"))
-MEAS = int(__import__("os").environ.get("MEAS","0"))
-KM = int(__import__("os").environ.get("KM","0"))
-HARM = int(__import__("os").environ.get("HARM","0"))
-EMPTY = int(__import__("os").environ.get("EMPTY","0"))
-ALLWAIT = int(__import__("os").environ.get("ALLWAIT","0"))
 """Sizes of a pool that are looked at; of more engines not every size is."""
 
 
@@ -103,7 +91,6 @@ class Lending:
     split: Split = HOME
     changes: int = 0
     held_until: float = -inf
-    trouble: object = None
 
     def keep(self, alive: Collection[str], others: Collection[Role]) -> bool:
         """Send those home that cannot be lent any more; returns whether there are any.
@@ -121,30 +108,14 @@ class Lending:
         """Take another split if that is worth it; returns whether it was taken."""
         if now < self.held_until:
             return False
-        if MEAS and self.trouble is not None and self.split == HOME:
-            home, prompts, tokens = self.trouble
-            if not prompts:
-                prospect = prospect._replace(present=max(prospect.present, prospect.rate * (1 - home)))
         if self._is_ample_at_home(prospect):
             wanted = HOME
         elif not self.wants_best(prospect):
             return False
         else:
             wanted, served = prospect.best()
-            top = CAP * prospect.rate if CAP else inf
-            if min(top, served) <= (LEAVE if self.split == HOME else WORTH) * min(top, prospect.present):
+            if served <= WORTH * prospect.present:
                 return False
-        if GATE and self.trouble is not None:
-            home, prompts, tokens = self.trouble
-            if self.split == HOME:
-                pass
-            elif wanted != HOME:
-                if len(wanted.tokens) > len(self.split.tokens) and not tokens:
-                    return False
-                if len(wanted.prompts) > len(self.split.prompts) and (tokens or not prompts):
-                    return False
-                if len(wanted.tokens) == len(self.split.tokens) and wanted.tokens != self.split.tokens and not (tokens or prompts):
-                    return False
         changed = self._become(wanted)
         if changed:
             self.held_until = now + HOLD_S
@@ -154,7 +125,6 @@ class Lending:
         """Whether :meth:`consider` would ask for the best split."""
         if self._is_ample_at_home(prospect):
             return False
-        if NEW: return prospect.present < NEW * prospect.rate / 1.001 / WORTH
         return self.split == HOME or prospect.present < SPARE * prospect.rate
 
     def _is_ample_at_home(self, prospect: Prospect) -> bool:
@@ -181,8 +151,6 @@ class MixedEngine(NamedTuple):
 
     id: str
     kind: EngineKind
-    answers: int = 0
-    prompts_s: float = 0.0
 
 
 Fleet = tuple[Sequence[MixedEngine], Sequence[EngineKind]]
@@ -218,13 +186,12 @@ def foresee(
     order = (Role.PREFILL, Role.MIXED, Role.DECODE)
     ranked = sorted(
         engines,
-        key=lambda one: (worth[_hardware(one)], order.index(present.role(one.id)), (one.answers - load[0] * one.prompts_s) if HARM else 0, one.id),
+        key=lambda one: (worth[_hardware(one)], order.index(present.role(one.id)), one.id),
     )
     rates = _Rates(ranked, others, needs, targets)
-    rates._rate_now = load[0]
     yield from rates.see_home()
     served = yield from rates.see_present(present)
-    prospect = Prospect(load[0], rates._home[-1] + rates._fixed if NEW else rates.of(0, 0), served, rates.best)
+    prospect = Prospect(load[0], rates.of(0, 0), served, rates.best)
     if wants_best(prospect):
         yield from rates.see_pools()
     return prospect
@@ -262,7 +229,6 @@ class _Rates:
         #: of the first so many at home
         self._home = [0.0]
         self._fixed = 0.0
-        self._known, self._pp = {}, {}
 
     def see_home(self) -> Iterator[None]:
         """Find out what each engine serves at home; this comes first, a part at a time."""
@@ -287,25 +253,7 @@ class _Rates:
         yield
         at_home = [one for one in self._ranked if split.role(one.id) is Role.MIXED]
         alone = sum(self._alone[_hardware(one)] for one in at_home)
-        if NEW:
-            return self._new(prompts, tokens, alone + self._fixed)
         return min(prefill, decode) + alone + self._fixed
-
-    def _new(self, lentp, lentd, home):
-        key = (tuple(o.id for o in lentp), tuple(o.id for o in lentd))
-        if key in self._known: return self._known[key]
-        if key[0] not in self._pp:
-            self._pp[key[0]] = PairPool(_counted([*(replace(o.kind, role=Role.PREFILL) for o in lentp), *(o for o in self._others if o.role is Role.PREFILL)]), self._needs, self._targets)
-        pool = self._pp[key[0]]
-        dec = _counted([*(replace(o.kind, role=Role.DECODE) for o in lentd), *(o for o in self._others if o.role is Role.DECODE)])
-        lam = NEW * self._rate_now
-        rest = max(0.0, lam - home)
-        got = min(home, lam) + served(pool, dec, self._needs, self._targets, rest)
-        if home and rest < lam:
-            x = served(pool, dec, self._needs, self._targets, lam)
-            got = max(got, x + min(home, lam - x))
-        self._known[key] = got
-        return got
 
     def see_pools(self) -> Iterator[None]:
         """Find out what :meth:`best` needs, a part at a time."""
@@ -316,9 +264,6 @@ class _Rates:
 
     def of(self, prompts: int, tokens: int) -> float:
         """If so many are lent."""
-        if NEW:
-            n = len(self._ranked)
-            return self._new(self._ranked[:prompts], self._ranked[n - tokens :], self._home[n - tokens] - self._home[prompts] + self._fixed)
         at_home = self._home[len(self._ranked) - tokens] - self._home[prompts] + self._fixed
         pairs = min(self._pool(Role.PREFILL, prompts), self._pool(Role.DECODE, tokens))
         return pairs + at_home
@@ -327,13 +272,10 @@ class _Rates:
         """The split that serves most; of equal ones that with the fewest engines lent."""
         names, sizes = [one.id for one in self._ranked], _sizes(len(self._ranked))
         served, prompts, tokens = self.of(0, 0), 0, 0
-        top = CAP * self._rate_now if CAP else inf
-        pre = self._pool(Role.PREFILL, 0)
         for first in sizes:
-            for last in ((one for one in sizes if first + one <= len(names)) if not FULL else [len(names) - first]):
-                got = min(top, self.of(first, last)); p = self._pool(Role.PREFILL, first)
-                if got > min(top, served) or (got == min(top, served) == top and p > pre):
-                    served, prompts, tokens, pre = self.of(first, last), first, last, p
+            for last in (one for one in sizes if first + one <= len(names)):
+                if self.of(first, last) > served:
+                    served, prompts, tokens = self.of(first, last), first, last
         lent = names[len(names) - tokens :] if tokens else []
         return Split(frozenset(names[:prompts]), frozenset(lent)), served
 
@@ -379,14 +321,10 @@ class _Model:
     lending: Lending = field(default_factory=Lending)
     arrived: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES_KEPT))
     samples: dict[int, LoadSample] = field(default_factory=dict)
-    waiting: set[int] = field(default_factory=set)
-    first: float = inf
-    now: float = -inf
 
     def is_known(self) -> bool:
         """Whether enough has come to lend engines."""
-        n = len(self.samples)
-        return n >= SAMPLES_MIN and (n >= SURE or self.now - self.first >= 3.0)
+        return len(self.samples) >= SAMPLES_MIN
 
     def rate(self, now: float) -> float:
         """Requests a second."""
@@ -405,10 +343,6 @@ class Pools:
     def __init__(self, targets: Targets) -> None:
         """Nobody is lent; ``targets`` are the objectives of the requests."""
         self.lent: Mapping[str, Role] = {}
-        self._window = float(__import__('os').environ.get('WINDOW','0'))
-        self.since: dict[str, float] = {}
-        self.trouble = None
-        self.finishing: frozenset[str] = frozenset()
         self._targets = targets
         self._models: dict[str, _Model] = {}
         self._look_at = -inf
@@ -419,14 +353,8 @@ class Pools:
     def came(self, model: str, now: float) -> None:
         """A request has come for the engines of a model."""
         self._models.setdefault(model, _Model()).arrived.append(now)
-        m = self._models[model]; m.now = now; m.first = min(m.first, now)
 
-    def gone(self, model: str, number: int) -> None:
-        one = self._models.get(model)
-        if one is not None:
-            one.waiting.discard(number)
-
-    def needs(self, model: str, number: int, sample: LoadSample, waits: bool = False) -> None:
+    def needs(self, model: str, number: int, sample: LoadSample) -> None:
         """What a request needs, as far as is known: it counts as long as it waits, too.
 
         Args:
@@ -436,10 +364,8 @@ class Pools:
         """
         samples = self._models.setdefault(model, _Model()).samples
         samples[number] = sample
-        waiting = self._models[model].waiting
-        (waiting.add if waits and ALLWAIT else waiting.discard)(number)
-        while len(samples) - len(waiting) > SAMPLES_KEPT:
-            del samples[min(one for one in samples if one not in waiting)]
+        if len(samples) > SAMPLES_KEPT:
+            del samples[min(samples)]
 
     def look(self, fleet: Callable[[str], Fleet], seen: object, now: float) -> None:
         """Lend, and take back, if it is time.
@@ -453,8 +379,6 @@ class Pools:
             now: time.
         """
         self._now = now
-        if any(now >= self.since[one] + FINISH_S for one in self.finishing):
-            self._fin()
         if seen != self._seen:
             self._seen, self._looking = seen, None
             self._keep(fleet)
@@ -490,33 +414,18 @@ class Pools:
             engines, others = fleet(name)
             if engines:
                 prospect = yield from foresee(
-                    (engines, others), (model.rate(self._now), self._scaled([*model.samples.values()])),
+                    (engines, others), (model.rate(self._now), [*model.samples.values()]),
                     self._targets, lending.split, lending.wants_best,
                 )  # fmt: skip
-                lending.trouble = self.trouble
                 if lending.consider(prospect, self._now):
                     self._tell()
 
     def _tell(self) -> None:
-        before = dict(self.lent)
         self.lent = {
             engine: model.lending.split.role(engine)
             for model in self._models.values()
             for engine in model.lending.split.prompts | model.lending.split.tokens
         }
-        for one, role in self.lent.items():
-            if before.get(one) is not role:
-                self.since[one] = self._now
-        self._fin()
-
-    def _scaled(self, samples):
-        if not KM: return samples
-        f = self.longer(self._now)
-        return [one._replace(output=one.output * f) for one in samples]
-
-    def _fin(self) -> None:
-        self.lent = dict(self.lent)
-        self.finishing = frozenset(one for one, role in self.lent.items() if role is Role.PREFILL and self._now < self.since[one] + FINISH_S)
 
     def gauges(self) -> dict[str, dict[tuple[str, ...], float]]:
         """Who is lent, and how often that has changed, as metrics."""

@@ -58,7 +58,6 @@ class _Row(NamedTuple):
     late_most: float
 
 
-STEPFIX = int(__import__("os").environ.get("STEPFIX", "0"))
 _TIMED: Final = 5
 """Fields of :class:`_Row` whose columns depend on the time."""
 
@@ -104,7 +103,6 @@ class _Load:
     line: PrefillLine | None = None
     begun: dict[int, float] = field(default_factory=dict)
     stalled_s: float = 0.0
-    excess_s: float = 0.0
     sent_at: float = -inf
     leaving: dict[int, float] = field(default_factory=dict)
 
@@ -163,7 +161,7 @@ class _Load:
             self.context -= self.decoding[number].tokens
             stalled_s = self.decoding[number].stalled_s
         self.decoding[number] = DecodingRequest(
-            tokens, now, self.batch_s, self.context_s, told, bears_s, stalled_s, self.excess_s
+            tokens, now, self.batch_s, self.context_s, told, bears_s, stalled_s
         )
         self.context += tokens
         self.step_cost_s = -1.0
@@ -391,7 +389,6 @@ class EngineLoads:
             load.costs.computed(tokens - hit, hit, seconds)
             if mine is load.computing:
                 load.stalled_s += max(0.0, seconds)
-                load.excess_s += max(0.0, seconds - load.step_s())
             load.head_since = load.computed_at = now
 
     def decodes(
@@ -415,8 +412,6 @@ class EngineLoads:
         if one.told and output_tokens > 1 and passed > 0:
             batch = (load.batch_s - one.batch_s) / passed
             context = (load.context_s - one.context_s) / passed
-            if STEPFIX:
-                passed = max(passed - (load.excess_s - one.excess_s), 0.1 * passed)
             load.costs.stepped(
                 max(1.0, batch / load.ranks), context / load.ranks, passed / (output_tokens - 1)
             )
@@ -446,24 +441,6 @@ class EngineLoads:
     def prefill_seconds(self, info: EngineInfo, new_tokens: int, prefix_tokens: int) -> float:
         """Seconds that an engine needs for the end of a prompt."""
         return sum(self._of(info).prefill_line().terms(new_tokens, prefix_tokens))
-
-    def has(self, engine_id: str) -> tuple[int, float]:
-        load = self._loads.get(engine_id)
-        return (0, 0.0) if load is None else (len(load.decoding), load.total_s())
-
-    def trouble(self):
-        n = late = 0.0
-        for load in self._loads.values():
-            stalled_s = load.stalled_s + load.total_s()
-            for one in load.decoding.values():
-                n += 1
-                if one.bears_s:
-                    late += min(1.0, ((stalled_s - one.stalled_s) / one.bears_s) ** 2)
-        return late / n if n else 0.0
-
-    def computes(self, engine_id: str) -> bool:
-        load = self._loads.get(engine_id)
-        return load is not None and bool(load.computing)
 
     def costs(self, info: EngineInfo) -> EngineCosts:
         """What is known of the speed of an engine."""

@@ -100,7 +100,7 @@ class Occupancy:
 
     def view(
         self, registry: EngineRegistry, loads: EngineLoads | None, retry_after_s: int, now: float,
-        lent: Mapping[str, Role] = AT_HOME, finishing: frozenset[str] = frozenset(), emptying: frozenset[str] = frozenset(),
+        lent: Mapping[str, Role] = AT_HOME,
     ) -> View:  # fmt: skip
         """All engines in columns; the same object until something changes.
 
@@ -117,7 +117,7 @@ class Occupancy:
             self._changes,
             loads.changes if loads is not None else 0,
             retry_after_s,
-            now, emptying,
+            now,
         )
         if self._view is None or self._view[0] != state or self._view[1].health != health:
             in_flight, promised, last_assigned = self._columns(fixed.rows)
@@ -138,8 +138,8 @@ class Occupancy:
                 last_assigned=last_assigned,
                 assigned=self._assigned,
                 retry_after_s=retry_after_s,
-                costs=loads.columns(fixed.infos, now, [Role.MIXED if one in finishing else role for one, role in zip(fixed.ids, fixed.roles)]) if loads is not None else None,
-                lent=lent, emptying=emptying,
+                costs=loads.columns(fixed.infos, now, fixed.roles) if loads is not None else None,
+                lent=lent,
             )
             self._view = (state, view)
         return self._view[1]

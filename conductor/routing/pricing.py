@@ -254,9 +254,6 @@ class Prices:
 
     def _decoding(self, rows: Rows, comes_s: Column, prompt: Prompt) -> tuple[Column, Column]:
         full = (self._kv_room[rows] < prompt.tokens + prompt.output).astype(np.float64)
-        from conductor.routing.lending import EMPTY
-        if EMPTY:
-            comes_s = np.maximum(comes_s, self.backlog_s[rows])
         return full, comes_s + prompt.output * self._of(rows).step_s
 
     def give(self, row: int, seconds: float, keys: Words) -> None:

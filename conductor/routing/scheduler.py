@@ -303,13 +303,13 @@ class _Call:
         view = self._view
         wanted = view.row_of(handoff.wanted)
         lives = wanted is not None and view.health[wanted] is not Health.DEAD
-        if wanted is not None and lives and self.has_room(wanted) and view.ids[wanted] not in view.emptying:
+        if wanted is not None and lives and self.has_room(wanted):
             return self._receive(wanted, wanted)
         pairs = self._group(row).pairs.get(self._scheduler.kinds.of(handoff.protocol))
         if pairs is None and not lives:
             why = "no engine is left to decode it"
             return Reject(self._waiting.numbers[row], why, view.retry_after_s)
-        free = [one for one in pairs.decode if self.has_room(one) and view.ids[one] not in view.emptying] if pairs is not None else []
+        free = [one for one in pairs.decode if self.has_room(one)] if pairs is not None else []
         if not free:
             return self.hold(row, now, _DECODE_FULL)
         if self._chooser is not None:

@@ -32,7 +32,6 @@ class DecodingRequest:
     told: bool
     bears_s: float
     stalled_s: float
-    excess_s: float = 0.0
 
 
 @dataclass(slots=True)
