@@ -42,6 +42,7 @@ CATCH_ALL: dict[str, str] = {
     "conductor/front/admin.py:errors_as_json.answer": "a request's failure ends that request alone",
     "conductor/front/guarding.py:Guard.keep": "one engine, node or job must not end the service",
     "conductor/front/guarding.py:Guard.turn": "nor a request that has nothing to do with it",
+    "conductor/front/local_tokenizers.py:_translated": "templates and the library raise anything",
     "kvstore/client/jobs.py:Job.run": "a job's failure must not end the worker of engines",
     "kvstore/handoff/decode.py:DecodeManager._serve": "who is not given up is never tried again",
     "kvstore/handoff/device_copies.py:DeviceCopies._give_up_late": "a copy must end",

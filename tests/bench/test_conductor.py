@@ -4,7 +4,7 @@ import pytest
 import uvloop
 
 from bench.conductor_decision import decided
-from bench.conductor_front import Added, added_ttft, ingest, servers, streams
+from bench.conductor_front import INDEX_GONE, Added, added_ttft, ingest, servers, streams
 from bench.conductor_schedule import ENGINES, scheduled
 
 # The first loop of a process makes a pipe that stays: no test leaves it behind.
@@ -23,6 +23,8 @@ def test_every_token_comes_through_the_relay_and_the_conductor() -> None:
     with servers() as at:
         added = added_ttft(at, 0.2, 1)
         assert len(added.direct) == len(added.relayed) == len(added.through) == 20
+        gone = added_ttft(at, 0.2, 2, INDEX_GONE)
+        assert len(gone.through) == 20, "all were answered without an index"
         with ingest(at) as writing:
             relayed = streams(at, 3, 1.0, 1, prompts_per_s=1.0)
             assert writing.ask("stop") > 0

@@ -26,7 +26,9 @@ from tests.loops import in_loop
 
 CLIENT, READ = "client-token-of-tests", "read-token-of-tests-"
 OPEN = ("GET /health", "GET /readyz")
-REQUESTS = ("POST /v1/completions", "GET /v1/models", "POST /tokenize")
+REQUESTS = (
+    "POST /v1/completions", "POST /v1/chat/completions", "GET /v1/models", "POST /tokenize",
+)  # fmt: skip
 READS = (
     "GET /metrics", "GET /v1/engines", "GET /v1/engines/e", "GET /v1/nodes", "GET /v1/decisions",
     "GET /v1/decisions/x", "GET /v1/index", "POST /v1/index/match", "GET /v1/advice",

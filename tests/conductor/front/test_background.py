@@ -15,11 +15,13 @@ from conductor.front.connections import Front
 from conductor.front.guarding import Guard
 from conductor.front.metrics import Metrics
 from conductor.front.nodes import Nodes
+from conductor.front.others import OthersReader
 from conductor.front.upstream import Upstream
 from conductor.routing.engines import EngineRegistry
 from kvstore.process.faults import Faults
 from kvstore.testing.stores import MemoryRecords, MemoryStore
-from tests.conductor.fakes import FakeEngine, FakeNode, beside, serving
+from tests.conductor.fake_nodes import FakeNode, beside
+from tests.conductor.fakes import FakeEngine, serving
 from tests.local_index import LocalIndex
 from tests.loops import eventually, in_loop
 
@@ -33,6 +35,8 @@ TURNS: dict[str, tuple[type, str]] = {
     "costs": (CostBook, "dump"),
     "loop lag": (Metrics, "loop_lag"),
     "advice": (Adviser, "_seen"),
+    "others": (OthersReader, "_due"),
+    "metrics": (OthersReader, "_tell"),
 }
 """Work → what raises in it."""
 

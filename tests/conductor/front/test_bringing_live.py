@@ -17,7 +17,8 @@ from kvstore.cluster.records import NodeRecord, write_record
 from kvstore.events.publisher import EventPublisher
 from kvstore.protocol.page import page_keys
 from kvstore.testing.stores import MemoryRecords, MemoryStore
-from tests.conductor.fakes import OPERATE, Client, FakeEngine, FakeNode, serving, session_of
+from tests.conductor.fake_nodes import FakeNode, session_of
+from tests.conductor.fakes import OPERATE, Client, FakeEngine, serving
 from tests.conductor.test_service import LOOPBACK, stored
 from tests.index.publishers import as_node
 from tests.loops import eventually, in_loop

@@ -16,15 +16,8 @@ from kvstore.events.publisher import EventPublisher
 from kvstore.process.faults import Faults
 from kvstore.protocol.errors import ConfigError
 from kvstore.testing.stores import MemoryRecords, MemoryStore
-from tests.conductor.fakes import (
-    Client,
-    FakeNode,
-    beside,
-    configured,
-    like_vllm,
-    serving,
-    session_of,
-)
+from tests.conductor.fake_nodes import FakeNode, beside, session_of
+from tests.conductor.fakes import Client, configured, like_vllm, serving
 from tests.conductor.test_service import LOOPBACK, PROMPT, keys_of, stored
 from tests.index.publishers import as_node
 from tests.local_index import LocalIndex

@@ -88,8 +88,8 @@ async def test_a_piece_of_a_stream_resumes_few_coroutines() -> None:
         answer = await asked
         await answer.content.readany()
         chains = [_awaited(task.get_coro()) for task in asyncio.all_tasks()]
-        [streaming] = [chain for chain in chains if "Sender._stream" in chain]
-        assert streaming.index("Sender._stream") <= 1, streaming
+        [streaming] = [chain for chain in chains if "Relay._stream" in chain]
+        assert streaming.index("Relay._stream") <= 1, streaming
         engine.mid_gate.set()
         await answer.read()
         answer.close()

@@ -7,7 +7,8 @@ import pytest
 from aiohttp import web
 
 from kvstore.events.publisher import EventPublisher
-from tests.conductor.fakes import FakeEngine, FakeNode, beside, like_vllm, serving, session_of
+from tests.conductor.fake_nodes import FakeNode, beside, session_of
+from tests.conductor.fakes import FakeEngine, like_vllm, serving
 from tests.conductor.test_service import LOOPBACK, PROMPT, keys_of, stored
 from tests.index.publishers import as_node
 from tests.loops import eventually, in_loop

@@ -13,7 +13,14 @@ def decision(predicted_s: float | None, ttft_s: float | None, *, stream: bool = 
         candidates=None, assigned_s=1.0, predicted_ttft_s=predicted_s,  # type: ignore[arg-type]
     )  # fmt: skip
     return Decision(
-        id="x", at="", model="m", policy="p", stream=stream, attempts=[attempt], ttft_s=ttft_s
+        id="x",
+        at="",
+        route="/",
+        model="m",
+        policy="p",
+        stream=stream,
+        attempts=[attempt],
+        ttft_s=ttft_s,
     )
 
 
@@ -24,7 +31,7 @@ def test_the_error_is_that_of_the_seconds_from_the_assignment_on() -> None:
     assert decision(None, 3.0).ttft_error is None
     assert decision(1.0, None).ttft_error is None
     assert decision(1.0, 3.0, stream=False).ttft_error is None, "it is known of streams only"
-    assert Decision(id="x", at="", model="m", policy="p", stream=True).ttft_error is None
+    assert Decision(id="x", at="", route="/", model="m", policy="p", stream=True).ttft_error is None
 
 
 @pytest.mark.parametrize("policy", ["earliest-first-token", "longest-prefix"])

@@ -361,10 +361,9 @@ async def test_an_unknown_model_is_404_and_no_engine_at_all_is_503() -> None:
 @in_loop
 async def test_a_path_that_is_not_served_says_which_is() -> None:
     async with serving(FakeEngine("e", "mixed")) as client:
-        for path in ("/v1/chat/completions", "/v1/nowhere"):
-            status, answer, _ = await client.post(path, {"messages": []})
-            assert status == 404
-            assert "completions are served at POST /v1/completions" in answer["error"]["message"]
+        status, answer, _ = await client.post("/v1/responses", {"input": "hi"})
+        assert status == 404
+        assert "POST to /v1/chat/completions or /v1/completions" in answer["error"]["message"]
 
 
 @in_loop

@@ -35,7 +35,7 @@ def queue_over(
     limits = DispatchLimits(waiting_max, wait_s, tries=2)
     dispatcher = Dispatcher(registry, Scheduler(POLICIES[policy]), limits)
     guard = Guard(Faults(logging.getLogger(), ""))
-    return RequestQueue(dispatcher, find or (lambda *_: {}), time.monotonic, guard)
+    return RequestQueue(dispatcher, registry, find or (lambda *_: {}), time.monotonic, guard)
 
 
 def request(number: int, tokens: int | None = None) -> Request:

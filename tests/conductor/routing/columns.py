@@ -40,6 +40,8 @@ class EngineRow:
     backlog_s: float = 0.0
     leaving_s: float = 0.0
     late: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    others: int = 0
+    others_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def request(number: int = 1, **fields: object) -> RequestRow:
 def view_of(rows: Sequence[EngineRow], *, assigned: int = 0, retry_after_s: int = 1) -> View:
     numbers = {
         name: np.array([getattr(row, name) for row in rows], dtype=np.int64)
-        for name in ("in_flight", "promised", "max_running", "last_assigned")
+        for name in ("in_flight", "promised", "max_running", "last_assigned", "others")
     }
     infos = [
         EngineInfo(
@@ -89,6 +91,7 @@ def view_of(rows: Sequence[EngineRow], *, assigned: int = 0, retry_after_s: int 
     costs = replace(
         costs, backlog_s=backlog, leaving_s=leaving, usual_s=USUAL_S,
         late_per_s=line, late_per_s2=square, late_most=most,
+        others_s=np.array([row.others_s for row in rows], dtype=np.float64),
     )  # fmt: skip
     return View(
         ids=[row.id for row in rows],

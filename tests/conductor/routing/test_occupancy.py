@@ -32,13 +32,15 @@ CHANGES: dict[str, Change] = {
     "KV comes": lambda _, __, loads: loads.comes(2, engine(), 9, "e", 0.0),
     "a request decodes": lambda _, __, loads: loads.decodes(2, engine(), 9, 0.0),
     "a request leaves": lambda _, __, loads: loads.left(1, "e", 0.0),
+    "others use an engine": lambda _, __, loads: loads.tell_others("e", 3.0, 1.0, 1),
     "its costs are forgotten": lambda _, __, loads: loads.forget("e"),
 }
 
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_view_is_made_again_after_a_change_only(what: str) -> None:
-    registry, loads, places = EngineRegistry(), EngineLoads(CostBook()), Occupancy()
+    registry, loads = EngineRegistry(), EngineLoads(CostBook())
+    places = Occupancy(loads.others)
     registry.register(engine(), 0.0)
     places.take("e")
     loads.assigned(1, engine(), (1000, 0), (0.0, 5.0), 0.0)
@@ -57,7 +59,8 @@ def test_a_view_is_made_again_after_a_change_only(what: str) -> None:
 
 
 def test_a_view_is_of_one_time() -> None:
-    registry, loads, places = EngineRegistry(), EngineLoads(CostBook()), Occupancy()
+    registry, loads = EngineRegistry(), EngineLoads(CostBook())
+    places = Occupancy(loads.others)
     registry.register(engine(), 0.0)
     loads.assigned(1, engine(), (1000, 0), (0.0, 5.0), 0.0)
     costs = [places.view(registry, loads, 1, now).costs for now in (0.0, 2.0)]

@@ -9,16 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from conductor.routing.journal import JournalHead, Stepped
 from conductor.routing.policy import POLICIES
 from conductor.service import main
 from conductor.simulator.goodput import highest_speed
-from conductor.simulator.journal import (
-    JournalHead,
-    Stepped,
-    read_journal,
-    replay,
-    write_journal,
-)
+from conductor.simulator.journal import read_journal, replay, write_journal
 from conductor.simulator.report import Objectives, percentile, rejections, summary_of
 from conductor.simulator.samples import Capacity, Series, plot, series_of, swing_of
 from conductor.simulator.scenario import Failure, Record
