@@ -23,7 +23,7 @@ from conductor.front.waiting import Lease
 from conductor.protocols import PROTOCOLS
 from conductor.protocols.base import Fields, PairProtocol, PairRequest
 from conductor.routing.choices import Assign, Plan
-from conductor.routing.decisions import Attempt
+from conductor.routing.decisions import Attempt, Measured
 from conductor.routing.engines import Health, Role
 from kvstore.handoff.rooms import BOOT_MAX, RoomNumbers
 from kvstore.protocol.errors import CapacityError
@@ -117,8 +117,8 @@ class Sender:
             run.elsewhere_s += self._parts.clock() - started
         started = self._parts.clock()
         try:
-            hit_tokens = attempt.prefilled.hit_tokens if attempt.prefilled is not None else None
-            chosen = await lease.handed_over(hit_tokens)
+            told = attempt.prefilled or Measured()
+            chosen = await lease.handed_over(told.hit_tokens, told.restored)
         finally:
             attempt.decode_queue_s = self._parts.clock() - started
             run.waited(attempt.decode_queue_s)

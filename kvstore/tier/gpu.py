@@ -263,6 +263,7 @@ class DevicePage:
         Raises:
             DeviceUnavailable: the device fails or does not finish.
         """
+        assert len(data) == len(self._page)
         self._page[:] = np.frombuffer(data, dtype=np.uint8)
         digests = mover.digest(self._address, len(data), self._seeds)
         pages = PagesInHost(self._address, len(data), digests, self._seeds)

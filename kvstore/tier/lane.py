@@ -117,10 +117,12 @@ class DeviceCopy:
 
     def note(self, event: DeviceEvent) -> None:
         """The job's work until now is done when the device reaches this event."""
+        assert not self._queued.is_set(), "nobody would wait for it"
         self._events.append(event)
 
     def note_layers(self, events: list[DeviceEvent]) -> None:
         """Layer i is in the engine's blocks at event i; valid if the job ends normally."""
+        assert not self._queued.is_set(), "nobody would wait for it"
         self._layers = events
 
     def end(self) -> None:
@@ -222,6 +224,7 @@ class Lane:
         if self._staging is None or len(self._staging) < size:
             self._staging = None
             self._staging = self._device.memory(1 << (size - 1).bit_length(), self.stream)
+        assert len(self._staging) >= size
         return self._staging[:size]
 
     def part_pages(self, size: int) -> int:
@@ -383,6 +386,7 @@ class Lane:
             self._ring = None
             self._ring = self._device.pinned(SLICES * each * size)
             self._slice_bytes = each * size
+        assert SLICES * each * size <= len(self._ring)
         return each
 
     def _slice(self, at: int, size: int) -> Any:
@@ -414,6 +418,7 @@ class _End:
         self._event: DeviceEvent | None = None
 
     def reached_at(self, event: DeviceEvent) -> None:
+        assert self._event is None, "a job ends once"
         self._event = event
 
     def done(self) -> bool:
