@@ -23,7 +23,6 @@ class LastingBias:
     """
 
     def __init__(self) -> None:
-        """Start without bias."""
         self.factor = 1.0
 
     def observe(self, thought_s: float, seconds: float) -> None:

@@ -2,6 +2,6 @@
 
 __all__ = [
     "admission", "bringing", "capacity", "choices", "columns", "decisions", "desk", "dispatcher",
-    "engines", "fleet", "joining", "journal", "naming", "packing", "places", "policy", "prefixes",
-    "recent", "requests", "scheduler",
+    "engines", "fleet", "joining", "journal", "moving", "naming", "packing", "places", "policy",
+    "prefixes", "recent", "requests", "scheduler",
 ]  # fmt: skip

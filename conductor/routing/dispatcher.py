@@ -33,8 +33,8 @@ from conductor.routing.binding import AHEAD_S
 from conductor.routing.capacity import Targets
 from conductor.routing.choices import Assign, Continue, Effect, Hold, Reject
 from conductor.routing.columns import Matches, View, Waiting
-from conductor.routing.engines import EngineInfo, EngineRegistry
-from conductor.routing.fleet import look
+from conductor.routing.engines import EngineRegistry
+from conductor.routing.fleet import came, look, need
 from conductor.routing.lending import Pools
 from conductor.routing.load import EngineLoads
 from conductor.routing.moving import Restored
@@ -113,8 +113,7 @@ class Dispatcher:
     @property
     def requests_max(self) -> int:
         """Maximum requests in total: waiting and in flight at engines."""
-        running = sum(engine.info.max_running for engine in self._registry)
-        return self._limits.waiting_max + running
+        return self._limits.waiting_max + sum(one.info.max_running for one in self._registry)
 
     @property
     def retry_after_s(self) -> int:
@@ -124,33 +123,26 @@ class Dispatcher:
     @property
     def wake_at(self) -> float | None:
         """When :meth:`step` must be called at the latest; None = not before the next event."""
-        rows = self._rows.columns
-        arrived = [self._row(one) for one in self._arrived.values()]
-        times = [min(rows.deadlines, default=math.inf), *(one.deadline for one in arrived)]
-        halves = [*zip(rows.halves, rows.bound, strict=True)]
-        halves += [(one.half, one.bound) for one in arrived]
-        times += [half for half, bound in halves if bound and half > self._stepped_at]
+        arrived = WaitingRows(map(self._row, self._arrived.values()))
+        at = min(self._rows.wake_at(self._stepped_at), arrived.wake_at(self._stepped_at))
         if self._waiting and self._scheduler.policy.binds is Binding.LATE:
-            return min(self.loads.free_at(AHEAD_S, self._stepped_at), *times)
-        return min(times) if self._waiting or arrived else None
+            return min(self.loads.free_at(AHEAD_S, self._stepped_at), at)
+        return at if self._waiting or self._arrived else None
 
     def arrive(self, request: Request) -> None:
         """A request arrives; it is rejected if too many wait, or after :meth:`close`."""
         assert request.number not in self._known
         self.admission.recent.came(request.model, request.arrived)
-        infos = self._infos(request.model) if self.pools is not None else []
-        if self.pools is not None and infos:
-            self.pools.came(infos[0].model, request.arrived)
+        if self.pools is not None:
+            came(self.pools, self._registry, request.model, request.arrived)
         if self._closed:
-            self._refused.append(self._closing(request.number))
+            self._refused.append(request.closing())
         elif len(self._waiting) >= self._limits.waiting_max:
-            why = f"{len(self._waiting)} requests are waiting already"
-            again = self.retry_after_s
-            self._refused.append(Reject(request.number, why, again, "queue_full", status=429))
-        elif (long := too_long(request, self._infos(request.model))) is not None:
+            self._refused.append(request.queue_full(len(self._waiting), self.retry_after_s))
+        elif (long := too_long(request, self._registry.infos(request.model))) is not None:
             self._refused.append(long)
         else:
-            short = too_short(self._infos(request.model), request.length)
+            short = too_short(self._registry.infos(request.model), request.length)
             known = KnownRequest(request, request.arrived + self._limits.wait_s, short)
             self._known[request.number] = known
             self.admission.arrived(
@@ -159,9 +151,6 @@ class Dispatcher:
             )  # fmt: skip
             self._tell(known)
             self._wait(known)
-
-    def _infos(self, model: str) -> list[EngineInfo]:
-        return [engine.info for engine in self._registry.of_model(model)]
 
     def began(self, number: int, now: float, hit_tokens: int | None = None) -> None:
         """A request has its first token, so that its prompt is computed; may be called again.
@@ -264,10 +253,9 @@ class Dispatcher:
         self._give_back(known, now)
         self.admission.failed(number, now)
         if self._closed:
-            self._refuse(known, self._closing(number))
+            self._refuse(known, known.request.closing())
         elif known.tries >= self._limits.tries:
-            why = f"{known.tries} tries failed; the last error: {why}"
-            self._refuse(known, Reject(number, why, self.retry_after_s, "engines_failed"))
+            self._refuse(known, known.engines_failed(why, self.retry_after_s))
         else:
             known.assign = None
             known.excluded |= {engine_id}
@@ -291,7 +279,7 @@ class Dispatcher:
         """Reject all waiting and new requests."""
         self._closed = True
         for known in (*self._waiting.values(), *self._arrived.values()):
-            self._refuse(known, self._closing(known.request.number))
+            self._refuse(known, known.request.closing())
 
     def due(self, now: float) -> list[tuple[int, str]]:
         """Number and model of each request whose prefixes decide something now.
@@ -438,10 +426,9 @@ class Dispatcher:
 
     def _tell(self, known: KnownRequest) -> None:
         """Report the request's data to the pools."""
-        infos = self._infos(known.request.model) if self.pools is not None else []
-        if self.pools is not None and infos and known.request.tokens:
-            number = known.request.number
-            self.pools.needs(infos[0].model, number, known.needs(self.admission.output(number)))
+        if self.pools is not None and known.request.tokens:
+            needs = known.needs(self.admission.output(known.request.number))
+            need(self.pools, self._registry, known.request.model, known.request.number, needs)
 
     def _give_back(self, known: KnownRequest, now: float) -> None:
         """Give all places of a request back."""
@@ -470,9 +457,6 @@ class Dispatcher:
             self._rows.drop(number)
         self._arrived.pop(number, None)
 
-    def _closing(self, number: int) -> Reject:
-        return Reject(number, "the Conductor is shutting down", 1, "shutting_down")
-
     def _wait(self, known: KnownRequest) -> None:
         self._waiting[known.request.number] = known
         self._rows.add(self._row(known))
@@ -496,14 +480,10 @@ class Dispatcher:
 
     def check(self) -> None:
         """Assert the invariants."""
-        held: Counter[str] = Counter()
-        promised: Counter[str] = Counter()
         for number, known in self._known.items():
-            assert (number in self._waiting) == (known.assign is None)
-            assert (number in self._arrived) == known.arrived
-            assert known.assign is not None or not known.held
-            held.update(known.held)
-            promised.update([known.promised] if known.promised is not None else [])
+            known.check(waits=number in self._waiting, arrived=number in self._arrived)
+        held = Counter(engine_id for known in self._known.values() for engine_id in known.held)
+        promised = Counter(one.promised for one in self._known.values() if one.promised is not None)
         self._places.check(held, promised)
         assert self._waiting.keys() | self._arrived.keys() <= self._known.keys()
         self.loads.check()

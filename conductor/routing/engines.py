@@ -262,6 +262,10 @@ class EngineRegistry:
     def __len__(self) -> int:
         return len(self._engines)
 
+    def infos(self, model: str) -> list[EngineInfo]:
+        """What all engines that serve ``model`` are; see :meth:`of_model`."""
+        return [engine.info for engine in self.of_model(model)]
+
     def of_model(self, model: str) -> list[Engine]:
         """All engines that serve ``model``, whatever their health.
 

@@ -12,6 +12,7 @@ from conductor.routing.capacity import EngineKind
 from conductor.routing.engines import Engine, EngineInfo, EngineRegistry, Health, Role
 from conductor.routing.lending import MixedEngine, Pools
 from conductor.routing.load import EngineLoads
+from conductor.routing.recent import LoadSample
 
 
 def kinds_of(engines: Iterable[Engine], loads: EngineLoads) -> list[EngineKind]:
@@ -45,6 +46,22 @@ def look(pools: Pools, registry: EngineRegistry, loads: EngineLoads, now: float)
     dead = [engine.health.state is Health.DEAD for engine in registry]
     seen = registry.changes, dead
     pools.look(lambda model: fleet_of(registry.of_model(model), loads), seen, now)
+
+
+def came(pools: Pools, registry: EngineRegistry, model: str, now: float) -> None:
+    """Tell the pools that a request has come for a model or an adapter, if any engine serves it."""
+    infos = registry.infos(model)
+    if infos:
+        pools.came(infos[0].model, now)
+
+
+def need(
+    pools: Pools, registry: EngineRegistry, model: str, number: int, sample: LoadSample
+) -> None:
+    """Tell the pools what a request for a model or an adapter needs; see :meth:`Pools.needs`."""
+    infos = registry.infos(model)
+    if infos:
+        pools.needs(infos[0].model, number, sample)
 
 
 def _of(info: EngineInfo) -> tuple[Role, str]:

@@ -3,6 +3,7 @@
 Thousands may wait, and each arrival and each assignment changes one row.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import fields, replace
@@ -84,6 +85,17 @@ class WaitingRows:
     def at(self, number: int) -> int:
         """The row of a request, or where it would be."""
         return bisect_left(self.columns.numbers, number)
+
+    def wake_at(self, since: float) -> float:
+        """When the next deadline is, or the half of a wait for an engine; infinite = never.
+
+        Args:
+            since: the halves up to this time have been looked at.
+        """
+        rows = self.columns
+        halves = zip(rows.halves, rows.bound, strict=True)
+        due = [half for half, bound in halves if bound and half > since]
+        return min((*rows.deadlines, *due), default=math.inf)
 
     def _count(self, kind: _Kind) -> int:
         if kind not in self._numbers:

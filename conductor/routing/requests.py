@@ -44,6 +44,15 @@ class Request:
         """Tokens of the prompt and its answer, as far as they are known."""
         return 0 if self.tokens is None else self.tokens + (self.output_max or 1)
 
+    def queue_full(self, waiting: int, retry_after_s: int) -> Reject:
+        """Its refusal because that many wait and no more may."""
+        why = f"{waiting} requests are waiting already"
+        return Reject(self.number, why, retry_after_s, "queue_full", status=429)
+
+    def closing(self) -> Reject:
+        """Its refusal while the Conductor shuts down."""
+        return Reject(self.number, "the Conductor is shutting down", 1, "shutting_down")
+
 
 @dataclass(frozen=True, slots=True)
 class DispatchLimits:
@@ -130,6 +139,17 @@ class KnownRequest:
         """
         one = self.matches.get(engine_id, NO_PREFIX)
         return max(0, (self.request.tokens or 0) - max(one.local, one.node))
+
+    def engines_failed(self, why: str, retry_after_s: int) -> Reject:
+        """Its refusal after the last try; ``why`` is the error of that one."""
+        text = f"{self.tries} tries failed; the last error: {why}"
+        return Reject(self.request.number, text, retry_after_s, "engines_failed")
+
+    def check(self, *, waits: bool, arrived: bool) -> None:
+        """Assert that it has places only if assigned, and waits for what it should."""
+        assert waits == (self.assign is None)
+        assert arrived == self.arrived
+        assert self.assign is not None or not self.held
 
     @property
     def handoff(self) -> Handoff:

@@ -103,9 +103,8 @@ class Simulation:
 
     def _batch(self, one: SimulatedEngine) -> BatchEngine:
         limits = EngineLimits(one.room_tokens, self.scenario.chunk_tokens, one.info.max_running)
-        name = one.info.id
         return BatchEngine(
-            TrueSteps(one.times, one.factor), limits, lambda work: self._prefix(work, name)
+            TrueSteps(one.times, one.factor), limits, lambda work: self._prefix(work, one.info.id)
         )
 
     # Time
