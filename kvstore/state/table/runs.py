@@ -98,36 +98,43 @@ STEP_RUNS: Final = 256
 
 
 class Leased(NamedTuple):
-    """What was lent.
+    """What was lent, as it was before the use of it was counted: that may split the runs.
 
     Attributes:
         lease: the pages.
         digests: of each, 16 bytes.
-        nodes: they are part of, the first one first.
+        lasting: how many leading pages neither expire nor are read once.
+        kept: for another node, how long each page stays; else empty.
     """
 
     lease: Lease
     digests: bytes
-    nodes: list[PrefixNode]
+    lasting: int
+    kept: list[Retention]
 
-    def kept(self, shard: int) -> list[Retention]:
-        """How long each page of this shard stays."""
-        kept: list[Retention] = []
-        for node in self.nodes:
-            once, memory_only = node.read_once >> shard & 1, node.memory_only >> shard & 1
-            stays = Retention(node.expires.get(shard, 0), bool(once), bool(memory_only))
-            kept += [stays] * node.count
-        return kept
 
-    @property
-    def lasting(self) -> int:
-        """Leading pages that neither expire nor are read once."""
-        count = 0
-        for node in self.nodes:
-            if node.expires or node.read_once:
-                return count
-            count += node.count
-        return count
+def lent(lease: Lease, run: Sequence[PrefixNode], shard: int, *, remote: bool) -> Leased:
+    """What is lent with the pages of these nodes; ``remote``: to another node."""
+    digests = b"".join([node.digest_columns[shard] for node in run])
+    return Leased(lease, digests, _lasting(run), _kept(run, shard) if remote else [])
+
+
+def _kept(run: Sequence[PrefixNode], shard: int) -> list[Retention]:
+    kept: list[Retention] = []
+    for node in run:
+        once, memory_only = node.read_once >> shard & 1, node.memory_only >> shard & 1
+        stays = Retention(node.expires.get(shard, 0), bool(once), bool(memory_only))
+        kept += [stays] * node.count
+    return kept
+
+
+def _lasting(run: Sequence[PrefixNode]) -> int:
+    count = 0
+    for node in run:
+        if node.expires or node.read_once:
+            return count
+        count += node.count
+    return count
 
 
 def leading_in_memory(space: PrefixTree, packed: bytes, shard: int) -> list[PrefixNode]:
