@@ -186,21 +186,6 @@ def test_a_run_that_does_not_fit_the_rest_of_a_segment_is_written_in_two():
     assert not any(segment.writing for segment in world.disk.log.segments.values())
 
 
-def test_a_run_that_is_split_because_it_is_used_is_lent_whole():
-    """The policy ``selective`` writes it then, and it does not fit the rest of a segment."""
-    world = DiskWorld(write="selective", segment_bytes=120 << 10)
-    path = "abcdefghij"
-    world.store(world.me, world.mine, "xyzuvw")
-    world.acquire(world.me, world.mine, "xyzuvw")
-    world.store(world.me, world.mine, path)
-
-    packed = b"".join(chain(path))
-    leased = world.table.acquire(world.me, 99, world.mine, 0, packed, 1 << 60)
-
-    assert len(runs_of(world)) > 2, "it was split meanwhile"
-    assert len(leased.lease.slots) == len(leased.digests) // 16 == leased.lasting == len(path)
-
-
 def test_of_a_run_only_the_pages_that_are_admitted_are_written(monkeypatch):
     world = DiskWorld(write="back")
     world.store(world.me, world.mine, "abcd")

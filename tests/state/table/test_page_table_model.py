@@ -7,7 +7,6 @@ single pages: nothing here asks for a page in a way that makes the table split i
 """
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -16,27 +15,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvstore.protocol.errors import CapacityError
-from kvstore.protocol.page import PrefixKey, ShardSpec
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import Abandoned, PageStatus, Removed, Stored
-from kvstore.state.tree.node import PrefixNode, Retention
+from kvstore.state.tree.node import Retention
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Process
 from kvstore.state.tree.slots import Slot, SlotState
-from tests.state.world import FULL, FULL_2, PAGE, ROOT, WINDOW, World, hold, key
+from tests.state.single_pages import PATH_OF, SHARDS, WINDOW_SHARD, Page, longest, pages_in, slot_of
+from tests.state.world import PAGE, World, hold, key
 
-SHARDS: tuple[ShardSpec, ...] = (FULL, FULL_2, WINDOW)
-WINDOW_SHARD, WINDOW_PAGES = 2, WINDOW.window_pages
 CHANCES = st.integers(0, 2**32 - 1).map(Random)
 """Uniform choices: Hypothesis's own are so often the simplest that a pool rarely gets full."""
-PATH_OF: dict[PrefixKey, str] = {ROOT: ""}
-for _length in range(1, 5):
-    for _number in range(2**_length):
-        _path = format(_number, f"0{_length}b").translate({48: "a", 49: "b"})
-        PATH_OF[key(_path)] = _path
-
-Page = tuple[int, str, int]
-"""Space number, path, shard."""
 
 
 @dataclass
@@ -56,14 +45,6 @@ class Writer:
     pages: list[tuple[Page, Slot]]
     alive: set[Page] = field(default_factory=set)
     """All and only the pages that it still has in the index."""
-
-
-def _slot_of(space: PrefixTree, page: Page) -> Slot | None:
-    """The slot that a page has in the tree; its run stays one."""
-    node = space.index.get(key(page[1]))
-    if node is None or not node.memory >> page[2] & 1:
-        return None
-    return node.slots_of(page[2])[node.position(key(page[1]))]
 
 
 def _path(chance: Random) -> str:
@@ -142,7 +123,7 @@ class PagesMachine(RuleBasedStateMachine):
         gone = {(action.space.number, PATH_OF[one]) for one in action.keys}
         for writer in self.writers.values():
             for page, slot in writer.pages:
-                if page[:2] in gone and _slot_of(action.space, page) != slot:
+                if page[:2] in gone and slot_of(action.space, *page[1:]) != slot:
                     writer.alive.discard(page)
 
     def _writing(self) -> set[Page]:
@@ -160,21 +141,9 @@ class PagesMachine(RuleBasedStateMachine):
         path, space = _path(chance), chance.choice(self.spaces)
         shards = sorted(chance.sample(range(3), chance.randint(1, 3)))
         pages, pending = self.world.lookup(space, path, shards)
-        assert pages == self._longest(space, path, shards, self.ready)
-        present = self._longest(space, path, shards, self.ready | self._writing())
-        assert pages + pending == present
-
-    def _longest(self, space: PrefixTree, path: str, shards: list[int], have: set[Page]) -> int:
-        for count in range(len(path), 0, -1):
-            needed = [
-                (space.number, path[:end], shard)
-                for shard in shards
-                for end in range(1, count + 1)
-                if shard != WINDOW_SHARD or end > count - WINDOW_PAGES
-            ]
-            if have.issuperset(needed):
-                return count
-        return 0
+        assert pages == longest(self.ready, space.number, path, shards)
+        present = self.ready | self._writing()
+        assert pages + pending == longest(present, space.number, path, shards)
 
     @rule(chance=CHANCES)
     def acquire(self, chance: Random) -> None:
@@ -285,7 +254,7 @@ class PagesMachine(RuleBasedStateMachine):
                 pages = [(other.number, path, number) for number in range(len(SHARDS))]
                 present = [page for page in pages if page in self.ready or page in writing]
                 sizes = {other.shards[number].slot_bytes for *_, number in present}
-                slots = [_slot_of(other, page) for page in present]
+                slots = [slot_of(other, *page[1:]) for page in present]
                 assert None not in slots
                 followed = any(
                     number == other.number and longer.startswith(path) and longer != path
@@ -386,21 +355,10 @@ class PagesMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_actions_tell_the_whole_truth(self) -> None:
-        assert self._in_the_tree(lambda node: node.ready) == self.ready
-        assert self._in_the_tree(lambda node: node.present) == self.ready | self._writing()
+        assert pages_in(self.spaces, lambda node: node.ready) == self.ready
+        assert pages_in(self.spaces, lambda node: node.present) == self.ready | self._writing()
         for page, slot in self.slot_of.items():
-            assert _slot_of(self.spaces[page[0]], page) == slot
-
-    def _in_the_tree(self, shards_of: Callable[[PrefixNode], int]) -> set[Page]:
-        """The pages of all runs; none is split for that."""
-        return {
-            (space.number, PATH_OF[name], shard)
-            for space in self.spaces
-            for node in set(space.index.values())
-            for name in node.key_list()
-            for shard in range(len(SHARDS))
-            if shards_of(node) >> shard & 1
-        }
+            assert slot_of(self.spaces[page[0]], *page[1:]) == slot
 
     @invariant()
     def no_page_is_out_of_reach(self) -> None:
@@ -457,5 +415,5 @@ def test_the_model_compares_whole_runs_and_splits_none():
 
     assert space.index[key("a")].count == 4
     space.index[key("a")].split(2)
-    assert machine._in_the_tree(lambda node: node.ready) == machine.ready
+    assert pages_in(machine.spaces, lambda node: node.ready) == machine.ready
     machine.teardown()
