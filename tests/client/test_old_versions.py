@@ -186,7 +186,7 @@ OLD_ANSWERS = msgspec.msgpack.Decoder(
     | Failure | Pong | Persisted
 )  # fmt: skip
 ADDRESS = np.dtype([("extent", "<u4"), ("generation", "<u4"), ("offset", "<u8")])
-HELLO, OPEN_SPACE, LOOKUP, ACQUIRE, RELEASE, BEGIN_PUT = 1, 3, 5, 7, 9, 10
+HELLO, OPEN_SPACE, LOOKUP, ACQUIRE, RELEASE = 1, 3, 5, 7, 9
 COMMIT_PUT, ABORT_PUT, CORRUPT, SETTLED, REPORT_PREFILL, STATS = 12, 14, 15, 16, 17, 18
 FETCH_EXTENTS, PING, PERSIST = 20, 23, 25
 NO_ANSWER = {RELEASE, ABORT_PUT, CORRUPT, SETTLED, REPORT_PREFILL}
@@ -340,7 +340,9 @@ def test_a_client_of_protocol_1_2_gets_answers_that_it_understands(spawn: Spawn,
     assert ask(OPEN_SPACE) == SpaceOpened(2, 0, [0, 1])
     assert ask(PERSIST) == Persisted(3)
     assert b"old-engine" in ask(STATS).json
-    assert ask(BEGIN_PUT).statuses == GRANTED * 2
+    begin = next(replay.left)
+    assert client.ask(begin).statuses == GRANTED * 2
+    assert client.ask([LOOKUP, 949, 0, [1], begin[5], 0]) == Found(949, 0, 2), "being written"
     assert ask(ABORT_PUT) is None
     assert ask(PING) == Pong(901)
     corrupt = next(replay.left)
