@@ -183,7 +183,7 @@ def test_ssd_measures_every_case_that_has_a_floor_and_leaves_no_file(tmp_path):
     )
 
     writes = ["write/1MiB/interval", "write/8MiB/interval", "write/1MiB/always"]
-    names = [*writes, "read/1MiB", "read/8MiB", "recover/100"]
+    names = [*writes, "read/1MiB", "read/8MiB", "recover/100", "recover/100/log"]
     assert [result["case"] for result in results] == names
     for result in results:
         assert_keeps_the_contract(result)
