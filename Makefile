@@ -11,7 +11,7 @@ SOAKS := soak-cluster soak-crash soak-events soak-handoff soak-http soak-link so
 
 .PHONY: demo demo-cluster demo-vllm test test-cluster test-compiled test-vllm lint soak $(SOAKS) mutants wheel clean
 
-$(VENV)/.ready: requirements/run.txt requirements/stores.txt requirements/dev.txt pyproject.toml setup.py $(wildcard kvstore/mover/*.[ch])
+$(VENV)/.ready: requirements/run.txt requirements/stores.txt requirements/tokenizers.txt requirements/dev.txt pyproject.toml setup.py $(wildcard kvstore/mover/*.[ch])
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing pinned requirements into $(VENV) (the first time takes a minute or two)"
 	@$(BIN)/pip install --quiet --no-compile -r requirements/dev.txt

@@ -64,7 +64,6 @@ class Service:
         self, name: str, arguments: Sequence[str], ready: str, directory: Path,
         environment: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        """Start it; :meth:`wait_ready` waits."""
         self.name = name
         self.log = directory / f"{name}.log"
         self._ready = re.compile(ready)

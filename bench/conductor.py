@@ -12,10 +12,12 @@ publishers on the others.
 ``front/added-ttft``: 100 requests a second with prompts of 2,000 tokens are asked of a stand-in
 engine directly, through a bare relay with aiohttp and through the Conductor, in turns; the
 difference to asking directly of the percentiles until the first event, and the Conductor's CPU time
-for a request. ``front/streams``: the share of the tokens of 256 streams of 50 tokens a second that
-are here within 20 ms of the engine's write, through the Conductor and through the relay in
-turns; ``cpu`` is CPU time for a token, beside that of the relay. ``…/long``: the same
-while two prompts of 131,072 tokens come each second, and engines write 100,000 blocks a second.
+for a request. ``front/index-gone``: the same while the index's process is stopped (it is killed and
+started again after 10 s), and after it was killed. ``front/streams``: the share of the tokens of
+256 streams of 50 tokens a second that are here within 20 ms of the engine's write, through the
+Conductor and through the relay in turns; ``cpu`` is CPU time for a token, beside that of the relay.
+``…/long``: the same while two prompts of 131,072 tokens come each second, and engines write 100,000
+blocks a second.
 
 ``schedule/1000/POLICY``: 64 prefill and 64 decode engines are full, 1,000 requests with prefixes of
 different length everywhere wait, and one engine comes free.
@@ -33,6 +35,8 @@ import msgspec
 from bench.conductor_decision import decided
 from bench.conductor_front import (
     BLOCKS,
+    INDEX_GONE,
+    INDEX_GONE_S,
     FrontError,
     Servers,
     added_ttft,
@@ -54,6 +58,8 @@ ASKED: Final = {
     **{f"{_SCHEDULE}/{policy}/p99": 10.0 for policy in POLICIES},
     "front/added-ttft/p50": 3.0,
     "front/added-ttft/p99": 10.0,
+    "front/index-gone/p50": 10.0,
+    "front/index-gone/p99": 10.0,
     "front/streams": 0.99,
     "front/streams/cpu": 1.5,
     "front/streams/long": 0.98,
@@ -159,12 +165,18 @@ def _front(
 ) -> list[ConductorResult]:
     found: list[ConductorResult] = []
     rounds = max(1, options.rounds)
-    if "front/added-ttft" in groups:
-        progress.step("front/added-ttft")
-        added = added_ttft(at, options.seconds, rounds)
+    for name in ("front/added-ttft", "front/index-gone"):
+        if name not in groups:
+            continue
+        progress.step(name)
+        if name == "front/added-ttft":
+            added = added_ttft(at, options.seconds, rounds)
+        else:
+            seconds = len(INDEX_GONE) * max(INDEX_GONE_S, options.seconds)
+            added = added_ttft(at, seconds, len(INDEX_GONE), INDEX_GONE)
         for percent in (50, 99):
             value, relay = added.at(percent)
-            result = _beside(f"front/added-ttft/p{percent}", value, "ms", _RELAY, relay)
+            result = _beside(f"{name}/p{percent}", value, "ms", _RELAY, relay)
             found.append(msgspec.structs.replace(result, cpu_ms=median(added.cpu_ms)))
     for name, per_s in (("front/streams", 0.0), ("front/streams/long", 2.0)):
         if name not in groups:

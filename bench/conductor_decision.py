@@ -36,6 +36,7 @@ POLICY: Final = "earliest-first-token"
 _BLOCKS: Final = 128
 """In each message."""
 _MODEL: Final = MODEL.removeprefix("model:")
+_ROUTE: Final = "/v1/completions"
 _ENGINES: Final = PREFILL_ENGINES + DECODE_ENGINES
 _KEPT: Final = 4_096
 _PIECE: Final = 4_096
@@ -120,7 +121,9 @@ class Decider:
     def _decide(self, number: int, now: float) -> bool:
         """What the front and the queue do; whether no pair was chosen."""
         dispatcher, prefixes = self._dispatcher, self.prefixes
-        decision = self._log.open(str(number), _MODEL, POLICY, stream=True, at=datetime.now(UTC))
+        decision = self._log.open(
+            str(number), _ROUTE, _MODEL, POLICY, stream=True, at=datetime.now(UTC)
+        )
         keys = prefixes.keys(number, _MODEL)
         dispatcher.arrive(
             Request(number=number, model=_MODEL, arrived=now, tokens=len(self._tokens), keys=keys)

@@ -6,7 +6,9 @@ The client is a bare protocol, so that it takes little of the machine that it me
 import asyncio
 import itertools
 import json
+import os
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -20,7 +22,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import uvloop
 
-from bench.cluster import LISTENING, Service, register, script
+from bench.cluster import LISTENING, Service, register, request, script
 from bench.conductor_engine import MODEL
 from bench.index_feed import Lines, feed
 from bench.index_fleet import Fleet
@@ -39,6 +41,12 @@ BLOCKS: Final = 128
 _WRITERS: Final = 8
 _VOCABULARY: Final = 150_000
 _ANSWER_S: Final = 30.0
+_START_S: Final = 40.0
+"""Maximum time until the next index can be read."""
+_LOOK_S: Final = 0.05
+INDEX_GONE: Final = (signal.SIGSTOP, signal.SIGKILL)
+INDEX_GONE_S: Final = 12.0
+"""Longer than a stopped index is waited for: it is killed and started again meanwhile."""
 _STAMP: Final = re.compile(rb'"t":(\d+)')
 _END: Final = b"\r\n0\r\n\r\n"
 
@@ -189,8 +197,17 @@ class Added(NamedTuple):
         ) - direct
 
 
-def added_ttft(at: Servers, seconds: float, rounds: int) -> Added:
-    """Ask the engine directly, through the relay and the Conductor in turns, at :data:`RATE`."""
+def added_ttft(
+    at: Servers, seconds: float, rounds: int, signals: Sequence[signal.Signals] = ()
+) -> Added:
+    """Ask the engine directly, through the relay and the Conductor in turns, at :data:`RATE`.
+
+    Args:
+        at: the processes.
+        seconds: of all rounds together, for each of the three.
+        rounds: of all three.
+        signals: one that the Conductor's index gets when a round of the Conductor begins, by round.
+    """
     random = np.random.default_rng(1)
     count = max(1, int(seconds * RATE / rounds))
     prompts = random.integers(1, _VOCABULARY, (count, PROMPT_TOKENS))
@@ -200,9 +217,11 @@ def added_ttft(at: Servers, seconds: float, rounds: int) -> Added:
         added = Added([], [], [], [])
         await _paced(at.conductor, requests[:20])
         await _paced(at.relay, requests[:20])
-        for _ in range(rounds):
+        for number in range(rounds):
             added.direct.extend(await _paced(at.engine, requests))
             added.relayed.extend(await _paced(at.relay, requests))
+            if signals:
+                os.kill(await asyncio.to_thread(_index_process, at), signals[number])
             before = core_seconds(at.conductor_pid)
             added.through.extend(await _paced(at.conductor, requests))
             added.cpu_ms.append(1e3 * (core_seconds(at.conductor_pid) - before) / count)
@@ -211,13 +230,29 @@ def added_ttft(at: Servers, seconds: float, rounds: int) -> Added:
     return uvloop.run(measure())
 
 
+def _index_process(at: Servers) -> int:
+    """Process id of the Conductor's index, as soon as it can be read.
+
+    Raises:
+        FrontError: it is not started in time.
+    """
+    children = Path(f"/proc/{at.conductor_pid}/task/{at.conductor_pid}/children")
+    for _ in range(int(_START_S / _LOOK_S)):
+        is_up = request("GET", f"{at.conductor}/v1/index")["up"]
+        for child in children.read_text().split() if is_up else ():
+            if b"kvstore.index.child" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return int(child)
+        time.sleep(_LOOK_S)
+    raise FrontError("the Conductor has no index")
+
+
 async def _paced(url: str, requests: Sequence[bytes]) -> list[float]:
     """Milliseconds until the first event of each, asked at :data:`RATE`."""
     loop = asyncio.get_running_loop()
     began, asked = loop.time(), []
-    for number, request in enumerate(requests):
+    for number, one in enumerate(requests):
         await asyncio.sleep(max(0.0, began + number / RATE - loop.time()))
-        asked.append(await _ask(url, request))
+        asked.append(await _ask(url, one))
     done = [await one.result() for one in asked]
     return [1e3 * (one.first_s - one.began_s) for one in done]
 

@@ -277,8 +277,9 @@ def _serve(cluster: Cluster) -> None:
         f"                  kvstore stats --url {cluster.node_admin}\n"
         f"  node's socket   {cluster.store_url}\n{engines}\n"
         f"  logs            {cluster.directory}\n\n"
-        f"curl -N {url}/v1/completions -H 'Content-Type: application/json' \\\n"
-        f'  -d \'{{"prompt": "The harbour has two", "max_tokens": 16, "stream": true}}\'\n'
+        f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f'  -d \'{{"messages": [{{"role": "user", "content": "Where does the harbour begin?"}}],'
+        f' "max_tokens": 16, "stream": true}}\'\n'
     )
     sys.stdout.flush()
     ended = threading.Event()

@@ -153,15 +153,14 @@ def keys(prompt: Prompt) -> bytes:
 
 
 class Sockets:
-    """The sockets of all workers of a fleet, and what was sent over them."""
+    """The sockets of all workers of a fleet, and what was sent over them.
+
+    Args:
+        context: makes them.
+        fleet: whose.
+    """
 
     def __init__(self, context: zmq.Context[Any], fleet: Fleet) -> None:
-        """Bind them.
-
-        Args:
-            context: makes them.
-            fleet: whose.
-        """
         self.published = [self._bound(context, zmq.XPUB) for _ in fleet.workers()]
         self.routers = [self._bound(context, zmq.ROUTER) for _ in fleet.workers()]
         self._kept: list[list[bytes]] = [[] for _ in self.published]

@@ -20,7 +20,6 @@ class HeldPages:
     """The pages of one node or engine, and when they came and went."""
 
     def __init__(self) -> None:
-        """Start without any."""
         self._times: dict[bytes, list[tuple[float, int]]] = defaultdict(list)
         self._media: dict[bytes, set[str]] = defaultdict(set)
 

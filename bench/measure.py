@@ -170,7 +170,6 @@ class Memcpy:
     name: Final = "memcpy, one thread"
 
     def __init__(self, page_bytes: int, pages: int = 1) -> None:
-        """Take and touch the memory: twice :func:`working_set_bytes`."""
         self.call_bytes = page_bytes * pages
         size = working_set_bytes(self.call_bytes)
         self._source, self._target = prefaulted(size), prefaulted(size)
@@ -229,7 +228,6 @@ class Report:
     """Where results go: one JSON line each at once, or a table when the report is closed."""
 
     def __init__(self, *, json: bool, stream: TextIO | None = None) -> None:
-        """Write to ``stream``, by default stdout."""
         self._json = json
         self._stream = stream or sys.stdout
         self._results: list[Result] = []

@@ -22,7 +22,6 @@ class PingPong:
     name: Final = "bare Unix socket, same bytes"
 
     def __init__(self, connection: socket.socket, request_bytes: int, answer_bytes: int) -> None:
-        """Made by :func:`answering`."""
         self._connection = connection
         self._request = b"\1" * request_bytes
         self._answer_bytes = answer_bytes

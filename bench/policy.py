@@ -174,7 +174,6 @@ class Furthest:
     """
 
     def __init__(self, requests: Sequence[Sequence[int]]) -> None:
-        """Look into the future once."""
         self._requests = requests
         self._next_uses: list[list[int]] = []
         coming: dict[int, int] = {}

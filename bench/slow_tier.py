@@ -25,7 +25,6 @@ class SlowTier:
     """
 
     def __init__(self, store: KVStore) -> None:
-        """Wrap a store; :meth:`close` closes both."""
         self.page_s = 0.0
         self._store = store
         self._lane = Worker("bench-slow-tier")
@@ -63,7 +62,6 @@ class SlowSpace:
     """One space; puts are as fast as ever."""
 
     def __init__(self, tier: SlowTier, lane: Worker, space: Space) -> None:
-        """Wrap a space."""
         self._tier = tier
         self._lane = lane
         self._space = space

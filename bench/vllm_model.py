@@ -14,11 +14,16 @@ DEMO: Final = {"num_hidden_layers": 12, "hidden_size": 512, "intermediate_size":
                "initializer_range": 0.1}  # fmt: skip
 _ALL: Final = {"vocab_size": 512, "max_position_embeddings": 8192, "initializer_range": 0.2,
                "dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1}  # fmt: skip
+CHAT_TEMPLATE: Final = (
+    "{{ bos_token }}{% if tools %}[{{ tools | tojson }}]{% endif %}"
+    "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
 SHAPES: Final[dict[str, dict[str, Any]]] = {"tiny": TINY, "demo": DEMO}
 
 
 def make(folder: Path, shape: dict[str, Any]) -> None:
-    """Write configuration, weights and a byte-level tokenizer: a token a byte."""
+    """Write configuration, weights and a byte-level tokenizer with a chat template."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -33,8 +38,9 @@ def make(folder: Path, shape: dict[str, Any]) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<s>"
-    ).save_pretrained(folder)
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<s>",
+        chat_template=CHAT_TEMPLATE,
+    ).save_pretrained(folder)  # fmt: skip
 
 
 if __name__ == "__main__":

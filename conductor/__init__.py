@@ -4,3 +4,5 @@ An OpenAI-compatible router for prefill, decode and mixed engines. It has an ind
 each engine and node (from KV events) and a bounded queue, and decides with one pure function. It
 has no persistent state: everything is rebuilt from registrations and events.
 """
+
+__all__ = ["config"]

@@ -307,12 +307,18 @@ class DecisionsConfig(Section, frozen=True):
             for simulations; empty = none.
         trace_bytes_max: size from which on a new file is begun.
         trace_files_max: maximum files, the oldest are removed first.
+        journal_file: file to which all inputs and decisions of the dispatcher are written, so that
+            ``kvstore-conductor simulate --replay`` can repeat them; empty = none. Who looks for the
+            reason of decisions sets it. It has no content, but names of sessions and tenants.
+        journal_bytes_max: size at which it ends; a new one is begun at the next start.
     """
 
     kept: Count = 4096
     trace_file: str = ""
     trace_bytes_max: Count = 256 << 20
     trace_files_max: Annotated[int, Meta(ge=1, le=1000)] = 4
+    journal_file: str = ""
+    journal_bytes_max: Count = 256 << 20
 
 
 class FollowedCluster(Section, frozen=True):
@@ -450,6 +456,20 @@ class EngineEntry(Section, frozen=True):
         check_endpoint("events_replay", self.events_replay)
 
 
+class ModelEntry(Section, frozen=True):
+    """A model of which more is known than its engines say.
+
+    Attributes:
+        name: its name at the engines.
+        tokenizer: path of its ``tokenizer.json``, or of a folder with that file and perhaps a chat
+            template, on this machine: prompts are tokenised here, not by engines. Whose prompts are
+            many or long sets it, or whose engines have no ``/tokenize``.
+    """
+
+    name: Model
+    tokenizer: Annotated[str, Meta(min_length=1, max_length=4096)]
+
+
 class NodeEntry(Section, frozen=True):
     """A kvstore node whose events are followed; also the body of ``POST /v1/nodes``.
 
@@ -504,17 +524,19 @@ class ConductorConfig(Section, frozen=True):
     etcd: StoreConfig = StoreConfig()
     redis: StoreConfig = StoreConfig()
     classes: tuple[ServiceClassEntry, ...] = ()
+    models: tuple[ModelEntry, ...] = ()
     engines: tuple[EngineEntry, ...] = ()
     nodes: tuple[NodeEntry, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse a store that is used but is nowhere, and two classes of one name."""
-        names = [one.name for one in self.classes]
-        if len(names) > _CLASSES_MAX:
+        """Refuse a store that is used but is nowhere, and two classes or models of one name."""
+        if len(self.classes) > _CLASSES_MAX:
             raise ValueError(f"classes: at most {_CLASSES_MAX} are possible")
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"classes: {name} is there twice")
+        for section in ("classes", "models"):
+            names = [one.name for one in getattr(self, section)]
+            for name in names:
+                if names.count(name) > 1:
+                    raise ValueError(f"{section}: {name} is there twice")
         for section in ("etcd", "redis"):
             store: StoreConfig = getattr(self, section)
             if why := store.refusal(section):

@@ -29,25 +29,25 @@ from conductor.front.connections import (
     Front,
     complaints,
 )
+from conductor.front.dispatching import dispatcher_of, journal_head
 from conductor.front.guarding import Guard
+from conductor.front.journaling import JournalFile
 from conductor.front.kept_costs import KeptCosts
+from conductor.front.local_tokenizers import load_tokenizers
 from conductor.front.membership import Membership
 from conductor.front.metrics import Metrics, index_gauges
+from conductor.front.others import OthersReader
+from conductor.front.parts import Parts
 from conductor.front.prompts import Prompts
 from conductor.front.proxy import Proxy
-from conductor.front.sending import Parts
 from conductor.front.tracing import TraceFile
 from conductor.front.upstream import Upstream
 from conductor.front.waiting import RequestQueue
-from conductor.protocols import PROTOCOLS
 from conductor.routing.admission import AdmissionRules, ServiceClass
 from conductor.routing.decisions import DecisionLog
-from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineRegistry
 from conductor.routing.policy import POLICIES
 from conductor.routing.prefixes import PrefixView
-from conductor.routing.requests import DispatchLimits
-from conductor.routing.scheduler import Scheduler
 from conductor.simulator import command as simulate
 from kvstore.cluster.store import RecordStore
 from kvstore.config import show
@@ -99,7 +99,7 @@ class Conductor:
             store: has the nodes of ``config.cluster``; None = the one in ``config``.
 
         Raises:
-            ConfigError: a token, that store or the trace's file cannot be used.
+            ConfigError: a token, that store, a tokenizer or the trace's file cannot be used.
         """
         self.config = config
         self.failed = False
@@ -108,30 +108,29 @@ class Conductor:
         self.faults = Faults(_log, "HTTP")
         self._guard = Guard(self.faults)
         self._auth = Auth(config.http, self.faults)
+        self._tokenizers = load_tokenizers({one.name: one.tokenizer for one in config.models})
+        self.trace, self._journal = _trace(config), _journal(config)
         health = config.health
         self.registry = EngineRegistry(health.probe_s, health.dead_after, health.backoff_s_max)
         self.index: PrefixIndex = index or IndexProcess(index_settings(config))
         self._upstream = Upstream(config.deadline)
         policy = POLICIES[config.policy.name]
         prefixes = PrefixView(self.index, self.registry, needed=policy.needs_prefixes)
-        at_once = [name for name, protocol in PROTOCOLS.items() if protocol.at_once]
-        limits = DispatchLimits(config.queue.waiting_max, config.queue.wait_s, config.queue.tries)
-        book = CostBook()
-        self._kept_costs = KeptCosts(config.costs.file, book)
-        rules = admission_rules(config)
-        scheduler = Scheduler(policy, at_once)
-        lends = config.policy.lends
-        dispatcher = Dispatcher(self.registry, scheduler, limits, book, rules, lends=lends)
-        self.queue = RequestQueue(dispatcher, prefixes.find, clock, self._guard)
+        self._book, rules = CostBook(), admission_rules(config)
+        self._kept_costs = KeptCosts(config.costs.file, self._book)
+        dispatcher = dispatcher_of(config, self.registry, self._book, rules)
+        self.queue = RequestQueue(
+            dispatcher, self.registry, prefixes.find, clock, self._guard,
+            self._journal.write if self._journal else None,
+        )  # fmt: skip
         self.membership = Membership(
             config, self.registry, self._upstream, self.index, self._pump, clock, self._guard, store
         )
-        self.metrics = Metrics(self._gauges)
-        self.decisions = DecisionLog(config.decisions.kept)
-        self.trace = _trace(config)
+        self.metrics, self.decisions = Metrics(self._gauges), DecisionLog(config.decisions.kept)
         prompts = Prompts(
-            self.registry, self._upstream, self.membership, config.deadline.tokenize_s
-        )
+            self.registry, self._upstream, self.membership, config.deadline.tokenize_s,
+            self._tokenizers,
+        )  # fmt: skip
         self._bringer = Bringer(
             config.bring, self.registry, dispatcher, prefixes, self.membership.nodes,
             health.probe_timeout_s, clock, self._guard,
@@ -140,11 +139,12 @@ class Conductor:
             self.registry, self.index, self.queue, dispatcher, prefixes, prompts, self._upstream,
             self.decisions, self.metrics, self.membership, clock, self._bringer, self.trace,
         )  # fmt: skip
-        names = [one.name for one in rules.classes]
+        self._others = OthersReader(
+            self.registry, self._upstream, dispatcher, self._pump, health.probe_timeout_s, clock,
+            self._guard,
+        )  # fmt: skip
         self.bodies = Bodies(config.http.body_bytes_max)
-        self.proxy = Proxy(
-            parts, config.policy.name, config.queue, config.deadline, self.bodies, names
-        )
+        self.proxy = Proxy(parts, config, self.bodies, [one.name for one in rules.classes])
         self._adviser = Adviser(self.registry, dispatcher, rules.classes[0], clock)
         self._front = Front(self.faults, _connections_max())
         self._app = web.Application(
@@ -189,6 +189,9 @@ class Conductor:
             **self.queue.dispatcher.lent(),
             **self._adviser.gauges(),
             **self._bringer.gauges(),
+            **self._others.gauges(),
+            "journal_written": {(): float(self._journal is not None and not self._journal.ended)},
+            **self._tokenizers.gauges(),
             "costs_file_faults": {(): float(self._kept_costs.faults)},
             **index_gauges(self.index),
         }
@@ -207,6 +210,8 @@ class Conductor:
         http = self.config.http
         self._stop = stop
         self._kept_costs.read()
+        if self._journal is not None:
+            self._journal.write(journal_head(self.config, admission_rules(self.config), self._book))
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._unhandled)
         runner = web.AppRunner(
@@ -231,6 +236,7 @@ class Conductor:
                     "loop lag": self._watch_lag,
                     "advice": self._adviser.run,
                     "bringer": self._bringer.run,
+                    "others": self._others.run,
                 }
                 background = [
                     tasks.create_task(self._guard.keep(name, work), name=name)
@@ -250,8 +256,11 @@ class Conductor:
                 token.remove()
             await runner.cleanup()
             await self.proxy.close()
+            await loop.run_in_executor(None, self._tokenizers.close)
             if self.trace is not None:
-                await asyncio.get_running_loop().run_in_executor(None, self.trace.close)
+                await loop.run_in_executor(None, self.trace.close)
+            if self._journal is not None:
+                await loop.run_in_executor(None, self._journal.close)
             self._kept_costs.write()
             await self._upstream.close()
 
@@ -292,6 +301,18 @@ class Conductor:
                 await asyncio.sleep(_LAG_PERIOD_S)
                 worst = max(worst, time.perf_counter() - started - _LAG_PERIOD_S)
             self.metrics.loop_lag(max(0.0, worst))
+
+
+def _journal(config: ConductorConfig) -> JournalFile | None:
+    """The journal that is asked for.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    decisions = config.decisions
+    if not decisions.journal_file:
+        return None
+    return JournalFile(Path(decisions.journal_file), decisions.journal_bytes_max)
 
 
 def _trace(config: ConductorConfig) -> TraceFile | None:

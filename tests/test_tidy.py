@@ -42,6 +42,7 @@ CATCH_ALL: dict[str, str] = {
     "conductor/front/admin.py:errors_as_json.answer": "a request's failure ends that request alone",
     "conductor/front/guarding.py:Guard.keep": "one engine, node or job must not end the service",
     "conductor/front/guarding.py:Guard.turn": "nor a request that has nothing to do with it",
+    "conductor/front/local_tokenizers.py:_translated": "templates and the library raise anything",
     "kvstore/client/jobs.py:Job.run": "a job's failure must not end the worker of engines",
     "kvstore/handoff/decode.py:DecodeManager._serve": "who is not given up is never tried again",
     "kvstore/handoff/device_copies.py:DeviceCopies._give_up_late": "a copy must end",
@@ -58,6 +59,19 @@ CATCH_ALL: dict[str, str] = {
     "kvstore/handoff/mooncake.py:MooncakeWriter._run": "all writes need an end after a fault, too",
 }
 """``path:function``: why this loop must survive whatever happens in it; it logs and counts."""
+
+OTHER_TEST_FOLDERS = {
+    "cluster_processes": "several nodes as processes, and real servers: `make test-cluster`",
+    "crash": "kills and power cuts, of the whole node",
+    "deploy": "the files of deploy/, which is no package",
+    "docs": "what the documentation says and shows",
+    "e2e": "the whole system",
+    "faults": "engines and nodes that end or stop, seen from the other side",
+    "fuzz": "whatever is sent to a node, through all of its rooms",
+    "mutants": "whether tests notice faults",
+    "vllm": "real engines, in an environment of their own: `make test-vllm`",
+}
+"""Folders of tests that are of no room of the product: why."""
 
 
 # The tree
@@ -245,6 +259,24 @@ def test_no_room_is_empty():
         and not (room / "__init__.py").read_text().count("\n") > 5
     ]
     refuse(faults, "a room with nothing in it: take it out")
+
+
+def test_tests_lie_where_what_they_test_lies():
+    tests = ROOT / "tests"
+    folders = {path.parent for path in python_files("tests") if path.name.startswith("test_")}
+    tops = {*PRODUCT, "bench"} - {"kvstore"}
+    faults = []
+    for folder in sorted(folders - {tests}):
+        place = folder.relative_to(tests)
+        room = (ROOT if place.parts[0] in tops else ROOT / "kvstore") / place
+        if not (room.is_dir() or room.with_suffix(".py").exists()):
+            faults.append(place.as_posix())
+
+    refuse(
+        sorted(set(faults) ^ OTHER_TEST_FOLDERS.keys()),
+        "put tests in the folder of their room (tests/tier/ssd for kvstore/tier/ssd.py), or say in"
+        " OTHER_TEST_FOLDERS why these are of no room; take out what is not needed there",
+    )
 
 
 def test_no_function_is_too_long_to_see_at_once():

@@ -1,4 +1,4 @@
-"""What one engine more, fewer, or in another role would change. Pure."""
+"""Estimates how one engine more, fewer, or in another role would change goodput. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import replace

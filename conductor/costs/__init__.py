@@ -1,1 +1,3 @@
-"""What serving a request costs, in seconds: estimated from datasheets, then fitted. Pure."""
+"""The costs of requests in seconds: estimated from datasheets, then fitted. Pure."""
+
+__all__ = ["book", "hardware", "prior", "shapes"]

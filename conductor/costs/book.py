@@ -66,7 +66,6 @@ class EngineCosts:
     """
 
     def __init__(self, machine: Machine, efficiency: Efficiency = USUAL) -> None:
-        """Start with the prior of a machine."""
         accelerator = ACCELERATORS[machine.accelerator]
         self.machine = machine
         self.prior = CostPrior(SHAPES[machine.shape], accelerator, machine.accelerators, efficiency)
@@ -121,10 +120,13 @@ class UnusableCostsError(ValueError):
 
 
 class CostBook:
-    """The costs of all engines."""
+    """The costs of all engines.
+
+    Args:
+        efficiency: that of all priors.
+    """
 
     def __init__(self, efficiency: Efficiency = USUAL) -> None:
-        """Start without engines; ``efficiency`` is that of all priors."""
         self._efficiency = efficiency
         self._engines: OrderedDict[str, EngineCosts] = OrderedDict()
 

@@ -53,7 +53,6 @@ class RobustFit:
     """
 
     def __init__(self) -> None:
-        """Start with the prior: all factors are 1."""
         self.factors = np.ones(TERMS)
         self.count = 0
         self._seen = 0  # of these, since the start

@@ -86,6 +86,12 @@ class PrefillLine(NamedTuple):
 class CostPrior:
     """Seconds of one engine, by its model and its accelerators.
 
+    Args:
+        shape: of its model.
+        accelerator: of which it has ``count``.
+        count: accelerators that work together; 0 = as many as a usual machine has.
+        efficiency: which part of their speed it reaches.
+
     Attributes:
         shape: of its model.
         network: its links to other machines together.
@@ -100,14 +106,6 @@ class CostPrior:
         count: int = 0,
         efficiency: Efficiency = USUAL,
     ) -> None:
-        """Compute the constants.
-
-        Args:
-            shape: of its model.
-            accelerator: of which it has ``count``.
-            count: accelerators that work together; 0 = as many as a usual machine has.
-            efficiency: which part of their speed it reaches.
-        """
         assert count >= 0
         count = count or accelerator.in_machine
         self.shape = shape

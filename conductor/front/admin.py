@@ -14,6 +14,7 @@ from conductor.front.advising import Adviser
 from conductor.front.auth import Auth, CallerRole
 from conductor.front.bodies import Bodies, TooManyBodiesError
 from conductor.front.cluster import LeftOut
+from conductor.front.completions import Route
 from conductor.front.matching import MatchBody
 from conductor.front.membership import Membership
 from conductor.front.metrics import Metrics
@@ -24,9 +25,9 @@ from conductor.front.openai import (
     error_response,
     parse,
 )
+from conductor.front.parts import Parts
 from conductor.front.prompts import Prompts
 from conductor.front.proxy import Proxy
-from conductor.front.sending import Parts
 from conductor.front.upstream import EngineError, EngineRefusedError
 from conductor.routing.choices import Candidate, Candidates
 from conductor.routing.engines import Engine, EngineRegistry
@@ -43,8 +44,14 @@ _log = logging.getLogger(__name__)
 
 
 class _TokenizeBody(msgspec.Struct):
-    prompt: str
+    prompt: str | msgspec.UnsetType = msgspec.UNSET
+    messages: list[msgspec.Raw] | msgspec.UnsetType = msgspec.UNSET
     model: ModelName | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a body without anything to tokenise."""
+        if self.prompt is msgspec.UNSET and self.messages is msgspec.UNSET:
+            raise ValueError("prompt: needed, unless messages are given")
 
 
 class Admin:
@@ -78,7 +85,8 @@ class Admin:
         return [
             web.get("/health", self._health),
             web.get("/readyz", self._ready),
-            web.post("/v1/completions", asks(self._proxy.completions)),
+            web.post(Route.COMPLETIONS, asks(self._proxy.completions)),
+            web.post(Route.CHAT, asks(self._proxy.chat_completions)),
             web.get("/v1/models", asks(self._models)),
             web.post("/tokenize", asks(self._tokenize)),
             web.get("/metrics", reads(self._scrape)),
@@ -151,11 +159,13 @@ class Admin:
         return _json(self._shown(engine)) if engine else _unknown("engine")
 
     def _shown(self, engine: Engine) -> dict[str, object]:
+        others = self._parts.dispatcher.loads.others.told(engine.info.id)
         return {
             **msgspec.structs.asdict(engine.info),
             "state": engine.health.state,
             "failures": engine.health.failures,
             "in_flight": self._parts.dispatcher.in_flight(engine.info.id),
+            "others": others._asdict() if others is not None else None,
             "gaps": by_advice(self._membership.gaps(engine)),
         }
 
@@ -321,7 +331,7 @@ def errors_as_json(faults: Faults, broken: Callable[[AssertionError], None]) -> 
         except web.HTTPException as error:
             what = error.reason
             if error.status == 404 and error is request.match_info.http_exception:
-                what = "no such path here; completions are served at POST /v1/completions only"
+                what = f"no such path here; POST to {Route.CHAT} or {Route.COMPLETIONS}"
             return error_response(error.status, "http", what)
         except AssertionError as error:
             broken(error)

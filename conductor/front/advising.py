@@ -27,7 +27,14 @@ _Seen = dict[str, tuple[list[EngineKind], LoadShape]]
 
 
 class Adviser:
-    """The newest advice for each model."""
+    """The newest advice for each model.
+
+    Args:
+        registry: the engines.
+        dispatcher: knows their costs and the recent load.
+        service: class whose objectives count.
+        clock: seconds, as the dispatcher's.
+    """
 
     def __init__(
         self,
@@ -36,14 +43,6 @@ class Adviser:
         service: ServiceClass,
         clock: Callable[[], float],
     ) -> None:
-        """Look at nothing yet.
-
-        Args:
-            registry: the engines.
-            dispatcher: knows their costs and the recent load.
-            service: class whose objectives count.
-            clock: seconds, as the dispatcher's.
-        """
         self._registry = registry
         self._dispatcher = dispatcher
         self._targets = Targets(service.ttft_s, service.tbt_s)

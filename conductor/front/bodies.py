@@ -28,13 +28,15 @@ class TooManyBodiesError(Exception):
 class Bodies:
     """The bodies of requests that have not ended.
 
+    Args:
+        body_bytes_max: maximum of one body.
+
     Attributes:
         total_bytes: of what was read of them.
         total_bytes_max: maximum of these.
     """
 
     def __init__(self, body_bytes_max: int) -> None:
-        """Start empty; ``body_bytes_max`` is the maximum of one body."""
         self.total_bytes = 0
         self.total_bytes_max = BODIES_BYTES_MAX
         self._body_bytes_max = body_bytes_max

@@ -48,24 +48,22 @@ _TOO_MANY: Final = LeftOut(
 class ClusterNodes:
     """Follows the nodes that the store of a cluster tells of; none with the membership ``local``.
 
+    Args:
+        config: its ``cluster`` says which one.
+        nodes: get those that are found.
+        guard: keeps a failure to take nodes up from what else is done.
+        store: has them; None = the one in ``config``.
+
     Attributes:
         left_out: nodes of the store that are not followed, by name.
+
+    Raises:
+        ConfigError: the store, or a file with a token, cannot be used by this process.
     """
 
     def __init__(
         self, config: ConductorConfig, nodes: Nodes, guard: Guard, store: RecordStore | None
     ) -> None:
-        """Connect nothing yet; see :meth:`run`.
-
-        Args:
-            config: its ``cluster`` says which one.
-            nodes: get those that are found.
-            guard: keeps a failure to take nodes up from what else is done.
-            store: has them; None = the one in ``config``.
-
-        Raises:
-            ConfigError: the store, or a file with a token, cannot be used by this process.
-        """
         cluster = config.cluster
         self.left_out: dict[str, LeftOut] = {}
         self._cluster = cluster

@@ -36,6 +36,11 @@ CAUSES: Final = (
 class Front:
     """Creates a protocol for each connection.
 
+    Args:
+        faults: counts closed connections.
+        connections_max: maximum open connections.
+        first_request_s: seconds for the first request of a connection.
+
     Attributes:
         faults: connections that were closed, by cause.
     """
@@ -43,13 +48,6 @@ class Front:
     def __init__(
         self, faults: Faults, connections_max: int, first_request_s: float = FIRST_REQUEST_S
     ) -> None:
-        """Start without connections.
-
-        Args:
-            faults: counts closed connections.
-            connections_max: maximum open connections.
-            first_request_s: seconds for the first request of a connection.
-        """
         self.faults = faults
         self._most = connections_max
         self._first_request_s = first_request_s

@@ -23,14 +23,13 @@ _log = logging.getLogger(__name__)
 
 
 class Guard:
-    """Keeps failures of background work from the rest."""
+    """Keeps failures of background work from the rest.
+
+    Args:
+        faults: counts them, as :data:`BACKGROUND`.
+    """
 
     def __init__(self, faults: Faults) -> None:
-        """Start without any.
-
-        Args:
-            faults: counts them, as :data:`BACKGROUND`.
-        """
         self._faults = faults
         self._logged: dict[str, float] = {}  # what → when
 

@@ -24,17 +24,15 @@ _log = logging.getLogger(__name__)
 class KeptCosts:
     """The file.
 
+    Args:
+        path: of the file; empty = nothing is kept.
+        book: what is kept.
+
     Attributes:
         faults: times that it could not be read or written.
     """
 
     def __init__(self, path: str, book: CostBook) -> None:
-        """Nothing is read yet.
-
-        Args:
-            path: of the file; empty = nothing is kept.
-            book: what is kept.
-        """
         self._path = Path(path) if path else None
         self._book = book
         self.faults = 0

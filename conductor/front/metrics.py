@@ -62,6 +62,15 @@ _GAUGES: Final = {
         ("node",),
     ),
     "engine_in_flight": ("Requests in flight at each engine.", ("engine",)),
+    "local_tokenizer": (
+        "1 while prompts of a kind are tokenised here, 0 since an engine said otherwise.",
+        ("model", "kind"),
+    ),
+    "journal_written": ("1 while the journal of decisions is written.", ()),
+    "engine_others": (
+        "Requests of others at each engine that tells: running, or waiting there.",
+        ("engine", "state"),
+    ),
     "cost_error": (
         "Relative error of the cost estimates for the last 256 prompts and decode steps, before the"
         " costs were updated with them.",

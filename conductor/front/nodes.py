@@ -83,16 +83,15 @@ class NodeUnreadableError(Exception):
 
 
 class NodeApi:
-    """The admin API of one node; use it in an ``async with`` statement."""
+    """The admin API of one node; use it in an ``async with`` statement.
+
+    Args:
+        entry: a node with ``url``.
+        timeout_s: deadline of one request.
+        operates: whether it is to be changed, with ``operate_token``.
+    """
 
     def __init__(self, entry: NodeEntry, timeout_s: float, *, operates: bool = False) -> None:
-        """Send nothing yet.
-
-        Args:
-            entry: a node with ``url``.
-            timeout_s: deadline of one request.
-            operates: whether it is to be changed, with ``operate_token``.
-        """
         token = entry.operate_token if operates else entry.read_token
         assert entry.url is not None
         parts = urlsplit(entry.url)

@@ -1,4 +1,4 @@
-"""What engines offer for handoffs, checked: a decode engine is sent to the URL that is in it.
+"""Checks engines' offers for handoffs: a decode engine is sent to the URL in the offer.
 
 The URL of a registry comes from the prefill engine, and decode engines ask it. So that no engine
 can send others to a third party, its host must be that of the engine's own URL, which the operator

@@ -1,9 +1,8 @@
-"""OpenAI's JSON: requests of clients, errors, and the reports of engines."""
+"""OpenAI's JSON: how requests are parsed, errors, and the reports of engines."""
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -15,8 +14,8 @@ from kvstore.index.reading import UnreadableError, read
 ModelName = Annotated[str, msgspec.Meta(max_length=512)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
-_NULL: Final = msgspec.Raw(b"null")  # never equal to bytes
-_TRUE: Final = msgspec.Raw(b"true")
+NULL: Final = msgspec.Raw(b"null")  # never equal to bytes
+TRUE: Final = msgspec.Raw(b"true")
 _NAME_CHARS: Final = 256
 _TYPES: Final = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -27,59 +26,6 @@ class BadRequestError(Exception):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
-
-
-class _Fields(msgspec.Struct, frozen=True):
-    """The fields that the Conductor uses; all others are relayed unchanged."""
-
-    prompt: str | Annotated[list[TokenId], msgspec.Meta(min_length=1)]
-    model: ModelName | None = None
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    stream: bool = False
-    stream_options: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    n: Annotated[int, msgspec.Meta(ge=1, le=1)] | None = None
-    request_id: str | None = None
-    cache_salt: str | None = None
-    service_tier: object = None
-    user: object = None
-    prompt_cache_key: object = None
-    kv_transfer_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A checked completion request.
-
-    Attributes:
-        fields: all fields as sent by the client; values are JSON text. A stream asks for usage in
-            any case.
-        prompt: text or token ids.
-        model: requested model, or None.
-        stream: whether the answer is a stream.
-        request_id: id in the body, or None.
-        salt: the prompt's cache salt; empty for none.
-        max_tokens: maximum tokens of the answer; None if the request has no limit.
-        service: its class; the field ``service_tier``, as long as nobody else tells.
-        tenant: the field ``user``; empty if the request has none.
-        session: the field ``prompt_cache_key``; empty if the request has none.
-        usage_added: whether the client of a stream did not ask for usage itself.
-    """
-
-    fields: Mapping[str, msgspec.Raw]
-    prompt: str | list[int]
-    model: str | None
-    stream: bool
-    request_id: str | None
-    salt: str = ""
-    max_tokens: int | None = None
-    service: str = ""
-    tenant: str = ""
-    session: str = ""
-    usage_added: bool = False
-
-    def body(self) -> bytes:
-        """The original request."""
-        return msgspec.json.encode(self.fields)
 
 
 Kind = TypeVar("Kind")
@@ -107,52 +53,9 @@ def parse(raw: bytes, kind: type[Kind]) -> Kind:
         raise BadRequestError(field, what) from error
 
 
-def parse_completion(raw: bytes) -> Completion:
-    """Check the body of ``POST /v1/completions``.
-
-    Raises:
-        BadRequestError: names the field.
-    """
-    known = parse(raw, _Fields)
-    if known.kv_transfer_params is not msgspec.UNSET and known.kv_transfer_params != _NULL:
-        raise BadRequestError("kv_transfer_params", "is set by the Conductor, not by clients")
-    if not known.prompt:
-        raise BadRequestError("prompt", "must not be empty")
-    fields = parse(raw, dict[str, msgspec.Raw])
-    fields.pop("kv_transfer_params", None)
-    options = _with_usage(known.stream_options) if known.stream else None
-    if options is not None:
-        fields["stream_options"] = options
-    return Completion(
-        fields,
-        known.prompt,
-        known.model,
-        known.stream,
-        known.request_id,
-        salt=known.cache_salt or "",
-        max_tokens=known.max_tokens,
-        service=name_of(known.service_tier),
-        tenant=name_of(known.user),
-        session=name_of(known.prompt_cache_key),
-        usage_added=options is not None,
-    )
-
-
 def name_of(value: object) -> str:
     """A client's name of something; only its beginning counts. Empty if it is none."""
     return value[:_NAME_CHARS] if isinstance(value, str) else ""
-
-
-def _with_usage(raw: msgspec.Raw | msgspec.UnsetType) -> msgspec.Raw | None:
-    """Options of a stream that asks for usage; None if these do, or are invalid."""
-    sent = b"{}" if isinstance(raw, msgspec.UnsetType) or raw == _NULL else bytes(raw)
-    try:
-        options = read(_OPTIONS.decode, sent)
-    except UnreadableError:
-        return None  # the engine says so
-    if options.get("include_usage") == _TRUE:
-        return None
-    return msgspec.Raw(msgspec.json.encode({**options, "include_usage": True}))
 
 
 def error_body(status: int, code: str, message: str, field: str | None = None) -> bytes:
@@ -220,7 +123,7 @@ class EngineAnswer(msgspec.Struct):
     def transfer(self) -> msgspec.Raw | None:
         """The transfer parameters to relay unchanged, or None."""
         raw = self.kv_transfer_params
-        return None if isinstance(raw, msgspec.UnsetType) or raw == _NULL else raw
+        return None if isinstance(raw, msgspec.UnsetType) or raw == NULL else raw
 
     def measured(self) -> Measured | None:
         """The measurements for the decision log; None if there are none."""

@@ -1,4 +1,4 @@
-"""Both engines of a pair at once: their requests run beside each other.
+"""Sends a request to both engines of a pair at once.
 
 ::
 
@@ -27,16 +27,15 @@ _PREFILL: Final = "request to a prefill engine"
 
 
 class PairTasks:
-    """The requests to prefill engines, also those that outlast the answer to the client."""
+    """The requests to prefill engines, also those that outlast the answer to the client.
+
+    Args:
+        metrics: counts failures.
+        membership: is told of them.
+        end_s: deadline for a prefill engine after the decode engine's answer has ended.
+    """
 
     def __init__(self, metrics: Metrics, membership: Membership, end_s: float) -> None:
-        """Start empty.
-
-        Args:
-            metrics: counts failures.
-            membership: is told of them.
-            end_s: deadline for a prefill engine after the decode engine's answer has ended.
-        """
         self._metrics = metrics
         self._membership = membership
         self._end_s = end_s

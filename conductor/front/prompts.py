@@ -1,11 +1,14 @@
-"""Tokenises prompts through an engine of the model, with a cache."""
+"""Tokenises prompts by a tokenizer of the model here or through an engine, with a cache."""
 
+import asyncio
 import hashlib
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
 
+from conductor.front.local_tokenizers import LocalTokenizers
 from conductor.front.membership import Membership
 from conductor.front.openai import TokenId
 from conductor.front.upstream import EngineError, EngineRefusedError, Upstream
@@ -30,33 +33,71 @@ _TOKENS: Final = msgspec.json.Decoder(_Tokens)
 
 
 class Prompts:
-    """Tokenises prompts; recent ones need no round trip."""
+    """Tokenises prompts; recent ones need no round trip.
+
+    Args:
+        registry: the engines.
+        upstream: client for engines.
+        membership: receives failures of engines.
+        timeout_s: deadline of one request to an engine, and of a tokenizer here.
+        local: tokenizers of some models.
+    """
 
     def __init__(
-        self, registry: EngineRegistry, upstream: Upstream, membership: Membership, timeout_s: float
+        self,
+        registry: EngineRegistry,
+        upstream: Upstream,
+        membership: Membership,
+        timeout_s: float,
+        local: LocalTokenizers,
     ) -> None:
-        """Start empty.
-
-        Args:
-            registry: the engines.
-            upstream: client for engines.
-            membership: receives failures of engines.
-            timeout_s: deadline of one request.
-        """
         self._registry = registry
         self._upstream = upstream
         self._membership = membership
         self._timeout_s = timeout_s
+        self._local = local
         self._known: OrderedDict[bytes, list[int]] = OrderedDict()
         self._kept = 0
 
-    async def tokenize(self, model: str, prompt: str) -> list[int] | None:
-        """The prompt's tokens (do not change the list); None if no engine answers in time."""
-        key = hashlib.sha256(model.encode() + b"\0" + prompt.encode(errors="replace")).digest()
+    async def tokenize(self, model: str, rendered: Mapping[str, msgspec.Raw]) -> list[int] | None:
+        """The tokens of a prompt (do not change the list); None if no engine answers in time.
+
+        Args:
+            model: its model, or LoRA adapter.
+            rendered: what ``/tokenize`` is asked, without ``model``: a prompt, or messages with all
+                that decides how an engine renders them.
+        """
+        body = msgspec.json.encode({"model": model, **rendered})
+        key = hashlib.sha256(body).digest()
         if key in self._known:
             self._known.move_to_end(key)
             return self._known[key]
-        body = msgspec.json.encode({"model": model, "prompt": prompt})
+        tokens = await self._tokens(model, rendered, body)
+        if tokens is not None:
+            self._remember(key, tokens)
+        return tokens
+
+    async def _tokens(
+        self, model: str, rendered: Mapping[str, msgspec.Raw], body: bytes
+    ) -> list[int] | None:
+        """Those of a new prompt: from the model's tokenizer here, else from an engine."""
+        engines = self._registry.of_model(model)
+        base = engines[0].info.model if engines else model
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                mine = await self._local.tokenize(base, rendered)
+        except TimeoutError:
+            return None
+        if mine is not None and not self._local.is_to_compare(base, rendered):
+            return mine
+        told = await self._ask_engines(model, body)
+        if mine is None:
+            return told
+        if told is not None:
+            self._local.compare(base, rendered, mine, told)
+        return told if told is not None else mine
+
+    async def _ask_engines(self, model: str, body: bytes) -> list[int] | None:
         for engine_id in self.askable(model)[:_TRIES]:
             try:
                 raw = await self.ask(engine_id, body)
@@ -67,7 +108,6 @@ class Prompts:
             except (EngineRefusedError, UnreadableError):
                 continue
             else:
-                self._remember(key, tokens)
                 return tokens
         return None
 

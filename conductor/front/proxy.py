@@ -1,4 +1,4 @@
-"""The path of one completion: check, tokenise, queue, engines, answer.
+"""The path of one completion, or chat completion: check, tokenise, queue, engines, answer.
 
 If an engine fails before the first byte was sent to the client, the request is retried on other
 engines. After the first byte the client gets an error event and the end of the stream; the request
@@ -16,18 +16,14 @@ from typing import Final
 
 from aiohttp import web
 
-from conductor.config import DeadlineConfig, QueueConfig
+from conductor.config import ConductorConfig
 from conductor.front.bodies import Bodies
-from conductor.front.openai import (
-    BadRequestError,
-    Completion,
-    error_body,
-    error_response,
-    name_of,
-    parse_completion,
-)
+from conductor.front.completions import Completion, Route, parse_completion
+from conductor.front.openai import BadRequestError, error_body, error_response, name_of
+from conductor.front.parts import Parts
+from conductor.front.relaying import Relay
 from conductor.front.runs import Run
-from conductor.front.sending import Parts, Sender
+from conductor.front.sending import Sender
 from conductor.front.tracing import TOKENS_MAX, AnsweredRequest
 from conductor.front.upstream import EngineError, EngineRefusedError
 from conductor.front.waiting import Lease, RejectedError
@@ -38,33 +34,29 @@ _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class Proxy:
-    """Serves ``POST /v1/completions``."""
+    """Serves ``POST /v1/completions`` and ``POST /v1/chat/completions``.
+
+    Args:
+        parts: shared with the rest of the service.
+        config: the policy's name, for decisions; limits of tries; deadlines for engines.
+        bodies: reads those of requests.
+        classes: names of the classes of requests.
+    """
 
     def __init__(
         self,
         parts: Parts,
-        policy: str,
-        queue: QueueConfig,
-        deadline: DeadlineConfig,
+        config: ConductorConfig,
         bodies: Bodies,
         classes: Collection[str] = (),
     ) -> None:
-        """Connect the parts.
-
-        Args:
-            parts: shared with the rest of the service.
-            policy: name of the policy, for decisions.
-            queue: limits of waits and tries.
-            deadline: deadlines for engines.
-            bodies: reads those of requests.
-            classes: names of the classes of requests.
-        """
         self._parts = parts
-        self._policy = policy
-        self._queue = queue
-        self._deadline = deadline
+        self._policy = config.policy.name
+        self._queue = config.queue
+        self._deadline = config.deadline
         self._classes = classes
-        self._sender = Sender(parts, deadline)
+        self._relay = Relay(parts, config.deadline)
+        self._sender = Sender(parts, self._relay, config.deadline.push_s)
         self._bodies = bodies
         self._numbers = itertools.count(1)
         self.active = 0
@@ -81,11 +73,22 @@ class Proxy:
             self.idle.set()
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
-        """Handle one request.
+        """Handle one request for a completion.
 
         Raises:
             BadRequestError: the request is invalid; names the field.
         """
+        return await self._serve(http, Route.COMPLETIONS)
+
+    async def chat_completions(self, http: web.Request) -> web.StreamResponse:
+        """Handle one request for a chat completion.
+
+        Raises:
+            BadRequestError: the request is invalid; names the field.
+        """
+        return await self._serve(http, Route.CHAT)
+
+    async def _serve(self, http: web.Request, route: Route) -> web.StreamResponse:
         arrived = self._parts.clock()
         if self.closing:
             return error_response(
@@ -100,12 +103,14 @@ class Proxy:
                 retry_after_s=self._parts.dispatcher.retry_after_s,
             )
         async with self._bodies.of(http) as raw:
-            return await self._complete(http, raw, arrived)
+            return await self._complete(http, route, raw, arrived)
 
-    async def _complete(self, http: web.Request, raw: bytes, arrived: float) -> web.StreamResponse:
+    async def _complete(
+        self, http: web.Request, route: Route, raw: bytes, arrived: float
+    ) -> web.StreamResponse:
         """Handle one request whose body has been read."""
         try:
-            body = parse_completion(raw)
+            body = parse_completion(route, raw)
             body = replace(body, service=self._service(http, body))
         except BadRequestError:
             self._parts.metrics.refused(400, "invalid")
@@ -124,7 +129,7 @@ class Proxy:
                 404, "model_not_found", what, field="model", request_id=request_id
             )
         decision = self._parts.decisions.open(
-            request_id, model, self._policy, stream=body.stream, at=datetime.now(UTC)
+            request_id, route, model, self._policy, stream=body.stream, at=datetime.now(UTC)
         )
         run = Run(http, body, decision, arrived, next(self._numbers))
         self.active += 1
@@ -256,12 +261,11 @@ class Proxy:
 
     async def _tokens(self, run: Run) -> list[int] | None:
         """The prompt as token ids, if the policy needs them or the request has them."""
-        if isinstance(run.body.prompt, list):
-            return run.body.prompt
-        if not self._parts.prefixes.needed:
-            return None
+        body = run.body
+        if body.rendered is None or not self._parts.prefixes.needed:
+            return body.tokens
         started = self._parts.clock()
-        tokens = await self._parts.prompts.tokenize(run.decision.model, run.body.prompt)
+        tokens = await self._parts.prompts.tokenize(run.decision.model, body.rendered)
         run.decision.tokenize_s = self._parts.clock() - started
         return tokens
 
@@ -279,8 +283,8 @@ class Proxy:
             )
         decision.outcome = "broken"
         event = b"event: error\ndata: " + error_body(status, code, why) + b"\n\n"
-        await self._sender.write(run.response, event)
-        await self._sender.end(run.response)
+        await self._relay.write(run.response, event)
+        await self._relay.end(run.response)
         return run.response
 
     def _relay_refusal(self, run: Run, error: EngineRefusedError) -> web.Response:

@@ -4,6 +4,7 @@ The registration counts first, then what the engine says of itself, then its ses
 """
 
 import logging
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,6 +12,7 @@ from conductor.config import ConductorConfig, EngineEntry, check_endpoint
 from conductor.front.offers import offer_of
 from conductor.front.openai import BadRequestError
 from conductor.front.served import DescribedEngine, machine, protocol_of
+from conductor.protocols import PROTOCOLS
 from conductor.routing.engines import EngineInfo, LoraAdapter, Role
 from conductor.routing.joining import FoundSessions, RankEvents
 from conductor.routing.naming import own_domain
@@ -91,6 +93,9 @@ def combine(registration: Registration, config: ConductorConfig) -> EngineInfo:
     events, events_bind, events_replay = _events(entry, said, found)
     page_tokens = entry.page_tokens or said.page_tokens or (opened.page_tokens if opened else 0)
     protocol = protocol_of(entry, said, listed=registration.read_at is not None)
+    ids = PROTOCOLS[protocol].engine_ids
+    if ids and re.fullmatch(ids, entry.id) is None:
+        raise BadRequestError("id", f"with protocol {protocol} it must be {ids}")
     shape, hardware = machine(entry, said)
     return EngineInfo(
         id=entry.id,

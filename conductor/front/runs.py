@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from conductor.front.openai import Completion
+from conductor.front.completions import Completion
 from conductor.front.upstream import EngineError
 from conductor.routing.columns import NO_KEYS
 from conductor.routing.decisions import Decision

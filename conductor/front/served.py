@@ -111,7 +111,13 @@ class ServedModels(NamedTuple):
 
 
 class ServedReader:
-    """Asks engines what they serve."""
+    """Asks engines what they serve.
+
+    Args:
+        upstream: client for engines.
+        timeout_s: deadline of one answer.
+        fingerprint: reads the files of an adapter; called in a thread.
+    """
 
     def __init__(
         self,
@@ -119,13 +125,6 @@ class ServedReader:
         timeout_s: float,
         fingerprint: Callable[[str], str] = weights_fingerprint,
     ) -> None:
-        """Ask nothing yet.
-
-        Args:
-            upstream: client for engines.
-            timeout_s: deadline of one answer.
-            fingerprint: reads the files of an adapter; called in a thread.
-        """
         self._upstream = upstream
         self._timeout_s = timeout_s
         self._fingerprint = fingerprint

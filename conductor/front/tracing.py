@@ -14,7 +14,6 @@ import logging
 import os
 import queue
 import secrets
-import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from conductor.front.rotation import begin_file
 from kvstore.index.layout import Words
 from kvstore.protocol.errors import ConfigError, reason
 
@@ -158,17 +158,7 @@ class _Rotated:
     def begin(self) -> None:
         """Begin a new file, with a new salt."""
         self.close()
-        if self._path.is_symlink() or (self._path.exists() and not self._path.is_file()):
-            raise FileExistsError(0, "is there and is no file")
-        names = [self._path, *(Path(f"{self._path}.{n}") for n in range(1, self._files_max))]
-        if self._path.exists():  # else the last time ended after this, and older ones would vanish
-            for older, newer in zip(names[:0:-1], names[-2::-1], strict=True):
-                with contextlib.suppress(FileNotFoundError):
-                    newer.replace(older)
-        if self._files_max == 1:
-            self._path.unlink(missing_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        self._fd = os.open(self._path, flags, stat.S_IRUSR | stat.S_IWUSR)
+        self._fd = begin_file(self._path, self._files_max)
         self._size, self._began_s = 0, None
         self._salt = secrets.token_bytes(_SALT_BYTES)
 

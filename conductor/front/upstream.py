@@ -205,7 +205,7 @@ class Upstream:
         if 400 <= answer.status < 500 and answer.status not in _BUSY:
             raise EngineRefusedError(engine, answer.status, raw, _content_type(answer))
         what = f"status {answer.status}: {raw[:200].decode(errors='replace')}"
-        raise EngineError(engine, what, sick=answer.status not in _BUSY)
+        raise EngineError(engine, what, sick=answer.status not in _BUSY, status=answer.status)
 
     @asynccontextmanager
     async def stream(

@@ -15,7 +15,10 @@ from typing import Final, Self
 from conductor.front.guarding import Guard
 from conductor.routing.choices import Assign, Continue, Reject
 from conductor.routing.columns import Matches
+from conductor.routing.desk import Desk
 from conductor.routing.dispatcher import Dispatcher
+from conductor.routing.engines import EngineRegistry
+from conductor.routing.journal import Line
 from conductor.routing.requests import Request
 
 
@@ -89,7 +92,7 @@ class Lease:
 
     def detach(self, engine_id: str) -> DetachedPlace:
         """Take the place at one engine out of the lease; who calls this gives it back."""
-        self._queue.dispatcher.detach(self._number, engine_id)
+        self._queue.detach(self._number, engine_id)
         return DetachedPlace(self._queue, self._number, engine_id)
 
     def failed(self, engine_id: str, why: str) -> None:
@@ -113,6 +116,14 @@ class Lease:
 class RequestQueue:
     """The waiting requests as futures.
 
+    Args:
+        dispatcher: used only by this queue.
+        registry: its engines.
+        find: the prefix of a request, by number and model, at each engine.
+        clock: seconds, monotonic.
+        guard: lets a request whose prefix cannot be looked up go by load, and all others on.
+        write: gets a line for each input and decision; None = there is no journal.
+
     Attributes:
         dispatcher: decides; used only through this queue, except to read.
     """
@@ -120,20 +131,15 @@ class RequestQueue:
     def __init__(
         self,
         dispatcher: Dispatcher,
+        registry: EngineRegistry,
         find: Callable[[int, str], Matches],
         clock: Callable[[], float],
         guard: Guard,
+        write: Callable[[Line], None] | None = None,
     ) -> None:
-        """Start empty.
-
-        Args:
-            dispatcher: used only by this queue.
-            find: the prefix of a request, by number and model, at each engine.
-            clock: seconds, monotonic.
-            guard: lets a request whose prefix cannot be looked up go by load, and all others on.
-        """
         self._guard = guard
         self.dispatcher = dispatcher
+        self._desk = Desk(dispatcher, registry, self._found, write)
         self._find = find
         self._clock = clock
         self._answers: dict[int, _Answer] = {}  # of those who wait, by number
@@ -144,22 +150,28 @@ class RequestQueue:
 
     def enter(self, request: Request) -> Lease:
         """A request arrives; enter the lease at once."""
-        self.dispatcher.arrive(request)
+        self._looked.arrive(request)
         try:
             return Lease(self, request.number, self._wait(request.number))
         except BaseException:
             self._answers.pop(request.number, None)
-            self.dispatcher.left(request.number, self._clock())
+            self._looked.left(request.number, self._clock())
             raise
+
+    @property
+    def _looked(self) -> Desk:
+        """Takes inputs, after what has changed of engines."""
+        self._desk.look()
+        return self._desk
 
     def prefilled(self, number: int, hit_tokens: int | None) -> _Answer:
         """The prefill engine of a pair has done its part, but for ``hit_tokens``."""
-        self.dispatcher.prefilled(number, self._clock(), hit_tokens)
+        self._looked.prefilled(number, self._clock(), hit_tokens)
         return self._wait(number)
 
     def failed(self, number: int, engine_id: str, why: str) -> _Answer:
         """An engine failed a request."""
-        self.dispatcher.failed(number, engine_id, why, self._clock())
+        self._looked.failed(number, engine_id, why, self._clock())
         return self._wait(number)
 
     def _wait(self, number: int) -> _Answer:
@@ -176,28 +188,36 @@ class RequestQueue:
             number: of the request; an unknown one does nothing.
             hit_tokens: prompt tokens that were not computed; None = unknown.
         """
-        self.dispatcher.began(number, self._clock(), hit_tokens)
+        self._looked.began(number, self._clock(), hit_tokens)
         self.pump()
+
+    def ended(self, number: int, output_tokens: int) -> None:
+        """A request has all its tokens."""
+        self._looked.ended(number, output_tokens, self._clock())
 
     def untold(self, number: int, engine_id: str) -> None:
         """Nobody will tell when an engine has computed the prompt of a request."""
-        self.dispatcher.loads.untold(number, engine_id)
+        self._looked.untold(number, engine_id)
         self.pump()
 
     def released(self, number: int, engine_id: str) -> None:
         """An engine has done its part of a request."""
-        self.dispatcher.released(number, engine_id, self._clock())
+        self._looked.released(number, engine_id, self._clock())
         self.pump()
+
+    def detach(self, number: int, engine_id: str) -> None:
+        """A place at an engine is to outlast its request."""
+        self._looked.detach(number, engine_id)
 
     def give_back(self, number: int, engine_id: str) -> None:
         """An engine has ended its part of a request, whose place there was detached."""
-        self.dispatcher.give_back(number, engine_id, self._clock())
+        self._looked.give_back(number, engine_id, self._clock())
         self.pump()
 
     def leave(self, number: int) -> None:
         """A request has ended, or its client has disconnected."""
         self._answers.pop(number, None)
-        self.dispatcher.left(number, self._clock())
+        self._looked.left(number, self._clock())
         self.pump()
 
     def pump(self) -> None:
@@ -216,13 +236,8 @@ class RequestQueue:
         now = self._clock()
         for number in [n for n, answer in self._answers.items() if answer.done()]:
             del self._answers[number]  # its client has disconnected
-            self.dispatcher.left(number, now)
-        for number, model in self.dispatcher.due(now):
-            found: Matches = {}
-            with self._guard.turn("prefix of a request"):
-                found = self._find(number, model)
-            self.dispatcher.learn(number, found)
-        for effect in self.dispatcher.step(now):
+            self._looked.left(number, now)
+        for effect in self._looked.step(now):
             answer = self._answers.pop(effect.request, None)
             if answer is None:
                 continue  # its client had gone when the dispatcher refused it
@@ -230,6 +245,12 @@ class RequestQueue:
                 answer.set_exception(RejectedError(effect))
             else:
                 answer.set_result(effect)
+
+    def _found(self, number: int, model: str) -> Matches:
+        found: Matches = {}
+        with self._guard.turn("prefix of a request"):
+            found = self._find(number, model)
+        return found  # noqa: RET504 # nothing, if that has failed
 
     def _set_timer(self, *, failed: bool) -> None:
         """Pump again when the first deadline passes, or after a failure."""
@@ -243,5 +264,5 @@ class RequestQueue:
 
     def close(self) -> None:
         """Reject waiting requests and new ones."""
-        self.dispatcher.close()
+        self._looked.close()
         self.pump()

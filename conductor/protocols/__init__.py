@@ -6,11 +6,16 @@ Another protocol is one more file here, and its line in :data:`PROTOCOLS`.
 from typing import Final
 
 from conductor.protocols.base import PairProtocol
+from conductor.protocols.dynamo import DYNAMO
 from conductor.protocols.push import PUSH
 from conductor.protocols.reference import REFERENCE
 from conductor.protocols.vllm import VLLM
 
-PROTOCOLS: Final[dict[str, PairProtocol]] = {"reference": REFERENCE, "vllm": VLLM, "push": PUSH}
+__all__ = ["PROTOCOLS", "base", "own_protocols"]
+
+PROTOCOLS: Final[dict[str, PairProtocol]] = {
+    "reference": REFERENCE, "vllm": VLLM, "dynamo": DYNAMO, "push": PUSH,
+}  # fmt: skip
 """Protocols by name. An engine's ``protocol`` names one that is not over another one."""
 
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
 from conductor.routing.decisions import HandoffReport
 
+_ONE: Final = msgspec.Raw(b"1")
 Fields = Mapping[str, msgspec.Raw]
 """Fields of a request's body; values are JSON text."""
 
@@ -24,6 +25,8 @@ class PairRequest(NamedTuple):
             known when the prefill engine has answered: then it may be another than before.
         registry: ``http://host:port`` of the prefill engine's registry of handoffs; empty = it has
             none.
+        prefill: id of the engine that computes the prompt.
+        decode: of the engine that generates the tokens; likewise.
     """
 
     fields: Fields
@@ -31,6 +34,8 @@ class PairRequest(NamedTuple):
     prefill_url: str
     decode_url: str
     registry: str = ""
+    prefill: str = ""
+    decode: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,11 @@ class PairProtocol:
             are asked by this one if both engines offer it. None = engines name it as their own.
         report: reads from the ``kv_transfer_params`` of either engine's answer how the handoff
             went there; the client does not get these then. None = they do not tell.
+        alone: the request to an engine that serves it alone, and whose id is the second argument;
+            None = as the client sent it.
+        misses: whether the body of an engine's 4xx says that it does not know an engine that the
+            request names, so that others may serve it; None = it never does.
+        engine_ids: a regular expression for the ids of engines, if requests name them; empty = any.
     """
 
     at_once: bool
@@ -59,6 +69,9 @@ class PairProtocol:
     way: str = ""
     over: str | None = None
     report: Callable[[msgspec.Raw], HandoffReport | None] | None = None
+    alone: Callable[[Fields, str], Fields] | None = None
+    misses: Callable[[bytes], bool] | None = None
+    engine_ids: str = ""
 
     def __post_init__(self) -> None:
         """Refuse a protocol in which nobody asks the prefill engine."""
@@ -70,7 +83,9 @@ def one_token(fields: Fields) -> dict[str, msgspec.Raw]:
     """A request that ends after the first token and is answered with JSON."""
     asked = dict(fields)
     asked.pop("stream_options", None)
-    asked["max_tokens"] = msgspec.Raw(b"1")
+    asked["max_tokens"] = _ONE
+    if "messages" in fields or "max_completion_tokens" in fields:
+        asked["max_completion_tokens"] = _ONE  # overrides the other name
     asked["stream"] = msgspec.Raw(b"false")
     return asked
 

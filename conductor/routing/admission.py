@@ -1,22 +1,22 @@
 """Admission: which requests are refused at once because they could not be served in time. Pure.
 
 A request belongs to a **class** with objectives: seconds to its first token (TTFT) and between two
-tokens (TBT). When it arrives it is judged once:
+tokens (TBT). It is judged once, when it arrives:
 
 ``load``
     It is refused if the engines are overloaded now: the prompts before it, or those whose KV waits
-    for a place to decode, need more seconds than its TTFT, or the steps of those who decode take
-    longer than its TBT.
+    for a place to decode, need more seconds than its TTFT, or decode steps take longer than its
+    TBT.
 ``prediction``
-    It is refused if its own TTFT is predicted to be missed: behind those who are considered before
-    it, with its own prompt and handoff, and the wait for a place to decode. What decodes at the
-    predicted end of its prompt is counted, not what decodes now: who has ended by then has left,
-    who is being computed has come. A request that has waited so long that its prompt cannot be
-    computed in time any more is refused, too.
+    It is refused if its own TTFT is predicted to be missed: behind the requests that are considered
+    before it, with its own prompt and handoff, and the wait for a place to decode. The requests
+    that decode at the predicted end of its prompt count, not those that decode now: requests that
+    finish by then are excluded; those still in prefill are included. A request that has waited so
+    long that its prompt can no longer be computed in time is refused, too.
 
-Who refuses by present load lets too many through while decode engines are idle and prompts are
-computed, and too few when these decode: load swings between the two. Mooncake's report (arXiv
-2407.00079, section 6) has this observation, and the idea of the prediction.
+Refusing by present load admits too many requests while decode engines are idle and prompts are
+being computed, and too few when these decode: load oscillates. Mooncake's report (arXiv 2407.00079,
+section 6) has this observation, and the idea of the prediction.
 """
 
 import enum
@@ -46,7 +46,7 @@ _NEW_PART_WEIGHT: Final = 0.02
 """Of the newest prompt in the moving average of the part that is computed."""
 _ADMITTED: Final = "admitted"
 _ADMISSIONS: Final = (_ADMITTED, "prefill", "decode", "late")
-"""What ``admission`` counts: who was admitted, and who was not, by what there was too little of."""
+"""The labels of ``admission``: admitted, or the reason for the refusal."""
 
 
 class AdmissionMode(enum.StrEnum):
@@ -74,7 +74,7 @@ class ServiceClass(msgspec.Struct, frozen=True):
 
 
 class AdmissionRules(msgspec.Struct, frozen=True):
-    """What is asked for.
+    """The rules of admission.
 
     Attributes:
         mode: how requests are judged.
@@ -92,7 +92,7 @@ class AdmissionRules(msgspec.Struct, frozen=True):
 
 
 EVERYBODY: Final = AdmissionRules()
-"""Nobody is refused, and all are equal."""
+"""No request is refused, and all are equal."""
 
 
 @dataclass(slots=True)
@@ -138,21 +138,19 @@ class _Asked:
 
 
 class Admission:
-    """Requests that have not ended, as far as it matters whether more can be served.
+    """The state of unfinished requests that matters for admission.
+
+    Args:
+        rules: the rules.
+        loads: the work of the engines.
+        policy: decides which node fetches what.
 
     Attributes:
-        lengths: what was learned of answers.
+        lengths: learned lengths of answers.
         recent: the load of the last minutes.
     """
 
     def __init__(self, rules: AdmissionRules, loads: EngineLoads, policy: Policy) -> None:
-        """Start without requests.
-
-        Args:
-            rules: what is asked for.
-            loads: what the engines have to do.
-            policy: who fetches what.
-        """
         assert rules.classes
         self.lengths = OutputLengths()
         self.recent = RecentLoad()
@@ -206,7 +204,7 @@ class Admission:
         return self._asked[number].output
 
     def answer(self, number: int) -> Answer:
-        """What is expected of the answer to a request."""
+        """The expected length of the answer to a request."""
         asked = self._asked[number]
         return Answer(asked.output, asked.service.tbt_s)
 
@@ -215,7 +213,7 @@ class Admission:
         return self._asked[number].service.priority
 
     def judgement(self, number: int) -> Judgement:
-        """What was foreseen of a request."""
+        """The prediction for a request."""
         asked = self._asked[number]
         if asked.judgement is None:
             return Judgement(asked.service.name, str(self._rules.mode), round(asked.output, 1))
@@ -230,11 +228,11 @@ class Admission:
     def refusals(
         self, view: View, waiting: Waiting, rows: Sequence[int], now: float
     ) -> list[Reject]:
-        """Judge those who have come, and look whether others can still be served in time.
+        """Judge new requests, and check whether the others can still be served in time.
 
         Args:
             view: the engines, with their costs.
-            waiting: all who wait; ``matches`` of those that are judged are up to date.
+            waiting: all waiting requests; ``matches`` of those to judge are up to date.
             rows: of these, in the order in which they are considered.
             now: time.
         """
@@ -261,7 +259,7 @@ class Admission:
         return refused
 
     def _notice(self, now: float) -> None:
-        """Count those that decode by now, although no engine tells us so."""
+        """Count requests that decode by now, although no engine reports it."""
         for number, since, step_s in self._loads.begun():
             if number in self._asked:
                 tokens = sum(self._asked[number].computed)
@@ -307,7 +305,7 @@ class Admission:
         return self._refuse(number, asked, again_s) if why else None
 
     def _too_late(self, waiting: Waiting, row: int, now: float) -> Reject | None:
-        """Whether a request waited so long that its prompt cannot be computed in time any more.
+        """Whether a request has waited so long that its prompt can no longer be computed in time.
 
         One that has failed at an engine is served, however late it is.
         """
@@ -338,7 +336,7 @@ class Admission:
         return Reject(number, reason, again, OVERLOADED, status=429, judgement=seen)
 
     def _count(self, asked: _Asked, outcome: str) -> None:
-        """Count what became of a request that was judged, once."""
+        """Count the outcome of a judged request, once."""
         if asked.judgement is not None and not asked.counted:
             asked.counted = True
             self._counts[asked.service.name, outcome] += 1
@@ -379,14 +377,14 @@ class Admission:
     def decodes(
         self, number: int, tokens: int, step_s: float, now: float, since: float | None = None
     ) -> None:
-        """A request begins to decode.
+        """A request starts to decode.
 
         Args:
             number: of the request.
             tokens: of its prompt.
             step_s: of the steps of its engine.
             now: time.
-            since: when it began; None = now.
+            since: when it started; None = now.
         """
         asked = self._asked[number]
         if asked.model and self.judges:
@@ -395,7 +393,7 @@ class Admission:
             demand.decodes(number, tokens + asked.output, asked.output * step_s, passed_s)
 
     def ended(self, number: int, output_tokens: int, now: float) -> None:
-        """A request has got all its tokens, as many as the engine says."""
+        """A request has all its tokens; ``output_tokens`` as reported by the engine."""
         output_tokens = max(0, min(output_tokens, TOKENS_MAX))
         one = self._asked[number]
         one.answered = output_tokens
@@ -405,7 +403,7 @@ class Admission:
             self._shares.charge(one.tenant, OUTPUT_WEIGHT * more, now)
 
     def failed(self, number: int, now: float) -> None:
-        """An engine failed a request: its tenant gets back what is left of its charge."""
+        """An engine failed a request: its tenant is refunded the rest of its charge."""
         one = self._asked[number]
         prompt, answer = one.charged
         left = 0.5 ** ((now - one.charged_at) / HALF_S)

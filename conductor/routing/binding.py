@@ -14,15 +14,15 @@ from conductor.routing.pricing import PricedEngines, Prices, Prompt
 from kvstore.index.layout import Flags
 
 AHEAD_S: Final = 0.1
-"""A late binding policy gives an engine its next prompt so long before it has computed the last: so
-it never waits, and can compute short prompts together."""
+"""A late binding policy gives an engine its next prompt this long before it has computed the last
+one, so that it never waits, and can compute short prompts together."""
 _ROUNDING_S: Final = 1e-6
-"""Differences of times are not exact: one who is woken for an engine must find it free."""
+"""Differences of times are not exact: a request that is woken for an engine must find it free."""
 _IN_VAIN_MAX: Final = 48
 """Requests with one key that may prefer an engine that is not free; no more are asked then."""
 _ALIKE_ASKED: Final = 4
-"""Of those that would reuse the same prefix only so many of these are asked one after another; then
-the 8th, the 16th and so on. Those between wait with the one before them."""
+"""Of the requests that would reuse the same prefix, only this many are examined one after another;
+then the 8th, the 16th and so on. Those between wait with the one before them."""
 _NOTHING: Final = np.zeros(0)
 _NOBODY: Final = Eligible([], _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
 """Policies with costs in seconds need nothing but these."""
@@ -32,12 +32,12 @@ Key = tuple[str, frozenset[str]]
 
 
 class ChosenEngines(NamedTuple):
-    """What was chosen for one request.
+    """The choice for one request.
 
     Attributes:
         first: row of the engine that computes the prompt; negative = the request waits.
         second: row of the engine that decodes.
-        priced: what each candidate would take.
+        priced: the costs of each candidate.
         waits_for: row of the engine for which it waits from now on; negative = none.
         full: whether all later requests of this key wait, too.
     """
@@ -50,14 +50,14 @@ class ChosenEngines(NamedTuple):
 
 
 class _Choices(NamedTuple):
-    """Rows of engines that could serve a request, until somebody is assigned.
+    """Rows of engines that could serve a request, until the next assignment.
 
     Attributes:
-        pairs: first ones, and those that can decode after them.
+        pairs: prefill engines, and those that can decode after them.
         rows: the same, as arrays.
-        free: whether each first one can be given a prompt.
+        free: whether each prefill engine can get a prompt.
         any_free: whether one can.
-        full: 1 for first ones that have no room.
+        full: 1 for prefill engines that have no room.
     """
 
     pairs: Pairs
@@ -82,7 +82,7 @@ class _Alike:
     seconds: float = 0.0
 
     def waits(self) -> bool:
-        """Whether the next one does what the last one did; it is counted."""
+        """Whether the next request does the same as the last one; it is counted."""
         self.count += 1
         return self.count > _ALIKE_ASKED and self.count & (self.count - 1) != 0
 
@@ -125,13 +125,13 @@ class SecondsChooser:
         pairs: Callable[[], tuple[Pairs, PairRows]],
         now: float,
     ) -> ChosenEngines:
-        """Choose for one request; what is chosen counts for those that come later.
+        """Choose for one request; the choice counts for later requests.
 
         Args:
             waiting: the requests.
             row: of this one.
-            pairs: engines that could serve it, whether the first ones have room or not; and the
-                same as arrays.
+            pairs: engines that could serve it, whether the prefill engines have room or not; and
+                the same as arrays.
             now: time on the clock of the deadlines.
         """
         key = (waiting.models[row], waiting.excluded[row])
@@ -184,7 +184,7 @@ class SecondsChooser:
     def _possible(
         self, pairs: Pairs, rows: PairRows, takers: Collection[int] | None = None
     ) -> _Choices:
-        """Choices among these; ``takers`` alone can be given a prompt, None = who is free."""
+        """Choices among these; only ``takers`` can get a prompt, None = free engines."""
         if takers is not None:
             free = np.array([one in takers for one in rows.firsts], dtype=np.bool_)
         else:
@@ -211,7 +211,7 @@ class SecondsChooser:
         return -1 if found is None else found
 
     def keep(self, waiting: Waiting) -> None:
-        """Count those who wait for an engine already: they are before all who come later."""
+        """Count requests that wait for an engine already: they precede all later ones."""
         if self._policy.binds is Binding.ARRIVAL:
             rows = [self._view.row_of(bound) if bound else None for bound in waiting.bound]
             self._prices.think_all(rows, waiting.least_s)

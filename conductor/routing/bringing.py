@@ -1,10 +1,9 @@
 """Which KV to load or copy before it is requested, and which prefixes to replicate. Pure.
 
-A request that waits has a *wish*: pages that are not yet in the memory of the node that will most
-likely serve it. :class:`BringPlanner` lets wishes be carried out within a byte budget, and takes
-them back when the request goes elsewhere. :class:`HotPrefixes` says how many nodes should have a
-prefix that many requests have; a level is left only at half the rate at which it was reached, so
-that a rate that wavers changes nothing.
+A waiting request has a *wish*: pages that are not yet in the memory of the node that will most
+likely serve it. :class:`BringPlanner` starts wishes within a byte budget, and cancels them when the
+request goes elsewhere. :class:`HotPrefixes` says how many nodes should have a prefix that many
+requests have; a level is left only at half the rate at which it was reached (hysteresis).
 """
 
 from collections import Counter, OrderedDict
@@ -25,7 +24,7 @@ TRIES: Final = 2
 
 
 class BringKind(StrEnum):
-    """How pages come: from the node's own disk, or from another node."""
+    """The source of pages: the node's own disk, or another node."""
 
     LOAD = "load"
     COPY = "copy"
@@ -50,7 +49,7 @@ class Wish(NamedTuple):
 
     @property
     def kind(self) -> BringKind:
-        """Whence the pages come."""
+        """The source of the pages."""
         return BringKind.LOAD if self.node == self.source else BringKind.COPY
 
 
@@ -69,10 +68,10 @@ class Cancel(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BringLimits:
-    """Bounds of what is under way.
+    """Limits of pages in transit.
 
     Attributes:
-        bytes_max: of all that is being brought.
+        bytes_max: maximum bytes of all loads and copies.
         jobs_max: wishes that one node carries out at a time.
     """
 
@@ -102,11 +101,12 @@ class BringPlanner:
         return sum(one.wish.size_bytes for one in self._carried.values())
 
     def step(self, wishes: Sequence[Wish]) -> list[Start | Cancel]:
-        """Decide what is begun and cancelled now.
+        """Decide which wishes to start and to cancel now.
 
         Args:
-            wishes: of those who wait, in order; one each at most. Who wishes nothing more (or for
-                another node) has what is under way cancelled, who is not there keeps it.
+            wishes: of waiting requests, in order; at most one each. A request without a wish any
+                more (or with one for another node) has its job cancelled; one that is not listed
+                keeps it.
         """
         effects: list[Start | Cancel] = []
         for wish in wishes:
@@ -189,23 +189,22 @@ class _Heat:
 
 
 class HotPrefixes:
-    """How often prefixes come, and how many nodes should have them."""
+    """The rates of prefixes, and how many nodes should have them.
+
+    Args:
+        rate: requests per second from which on two nodes should have a prefix; three from twice as
+            many on, and so forth.
+        copies_max: maximum nodes.
+    """
 
     def __init__(self, rate: float, copies_max: int) -> None:
-        """Start cold.
-
-        Args:
-            rate: requests a second from which on two nodes should have a prefix; three from twice
-                as many on, and so forth.
-            copies_max: maximum nodes.
-        """
         assert rate > 0
         self._rate = rate
         self._copies_max = copies_max
         self._heat: OrderedDict[int, _Heat] = OrderedDict()
 
     def came(self, keys: Words, now: float) -> tuple[int, int]:
-        """A request has come.
+        """Count an arriving request.
 
         Args:
             keys: a chain value for each leading page of its prompt.
@@ -213,7 +212,7 @@ class HotPrefixes:
 
         Returns:
             Pages of its longest prefix of which more nodes should have a copy than before, and how
-            many nodes; (0, 0) if there is none. Looked at are prefixes of 1, 2, 4 … pages.
+            many nodes; (0, 0) if there is none. Prefixes of 1, 2, 4 … pages are examined.
         """
         found = (0, 0)
         pages = 1
@@ -242,7 +241,7 @@ class HotPrefixes:
         return one.copies if one.copies > before else 0
 
     def _from(self, copies: int) -> float:
-        """The rate from which on so many nodes should have a prefix."""
+        """The rate from which on ``copies`` nodes should have a prefix."""
         return float(self._rate * 2.0 ** (copies - 2))
 
     @staticmethod

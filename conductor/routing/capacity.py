@@ -39,13 +39,13 @@ class EngineKind:
     """Equal engines.
 
     Attributes:
-        role: theirs.
-        hardware: name of their accelerators, as they are registered.
-        line: what prompts take.
-        step_s: seconds of a decode step, by batch and tokens of context in all.
+        role: their role.
+        hardware: name of their accelerators, as registered.
+        line: the costs of prompts.
+        step_s: seconds of a decode step, by batch and total tokens of context.
         places: requests that one decodes at a time.
         room: tokens of KV of one; infinite = unknown.
-        count: how many there are.
+        count: number of engines.
     """
 
     role: Role
@@ -92,7 +92,6 @@ class Needs:
     """
 
     def __init__(self, samples: Sequence[LoadSample]) -> None:
-        """Take at least one."""
         assert samples
         columns = np.array(samples, dtype=np.float64)
         self._new, self._prefix = columns[:, 0], columns[:, 1]
@@ -162,7 +161,7 @@ class _Queue(NamedTuple):
 
 
 def capacity(kinds: Sequence[EngineKind], needs: Needs, targets: Targets) -> FleetRates:
-    """What a fleet serves in time; mixed engines add to both."""
+    """The rate that a fleet serves in time; mixed engines add to both parts."""
     pairs = FleetRates(
         _prefill(_of(kinds, Role.PREFILL), needs, targets),
         _decode(_of(kinds, Role.DECODE), needs, targets),

@@ -27,19 +27,20 @@ class Candidate(msgspec.Struct, frozen=True, omit_defaults=True):
         engine: its id.
         role: its role.
         health: its health.
-        in_flight: requests assigned to it that have not ended; also those whose KV is not there
-            yet.
+        in_flight: requests assigned to it that have not ended, including those whose KV has not
+            arrived yet.
         max_running: places.
-        load: ``in_flight / max_running``.
+        load: ``(in_flight + others) / max_running``.
         local_tokens: prompt tokens in its own cache.
         node_tokens: prompt tokens on nodes it reads from.
         usable_tokens: prompt tokens it need not compute.
         peer_tokens: prompt tokens beyond these that its node could fetch from one other node of the
             cluster; no policy uses them.
         verdict: the role it was chosen for, ``passed over``, or why it could not be chosen.
-        queue_s: seconds until the prompts that it has are computed; this and the others are there
-            only if the policy uses costs, and the engine could be chosen.
-        fetch_s: seconds to fetch what another node has of the prompt.
+        others: requests of others that it has; 0 also if it does not tell.
+        queue_s: seconds until its assigned prompts are computed; this and the following exist only
+            if the policy uses costs, and the engine could be chosen.
+        fetch_s: seconds to fetch the part of the prompt that another node has.
         prefill_s: seconds to compute the rest of the prompt.
         handoff_s: seconds from the prefill engine to this one.
         tbt_s: seconds between two tokens.
@@ -58,6 +59,7 @@ class Candidate(msgspec.Struct, frozen=True, omit_defaults=True):
     usable_tokens: int
     peer_tokens: int
     verdict: str
+    others: int = 0
     queue_s: float | None = None
     fetch_s: float | None = None
     prefill_s: float | None = None
@@ -96,6 +98,16 @@ class Candidates:
 
     The decision log keeps them of thousands of requests. Iterating gives each as a
     :class:`Candidate`.
+
+    Args:
+        engines: ids.
+        roles: roles.
+        health: health.
+        numbers: int32 [7, engines]: requests, places, local, node, usable and peer tokens, and
+            requests of others.
+        verdicts: uint8 [engines], positions in :data:`VERDICTS`.
+        seconds: float32 [6, engines]: queue, fetch, prefill, handoff, between tokens and of
+            late requests; not a number = it could not be chosen. None if the policy uses none.
     """
 
     __slots__ = ("_columns", "_later")
@@ -109,18 +121,7 @@ class Candidates:
         verdicts: npt.NDArray[np.uint8],
         seconds: npt.NDArray[np.float32] | None = None,
     ) -> None:
-        """Keep the columns.
-
-        Args:
-            engines: ids.
-            roles: roles.
-            health: health.
-            numbers: int32 [6, engines]: requests, places, and local, node, usable, peer tokens.
-            verdicts: uint8 [engines], positions in :data:`VERDICTS`.
-            seconds: float32 [6, engines]: queue, fetch, prefill, handoff, between tokens and of
-                late requests; not a number = it could not be chosen. None if the policy uses none.
-        """
-        assert numbers.shape == (6, len(engines))
+        assert numbers.shape == (7, len(engines))
         self._columns: CandidateColumns | None = CandidateColumns(
             engines, roles, health, numbers, verdicts, seconds
         )
@@ -128,10 +129,10 @@ class Candidates:
 
     @classmethod
     def later(cls, make: "Callable[[], Candidates]") -> "Candidates":
-        """Columns that are made when somebody reads them, which a decision need not wait for.
+        """Columns that are computed on the first access, so that a decision need not wait for them.
 
         Args:
-            make: makes them of what does not change any more; called at most once.
+            make: computes them from data that does not change any more; called at most once.
         """
         candidates = cls.__new__(cls)
         candidates._columns, candidates._later = None, make  # noqa: SLF001 # its own
@@ -153,10 +154,11 @@ class Candidates:
         for at, ((engine, role, health), (numbers, verdict)) in enumerate(
             zip(named, rows, strict=True)
         ):
-            count, places, local, node, usable, peer = numbers
+            count, places, local, node, usable, peer, others = numbers
+            load = round((count + others) / places, 3)
             yield Candidate(
-                engine, role, health, count, places, round(count / places, 3), local, node, usable,
-                peer, VERDICTS[verdict], *columns.terms(at),
+                engine, role, health, count, places, load, local, node, usable, peer,
+                VERDICTS[verdict], others, *columns.terms(at),
             )  # fmt: skip
 
 
@@ -171,14 +173,14 @@ class Assign:
         plan: alone, or a pair.
         protocol: name of the protocol by which the pair is asked.
         at_once: whether the request has a place at ``decode`` already; else it gets one when its KV
-            arrives, and :class:`Continue` tells where.
+            arrives, and :class:`Continue` says where.
         reason: of the policy.
         usable_tokens: prompt tokens that ``prefill`` need not compute.
         candidates: all engines that serve the model.
         ranks: the data-parallel rank of each that has the longest prefix; None = all have the same.
-        fetch_tokens: prompt tokens beyond these that another node has, and that are thought to be
+        fetch_tokens: prompt tokens beyond these that another node has, and that will probably be
             fetched from there, not computed; 0 also if the policy does not use costs. Engines are
-            not told: the node of ``prefill`` decides itself.
+            not informed: the node of ``prefill`` decides itself.
         fetch_s: predicted seconds for that; 0 if the policy does not use costs.
         prefill_s: predicted seconds to compute the prompt, likewise.
         ttft_s: predicted seconds until the first token, likewise.
@@ -226,18 +228,18 @@ class Hold:
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """What was foreseen of a request when it arrived.
+    """The prediction for a request when it arrived.
 
     Attributes:
         service_class: its class.
         admission: how it was judged: ``none``, ``load`` or ``prediction``.
-        output_tokens: that its answer is expected to have.
+        output_tokens: expected tokens of its answer.
         ttft_s: seconds until its first token; None = not judged, or not by prediction.
-        prefill_load: seconds of the prompts that wait, as part of its TTFT; None = not judged.
-        decode_load: of the engines that decode, 1 = full: now, or by prediction when its prompt
+        prefill_load: seconds of the waiting prompts, relative to its TTFT; None = not judged.
+        decode_load: load of the decoding engines, 1 = full: now, or by prediction when its prompt
             is computed; None = not judged.
-        refused: by which of these: ``prefill``, ``decode``, or ``late``: it waited too long; empty
-            = it is not.
+        refused: the reason: ``prefill``, ``decode``, or ``late``: it waited too long; empty = it is
+            not.
     """
 
     service_class: str

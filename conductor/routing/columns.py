@@ -1,7 +1,7 @@
-"""What a decision depends on, as data in columns: the engines, and the requests that wait.
+"""The input of a decision in columns: the engines, and the requests that wait.
 
-Row ``i`` of each column is the same engine, or the same request. Nothing here can be asked: what
-the index knows of a prompt was looked up before.
+Row ``i`` of each column is the same engine, or the same request. This is plain data: the index was
+queried for each prompt before.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -45,11 +45,12 @@ Matches = Mapping[str, Prefix]
 
 @dataclass(slots=True)
 class GatheredCosts:
-    """What :class:`conductor.routing.pricing.Prices` found out of columns of costs.
+    """Results that :class:`conductor.routing.pricing.Prices` caches for columns of costs.
 
     Attributes:
-        all: those that do not change during a call, as one array.
-        of_rows: of the rows in an array, by its id, with the array, so that no other one has it.
+        all: the columns that do not change during a call, as one array.
+        of_rows: those of the rows in an array, by its id, with the array, so that the id stays
+            unique.
         computing: the newest prompt.
     """
 
@@ -64,21 +65,23 @@ class CostColumns:
 
     Attributes:
         backlog_s: seconds until the prompts that an engine has are computed.
-        leaving_s: seconds until their KV, and that of those before, has left for other engines.
-        constant_s: of each prompt, beside its computation.
-        floor_s: of each prompt at least, to read the weights.
-        token_s: of each token that is computed.
-        pair_s: of each pair of a token that is computed and one before it.
+        leaving_s: seconds until their KV, and that of earlier ones, has been sent to other engines.
+        constant_s: overhead of each prompt.
+        floor_s: minimum of each prompt, to read the weights.
+        token_s: of each computed token.
+        pair_s: of each pair of a computed token and an earlier one.
         step_s: of a decode step, with one more request than it has.
-        kv_room: tokens of KV for which it has room beside the requests that it decodes; infinite =
+        kv_room: tokens of KV for which it has room in addition to its decoding requests; infinite =
             unknown.
         token_bytes: bytes of one token's KV.
         network_bytes_per_s: of its links to others.
         coming_bytes: KV on its way to it.
-        late_per_s, late_per_s2, late_most: requests that decode there and are late if it computes a
-            prompt: so many for each of its seconds, and for each squared; at most so many.
-        usual_s: seconds to the first token of requests, lately; one number.
-        kept: what was found out of these.
+        late_per_s, late_per_s2, late_most: number of requests decoding there that become late if it
+            computes a prompt: per second of that, per second squared, and the maximum.
+        usual_s: recent mean seconds to the first token; one number.
+        others_s: seconds until the prompts of others that wait at an engine are computed. Requests
+            do not wait for these here, because nobody reports when that is.
+        kept: cached results.
     """
 
     backlog_s: Column
@@ -96,6 +99,7 @@ class CostColumns:
     late_per_s2: Column
     late_most: Column
     usual_s: float = 0.0
+    others_s: Column = field(default_factory=lambda: np.zeros(()))
     kept: GatheredCosts = field(default_factory=GatheredCosts, compare=False, repr=False)
 
 
@@ -116,6 +120,7 @@ class View:
         in_flight: requests that hold a place; int64 [engines].
         promised: requests whose KV is being computed elsewhere, or waits for a place here; int64.
         max_running: places; int64, at least 1.
+        others: requests of others; int64. They load an engine, and take no places of ours.
         last_assigned: number of the last assignment; int64, 0 = none yet.
         assigned: number of assignments so far.
         retry_after_s: ``Retry-After`` for a rejected client.
@@ -138,6 +143,7 @@ class View:
     promised: Numbers
     max_running: Numbers
     last_assigned: Numbers
+    others: Numbers = field(default_factory=lambda: np.zeros((), dtype=np.int64))
     assigned: int = 0
     retry_after_s: int = 1
     costs: CostColumns | None = None
@@ -165,7 +171,6 @@ class FoundPrefixes(Mapping[str, Prefix]):
     __slots__ = ("_ranks", "ids", "numbers")
 
     def __init__(self, ids: Sequence[str], numbers: Numbers, ranks: Sequence[int | None]) -> None:
-        """Keep the columns; ``ranks``: see :class:`Prefix`."""
         self.ids = ids
         self.numbers = numbers
         self._ranks = ranks
@@ -290,16 +295,16 @@ class Waiting:
 
 
 class Terms(NamedTuple):
-    """What engines would take for one request, in columns of seconds.
+    """The estimated times of engines for one request, in columns of seconds.
 
     Attributes:
-        queue_s: until those before it are computed.
-        fetch_s: to fetch what another node has of its prompt; 0 if that is not done.
+        queue_s: until the requests before it are computed.
+        fetch_s: to fetch the part of its prompt that another node has; 0 if that is not done.
         prefill_s: to compute the rest of its prompt.
         handoff_s: until the rest of its KV is where its tokens are generated.
         tbt_s: between two of its tokens.
-        late_s: for requests that decode at the engine and would be late because it computes the
-            rest of the prompt; each of them counts as much as a usual first token takes.
+        late_s: for requests that decode at the engine and become late because it computes the rest
+            of the prompt; each of them counts as much as a usual first token takes.
     """
 
     queue_s: Column
@@ -322,7 +327,7 @@ class Eligible(NamedTuple):
 
     Attributes:
         ids: their names.
-        in_flight: requests assigned to each, promised ones included.
+        in_flight: requests assigned to each, promised ones and those of others included.
         load: the same as a fraction of its places.
         last_assigned: number of its last assignment.
         local: prompt tokens in its own cache.

@@ -132,14 +132,15 @@ class Decision(msgspec.Struct, kw_only=True):
     Attributes:
         id: the response header ``X-Request-Id``.
         at: time of arrival, ISO 8601.
+        route: path of the request: of a completion or a chat completion.
         model: requested model.
         policy: name of the policy.
         stream: whether the client requested a stream.
         prompt_tokens: number of prompt tokens; None if the prompt was not tokenised.
         tokenize_s: seconds for tokenising.
         queue_s: seconds waiting for places at engines, all attempts together.
-        judgement: what was foreseen when it arrived; None if it was not so far.
-        brought: what was brought to nodes while it waited.
+        judgement: the prediction when it arrived; None if it was not judged.
+        brought: pages brought to nodes while it waited.
         attempts: attempts in order; empty if it was refused at once.
         status: HTTP status for the client; None while it runs.
         outcome: empty while it runs; ``ok``, ``rejected``, ``failed``, ``broken`` (an error after
@@ -152,6 +153,7 @@ class Decision(msgspec.Struct, kw_only=True):
 
     id: str
     at: str
+    route: str
     model: str
     policy: str
     stream: bool
@@ -185,9 +187,9 @@ class Decision(msgspec.Struct, kw_only=True):
 
     @property
     def ttft_error(self) -> float | None:
-        """Relative error of the seconds that the last attempt was to take to the first token.
+        """Relative error of the last attempt's predicted seconds to the first token.
 
-        None if they were not predicted, or are not known: of an answer that is not streamed.
+        None if they were not predicted, or not measured: for an answer that is not streamed.
         """
         last = self.attempts[-1] if self.attempts else None
         if last is None or last.predicted_ttft_s is None or self.ttft_s is None or not self.stream:
@@ -214,11 +216,13 @@ class DecisionLog:
         self._shared = SharedValues()
 
     def open(
-        self, request_id: str, model: str, policy: str, *, stream: bool, at: datetime
+        self, request_id: str, route: str, model: str, policy: str, *, stream: bool, at: datetime
     ) -> Decision:
         """Create a decision; replaces one with the same id; removes the oldest if full."""
         when = at.isoformat(timespec="milliseconds")
-        decision = Decision(id=request_id, at=when, model=model, policy=policy, stream=stream)
+        decision = Decision(
+            id=request_id, at=when, route=route, model=model, policy=policy, stream=stream
+        )
         self._decisions.pop(request_id, None)
         self._decisions[request_id] = decision
         while len(self._decisions) > self._kept:

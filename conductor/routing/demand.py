@@ -1,8 +1,8 @@
 """How many requests will be decoding at a future time. Pure.
 
-Each request decodes from a start to an end, both of which are thought to be known when it is
-assigned, and are known better when it has its first token. Who is late leaves as a queue does that
-forgets: a part of those who are late goes in each typical stay.
+Each request decodes from a start to an end, both of which are estimated when it is assigned, and
+better when it has its first token. Late requests end at a memoryless rate: a part of them ends in
+each typical stay.
 
 Times are counted in steps of :data:`STEP_S`, up to :data:`HORIZON_S` ahead, so that a forecast
 costs one look at each step, whatever the number of requests.
@@ -20,7 +20,7 @@ Column = npt.NDArray[np.float64]
 
 STEP_S: Final = 0.5
 HORIZON_S: Final = 300.0
-"""What lies further ahead is thought to be here."""
+"""Times further ahead are treated as this one."""
 _STAY_WEIGHT: Final = 0.05
 """Of the newest in the moving average of stays."""
 
@@ -45,9 +45,9 @@ class _Stay:
 
     Attributes:
         tokens: of its prompt and its answer.
-        decodes: whether it has begun.
-        start: step in which it begins, if it has not and is not late.
-        end: step in which it ends, if it is not late with that.
+        decodes: whether it has started.
+        start: step in which it starts, if it has not and is not late.
+        end: step in which it ends, if it is not late.
     """
 
     tokens: float
@@ -58,7 +58,7 @@ class _Stay:
 
 @dataclass(slots=True)
 class _Moment:
-    """What happens in a step."""
+    """The events of a step."""
 
     starts: dict[int, float] = field(default_factory=dict)
     ends: dict[int, float] = field(default_factory=dict)
@@ -73,7 +73,6 @@ class DecodeDemand:
     """
 
     def __init__(self) -> None:
-        """Start without requests."""
         self.now = NOBODY
         self.typical_s = 0.0
         self._late = NOBODY  # should have ended; or should have begun, and count as if they had
@@ -115,13 +114,13 @@ class DecodeDemand:
     def decodes(
         self, number: int, tokens: float, stays_s: float, passed_s: float = 0.0
     ) -> None:  # fmt: skip
-        """A request has begun, and is thought to need so long; it may be unknown until now.
+        """A request has started, with an estimated duration; it may be unknown until now.
 
         Args:
             number: of the request.
             tokens: of its prompt and its answer.
             stays_s: for how long it decodes.
-            passed_s: for how long it has done so already.
+            passed_s: for how long it has decoded already.
         """
         self.left(number)
         tokens = round(tokens)
@@ -134,7 +133,7 @@ class DecodeDemand:
         self._moment(stay.end).ends[number] = tokens
 
     def left(self, number: int) -> None:
-        """A request has ended, or will not begin; an unknown one does nothing."""
+        """A request has ended, or will not start; an unknown one is ignored."""
         stay = self._stays.pop(number, None)
         if stay is None:
             return
@@ -150,7 +149,7 @@ class DecodeDemand:
             self._drop(stay.end, number, "ends")
 
     def pass_time(self, now: float) -> None:
-        """Who should have begun or ended by now, but has not, is late."""
+        """Mark requests as late that should have started or ended by now."""
         step = _step(now)
         if self._passed < step - 2 * HORIZON_S / STEP_S:
             over = sorted(one for one in self._moments if one <= step)
@@ -183,7 +182,7 @@ class DecodeDemand:
             self._due = self._due.plus(one)
 
     def ahead(self, now: float, until: float) -> Iterator[tuple[float, Crowd]]:
-        """Times from now on, and those who decode then.
+        """Times from now on, and the requests that decode then.
 
         Args:
             now: time, to which :meth:`pass_time` was called.
@@ -208,7 +207,7 @@ class DecodeDemand:
                 punctual = punctual.plus(came).plus(went, -1)
 
     def forecast(self, now: float, until: float) -> tuple[Column, Column, Column]:
-        """The same as :meth:`ahead` in columns: times, and size and tokens of who decodes then."""
+        """The same as :meth:`ahead` in columns: times, number of requests, and their tokens."""
         count = max(1, ceil(until / STEP_S) - self._passed)  # steps up to the one of `until`
         steps = np.arange(self._passed, self._passed + count + 1)
         times = np.minimum(until, np.maximum(now, steps * STEP_S))
@@ -231,7 +230,7 @@ class DecodeDemand:
         return times, sizes, tokens
 
     def at(self, now: float, when: float) -> Crowd:
-        """Those who will decode at a time, at most :data:`HORIZON_S` ahead."""
+        """The requests that will decode at a time, at most :data:`HORIZON_S` ahead."""
         return [crowd for _, crowd in self.ahead(now, min(when, now + HORIZON_S))][-1]
 
     def _time(self) -> float:

@@ -51,9 +51,18 @@ _PACE_WEIGHT: Final = 0.1
 class Dispatcher:
     """All requests that have not ended.
 
+    Args:
+        registry: the engines.
+        scheduler: makes the decisions.
+        limits: bounds.
+        book: the engines' costs; None = unknown.
+        rules: the rules of admission and order.
+        lends: whether mixed engines are lent to prompts or to tokens. They must be able to hand
+            KV over then.
+
     Attributes:
-        loads: what the engines have to do for them, and how fast they are.
-        admission: which of them are refused because they would be served too late.
+        loads: the engines' work for them, and their speed.
+        admission: decides which of them are refused because they would be served too late.
         pools: which mixed engines are lent; None = none ever is.
     """
 
@@ -67,17 +76,6 @@ class Dispatcher:
         *,
         lends: bool = False,
     ) -> None:
-        """Start empty.
-
-        Args:
-            registry: the engines.
-            scheduler: makes the decisions.
-            limits: bounds.
-            book: the engines' costs; None = nothing is known of them.
-            rules: who is admitted, and who comes first.
-            lends: whether mixed engines are lent to prompts or to tokens. They must be able to hand
-                KV over then.
-        """
         self._registry = registry
         self._scheduler = scheduler
         self._limits = limits
@@ -92,7 +90,7 @@ class Dispatcher:
         self._rows = WaitingRows()  # these, as columns
         self._arrived: dict[int, KnownRequest] = {}  # whose KV waits for a decode engine
         self._refused: list[Reject] = []  # until the next step
-        self._places = Occupancy()
+        self._places = Occupancy(self.loads.others)
         self._released_at: float | None = None
         self._pace_s = 1.0
         self._closed = False
@@ -118,7 +116,7 @@ class Dispatcher:
 
     @property
     def retry_after_s(self) -> int:
-        """Estimated seconds until those who wait now are served, 1 to 60."""
+        """Estimated seconds until the waiting requests are served, 1 to 60."""
         return min(_RETRY_AFTER_S_MAX, max(1, math.ceil(len(self) * self._pace_s)))
 
     @property
@@ -180,7 +178,7 @@ class Dispatcher:
             self._decodes(known, known.assign.decode, now)
 
     def ended(self, number: int, output_tokens: int, now: float) -> None:
-        """A request has got all its tokens; it is to be released or to leave next."""
+        """A request has all its tokens; call :meth:`release` or :meth:`left` next."""
         for engine_id in self._known[number].held:
             self.loads.decoded(number, engine_id, output_tokens, now)
         self.admission.ended(number, output_tokens, now)
@@ -219,7 +217,7 @@ class Dispatcher:
         self._free(number, engine_id, now)
 
     def detach(self, number: int, engine_id: str) -> None:
-        """Let a place of a request last until :meth:`give_back`, also when the request ends."""
+        """Keep a place of a request until :meth:`give_back`, even after the request ends."""
         known = self._known[number]
         known.held.remove(engine_id)
         self._places.detach(engine_id)
@@ -254,7 +252,7 @@ class Dispatcher:
             self._wait(known)
 
     def left(self, number: int, now: float) -> None:
-        """A request has ended, or its client has gone; unknown ones do nothing."""
+        """A request has ended, or its client has gone; unknown ones are ignored."""
         known = self._known.get(number)
         if known is not None:
             self._give_back(known, now)
@@ -266,7 +264,7 @@ class Dispatcher:
         self.loads.forget(engine_id)
 
     def close(self) -> None:
-        """Reject those who wait, and all who come."""
+        """Reject all waiting and new requests."""
         self._closed = True
         for known in (*self._waiting.values(), *self._arrived.values()):
             self._refuse(known, self._closing(known.request.number))
@@ -319,7 +317,7 @@ class Dispatcher:
     def _admitted(
         self, view: View, waiting: Waiting, now: float
     ) -> tuple[Waiting, Sequence[Reject]]:
-        """Those without an assignment who are not refused, and those who are."""
+        """The unassigned requests that are not refused, and those that are."""
         if not self.admission.judges:
             return waiting, ()
         rows = self._scheduler.order(view, waiting, now)
@@ -396,7 +394,7 @@ class Dispatcher:
                 self._places.promise(engine_id)
 
     def _load(self, known: KnownRequest, assign: Assign, now: float) -> None:
-        """Count what an assignment brings its engines."""
+        """Add the work of an assignment to its engines."""
         first, second = self._registry.get(assign.prefill), self._registry.get(assign.decode)
         tokens = known.request.tokens or 0
         prefix = max(0, min(assign.usable_tokens + assign.fetch_tokens, tokens - 1))
@@ -415,7 +413,7 @@ class Dispatcher:
         self._tell(known)
 
     def _tell(self, known: KnownRequest) -> None:
-        """Tell the pools what is known of a request."""
+        """Report the request's data to the pools."""
         infos = self._infos(known.request.model) if self.pools is not None else []
         if self.pools is not None and infos and known.request.tokens:
             number = known.request.number

@@ -56,18 +56,18 @@ class LoraAdapter(msgspec.Struct, frozen=True):
 
 
 class PushOffer(msgspec.Struct, frozen=True):
-    """An engine can push KV, or take what is pushed.
+    """An engine can push KV, or receive pushes.
 
     Attributes:
         registry: ``http://host:port``, or https, where decode engines find the ranks of a prefill
-            engine; None = it is none that pushes.
+            engine; None = it does not push.
     """
 
     registry: Annotated[str, msgspec.Meta(max_length=512)] | None = None
 
 
 class HandoffOffer(msgspec.Struct, frozen=True):
-    """How an engine can hand KV over besides its protocol.
+    """How an engine can hand KV over, in addition to its protocol.
 
     Attributes:
         push: straight into the pool of a decode engine; None = it cannot.
@@ -91,13 +91,13 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
             for an engine without a space.
         spaces: hex digests of the spaces that it has opened at its node; empty = unknown.
         shards: hex digests of the shards that it needs of each page on a node; empty = unknown.
-        windows: of shards of which a hit needs the last pages only, their number.
+        windows: for shards of which a hit needs only the last pages, their number.
         block_tokens: tokens of one of its own blocks; None = unknown.
         events: endpoint of its KV events, or None.
         events_bind: endpoint to which it connects, so that its follower listens there, or None.
         events_replay: endpoint for missed batches, or None.
-        ranks: the events of each data-parallel rank, as its node tells; those of the first are
-            ``events``, unless the registration says otherwise.
+        ranks: the events of each data-parallel rank, as reported by its node; those of the first
+            are ``events``, unless the registration says otherwise.
         node: id of the kvstore node it uses, or None.
         peers: ids of the other followed nodes of that node's cluster, sorted.
         max_running: maximum requests in flight, at least 1.
@@ -107,7 +107,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         shape: name of the shape of its model (:data:`conductor.costs.shapes.SHAPES`), and
         hardware: its accelerators, as ``8xh800``: of these its costs are estimated until they are
             measured; empty = unknown.
-        handoff: what it offers besides; None = nothing.
+        handoff: what it offers in addition; None = nothing.
     """
 
     id: str

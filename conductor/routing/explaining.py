@@ -1,4 +1,4 @@
-"""What a decision shows of each engine that serves the model. Pure."""
+"""The part of a decision that shows each engine that serves the model. Pure."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,11 +22,13 @@ class Places(NamedTuple):
         in_flight: requests that have one.
         promised: requests that will need one.
         max_running: how many there are.
+        others: requests of others, which need none.
     """
 
     in_flight: Numbers
     promised: Numbers
     max_running: Numbers
+    others: Numbers
 
 
 def explained_later(
@@ -39,9 +41,10 @@ def explained_later(
     found: PrefixColumns | None,
     priced: PricedEngines | None,
 ) -> Candidates:
-    """The same as :func:`explained`, made when somebody reads it."""
+    """Like :func:`explained`, computed on the first access."""
     offer = view.preferred[pair[0]]
-    copies = Places(places.in_flight.copy(), places.promised.copy(), places.max_running)
+    in_flight, promised, most, others = places
+    copies = Places(in_flight.copy(), promised.copy(), most, np.broadcast_to(others, most.shape))
     numbers = found.numbers if found is not None else None
     return Candidates.later(
         lambda: explained(group, pair, copies, offer, at_once, excluded, numbers, priced)
@@ -72,12 +75,13 @@ def explained(
     """
     serving, health = group.serving, group.health
     rows = serving.rows
-    in_flight, promised, most = (one.take(serving.at) for one in places)
-    numbers = np.zeros((6, len(rows)), dtype=np.int32)
+    in_flight, promised, most, others = (one.take(serving.at) for one in places)
+    numbers = np.zeros((7, len(rows)), dtype=np.int32)
     numbers[0] = in_flight + promised
     numbers[1] = most
     if found is not None:
-        numbers[2:] = found.take(serving.at, axis=1)
+        numbers[2:6] = found.take(serving.at, axis=1)
+    numbers[6] = others
     room, takes = in_flight < most, promised < most
     takes = np.where(_asked_at_once(serving, offer, at_once), room, takes)
     verdicts = np.where(np.where(serving.decodes, takes, room), _PASSED, _FULL).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""The engines of a model as kinds: what advice and lending need of them, as fixed values."""
+"""The engines of a model as kinds, in fixed values, for advice and lending."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -41,7 +41,7 @@ def fleet_of(
 
 
 def look(pools: Pools, registry: EngineRegistry, loads: EngineLoads, now: float) -> None:
-    """Let pools lend registered engines, and take them back; see :meth:`Pools.look`."""
+    """Let the pools lend registered engines, or end that; see :meth:`Pools.look`."""
     dead = [engine.health.state is Health.DEAD for engine in registry]
     seen = registry.changes, dead
     pools.look(lambda model: fleet_of(registry.of_model(model), loads), seen, now)

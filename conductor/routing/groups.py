@@ -57,10 +57,10 @@ class ServingEngines(NamedTuple):
         ids: their names.
         roles: their roles.
         firsts: rows of those that can compute prompts.
-        computing: the same, without anybody who decodes after them.
+        computing: the same, without engines that decode after them.
         decodes: whether each only decodes.
-        of_protocol: whether each speaks this protocol, by protocol.
-        of_offer: whether each offers it over its own; only protocols that somebody offers.
+        of_protocol: whether each uses this protocol, by protocol.
+        of_offer: whether each prefers it to its own; only offered protocols.
     """
 
     rows: list[int]
@@ -89,13 +89,13 @@ class EnginePairs(NamedTuple):
 
 
 class Takers(NamedTuple):
-    """Engines that prefill and offer the same protocol, and who could decode after them.
+    """Engines that prefill and offer the same protocol, and those that could decode after them.
 
     Attributes:
         prefill: the former.
         decode: the latter, whether they have room or not.
-        rows: these.
-        at_once: whether each would be asked at once with the former.
+        rows: their rows.
+        at_once: whether each would be asked at the same time as the former.
     """
 
     prefill: list[int]
@@ -112,9 +112,9 @@ class EngineGroup(NamedTuple):
         health: theirs.
         alone: those that can serve alone; without pairs or mixed engines at home, those that are
             lent.
-        pairs: for each protocol by which both are asked at once, and for all others.
+        pairs: for each protocol that asks both at once, and for all others together.
         takers: the same for each protocol that those who prefill offer.
-        whole: all pairs of these, for when everybody takes requests; and as arrays.
+        whole: all pairs of these, if all engines accept requests; and as arrays.
         why_none: why no engine can serve; empty if some can.
     """
 
@@ -169,7 +169,7 @@ class Kinds(NamedTuple):
     in_turn: str
 
     def of(self, protocol: str) -> str:
-        """The protocol if it asks both engines of a pair at once; else what stands for all others.
+        """The protocol if it asks both engines of a pair at once; else a name for all others.
 
         Engines whose protocols are of one kind can be paired.
         """
@@ -177,7 +177,7 @@ class Kinds(NamedTuple):
 
 
 def grouped(view: View, model: str, excluded: frozenset[str], kinds: Kinds) -> EngineGroup:
-    """Who can serve; suspect engines are used only if the healthy ones cannot.
+    """The engines that can serve; suspect ones are used only if no healthy one can.
 
     Args:
         view: all engines.

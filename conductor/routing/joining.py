@@ -1,4 +1,4 @@
-"""Finds the node and the space of an engine in what the nodes tell of their sessions. Pure.
+"""Finds the node and the space of an engine in the nodes' lists of sessions. Pure.
 
 An adapter gives the sessions of its engine the engine's name, with ``/dp<rank>`` if the engine has
 data-parallel ranks. An engine's sessions are those of one node whose name is, in this order of
@@ -128,7 +128,7 @@ class NodeView(Struct, frozen=True, kw_only=True):
 
 
 class RankEvents(Struct, frozen=True):
-    """Where one data-parallel rank of an engine publishes its events; None = nowhere.
+    """Where one data-parallel rank of an engine publishes its events; None = it does not.
 
     ``events_bind``: the rank connects to this endpoint, so the follower listens there.
     """
@@ -165,7 +165,6 @@ class Sessions:
     """The sessions of all nodes, by engine name."""
 
     def __init__(self, views: Iterable[NodeView]) -> None:
-        """Index what the nodes told last."""
         self._named: dict[str, dict[str, list[SeenSession]]] = {}
         self._hosts: dict[str, str] = {}
         self._clusters: dict[str, str] = {}
@@ -290,5 +289,5 @@ def _events(rank: int, engine: SeenEngine, host: str) -> RankEvents:
 
 
 def by_advice(gaps: Iterable[Gap]) -> list[Mapping[str, str]]:
-    """Gaps with what they mean and what to do, for people."""
+    """Gaps with their meaning and what to do, for people."""
     return [{"gap": str(gap), "means": ADVICE[gap][0], "do": ADVICE[gap][1]} for gap in gaps]

@@ -1,8 +1,9 @@
 """Which mixed engines compute prompts only, or decode only, for a while. Pure.
 
 A mixed engine is *lent*: to prompts, so that it computes prompts that others decode, or to tokens,
-so that it decodes what others compute. Where it is lent to nobody it is at home, and does both.
-Splitwise (ISCA 2024) has such pools; here it is decided by what each split is thought to serve.
+so that it decodes prompts that others compute. An engine that is not lent is at home, and does
+both. Splitwise (ISCA 2024) has such pools; here the decision depends on the predicted capacity of
+each split.
 
 ::
 
@@ -10,7 +11,7 @@ Splitwise (ISCA 2024) has such pools; here it is decided by what each split is t
        little comes; or a partner is missing      more comes than is served at home, and
                                                   the split serves clearly more
 
-No engine changes twice within :data:`HOLD_S`, but to go home because no partner is left.
+No engine changes twice within :data:`HOLD_S`, except to return home because no partner is left.
 """
 
 from collections import deque
@@ -25,23 +26,23 @@ from conductor.routing.engines import Role
 from conductor.routing.recent import LoadSample
 
 HOLD_S: Final = 15.0
-"""An engine keeps what it does for so long."""
+"""Minimum time between two changes of an engine."""
 LOOK_S: Final = 2.0
 """Between two looks."""
 SAMPLES_MIN: Final = 4
-"""With fewer prompts, nobody is lent."""
+"""With fewer prompts, no engine is lent."""
 SAMPLES_KEPT: Final = 128
 """Newest requests of which the load is taken."""
 SPARE: Final = 2.0
-"""All stay as they are while so many times the present load is thought to be served."""
+"""Nothing changes while the predicted capacity is this multiple of the present load."""
 AMPLE: Final = 3.0
-"""All go home if so many times the present load is thought to be served there."""
+"""All engines return home if the predicted capacity there is this multiple of the present load."""
 WORTH: Final = 1.1
-"""What another split must serve, as a multiple of the present one."""
+"""Minimum capacity of another split, as a multiple of the present one's."""
 RATE_S_MIN: Final = 1.0
 """A rate is never taken over less."""
 CAPACITIES_A_STEP = 4
-"""What a look finds out in one step: each takes up to half a millisecond."""
+"""Capacities that one step of a look computes: each takes up to half a millisecond."""
 _POOLED_MAX: Final = 12
 """Sizes of a pool that are looked at; of more engines not every size is."""
 
@@ -53,7 +54,7 @@ class Split(NamedTuple):
     tokens: frozenset[str] = frozenset()
 
     def role(self, engine_id: str) -> Role:
-        """What a mixed engine does."""
+        """The present role of a mixed engine."""
         if engine_id in self.prompts:
             return Role.PREFILL
         return Role.DECODE if engine_id in self.tokens else Role.MIXED
@@ -63,13 +64,13 @@ HOME: Final = Split()
 
 
 class Prospect(NamedTuple):
-    """Requests a second that are thought to be served in time.
+    """Predicted rates of requests served in time, per second.
 
     Attributes:
-        rate: that come now.
+        rate: present rate of arrivals.
         home: if all are at home.
         present: with the present split.
-        best: finds the best split, and what it serves.
+        best: finds the best split, and its rate.
     """
 
     rate: float
@@ -336,12 +337,14 @@ class _Model:
 class Pools:
     """The mixed engines of all models.
 
+    Args:
+        targets: the objectives of the requests.
+
     Attributes:
         lent: roles of those that are lent; another object whenever they change.
     """
 
     def __init__(self, targets: Targets) -> None:
-        """Nobody is lent; ``targets`` are the objectives of the requests."""
         self.lent: Mapping[str, Role] = {}
         self._targets = targets
         self._models: dict[str, _Model] = {}

@@ -7,20 +7,20 @@ requests are thought to be spread evenly.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from math import ceil, inf
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
 from conductor.costs.book import CostBook, EngineCosts, machine_of
-from conductor.costs.prior import PrefillLine
 from conductor.routing.columns import CostColumns
+from conductor.routing.engine_work import TIMED, EngineWork, WorkRow
 from conductor.routing.engines import EngineInfo, Role
-from conductor.routing.work import NO_ANSWER, Answer, ComputingPrompt, DecodingRequest
+from conductor.routing.others import EngineOthers
+from conductor.routing.work import NO_ANSWER, Answer, ComputingPrompt
 
 _OVERDUE_S: Final = 0.01
-"""A prompt that should be computed, but is not, is thought to take so much longer."""
+"""A prompt that should be computed, but is not, is assumed to take this much longer."""
 _TOKENS_MAX: Final = 1 << 24
 """Of an output; an engine may say any number."""
 _USUAL_WEIGHT: Final = 0.05
@@ -28,227 +28,40 @@ _USUAL_WEIGHT: Final = 0.05
 _TERMS: Final = ("constant", "weights", "attention")
 
 
-class _Row(NamedTuple):
-    """What the costs of an engine are computed of, whenever it is; see :class:`CostColumns`.
-
-    Attributes:
-        late_at: when its first prompt counts as computed, whatever we have heard.
-        head_since: since when this is computed.
-        head_s: seconds that it takes; negative = there is none.
-        rest_s: seconds of the other prompts.
-        sent_at: when all KV of its prompts for other engines is thought to have left.
-    """
-
-    late_at: float
-    head_since: float
-    head_s: float
-    rest_s: float
-    sent_at: float
-    constant_s: float
-    floor_s: float
-    token_s: float
-    pair_s: float
-    step_s: float
-    kv_room: float
-    token_bytes: float
-    network_bytes_per_s: float
-    coming_bytes: float
-    late_per_s: float
-    late_per_s2: float
-    late_most: float
-
-
-_TIMED: Final = 5
-"""Fields of :class:`_Row` whose columns depend on the time."""
-
-
-@dataclass(slots=True)
-class _Load:
-    """One engine.
-
-    Attributes:
-        computing: its prompts, in the order in which they were assigned.
-        head_since: since when the first of them is computed.
-        overdue: prompts that count as computed, but of whose first tokens we have not heard.
-        decoding: requests that decode there.
-        context: tokens of their prompts.
-        coming: tokens of the KV that is on its way there, by request.
-        batch_s: requests that decoded, multiplied by seconds, since the beginning.
-        context_s: their tokens likewise.
-        at: time up to which these are.
-        computed_at: when the last prompt of which we heard was computed.
-        step_cost_s: what :meth:`step_s` says until something changes; negative = it has.
-        factors: the fit's for which ``line`` is.
-        line: what prompts take.
-        begun: when requests of which we do not hear began to decode; until somebody asks.
-        stalled_s: seconds for which it computed prompts, since the beginning.
-        sent_at: when all KV of its prompts for other engines is thought to have left.
-        leaving: request → seconds that its KV, which is not there yet, occupies the link.
-    """
-
-    costs: EngineCosts
-    ranks: int = 1
-    computing: dict[int, ComputingPrompt] = field(default_factory=dict)
-    head_since: float = 0.0
-    overdue: dict[int, ComputingPrompt] = field(default_factory=dict)
-    decoding: dict[int, DecodingRequest] = field(default_factory=dict)
-    context: int = 0
-    coming: dict[int, int] = field(default_factory=dict)
-    batch_s: float = 0.0
-    context_s: float = 0.0
-    at: float = 0.0
-    computed_at: float = 0.0
-    step_cost_s: float = -1.0
-    factors: object = None
-    line: PrefillLine | None = None
-    begun: dict[int, float] = field(default_factory=dict)
-    stalled_s: float = 0.0
-    sent_at: float = -inf
-    leaving: dict[int, float] = field(default_factory=dict)
-
-    def row(self, role: Role) -> _Row:
-        """What is the same until something changes, or :meth:`pass_late` would change it.
-
-        Args:
-            role: what the engine does now.
-        """
-        head, coming = next(iter(self.computing.values()), None), sum(self.coming.values())
-        token_bytes, line = self.costs.prior.kv_bytes(1), self.prefill_line()
-        return _Row(
-            late_at=self.head_since + head.counts_s if head is not None else inf,
-            head_since=self.head_since,
-            head_s=head.seconds if head is not None else -1.0,
-            rest_s=self.total_s() - head.seconds if head is not None else 0.0,
-            sent_at=self.sent_at,
-            constant_s=line.constant_s,
-            floor_s=line.floor_s,
-            token_s=line.token_s,
-            pair_s=line.pair_s,
-            step_s=self.step_s(),
-            kv_room=(self.costs.prior.kv_tokens_max or inf) - self.context - coming,
-            token_bytes=token_bytes,
-            network_bytes_per_s=self.costs.prior.network.bytes_per_s,
-            coming_bytes=coming * token_bytes,
-            **self.late(role),
-        )
-
-    def pass_late(self, now: float) -> None:
-        """Count prompts as computed, when they should have been, if that was long ago."""
-        while self.computing:
-            number, head = next(iter(self.computing.items()))
-            if now < self.head_since + head.counts_s:
-                return
-            del self.computing[number]
-            self.overdue[number] = replace(head, since=self.head_since)
-            self.stalled_s += head.seconds
-            self.head_since += head.seconds
-            if not head.told:
-                tokens = head.new_tokens + head.prefix_tokens
-                self.decodes(number, tokens, self.head_since, told=False)
-                self.begun[number] = self.head_since
-            for following in self.computing.values():
-                self.head_since = max(self.head_since, following.since)
-                break
-
-    def decodes(
-        self, number: int, tokens: int, now: float, *, told: bool = True, bears_s: float = 0.0
-    ) -> None:
-        """A request begins to decode; ``told``: we have heard so, and shall hear when it ends."""
-        self.pass_time(now)
-        self.coming.pop(number, None)
-        stalled_s = self.stalled_s
-        if number in self.decoding:
-            self.context -= self.decoding[number].tokens
-            stalled_s = self.decoding[number].stalled_s
-        self.decoding[number] = DecodingRequest(
-            tokens, now, self.batch_s, self.context_s, told, bears_s, stalled_s
-        )
-        self.context += tokens
-        self.step_cost_s = -1.0
-
-    def late(self, role: Role) -> dict[str, float]:
-        """What :class:`CostColumns` says of the requests that a prompt makes late.
-
-        Nobody knows how many prompts will come yet. So who has used a part ``u`` of the seconds
-        that it bears counts as late to the part ``u**2``: the first stall costs less than the last
-        one. Who is late already counts as if it were about to be, or all prompts would go there.
-
-        An engine that was lent to prompts still has answers to end. These count nothing: it gets no
-        others, and would stand idle for their sake while everybody waits.
-        """
-        stalled_s = self.stalled_s + self.total_s()
-        line = square = most = 0.0
-        for one in self.decoding.values():
-            if not one.bears_s or role is Role.PREFILL:
-                continue
-            used = (stalled_s - one.stalled_s) / one.bears_s
-            line += 2.0 * min(used, 1.0) / one.bears_s
-            square += one.bears_s**-2 if used < 1.0 else 0.0
-            most += 1.0 - used * used if used < 1.0 else 1.0
-        return {"late_per_s": line, "late_per_s2": square, "late_most": most}
-
-    def total_s(self) -> float:
-        """Seconds of all prompts that it has, the first one whole."""
-        return sum(one.seconds for one in self.computing.values())
-
-    def computed_by(self, now: float) -> float:
-        """When all its prompts are thought to be computed."""
-        return max(now, self.head_since + self.total_s())
-
-    def prefill_line(self) -> PrefillLine:
-        """What prompts take; computed again after a measurement only."""
-        factors = self.costs.prefill_fit.factors
-        if self.line is None or factors is not self.factors:
-            self.factors, self.line = factors, self.costs.prefill_line
-        return self.line
-
-    def step_s(self) -> float:
-        """Seconds of a step with one more request, of usual length, than it will have anyway."""
-        if self.step_cost_s < 0:
-            count = len(self.decoding) + len(self.coming)
-            tokens = self.context + sum(self.coming.values())
-            batch = ceil((count + 1) / self.ranks)
-            self.step_cost_s = self.costs.step_seconds(batch, batch * tokens / max(1, count))
-        return self.step_cost_s
-
-    def pass_time(self, now: float) -> None:
-        """Count those who decode up to now."""
-        passed = max(0.0, now - self.at)
-        self.batch_s += passed * len(self.decoding)
-        self.context_s += passed * self.context
-        self.at = max(self.at, now)
-
-
 class EngineLoads:
     """All engines that have had a request, or were asked for.
 
+    Args:
+        book: the costs of engines; measurements are added to it.
+
     Attributes:
         changes: counts what may change :meth:`columns`, but for the time.
+        others: requests of others at the engines; change them by :meth:`tell_others`.
     """
 
     def __init__(self, book: CostBook) -> None:
-        """Start without requests; ``book`` has the costs of engines, and learns."""
         self.changes = 0
+        self.others = EngineOthers()
         self._usual_s = 0.0
         self._book = book
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[str, EngineWork] = {}
         self._senders: dict[int, str] = {}  # request → the engine from which its KV comes
         self._infos: Sequence[EngineInfo] | None = None  # of the rows
         self._at: dict[str, int] = {}  # the row of each
         self._rows = np.zeros((0, 0))
-        self._by_name: Any = None  # the columns of these, as a `_Row`
+        self._by_name: Any = None  # the columns of these, as a `WorkRow`
         self._stale: set[str] = set()  # engines whose rows are to be made again
 
     def _changed(self, engine_id: str) -> None:
         self.changes += 1
         self._stale.add(engine_id)
 
-    def _of(self, info: EngineInfo) -> _Load:
+    def _of(self, info: EngineInfo) -> EngineWork:
         load = self._loads.get(info.id)
         machine = machine_of(info.shape, info.hardware)
         if load is None or load.costs.machine != machine:
             costs = self._book.of(info.id, machine)
-            load = self._loads.setdefault(info.id, _Load(costs))
+            load = self._loads.setdefault(info.id, EngineWork(costs))
             load.costs, load.step_cost_s = costs, -1.0
         ranks = max(1, len(info.ranks))
         if ranks != load.ranks:
@@ -258,17 +71,17 @@ class EngineLoads:
     def columns(
         self, infos: Sequence[EngineInfo], now: float, roles: Sequence[Role] | None = None
     ) -> CostColumns:
-        """What the costs of these engines depend on.
+        """The inputs of the costs of these engines.
 
         Args:
-            infos: the engines; another object if ``roles`` are others.
+            infos: the engines; another object if ``roles`` have changed.
             now: time.
-            roles: what each engine does now; None = what it was registered for.
+            roles: the present role of each engine; None = the registered one.
         """
         if self._infos is not infos:
             self._infos, self._at = infos, {info.id: at for at, info in enumerate(infos)}
-            self._rows = np.zeros((len(_Row._fields), len(infos)))
-            self._by_name = _Row._make(self._rows)
+            self._rows = np.zeros((len(WorkRow._fields), len(infos)))
+            self._by_name = WorkRow._make(self._rows)
             self._stale = set(self._at)
         rows, changed = self._by_name, {self._at[one] for one in self._stale if one in self._at}
         late = now >= rows.late_at
@@ -277,16 +90,31 @@ class EngineLoads:
         for at in changed:
             load = self._of(infos[at])
             load.pass_late(now)
+            others = self.others.of(infos[at].id)
+            if others != load.others:
+                load.others, load.step_cost_s = others, -1.0
             self._rows[:, at] = load.row(infos[at].role if roles is None else roles[at])
         self._stale.clear()
         left_s = np.maximum(rows.head_s - np.maximum(now - rows.head_since, 0.0), _OVERDUE_S)
         backlog_s = np.where(rows.head_s >= 0, rows.rest_s + left_s, 0.0)
         leaving_s = np.maximum(rows.sent_at - now, 0.0)
-        named = dict(zip(_Row._fields[_TIMED:], self._rows[_TIMED:].copy(), strict=True))
+        named = dict(zip(WorkRow._fields[TIMED:], self._rows[TIMED:].copy(), strict=True))
         return CostColumns(backlog_s=backlog_s, leaving_s=leaving_s, usual_s=self._usual_s, **named)
 
+    def tell_others(
+        self, engine_id: str, running: float | None, waiting: float | None, ours: int
+    ) -> None:
+        """An engine tells what it has; None = it does not tell. See :meth:`EngineOthers.tell`."""
+        before = self.others.changes
+        if running is None or waiting is None:
+            self.others.forget(engine_id)
+        else:
+            self.others.tell(engine_id, running, waiting, ours)
+        if self.others.changes != before:
+            self._changed(engine_id)
+
     def foreseen(self, ttft_s: float) -> None:
-        """A request that has got engines is thought to have its first token after so long."""
+        """A request was assigned; its first token is predicted after ``ttft_s`` seconds."""
         self._usual_s += (_USUAL_WEIGHT if self._usual_s else 1.0) * (ttft_s - self._usual_s)
 
     def assigned(
@@ -313,6 +141,7 @@ class EngineLoads:
             load.head_since = now
         fetch_s = 0.0 if load.computing else seconds[0]
         load.computing[number] = ComputingPrompt(*tokens, sum(seconds), fetch_s, now)
+        load.usual_s += (_USUAL_WEIGHT if load.usual_s else 1.0) * (seconds[1] - load.usual_s)
 
     def untold(self, number: int, engine_id: str) -> None:
         """We shall not hear when a prompt is computed.
@@ -341,7 +170,7 @@ class EngineLoads:
         load.step_cost_s = -1.0
 
     def _sends(self, number: int, engine_id: str, tokens: int, now: float) -> None:
-        """One prompt leaves after the other, when the costs say; see :meth:`sent`."""
+        """Predict when a prompt's KV is sent, one prompt after the other; see :meth:`sent`."""
         self.sent(number, now)  # of an earlier try
         self._changed(engine_id)
         load = self._loads.get(engine_id)
@@ -351,10 +180,10 @@ class EngineLoads:
             load.sent_at = max(load.sent_at, load.computed_by(now)) + load.leaving[number]
 
     def sent(self, number: int, now: float) -> None:
-        """The KV of a request has left its engine, or never will; unknown ones do nothing.
+        """The KV of a request was sent, or never will be; unknown requests are ignored.
 
-        What is still to leave takes no longer than the costs say of it. Else an engine whose link
-        is faster than they say would seem busier with each prompt.
+        The KV still to be sent takes at most as long as predicted. Otherwise an engine whose link
+        is faster than predicted would seem busier with each prompt.
         """
         sender = self._senders.pop(number, "")
         load = self._loads.get(sender)
@@ -394,7 +223,7 @@ class EngineLoads:
     def decodes(
         self, number: int, info: EngineInfo, tokens: int, now: float, answer: Answer = NO_ANSWER
     ) -> None:
-        """A request begins to decode; its KV has arrived if it comes from elsewhere."""
+        """A request starts to decode; its KV has arrived if it was computed elsewhere."""
         self._changed(info.id)
         load = self._of(info)
         load.decodes(number, tokens, now, bears_s=answer.bears_s(load.step_s()))
@@ -443,7 +272,7 @@ class EngineLoads:
         return sum(self._of(info).prefill_line().terms(new_tokens, prefix_tokens))
 
     def costs(self, info: EngineInfo) -> EngineCosts:
-        """What is known of the speed of an engine."""
+        """The speed of an engine, as far as it is known."""
         return self._of(info).costs
 
     def step_s(self, info: EngineInfo) -> float:
@@ -451,19 +280,19 @@ class EngineLoads:
         return self._of(info).step_s()
 
     def kv_tokens_max(self, engine_id: str) -> float:
-        """Tokens whose KV fits beside the weights of an engine; infinite = unknown."""
+        """Tokens whose KV fits next to the weights of an engine; infinite = unknown."""
         load = self._loads.get(engine_id)
         return (load.costs.prior.kv_tokens_max if load is not None else 0) or inf
 
     def step_seconds(self, engine_id: str, batch: float, tokens: float) -> float:
-        """Seconds of a decode step of a batch with so many tokens in all; 0 = unknown."""
+        """Seconds of a decode step with this batch and total tokens; 0 = unknown."""
         load = self._loads.get(engine_id)
         if load is None:
             return 0.0
         return load.costs.step_seconds(ceil(batch / load.ranks), tokens / load.ranks)
 
     def step_costs(self, engine_id: str) -> tuple[EngineCosts | None, int]:
-        """What is known of the speed of an engine, None = nothing; and its ranks."""
+        """The speed of an engine, None = unknown; and its number of ranks."""
         load = self._loads.get(engine_id)
         return (None, 1) if load is None else (load.costs, load.ranks)
 
@@ -498,6 +327,7 @@ class EngineLoads:
     def forget(self, engine_id: str) -> None:
         """An engine was removed."""
         self._changed(engine_id)
+        self.others.forget(engine_id)
         self._loads.pop(engine_id, None)
 
     def check(self) -> None:

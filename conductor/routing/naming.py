@@ -1,8 +1,9 @@
 """How blocks and pages of a prompt are named, as engines and nodes publish them. Pure.
 
 The names are the chain values of :mod:`kvstore.index.scope`. A request names a LoRA adapter as its
-model; whether it does depends on the engine. An engine's own blocks are told apart by the adapter's
-name, as in its events; pages at nodes by what seeds their keys: the adapter's name, path and files.
+model; whether a name is one depends on the engine. An engine's own blocks are distinguished by the
+adapter's name, as in its events; pages at nodes by the seed of their keys: the adapter's name, path
+and files.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ Tokens = npt.NDArray[np.uint32]
 Chains = npt.NDArray[np.uint64]
 
 SPACE_DIGITS: Final = 64
-"""A domain of so many digits is a space; others name a model."""
+"""A domain with this many digits is a space; others name a model."""
 
 
 class PromptScope(NamedTuple):

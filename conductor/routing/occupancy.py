@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from math import ceil
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from conductor.routing.columns import View
 from conductor.routing.engines import EngineInfo, EngineRegistry, Role
 from conductor.routing.load import EngineLoads
+from conductor.routing.others import EngineOthers
 from kvstore.index.layout import Numbers
 
 AT_HOME: Final[Mapping[str, Role]] = {}
@@ -16,9 +18,9 @@ AT_HOME: Final[Mapping[str, Role]] = {}
 
 
 class _Fixed(NamedTuple):
-    """What registrations say: the same until an engine registers, again or anew, or is removed.
+    """Data of registrations: constant until an engine registers, registers again, or is removed.
 
-    It is another one, too, when others are lent.
+    It is also replaced if the lent engines change.
     """
 
     changes: int
@@ -45,8 +47,9 @@ class Occupancy:
         promised: requests that will get a place when their KV arrives, by engine.
     """
 
-    def __init__(self) -> None:
-        """Start empty."""
+    def __init__(self, others: EngineOthers) -> None:
+        self._others = others
+        self._others_seen: tuple[int, _Fixed, Numbers] | None = None
         self.in_flight: Counter[str] = Counter()
         self.detached: Counter[str] = Counter()
         self.promised: Counter[str] = Counter()
@@ -118,6 +121,7 @@ class Occupancy:
             loads.changes if loads is not None else 0,
             retry_after_s,
             now,
+            self._others.changes,
         )
         if self._view is None or self._view[0] != state or self._view[1].health != health:
             in_flight, promised, last_assigned = self._columns(fixed.rows)
@@ -132,6 +136,7 @@ class Occupancy:
                 in_flight=in_flight,
                 promised=promised,
                 max_running=fixed.max_running,
+                others=self._others_of(fixed),
                 kept=fixed.kept,
                 kept_groups=fixed.kept_groups,
                 rows=fixed.rows,
@@ -178,6 +183,14 @@ class Occupancy:
             self._view = None
         return known
 
+    def _others_of(self, fixed: _Fixed) -> Numbers:
+        seen = self._others_seen
+        if seen is None or seen[0] != self._others.changes or seen[1] is not fixed:
+            counts = [ceil(sum(self._others.of(one))) for one in fixed.ids]
+            seen = (self._others.changes, fixed, np.array(counts, dtype=np.int64))
+            self._others_seen = seen
+        return seen[2]
+
     def _less(self, counts: Counter[str], engine_id: str) -> None:
         """Count one less; a count of zero is dropped."""
         counts[engine_id] -= 1
@@ -205,5 +218,5 @@ class Occupancy:
 
 
 def _role(info: EngineInfo, lent: Mapping[str, Role]) -> Role:
-    """What an engine does now."""
+    """The present role of an engine."""
     return lent.get(info.id, info.role) if info.role is Role.MIXED else info.role

@@ -24,12 +24,12 @@ from conductor.routing.pricing import Prices, Prompt
 
 @dataclass(slots=True)
 class Ahead:
-    """Those who are considered before a request.
+    """The requests that are considered before a request.
 
     Attributes:
-        seconds: of their prompts, of those that wait for no engine in particular.
+        seconds: of their prompts, for those that wait for no particular engine.
         bound_s: of the others, by engine.
-        who: they and their tokens, when they decode.
+        who: their number and tokens, when they decode.
     """
 
     seconds: float = 0.0
@@ -53,7 +53,6 @@ class DecodePool:
     """
 
     def __init__(self, model: str, view: View, rows: Sequence[int], loads: EngineLoads) -> None:
-        """Add them up; at least one."""
         self.model = model
         self._loads = loads
         self._ids = [view.ids[row] for row in rows]
@@ -64,7 +63,7 @@ class DecodePool:
         self._room = sum(loads.kv_tokens_max(one) for one in self._ids)
 
     def filled(self, crowd: Crowd) -> float:
-        """Which part of its places, or of its room if that is more, a crowd takes."""
+        """The part of its places, or of its room if that is more, that a crowd takes."""
         return max(crowd.size / self._places, crowd.tokens / self._room)
 
     def load(self, crowd: Crowd, tbt_s: float) -> float:
@@ -132,11 +131,11 @@ class _Steps:
 
 
 class Seen(NamedTuple):
-    """What is foreseen of one request.
+    """The prediction for one request.
 
     Attributes:
         pool: engines that will decode it.
-        queue_s: seconds until those before it are computed.
+        queue_s: seconds until the requests before it are computed.
         need_s: seconds of its prompt at the engine that needs the fewest.
         computed_s: seconds until its KV is where it decodes.
     """
@@ -162,10 +161,15 @@ class _Engines(NamedTuple):
 
 
 class Outlook:
-    """The outlook at one time."""
+    """The outlook at one time.
+
+    Args:
+        view: the engines, with their costs.
+        loads: the work that they have.
+        policy: the policy that chooses engines.
+    """
 
     def __init__(self, view: View, loads: EngineLoads, policy: Policy) -> None:
-        """Begin with what the engines have; ``view`` has their costs."""
         assert view.costs is not None
         self._view = view
         self._costs = view.costs
@@ -174,7 +178,7 @@ class Outlook:
         self._engines: dict[str, _Engines | None] = {}
 
     def of(self, waiting: Waiting, row: int, ahead: Ahead) -> Seen | None:
-        """Foresee one request; None = nobody can serve it."""
+        """Predict one request; None = no engine can serve it."""
         model = waiting.models[row]
         if model not in self._engines:
             self._engines[model] = self._serving(model)
@@ -213,13 +217,13 @@ class Outlook:
 
 
 class Entry(NamedTuple):
-    """When a request could begin to decode.
+    """When a request could start to decode.
 
     Attributes:
-        load: of the pool when its prompt is computed, itself included; more than 1 = it is full.
-        waits_s: from then on until there is room; :data:`~conductor.routing.demand.HORIZON_S` =
-            not in sight.
-        step_s: of a step then.
+        load: of the pool when its prompt is computed, including itself; more than 1 = it is full.
+        waits_s: from then on until there is room; :data:`~conductor.routing.demand.HORIZON_S` = not
+            within the horizon.
+        step_s: duration of a step then.
     """
 
     load: float
@@ -230,12 +234,13 @@ class Entry(NamedTuple):
 def enter(
     demand: DecodeDemand, seen: Seen, who: tuple[Crowd, Crowd], tbt_s: float, now: float
 ) -> Entry:
-    """Foresee the wait for a place to decode.
+    """Predict the wait for a place to decode.
 
     Args:
-        demand: those who are assigned or decode.
+        demand: the requests that are assigned or decode.
         seen: the request.
-        who: those who wait before it, who come as evenly as they are computed; and itself.
+        who: the requests that wait before it, which arrive as evenly as they are computed; and
+            itself.
         tbt_s: maximum seconds of a step.
         now: time.
     """

@@ -1,14 +1,14 @@
 """Predicts how many tokens an answer will have, from those that have ended. Pure.
 
-Means of what was seen, from the general to the particular: all answers, those with a limit
+Means of observed lengths, from the general to the particular: all answers, those with a limit
 (``max_tokens``) of this size, those of this tenant, those of this session. Each mean starts from
-the one before it and counts more the more answers it has, as in a normal model with known
+the one before it and gets more weight the more answers it has, as in a normal model with known
 variance::
 
     estimate = (n * mean + PRIOR_WEIGHT * estimate before) / (n + PRIOR_WEIGHT)
 
-A mean forgets: an answer never counts less than a fixed part of it. Sessions and tenants are kept
-up to a bound; those not seen for longest go first.
+A mean is exponential: a new answer never counts less than a fixed part of it. The number of
+sessions and tenants is limited; those not seen for longest are removed first.
 """
 
 from collections import OrderedDict
@@ -19,7 +19,7 @@ import numpy as np
 USUAL_TOKENS: Final = 256.0
 """Of an answer, before any has ended."""
 _PRIOR_WEIGHT: Final = 4.0
-"""As many answers as the estimate before counts."""
+"""Weight of the estimate before, in answers."""
 _WEIGHT_MAX: Final = 256
 _SESSION_WEIGHT_MAX: Final = 16
 TENANTS_MAX: Final = 1024
@@ -50,10 +50,9 @@ class _Mean:
 
 
 class OutputLengths:
-    """What was learned of the answers."""
+    """The observed lengths of answers."""
 
     def __init__(self) -> None:
-        """Start without any."""
         self._all = _Mean()
         self._limits: dict[int, _Mean] = {}  # by bits of the limit: at most 64
         self._tenants: OrderedDict[str, _Mean] = OrderedDict()
@@ -89,8 +88,8 @@ class OutputLengths:
             tenant: as for :meth:`predict`.
             session: likewise.
             limit: likewise.
-            predicted: what was expected of it when it came.
-            tokens: that it had; less than 1 is ignored.
+            predicted: the prediction when it arrived.
+            tokens: its length; less than 1 is ignored.
         """
         if tokens < 1:
             return

@@ -1,8 +1,8 @@
 """Explanations of decisions that have ended, in as few bytes as they need.
 
 The log keeps thousands of decisions, and each has the numbers of all engines. Names and roles are
-nearly always those of the decision before, so they are kept once. Of each row of numbers, one value
-is kept if all are equal, else as many bytes a number as the largest one needs.
+nearly always those of the decision before, so they are stored once. Each row of numbers is stored
+as one value if all are equal, else with as many bytes per number as the largest one needs.
 """
 
 from collections.abc import Hashable, Iterator
@@ -42,17 +42,16 @@ class _Table(NamedTuple):
 
 
 class PackedCandidates:
-    """The same as :class:`Candidates`, smaller; made from it when a decision has ended."""
+    """The same as :class:`Candidates`, smaller; made from it when a decision has ended.
+
+    Args:
+        candidates: not changed, and not kept.
+        shared: of all decisions that are kept together.
+    """
 
     __slots__ = ("_columns",)
 
     def __init__(self, candidates: Candidates, shared: SharedValues) -> None:
-        """Pack.
-
-        Args:
-            candidates: not changed, and not kept.
-            shared: of all decisions that are kept together.
-        """
         self._columns: tuple[object, ...] = tuple(
             _packed(name, column, shared)
             for name, column in zip(CandidateColumns._fields, candidates.columns, strict=True)

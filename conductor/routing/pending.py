@@ -13,7 +13,7 @@ from kvstore.index.layout import Words
 
 
 class WaitingRow(NamedTuple):
-    """A row of :class:`Waiting`; ``None`` in place of what was found: it is found when needed."""
+    """A row of :class:`Waiting`; ``None`` in place of results: they are looked up when needed."""
 
     number: int
     model: str
@@ -45,7 +45,6 @@ class WaitingRows:
     """
 
     def __init__(self, rows: Iterable[WaitingRow] = ()) -> None:
-        """Start with these rows."""
         self._lists: list[list[Any]] = [[] for _ in WaitingRow._fields]
         self._kinds: list[int] = []
         self._numbers: dict[_Kind, int] = {}  # of each kind

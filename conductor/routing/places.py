@@ -1,4 +1,4 @@
-"""Where to look for KV that an engine need not compute, and what a hit needs there. Pure.
+"""Where to look up KV that an engine need not compute, and the requirements of a hit. Pure.
 
 A plan is for one model, and serves all its prompts as long as engines and holders are the same.
 """
@@ -42,7 +42,7 @@ class _Rank(NamedTuple):
 
 
 class _Reader(NamedTuple):
-    """Who has pages, and what those who read them need of each."""
+    """A holder of pages, and the requirements of its readers."""
 
     node: str
     shards: tuple[str, ...]
@@ -50,14 +50,14 @@ class _Reader(NamedTuple):
 
 
 class PrefixPlace(NamedTuple):
-    """Where blocks or pages that one rank of an engine can use are looked for.
+    """Where to look up blocks or pages that one rank of an engine can use.
 
     Attributes:
         kind: ``own``: its own blocks; ``node``: pages of its node; ``expected``: blocks that it
             will probably have; ``peer``: pages of another node of its node's cluster.
-        worker: who has them.
+        worker: the holder.
         scope: how they are named.
-        needs: what a hit needs of them.
+        needs: the requirements of a hit.
     """
 
     kind: Literal["own", "node", "expected", "peer"]
@@ -67,7 +67,7 @@ class PrefixPlace(NamedTuple):
 
 
 class RankPart(NamedTuple):
-    """Ranks whose blocks are named in the same way, and what each needs.
+    """Ranks whose blocks are named in the same way, and the requirements of each.
 
     Attributes:
         ranks: their rows, in the same order as the candidates.
@@ -95,7 +95,7 @@ class RankPeers(NamedTuple):
 
 
 class PrefixPlan:
-    """What to look up for one model, for one state of its engines and of the holder directory."""
+    """The lookups for one model, for one state of its engines and of the holder directory."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ def _shapes(report: IndexReport) -> list[tuple[object, ...]]:
 def _own_needs(
     name: str, workers: Mapping[str, FollowedWorker], directory: HolderDirectory
 ) -> list[PartNeed]:
-    """What a hit in an engine's own cache needs: of each KV group all blocks, or the last ones."""
+    """The requirements of a hit in an engine's own cache: all or the last blocks of each group."""
     known = workers.get(name)
     holders = [
         one for one in directory.by_worker.get(name, ()) if one.medium != EXPECTED and not one.shard
@@ -218,7 +218,7 @@ def _own_needs(
 
 
 def _page_needs(name: str, reader: EngineInfo | None, directory: HolderDirectory) -> list[PartNeed]:
-    """What a hit needs of a worker's pages: the shards of who reads them, or all if unknown."""
+    """The requirements of a hit on a worker's pages: the reader's shards, or all if unknown."""
     shards = reader.shards if reader is not None else ()
     windows = reader.windows if reader is not None else {}
     of_shard: dict[str, list[PageHolder]] = {shard_name(0, digest): [] for digest in shards}
@@ -236,7 +236,7 @@ def places(
     workers: Mapping[str, FollowedWorker],
     directory: HolderDirectory,
 ) -> Iterator[PrefixPlace]:
-    """Where is looked for what one rank of an engine, the worker ``name``, can use."""
+    """Where to look up pages and blocks for one rank of an engine, the worker ``name``."""
     lora = lora_of(info, model)
     scope, pages = own_scope(info, lora, workers.get(name)), space_scope(info, lora)
     yield PrefixPlace("own", name, scope, _own_needs(name, workers, directory))
@@ -249,7 +249,7 @@ def places(
 
 
 def peer_places(info: EngineInfo, model: str, directory: HolderDirectory) -> Iterator[PrefixPlace]:
-    """Where is looked for what the node of an engine could fetch."""
+    """Where to look up pages that the node of an engine could fetch."""
     pages = space_scope(info, lora_of(info, model))
     for node in map(node_worker, info.peers if pages is not None else ()):
         assert pages is not None

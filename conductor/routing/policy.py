@@ -22,10 +22,10 @@ while others are idle (reported for several cache-aware routers).
 """
 
 Order = Callable[[Waiting, float], Sequence[int]]
-"""Rows of waiting requests in the order in which they are given places; takes the time, too."""
+"""Rows of waiting requests in the order in which they get places; also takes the time."""
 Costs = Callable[[Waiting, int, Eligible], Sequence[Column]]
-"""What each engine would cost for the request in this row, [engines]: the lowest is taken. If
-several columns are given, a later one counts where the earlier ones are equal."""
+"""The costs of each engine for the request in this row, [engines]: the lowest is chosen. If there
+are several columns, a later one counts where the earlier ones are equal."""
 
 
 Fetches = Callable[[Column, Column, Column, Column], npt.NDArray[np.bool_]]
@@ -50,14 +50,15 @@ def by_arrival(waiting: Waiting, _: float) -> Sequence[int]:
 
 
 AGING: Final = 0.1
-"""A second of waiting counts as so many seconds less to compute."""
+"""A second of waiting counts as this many seconds less to compute."""
 
 
 def by_need(waiting: Waiting, now: float) -> Sequence[int]:
-    """Those that need least come first; who has waited long needs less than others.
+    """Requests that need least come first; waiting reduces the need.
 
-    Among ``n`` requests for one engine, the mean wait is least in this order; aging bounds the wait
-    of each: one that needs ``s`` seconds is never passed by those who come ``s / AGING`` later.
+    Among ``n`` requests for one engine, the mean wait is least in this order; aging limits the wait
+    of each: one that needs ``s`` seconds is never overtaken by requests that arrive ``s / AGING``
+    later.
     """
     if not waiting.least_s:
         return range(len(waiting))
@@ -99,7 +100,7 @@ def _random(waiting: Waiting, row: int, engines: Eligible) -> Sequence[Column]:
 
 
 def _session(waiting: Waiting, row: int, engines: Eligible) -> Sequence[Column]:
-    """Each session has an order of engines of its own: when one comes or goes, few others move."""
+    """Each session has its own order of engines: if an engine joins or leaves, few others move."""
     session = waiting.sessions[row]
     if not session:
         return (engines.load,)
@@ -116,15 +117,16 @@ def _new_tokens_times_batch(waiting: Waiting, row: int, engines: Eligible) -> Se
 
 
 WORK: Final = 0.4
-"""A second of an engine's time costs later requests so much when all engines are busy, and with the
-fourth power of the part that is: who computes less is preferred to who does it as soon. So a burst
-with one cold prefix stays together, unless engines are idle anyway."""
+"""Cost to later requests of a second of an engine's time when all engines are busy; it scales with
+the fourth power of the busy part: an engine that computes less is preferred to one that is as fast.
+So a burst with one cold prefix stays together, unless engines are idle anyway."""
 OVERTAKEN: Final = 3.0
-"""Who waits for an engine is passed by later requests that need less: the wait counts as so many
-times the prompt's own seconds longer, but at most so many times itself, when all engines are busy,
-and with the square of the part that is. So an engine that is free now is worth more."""
+"""A request that waits for an engine is overtaken by later ones that need less: the wait counts as
+longer by this multiple of the prompt's own seconds, at most this multiple of itself, when all
+engines are busy; it scales with the square of the busy part. So a free engine is worth more."""
 FIRST_TOKENS: Final = 5
-"""So many tokens after the first one count when ``earliest-first-token`` compares engines."""
+"""Number of tokens after the first one that count when ``earliest-first-token`` compares
+engines."""
 KVCACHE_BALANCING_THRESHOLD: Final = 2.0
 """How many times longer than its own a prefix must be that an engine fetches (``cache-global``).
 Mooncake (FAST'25, Algorithm 1) tunes this by hand, and does not say the value."""
@@ -136,7 +138,7 @@ def _ttft(_: Waiting, __: int, engines: Eligible) -> Sequence[Column]:
 
 
 def _first_tokens(_: Waiting, __: int, engines: Eligible) -> Sequence[Column]:
-    """Seconds until the first token, and what that costs others: time, and slower tokens."""
+    """Seconds until the first token, and the costs to others: time, and slower tokens."""
     terms = engines.terms
     assert terms is not None
     busy = np.count_nonzero(terms.queue_s) / max(1, len(terms.queue_s))

@@ -5,10 +5,10 @@ in different ways: an engine's own blocks by their tokens, or as pages are; page
 keys. A prompt is hashed once for each scope: way of naming, model or space, block size, LoRA
 adapter and salt.
 
-A prefix is usable as far as each of its tokens is in a block or page that the engine can use.
-Besides, there is what its node could fetch: the longest prefix that one other node of the cluster
-has by itself, from the first page on, as the nodes' own directory counts it. What several of them
-have together does not count: a node tells its engines what one peer has.
+A prefix is usable as far as each of its tokens is in a block or page that the engine can use. In
+addition, its node could fetch the longest prefix that one other node of the cluster has by itself,
+from the first page on, as the nodes' own directory counts it. Combinations of several nodes do not
+count: a node reports to its engines what one peer has.
 """
 
 from collections.abc import Mapping, Sequence
@@ -77,13 +77,13 @@ def _in_medium(need: PartNeed, medium: str) -> PartNeed:
 _Row = tuple[str, str, str, bool]
 """Engine, worker, medium, and whether the worker is a peer."""
 _Asked = dict[PromptScope, dict[_Row, list[PartNeed]]]
-"""scope → row → what a hit needs in this medium alone."""
+"""scope → row → requirements of a hit in this medium alone."""
 
 
 def _asked(
     engines: Sequence[Engine], model: str | None, report: IndexReport, directory: HolderDirectory
 ) -> _Asked:
-    """What is looked up at each of these engines; None = for its model, without LoRA adapter."""
+    """The lookups at each of these engines; None = for its model, without LoRA adapter."""
     workers = {one.worker: one for one in report.workers}
     asked: _Asked = {}
     for info in (engine.info for engine in engines):
@@ -105,7 +105,7 @@ def _match(
     chains: Mapping[int, Chains],
     found: Sequence[list[MediumMatch]],
 ) -> None:
-    """Look one scope up for several prompts, by number; appends to what is found of each."""
+    """Look one scope up for several prompts, by number; appends to the results of each."""
     counts = table.match(list(chains.values()), PrefixNeeds(list(rows.values())))
     for number, blocks in zip(chains, counts, strict=True):
         found[number] += [
@@ -118,16 +118,14 @@ class PrefixView:
     """Looks up prefixes for the dispatcher.
 
     It keeps the prompt of a request from :meth:`remember` to :meth:`forget`.
+
+    Args:
+        index: the prefix index.
+        registry: the engines.
+        needed: whether the policy uses prefixes at all.
     """
 
     def __init__(self, index: PrefixIndex, registry: EngineRegistry, *, needed: bool) -> None:
-        """Connect the parts.
-
-        Args:
-            index: the prefix index.
-            registry: the engines.
-            needed: whether the policy uses prefixes at all.
-        """
         self._index = index
         self._registry = registry
         self._prompts: dict[int, NamedPrompt] = {}
@@ -180,7 +178,7 @@ class PrefixView:
         return self._scope_of_first(model, engines, self._index.present()).block_tokens
 
     def find(self, number: int, model: str) -> Matches:
-        """A request's prefix at each engine of the model; empty if nothing is known of it."""
+        """A request's prefix at each engine of the model; empty if unknown."""
         prompt = self._prompts.get(number)
         table, report = self._index.present()
         engines = self._registry.of_model(model)
@@ -380,7 +378,7 @@ class _Lookup:
             np.maximum(self._peer, longest, out=self._peer)
 
     def _find(self, scope: PromptScope) -> HolderRuns | None:
-        """Who holds the prompt's blocks; None if it is shorter than one."""
+        """The holders of the prompt's blocks; None if it is shorter than one."""
         found = self._found.get(scope)
         if found is None:
             chains = self._prompt.named(scope, self._table.secret)

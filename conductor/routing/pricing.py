@@ -1,7 +1,7 @@
 """How many seconds each engine would need for a request. Pure.
 
-It counts what engines have to do already, what they got in the same call, and what those who are
-considered earlier are thought to bring them.
+It includes the present work of engines, the assignments of the same call, and the predicted work of
+requests that are considered earlier.
 """
 
 from collections import deque
@@ -41,7 +41,7 @@ class Prompt(NamedTuple):
 
 
 class _Fixed(NamedTuple):
-    """What does not change during a call, of some engines; see :class:`CostColumns`."""
+    """The inputs that do not change during a call, of some engines; see :class:`CostColumns`."""
 
     constant_s: Column
     floor_s: Column
@@ -56,12 +56,12 @@ class _Fixed(NamedTuple):
 
 
 class Computing(NamedTuple):
-    """What some engines would take to compute one prompt, if no other one comes before it.
+    """The estimated times of some engines to compute one prompt, if no other one comes before it.
 
     Attributes:
-        prompt: this one.
+        prompt: the prompt.
         rows: of the engines.
-        fetches: decided whether they fetch.
+        fetches: decides whether they fetch.
         fetch_s: see :class:`Terms`.
         prefill_s: likewise.
         fetched: prompt tokens that each fetches; float64.
@@ -87,7 +87,7 @@ class Computing(NamedTuple):
 
 
 class PricedEngines:
-    """What some engines would take for one request, in columns.
+    """The estimated times of some engines for one request, in columns.
 
     Attributes:
         rows: of these engines, in the view.
@@ -136,12 +136,12 @@ class Prices:
         self._kept = costs.kept
         if self._kept.all is None:
             self._kept.all = np.array([getattr(costs, name) for name in _Fixed._fields])
-        self._thought_s = costs.backlog_s.copy()
+        self._thought_s = costs.backlog_s + costs.others_s
         self._given: deque[tuple[int, Words]] = deque(maxlen=_PROMPTS_COMPARED)
         self.backlog_s = costs.backlog_s.copy()
 
     def pairs(self, prompt: Prompt, choices: PairRows) -> PricedEngines:
-        """What engines would take for a prompt, each with the best that decodes after it.
+        """The estimated times for a prompt: for each engine, with the best decode engine after it.
 
         Args:
             prompt: the prompt.
@@ -181,7 +181,7 @@ class Prices:
         return found
 
     def decoding(self, first: int, decode: Rows, prompt: Prompt) -> tuple[Column, Column]:
-        """What it costs to decode at each of some engines what ``first`` computes.
+        """The costs of decoding at each of some engines a prompt computed by ``first``.
 
         Returns:
             Whether the KV has no room there; then seconds.
@@ -191,7 +191,7 @@ class Prices:
         return self._decoding(decode, np.maximum(self._comes_s(decode, prompt), sends_s), prompt)
 
     def receiving(self, seconds: Sequence[int], prompt: Prompt) -> tuple[Column, Column]:
-        """The same if nothing is known of who computed it."""
+        """The same if the engine that computed it is unknown."""
         decode = np.array(seconds, dtype=np.intp)
         return self._decoding(decode, self._comes_s(decode, prompt), prompt)
 
@@ -205,7 +205,7 @@ class Prices:
         return PricedEngines(rows, terms, known.fetched)
 
     def _alone(self, prompt: Prompt, rows: Rows) -> Computing:
-        """What engines would take to compute a prompt, queues left out."""
+        """The estimated times of engines to compute a prompt, without queues."""
         if self._sent or (len(prompt.keys) and self._given):
             return self._computed(prompt, rows)
         kept: Computing | None = self._kept.computing
@@ -239,7 +239,7 @@ class Prices:
         )  # fmt: skip
 
     def _comes_s(self, rows: Rows, prompt: Prompt) -> Column:
-        """Seconds until the KV of a prompt has come to each of these engines, by their links."""
+        """Seconds until the KV of a prompt has arrived at each of these engines."""
         missing = np.maximum(prompt.tokens - prompt.usable[rows], 0.0)
         fixed = self._of(rows)
         size = missing * fixed.token_bytes + self._coming_bytes[rows]
@@ -268,7 +268,7 @@ class Prices:
             self._given.append((row, keys))
 
     def think_all(self, rows: Sequence[int | None], seconds: Sequence[float]) -> None:
-        """Engines are thought to get prompts of so many seconds later; row None = none is."""
+        """Predict that engines get prompts of these seconds later; row None = none does."""
         there = [at for at, row in enumerate(rows) if row is not None]
         whose = np.array([rows[at] for at in there], dtype=np.intp)
         np.add.at(self._thought_s, whose, np.array([seconds[at] for at in there]))
@@ -291,7 +291,7 @@ class Prices:
         return seconds
 
     def _expect(self, usable: Column, rows: Rows, prompt: Prompt) -> None:
-        """Count what engines will have of a prompt when those of this call are computed."""
+        """Count the part of a prompt that engines will have after the prompts of this call."""
         keys = prompt.keys
         page_tokens = (
             prompt.tokens // (len(keys) + 1) + 1

@@ -1,4 +1,4 @@
-"""The load of the last minutes: how many requests came, and what they needed. Pure."""
+"""The load of the last minutes: arrivals, and their needs. Pure."""
 
 from collections import deque
 from collections.abc import Collection
@@ -14,11 +14,11 @@ SPAN_S_MIN: Final = 15.0
 
 
 class LoadSample(NamedTuple):
-    """What one request needed, in tokens.
+    """The needs of one request, in tokens.
 
     Attributes:
-        new: of its prompt, that were computed.
-        prefix: of its prompt, before them.
+        new: computed tokens of its prompt.
+        prefix: tokens of its prompt before them.
         output: of its answer.
     """
 
@@ -40,16 +40,15 @@ class LoadShape(NamedTuple):
 
 
 class RecentLoad:
-    """What came, and what has ended, of all models."""
+    """Recent arrivals and ended requests, of all models."""
 
     def __init__(self) -> None:
-        """Start with nothing."""
         self._arrivals: deque[tuple[float, str]] = deque(maxlen=ARRIVALS_KEPT)
         self._begun: float | None = None
         self._samples: deque[tuple[str, LoadSample]] = deque(maxlen=SAMPLES_KEPT)
 
     def came(self, model: str, at: float) -> None:
-        """A request for a model has come."""
+        """A request for a model has arrived."""
         if self._begun is None:
             self._begun = at
         self._arrivals.append((at, model))

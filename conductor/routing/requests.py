@@ -66,9 +66,9 @@ class KnownRequest:
 
     Attributes:
         assign: its present assignment; None = it waits for one.
-        excluded: engines that failed it, or do not take so many tokens.
+        excluded: engines that failed it, or do not accept so many tokens.
         held: engines at which it has a place.
-        promised: its decode engine, at which it has none yet.
+        promised: its decode engine, at which it has no place yet.
         arrived: whether its KV has arrived, so that it waits for this place.
         least_s: seconds of its prompt where it needs the fewest; 0 = unknown.
         bound: engine for which it waits; empty = none has been chosen.
@@ -87,11 +87,11 @@ class KnownRequest:
     bound: str = ""
 
     def row(self, priority: int, output: float) -> WaitingRow:
-        """What the scheduler sees of it.
+        """The row for the scheduler.
 
         Args:
             priority: lower is more urgent.
-            output: tokens that its answer is expected to have.
+            output: expected tokens of its answer.
         """
         one = self.request
         return WaitingRow(
@@ -101,13 +101,13 @@ class KnownRequest:
         )  # fmt: skip
 
     def needs(self, output: float) -> LoadSample:
-        """What it needs of engines, if its length is known.
+        """Its needs, if its length is known.
 
-        Of its prompt, what the engine to which it is assigned need not compute is left out; as long
-        as it waits, what that with the longest prefix need not. At least one token is computed.
+        The prefix at its assigned engine is excluded; while it waits, the longest prefix at any
+        engine. At least one token is computed.
 
         Args:
-            output: tokens that its answer is expected to have.
+            output: expected tokens of its answer.
         """
         if self.assign is not None:
             prefix = self.assign.usable_tokens + self.assign.fetch_tokens
@@ -126,7 +126,7 @@ class KnownRequest:
 
 
 def tokens_max(engines: Iterable[EngineInfo]) -> float:
-    """Maximum tokens of a prompt and its answer that an engine or a pair takes; may be infinite."""
+    """Maximum tokens of prompt and answer that an engine or a pair accepts; may be infinite."""
     longest = dict.fromkeys(Role, 0.0)
     for info in engines:
         longest[info.role] = max(longest[info.role], info.max_model_len or inf)
@@ -134,7 +134,7 @@ def tokens_max(engines: Iterable[EngineInfo]) -> float:
 
 
 def too_long(request: Request, engines: Sequence[EngineInfo]) -> Reject | None:
-    """The refusal of a request that none of some engines takes."""
+    """The refusal of a request that none of these engines accepts."""
     most = tokens_max(engines)
     if not engines or request.length <= most:
         return None
@@ -143,5 +143,5 @@ def too_long(request: Request, engines: Sequence[EngineInfo]) -> Reject | None:
 
 
 def too_short(engines: Iterable[EngineInfo], tokens: int) -> frozenset[str]:
-    """Engines that do not take so many tokens of a prompt and its answer."""
+    """Engines that do not accept this many tokens of a prompt and its answer."""
     return frozenset(info.id for info in engines if 0 < info.max_model_len < tokens)

@@ -9,9 +9,9 @@ engine, which serves alone. A **second** engine is a decode engine, or a mixed o
 engine is left. If no first or no second engine exists, the request is rejected, not held. Suspect
 engines are used only if no engine is alive, dead engines never.
 
-If a protocol asks both engines of a pair at once, both must speak it, or both must offer it over
-their own: that is decided for each pair. In all others the second gets what the first has answered;
-if it cannot use that, it computes the prompt itself.
+If a protocol asks both engines of a pair at once, both must use it, or both must prefer it to their
+own: that is decided for each pair. In all other protocols the second engine gets the answer of the
+first; if it cannot use that, it computes the prompt itself.
 """
 
 import math
@@ -53,9 +53,9 @@ _DECODE_FULL: Final = "every engine that could decode it is full"
 
 
 _LOOKED_UP: Final = 2
-"""Requests that are looked up again for each engine that comes free."""
+"""Requests that are looked up again for each engine that becomes free."""
 _IN_TURN: Final = ""
-"""Stands for all protocols by which the engines of a pair are asked in turn."""
+"""Stands for all protocols that ask the engines of a pair one after the other."""
 
 
 class Handoff(NamedTuple):
@@ -71,23 +71,22 @@ class Handoff(NamedTuple):
 
 
 class Scheduler:
-    """One policy as the function ``schedule``; stateless."""
+    """One policy as the function ``schedule``; stateless.
+
+    Args:
+        policy: order of requests, and costs of engines.
+        at_once: protocols by which both engines of a pair are asked at once, so that a request
+            takes its place at both when it is assigned.
+    """
 
     def __init__(self, policy: Policy, at_once: Collection[str] = ()) -> None:
-        """Connect the parts.
-
-        Args:
-            policy: order of requests, and costs of engines.
-            at_once: protocols by which both engines of a pair are asked at once, so that a request
-                takes its place at both when it is assigned.
-        """
         self.policy = policy
         self.kinds = Kinds(frozenset(at_once), _IN_TURN)
 
     def due(self, view: View, waiting: Waiting, now: float) -> list[int]:
-        """Rows of requests that could be given a place now: their ``matches`` must be up to date.
+        """Rows of requests that could get a place now: their ``matches`` must be up to date.
 
-        Of those that the same engines can serve, at most as many as these have free places.
+        Of the requests that the same engines can serve, at most as many as these have free places.
         """
         if not self.policy.needs_prefixes:
             return []
@@ -125,7 +124,7 @@ class Scheduler:
             now: time on the clock of the deadlines.
 
         Returns:
-            Decisions in their order; none for who goes on waiting as before. Together with
+            Decisions in their order; none for requests that keep waiting as before. Together with
             requests that hold places they never exceed an engine's ``max_running``.
         """
         return list(_Call(self, view, waiting).decisions(now))
@@ -141,7 +140,7 @@ class Scheduler:
     def receive(
         self, view: View, waiting: Waiting, handoffs: Sequence[Handoff], now: float
     ) -> dict[int, str | Hold | Reject]:
-        """Choose who decodes the requests whose KV has arrived, in the policy's order.
+        """Choose the decode engines of the requests whose KV has arrived, in the policy's order.
 
         Args:
             view: the engines; not changed.
@@ -150,8 +149,8 @@ class Scheduler:
             now: time on the clock of the deadlines.
 
         Returns:
-            For each, by its row: the id of the engine that was meant for it if that has room, else
-            of the cheapest that has.
+            For each, by its row: the id of the intended engine if that has room, else of the
+            cheapest that has.
         """
         call = _Call(self, view, waiting)
         rows = self.order(view, waiting, now)
@@ -186,11 +185,11 @@ class _Call:
         self._stuck: set[int] = set()  # kinds of requests whose engine is full
 
     def first_long(self, now: float) -> bool:
-        """Whether somebody waits long."""
+        """Whether a request waits long."""
         return now >= min(self._waiting.halves, default=math.inf)
 
     def decisions(self, now: float) -> Iterator[Decision]:
-        """Decide on all; those who go on waiting are left out."""
+        """Decide on all; requests that keep waiting are left out."""
         waiting, long = self._waiting, self.first_long(now)
         done: set[int] = set()
         for row in self._scheduler.order(self._view, waiting, now):
@@ -299,7 +298,7 @@ class _Call:
         return Reject(number, why, self._view.retry_after_s, "queue_timeout")
 
     def receive(self, row: int, handoff: Handoff, now: float) -> str | Hold | Reject:
-        """Choose who decodes a request whose KV has arrived, and take the place there."""
+        """Choose the decode engine of a request whose KV has arrived, and take the place there."""
         view = self._view
         wanted = view.row_of(handoff.wanted)
         lives = wanted is not None and view.health[wanted] is not Health.DEAD
@@ -337,7 +336,8 @@ class _Call:
         ids = [self._view.ids[one] for one in engines]
         found = self._found(row)
         rows = np.array(engines, dtype=np.intp)
-        in_flight = (self._in_flight + self._promised).take(rows).astype(np.float64)
+        requests = self._in_flight + self._promised + self._view.others
+        in_flight = requests.take(rows).astype(np.float64)
         places = self._max_running.take(rows).astype(np.float64)
         eligible = Eligible(
             ids=ids,
@@ -408,7 +408,7 @@ class _Call:
             view,
             group,
             (first, second),
-            Places(self._in_flight, self._promised, self._max_running),
+            Places(self._in_flight, self._promised, self._max_running, view.others),
             lambda way: self._scheduler.kinds.of(way) != _IN_TURN,
             self._waiting.excluded[row],
             self._found(row) if self._policy.needs_prefixes else None,

@@ -1,10 +1,10 @@
 """Fair shares of tenants: tenants above their share wait behind the others. Pure.
 
-What a tenant got is counted in tokens, and counts half after :data:`HALF_S`. Its share is an equal
-part of what all tenants got that have requests now. As long as it stays within, the policy's order
-holds; above it, its requests are considered after those of tenants that got less, in steps of a
-fifth. So nothing is idle that somebody could use, and two tenants that both ask for more
-than there is get equal parts.
+The usage of a tenant is counted in tokens, and counts half after :data:`HALF_S`. Its share is an
+equal part of the usage of all tenants that have requests now. Below its share, the policy's order
+holds; above it, its requests are considered after those of tenants with less usage, in steps of a
+fifth. So no engine is idle while a tenant has requests, and two tenants that both request more than
+there is get equal parts.
 """
 
 from collections import Counter, OrderedDict
@@ -16,7 +16,7 @@ from conductor.routing.columns import Waiting
 
 HALF_S: Final = 60.0
 _SLACK: Final = 1.1
-"""A tenant is above its share from so many times it on."""
+"""A tenant is above its share from this multiple of it on."""
 _STEPS: Final = 4
 """In each power of two."""
 OUTPUT_WEIGHT: Final = 4.0
@@ -30,7 +30,6 @@ class FairShares:
     """What the tenants got."""
 
     def __init__(self) -> None:
-        """Start with nothing."""
         self._got: OrderedDict[str, float] = OrderedDict()  # at the scale of now
         self._scaled_at = 0.0
         self._present: Counter[str] = Counter()  # requests that have not ended

@@ -1,4 +1,4 @@
-"""What an engine has to do for one request, and what its answer bears. Pure."""
+"""The work of an engine for one request, and the delay that its answer tolerates. Pure."""
 
 from dataclasses import dataclass
 from typing import Final, NamedTuple

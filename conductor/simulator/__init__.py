@@ -10,3 +10,5 @@
 Nothing but the simulated engine sees how long an answer of the trace is. One trace, fleet, policy
 and seed is one simulation: everything is decided by them, and every number comes out the same.
 """
+
+__all__ = ["command"]

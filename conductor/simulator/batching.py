@@ -118,6 +118,12 @@ class _Stretch:
 class BatchEngine:
     """The engine.
 
+    Args:
+        steps: how long its steps take.
+        limits: its bounds.
+        prefix: how many tokens of a prompt it need not compute, asked when it starts; fewer
+            than the prompt has.
+
     Attributes:
         ends_at: when :meth:`advance` must be called; None = it is idle.
         reserved: tokens of KV that requests hold.
@@ -128,14 +134,6 @@ class BatchEngine:
     def __init__(
         self, steps: TrueSteps, limits: EngineLimits, prefix: Callable[[Work], int]
     ) -> None:
-        """Start idle.
-
-        Args:
-            steps: how long its steps take.
-            limits: its bounds.
-            prefix: how many tokens of a prompt it need not compute, asked when it starts; fewer
-                than the prompt has.
-        """
         self._steps = steps
         self._limits = limits
         self._prefix = prefix

@@ -1,4 +1,4 @@
-"""What KV each simulated engine and node holds, and the prefixes that follow from it. Pure.
+"""The KV that each simulated engine and node holds, and the prefixes that follow. Pure.
 
 Blocks are named by the trace: who has one has named its whole prefix, but may have lost blocks
 before it. Of each block one integer says who holds it, a bit for each engine, so that one walk over
@@ -20,16 +20,14 @@ class BlockCache:
     """The blocks of one place, the one unused longest ago leaves first.
 
     Of a prompt, its last blocks leave before its first ones.
+
+    Args:
+        capacity: maximum blocks.
+        held: shared with other places of its kind.
+        bits: the engines that can use its blocks.
     """
 
     def __init__(self, capacity: int, held: Bits, bits: int) -> None:
-        """Start empty.
-
-        Args:
-            capacity: maximum blocks.
-            held: shared with other places of its kind.
-            bits: the engines that can use its blocks.
-        """
         self._capacity = capacity
         self._held = held
         self._bits = bits
@@ -86,7 +84,6 @@ class Expectations:
     """Blocks that engines will have soon, because prompts with them were sent there."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self.held: Bits = {}
         self._counts: dict[int, Counter[int]] = {}
 
@@ -121,7 +118,6 @@ class Tiers:
     """A node's host memory and disk: what leaves memory goes to disk."""
 
     def __init__(self, host: BlockCache, disk: BlockCache) -> None:
-        """Take both."""
         self.host = host
         self.disk = disk
 

@@ -43,10 +43,9 @@ class Sources(NamedTuple):
 
 
 class Caching:
-    """All of them."""
+    """The caches of all engines, and of their nodes: each engine has a node of its own."""
 
     def __init__(self, engines: dict[str, CacheLimits]) -> None:
-        """Start empty; each engine has a node of its own."""
         self._bits = {name: 1 << at for at, name in enumerate(engines)}
         self._names = {bit: name for name, bit in self._bits.items()}
         self._expected = Expectations()

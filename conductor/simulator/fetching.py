@@ -1,4 +1,4 @@
-"""What an engine's node fetches of a prompt, and which requests wait for that fetch. Pure."""
+"""Fetches of prompts by an engine's node, and the requests that wait for them. Pure."""
 
 from collections.abc import Iterable
 from typing import NamedTuple

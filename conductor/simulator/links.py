@@ -20,10 +20,13 @@ class _Transfer:
 
 
 class Links:
-    """All transfers."""
+    """The transfers that are under way, on all links.
+
+    Args:
+        bandwidths: bytes a second of each link, more than 0.
+    """
 
     def __init__(self, bandwidths: Mapping[Link, float]) -> None:
-        """Start without any; bandwidths in bytes a second, more than 0."""
         assert all(one > 0 for one in bandwidths.values())
         self._bandwidths = bandwidths
         self._transfers: dict[int, _Transfer] = {}

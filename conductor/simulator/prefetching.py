@@ -17,10 +17,10 @@ from conductor.routing.bringing import (
     Wish,
     likely,
 )
+from conductor.routing.desk import Desk
 from conductor.routing.engines import Health, Role
 from conductor.routing.requests import KnownRequest
 from conductor.simulator.caching import Caching
-from conductor.simulator.journal import Desk
 from conductor.simulator.links import Link
 from conductor.simulator.trace import BLOCK_TOKENS, TracedRequest
 from conductor.simulator.transfers import Transfers
@@ -62,6 +62,14 @@ class _Look(NamedTuple):
 class Prefetching:
     """The wishes of those who wait.
 
+    Args:
+        desk: knows who waits, and the engines.
+        caching: who has what.
+        transfers: over which it comes.
+        bytes_max: of all that is brought at a time.
+        block_bytes: of the KV of a block, by engine.
+        request: a request by its number.
+
     Attributes:
         brought: what became of them so far.
     """
@@ -70,16 +78,6 @@ class Prefetching:
         self, desk: Desk, caching: Caching, transfers: Transfers, bytes_max: float,
         block_bytes: Mapping[str, float], request: Callable[[int], TracedRequest],
     ) -> None:  # fmt: skip
-        """Start without any.
-
-        Args:
-            desk: knows who waits, and the engines.
-            caching: who has what.
-            transfers: over which it comes.
-            bytes_max: of all that is brought at a time.
-            block_bytes: of the KV of a block, by engine.
-            request: a request by its number.
-        """
         self.brought = BroughtCounts()
         self._desk = desk
         self._caching = caching

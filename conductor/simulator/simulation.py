@@ -12,19 +12,22 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from conductor.costs.book import CostBook
 from conductor.routing.choices import Assign, Continue, Reject
 from conductor.routing.columns import Matches
+from conductor.routing.desk import Desk
+from conductor.routing.journal import JournalHead, Line
 from conductor.routing.policy import POLICIES, Binding
 from conductor.routing.requests import Request
 from conductor.simulator.batching import BatchEngine, EngineLimits, Work
 from conductor.simulator.caching import Caching
 from conductor.simulator.fetching import leader_of, worth_fetching
 from conductor.simulator.fleet import SimulatedEngine, bandwidths, cache_limits
-from conductor.simulator.journal import Desk, JournalHead, Line
 from conductor.simulator.links import Link, Links
 from conductor.simulator.prefetching import PERIOD_S, Prefetching
 from conductor.simulator.samples import EngineLoad, Sample
 from conductor.simulator.scenario import NEVER, Flight, Record, Scenario
+from conductor.simulator.skew import SkewedBook
 from conductor.simulator.steps import StepTimes, TrueSteps
 from conductor.simulator.trace import BLOCK_TOKENS, TracedRequest
 from conductor.simulator.transfers import Transfers
@@ -42,16 +45,14 @@ class Simulation:
         head: what the dispatcher was made of.
         now: seconds after the first arrival.
         events: events so far.
+
+    Raises:
+        InvalidArgument: no engine can serve, or a failing one does not exist.
     """
 
     def __init__(
         self, trace: Sequence[TracedRequest], engines: Sequence[SimulatedEngine], scenario: Scenario
     ) -> None:
-        """Prepare it.
-
-        Raises:
-            InvalidArgument: no engine can serve, or a failing one does not exist.
-        """
         self.scenario = scenario
         self.records = [Record(one, one.at_s / scenario.speed) for one in trace]
         self.ended: list[Record] = []
@@ -65,11 +66,12 @@ class Simulation:
             scenario.wait_s if scenario.wait_s < NEVER else None, scenario.tries, scenario.rules,
             scenario.skew, scenario.lends,
         )  # fmt: skip
-        dispatcher, registry = self.head.dispatcher()
+        skew = self.head.skew
+        dispatcher, registry = self.head.dispatcher(SkewedBook(skew) if skew else CostBook())
         if not registry.can_serve():
             raise InvalidArgument("engines", "prefill and decode engines are needed, or mixed ones")
-        journal = self.journal if scenario.journal else None
-        self.desk = Desk(dispatcher, registry, self._find, journal)
+        write = self.journal.append if scenario.journal else None
+        self.desk = Desk(dispatcher, registry, self._find, write)
         self._batches = {one.info.id: self._batch(one) for one in engines}
         self.caching = Caching({one.info.id: cache_limits(one, scenario) for one in engines})
         self.links = Links(bandwidths(engines, scenario))
@@ -153,7 +155,7 @@ class Simulation:
 
     # Requests
 
-    def _find(self, number: int) -> Matches:
+    def _find(self, number: int, _: str) -> Matches:
         return self.caching.matches(self.records[number - 1].request)
 
     def _arrive(self, record: Record) -> None:

@@ -5,10 +5,14 @@ from conductor.costs.prior import PrefillLine
 
 
 class SkewedCosts(EngineCosts):
-    """Costs that are off by a factor from what was measured."""
+    """Costs that are off by a factor from what was measured.
+
+    Args:
+        machine: its prior is used before anything was measured.
+        factor: more than 0.
+    """
 
     def __init__(self, machine: Machine, factor: float) -> None:
-        """Start with the prior of a machine, and ``factor``, more than 0."""
         assert factor > 0
         super().__init__(machine)
         self._factor = factor
@@ -24,16 +28,15 @@ class SkewedCosts(EngineCosts):
 
 
 class SkewedBook(CostBook):
-    """The costs of all engines, of which every other one seems slower, and those between faster."""
+    """The costs of all engines, of which every other one seems slower, and those between faster.
+
+    Args:
+        skew: by which part estimates are off, 0 to less than 1: those of the first engine that
+            is asked for are ``1 + skew`` times the truth, those of the second ``1 - skew``
+            times, and so on.
+    """
 
     def __init__(self, skew: float) -> None:
-        """Start without engines.
-
-        Args:
-            skew: by which part estimates are off, 0 to less than 1: those of the first engine that
-                is asked for are ``1 + skew`` times the truth, those of the second ``1 - skew``
-                times, and so on.
-        """
         assert 0 <= skew < 1
         super().__init__()
         self._skew = skew

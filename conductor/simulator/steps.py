@@ -32,7 +32,6 @@ class TrueSteps:
     """The step times of one engine, off by a factor from what the model of costs says."""
 
     def __init__(self, times: StepTimes, factor: float = 1.0) -> None:
-        """Slow all steps down by ``factor``."""
         assert factor > 0
         self._times = times
         self._factor = factor

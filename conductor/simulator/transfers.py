@@ -8,6 +8,11 @@ from conductor.simulator.links import Link, Links
 class Transfers:
     """All transfers over the links.
 
+    Args:
+        links: used by nobody else.
+        at: lets a function be called at a time, with a number.
+        clock: the time.
+
     Attributes:
         links: what they go over.
     """
@@ -18,13 +23,6 @@ class Transfers:
         at: Callable[[float, Callable[[int], None], int], None],
         clock: Callable[[], float],
     ) -> None:
-        """Start without any.
-
-        Args:
-            links: used by nobody else.
-            at: lets a function be called at a time, with a number.
-            clock: the time.
-        """
         self.links = links
         self._at = at
         self._clock = clock

@@ -3,3 +3,5 @@
 Reading order: ``request`` (data types), ``model`` and ``pool`` (bytes), ``prefix_tree`` and
 ``scheduler`` (pure decisions), ``engine`` (the step loop), ``store`` (the adapter), ``server``.
 """
+
+__all__: list[str] = []

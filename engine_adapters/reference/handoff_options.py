@@ -1,4 +1,4 @@
-"""What an engine needs to push or to be pushed to, and what it says about a push."""
+"""Options of an engine that pushes or is pushed to, and the report of a push."""
 
 import os
 from collections.abc import Sequence

@@ -86,10 +86,12 @@ class Landed(NamedTuple):
 
 
 class DecodePushes:
-    """All pushes to a decode engine; calls come from its step thread unless they say otherwise."""
+    """All pushes to a decode engine; calls come from its step thread unless they say otherwise.
+
+    It connects to a prefill engine when a request first names that engine.
+    """
 
     def __init__(self, options: HandoffOptions, parts: PushParts, queues: DecodeQueues) -> None:
-        """Begin with no connection: each prefill engine is connected to when it is named."""
         self._pool = parts.pool
         self._allocator = parts.allocator
         self._metrics = parts.metrics

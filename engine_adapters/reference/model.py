@@ -11,7 +11,7 @@ sums depend on their order, and matrix libraries choose the order by shape, so t
 * norms and activations work on whole tiles of rows.
 
 This assumes that in the matrix library a row of a fixed-shape product does not depend on its
-position in the tile. tests/reference/test_batch_invariance.py tests this.
+position in the tile. tests/engine_adapters/reference/test_batch_invariance.py tests this.
 """
 
 import math

@@ -23,12 +23,6 @@ class BadRequestError(Exception):
     """An invalid request; the message begins with the name of the field."""
 
 
-class TokenizeBody(msgspec.Struct):
-    """``POST /tokenize``."""
-
-    prompt: str
-
-
 class PushParameters(msgspec.Struct, forbid_unknown_fields=True):
     """``kv_transfer_params`` of a request whose K/V are pushed; both engines get it at once."""
 
@@ -97,16 +91,21 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: CachedTokens
 
 
-class Completion(msgspec.Struct):
-    """The answer, or one chunk of a stream; the later fields are only in the last chunk."""
+class Told(msgspec.Struct, kw_only=True):
+    """What every answer, or chunk of a stream, tells; the later fields are only in the last one."""
 
     id: str
     object: str
     model: str
-    choices: list[Choice]
     usage: Usage | msgspec.UnsetType = msgspec.UNSET
     timings: Timings | msgspec.UnsetType = msgspec.UNSET
     kv_transfer_params: Transfer | msgspec.UnsetType = msgspec.UNSET
+
+
+class Completion(Told, kw_only=True):
+    """The answer, or one chunk of a stream."""
+
+    choices: list[Choice]
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -261,6 +260,46 @@ def logprobs_in(output: Output, count: int) -> ChoiceLogprobs:
         [one.get(token) for token, one in told],
         [{shown(at): one[at] for at in one} if count and one else None for _, one in told],
     )
+
+
+class CompletionAnswers:
+    """Makes the answers to one completion."""
+
+    def __init__(self, request: Request, model: str, *, with_ids: bool) -> None:
+        self._request = request
+        self._model = model
+        self._with_ids = with_ids
+
+    def whole(self, output: Output) -> Completion:
+        """One answer with all output."""
+        return self.chunk(output)
+
+    def chunk(self, output: Output) -> Completion:
+        """A chunk of a stream."""
+        choice = Choice(text=output.text, index=0, finish_reason=output.finish_reason)
+        if self._with_ids or tells_ids(self._request, output):
+            choice.token_ids = output.tokens
+        if self._request.logprobs is not None:
+            choice.logprobs = logprobs_in(output, self._request.logprobs)
+        completion = Completion(
+            id=self._request.id, object="text_completion", model=self._model, choices=[choice]
+        )
+        tell_end(completion, self._request, output)
+        return completion
+
+
+def tells_ids(request: Request, output: Output) -> bool:
+    """Whether an output is the first token for another engine, which gets its id unasked."""
+    return output.handoff is not None and request.to_handoff
+
+
+def tell_end(answer: Told, request: Request, output: Output) -> None:
+    """Add what the last output of a request tells to its answer."""
+    if output.finish_reason is not None:
+        answer.usage = usage(request)
+        answer.timings = request.timings
+        if output.handoff is not None:
+            answer.kv_transfer_params = output.handoff
 
 
 def usage(request: Request) -> Usage:

@@ -146,6 +146,12 @@ class PrefillQueues:
 class DecodeQueues:
     """Pushed requests of a decode engine that the scheduler does not have.
 
+    Args:
+        scheduler: of the engine.
+        waiting_max: requests that wait for memory, the scheduler's among them.
+        held_max: requests in ``transfer`` and ``received`` together.
+        page_tokens: for so many tokens the checks leave each request room to grow.
+
     Attributes:
         prealloc: requests without memory, in order of arrival.
         transfer: requests into whose blocks K/V are pushed.
@@ -155,14 +161,6 @@ class DecodeQueues:
     def __init__(
         self, scheduler: Scheduler, *, waiting_max: int, held_max: int, page_tokens: int
     ) -> None:
-        """Make empty queues.
-
-        Args:
-            scheduler: of the engine.
-            waiting_max: requests that wait for memory, the scheduler's among them.
-            held_max: requests in ``transfer`` and ``received`` together.
-            page_tokens: for so many tokens the checks leave each request room to grow.
-        """
         self._scheduler = scheduler
         self._waiting_max = waiting_max
         self._held_max = held_max

@@ -41,6 +41,14 @@ class Chosen(NamedTuple):
 class RestoreChoices:
     """Decides for each request, and keeps those that wait; all calls from the step thread.
 
+    Args:
+        lookup: looks a request up.
+        pace: of the engine.
+        loads: what is restored of a hit.
+        page_tokens: tokens in a page.
+        page_bytes: bytes of a page on all ranks.
+        count: adds to a series of :data:`kvstore.engine.counts.SERIES`, or to a choice.
+
     Attributes:
         decisions: must be told of the beginning and the end of restores.
     """
@@ -49,16 +57,6 @@ class RestoreChoices:
         self, lookup: Callable[[Request], Hit], pace: Pace, loads: Loads, page_tokens: int,
         page_bytes: int, count: Callable[[str, float], None],
     ) -> None:  # fmt: skip
-        """Prepare.
-
-        Args:
-            lookup: looks a request up.
-            pace: of the engine.
-            loads: what is restored of a hit.
-            page_tokens: tokens in a page.
-            page_bytes: bytes of a page on all ranks.
-            count: adds to a series of :data:`kvstore.engine.counts.SERIES`, or to a choice.
-        """
         self.decisions = LoadDecisions(LoadChooser(pace, loads), ROOM_WAIT_MAX_S, count)
         self._lookup = lookup
         self._pace = pace

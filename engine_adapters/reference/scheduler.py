@@ -47,7 +47,15 @@ class Plan:
 
 
 class Scheduler:
-    """Waiting and running requests, block tables and the plan of each step."""
+    """Waiting and running requests, block tables and the plan of each step.
+
+    Args:
+        limits: limits.
+        allocator: allocator of the pool; shared with the tree and the store adapter.
+        tree: local prefix cache; None = compute every prompt.
+        page_tokens: a multiple of ``block_tokens``.
+        block_tokens: tokens in a block.
+    """
 
     def __init__(
         self,
@@ -58,15 +66,6 @@ class Scheduler:
         page_tokens: int,
         block_tokens: int,
     ) -> None:
-        """Make empty queues.
-
-        Args:
-            limits: limits.
-            allocator: allocator of the pool; shared with the tree and the store adapter.
-            tree: local prefix cache; None = compute every prompt.
-            page_tokens: a multiple of ``block_tokens``.
-            block_tokens: tokens in a block.
-        """
         self._limits = limits
         self._allocator = allocator
         self._tree = tree

@@ -1,4 +1,4 @@
-"""The HTTP server of an engine: OpenAI completions, and routes for the Conductor and tests.
+"""The HTTP server of an engine: OpenAI (chat) completions, routes for the Conductor and tests.
 
 The asyncio loop runs in the main thread. The step thread passes each output with
 ``call_soon_threadsafe`` to a queue that never has more entries than the request has tokens.
@@ -19,17 +19,14 @@ import msgspec
 from aiohttp import web
 
 from engine_adapters.reference import tokenizer
+from engine_adapters.reference.chat import ChatAnswers, ChatBody, Rendered, TokenizeBody
 from engine_adapters.reference.engine import Engine, EngineBusyError, EngineClosedError
 from engine_adapters.reference.protocol import (
     BadRequestError,
-    Choice,
-    Completion,
+    CompletionAnswers,
     CompletionBody,
-    TokenizeBody,
-    logprobs_in,
     parse,
     to_request,
-    usage,
 )
 from engine_adapters.reference.request import Output, Request
 from kvstore.process.privatefile import token_for
@@ -108,6 +105,7 @@ class Server:
                 web.get("/v1/requests/{id}/kv-hashes", self._kv_hashes),
                 web.post("/tokenize", self._tokenize),
                 web.post("/v1/completions", self._completions),
+                web.post("/v1/chat/completions", self._chat_completions),
             ]
         )
 
@@ -171,7 +169,9 @@ class Server:
         return web.json_response({"prompt_tokens": hashes.prompt_tokens, "layers": layers})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        tokens = tokenizer.encode(parse(await request.read(), TokenizeBody).prompt)
+        raw = await request.read()
+        prompt = parse(raw, TokenizeBody).prompt
+        tokens = tokenizer.encode(parse(raw, Rendered).prompt() if prompt is None else prompt)
         return web.json_response(
             {
                 "tokens": tokens,
@@ -181,9 +181,18 @@ class Server:
         )
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
+        return await self._serve(http, parse(await http.read(), CompletionBody), CompletionAnswers)
+
+    async def _chat_completions(self, http: web.Request) -> web.StreamResponse:
+        body = parse(await http.read(), ChatBody).as_completion()
+        return await self._serve(http, body, ChatAnswers)
+
+    async def _serve(
+        self, http: web.Request, body: CompletionBody,
+        answers: type[CompletionAnswers] | type[ChatAnswers],
+    ) -> web.StreamResponse:  # fmt: skip
         if self._closing:
             return _error(503, "shutting_down", "the engine is shutting down")
-        body = parse(await http.read(), CompletionBody)
         request_id = http.headers.get("X-Request-Id") or body.request_id or uuid.uuid4().hex
         loop = asyncio.get_running_loop()
         outputs: asyncio.Queue[Output] = asyncio.Queue()  # holds at most the request's tokens
@@ -192,7 +201,8 @@ class Server:
             loop.call_soon_threadsafe(outputs.put_nowait, output)
 
         request = to_request(body, request_id, self._engine, emit)
-        answer = _Answer(request, outputs, self._engine.model_name, with_ids=body.return_token_ids)
+        made = answers(request, self._engine.model_name, with_ids=body.return_token_ids)
+        answer = _Answer(request, outputs, made)
         self._active += 1
         self._idle.clear()
         submitted = False
@@ -220,12 +230,12 @@ class _Answer:
     """Converts the outputs of one request to a response."""
 
     def __init__(
-        self, request: Request, outputs: asyncio.Queue[Output], model: str, *, with_ids: bool
-    ) -> None:
+        self, request: Request, outputs: asyncio.Queue[Output],
+        answers: CompletionAnswers | ChatAnswers,
+    ) -> None:  # fmt: skip
         self._request = request
         self._outputs = outputs
-        self._model = model
-        self._with_ids = with_ids
+        self._answers = answers
         self.ended = False
 
     async def next(self) -> Output:
@@ -252,7 +262,7 @@ class _Answer:
             text="".join(output.text for output in outputs),
             logprobs=[told for output in outputs for told in output.logprobs],
         )
-        body = msgspec.json.encode(self._completion(merged))
+        body = msgspec.json.encode(self._answers.whole(merged))
         headers = {"X-Request-Id": self._request.id}
         return web.Response(body=body, content_type="application/json", headers=headers)
 
@@ -269,7 +279,7 @@ class _Answer:
         output = first
         while True:
             await response.write(
-                b"data: " + msgspec.json.encode(self._completion(output)) + b"\n\n"
+                b"data: " + msgspec.json.encode(self._answers.chunk(output)) + b"\n\n"
             )
             if self.ended:
                 break
@@ -277,23 +287,6 @@ class _Answer:
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
-
-    def _completion(self, output: Output) -> Completion:
-        choice = Choice(text=output.text, index=0, finish_reason=output.finish_reason)
-        is_prefill = output.handoff is not None and self._request.to_handoff
-        if self._with_ids or is_prefill:
-            choice.token_ids = output.tokens
-        if self._request.logprobs is not None:
-            choice.logprobs = logprobs_in(output, self._request.logprobs)
-        completion = Completion(
-            id=self._request.id, object="text_completion", model=self._model, choices=[choice]
-        )
-        if output.finish_reason is not None:
-            completion.usage = usage(self._request)
-            completion.timings = self._request.timings
-            if output.handoff is not None:
-                completion.kv_transfer_params = output.handoff
-        return completion
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

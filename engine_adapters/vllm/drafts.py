@@ -132,7 +132,6 @@ class DraftSteps:
     """
 
     def __init__(self, config: Any) -> None:
-        """Read the limits from a ``VllmConfig``."""
         speculative, model = config.speculative_config, config.model_config
         self._on = has_draft_layers(config)
         self._drafts: int = speculative.num_speculative_tokens if self._on else 0

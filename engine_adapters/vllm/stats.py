@@ -43,7 +43,6 @@ class StoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     def __init__(
         self, config: Any, metric_types: Any, labels: list[str], values: dict[int, list[object]]
     ) -> None:
-        """Register the series with every engine's labels."""
         super().__init__(config, metric_types, labels, values)
         counter = metric_types[prometheus_client.Counter]
         self._series = {

@@ -154,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_changes(verb)
     _add_jobs(verb)
     add_conversations(verb)
-    verb("vllm-flags", "print the vLLM flags that connect it to this node",
+    verb("vllm-flags", "print the flags that connect vLLM to this node",
          lambda node, _options: asked_flags(node), vllm_flags)  # fmt: skip
     live = verb("top", "show live rates and sizes", _nothing, show.anything)
     live.add_argument("--once", action="store_true", help="print once and exit")
@@ -256,7 +256,7 @@ def _add_changes(verb: AddVerb) -> None:
 def _add_jobs(verb: AddVerb) -> None:
     """The verbs that start a job and wait for it, and the one that shows jobs."""
     for name, summary in (
-        ("evict", "evict a page and its descendants, or a whole space"),
+        ("evict", "remove a page and its descendants, or a whole space, from memory and the SSDs"),
         ("verify", "read stored pages and check their digests"),
     ):
         made = verb(name, summary, _bulk, show.job)
@@ -269,7 +269,12 @@ def _add_jobs(verb: AddVerb) -> None:
                 "--deadline", type=seconds(zero=False), default=3600.0, metavar="SECONDS",
                 help="stop after this time; default: 3600",
             )  # fmt: skip
-    clear = verb("clear", "remove every page of a space, or of all spaces", _clear, show.job)
+    clear = verb(
+        "clear",
+        "remove every page of a space, or of all spaces, from memory and the SSDs, including"
+        " records on disk that are no longer indexed",
+        _clear, show.job,
+    )  # fmt: skip
     clear.add_argument("space", nargs="?", help=SPACE)
     clear.add_argument("--all", action="store_true", help="every space")
     clear.add_argument("--yes", action="store_true", help="do not ask for confirmation of --all")
@@ -285,7 +290,8 @@ def _add_jobs(verb: AddVerb) -> None:
                           help="stop after this time; default: 60")  # fmt: skip
         if name == "move":
             made.add_argument("--to", choices=["host", "ssd"], default="ssd",
-                              help="target tier; default: ssd; descendants move first")  # fmt: skip
+                              help="target tier (default: ssd); descendants are moved"
+                              " first")  # fmt: skip
         waits(made)
     add_copies(verb)
     jobs = verb("jobs", "show all jobs, or one job", _jobs, show.jobs)

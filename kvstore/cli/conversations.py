@@ -33,7 +33,8 @@ def add_conversations(verb: AddVerb) -> None:
     keep.add_argument("--ttl", type=seconds(zero=False), default=3600.0, metavar="SECONDS",
                       help="how long to keep the pages; default: 3600")  # fmt: skip
     keep.add_argument("--max-bytes", type=size, default=0, metavar="SIZE",
-                      help="maximum size of the kept pages; default: 0 = no own limit")  # fmt: skip
+                      help="maximum size of the kept pages; default: 0, no limit per"
+                      " conversation")  # fmt: skip
     end = verb("end-conversation", "stop keeping the pages of a conversation",
                _end, _ended)  # fmt: skip
     end.add_argument("space", help=SPACE)

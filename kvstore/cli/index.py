@@ -1,4 +1,4 @@
-"""Shows what a Conductor's index knows about engines and nodes."""
+"""Shows a Conductor's index of engines and nodes."""
 
 import http.client
 from typing import Any
@@ -12,10 +12,10 @@ from kvstore.protocol.errors import InvalidArgument
 
 
 def asked_index(conductor: Remote) -> Any:
-    """What a Conductor tells of its index.
+    """A Conductor's answer about its index.
 
     Raises:
-        InvalidArgument: it is no Conductor that answers.
+        InvalidArgument: the answer is not that of a Conductor.
         KVStoreError: as of :meth:`Remote.send`.
     """
     try:

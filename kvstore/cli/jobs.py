@@ -49,7 +49,7 @@ def job_of(node: Remote, at: argparse.Namespace, body: dict[str, Any]) -> Any:
 
 
 def add_copies(verb: AddVerb) -> None:
-    """The verbs that let other nodes of a cluster have pages."""
+    """Add the verbs that copy pages to other nodes of a cluster."""
     for name, summary in (
         ("replicate", "copy a page and all pages before it to other nodes of the cluster"),
         (
@@ -64,7 +64,7 @@ def add_copies(verb: AddVerb) -> None:
         if name == "replicate":
             made.add_argument(
                 "--copies", type=count(2), default=2, metavar="N",
-                help="number of nodes that should have the pages, with this one; default: 2",
+                help="number of nodes that should have the pages, including this one; default: 2",
             )  # fmt: skip
         if name == "move-to-node":
             made.add_argument("--node", help="name of the other node; default: this node chooses")

@@ -17,7 +17,7 @@ _PAUSE: Final = threading.Event()
 
 
 class RefusedRequest(KVStoreError):
-    """Whoever answers at the address refused the request.
+    """The server at the address refused the request.
 
     Attributes:
         status: of the HTTP answer.

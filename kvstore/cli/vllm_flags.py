@@ -1,4 +1,4 @@
-"""``kvstore vllm-flags``: prints the vLLM flags that connect it to this node."""
+"""``kvstore vllm-flags``: prints the flags that connect vLLM to this node."""
 
 import json
 import shlex

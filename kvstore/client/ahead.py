@@ -7,8 +7,8 @@ from typing import Final, NamedTuple
 from kvstore.client import forks
 
 AHEAD_IDLE_S = 1.0
-"""A slot that was not used for so long is given back; only who puts single pages at least that
-often asks for one."""
+"""A slot that was not used for this long is given back; only clients that put single pages at least
+that often request one."""
 SLOTS_MAX: Final = 4
 """Slots of one connection; the node reserves no more."""
 
@@ -34,7 +34,7 @@ class ReservedSlot(NamedTuple):
 class ReservedSlots:
     """The reserved slots of one connection to the node; thread-safe.
 
-    Who takes a slot has it alone, until it is kept again or given back.
+    A taken slot is used by one caller, until it is kept again or given back.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Whether an answer of a node fits its request, beyond being a message of the protocol. Pure.
 
-An engine takes the numbers of an answer for sizes of its own arrays. So an answer that cannot be,
-from a node with a fault or of a strange version, ends the connection like any other broken message.
+An engine uses the numbers of an answer as sizes of its own arrays. So an impossible answer, from a
+faulty node or an unknown version, ends the connection like any other broken message.
 """
 
 from typing import Final
@@ -24,10 +24,10 @@ _ENDS: Final = bytes(status for status in PageStatus if status is not PageStatus
 
 
 def check_answer(request: wire.Request, answer: wire.Answer) -> None:
-    """Refuse what is no answer to a request; a Failure always is one.
+    """Refuse an answer that does not match its request; a Failure always does.
 
     Raises:
-        ProtocolError: it is of another kind, or its numbers do not fit those of the request.
+        ProtocolError: it is of another kind, or its numbers do not match those of the request.
     """
     if type(answer) is wire.Failure:
         return

@@ -26,7 +26,7 @@ class BlocksOnDevice(NamedTuple):
         pool: their pool.
         table: block numbers, shape (pages, blocks of a page), int64.
         after: the job begins when the device has reached this event.
-        copy: what the device still does for the job.
+        copy: the device's unfinished work for the job.
     """
 
     pool: "DevicePool"
@@ -64,7 +64,7 @@ class DevicePools:
         forks.register(self)
 
     def blocks(self, pool: KVPool, table: npt.NDArray[np.int64]) -> BlocksOnDevice:
-        """The blocks of a new job, which begins after what this thread's engine has queued.
+        """The blocks of a new job, which starts after the queued work of this thread's engine.
 
         Raises:
             InvalidArgument: the pool's device has a wrong name.

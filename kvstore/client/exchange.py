@@ -34,6 +34,8 @@ _CLOSE_TIMEOUT_S: Final = 1.0
 class Connection:
     """A connection that is used until its first error; thread-safe.
 
+    The first :meth:`request` must be Hello.
+
     Args:
         path: the node's socket.
         number: its number among the connections of its link.
@@ -42,11 +44,10 @@ class Connection:
         broken: why it cannot be used any more; empty = it can.
 
     Raises:
-        PeerUnreachable: nobody listens there.
+        PeerUnreachable: nothing listens there.
     """
 
     def __init__(self, path: str, number: int) -> None:
-        """Connect; Hello must be the first :meth:`request`."""
         self.number = number
         self.broken = ""
         self._path = path

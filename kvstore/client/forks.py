@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 
 class Forkable(Protocol):
-    """An object that is told that it is in a forked child."""
+    """An object that is reset in a forked child."""
 
     def forked(self) -> None:
         """Reset the object; takes no lock, does not wait and does not raise."""

@@ -27,7 +27,7 @@ _IDLE_S: Final = 60.0
 class MustWaitError(Exception):
     """The rest of a job waits for a disk or for other nodes.
 
-    It is to go on at the worker for such jobs.
+    The job continues at the worker for such jobs.
     """
 
 
@@ -115,7 +115,7 @@ class Worker:
 
 
 class Job(Generic[T]):
-    """One submitted copy.
+    """One submitted copy. It is queued when it is created; if the queue is full, it has failed.
 
     Args:
         worker: runs it.
@@ -131,7 +131,6 @@ class Job(Generic[T]):
         self, worker: Worker, run: Callable[[], T], slow: Worker | None = None,
         blocks: "BlocksOnDevice | None" = None,
     ) -> None:  # fmt: skip
-        """Queue it at once; if the queue is full, the job has failed."""
         self._call = run
         self._blocks = blocks
         self._slow = slow
@@ -191,7 +190,7 @@ class Job(Generic[T]):
         self._ended.set()
 
     def _goes_on_elsewhere(self) -> bool:
-        """Queue it at the slow worker; returns whether that was possible."""
+        """Queue the job at the slow worker; returns whether that was possible."""
         slow, self._slow = self._slow, None
         assert slow is not None
         try:
@@ -230,7 +229,6 @@ class RestoreJob(Job[RestoreResult]):
         self, worker: Worker, run: Callable[[], RestoreResult], progress: Progress, *,
         layered: bool, slow: Worker | None = None, blocks: "BlocksOnDevice | None" = None,
     ) -> None:  # fmt: skip
-        """Queue it at once."""
         self._progress = progress
         self._layered = layered
         super().__init__(worker, run, slow, blocks)
@@ -301,7 +299,7 @@ class RestoreJob(Job[RestoreResult]):
             self._end_layers()
 
     def _end_layers(self) -> None:
-        """Wake who waits for a layer; the job has ended."""
+        """Wake the threads that wait for a layer; the job has ended."""
         self._progress.finish()
         if self._blocks is not None:
             self._blocks.copy.end()

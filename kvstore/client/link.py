@@ -43,7 +43,7 @@ from kvstore.protocol.page import EngineLabel
 log = logging.getLogger(__name__)
 
 ASK_S: Final = 5.0
-"""How often a client asks which of its mapped extents are gone, besides whenever it maps one."""
+"""How often a client asks which of its mapped extents are gone, in addition to each mapping."""
 SETTLE_WAIT_S: Final = 30.0
 """How long a closed link tries to tell a node that does not answer which moves have ended."""
 _BACKOFF_S: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
@@ -322,7 +322,7 @@ class Link:
             self._mappings[memory] = Mapping(boot, fetch)
 
     def _without_path(self, error: KVStoreError) -> str:
-        """What the error says; who repeats it says the path before it."""
+        """The text of an error, without the path that callers prepend."""
         return str(error).removeprefix(f"{self.path}: ")
 
     def _lost(self, connection: Connection) -> None:

@@ -48,7 +48,7 @@ VERIFY = True
 
 @dataclass(slots=True)
 class LoadState:
-    """How far a load is, which may go on on another thread.
+    """The progress of a load, which may continue on another thread.
 
     Attributes:
         loaded: leading pages that are loaded.
@@ -188,7 +188,7 @@ class Loader:
         self, keys: PrefixKeys, pool: KVPool, blocks: npt.NDArray[np.int64], shard: int,
         promotion: Promotion, progress: mover.Progress, at_once: int, state: LoadState,
     ) -> Callable[[], int]:  # fmt: skip
-        """A load through the slab on the pool's device."""
+        """Load through the slab on the pool's device."""
         slab, pages, table = promotion.slab, self._pages[shard], blocks.reshape(-1)
         each = blocks.shape[1]
         fence = slab.fence()
@@ -243,7 +243,7 @@ class Loader:
         return loaded
 
     def view(self, keys: PrefixKeys, shard: int) -> PageViews:
-        """Views of the leading run, verified, under a lease."""
+        """Verified views of the leading run, under a lease."""
         with ExitStack() as undo:
             try:
                 leased = self._lease(keys, shard, undo, may_wait=True)

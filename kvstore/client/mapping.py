@@ -4,7 +4,7 @@ Forked children do not inherit mappings (``MADV_DONTFORK``), so a child can neit
 slot that its parent's session owns. Only slots held by a move are touched: memory that the node has
 freed is not allocated again by this process.
 
-An extent whose number is never used again is **gone**: nobody owns its memory. It is unmapped when
+An extent whose number is never used again is **gone**: its memory has no owner. It is unmapped when
 no move uses it; the node reports such extents when it is asked for descriptors.
 """
 
@@ -209,7 +209,7 @@ class Mapping:
     def _held(
         self, use: "Use", slots: list[tuple[int, int, int]], *, write: bool
     ) -> list[Region] | None:
-        """As :meth:`take`; None if an extent is not mapped."""
+        """Like :meth:`take`; None if an extent is not mapped."""
         known = self._write if write else self._read
         with self._lock:
             try:
@@ -250,12 +250,13 @@ class Mapping:
 class Use:
     """A move's or view's use of a mapping; its extents stay mapped until :meth:`end`.
 
+    :meth:`Mapping.use` makes it.
+
     Attributes:
         extents: numbers of the extents that it uses.
     """
 
     def __init__(self, mapping: Mapping) -> None:
-        """Use nothing yet; see :meth:`Mapping.use`."""
         self._mapping = mapping
         self.extents: set[int] = set()
 

@@ -67,7 +67,6 @@ class Reconnecting:
     """
 
     def __init__(self) -> None:
-        """Start disconnected, with no memory."""
         self.connection = 0
         self.connected = False
         self.memory = 0
@@ -115,7 +114,7 @@ class Reconnecting:
         return True
 
     def gone(self) -> Effects:
-        """Nobody listens at the socket, so the boot that owned the current memory has ended."""
+        """Nothing listens at the socket, so the boot that owned the current memory has ended."""
         if self.connected:
             return Effects()
         if self.closing and not self._moves:
@@ -125,7 +124,7 @@ class Reconnecting:
     # ---- moves ------------------------------------------------------------------------------
 
     def begin(self) -> StoreMove | None:
-        """Begin a move; None if not allowed now."""
+        """Start a move; None if not allowed now."""
         if not self.connected or self.closing:
             return None
         move = StoreMove(self.connection, self.memory)
@@ -165,7 +164,7 @@ class Reconnecting:
         self.connected = self.connected and not self.closed
 
     def give_up(self) -> Effects:
-        """Closing took too long: the node will learn from this process's end what has ended."""
+        """Closing took too long: the node will learn the rest from the end of this process."""
         assert self.closing
         self.closed = True
         self.connected = False
@@ -204,7 +203,7 @@ class Reconnecting:
         return (old,)
 
     def _after(self, unmap: tuple[int, ...] = ()) -> Effects:
-        """The effects of a change: ``settle`` and ``hang_up``, besides ``unmap``."""
+        """The effects of a change: ``unmap``, ``settle`` and ``hang_up``."""
         if not self.connected:
             return Effects(unmap=unmap)
         settled = min((move.connection for move in self._moves), default=self.connection)

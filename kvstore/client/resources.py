@@ -20,7 +20,7 @@ DISK_BYTES_PER_S_GUESS: Final = 1e9
 _SAID_MAX: Final = 100
 LOADS: Final = 2
 """Maximum loads of a store that copy at a time: an engine's ranks and KV groups, and requests that
-begin together, do not wait for each other's copies. One load is not faster."""
+start together, do not wait for each other's copies. A single load is not faster."""
 _SLOW_LOADS: Final = 4
 """Maximum loads of a store that wait at a time, each on a connection of its own."""
 
@@ -34,8 +34,8 @@ class StoreResources:
             other requests do not wait behind them.
         timeout_s: maximum wait for an answer.
         loads: runs restores, :data:`LOADS` at a time.
-        slow_loads: runs what of them waits for a disk or for other nodes, so that others do not
-            wait behind it.
+        slow_loads: runs the loads that wait for a disk or for other nodes, so that others do not
+            wait behind them.
         stores: runs extracts.
         troubles: error code → how many reads became a miss because of it.
         load_bytes_per_s: speed of loads from the node's memory, as its loaders measured it.

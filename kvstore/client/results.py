@@ -71,6 +71,8 @@ class RestoreResult(NamedTuple):
 class PageViews:
     """Read-only views of pages in the node's memory, under a lease; use it as a context manager.
 
+    :meth:`Space.get` makes it.
+
     The bytes were verified before :meth:`Space.get` returned, and the node does not reuse their
     memory until ``close``. But the memory is shared: a process of the same tenant that writes
     outside its own slots can change what a view shows, and this is not detected. If you need bytes
@@ -87,7 +89,6 @@ class PageViews:
     """
 
     def __init__(self, arrays: list[npt.NDArray[np.uint8]], release: Callable[[], None]) -> None:
-        """Made by :meth:`Space.get`."""
         self.arrays = arrays
         self._release: Callable[[], None] | None = release
         if arrays:

@@ -40,6 +40,8 @@ REPLICATE_PAGES: Final = 4096
 class Space:
     """The pages of one space, as the shards of one engine. All methods are thread-safe.
 
+    Get one from :meth:`KVStore.space`.
+
     ``keys`` are always consecutive keys of one chain: the result of :meth:`page_keys`, or a slice
     of it. ``shard`` is an index into ``shards``; one that is out of range raises
     ``InvalidArgument``.
@@ -54,7 +56,6 @@ class Space:
     def __init__(
         self, resources: StoreResources, identity: SpaceIdentity, shards: Sequence[ShardSpec]
     ) -> None:
-        """Made by :meth:`KVStore.space`."""
         if not shards:
             raise InvalidArgument("shards", "at least one is needed")
         self._resources = resources

@@ -56,7 +56,6 @@ class KVStore:
     def __init__(
         self, link: NodeLink, timeout_s: float = TIMEOUT_S, promotion: Promotion | None = None
     ) -> None:
-        """Use :meth:`connect` or :meth:`open`."""
         self._link = link
         #: Protects the two fields below. Held while a link is created, which takes a limited time.
         self._lock = threading.Lock()
@@ -204,7 +203,7 @@ class KVStore:
         return space
 
     def report_prefill(self, seconds_per_token: float) -> None:
-        """Tell the node how long this engine takes to compute one token, in seconds."""
+        """Report how long this engine takes to compute one token, in seconds."""
         self._link.send(wire.ReportPrefill(seconds_per_token))
 
     def ping(self) -> float:

@@ -20,9 +20,9 @@ from kvstore.state.table.slab import PageSet
 from kvstore.state.tree.actions import PageStatus
 
 TURN_WAIT_S = 1.0
-"""Maximum wait for a page that another writer is to put before the next one of this writer."""
+"""Maximum wait for a page that another writer should put before this writer's next one."""
 ALONE_S: Final = 10.0
-"""How long a writer that has waited in vain puts all pages itself."""
+"""How long a writer puts all pages itself after it has waited in vain."""
 
 
 class Keep(NamedTuple):
@@ -56,9 +56,9 @@ class Storer:
         self, keys: PrefixKeys, source: mover.Pieces | BlocksOnDevice, shard: int, keep: Keep,
         link: NodeLink, wait_s: float, *, follows: bool = False,
     ) -> tuple[PutResult, bool]:  # fmt: skip
-        """Put pages on one connection; also returns whether slots for refused ones become free.
+        """Put pages on one connection; also returns whether slots for refused pages become free.
 
-        ``follows``: wait, too, for the page before them, which somebody else puts.
+        ``follows``: also wait for the preceding page, which another writer puts.
         """
         # Open the space before using the memory, so that both belong to the same connection.
         opened = self._numbers(link)
@@ -107,11 +107,11 @@ class Storer:
         self, keys: PrefixKeys, source: mover.Pieces | BlocksOnDevice, shard: int, keep: Keep,
         only: range,
     ) -> PutResult | None:  # fmt: skip
-        """Put the pages with these indexes; each waits for the one before it, of another writer.
+        """Put the pages with these indexes; each waits for the preceding page of another writer.
 
         Returns:
-            None: some are not stored, because another writer does not come, or none would wait for
-            it. Put all of them.
+            None: put all pages. A preceding page did not arrive in time, now or recently, or the
+            node does not support such waits.
         """
         # Not the connection of loads, which must not wait behind another writer.
         link = self._resources.waiting_link("store")
@@ -133,7 +133,7 @@ class Storer:
         self, keys: PrefixKeys, source: mover.Pieces | BlocksOnDevice, shard: int, keep: Keep,
         link: NodeLink, opened: Opened, reserved: ReservedSlots,
     ) -> PutResult | None:  # fmt: skip
-        """Put one page into a slot that is reserved, in one round trip.
+        """Put one page into a reserved slot, in one round trip.
 
         Returns:
             None: there is no such slot, or the node has to make room first; put it with two.
@@ -191,7 +191,7 @@ class Storer:
 
 
 def added(parts: Sequence[PutResult]) -> PutResult:
-    """The sum of at least one result."""
+    """The sum of one or more results."""
     return PutResult(*map(sum, zip(*parts, strict=True)))
 
 
@@ -202,7 +202,7 @@ def _keep(link: NodeLink, reserved: ReservedSlots, slot: ReservedSlot) -> None:
 
 
 def _result(statuses: bytes) -> PutResult:
-    """What has become of pages with these statuses."""
+    """The result of a put whose pages have these statuses."""
     refused = (PageStatus.NO_ROOM, PageStatus.NO_PARENT, PageStatus.DROPPED)
     return PutResult(
         statuses.count(PageStatus.STORED),

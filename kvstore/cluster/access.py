@@ -1,6 +1,6 @@
 """The addresses of a store's servers, and the files for TLS and login.
 
-What is in the files is never part of an error, a log line or a ``repr``.
+The contents of the files never appear in an error, a log line or a ``repr``.
 """
 
 import ssl
@@ -49,13 +49,12 @@ class EndpointTurns:
     """The endpoints of a store, one after another."""
 
     def __init__(self, servers: StoreServers) -> None:
-        """Begin with the first one."""
         assert servers.endpoints
         self._addresses = [read_address(text) for text in servers.endpoints]
         self._at = -1
 
     def next(self) -> Address:
-        """The next one; after the last one the first one."""
+        """The next endpoint; after the last one the first one."""
         self._at = (self._at + 1) % len(self._addresses)
         return self._addresses[self._at]
 

@@ -1,6 +1,6 @@
 """Announces the pages of this node to a directory that nodes share.
 
-The node's own events are followed as any other node's are: with snapshot, replay and gaps.
+It follows the node's own events like those of any other node: with snapshot, replay and gaps.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 BOUNDS: Final = SourceBounds(replay_s=5.0, verify_s=5.0, foreign_blocks=1)
 LOOK_S: Final = 0.005
-"""Between looks whether there is something to announce."""
+"""Seconds between checks for something to announce."""
 LEAVE_S: Final = 1.0
 
 
@@ -41,7 +41,7 @@ class PageAnnouncer:
     """Announces the pages of one node until it is cancelled.
 
     Args:
-        store: of the entries; used by nobody else at the same time.
+        store: of the entries; not shared.
         source: the node's own events.
         cluster: name of the cluster.
         boot: boot id of the node.
@@ -52,7 +52,6 @@ class PageAnnouncer:
         self, store: PageStore, source: Source, cluster: str, boot: bytes,
         bounds: SourceBounds = BOUNDS,
     ) -> None:  # fmt: skip
-        """Announce nothing yet; see :meth:`run`."""
         self._store = store
         self._source = source
         self._boot = boot
@@ -69,7 +68,7 @@ class PageAnnouncer:
         return PageAnnouncement(secrets.token_hex(8), self._names, self._space)
 
     async def run(self) -> None:
-        """Announce until cancelled; then the node's pages are not believed any more."""
+        """Announce until cancelled; after that, the node's pages no longer count."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
@@ -84,7 +83,7 @@ class PageAnnouncer:
             await self._leave()
 
     def report(self) -> DirectoryReport:
-        """What is announced."""
+        """The state of the announcements."""
         state = self._announcing
         following = [follower for follower, _ in self._following.values()]
         faults = Counter(state.faults)
@@ -123,7 +122,7 @@ class PageAnnouncer:
                 await asyncio.sleep(min(LOOK_S, max(0, until_ns - monotonic_ns()) / 1e9))
 
     def _follow(self, tasks: asyncio.TaskGroup) -> None:
-        """Follow the events once for each announcement that goes on."""
+        """Follow the events once for each active announcement."""
         wanted = {one.token: one for one in self._announcing.announcements}
         for token in self._following.keys() - wanted.keys():
             _, task = self._following.pop(token)
@@ -133,7 +132,7 @@ class PageAnnouncer:
             self._following[token] = (follower, tasks.create_task(follower.run()))
 
     async def _leave(self) -> None:
-        """Withdraw the numbers, if that goes quickly."""
+        """Withdraw the numbers, within a short time limit."""
         with contextlib.suppress(DirectoryFault, TimeoutError):
             async with asyncio.timeout(LEAVE_S):
                 for one in self._announcing.announcements:

@@ -1,13 +1,13 @@
-"""Which announcements a node owes to a directory that nodes share. Pure.
+"""Which announcements a node must send to a directory that nodes share. Pure.
 
-A :class:`PageAnnouncement` is one telling of all pages under one number: first those of a
-snapshot, then every change. Whenever something may have been missed (the number was lost, the
-store was emptied, events have a gap), a new one begins under a new number, and what was said under
-the old one means nothing any more. As entries expire, a new one also begins from time to time; the
-present one goes on until the new one is complete.
+A :class:`PageAnnouncement` reports all pages under one number: first those of a snapshot, then
+every change. Whenever something may have been missed (the number was lost, the store was emptied,
+events have a gap), a new one starts under a new number, and everything reported under the old
+number becomes void. Because entries expire, a new one also starts from time to time; the current
+one continues until the new one is complete.
 
-:class:`Announcing` says what to do next. A call that fails is made again: a store carries out a
-batch once, however often it is sent.
+:class:`Announcing` says what to do next. A failed call is repeated: a store carries out a batch
+once, however often it is sent.
 """
 
 from collections import Counter, deque
@@ -24,12 +24,12 @@ from kvstore.index.payload import AllCleared, BlocksStored, read_payload
 BATCH_PAGES: Final = 2_048
 _BATCH_RUNS: Final = 512
 PENDING_PAGES_MAX = 1_000_000
-"""Pages of an announcement that wait; then no more events are read."""
+"""Maximum waiting pages of an announcement; with more, no events are read."""
 _RUN_PAGES: Final = 16
-"""A run of pages needs as much memory as so many pages."""
+"""A run of pages needs as much memory as this many pages."""
 _RUN_BYTES_MAX: Final = 1 << 16
 SNAPSHOT_PAGES_S: Final = 50_000
-"""Pages of snapshots that are announced in a second; live changes are not slowed down."""
+"""Pages of snapshots that are announced per second; live changes are not slowed down."""
 RENEW_NS: Final = 3_000_000_000
 AGAIN_NS: Final = 25 * 60 * 1_000_000_000
 """After this time all pages are announced again."""
@@ -52,14 +52,19 @@ class _Run:
 
 
 class PageAnnouncement:
-    """One telling of all pages; a feed for the follower of the node's own events.
+    """One announcement of all pages; a feed for the follower of the node's own events.
+
+    Args:
+        token: see there.
+        names: names the pages.
+        workspace: buffers for decoding events; None = its own.
 
     Attributes:
-        token: names it at the store; nobody else has it.
+        token: names it at the store; unique.
         number: its number; 0 = none yet.
-        batch: number of the next batch, from 1 on.
+        batch: number of the next batch, starting with 1.
         waiting: pages that are not announced yet.
-        over: something may have been missed, so it is of no use any more.
+        over: something may have been missed, so it is void.
         left_out: always 0: nothing is left out.
         published: publication time of the newest batch of events, seconds since the epoch.
     """
@@ -67,13 +72,6 @@ class PageAnnouncement:
     left_out = 0
 
     def __init__(self, token: str, names: EntryNames, workspace: Workspace | None = None) -> None:
-        """Begin without pages.
-
-        Args:
-            token: see there.
-            names: names the pages.
-            workspace: what decoding events needs; None = one of its own.
-        """
         self.token = token
         self.number = 0
         self.batch = 1
@@ -92,7 +90,7 @@ class PageAnnouncement:
 
     @property
     def full(self) -> bool:
-        """Whether no more should be read now."""
+        """Whether no further events should be read now."""
         return self.waiting + _RUN_PAGES * len(self._runs) >= PENDING_PAGES_MAX
 
     def add(self, space: str, shard: str, medium: str, keys: bytes) -> None:
@@ -120,7 +118,7 @@ class PageAnnouncement:
                 yield
 
     def clear(self) -> None:
-        """Something was missed, or the node has no page any more."""
+        """Something was missed, or the node has lost all pages."""
         if self._has_pages:
             self.over = True
             self._runs.clear()
@@ -128,7 +126,7 @@ class PageAnnouncement:
             self.waiting = 0
 
     def live(self, *, counts: bool) -> None:
-        """Whether all of the node's pages have been told here."""
+        """``counts``: whether all of the node's pages have been reported here."""
         if counts and self._complete_at is None:
             self._complete_at = self._taken + self.waiting
 
@@ -152,12 +150,12 @@ class PageAnnouncement:
 
     @property
     def complete(self) -> bool:
-        """Whether all pages that there were when it began are announced."""
+        """Whether all pages that existed when it started are announced."""
         return self._complete_at is not None and not self._sent and self._taken >= self._complete_at
 
     @property
     def is_paced(self) -> bool:
-        """Whether the next pages are of a snapshot."""
+        """Whether the next pages belong to a snapshot."""
         return not self._sent and bool(self._runs) and self._runs[0].paced
 
     @property
@@ -166,7 +164,7 @@ class PageAnnouncement:
         return bool(self._sent or self._runs)
 
     def next_changes(self) -> list[ChangedPages]:
-        """The next batch; the same again until :meth:`sent` was called."""
+        """The next batch; repeated until :meth:`sent` is called."""
         if not self._sent:
             room, paced = BATCH_PAGES, self.is_paced
             while self._runs and room and len(self._sent) < _BATCH_RUNS:
@@ -185,7 +183,7 @@ class PageAnnouncement:
         return self._sent
 
     def sent(self) -> int:
-        """The batch was carried out; returns its pages."""
+        """The batch was carried out; returns its number of pages."""
         pages = sum(len(one.names) for one in self._sent) // NAME_BYTES
         self._sent = []
         self.batch += 1
@@ -211,7 +209,7 @@ class Renew:
     """Renew these numbers, then :meth:`Announcing.renewed`.
 
     Attributes:
-        numbers: with what is known of each.
+        numbers: each with its token and last batch.
     """
 
     numbers: dict[int, AnnouncedNumber]
@@ -219,7 +217,7 @@ class Renew:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Let a number mean nothing, then :meth:`Announcing.withdrawn`."""
+    """Make a number void, then :meth:`Announcing.withdrawn`."""
 
     number: int
     token: str
@@ -227,7 +225,7 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class WaitUntil:
-    """Do nothing until then, on the monotonic clock, or until there is news."""
+    """Do nothing until this time, on the monotonic clock, or until there is news."""
 
     until_ns: int
 
@@ -238,21 +236,19 @@ Step = Claim | ChangeEntries | Renew | Withdraw | WaitUntil
 class Announcing:
     """What to announce next.
 
+    Args:
+        begin: creates an announcement without pages, with a new token.
+
     Attributes:
         present: the announcement that counts; None = none is complete yet.
         coming: one that is not complete yet.
-        faults: what went wrong, by cause.
-        trouble: the cause of the last step if that failed; empty = the store carried it out.
+        faults: failures, by cause.
+        trouble: the cause of the last failure; empty if the last step succeeded.
         pages: pages announced, changes included.
         completed: announcements that became complete.
     """
 
     def __init__(self, begin: Callable[[], PageAnnouncement]) -> None:
-        """Announce nothing yet.
-
-        Args:
-            begin: makes an announcement without pages, with a new token.
-        """
         self.present: PageAnnouncement | None = None
         self.coming: PageAnnouncement | None = None
         self.faults: Counter[str] = Counter()
@@ -272,12 +268,12 @@ class Announcing:
 
     @property
     def announcements(self) -> list[PageAnnouncement]:
-        """Those that have a number and go on."""
+        """The active announcements with a number."""
         both = (self.present, self.coming)
         return [one for one in both if one is not None and one.number and not one.over]
 
     def next(self, now_ns: int) -> Step:
-        """What to do now; always the same until that is done or time passes."""
+        """What to do now; the same until it is done or time passes."""
         if now_ns < self._not_before_ns:
             return WaitUntil(self._not_before_ns)
         self._settle(now_ns)
@@ -300,7 +296,7 @@ class Announcing:
         return WaitUntil(until_ns)
 
     def _settle(self, now_ns: int) -> None:
-        """Begin and end announcements."""
+        """Start and end announcements."""
         present, coming = self.present, self.coming
         if coming is not None and coming.over:
             self._fell("gap", now_ns)
@@ -322,7 +318,7 @@ class Announcing:
                 self.coming, self._coming_ns = self._begin(), now_ns
 
     def _fell(self, cause: str, now_ns: int) -> None:
-        """An announcement is of no use; the next one must not follow too soon."""
+        """An announcement is void; the next one must not start too soon."""
         self.faults[cause] += 1
         self._claim_ns = now_ns + self._claim_pause_ns
         self._claim_pause_ns = min(2 * self._claim_pause_ns, _PAUSE_NS_MAX)
@@ -334,7 +330,7 @@ class Announcing:
     # ---- what became of a step --------------------------------------------------------------
 
     def claimed(self, one: PageAnnouncement, number: int) -> None:
-        """An announcement has got a number."""
+        """An announcement got a number."""
         self._went_well()
         one.number = number
 
@@ -342,10 +338,10 @@ class Announcing:
         """A batch was carried out, or its announcement is lost.
 
         Args:
-            one: whose batch.
+            one: the announcement.
             now_ns: the monotonic clock.
-            done: which of both.
-            paced: its pages were of a snapshot.
+            done: True = carried out, False = lost.
+            paced: its pages belonged to a snapshot.
         """
         self._went_well()
         if one.over:
@@ -361,7 +357,7 @@ class Announcing:
             )
 
     def renewed(self, lost: list[int], now_ns: int) -> None:
-        """Numbers were renewed, but for the lost ones."""
+        """Numbers were renewed, except the lost ones."""
         self._went_well()
         self._renewed_ns = now_ns
         for one in self.announcements:
@@ -369,12 +365,12 @@ class Announcing:
                 self._lost(one, now_ns)
 
     def withdrawn(self) -> None:
-        """The first number to be withdrawn was."""
+        """The first number to withdraw was withdrawn."""
         self._went_well()
         self._withdrawn.popleft()
 
     def failed(self, cause: str, now_ns: int) -> None:
-        """The step failed; it is tried again after a pause."""
+        """The step failed; it is repeated after a pause."""
         self.faults[cause] += 1
         self.trouble = cause
         self._not_before_ns = now_ns + self._pause_ns
@@ -385,7 +381,7 @@ class Announcing:
         self.trouble = ""
 
     def _lost(self, one: PageAnnouncement, now_ns: int) -> None:
-        """The store does not know an announcement any more, or not all of it."""
+        """The store no longer has an announcement, or not all of it."""
         self._fell("lost", now_ns)
         one.over = True
         self._drop(one)

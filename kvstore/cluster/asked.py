@@ -1,7 +1,7 @@
 """The node's side of the shared directory: queries go to its index process.
 
-The node's process has no client of the directory. A question that the index process does not answer
-in time is answered with nobody.
+The node's process has no client of the directory. If the index process does not answer a query in
+time, no node counts as a holder.
 """
 
 import asyncio
@@ -23,28 +23,27 @@ from kvstore.state.remote.jobs import Holding, Locate
 
 OUTSTANDING_MAX: Final = 256
 ANSWER_S: Final = 1.0
-"""An answer that comes later is ignored."""
+"""Timeout of a query; a later answer is ignored."""
 SILENT_S = 5.0
-"""A report that is older says nothing about now; one comes four times in a second."""
+"""An older report is stale; four reports arrive per second."""
 
 
 class AskedDirectory:
-    """See :class:`kvstore.cluster.directory.PeersDirectory`; this one asks. For one event loop.
+    """A :class:`kvstore.cluster.directory.PeersDirectory` that asks; for one event loop.
 
     Args:
         index: runs the process that answers; it indexes nothing itself.
         membership: the nodes that count, in the boot that they are in.
         own: name of this node.
-        tell: sends a question to the process; what is sent while it is away is lost.
+        tell: sends a query to the process; queries sent while it is away are lost.
 
     Attributes:
-        refused: always empty: nobody is followed.
+        refused: always empty: no node is followed.
     """
 
     def __init__(
         self, index: PrefixIndex, membership: Membership, own: str, tell: Callable[[AskPages], None]
     ) -> None:
-        """AskPages nothing yet; see :meth:`run`."""
         self.refused: list[str] = []
         self._index = index
         self._membership = membership
@@ -69,12 +68,12 @@ class AskedDirectory:
                     self._nodes = nodes
 
     def locate(self, asked: Locate, found: Callable[[int, Sequence[Holding]], None]) -> None:
-        """AskPages for pages; never blocks.
+        """Query which nodes have pages; never blocks.
 
         Args:
-            asked: which ones.
+            asked: the pages.
             found: called once, with the nodes that have at least one page, the longest prefix
-                first; with nobody if there is no answer within :data:`ANSWER_S`.
+                first; with none if there is no answer within :data:`ANSWER_S`.
         """
         self._ask(asked.identity, asked.shards, asked.keys, partial(found, asked.number))
 
@@ -82,11 +81,11 @@ class AskedDirectory:
         self, identity: SpaceIdentity, shards: Sequence[ShardSpec], key: PrefixKey,
         found: Callable[[dict[str, list[int]]], None],
     ) -> None:  # fmt: skip
-        """AskPages which nodes have one page.
+        """Query which nodes have one page.
 
         Args:
             identity: its space.
-            shards: of which shards.
+            shards: the shards.
             key: its key.
             found: called once, at once or within :data:`ANSWER_S`: node → positions in ``shards``
                 of those that it has.
@@ -108,7 +107,7 @@ class AskedDirectory:
             found({})
 
     def heard(self, told: HoldingsFound | DirectoryReport) -> None:
-        """The process has said something."""
+        """A message of the process."""
         self._unanswered = 0
         if isinstance(told, DirectoryReport):
             self._report, self._reported_s = told, monotonic()
@@ -123,7 +122,7 @@ class AskedDirectory:
                if pages > 0 and self._counts_as(peer, boot)])  # fmt: skip
 
     def began(self) -> None:
-        """The process has started again: it knows no questions."""
+        """The process was restarted: it knows no queries."""
         self._unanswered = 0
         self._report, self._reported_s = DirectoryReport(), monotonic()
         waiting, self._waiting = self._waiting, {}
@@ -132,7 +131,7 @@ class AskedDirectory:
             found([])
 
     def stats(self) -> dict[str, Any]:
-        """What is announced and asked, with the fields of the other directory."""
+        """The state of announcements and queries, in the fields of the other directory."""
         report, shared = self._index.present().report, self._report
         if monotonic() - self._reported_s > SILENT_S:
             shared = msgspec.structs.replace(shared, current=False, trouble="silent")
@@ -169,6 +168,6 @@ class AskedDirectory:
         found([])
 
     def _counts_as(self, peer: str, boot: bytes) -> bool:
-        """Whether it is another node of the cluster, in the boot that it is in now."""
+        """Whether it is another node of the cluster, in its current boot."""
         node = self._nodes.get(peer)
         return node is not None and peer != self._own and node.boot in (boot, b"")

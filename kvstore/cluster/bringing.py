@@ -1,13 +1,13 @@
-"""The requests of one session that ask the other node to bring pages; pure.
+"""The requests of one session that ask the other node to fetch pages; pure.
 
-A request goes through these stages, and its end is told once, at its deadline at the latest::
+A request goes through these stages, and its end is reported once, at its deadline at the latest::
 
-    OPENING ──SpaceOpened──► ASKED ──Brought──► told
+    OPENING ──SpaceOpened──► ASKED ──Brought──► reported
        │ refused, link lost    │ refused, link lost, deadline
-       └──────► told           └──► told; a later answer is ignored
+       └──────► reported       └──► reported; a later answer is ignored
 
-The other node fetches the pages over its own session with this node. What it has got when this end
-has given up stays there: it is told the next time that it is asked.
+The other node fetches the pages over its own session with this node. Pages that it got after this
+side gave up stay there: it reports them the next time it is asked.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,18 +28,18 @@ from kvstore.state.remote.jobs import BringEnd, PeerBring
 BRINGS_MAX: Final = 32
 """Maximum requests of one session that have not ended."""
 UNANSWERED_MAX: Final = 1024
-"""Maximum answers that are still expected although nobody waits for them."""
+"""Maximum answers that are still expected although the requests were given up."""
 _MS: Final = 1_000_000
 _ANSWER_MS: Final = 50
-"""The other node stops waiting so long before the deadline, but at most a quarter of the time, so
-that its answer comes in time."""
+"""The other node stops waiting this long before the deadline, but at most a quarter of the time
+before, so that its answer arrives in time."""
 
 OpenedPair = tuple[SpaceIdentity, ShardSpec]
 
 
 @dataclass(frozen=True, slots=True)
 class BringEnded:
-    """Tell whoever asked that the other node has pages, or does not answer."""
+    """Report that the other node has pages, or does not answer."""
 
     end: BringEnd
 
@@ -67,7 +67,7 @@ class Bringing:
         self._unanswered: set[int] = set()
 
     def begin(self, job: PeerBring, now_ns: int, minor: int | None) -> bool:
-        """Begin a request, which waits for :meth:`opened` or :meth:`ask`; False if it has ended.
+        """Start a request, which waits for :meth:`opened` or :meth:`ask`; False if it has ended.
 
         ``minor``: minor version of the other node's protocol; None = there is no session with it.
         """
@@ -100,7 +100,7 @@ class Bringing:
     def opened(
         self, pair: OpenedPair, numbers: tuple[int, int], now_ns: int
     ) -> list[wire.Bring]:  # fmt: skip
-        """The messages of the requests that have waited for a space and shard."""
+        """The messages of the requests that waited for a space and shard."""
         return [self.ask(job, numbers, now_ns) for job in self._waiting(pair)]
 
     def refused(self, pair: OpenedPair, why: KVStoreError) -> None:
@@ -109,7 +109,7 @@ class Bringing:
             self._end(job, 0, why)
 
     def answered(self, answer: wire.Brought) -> bool:
-        """The other node has answered; False if it was not asked so."""
+        """The other node has answered; False if the request is unknown."""
         if answer.id in self._unanswered:
             self._unanswered.remove(answer.id)
             return True
@@ -121,7 +121,7 @@ class Bringing:
         return True
 
     def failed(self, request: int, why: KVStoreError) -> bool:
-        """The other node has refused a request; False if it is none of these."""
+        """The other node has refused a request; False if the request is unknown."""
         if request in self._unanswered:
             self._unanswered.remove(request)
             return True
@@ -132,14 +132,14 @@ class Bringing:
         return True
 
     def lost(self, why: KVStoreError) -> None:
-        """The connection is gone: nothing is answered any more."""
+        """The connection was lost: all requests end."""
         self._asked.clear()
         self._unanswered.clear()
         for job in list(self._jobs.values()):
             self._end(job, 0, why)
 
     def advance(self, now_ns: int) -> bool:
-        """Apply all deadlines up to ``now_ns``; False if too many requests stay unanswered."""
+        """Apply all deadlines up to ``now_ns``; False if too many requests are unanswered."""
         late = [job for job in self._jobs.values() if now_ns >= job.deadline_ns]
         for job in late:
             for request in [id_ for id_, one in self._asked.items() if one is job]:
@@ -149,7 +149,7 @@ class Bringing:
         return len(self._unanswered) <= UNANSWERED_MAX
 
     def deadlines(self) -> list[int]:
-        """When :meth:`advance` has something to do."""
+        """When to call :meth:`advance`."""
         return [job.deadline_ns for job in self._jobs.values()]
 
     def _waiting(self, pair: OpenedPair) -> list[PeerBring]:

@@ -1,8 +1,8 @@
 """``python -m kvstore.cluster.child MEMORY SOCKET``: the index process of a node of a cluster.
 
-It is the index process of :mod:`kvstore.index.child`, and keeps the node's record in a store
-besides. Whatever ends the node ends this process too, which takes the record away: the others need
-not wait until its lease has run out.
+It is the index process of :mod:`kvstore.index.child`, and also keeps the node's record in a store.
+However the node ends, this process ends too, and withdraws the record: the others need not wait
+until its lease expires.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from kvstore.index.reading import UnreadableError
 from kvstore.protocol.errors import InvalidArgument
 
 OpenStore = Callable[[StorePlace, str], RecordStore]
-"""Makes the store of a cluster of that name."""
+"""Opens the store of the cluster with this name."""
 Tell = Callable[[bytes], None]
 
 
@@ -44,14 +44,13 @@ def configured_store(place: StorePlace, cluster: str) -> RecordStore:
 
 
 class ClusterCompanion:
-    """What the index process of a node does besides the index: it keeps the node's record.
+    """Keeps the node's record, next to the index in the same process.
 
     Args:
-        make_store: makes the store of the membership.
+        make_store: opens the store of the membership.
     """
 
     def __init__(self, make_store: OpenStore = configured_store) -> None:
-        """Do nothing yet; see :meth:`run`."""
         self._make_store = make_store
         self._settings: ChildSettings | None = None
         self._record: NodeRecord | None = None
@@ -62,7 +61,7 @@ class ClusterCompanion:
         self._known: frozenset[str] = frozenset()
 
     async def run(self, tell: Tell) -> None:
-        """Be the node that is asked for; leave when cancelled, which takes a second at most.
+        """Keep the node joined or not, as requested; leave when cancelled, within a second.
 
         Args:
             tell: gets all nodes, and the standing, after each change.
@@ -88,7 +87,7 @@ class ClusterCompanion:
             await shared.run()
 
     async def _belong(self, tell: Tell) -> None:
-        """Be the node that is asked for, until cancelled."""
+        """Keep the node joined or not, as requested, until cancelled."""
         while self._settings is None:
             await self._wait()
         settings = self._settings
@@ -137,7 +136,7 @@ class ClusterCompanion:
         self._changed.set()
 
     async def _report(self, membership: LeasedMembership, own: str, tell: Tell) -> None:
-        """Tell the nodes that a node uses, and its standing, after each change, until cancelled."""
+        """Report the nodes that this node uses, and its standing, after each change."""
         async with aclosing(membership.changes()) as changes:
             async for nodes, standing in changes:
                 used = used_nodes(nodes, own, self._known)
@@ -150,7 +149,7 @@ class ClusterCompanion:
         self._changed.clear()
 
     async def _presence(self, there: NodeRecord) -> Presence:
-        """Whether the node of a record lives, which has the name of this one."""
+        """Whether the node of a record, which has this node's name, lives."""
         own, settings = self._record, self._settings
         assert settings is not None
         if own is None:

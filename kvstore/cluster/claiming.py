@@ -1,8 +1,8 @@
 """How a node claims the record of its name in a store, and when it must not. Pure.
 
-A name belongs to the node whose record is there, as long as that node lives. Who finds the record
-of another one asks at its endpoint, and takes the place of the dead at once, of the silent when
-their lease has run out, and of the living never.
+A name belongs to the node whose record is there, as long as that node lives. A node that finds the
+record of another one asks at its endpoint: it replaces the record of a dead node at once, that of a
+silent one after its lease has expired, and that of a live one never.
 """
 
 from dataclasses import dataclass
@@ -12,23 +12,23 @@ from typing import Final
 from kvstore.cluster.records import NodeRecord, read_record, write_record
 
 PUT_MAX: Final = 8
-"""Values that a process may have put, and that it takes away when it leaves."""
+"""Maximum values that a process may have put, and that it withdraws when it leaves."""
 
 
 class Presence(Enum):
-    """What a node finds where the record of another one says that it is."""
+    """The answer at the endpoint of another node's record."""
 
     LIVE = "live"
     """That node answers."""
     DEAD = "dead"
-    """Nobody listens there, or another node does."""
+    """Nothing listens there, or another node does."""
     SILENT = "silent"
-    """No answer in time, or none that says who answers."""
+    """No answer in time, or none that identifies a node."""
 
 
 @dataclass(frozen=True, slots=True)
 class PutRecord:
-    """Put the own record where this one is; None = where none is."""
+    """Put the own record in place of this one; None = there is none."""
 
     expected: bytes | None
 
@@ -55,7 +55,7 @@ class RefuseName:
 
 
 class OwnRecord(Enum):
-    """What has become of the own record."""
+    """The state of the own record."""
 
     KEPT = "kept"
     LOST = "lost"
@@ -67,11 +67,14 @@ ClaimStep = PutRecord | AskThere | TryLater | RefuseName
 class NameClaim:
     """The claim of one process to the name of its node.
 
+    Args:
+        record: of this node.
+
     Attributes:
         record: the record of this node.
-        value: the same as it is to be in the store.
-        put: what this process may have put there since the store last confirmed a value, the
-            confirmed one included; the last :data:`PUT_MAX`, oldest first.
+        value: the same as stored.
+        put: the values that this process may have put there since the store last confirmed one,
+            including that; the last :data:`PUT_MAX`, oldest first.
     """
 
     def __init__(self, record: NodeRecord) -> None:
@@ -87,25 +90,25 @@ class NameClaim:
         self.change(record)
 
     def change(self, record: NodeRecord) -> None:
-        """The node has another record from now on; what it had before is its own still."""
+        """The node has a new record; values of the old one still count as its own."""
         self.record = record
         self.value = write_record(record)
         self._boots.add(record.boot)
 
     def asked(self, value: bytes) -> None:
-        """The store is asked to put this value: from now on it may be there."""
+        """The store was asked to put this value: from now on it may be there."""
         self.put = (*(one for one in self.put if one != value), value)[-PUT_MAX:]
 
     def confirmed(self, value: bytes) -> None:
-        """The store has put this value: whatever was asked for before is gone."""
+        """The store has put this value: all earlier ones are gone."""
         self.put = (value,)
 
     def there(self, found: bytes) -> ClaimStep:
-        """What to do about the record that is under the own name; empty = there is none.
+        """What to do about the record under the own name; empty = there is none.
 
-        A record with the own endpoint is that of an earlier process, for this one has its
-        listening socket now; but not one that has come in place of the own record: then two
-        machines say the same address, and the newer process keeps the name.
+        A record with the own endpoint belongs to an earlier process, because this one has the
+        listening socket now. But if it has replaced the own record, two machines use the same
+        address, and the newer process keeps the name.
         """
         if not found:
             return PutRecord(None)
@@ -122,11 +125,11 @@ class NameClaim:
         return PutRecord(found)
 
     def answered(self, found: bytes, presence: Presence) -> ClaimStep:
-        """What to do about a record whose endpoint has been asked.
+        """What to do about a record whose endpoint was asked.
 
         Args:
             found: that record.
-            presence: what was found there.
+            presence: the answer.
         """
         record = read_record(self.record.name, found)
         assert record.boot not in self._boots, "nobody asks for itself"
@@ -140,7 +143,7 @@ class NameClaim:
         )
 
     def seen(self, found: bytes | None) -> OwnRecord | RefuseName:
-        """What it means that this is under the own name now, after it had been put there.
+        """The consequence of finding this under the own name, after the own record was put there.
 
         Args:
             found: a record; None = there is none.

@@ -1,4 +1,4 @@
-"""etcd and Redis as the configuration of a node, or of a Conductor, names them."""
+"""The etcd and Redis servers in the configuration of a node or a Conductor."""
 
 from importlib.util import find_spec
 from typing import Final
@@ -14,7 +14,7 @@ PACKAGES: Final = {"etcd": "aetcd", "redis": "redis"}
 
 
 def store_servers(section: StoreConfig) -> StoreServers:
-    """The servers of a section of the configuration, and how to be let in."""
+    """The servers of a section of the configuration, and the credentials for them."""
     return StoreServers(
         section.endpoints, section.login, section.authority, section.certificate, section.key
     )

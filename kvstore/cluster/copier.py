@@ -1,8 +1,8 @@
 """Copies of this node's pages at other nodes: whom to ask, and for which pages next.
 
-A node is asked for a few pages at a time, heads first, until it says that it has all, or has got no
-more. Of several nodes those are asked that come first for the chain's beginning
-(:func:`preference`), so that the copies of a conversation meet at the same nodes.
+A node is asked to fetch a few pages at a time, parents first, until it has all, or cannot get more.
+Nodes are chosen by an order that depends on the start of the chain (:func:`preference`), so that
+the copies of a conversation are at the same nodes.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,23 +16,23 @@ from kvstore.protocol.page import KEY_BYTES, ShardSpec, SpaceIdentity
 from kvstore.state.remote.jobs import BringEnd, PeerBring, Spread, SpreadEnd
 
 STEP_PAGES: Final = 512
-"""Most pages of one request."""
+"""Maximum pages of one request."""
 STEP_BYTES: Final = 32 << 20
-"""Most bytes of one request, but one page at least."""
+"""Maximum bytes of one request, but at least one page."""
 STEP_NS: Final = 4_000_000_000
 """A request has ended by then: the other node fetches for 2 s at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyOrder:
-    """Pages of one shard that one other node is to have.
+    """Pages of one shard that one other node should have.
 
     Attributes:
         peer: its name.
         keys: of the chain from its beginning, 32 bytes each.
-        first: number of the first wanted page in it.
-        idle_ms: the other node evicts only pages for them that were not used for so long; 0 = as
-            for a put.
+        first: index of the first wanted page.
+        idle_ms: for these pages the other node evicts only pages unused for this long; 0 = as for a
+            put.
         deadline_ns: it has ended by then.
         gone: see :class:`~kvstore.state.remote.jobs.PeerBring`; such an order copies nothing.
     """
@@ -53,7 +53,7 @@ class CopyEnd(NamedTuple):
     Attributes:
         pages: how many consecutive pages from the first wanted one on the other node has.
         complete: these are all.
-        error: why not all; None = the other node has no room for more, or does not get them.
+        error: why not all; None = the other node has no room for more, or cannot get them.
     """
 
     pages: int
@@ -72,9 +72,9 @@ class Copier:
     """Carries out orders and spreads; all on one thread.
 
     Args:
-        ask: asks a peer to bring pages; its end comes to :meth:`brought`, also during the call.
-        up: the nodes that this one has a session with: name → whether it is draining; then it is
-            not asked.
+        ask: asks a peer to fetch pages; its end is passed to :meth:`brought`, perhaps during the
+            call.
+        up: the nodes with a session: name → whether it is draining; draining ones are not asked.
         now_ns: the time.
     """
 
@@ -91,7 +91,7 @@ class Copier:
         self._asked: dict[int, _Copy] = {}
 
     def stats(self) -> dict[str, int]:
-        """Orders under way, pages that other nodes said to have, and orders that failed."""
+        """Orders in progress, pages that other nodes reported, and failed orders."""
         return {
             "running": len(self._asked),
             "copied_pages": self._copied_pages,
@@ -99,7 +99,7 @@ class Copier:
         }
 
     def peers(self, key: bytes) -> list[str]:
-        """The nodes that can be asked, the preferred one for a chain's first key first."""
+        """The nodes that can be asked, in order of preference for a chain's first key."""
         return preference([name for name, leaves in self._up().items() if not leaves], key)
 
     def draining(self) -> list[str]:
@@ -107,11 +107,11 @@ class Copier:
         return sorted(name for name, leaves in self._up().items() if leaves)
 
     def copy(self, order: CopyOrder, told: Callable[[CopyEnd], None]) -> None:
-        """Let one node have pages; ``told`` is called once, perhaps during this call."""
+        """Copy pages to one node; ``told`` is called once, perhaps during this call."""
         self._next(_Copy(order, told))
 
     def spread(self, asked: Spread, told: Callable[[SpreadEnd], None]) -> None:
-        """Let some nodes have pages; ``told`` is called once, perhaps during this call."""
+        """Copy pages to several nodes; ``told`` is called once, perhaps during this call."""
         _Round(self, asked, told, self.peers(asked.keys[:KEY_BYTES])).go_on()
 
     def is_over(self, deadline_ns: int) -> bool:
@@ -119,7 +119,7 @@ class Copier:
         return self._now_ns() >= deadline_ns
 
     def brought(self, end: BringEnd) -> None:
-        """A peer has answered, or has not."""
+        """A peer has answered, or failed to."""
         copy = self._asked.pop(end.number)
         order = copy.order
         wanted = len(order.keys) // KEY_BYTES - order.first
@@ -150,7 +150,7 @@ class Copier:
 
 
 class _Round:
-    """A spread: as many nodes at a time as are wanted; for one that fails the next one is asked."""
+    """A spread: asks as many nodes at a time as are wanted; for a failed one, the next."""
 
     def __init__(
         self, copier: Copier, asked: Spread, told: Callable[[SpreadEnd], None], peers: list[str]
@@ -164,7 +164,7 @@ class _Round:
         self._asking = False
 
     def go_on(self) -> None:
-        """Ask as many nodes as are wanted; told once none is asked any more."""
+        """Ask as many nodes as are wanted; report the end once no request is in progress."""
         asked, self._asking = self._asked, True
         first = asked.first if asked.shard.window_pages else 0
         while (
@@ -190,5 +190,5 @@ class _Round:
 
 
 def preference(nodes: Iterable[str], key: bytes) -> list[str]:
-    """Names of nodes in an order that depends on the key only, for every subset of them."""
+    """Names of nodes in an order that depends only on the key, for every subset of them."""
     return sorted(nodes, key=lambda node: sha256(key + node.encode()).digest())

@@ -28,16 +28,16 @@ from kvstore.state.remote.jobs import Holding, Locate
 MEDIA: Final = ("CPU", "STORAGE")
 """Media from which a node lends pages, as its events name them."""
 TURN_KEYS: Final = 4_096
-"""Keys that are looked for in one turn of the loop."""
+"""Keys that are looked up in one turn of the loop."""
 _SPACES_MAX: Final = 1_024
 _SHAPES_MAX: Final = 256
-"""Spaces and lists of shards that are prepared; more than that are prepared again and again."""
+"""Maximum spaces and shard lists that are kept prepared."""
 
 _BOUNDS: Final = SourceBounds(replay_s=5.0, verify_s=5.0, foreign_blocks=1)
 """Nodes have no blocks with hashes of their own."""
 
 Found = Callable[[int, Sequence[Holding]], None]
-"""The number of a question, and its answer."""
+"""The number of a query, and its answer."""
 
 
 def index_settings(pages_max: int) -> IndexSettings:
@@ -50,7 +50,12 @@ def index_settings(pages_max: int) -> IndexSettings:
 
 
 class PeersDirectory:
-    """The directory that each node makes of the events of all others, in an index process.
+    """The directory that each node builds from the events of all others, in an index process.
+
+    Args:
+        index: not shared.
+        membership: the nodes to follow.
+        credentials: for connections to the others; the node with this name is not followed.
 
     Attributes:
         refused: nodes that are not followed because there are too many.
@@ -62,13 +67,6 @@ class PeersDirectory:
         membership: Membership,
         credentials: PeerCredentials,
     ) -> None:
-        """Follow nobody yet; see :meth:`run`.
-
-        Args:
-            index: used by nobody else.
-            membership: who is followed.
-            credentials: what to show to the others; the node of that name is not followed.
-        """
         self.refused: list[str] = []
         self._index = index
         self._membership = membership
@@ -88,13 +86,13 @@ class PeersDirectory:
                     self._follow(nodes)
 
     def locate(self, asked: Locate, found: Found) -> None:
-        """Look for pages in the index's table; takes well below a millisecond.
+        """Look pages up in the index's table; takes well below a millisecond.
 
         Args:
-            asked: which ones.
+            asked: the pages.
             found: called once: with the nodes that have at least one page, the longest prefix
-                first. If nothing is known, nobody has one. It is called at once, unless a node has
-                the first :data:`TURN_KEYS`; the others are looked for in turns of their own.
+                first. If nothing is known, no node has one. It is called at once, unless a node has
+                the first :data:`TURN_KEYS`; the others are looked up in later turns.
         """
         if any(shard.window_pages for shard in asked.shards):
             found(asked.number, self._holdings(asked))  # the last pages count: it cannot be split
@@ -102,11 +100,11 @@ class PeersDirectory:
             self._locate_from(0, asked, {}, found)
 
     def _locate_from(self, at: int, asked: Locate, before: dict[str, int], found: Found) -> None:
-        """Look for further pages of a question.
+        """Look up further pages of a query.
 
         Args:
-            at: how many were looked for.
-            asked: the question.
+            at: number of pages looked up already.
+            asked: the query.
             before: the nodes that have at least one of these, and how many.
             found: see :meth:`locate`.
         """
@@ -127,11 +125,11 @@ class PeersDirectory:
         self, identity: SpaceIdentity, shards: Sequence[ShardSpec], key: PrefixKey,
         found: Callable[[dict[str, list[int]]], None],
     ) -> None:  # fmt: skip
-        """Look which nodes have one page.
+        """Look up which nodes have one page.
 
         Args:
             identity: its space.
-            shards: of which shards.
+            shards: the shards.
             key: its key.
             found: called once, at once: node → positions in ``shards`` of those that it has.
         """
@@ -142,7 +140,7 @@ class PeersDirectory:
         found(held)
 
     def stats(self) -> dict[str, object]:
-        """What is known of each node, and of how many pages."""
+        """The state of each node's index, and numbers of pages."""
         report = self._index.present().report
         peers = {
             one.worker: {
@@ -192,7 +190,7 @@ class PeersDirectory:
         return found
 
     def _seed(self, table: IndexReader, identity: SpaceIdentity) -> int:
-        """Of the chain values of a space in this table."""
+        """The seed of a space's chain values in this table."""
         seed = self._seeds.get(identity)
         if seed is None:
             if len(self._seeds) >= _SPACES_MAX:
@@ -202,7 +200,7 @@ class PeersDirectory:
         return seed
 
     def _needs_of(self, shards: tuple[ShardSpec, ...]) -> PrefixNeeds:
-        """What each node must have of some shards."""
+        """The requirements on each node for some shards."""
         needs = self._needs.get(shards)
         if needs is None:
             if len(self._needs) >= _SHAPES_MAX:
@@ -214,7 +212,7 @@ class PeersDirectory:
 
 
 def _part(peer: str, shard: ShardSpec) -> PartNeed:
-    """One shard at one node, in whatever medium."""
+    """One shard at one node, in any medium."""
     name = shard_name(0, shard.digest.hex())
     return PartNeed(
         [PageHolder(peer, medium, name, 0) for medium in MEDIA], shard.window_pages or None

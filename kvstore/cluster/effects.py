@@ -17,10 +17,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class StartTransfer:
-    """Read leased pages; its number is that of the fetch.
+    """Read leased pages; the transfer has the number of the fetch.
 
     Attributes:
-        fetch: whose leading slots get the pages.
+        fetch: its leading slots get the pages.
         ways: the transports of both nodes, the preferred one first; at least one.
         lent: the lease.
         deadline_ns: end of the transfer.
@@ -34,21 +34,21 @@ class StartTransfer:
 
 @dataclass(frozen=True, slots=True)
 class CancelTransfer:
-    """Nobody waits for the transfer of this fetch any more."""
+    """Cancel the transfer of a fetch that was given up."""
 
     job: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Tell the node that a fetch has ended."""
+    """Report that a fetch has ended."""
 
     end: FetchEnd
 
 
 @dataclass(frozen=True, slots=True)
 class SlotsSettled:
-    """Tell the node that nothing writes into the slots of an ended fetch any more."""
+    """Report that nothing writes into the slots of an ended fetch any more."""
 
     job: int
 
@@ -70,9 +70,9 @@ class CloseLink:
 
 @dataclass(frozen=True, slots=True)
 class PeerStanding:
-    """Tell the node that a session with this boot of the other node is up.
+    """Report that a session with this boot of the other node is up.
 
-    ``boot`` empty = none is any more.
+    ``boot`` empty = it is down.
     """
 
     peer: str
@@ -80,5 +80,5 @@ class PeerStanding:
 
 
 CarriedOut = StartTransfer | CancelTransfer | Ended | SlotsSettled | PeerStanding | BringEnded
-"""What is carried out for the node; the rest concerns the connection."""
+"""Effects that are carried out for the node; the others concern the connection."""
 Effect = Send | CloseLink | CarriedOut

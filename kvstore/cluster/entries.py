@@ -19,16 +19,16 @@ from kvstore.index.apply import shard_name
 from kvstore.protocol.page import KEY_BYTES
 
 NAME_BYTES: Final = 13
-"""With the ``k`` before it, 14 bytes: the longest key for which Redis allocates 16."""
+"""With the prefix ``k``, 14 bytes: the longest key for which Redis allocates 16."""
 SIGNS: Final = {"CPU": "", "STORAGE": "-"}
-"""Medium, as events name it → what is before the number of a member."""
+"""Medium, as events name it → prefix of the number of a member."""
 HOLDERS_MAX: Final = 16
-"""Nodes that an answer names; of more nodes, those that have the most of the pages."""
+"""Maximum nodes of an answer: those that have most of the pages."""
 _SCOPES_MAX: Final = 1_024
 
 
 class NumberHolder(NamedTuple):
-    """Whose number this is.
+    """The node that a number belongs to.
 
     Attributes:
         node: name of the node.
@@ -40,12 +40,12 @@ class NumberHolder(NamedTuple):
 
 
 class FoundEntries(NamedTuple):
-    """What the directory has of the pages of a question.
+    """The directory's entries for the pages of a query.
 
     Attributes:
-        runs: for each shard, how many consecutive pages have which text; an empty text if nobody
+        runs: for each shard, numbers of consecutive pages and their text; an empty text if no node
             has them.
-        holders: of the numbers in these texts that mean something.
+        holders: of the valid numbers in these texts.
     """
 
     runs: Sequence[Sequence[tuple[int, str]]]
@@ -60,7 +60,6 @@ class EntryNames:
     """
 
     def __init__(self, cluster: str) -> None:
-        """Name the pages of the cluster of this name."""
         self._cluster = cluster
         self._masks: dict[tuple[str, str], npt.NDArray[np.uint8]] = {}
 
@@ -108,9 +107,9 @@ def usable_prefixes(
     """How many leading pages each node has.
 
     Args:
-        found: what the directory has.
+        found: the entries.
         windows: for each shard how many of the last pages of a prefix suffice; 0 = all are needed.
-        among: the nodes that count, and their boot ids, empty = any; None = all nodes count.
+        among: the nodes to consider, and their boot ids, empty = any; None = all nodes.
 
     Returns:
         Those with at least one page, the longest prefix first; at most :data:`HOLDERS_MAX`.
@@ -145,7 +144,7 @@ def _merged(
     runs: Sequence[tuple[int, str]],
     known: Mapping[str, frozenset[NumberHolder]],
 ) -> list[tuple[int, bool]]:
-    """How many consecutive pages a holder has or has not, in turns."""
+    """How many consecutive pages a holder has or lacks, alternating."""
     merged: list[tuple[int, bool]] = []
     for count, text in runs:
         is_there = holder in known[text]
@@ -157,7 +156,7 @@ def _merged(
 
 
 def _usable(shards: Sequence[Sequence[tuple[int, bool]]], windows: Sequence[int]) -> int:
-    """The longest prefix of which every shard has what it needs."""
+    """The longest prefix that satisfies every shard."""
     usable: npt.NDArray[np.bool_] | None = None
     for runs, window in zip(shards, windows, strict=True):
         met: list[npt.NDArray[np.bool_]] = []

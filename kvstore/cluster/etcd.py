@@ -25,7 +25,8 @@ _OPTIONS: Final = [
     ("grpc.max_receive_message_length", 16 << 20),
 ]
 _LOGIN_TEXTS: Final = ("authentication", "user name is empty", "permission denied")
-"""What etcd's answers say when it does not take a login; codes do not tell that from mistakes."""
+"""Parts of etcd's answers when it rejects a login; status codes do not distinguish that from
+mistakes."""
 
 
 _T = TypeVar("_T")
@@ -34,18 +35,16 @@ _T = TypeVar("_T")
 class EtcdStore:
     """See :class:`~kvstore.cluster.store.RecordStore`; for etcd 3.4 or newer.
 
+    Args:
+        servers: of one etcd.
+        cluster: name of the cluster.
+        lease_s: seconds after the last renewal in which a record is gone.
+
     Attributes:
         lease_s: seconds after the last renewal in which a record is gone; whole ones, 2 at least.
     """
 
     def __init__(self, servers: StoreServers, cluster: str, lease_s: float = LEASE_S) -> None:
-        """Not connected.
-
-        Args:
-            servers: of one etcd.
-            cluster: name of the cluster.
-            lease_s: seconds after the last renewal in which a record is gone.
-        """
         self.lease_s = float(ceil(lease_s))
         self._servers = servers
         self._turns = EndpointTurns(servers)
@@ -84,7 +83,7 @@ class EtcdStore:
         return await self._bounded(self._leased(name, value, expected))
 
     async def _leased(self, name: str, value: bytes, expected: bytes | None) -> bytes | None:
-        """Put a record under the lease; begins one if there is none."""
+        """Put a record under the lease; get a lease if there is none."""
         if not await self.renew():
             asked = rpc.LeaseGrantRequest(TTL=int(self.lease_s))
             granted = await self._call(lambda: rpc.LeaseStub(self._open()).LeaseGrant, asked)
@@ -165,7 +164,7 @@ class EtcdStore:
     async def _swap(
         self, key: bytes, value: bytes, expected: bytes | None, lease: int
     ) -> bytes | None:
-        """Put a value if another one is there, or none; see :meth:`claim`."""
+        """Put a value if the expected one is there; see :meth:`claim`."""
         request = rpc.TxnRequest(
             compare=[_is(key, expected)],
             success=[
@@ -180,7 +179,7 @@ class EtcdStore:
         return bytes(found[0].value) if found else b""
 
     async def _call(self, method: Callable[[], Callable[..., Awaitable[Any]]], request: Any) -> Any:
-        """Call a method of the open channel; logs in again when the token has become invalid."""
+        """Call a method of the open channel; log in again if the token has become invalid."""
 
         async def attempts() -> Any:
             try:
@@ -194,7 +193,7 @@ class EtcdStore:
         return await self._bounded(attempts())
 
     async def _bounded(self, call: Awaitable[_T]) -> _T:
-        """Wait for a call, or several that are one to the caller."""
+        """Wait for a call, or for several that belong together."""
         try:
             async with asyncio.timeout(CALL_S):
                 return await call

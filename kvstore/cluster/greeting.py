@@ -10,7 +10,7 @@ from kvstore.protocol.errors import InvalidArgument
 
 BOOT_BYTES: Final = 16
 NODE_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
-"""What a node can be called. Names are in log lines, metrics and answers."""
+"""Valid names of nodes. Names are in log lines, metrics and answers."""
 PEER_MINOR: Final = 5
 """The minor version since which nodes have sessions with each other."""
 
@@ -71,10 +71,10 @@ class LocalNode:
 
 
 def check_protocol(major: int, minor: int) -> None:
-    """Check the version of another node.
+    """Check the protocol version of another node.
 
     Raises:
-        InvalidArgument: it has no sessions that this node understands.
+        InvalidArgument: sessions with this version are not supported.
     """
     if major != wire.PROTOCOL_MAJOR or minor < PEER_MINOR:
         own = f"{wire.PROTOCOL_MAJOR}.{wire.PROTOCOL_MINOR}"

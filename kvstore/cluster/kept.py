@@ -1,4 +1,4 @@
-"""How long pages that another node lends stay there. Pure."""
+"""How long pages that another node lends may be kept here. Pure."""
 
 from typing import Final
 
@@ -11,7 +11,7 @@ _MS: Final = 1_000_000
 
 
 def retentions(kept: bytes, asked_ns: int) -> list[Retention]:
-    """How long pages may stay here; their time runs from the request on, so not too long."""
+    """How long pages may be kept here, counted from the request, so never too long."""
     found: list[Retention] = []
     for left_ms, read_once, memory_only in np.frombuffer(kept, dtype=wire.KEPT).tolist():
         left_ns = min(left_ms, wire.TTL_MS_MAX) * _MS

@@ -38,26 +38,26 @@ from kvstore.protocol.errors import (
 _T = TypeVar("_T")
 
 BACKOFF_S: Final = (0.1, 5.0)
-"""The first and the longest pause before a store that is away is tried again."""
+"""The first and the longest pause before the next attempt to reach a store that is away."""
 STEADY_S: Final = 5.0
-"""After a membership of so long, the pause is the first one again."""
+"""After a membership of this duration, the pause is the first one again."""
 REFUSED_S: Final = 5.0
-"""Pause after a refusal, which an operator may have mended."""
+"""Pause after a refusal, whose cause an operator may have fixed."""
 LATER_S = 0.5
-"""Pause before a name is tried again whose node does not answer."""
+"""Pause before the next attempt at a name whose node does not answer."""
 LEAVE_S: Final = 1.0
-"""Limit of leaving."""
+"""Time limit of leaving."""
 _RENEW: Final = 0.3
-"""The lease is renewed each time so much of it is over."""
+"""The lease is renewed each time this part of it is over."""
 _ROUNDS_MAX: Final = 16
-"""Attempts at a name whose record changes again and again."""
+"""Attempts at a name whose record keeps changing."""
 
 AskAlive = Callable[[NodeRecord], Awaitable[Presence]]
-"""Asks at the endpoint of a record; takes 2 s at most."""
+"""Asks at the endpoint of a record; takes at most 2 s."""
 
 
 class _RefusedError(Exception):
-    """This node must not be one of the cluster."""
+    """This node may not join the cluster."""
 
     def __init__(self, field: str, why: str) -> None:
         super().__init__(why)
@@ -71,19 +71,17 @@ class _LostError(Exception):
 class LeasedMembership:
     """The nodes of a cluster whose records are in a store.
 
-    While the store is away, what it told last stays true. A node that is refused knows no others.
+    While the store is away, its last answer stays valid. A refused node knows no others.
+
+    Args:
+        store: not shared.
+        alive: finds out whether the node of a record lives.
 
     Attributes:
-        standing: whether this node is one of the cluster, as the store has it.
+        standing: whether this node is in the cluster, according to the store.
     """
 
     def __init__(self, store: RecordStore, alive: AskAlive) -> None:
-        """Not a node yet; see :meth:`run`.
-
-        Args:
-            store: used by nobody else.
-            alive: finds out whether the node of a record lives.
-        """
         self.standing = JoinStanding()
         self._store = store
         self._alive = alive
@@ -97,7 +95,7 @@ class LeasedMembership:
         self._news = asyncio.Event()
 
     async def join(self, record: NodeRecord) -> None:
-        """Be a node of the cluster as soon as its store permits; returns at once.
+        """Join the cluster as soon as the store permits; returns at once.
 
         Args:
             record: about this node; a later one replaces it.
@@ -122,7 +120,7 @@ class LeasedMembership:
                 await self._idle.wait()
 
     async def run(self) -> None:
-        """Join, stay joined, leave: as it was asked last, until cancelled."""
+        """Join, stay joined, or leave, as last requested, until cancelled."""
         try:
             while True:
                 self._changed.clear()
@@ -156,7 +154,7 @@ class LeasedMembership:
                     yield nodes
 
     async def _hold(self, claim: NameClaim) -> None:
-        """Be a member, whatever happens to the store."""
+        """Stay a member, even if the store fails."""
         pause_s, longest_s = BACKOFF_S
         while True:
             self._joined_s = 0.0
@@ -184,11 +182,11 @@ class LeasedMembership:
             pause_s = min(2 * pause_s, longest_s)
 
     async def _member(self, claim: NameClaim) -> None:
-        """Join, and be a member until something ends that.
+        """Join, and stay a member until that ends.
 
         Raises:
             TransferError: the store is away.
-            InvalidArgument: the store does not take what this node shows.
+            InvalidArgument: the store rejects this node's credentials.
             _RefusedError: the cluster has another scheme, or another node of this name.
             _LostError: the own record is gone.
         """
@@ -227,9 +225,9 @@ class LeasedMembership:
         raise PeerUnreachable("the record of this node's name is changed by others all the time")
 
     async def _put(self, claim: NameClaim, expected: bytes | None) -> bytes | None:
-        """Ask the store for the name; when cancelled, only once the store has answered.
+        """Ask the store for the name; if cancelled, wait for its answer first.
 
-        Otherwise the record could land after it has been withdrawn.
+        Otherwise the record could arrive after it was withdrawn.
         """
         value = claim.value
         claim.asked(value)
@@ -258,7 +256,7 @@ class LeasedMembership:
                 self._stand("joined")
 
     async def _withdraw(self, claim: NameClaim) -> None:
-        """Take away whatever this process has put, or let its lease do that."""
+        """Withdraw all values that this process has put, or leave that to the lease."""
         with contextlib.suppress(TransferError, InvalidArgument):
             try:
                 await self._delete(claim)
@@ -274,7 +272,7 @@ class LeasedMembership:
             await self._store.withdraw(claim.record.name, value)
 
     def _stand(self, state: StandingState, field: str = "", why: str = "") -> None:
-        """Change the standing, and tell it."""
+        """Change the standing, and report it."""
         self.standing = JoinStanding(state, field, printable(why), self._roster.unreadable)
         self._tell()
 
@@ -287,7 +285,7 @@ class LeasedMembership:
 
 
 async def ended(call: Coroutine[Any, Any, _T]) -> _T:
-    """The answer to a call, which goes on to its end when this is cancelled once."""
+    """The answer to a call, which is not interrupted if this is cancelled once."""
     task = asyncio.create_task(call)
     try:
         return await asyncio.shield(task)

@@ -1,4 +1,4 @@
-"""Connections to other nodes: one a node, kept up, with a pure session on each."""
+"""Connections to other nodes: one per node, kept up, with a pure session on each."""
 
 import asyncio
 import ssl
@@ -16,15 +16,15 @@ from kvstore.state.remote.jobs import PeerBring, PeerFetch
 from kvstore.transport.base import TransferEnd
 
 CONNECT_S: Final = 5.0
-"""Limit of connecting, with the TLS handshake."""
+"""Time limit of connecting, including the TLS handshake."""
 BACKOFF_S: Final = (0.1, 5.0)
 """The first and the longest pause between attempts to connect."""
 STEADY_S: Final = 5.0
-"""After a session that was up for so long, the pause is the first one again."""
+"""After a session of this duration, the pause is the first one again."""
 UNSENT_BYTES_MAX: Final = 16 << 20
-"""More requests than this are not sent to a node that does not read them."""
+"""Maximum unsent requests to a node that does not read them."""
 ANSWER_BYTES_MAX: Final = 2 << 20
-"""A longer answer is not read: a lease of 4,096 pages has a tenth of that."""
+"""Maximum size of an answer: a lease of 4,096 pages takes a tenth of it."""
 _READ_BYTES: Final = 64 << 10
 
 Carry = Callable[["PeerLink", CarriedOut], None]
@@ -37,7 +37,7 @@ class PeerLink:
         session: the session with it.
         place: ``host:port`` of its peer service.
         tls: this node's certificate, and the authority of its peers; None = plain TCP.
-        carry: carries out what the session decides about transfers and fetches.
+        carry: carries out the session's decisions about transfers and fetches.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class PeerLink:
                 self._timer.cancel()
 
     def fetch(self, job: PeerFetch) -> None:
-        """Begin a fetch."""
+        """Start a fetch."""
         self._session.fetch(job, monotonic_ns())
         self._carry_out()
 
@@ -81,17 +81,17 @@ class PeerLink:
         return self._session.up
 
     def bring(self, job: PeerBring) -> None:
-        """Ask the other node to bring pages from here."""
+        """Ask the other node to fetch pages from here."""
         self._session.bring(job, monotonic_ns())
         self._carry_out()
 
     def transfer_ended(self, end: TransferEnd) -> None:
-        """A transfer that the session has started has ended."""
+        """A transfer of the session has ended."""
         self._session.transfer_ended(end)
         self._carry_out()
 
     def transfer_settled(self, job: int) -> None:
-        """A transfer that had ended before does not write any more."""
+        """An ended transfer does not write any more."""
         self._session.transfer_settled(job)
         self._carry_out()
 

@@ -1,8 +1,7 @@
 """Which nodes a cluster has.
 
-A membership that is kept outside of the nodes says so too, as soon as it knows; whoever watches
-must expect that a node is named that has ended, and the other way round. Nothing but the hope for a
-hit depends on it.
+The list may be out of date: a watcher must expect that it names a node that has ended, or lacks one
+that has started. Only hits depend on it, not correctness.
 """
 
 import asyncio
@@ -25,16 +24,16 @@ from kvstore.protocol.errors import printable
 log = logging.getLogger(__name__)
 
 STORE_NODES_MAX: Final = 256
-"""Nodes of a membership that are used; as many as have sessions with one node."""
+"""Maximum used nodes of a membership; the same as the maximum sessions of a node."""
 
 
 def known_first(
     nodes: Iterable[str], own: str, known: Container[str]
 ) -> list[str]:  # fmt: skip
-    """The names of all other nodes in the order in which they are used, as far as there is room.
+    """The names of all other nodes in order of use, up to the limit.
 
-    Whoever can write to the store can put in any number of names, so nodes that were used before
-    come before new ones; only then the alphabet counts.
+    Any number of names can be written to the store, so nodes that were used before come before new
+    ones; only then the alphabet counts.
     """
     return sorted(
         (name for name in nodes if name != own), key=lambda name: (name not in known, name)
@@ -44,7 +43,7 @@ def known_first(
 def used_nodes(
     nodes: Mapping[str, NodeRecord], own: str, known: Container[str] = ()
 ) -> dict[str, NodeRecord]:
-    """The nodes of a membership that the node of a name uses: its own, and so many others.
+    """The nodes of a membership that a node uses: itself, and a limited number of others.
 
     Args:
         nodes: of the membership.
@@ -59,9 +58,9 @@ class Membership(Protocol):
     """The nodes of a cluster. Belongs to one event loop."""
 
     async def join(self, record: NodeRecord) -> None:
-        """Be a node of the cluster from now on, in place of an earlier start of the same node.
+        """Join the cluster, in place of an earlier start of the same node.
 
-        A membership that is kept elsewhere returns before it is one; see
+        With a store, this returns before the node has joined; see
         :class:`kvstore.cluster.records.JoinStanding`.
 
         Args:
@@ -69,25 +68,25 @@ class Membership(Protocol):
         """
 
     def watch(self) -> AsyncGenerator[Mapping[str, NodeRecord], None]:
-        """All nodes by name, this one included: at once, and again after every change.
+        """All nodes by name, including this one: at once, and again after every change.
 
-        Changes that follow each other closely may be told together. There may be several watchers.
-        A generator ends only when it is closed.
+        Several quick changes may be reported together. There may be several watchers. A generator
+        ends only when it is closed.
         """
 
     async def leave(self) -> None:
-        """Be no node of the cluster any more; nothing happens if it is none."""
+        """Leave the cluster; no effect if the node is not in it."""
 
 
 class _Nodes:
-    """The present nodes, for any number of watchers."""
+    """The current nodes, for any number of watchers."""
 
     def __init__(self, present: dict[str, NodeRecord]) -> None:
         self.present = present
         self._changed = asyncio.Event()
 
     def set(self, present: dict[str, NodeRecord]) -> None:
-        """These are the nodes from now on."""
+        """Replace the nodes."""
         if present != self.present:
             self.present = present
             self._changed.set()
@@ -104,14 +103,13 @@ class _Nodes:
 
 
 class LocalMembership:
-    """A fixed list of nodes: all of them are always there, and only this one comes and goes."""
+    """A fixed list of nodes: all others are always members; only this one joins and leaves.
+
+    Args:
+        nodes: the other nodes: name → ``host:port`` of its peer service.
+    """
 
     def __init__(self, nodes: Mapping[str, str]) -> None:
-        """Not a node yet.
-
-        Args:
-            nodes: the other nodes: name → ``host:port`` of its peer service.
-        """
         self._others = {name: NodeRecord(name=name, endpoint=at) for name, at in nodes.items()}
         self._nodes = _Nodes(dict(self._others))
 
@@ -133,7 +131,7 @@ class LocalMembership:
         return name in self._others
 
     def stats(self) -> dict[str, Any]:
-        """As those of :meth:`StoreMembership.stats`: a node of the list is always one."""
+        """Like :meth:`StoreMembership.stats`: a node of the list is always joined."""
         return {
             "kind": "local", "state": "joined", "field": "", "why": "", "changes": {},
             "unreadable_records": 0,
@@ -143,22 +141,20 @@ class LocalMembership:
 class StoreMembership:
     """The nodes that the index process finds in a store outside of the nodes.
 
-    What was told last stays true while the store or that process is away: nodes may have come and
-    gone, which costs misses only. What is told counts only if this node is among it, so an index
-    process that has just begun, or a store that was emptied, does not take all nodes away. A node
-    that is refused is alone.
+    While the store or that process is away, the last answer stays valid: nodes may have joined or
+    left, which only costs misses. An answer counts only if it contains this node, so an index
+    process that has just started, or a store that was emptied, does not remove all nodes. A refused
+    node is alone.
+
+    Args:
+        kind: of the store, for operators.
+        tell: sends a message to the index process; messages sent while it is away are lost.
 
     Attributes:
         standing: of this node.
     """
 
     def __init__(self, kind: str, tell: Callable[[Join | Leave], None]) -> None:
-        """Not a node yet.
-
-        Args:
-            kind: of the store, for operators.
-            tell: tells the index process; what is told while it is away is lost.
-        """
         self.standing = JoinStanding()
         self._kind = kind
         self._tell = tell
@@ -167,7 +163,7 @@ class StoreMembership:
         self._changes: Counter[str] = Counter()
 
     async def join(self, record: NodeRecord) -> None:
-        """See :meth:`Membership.join`; returns before it is a node."""
+        """See :meth:`Membership.join`; returns before the node has joined."""
         self._own = record
         self._tell(Join(record))
 
@@ -183,13 +179,13 @@ class StoreMembership:
             self._nodes.set({n: one for n, one in self._nodes.present.items() if n != own.name})
 
     def began(self) -> None:
-        """The index process has started, and knows nothing yet."""
+        """The index process has started, with an empty state."""
         self._stand(JoinStanding(why="the index process has started"))
         if self._own is not None:
             self._tell(Join(self._own, sorted(self._nodes.present)))
 
     def heard(self, told: NodesFound) -> None:
-        """The index process has told something."""
+        """A message of the index process."""
         self._stand(told.standing)
         own = self._own
         if own is None:
@@ -202,8 +198,8 @@ class StoreMembership:
     def knows(self, name: str) -> bool:  # noqa: ARG002
         """Whether another node of that name may be served.
 
-        Any may: it can be in the store before it is heard of here, and whoever has no certificate
-        of the cluster does not get as far.
+        Any may: it can be in the store before this node learns of it, and a client without a
+        certificate of the cluster is refused earlier.
         """
         return True
 

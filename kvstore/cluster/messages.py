@@ -1,7 +1,7 @@
 """The messages about the cluster between a node and its index process.
 
-Each message is one :class:`kvstore.index.control.Aside`, as msgpack. A new process knows nothing:
-it is told :class:`BeginCluster` first, then :class:`Join` if the node has joined.
+Each message is one :class:`kvstore.index.control.Aside`, as msgpack. A new process gets
+:class:`BeginCluster` first, then :class:`Join` if the node has joined.
 """
 
 from typing import Final
@@ -42,10 +42,10 @@ class DirectorySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChildSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the index process of a node needs to know of the cluster.
+    """The settings of the cluster for the index process of a node.
 
     Attributes:
-        credentials: what to show to other nodes.
+        credentials: for connections to other nodes.
         membership: where the membership is kept; None = nowhere.
         directory: the directory that nodes share; None = there is none.
     """
@@ -62,7 +62,7 @@ class BeginCluster(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """Be this node of the cluster, in place of what was said before.
+    """Join the cluster as this node; replaces an earlier message.
 
     Attributes:
         record: about it.
@@ -74,7 +74,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
-    """Be no node of the cluster any more."""
+    """Leave the cluster."""
 
 
 class NodesFound(msgspec.Struct, frozen=True, tag="nodes"):
@@ -93,7 +93,7 @@ class AskPages(msgspec.Struct, frozen=True, tag="ask"):
     """Which nodes have these pages?
 
     Attributes:
-        number: names the question.
+        number: names the query.
         space: hex digest of their space.
         shards: for each shard its hex digest, and how many of the last pages suffice; 0 = all.
         keys: their prefix keys, 32 bytes each.
@@ -111,7 +111,7 @@ class HoldingsFound(msgspec.Struct, frozen=True, tag="told"):
     """The answer to an :class:`AskPages`.
 
     Attributes:
-        number: of the question.
+        number: of the query.
         holdings: name and boot id of each node, and how many leading pages it has; the longest
             prefix first.
     """
@@ -121,16 +121,16 @@ class HoldingsFound(msgspec.Struct, frozen=True, tag="told"):
 
 
 class DirectoryReport(msgspec.Struct, frozen=True, tag="directory"):
-    """What the process does for the shared directory, from time to time.
+    """The state of the shared directory, reported periodically.
 
     Attributes:
-        current: all pages of this node are announced, but for those that wait, and the directory
+        current: all pages of this node are announced, except waiting ones, and the directory
             answers.
         announced: pages announced, changes included.
         waiting: pages that wait.
-        announcements: how often all pages were announced.
-        asked: questions that were answered.
-        faults: what went wrong, by cause.
+        announcements: complete announcements of all pages.
+        asked: queries that were answered.
+        faults: failures, by cause.
         why: why the node's own events cannot be followed; empty if they can.
         trouble: why the last call to the directory failed; empty = it did not.
     """
@@ -159,14 +159,14 @@ def encode_message(message: ToChild | FromChild) -> bytes:
 
 
 def message_to_child(body: bytes) -> ToChild:
-    """Read a message to the index process.
+    """Decode a message to the index process.
 
     Raises:
-        UnreadableError: this is none.
+        UnreadableError: it is not one.
     """
     return read(_TO_CHILD.decode, body)
 
 
 def message_from_child(body: bytes) -> FromChild:
-    """Read a message of the index process; raises the same as :func:`message_to_child`."""
+    """Decode a message of the index process; raises the same as :func:`message_to_child`."""
     return read(_FROM_CHILD.decode, body)

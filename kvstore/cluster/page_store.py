@@ -1,4 +1,4 @@
-"""Where nodes announce their pages: entries that several nodes change at the same time."""
+"""The entries in which nodes announce their pages; several nodes change them concurrently."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -20,7 +20,7 @@ class DirectoryFault(Exception):
 
 
 class ChangedPages(NamedTuple):
-    """Pages that a member got, or has no more.
+    """Pages that a member got or dropped.
 
     Attributes:
         stored: whether it got them.
@@ -34,7 +34,7 @@ class ChangedPages(NamedTuple):
 
 
 class AnnouncedNumber(NamedTuple):
-    """What an announcement knows of its number.
+    """The state of an announcement's number.
 
     Attributes:
         token: of the announcement.
@@ -52,34 +52,34 @@ class PageStore(Protocol):
     """
 
     async def claim(self, node: str, boot: bytes, token: str) -> int:
-        """Get a number for an announcement; all numbers of other boots of the node mean nothing.
+        """Get a number for an announcement; all numbers of other boots of the node become void.
 
-        A number means something for a while; see :meth:`renew`. It is given to another announcement
-        only when no entry may name it any more. The same token gets the same number again.
+        A number is valid for a limited time; see :meth:`renew`. It is reused only when no entry can
+        contain it any more. The same token gets the same number again.
         """
         ...
 
     async def change(
         self, number: int, token: str, batch: int, changes: Sequence[ChangedPages]
     ) -> bool:
-        """Change entries, in this order, if all earlier batches of the announcement were.
+        """Change entries, in order, if all earlier batches of the announcement were carried out.
 
-        A batch that has been carried out already is not carried out again.
+        A batch that was carried out already is not carried out again.
 
         Returns:
-            False if the number is not that announcement's any more, or a batch is missing.
+            False if the number no longer belongs to that announcement, or a batch is missing.
         """
         ...
 
     async def renew(self, numbers: Mapping[int, AnnouncedNumber]) -> list[int]:
-        """Let some numbers mean something for longer; returns those that are lost.
+        """Extend the validity of some numbers; returns those that are lost.
 
-        A number is also lost if the store has forgotten a batch: it came back with older data.
+        A number is also lost if the store has forgotten a batch: it was restored with older data.
         """
         ...
 
     async def withdraw(self, number: int, token: str) -> None:
-        """Let a number mean nothing from now on."""
+        """Make a number void."""
         ...
 
     async def find(self, shards: Sequence[bytes]) -> FoundEntries:

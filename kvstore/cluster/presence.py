@@ -11,28 +11,27 @@ from kvstore.protocol import wire
 from kvstore.protocol.errors import ProtocolError
 
 ASK_S = 2.0
-"""Limit of one question."""
+"""Time limit of one question."""
 _READ_BYTES = 64 << 10
 
 
 class PresenceCheck:
-    """Finds out whether the process of a record lives, by greeting it as a node does."""
+    """Finds out whether the process of a record lives, by greeting it like a node.
+
+    Args:
+        local: this node; it has the name of the records in question.
+        tls: its certificate, and the authority of its peers; None = plain TCP.
+    """
 
     def __init__(self, local: LocalNode, tls: ssl.SSLContext | None) -> None:
-        """Ask nobody yet.
-
-        Args:
-            local: this node; it has the name of the records that are asked about.
-            tls: its certificate, and the authority of its peers; None = plain TCP.
-        """
         self._local = local
         self._tls = tls
 
     async def __call__(self, record: NodeRecord) -> Presence:
-        """Ask; takes :data:`ASK_S` at most.
+        """Ask; takes at most :data:`ASK_S`.
 
-        A node that lives refuses this one, because both have one name. One that welcomes it has
-        another name, or is a later process: whose record this is has ended.
+        A live node refuses this one, because both have the same name. One that welcomes it has
+        another name, or is a later process: then the process of the record has ended.
         """
         try:
             async with asyncio.timeout(ASK_S):
@@ -61,7 +60,7 @@ class PresenceCheck:
 
 
 def _meaning(answer: object, record: NodeRecord) -> Presence:
-    """What an answer to a greeting says about the node of a record."""
+    """Conclude from the answer to a greeting whether the node of a record lives."""
     if isinstance(answer, wire.PeerWelcome):
         return Presence.LIVE if answer.boot == record.boot else Presence.DEAD
     if isinstance(answer, wire.Failure) and answer.field == "cluster":

@@ -16,18 +16,18 @@ from kvstore.protocol import wire
 from kvstore.protocol.errors import InvalidArgument, ProtocolError
 
 _TIMEOUT_S: Final = 3.0
-"""Of each connection."""
+"""Time limit of each connection."""
 _REJECTED_S: Final = 0.3
-"""A node that rejects a certificate says so in this time after the handshake."""
+"""A node that rejects a certificate does so within this time after the handshake."""
 
 
 Greeting = wire.PeerHello
-"""What a node says first to another."""
+"""The first message of a node to another one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Willing:
-    """A node would talk to this one. Names and endpoints are as it sent them.
+    """A node would accept a session. Names and endpoints are as it sent them.
 
     Attributes:
         protocol: its version, as ``1.7``.
@@ -40,10 +40,10 @@ class Willing:
 
 @dataclass(frozen=True, slots=True)
 class Unwilling:
-    """A node does not talk to this one, or this one not to it.
+    """One of the two nodes refuses the session.
 
     Attributes:
-        field: what of the greeting is the cause; may be foreign text.
+        field: field of the greeting that is the cause; may be foreign text.
         why: for people; may be foreign text.
     """
 
@@ -74,7 +74,7 @@ def greet(
     """Connect to another node, and greet it if a greeting is given.
 
     Args:
-        name: what the other node should call itself.
+        name: expected name of the other node.
         place: where its peer service listens.
         tls: None = plain text.
         hello: None = the node must only accept the connection.
@@ -93,7 +93,7 @@ def greet(
 
 
 def judge(name: str, answer: wire.PeerWelcome | wire.Failure) -> Willing | Unwilling:
-    """What an answer to a greeting means, if it should come from the node ``name``."""
+    """Interpret an answer to a greeting that should come from the node ``name``."""
     if isinstance(answer, wire.Failure):
         return Unwilling(answer.field, answer.message)
     try:
@@ -119,7 +119,7 @@ def _connection(place: Address, tls: ssl.SSLContext | None) -> socket.socket:
 def _answer(
     connection: socket.socket, hello: Greeting | None
 ) -> wire.PeerWelcome | wire.Failure | None:
-    """The answer to a greeting; None = nothing was asked.
+    """The answer to a greeting; None = no greeting was sent.
 
     Raises:
         OSError: the connection broke, or nothing came in time.

@@ -1,4 +1,4 @@
-"""What is known about the nodes of a cluster, and its format in a store. Pure."""
+"""Records of the nodes of a cluster, and their format in a store. Pure."""
 
 from typing import Final, Literal
 
@@ -11,10 +11,10 @@ from kvstore.protocol import wire
 
 SCHEME: Final = "sha256/xxh3_128 1"
 """How keys and digests of pages are computed: see :mod:`kvstore.protocol.page`. Nodes that compute
-them in different ways would take the pages of each other for damaged ones."""
+them differently would take each other's pages for corrupt ones."""
 PROTOCOL: Final = f"{wire.PROTOCOL_MAJOR}.{wire.PROTOCOL_MINOR}"
 RECORD_BYTES_MAX: Final = 16 << 10
-"""A longer record is unreadable."""
+"""Maximum size of a readable record."""
 TRANSPORTS_MAX: Final = 16
 
 NodeState = Literal["up", "draining"]
@@ -29,12 +29,12 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
         boot: its boot id, 16 bytes; empty = unknown until it is connected to.
         endpoint: ``host:port`` of its peer service.
         transports: name of each transport through which it can be read, and its endpoint; empty =
-            told in its sessions only.
+            exchanged in its sessions only.
         protocol: ``major.minor`` of the protocol that it speaks.
         scheme: how it computes keys and digests of pages.
         state: ``up``, or ``draining`` = it is about to leave.
-        admin: URL of its admin API as other machines reach it, which whoever reads this checks;
-            empty = they do not reach it, or it is a node of an earlier version.
+        admin: URL of its admin API as other machines reach it, to be checked by readers; empty =
+            they do not reach it, or it is a node of an earlier version.
     """
 
     name: str
@@ -51,10 +51,10 @@ class JoinStanding(msgspec.Struct, frozen=True):
     """Whether this node is one of its cluster, as the store of the membership has it.
 
     Attributes:
-        state: ``joining``; ``joined``; ``away`` = the store does not serve, and what was known
-            before stays; ``refused`` = the node is not admitted.
-        field: what refuses it: ``scheme``, ``protocol``, ``settings``, ``name``; of the state
-            ``away`` the file that the store does not take: ``login``, ``authority`` and so on.
+        state: ``joining``; ``joined``; ``away`` = the store does not serve, and its last answer
+            stays valid; ``refused`` = the node is not admitted.
+        field: reason of a refusal: ``scheme``, ``protocol``, ``settings``, ``name``; in the state
+            ``away`` the file that the store rejects: ``login``, ``authority`` and so on.
         why: description, possibly text of others.
         unreadable: number of records that cannot be read now; they are left out.
     """
@@ -66,7 +66,7 @@ class JoinStanding(msgspec.Struct, frozen=True):
 
 
 class ClusterSettings(msgspec.Struct, frozen=True):
-    """What all nodes of a cluster have in common; written by the first one.
+    """The settings that all nodes of a cluster share; written by the first one.
 
     Attributes:
         scheme: how keys and digests of pages are computed.
@@ -105,11 +105,11 @@ def write_record(record: NodeRecord) -> bytes:
 
 
 def read_record(name: str, value: bytes) -> NodeRecord:
-    """The record of a node; fields that it has besides are ignored.
+    """The record of a node; unknown fields are ignored.
 
     Args:
         name: under which it is in the store.
-        value: JSON, from whoever can write to the store.
+        value: JSON, which anyone with access to the store can write.
 
     Raises:
         ValueError: it is not the record of a node of this name.
@@ -136,16 +136,16 @@ def read_record(name: str, value: bytes) -> NodeRecord:
 
 
 def settings_of(record: NodeRecord) -> ClusterSettings:
-    """What a node demands of its cluster."""
+    """The settings that a node requires of its cluster."""
     return ClusterSettings(record.scheme, record.protocol.partition(".")[0])
 
 
 def differing_field(own: ClusterSettings, there: bytes) -> tuple[str, str] | None:
-    """What keeps a node out of a cluster.
+    """The setting that keeps a node out of a cluster.
 
     Args:
-        own: what the node demands.
-        there: JSON of the settings in the store; fields that it has besides are ignored.
+        own: the settings that the node requires.
+        there: JSON of the settings in the store; unknown fields are ignored.
 
     Returns:
         the field that differs, and a description; None = nothing differs.

@@ -1,4 +1,4 @@
-"""A client of Redis that answers in time: without retries of its own, with our TLS context."""
+"""A Redis client with time limits: without retries of its own, with our TLS context."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +12,13 @@ from kvstore.cluster.access import EndpointTurns, StoreServers, read_login, tls_
 
 
 def redis_clients(servers: StoreServers, call_s: float) -> Callable[[], Redis]:
-    """Make clients of these servers, of the next one each time; none is connected yet.
+    """Create clients of these servers, one after the other; none is connected yet.
 
     Each raises ``InvalidArgument`` if a file cannot be used.
 
     Args:
         servers: of one Redis; the files are read for each client.
-        call_s: limit of connecting, and of the wait for an answer.
+        call_s: time limit of connecting, and of the wait for an answer.
     """
     turns = EndpointTurns(servers)
 
@@ -41,7 +41,7 @@ def redis_clients(servers: StoreServers, call_s: float) -> Callable[[], Redis]:
 
 
 class _TlsConnection(SSLConnection):
-    """A connection with a context that is made here: the client's own would ask for passwords."""
+    """A connection with a context created here: the client's own would ask for passwords."""
 
     def __init__(self, *, context: Any, **given: Any) -> None:
         super().__init__(**given)

@@ -1,7 +1,8 @@
 """The entries of pages in Redis: one string a page. docs/internals/directory.md describes them.
 
 Scripts change many entries in one call, so that two nodes do not lose each other's changes. They
-name keys that they were not given, so one server has all of them: Redis Cluster does not fit.
+access keys that are not among their arguments, so one server must have all keys: Redis Cluster is
+not supported.
 """
 
 import asyncio
@@ -18,9 +19,9 @@ from kvstore.cluster.page_store import AnnouncedNumber, ChangedPages, DirectoryF
 from kvstore.protocol.errors import InvalidArgument, printable
 
 ENTRY_MS: Final = 3_600_000
-"""An entry expires so long after it was announced."""
+"""Lifetime of an entry after it was announced."""
 NUMBER_MS: Final = 30_000
-"""A number means nothing so long after it was renewed."""
+"""Lifetime of a number after it was renewed."""
 _MARGIN_MS: Final = 60_000
 CALL_S: Final = 2.0
 _T = TypeVar("_T")
@@ -202,7 +203,7 @@ class _Found(msgspec.Struct, array_like=True):
 
     Attributes:
         holders: number, name of the node, and its boot id in hex.
-        shards: for each, in turns, a number of pages and their text.
+        shards: for each, alternating, a number of pages and their text.
     """
 
     holders: list[tuple[bytes, bytes, bytes]]
@@ -213,8 +214,8 @@ class RedisPages:
     """A :class:`kvstore.cluster.page_store.PageStore` in Redis.
 
     Args:
-        connect: a client of one server, not decoding and without retries; called again when its
-            server is away, so that another one is tried.
+        connect: a client of one server, not decoding and without retries; called again if its
+            server is away, to try another one.
         cluster: name of the cluster.
         entry_ms: lifetime of an entry.
         number_ms: lifetime of a number that is not renewed.
@@ -224,7 +225,6 @@ class RedisPages:
         self, connect: Callable[[], Redis], cluster: str, entry_ms: int = ENTRY_MS,
         number_ms: int = NUMBER_MS,
     ) -> None:  # fmt: skip
-        """Call nothing yet."""
         self._connect = connect
         self._numbers = f"kvstore:{{{cluster}}}:numbers"
         self._holder = f"kvstore:{{{cluster}}}:holder:"
@@ -321,10 +321,10 @@ class RedisPages:
 
 
 def _read(answer: Any, kind: type[_T]) -> _T:
-    """An answer, as it was asked for.
+    """An answer, converted to the expected type.
 
     Raises:
-        DirectoryFault: it is something else: this is no Redis, or a record of it is no record.
+        DirectoryFault: it is something else: this is not Redis, or a record is damaged.
     """
     try:
         return msgspec.convert(answer, kind)
@@ -336,7 +336,7 @@ def _runs(told: Sequence[int | bytes], pages: int) -> list[tuple[int, str]]:
     """How many consecutive pages have which text.
 
     Raises:
-        DirectoryFault: these are no runs of so many pages.
+        DirectoryFault: these are not runs of this many pages.
     """
     runs = [
         (count, text.decode("ascii", "replace"))

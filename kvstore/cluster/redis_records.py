@@ -2,7 +2,7 @@
 
 ``kvstore:{CLUSTER}:settings`` and ``kvstore:{CLUSTER}:node:NAME`` are strings of JSON; the latter
 expire (PX). ``kvstore:{CLUSTER}:nodes`` is a sorted set of names by the time, in ms, at which they
-expire, so that nobody has to search for keys. All changes are scripts, so each is whole.
+expire, so that keys need not be searched. All changes are scripts, so each is atomic.
 """
 
 import asyncio
@@ -24,10 +24,11 @@ _T = TypeVar("_T")
 _NOT_ASKED: Final = "its answer is not what was asked for"
 
 RECORDS_MAX: Final = 1_024
-"""Records that are read; a node uses fewer: its own first, then those that were read before, then
-the others, the next one to expire first. Of each no more is read than shows that it is too long."""
+"""Maximum records that are read; a node uses fewer: its own first, then those that were read
+before, then the others, the next one to expire first. Of a record that is too long, only the
+beginning is read."""
 POLL_S: Final = 0.5
-"""Changes are seen at most so much later."""
+"""Maximum delay until changes are seen."""
 
 _NOW: Final = """
 local time = redis.call('TIME')
@@ -101,18 +102,16 @@ _LOGIN: Final = (
 class RedisStore:
     """See :class:`~kvstore.cluster.store.RecordStore`; for Redis 6.2 or newer.
 
+    Args:
+        servers: of one Redis; a replica among them does not serve.
+        cluster: name of the cluster.
+        lease_s: seconds after the last renewal in which a record is gone.
+
     Attributes:
         lease_s: seconds after the last renewal in which a record is gone.
     """
 
     def __init__(self, servers: StoreServers, cluster: str, lease_s: float = LEASE_S) -> None:
-        """Not connected.
-
-        Args:
-            servers: of one Redis; a replica among them does not serve.
-            cluster: name of the cluster.
-            lease_s: seconds after the last renewal in which a record is gone.
-        """
         self.lease_s = lease_s
         self._client = redis_clients(servers, CALL_S)
         self._prefix = f"kvstore:{{{cluster}}}:"
@@ -198,7 +197,7 @@ class RedisStore:
         Raises:
             TransferTimeout: no answer in time.
             PeerUnreachable: the server is away, or cannot do it.
-            InvalidArgument: it does not take the login.
+            InvalidArgument: it rejects the login.
         """
         if self._redis is None:
             raise PeerUnreachable("Redis is not connected")
@@ -218,10 +217,10 @@ class RedisStore:
 
 
 def _read(answer: Any, kind: type[_T]) -> _T:
-    """An answer, as it was asked for.
+    """An answer, converted to the expected type.
 
     Raises:
-        PeerUnreachable: it is something else: this is no Redis.
+        PeerUnreachable: it is something else: this is not Redis.
     """
     try:
         return msgspec.convert(answer, kind)

@@ -7,10 +7,13 @@ from kvstore.cluster.records import NodeRecord, read_record
 
 
 class Roster:
-    """The nodes that a store tells of, through its failures.
+    """The nodes in a store, kept through its failures.
 
-    A store that comes back may have been emptied, and the others need time to come back to it. So
-    nodes that were known before stay until they have been seen again, or for a lease's time.
+    A store that returns may have been emptied, and the other nodes need time to register again. So
+    nodes that were known before stay until they are seen again, or for the duration of a lease.
+
+    Args:
+        hold_s: how long nodes from before stay after the store has returned.
 
     Attributes:
         nodes: by name.
@@ -18,11 +21,6 @@ class Roster:
     """
 
     def __init__(self, hold_s: float) -> None:
-        """Nobody is known yet.
-
-        Args:
-            hold_s: how long nodes of before stay after the store has come back.
-        """
         self.nodes: dict[str, NodeRecord] = {}
         self.unreadable = 0
         self._hold_s = hold_s
@@ -30,19 +28,19 @@ class Roster:
         self._until_s = math.inf
 
     def doubt(self) -> None:
-        """The store is away, or may have been emptied: whom it does not tell of may be there."""
+        """The store is away, or may have been emptied: nodes that it does not list may exist."""
         self._held = set(self.nodes)
         self._until_s = math.inf
 
     def trust(self, now_s: float) -> None:
-        """The store serves again: the others come back to it from now on."""
+        """The store serves again: the other nodes register again from now on."""
         self._until_s = now_s + self._hold_s
 
     def tell(self, records: Mapping[str, bytes], now_s: float) -> None:
-        """All records of the store at a time.
+        """All records of the store at one time.
 
         Args:
-            records: name → JSON, from whoever can write to the store.
+            records: name → JSON, which anyone with access to the store can write.
             now_s: the time.
         """
         self._held -= records.keys()
@@ -57,14 +55,14 @@ class Roster:
         self.expire(now_s)
 
     def expire(self, now_s: float) -> None:
-        """Take out the nodes of before that have not come back in time."""
+        """Remove the nodes from before that have not registered again in time."""
         if now_s >= self._until_s:
             for name in self._held:
                 del self.nodes[name]
             self._held.clear()
 
     def clear(self) -> None:
-        """Know nobody."""
+        """Forget all nodes."""
         self.nodes = {}
         self.unreadable = 0
         self._held.clear()

@@ -1,9 +1,9 @@
 """Lets other nodes follow this node's events through its peer service.
 
-The connection has been accepted, decrypted and understood as FollowEvents. From then on its bytes
-are passed on, as they are, to a socket pair whose other end belongs to the publisher's thread. Two
-tasks copy, one a direction, each with one piece of data at a time: who does not read makes the
-publisher wait for room in that socket pair, and lose batches for this follower alone.
+The connection was accepted and decrypted, and its first message was FollowEvents. From then on its
+bytes are copied unchanged to a socket pair whose other end belongs to the publisher's thread. Two
+tasks copy, one per direction, each with one piece of data at a time: for a follower that does not
+read, the publisher waits for room in that socket pair, and drops batches for this follower only.
 """
 
 import asyncio
@@ -18,19 +18,19 @@ from kvstore.protocol.wire import FollowEvents
 _log = logging.getLogger(__name__)
 
 TUNNELS_MAX: Final = 96
-"""Followers at a time. Each of 15 nodes has one connection for live batches, and at times one or
-two for replays and questions; the publisher has room for 128 connections, others included."""
+"""Maximum followers. Each of 15 nodes has one connection for live batches, and at times one or two
+for replays and questions; the publisher has room for 128 connections in total."""
 NAME_MAX: Final = TUNNELS_MAX // 16
-"""Connections of one node; a new one ends the oldest."""
+"""Maximum connections of one node; a new one ends the oldest."""
 ADDRESS_MAX: Final = TUNNELS_MAX // 2
-"""Connections from one address: three each of 16 nodes that share it."""
+"""Maximum connections from one address: three for each of 16 nodes that share it."""
 _PIECE_BYTES: Final = 32 << 10
-"""Copied at a time: 14 microseconds of the loop's time without TLS, 25 with it (uvloop)."""
+"""Bytes copied at a time: 14 microseconds of the loop's time without TLS, 25 with it (uvloop)."""
 _GATHER_S: Final = 0.01
-"""How long further live batches are waited for after less than that: a busy publisher sends 500
-small pieces a second to each follower, which would cost nearly as much each."""
+"""How long to wait for further live batches after a smaller piece: a busy publisher sends 500 small
+pieces per second to each follower, each of which would cost nearly as much."""
 _BUFFER_BYTES: Final = 64 << 10
-"""Data that may wait in each direction, besides what the kernel's sockets have."""
+"""Data that may wait in each direction, in addition to the kernel's socket buffers."""
 _KEEPALIVE: Final = {
     socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3,
     socket.TCP_USER_TIMEOUT: 30_000,
@@ -46,11 +46,11 @@ class ServesFollowers(Protocol):
 
 
 class _Follower(NamedTuple):
-    """A connection that follows.
+    """A connection of a follower.
 
     Attributes:
         node: the name that it gives itself.
-        address: where it comes from; empty = from this machine, without one.
+        address: its source address; empty = this machine.
         writer: ends it.
     """
 
@@ -62,23 +62,21 @@ class _Follower(NamedTuple):
 class EventTunnels:
     """All followers of this node that are other nodes.
 
+    Args:
+        publication: the node's events.
+
     Attributes:
         faults: followers that were refused or whose connection broke, by cause.
     """
 
     def __init__(self, publication: ServesFollowers) -> None:
-        """Serve nobody yet; see :meth:`serve_events`.
-
-        Args:
-            publication: the node's events.
-        """
         self.faults = Faults(_log, "a node that follows this one was disconnected")
         self._publication = publication
         self._followers: dict[int, _Follower] = {}
         self._number = 0
 
     def stats(self) -> dict[str, object]:
-        """Followers now, and what ended others."""
+        """Current followers, and why others ended."""
         return {
             "following": sorted(one.node for one in self._followers.values()),
             "faults": dict(self.faults.counts),
@@ -87,12 +85,12 @@ class EventTunnels:
     async def serve_events(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: FollowEvents
     ) -> None:
-        """Pass data on between a follower and the publisher, until one of them closes.
+        """Copy data between a follower and the publisher, until one of them closes.
 
         Args:
             reader: data of the follower, from the first byte after its FollowEvents on.
             writer: data for it; closed at the end.
-            hello: what it said; its cluster, name and scheme have been checked.
+            hello: its first message; its cluster, name and scheme have been checked.
         """
         follower = _Follower(hello.node, _address(writer), writer)
         if not self._has_room(follower):
@@ -110,7 +108,7 @@ class EventTunnels:
             writer.transport.abort()
 
     def _has_room(self, new: "_Follower") -> bool:
-        """Whether a connection may follow; the oldest one of its node ends for it."""
+        """Whether a connection may follow; the oldest one of its node is closed for it."""
         at_address = sum(one.address == new.address for one in self._followers.values())
         same = [number for number, one in self._followers.items() if one.node == new.node]
         if len(same) >= NAME_MAX:
@@ -166,9 +164,9 @@ async def _copy(
     """Copy data until its end.
 
     Args:
-        reader: where it comes from.
-        writer: where it goes.
-        gather_s: pause after less data than is copied at a time.
+        reader: source.
+        writer: target.
+        gather_s: pause after a piece that is smaller than the maximum.
 
     Raises:
         OSError: a connection broke.

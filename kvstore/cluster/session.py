@@ -1,14 +1,14 @@
 """The reading side of the session with one other node: answers and time in, effects out; pure.
 
-A fetch goes through these stages. Its end is told once, at its deadline at the latest::
+A fetch goes through these stages. Its end is reported once, at its deadline at the latest::
 
-    OPENING ──SpaceOpened──► LEASING ──Lent──► READING ──transfer ended──► told
+    OPENING ──SpaceOpened──► LEASING ──Lent──► READING ──transfer ended──► reported
        │ refused, link lost     │ same            │ deadline             │ unsettled
-       └──────► told            └──► told         └──► told, UNSETTLED ◄─┘ ──settled──► told again
+       └──────► reported        └──► reported     └──► reported, UNSETTLED ◄─┘ ──settled──► reported
 
-An unsettled transfer may still write into the slots, also over pages that have arrived: nothing of
-it is delivered. Pages with a wrong digest are reported to their owner before their lease is
-released. A lease whose answer comes too late is released then.
+An unsettled transfer may still write into the slots, also over pages that have arrived: none of its
+pages is delivered. Pages with a wrong digest are reported to their owner before their lease is
+released. A lease whose answer arrives too late is released then.
 """
 
 from collections.abc import Sequence
@@ -48,18 +48,18 @@ from kvstore.transport.base import PLACE_BYTES, TICKET_BYTES, PageArrival, Trans
 
 MS: Final = 1_000_000
 HELLO_NS: Final = 5_000 * MS
-"""The other node must have answered PeerHello."""
+"""Time limit for the answer to PeerHello."""
 PING_NS: Final = 1_000 * MS
-"""Without any answer for so long, Ping is sent."""
+"""After this time without any answer, Ping is sent."""
 SILENT_NS: Final = 2_000 * MS
-"""Without an answer to Ping for so long, the connection is given up."""
+"""After this time without an answer to Ping, the connection is closed."""
 REPORT_NS: Final = 50 * MS
-"""A transfer ends so long before its fetch, so that what has arrived is told in time."""
+"""A transfer ends this long before its fetch, so that its result is reported in time."""
 FETCHES_MAX: Final = 256
 LATE_MAX: Final = 1024
-"""Maximum answers that are still expected although nobody waits for them."""
+"""Maximum answers that are still expected although their requests were given up."""
 SPACES_MAX: Final = 128
-"""If the other node opens no more spaces after so many, the session begins again."""
+"""If the other node opens no more spaces after this many, the session is restarted."""
 _ADDRESS_BYTES: Final = wire.ADDRESS.itemsize
 
 
@@ -73,7 +73,7 @@ class PeerSession:
         place: ``host:port`` of the other node's peer service.
 
     Attributes:
-        effects: what is to be done, in order; the caller empties it after each call.
+        effects: decisions to carry out, in order; the caller empties it after each call.
         up: the other node has welcomed this one.
         boot: boot id of the other node; empty before the first welcome.
         transport: name of the preferred transport of both; empty = there is none.
@@ -128,7 +128,7 @@ class PeerSession:
         self.effects.append(Send(self._local.hello(self._hello)))
 
     def closed(self) -> None:
-        """The connection was closed: leases are gone, transfers end by themselves."""
+        """The connection was closed: leases are void, transfers end by themselves."""
         if self.up:
             self.effects.append(PeerStanding(self.peer, b""))
         self._connected = self.up = False
@@ -142,14 +142,14 @@ class PeerSession:
                 self._end(fetch, self._unreachable())
 
     def left(self) -> None:
-        """The other node is none of the cluster any more: all fetches end now."""
+        """The other node left the cluster: all fetches end now."""
         for fetch in list(self._fetches.values()):
             if fetch.stage is FetchStage.READING:
                 self._cancel(fetch, self._unreachable())
         self.closed()
 
     def received(self, answer: wire.Answer, now_ns: int) -> None:
-        """An answer has come."""
+        """An answer arrived."""
         if not self._connected:
             return  # of a connection that is being closed
         self._heard_ns, self._asked_ns = now_ns, 0
@@ -205,7 +205,7 @@ class PeerSession:
     # ---- fetches ----------------------------------------------------------------------------
 
     def fetch(self, job: PeerFetch, now_ns: int) -> None:
-        """Begin a fetch; it ends at once if it cannot be begun."""
+        """Start a fetch; it ends at once if it cannot be started."""
         assert job.job not in self._fetches
         assert len(job.keys) == len(job.slots) * KEY_BYTES > 0
         fetch = SessionFetch(job)
@@ -221,7 +221,7 @@ class PeerSession:
             self._acquire(fetch, place.numbers, now_ns)
 
     def bring(self, job: PeerBring, now_ns: int) -> None:
-        """Ask the other node to bring pages from here; ends at once if it cannot be asked."""
+        """Ask the other node to fetch pages from here; ends at once if it cannot be asked."""
         if not self._brings.begin(job, now_ns, self._minor if self.up else None):
             return
         place = self._place((job.identity, job.shard))
@@ -307,7 +307,7 @@ class PeerSession:
         self.effects += map(Send, self._brings.opened(pair, place.numbers, now_ns))
 
     def _place(self, pair: OpenedPair) -> OpenedPlace:
-        """A space and shard on this connection; the other node is asked to open it if need be."""
+        """A space and shard on this connection; opened at the other node if needed."""
         place = self._places.get(pair)
         if place is None:
             place = self._places[pair] = OpenedPlace()
@@ -387,13 +387,13 @@ class PeerSession:
             self._close("silent", f"{LATE_MAX} leases were not answered in time")
 
     def _cancel(self, fetch: SessionFetch, error: KVStoreError) -> None:
-        """End a fetch whose transfer is under way."""
+        """End a fetch whose transfer is in progress."""
         self.effects.append(CancelTransfer(fetch.job.job))
         self._release(fetch)
         self._end(fetch, error, settled=False)
 
     def _report(self, fetch: SessionFetch, lent: wire.Lent, at: int) -> None:
-        """Tell the owner of a page that it came with wrong bytes."""
+        """Report wrong bytes of a page to its owner."""
         place = self._places.get((fetch.job.identity, fetch.job.shard))
         if not self._holds(fetch) or place is None or place.numbers is None:
             return
@@ -406,14 +406,14 @@ class PeerSession:
             self.effects.append(Send(wire.Release(fetch.lease, read)))
 
     def _holds(self, fetch: SessionFetch) -> bool:
-        """Whether the lease is one of the present connection."""
+        """Whether the lease belongs to the current connection."""
         return self.up and fetch.connection == self._connection
 
     def _end(
         self, fetch: SessionFetch, error: KVStoreError | None, digests: bytes = b"", *,
         settled: bool = True, kept: Sequence[Retention] = (),
     ) -> None:  # fmt: skip
-        """Tell the end of a fetch; what may still be written over is not delivered."""
+        """Report the end of a fetch; pages that may still be overwritten are not delivered."""
         place = self._places.get((fetch.job.identity, fetch.job.shard))
         if fetch.stage is FetchStage.OPENING and place is not None and fetch in place.waiting:
             place.waiting.remove(fetch)  # its OpenSpace may never be answered
@@ -425,7 +425,7 @@ class PeerSession:
         self.effects.append(Ended(FetchEnd(fetch.job.job, digests, error, settled, kept)))
 
     def _close(self, cause: str, why: str, field: str = "") -> None:
-        """Give the connection up; its loss is told by :meth:`closed`."""
+        """Close the connection; :meth:`closed` then handles its loss."""
         self.effects.append(CloseLink(cause, why, field))
         self.closed()
 

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 ASKS_MAX: Final = 256
 ASK_S: Final = 1.0
-"""After so long nobody waits for an answer any more."""
+"""Timeout of a query."""
 _REPORT_S: Final = 0.25
 
 
@@ -31,8 +31,8 @@ class SharedDirectory:
     """Announces the node's pages, and looks for those of others.
 
     Args:
-        settings: where the directory is.
-        shown: what to show to the node's own peer service.
+        settings: the servers of the directory.
+        shown: credentials for the node's own peer service.
         tell: gets answers and reports; never blocks.
     """
 
@@ -40,7 +40,6 @@ class SharedDirectory:
         self, settings: DirectorySettings, shown: PeerCredentials,
         tell: Callable[[HoldingsFound | DirectoryReport], None],
     ) -> None:  # fmt: skip
-        """Do nothing yet; see :meth:`run`."""
         self._stores = [
             RedisPages(redis_clients(settings.servers, CALL_S), shown.cluster) for _ in range(2)
         ]
@@ -54,7 +53,7 @@ class SharedDirectory:
         self._tell = tell
 
     def ask(self, question: AskPages) -> None:
-        """Answer a question; at the latest after :data:`ASK_S`."""
+        """Answer a query within :data:`ASK_S`."""
         self._questions.ask(question)
 
     async def run(self) -> None:
@@ -78,7 +77,7 @@ class SharedDirectory:
 
 
 class PageQuestions:
-    """Questions which nodes have pages, answered from a store of entries.
+    """Queries which nodes have pages, answered from a store of entries.
 
     Args:
         store: of the entries.
@@ -86,13 +85,12 @@ class PageQuestions:
         tell: gets the answers.
 
     Attributes:
-        asked: questions that were answered.
+        asked: queries that were answered.
     """
 
     def __init__(
         self, store: PageStore, cluster: str, tell: Callable[[HoldingsFound], None]
     ) -> None:
-        """Answer nothing yet; see :meth:`run`."""
         self.asked = 0
         self._store = store
         self._names = EntryNames(cluster)
@@ -102,11 +100,11 @@ class PageQuestions:
 
     @property
     def faults(self) -> dict[str, int]:
-        """Questions without a real answer, by cause."""
+        """Queries without a real answer, by cause."""
         return dict(self._log.counts)
 
     def ask(self, question: AskPages) -> None:
-        """Answer a question soon; one too many is answered at once, with nobody."""
+        """Answer a query soon; one beyond the limit is answered at once, with no node."""
         try:
             self._waiting.put_nowait((monotonic(), question))
         except asyncio.QueueFull:
@@ -114,7 +112,7 @@ class PageQuestions:
             self._tell(HoldingsFound(question.number, []))
 
     async def run(self) -> None:
-        """Answer questions, a few at the same time, until cancelled."""
+        """Answer queries, a few at the same time, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for _ in range(4):
                 tasks.create_task(self._answer_each())
@@ -135,7 +133,7 @@ class PageQuestions:
             self._tell(told)
 
     async def _answer(self, question: AskPages) -> HoldingsFound:
-        """Look for pages.
+        """Look pages up.
 
         Raises:
             DirectoryFault: that failed.

@@ -51,18 +51,18 @@ from kvstore.transport.base import (
 )
 
 MEMORY_POLL_S: Final = 0.005
-"""Between looks for the memory of an extent that has changed its tenant."""
+"""Seconds between checks for the memory of an extent that has changed its tenant."""
 
 
 class Locating(Protocol):
-    """Says which nodes have a prefix of some pages."""
+    """Answers which nodes have a prefix of some pages."""
 
     def locate(self, asked: Locate, found: Callable[[int, Sequence[Holding]], None]) -> None:
-        """Look for pages; never blocks. ``found`` is called once, at once or later."""
+        """Look pages up; never blocks. ``found`` is called once, now or later."""
 
 
 class PeerDesk(Protocol):
-    """Where completions go; each is carried out at once."""
+    """Gets completions; carries each out at once."""
 
     def located(self, number: int, holdings: Sequence[Holding]) -> None:
         """The answer to a Locate."""
@@ -74,7 +74,7 @@ class PeerDesk(Protocol):
         """Nothing writes into the slots of an ended PeerFetch any more."""
 
     def peer_standing(self, peer: str, boot: bytes) -> None:
-        """A session with this boot of a peer is up; empty = none is any more."""
+        """The session with a peer is up; ``boot`` empty: it is down."""
 
     def peer_spread(self, end: SpreadEnd) -> None:
         """The end of a Spread."""
@@ -84,7 +84,7 @@ class SlotMemory(Protocol):
     """The memory of the slots; see :class:`kvstore.tier.host.HostMemory`."""
 
     def address(self, number: int) -> int:
-        """Where an extent is mapped."""
+        """The address at which an extent is mapped."""
 
     def pending(self, number: int) -> bool:
         """Whether an extent's memory is still being created."""
@@ -98,19 +98,19 @@ class FetchLink(Protocol):
         """Whether the other node has welcomed this one."""
 
     def fetch(self, job: PeerFetch) -> None:
-        """Begin a fetch."""
+        """Start a fetch."""
 
     def bring(self, job: PeerBring) -> None:
-        """Ask the other node to bring pages from here."""
+        """Ask the other node to fetch pages from here."""
 
     def transfer_ended(self, end: TransferEnd) -> None:
-        """A transfer that the session has started has ended."""
+        """A transfer of the session has ended."""
 
     def transfer_settled(self, job: int) -> None:
-        """A transfer that had ended before does not write any more."""
+        """An ended transfer does not write any more."""
 
     def end(self) -> None:
-        """End all fetches now, and the connection for good; transfers may settle later."""
+        """End all fetches now, and close the connection; transfers may settle later."""
 
     def stats(self) -> dict[str, Any]:
         """State and counts, as plain values."""
@@ -124,7 +124,7 @@ class LoopTime:
         return monotonic_ns()
 
     def later(self, delay_s: float, call: Callable[[], None]) -> None:
-        """Make a call after so many seconds, in a turn of its own."""
+        """Call a function after ``delay_s`` seconds, in a separate turn."""
         loop = asyncio.get_running_loop()
         if delay_s:
             loop.call_later(delay_s, call)
@@ -137,16 +137,16 @@ class Peers:
 
     Args:
         desk: gets the completions, in later turns of the loop.
-        take: returns the node's new jobs, and forgets them.
-        slots: where each slot is.
+        take: returns and removes the node's new jobs.
+        slots: the places of slots.
         memory: the memory of the slots.
         transports: the preferred one first; they are closed by their owner.
-        directory: says who has which pages.
-        ticket_ended: a ticket for peers that was revoked is not in use any more.
+        directory: says which nodes have which pages.
+        ticket_ended: a revoked ticket for peers is no longer in use.
         time: of the loop; None = the running one.
 
     Attributes:
-        copier: lets other nodes have pages of this one.
+        copier: copies pages of this node to others.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Peers:
 
         Args:
             local: this node.
-            membership: who the others are.
+            membership: the other nodes.
             tls: this node's certificate, and the authority of its peers; None = plain TCP.
         """
         loop = asyncio.get_running_loop()
@@ -212,11 +212,11 @@ class Peers:
         return PeerLink(session, place, tls, self.carry)
 
     def add(self, peer: str, link: FetchLink) -> None:
-        """Fetches from this node go over this link from now on."""
+        """Use this link for fetches from this node from now on."""
         self._links[peer] = link
 
     def remove(self, peer: str) -> None:
-        """This is no node of the cluster any more, or not there: fetches from it end now."""
+        """This node left the cluster, or is unreachable: fetches from it end now."""
         self._links.pop(peer).end()
 
     def flush(self) -> None:
@@ -250,7 +250,7 @@ class Peers:
     # ---- what sessions decide ---------------------------------------------------------------
 
     def carry(self, link: FetchLink, effect: CarriedOut) -> None:
-        """Carry out what the session of a link has decided about a fetch, or a request."""
+        """Carry out a decision of a link's session about a fetch, or a request."""
         match effect:
             case StartTransfer():
                 self._start(link, effect)
@@ -276,7 +276,7 @@ class Peers:
         self._read(start)
 
     def _read(self, start: StartTransfer) -> None:
-        """Start a transfer once the memory of its slots is there."""
+        """Start a transfer once the memory of its slots exists."""
         job = start.fetch.job
         if job not in self._without_memory:
             return  # nobody waits for it any more
@@ -300,7 +300,7 @@ class Peers:
     def _choose(
         self, start: StartTransfer, transfer: PageTransfer
     ) -> tuple[Transport, PageTransfer]:
-        """The first transport that takes a transfer, and the transfer as it wants it.
+        """The first transport that accepts a transfer, and the transfer adapted to it.
 
         Raises:
             TierUnavailable: none does.
@@ -318,7 +318,7 @@ class Peers:
     def _transfer(
         self, start: StartTransfer, places: Sequence[tuple[int, int, int]]
     ) -> PageTransfer:
-        """The transfer of leased pages into the leading slots of a fetch, through no transport yet.
+        """The transfer of leased pages into the leading slots of a fetch, without transport yet.
 
         Raises:
             TierUnavailable: the memory of a slot is not available.
@@ -340,7 +340,7 @@ class Peers:
     # ---- completions ------------------------------------------------------------------------
 
     def poll(self, transport: Transport) -> None:
-        """Take what has happened to the transfers of a transport."""
+        """Process the ends of a transport's transfers."""
         for event in transport.poll():
             match event:
                 case TransferEnd():
@@ -378,7 +378,7 @@ class Peers:
         self._complete(partial(self._desk.peer_fetched, end))
 
     def _complete(self, completion: Callable[[], None]) -> None:
-        """Tell the desk in a later turn, because it may be carrying out decisions now."""
+        """Report to the desk in a later turn, because it may be carrying out decisions now."""
         self._completions.append(completion)
         if len(self._completions) == 1:
             self._time.later(0.0, self._tell)

@@ -11,21 +11,25 @@ from kvstore.protocol.errors import printable
 log = logging.getLogger(__name__)
 
 REFUSED: Final = "refused"
-"""Cause of a session that one of the two nodes does not want."""
+"""Cause if one of the two nodes refuses the session."""
 SAID_MAX: Final = 64
-"""Refusals that are remembered, so that they are not logged again."""
+"""Maximum refusals that are remembered, so that they are not logged again."""
 MANY_S: Final = 10.0
-"""With so many, a further one is logged only after so long: names cost who is refused nothing."""
+"""Beyond that number, a further one is logged at most this often: an attacker can invent names."""
 NAME_MAX: Final = 64
 FIELDS: Final = frozenset({"cluster", "node", "protocol", "scheme"})
-"""What a refusal may name; other names are text of the other node."""
+"""The fields that a refusal may name; other values are text of the other node."""
 
 
 class Standing:
     """The session with one other node, as an operator sees it.
 
     It logs one line when the session comes up, one when it is down, and one for each field that
-    refuses it; none of them again before the session was up.
+    refuses it; none of them is repeated before the session was up again.
+
+    Args:
+        peer: name of the other node.
+        place: ``host:port`` of its peer service.
 
     Attributes:
         up: the other node has welcomed this one.
@@ -33,12 +37,6 @@ class Standing:
     """
 
     def __init__(self, peer: str, place: str) -> None:
-        """Not up yet.
-
-        Args:
-            peer: name of the other node.
-            place: ``host:port`` of its peer service.
-        """
         self.up = False
         self.faults: Counter[str] = Counter()
         self._peer = peer
@@ -52,7 +50,7 @@ class Standing:
 
         Args:
             boot: boot id of the other node.
-            transport: by which its pages are read; empty = none that both have.
+            transport: through which its pages are read; empty = the nodes have none in common.
         """
         if self.up:
             return
@@ -62,17 +60,17 @@ class Standing:
               transport=transport or "none in common")  # fmt: skip
 
     def left(self) -> None:
-        """The other node is none of the cluster any more, or is at another address."""
+        """The other node left the cluster, or has another address."""
         self.up = False
         event(log, logging.INFO, "node left", peer=self._peer, at=self._place)
 
     def failed(self, cause: str, why: str, field: str = "") -> None:
-        """The session has ended, or could not begin.
+        """The session has ended, or could not start.
 
         Args:
             cause: one of a few fixed words.
             why: description, possibly text of the other node.
-            field: what differs between the two nodes, if that refuses the session.
+            field: the field that refuses the session, if any.
         """
         self.up = False
         self.faults[cause] += 1
@@ -89,7 +87,7 @@ class Standing:
               at=self._place, **fields, why=self._why)  # fmt: skip
 
     def stats(self) -> dict[str, Any]:
-        """``fault``: the last one, also when the session is up again; None = there was none."""
+        """``fault``: the last one, even if the session is up again; None = there was none."""
         fault = None
         if self._cause:
             fault = {
@@ -102,10 +100,9 @@ class Standing:
 
 
 class Refusals:
-    """Other nodes that are refused here; logs each once for each field, until it is admitted."""
+    """Refused nodes; logs each once per field, until it is admitted."""
 
     def __init__(self) -> None:
-        """Nobody was refused yet."""
         #: In the order of their lines; the first ones are forgotten beyond :data:`SAID_MAX`.
         self._said: dict[tuple[str, str], None] = {}
         self._many_s = -MANY_S
@@ -115,7 +112,7 @@ class Refusals:
 
         Args:
             node: the name that it gives itself.
-            field: what differs.
+            field: the field that differs.
             why: description, possibly text of the other node.
         """
         node = printable(node)[:NAME_MAX]
@@ -132,6 +129,6 @@ class Refusals:
               why=printable(why))  # fmt: skip
 
     def admitted(self, node: str) -> None:
-        """A node is admitted: its next refusal is news."""
+        """A node is admitted: its next refusal is logged again."""
         for key in [key for key in self._said if key[0] == node]:
             del self._said[key]

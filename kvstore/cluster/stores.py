@@ -1,4 +1,4 @@
-"""Which store a membership is kept in."""
+"""Opens the store of a membership."""
 
 from typing import Literal
 
@@ -13,8 +13,8 @@ def open_store(kind: StoreKind, servers: StoreServers, cluster: str) -> RecordSt
     """The store of a cluster, not connected.
 
     Args:
-        kind: what the servers are.
-        servers: where they are.
+        kind: ``etcd`` or ``redis``.
+        servers: its servers.
         cluster: name of the cluster.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The conversation between a node and its index process about the cluster."""
+"""The messages between a node and its index process about the cluster."""
 
 from collections.abc import Callable
 
@@ -27,12 +27,11 @@ class ChildTalk:
     """The messages between a node and an index process that runs ``kvstore.cluster.child``.
 
     Args:
-        index: the process; it is told everything again when it starts.
-        settings: what it needs to know; asked for at each start.
+        index: the process; after each start it gets all messages again.
+        settings: its settings; called at each start.
     """
 
     def __init__(self, index: IndexProcess, settings: Callable[[], ChildSettings]) -> None:
-        """Listen to the process."""
         self._index = index
         self._settings = settings
         self._membership: StoreMembership | None = None
@@ -41,15 +40,15 @@ class ChildTalk:
         index.heard = self._heard
 
     def attach_membership(self, membership: StoreMembership) -> None:
-        """This membership gets what the process says of nodes."""
+        """Pass the process's messages about nodes to this membership."""
         self._membership = membership
 
     def attach_directory(self, directory: AskedDirectory) -> None:
-        """This directory gets what the process says of pages."""
+        """Pass the process's messages about pages to this directory."""
         self._directory = directory
 
     def tell(self, message: ToChild) -> None:
-        """Tell the process something; nothing if it is away."""
+        """Send the process a message; dropped if it is away."""
         self._index.aside(encode_message(message))
 
     def _began(self) -> None:

@@ -1,4 +1,4 @@
-"""The certificates of a node, as its configuration names them."""
+"""The TLS files of a node, according to its configuration."""
 
 import ssl
 
@@ -17,7 +17,7 @@ def certificate_files(config: ClusterConfig) -> CertificateFiles | None:
 
 
 def credentials(config: ClusterConfig, node: str) -> PeerCredentials:
-    """What the node of this name shows when it follows the events of another one."""
+    """The credentials with which a node follows the events of another one."""
     return PeerCredentials(config.name, node, SCHEME, certificate_files(config))
 
 
@@ -31,7 +31,7 @@ def server_context(config: ClusterConfig) -> ssl.SSLContext | None:
 
 
 def client_context(config: ClusterConfig) -> ssl.SSLContext | None:
-    """The context for connections with other nodes; see :func:`server_context`."""
+    """The context for connections to other nodes; see :func:`server_context`."""
     return _context(config, connecting=True)
 
 

@@ -20,7 +20,7 @@ class FetchStage(Enum):
 class SessionFetch:
     """One fetch; ``connection``: the number of the connection that has its lease.
 
-    ``asked_ns``: when its lease was asked for.
+    ``asked_ns``: when its lease was requested.
     """
 
     job: PeerFetch
@@ -34,7 +34,7 @@ class SessionFetch:
 
 @dataclass(slots=True)
 class OpenedPlace:
-    """A space and shard on this connection; ``numbers`` None = the answer is awaited."""
+    """A space and shard on this connection; ``numbers`` None = not answered yet."""
 
     numbers: tuple[int, int] | None = None
     waiting: list[SessionFetch] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Watches the nodes of a cluster in a store, for a process that is not a node."""
+"""Watches the nodes of a cluster in a store, for a process that is not a node (the Conductor)."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -15,19 +15,19 @@ from kvstore.cluster.store import RecordStore
 from kvstore.protocol.errors import InvalidArgument, TransferError, printable, reason
 
 _CHECK: Final = 0.3
-"""The store is asked whether it serves each time so much of a lease is over."""
+"""The store is checked each time this part of a lease is over."""
 
 WatchState = Literal["connecting", "current", "away"]
 
 
 class WatchStanding(msgspec.Struct, frozen=True):
-    """Whether what is known of a cluster's nodes is what its store has now.
+    """Whether the known nodes of a cluster are current.
 
     Attributes:
         state: ``connecting`` = nothing was read yet; ``current``; ``away`` = the store does not
-            serve, and what it told last stays.
-        field: of the state ``away`` the file that the store does not take: ``login``,
-            ``authority`` and so on; empty = it is not that.
+            serve, and its last answer stays valid.
+        field: in the state ``away`` the file that the store rejects: ``login``, ``authority`` and
+            so on; empty = another reason.
         why: description, possibly text of others.
         unreadable: number of records that cannot be read; they are left out.
     """
@@ -41,21 +41,19 @@ class WatchStanding(msgspec.Struct, frozen=True):
 class WatchedMembership:
     """Reads the records of a cluster, and writes nothing.
 
-    While the store is away, what it told last stays true. When it is back, nodes that have not come
-    back to it within the time of a lease have gone.
+    While the store is away, its last answer stays valid. When it is back, nodes that have not
+    registered again within the time of a lease are removed.
+
+    Args:
+        store: not shared.
+        changed: called when the nodes or the standing have changed.
 
     Attributes:
         nodes: by name.
-        standing: whether they are what the store has.
+        standing: whether they are current.
     """
 
     def __init__(self, store: RecordStore, changed: Callable[[], None]) -> None:
-        """Know nobody yet; see :meth:`run`.
-
-        Args:
-            store: used by nobody else.
-            changed: called when the nodes or the standing have changed.
-        """
         self.nodes: Mapping[str, NodeRecord] = {}
         self.standing = WatchStanding()
         self._store = store
@@ -63,7 +61,7 @@ class WatchedMembership:
         self._roster = Roster(store.lease_s)
 
     async def run(self) -> None:
-        """Read until cancelled, whatever happens to the store."""
+        """Read until cancelled, even if the store fails."""
         pause_s, longest_s = BACKOFF_S
         try:
             while True:
@@ -85,11 +83,11 @@ class WatchedMembership:
             await self._store.close()
 
     async def _follow(self) -> None:
-        """Take up each change.
+        """Process each change.
 
         Raises:
             TransferError: the store is away.
-            InvalidArgument: it does not take what this process shows.
+            InvalidArgument: it rejects the credentials of this process.
         """
         async with aclosing(self._store.watch()) as changes:
             first = True
@@ -101,7 +99,7 @@ class WatchedMembership:
                 self._tell("current")
 
     async def _check(self) -> None:
-        """Notice a store that is stopped, and nodes that have not come back to one that was away.
+        """Notice a suspended store, and nodes that have not registered again at one that was away.
 
         Raises:
             TransferError, InvalidArgument: as of :meth:`_follow`.

@@ -13,7 +13,7 @@ class Way:
     Attributes:
         transport: its name.
         endpoint: of the other node's transport.
-        addresses: of the pages there, 8 bytes each; empty = it has told none.
+        addresses: of the pages there, 8 bytes each; empty = unknown.
     """
 
     transport: str
@@ -22,7 +22,7 @@ class Way:
 
 
 def reached(endpoint: str, host: str) -> str:
-    """An endpoint as another node tells it, with the host of that node."""
+    """An endpoint reported by another node, with the host of that node."""
     return f"{host}{endpoint}" if endpoint.startswith(":") else endpoint
 
 

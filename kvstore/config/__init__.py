@@ -26,6 +26,12 @@ from kvstore.config.sizes import exact, size_of
 from kvstore.config.stores import StoreConfig
 from kvstore.protocol.errors import ConfigError, reason
 
+__all__ = [
+    "AdminConfig", "DeviceSlabConfig", "EventsConfig", "HostConfig", "HttpConfig", "Loaded",
+    "Positive", "SSDConfig", "ServerConfig", "SocketConfig", "addresses", "cluster", "load",
+    "machine", "section", "show", "sizes", "stores", "values",
+]  # fmt: skip
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -230,9 +236,9 @@ class AdminConfig(Section, frozen=True):
         conversations_budget_bytes: budget for the pages of all conversations that engines keep, in
             memory; 0 = a quarter of the host tier. Without an SSD tier only.
         conversations_ssd_budget_bytes: the same on the SSDs; 0 = a quarter of the SSD tier.
-        conversations_s_max: seconds for which a conversation is kept at most after its last
-            request, whatever an engine asks for. Set by who wants conversations back after a
-            weekend, or shares a node with tenants that ask for years.
+        conversations_s_max: maximum seconds for which a conversation is kept after its last
+            request. Raise it to keep conversations over a weekend, lower it if tenants of a shared
+            node ask for years.
         ghosts_max: number of dropped pages that ``explain`` can still report.
     """
 
@@ -282,10 +288,10 @@ class EventsConfig(Section, frozen=True):
 
 
 class DebugConfig(Section, frozen=True):
-    """For whoever looks for a mistake in the node.
+    """Settings to debug the node.
 
     Attributes:
-        check_every_step: look at the whole state after every message, not only in pieces while the
+        check_every_step: check the whole state after every message, not only in pieces while the
             node is idle; takes time that grows with the number of pages.
     """
 
@@ -308,7 +314,7 @@ class ServerConfig(Section, frozen=True):
     debug: DebugConfig = DebugConfig()
 
     def __post_init__(self) -> None:
-        """Refuse more nodes than one can follow, and a store that is used but is nowhere."""
+        """Refuse more nodes than can be followed, and a store that is used but not configured."""
         for section in ("etcd", "redis"):
             store: StoreConfig = getattr(self, section)
             if why := store.refusal(section):

@@ -57,7 +57,7 @@ def read_url(text: str) -> Address:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether it stands for all addresses of this machine, so that nobody can connect to it."""
+    """Whether it stands for all addresses of this machine, so that no client can connect to it."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:

@@ -35,7 +35,7 @@ class ClusterConfig(Section, frozen=True):
             certificate of the authority can read every tenant's pages.
         key: PEM file with its private key, not encrypted.
         authority: PEM file with the certificate of the authority that signs those of all nodes,
-            and of nobody else.
+            and no others.
         transports: how the bytes of pages are read from other nodes, the preferred one first: two
             nodes use the first of the reader's that the owner has too. ``mooncake`` needs the extra
             ``mooncake`` or ``mooncake-cuda``; ``tcp`` must be among them.

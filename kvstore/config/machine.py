@@ -17,7 +17,8 @@ Status = Literal["ok", "warn", "fail"]
 DISTRIBUTION: Final = "kvstore-server"
 """Name of the distribution; ``kvstore`` on PyPI is another project."""
 OVERHEAD_BYTES: Final = 128 << 20
-"""Minimum memory besides pages: 75 MiB for an idle node, plus its HTTP process and its index."""
+"""Minimum memory in addition to pages: 75 MiB for an idle node, plus its HTTP process and its
+index."""
 _TIGHT: Final = 0.9
 _LEAVE: Final = "leave a tenth for memory besides pages"
 _UNLIMITED: Final = 1 << 60

@@ -1,4 +1,4 @@
-"""What all sections of a configuration have in common."""
+"""The base of all sections of a configuration."""
 
 from typing import Annotated, Final
 

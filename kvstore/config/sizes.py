@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write and read them.
+"""Sizes in bytes, with units for people.
 
 ``8G`` and ``8GB`` are 8 x 10^9 bytes, ``8Gi`` and ``8GiB`` are 8 x 2^30, as in Kubernetes and the
 SI; case does not matter. A user who confuses ``8G`` with ``8Gi`` gets a node with less memory than

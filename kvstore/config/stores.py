@@ -5,7 +5,7 @@ from kvstore.config.section import Section
 
 
 class StoreConfig(Section, frozen=True):
-    """Servers outside of the nodes, and how to be let in.
+    """Servers outside of the nodes, and the credentials for them.
 
     Attributes:
         endpoints: ``host:port`` of each server; they are tried in turns.

@@ -37,24 +37,22 @@ class Chain:
 class ShiftedChain:
     """Keys of an engine with a draft layer, whose KV depend on the token after them.
 
-    Page i has the KV of tokens [i·T, (i+1)·T); its key names the tokens up to (i+1)·T, that one
-    included: the first one is in the seed, and the pages of the chain begin at the second. A page
-    has a key when the token after it is known.
+    Page i has the KV of tokens [i·T, (i+1)·T); its key covers the tokens up to and including
+    (i+1)·T: the first token is in the seed, and the pages of the chain start at the second. A page
+    has a key once the token after it is known.
+
+    Args:
+        page_tokens: tokens of a page.
+        parts: (kind, value) pairs of what determines the KV besides the tokens.
     """
 
     def __init__(self, page_tokens: int, parts: Sequence[tuple[str, str]]) -> None:
-        """Start a chain.
-
-        Args:
-            page_tokens: tokens of a page.
-            parts: (kind, value) pairs of what determines the KV besides the tokens.
-        """
         self._page_tokens = page_tokens
         self._parts = tuple(parts)
         self._chain: Chain | None = None
 
     def extend(self, tokens: Sequence[int]) -> PrefixKeys:
-        """Like :meth:`Chain.extend`. The keys have no tokens: those of a page are not its own."""
+        """Like :meth:`Chain.extend`. The keys carry no tokens: those of the chain are shifted."""
         if self._chain is None:
             if len(tokens) <= self._page_tokens:
                 return PrefixKeys(b"")
@@ -70,11 +68,15 @@ class ForeignChain:
     """Keys of a request with inputs other than tokens, made from the engine's own block hashes.
 
     For engines whose block hashes cover images, audio and embeddings. The hashes must be sha256, so
-    that nobody can construct two inputs with the same hash.
+    that two inputs with the same hash cannot be constructed.
+
+    Args:
+        engine: name of the engine, which is part of the keys.
+        page_blocks: blocks of the engine in a page.
+        seed: what determines the KV besides the blocks.
     """
 
     def __init__(self, engine: str, page_blocks: int, seed: bytes) -> None:
-        """Start a chain of pages of ``page_blocks`` blocks of ``engine``."""
         self._page_blocks = page_blocks
         self._start = hashlib.sha256(b"kvstore %b block hash\0" % engine.encode() + seed)
         self.keys = PrefixKeys(b"")

@@ -11,17 +11,17 @@ from kvstore.protocol.page import PrefixKeys
 NAME_CHARS_MAX: Final = 256
 """Longer names are hashed: a node refuses them."""
 WAITING_MAX: Final = 1024
-"""Ended requests whose stores have not; further ones are told of at once."""
+"""Maximum ended requests with unfinished stores; further ones are reported to the node at once."""
 
 
 class RetainedConversations:
-    """The conversations of an engine whose pages the node is to keep.
+    """The conversations of an engine whose pages the node should keep.
 
-    It is told of them once the stores of a request have ended.
+    The node is asked once the stores of a request have ended.
 
     Args:
         space: the space, None while the node is away.
-        retain: for how long, and how much.
+        retain: how long and how much to keep.
     """
 
     def __init__(self, space: Callable[[], Space | None], retain: Retain) -> None:
@@ -35,9 +35,9 @@ class RetainedConversations:
         Args:
             request_id: its id, for :meth:`advance`.
             request: its ``session_id``, if it has such an attribute and a value, names the
-                conversation; else nothing is kept.
-            stored: gives its pages that are stored, or are being stored; called only if they are
-                kept, as it may hash tokens.
+                conversation; otherwise nothing is kept.
+            stored: returns its pages that are stored, or are being stored; called only if they are
+                kept, because it may hash tokens.
         """
         name: str | None = getattr(request, "session_id", None)
         if not (self._retain.seconds and name):
@@ -53,7 +53,7 @@ class RetainedConversations:
             self._keep(name, keys)
 
     def advance(self, jobs: Iterable[str]) -> None:
-        """Keep the pages of ended requests, except of those in ``jobs``, whose jobs go on."""
+        """Keep the pages of ended requests, except those whose jobs, in ``jobs``, are running."""
         storing = set(jobs) if self._waiting else set()
         for request_id in [one for one in self._waiting if one not in storing]:
             self._keep(*self._waiting.pop(request_id))

@@ -1,11 +1,11 @@
-"""Which of an engine's blocks have the KV of a draft layer that their tokens say. Pure.
+"""Tracks which blocks hold valid draft-layer KV. Pure.
 
 An EAGLE head, or a layer for multi-token prediction, computes its KV at a token from that token,
 everything before it, and the token after it. So the last token of a block ties the block to one
-next token, which neither the engine's name of the block nor a key of its tokens has. Keys of such
-an engine are shifted by a token (:class:`kvstore.engine.chain.ShiftedChain`). Blocks are not: the
-engine shares one between requests that go on otherwise, and some steps write no KV of the draft, or
-wrong ones. So a page is stored only from blocks that are known to be right for its next token.
+next token, which neither the engine's hash of the block nor a key of its tokens covers. Keys of
+such an engine are shifted by a token (:class:`kvstore.engine.chain.ShiftedChain`). Blocks are not:
+the engine shares one between requests that continue differently, and some steps write no draft KV,
+or wrong KV. So a page is stored only from blocks that are known to be right for its next token.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from kvstore.engine.states import RequestState
 
 _WRONG: Final = -1
 _FILLING: Final = -2
-"""All tokens so far are right; the one after the block is not known yet."""
+"""All tokens so far are right; the token after the block is not known yet."""
 
 
 class _Seen(NamedTuple):
@@ -32,13 +32,12 @@ class _Seen(NamedTuple):
 
 
 class DraftBlocks:
-    """For each block the token that its KV of the draft take for the next one.
+    """For each block, the next token for which its draft-layer KV is valid.
 
-    Told of every step and load of the engine. Blocks of which it was not told are wrong.
+    It must be called for every step and load of the engine. All other blocks count as wrong.
     """
 
     def __init__(self, group: Group, page_tokens: int) -> None:
-        """Know nothing of the blocks of the engine's only group."""
         self._group = group.index
         self._block_tokens = group.block_tokens
         self._page_blocks = page_tokens // group.block_tokens
@@ -51,13 +50,13 @@ class DraftBlocks:
         self._next = np.full(blocks, _WRONG, dtype=np.int64)
 
     def forget_all(self) -> None:
-        """The engine's weights changed: no block is right any more."""
+        """The engine's weights changed: no block is valid any more."""
         self._next.fill(_WRONG)
         self._seen.clear()
         self._loads.clear()
 
     def finished(self, request_id: str) -> None:
-        """A request has ended; its blocks are as they were."""
+        """A request has ended; its blocks do not change."""
         self._seen.pop(request_id, None)
 
     def computes(
@@ -66,10 +65,10 @@ class DraftBlocks:
         """A step computes a request.
 
         Args:
-            progress: what it computes.
-            state: the request; None = unknown, its blocks are never right.
-            drafted: the draft layer runs in this step. It takes a wrong next token for the last
-                token of a part of a prompt.
+            progress: the part that it computes.
+            state: the request; None = unknown, its blocks never count as right.
+            drafted: the draft layer runs in this step. At the end of a partial prompt it uses a
+                wrong next token.
         """
         table = progress.blocks[self._group]
         each = self._block_tokens
@@ -105,7 +104,7 @@ class DraftBlocks:
     def right_pages(
         self, progress: ScheduledRequest, state: RequestState, first: int, end: int
     ) -> tuple[int, int]:
-        """The first run of pages from ``first`` to ``end`` all of whose blocks are right.
+        """The first run of pages from ``first`` to ``end`` whose blocks are all right.
 
         Args:
             progress: of the request, for its blocks.
@@ -114,7 +113,7 @@ class DraftBlocks:
             end: index after the last one.
 
         Returns:
-            Its first page and the one after its last; ``(end, end)`` if there is none.
+            Index of its first page, and index after its last; ``(end, end)`` if there is none.
         """
         table, tokens = progress.blocks[self._group], state.request.all_token_ids
         each = self._page_blocks
@@ -132,7 +131,7 @@ class DraftBlocks:
         return begin, end
 
     def begins_load(self, load: Load, first: int, state: RequestState) -> None:
-        """A load will write its blocks; its first page is that of the request with this index."""
+        """A load will write its blocks; its first page has this index in the request."""
         ((_, skipped, table),) = load.blocks
         begin = (first + skipped) * self._page_blocks + 1
         tokens = state.request.all_token_ids
@@ -142,7 +141,7 @@ class DraftBlocks:
         ]
 
     def ended_load(self, job: int, pages: int) -> None:
-        """A load has ended; so many of its leading pages are in their blocks."""
+        """A load has ended; its first ``pages`` pages are in their blocks."""
         for block, following in self._loads.pop(job, ())[: pages * self._page_blocks]:
             if block:
                 self._next[block] = following

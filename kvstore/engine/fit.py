@@ -5,38 +5,35 @@ from operator import mul
 from typing import Final
 
 SAMPLES_MIN: Final = 3
-"""Samples after which a fit says something."""
+"""Samples after which a fit is used."""
 _FADE: Final = 0.85
-"""What a sample counts after the next one: a change is believed after about six."""
+"""Weight of a sample relative to the next one: a change is adopted after about six."""
 _RIDGE: Final = 0.03
-"""How strongly the terms are drawn towards proportionality, where the samples tell them apart
-badly."""
+"""How strongly the terms are drawn towards proportionality if the samples do not separate them."""
 _CLIP: Final = 4.0
-"""A sample beyond this multiple of what was expected, either way, counts as this multiple: one
-strange measurement moves the fit little. The second in a row on the same side is believed: all
-before it is forgotten."""
+"""A sample beyond this multiple of the expected value, in either direction, counts as this
+multiple: one outlier moves the fit little. The second one in a row on the same side is accepted,
+and all earlier samples are discarded."""
 _TERM_MIN: Final = 1e-9
 _TERM_MAX: Final = 1e15
 _SOLVE_AFTER: Final = 4
-"""Samples after which one more needs a new solution; a question always does."""
+"""Samples after which a new one triggers a new solution; a query always does."""
 
 
 class OnlineFit:
     """Least squares over the last samples, errors relative to the expected seconds.
 
     The expected seconds are the sum of ``terms[i] * factor[i]``. Term 0 is a constant, 1 for each
-    sample. No factor is below 0. Its state is a few sums, whatever it has seen.
+    sample. No factor is below 0. Its state is a few sums, regardless of the number of samples.
+
+    Args:
+        shares: for each term its factor relative to the others', if the samples do not say.
 
     Attributes:
-        samples: samples seen.
+        samples: number of samples.
     """
 
     def __init__(self, shares: Sequence[float]) -> None:
-        """Know nothing.
-
-        Args:
-            shares: for each term its factor relative to the others', where the samples do not tell.
-        """
         terms = len(shares)
         assert shares[0] == 0.0, shares
         self.samples = 0
@@ -59,7 +56,7 @@ class OnlineFit:
 
         Args:
             terms: the first is 1; none is below 0, and one after the first is above.
-            seconds: what it took, above 0.
+            seconds: the measured duration, above 0.
         """
         assert terms[0] == 1.0, terms
         assert len(terms) == len(self._right)
@@ -98,7 +95,7 @@ class OnlineFit:
         self._work = self._seconds = 0.0
 
     def seconds(self, terms: Sequence[float]) -> float:
-        """What these terms are expected to take; 0.0 before the first sample."""
+        """The expected duration for these terms; 0.0 before the first sample."""
         if self._unsolved:
             self._solve()
         return self._sum(terms)

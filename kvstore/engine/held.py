@@ -7,17 +7,17 @@ from kvstore.engine.states import BlockJob
 STORES_SHARE_MAX: Final = 0.25
 """Maximum fraction of the engine's blocks that stores hold; further pages are stored later."""
 LOADS_SHARE_MAX: Final = 0.75
-"""When loads hold this fraction of the engine's blocks, no further one begins: if none of them ever
-ends, the engine computes with the rest."""
+"""If loads hold this fraction of the engine's blocks, no further one starts: even if none of them
+ever ends, the engine can compute with the rest."""
 LATE_SHARE_MAX: Final = 0.25
-"""The same for loads whose requests have stopped waiting: the blocks are of no use to anybody."""
+"""The same for loads whose requests have stopped waiting: their blocks are useless."""
 
 
 class JobBlocks:
     """The blocks that jobs hold until they end.
 
     Args:
-        blocks: how many the engine has.
+        blocks: number of the engine's blocks.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -26,12 +26,12 @@ class JobBlocks:
 
     @property
     def left_for_stores(self) -> int:
-        """How many more may be held by stores; loads count, too."""
+        """How many more blocks stores may hold; loads count, too."""
         return max(0, max(1, int(self._blocks * STORES_SHARE_MAX)) - self._all)
 
     @property
     def too_many_for_loads(self) -> bool:
-        """Whether loads hold so many that none is to begin."""
+        """Whether loads hold so many blocks that no further one may start."""
         late = self._of_late >= self._blocks * LATE_SHARE_MAX
         return late or self._of_loads >= self._blocks * LOADS_SHARE_MAX
 
@@ -41,12 +41,12 @@ class JobBlocks:
         self._of_loads += len(job.held) * job.is_load
 
     def late(self, job: BlockJob) -> None:
-        """The request of a load has stopped waiting; told again, this changes nothing."""
+        """The request of a load has stopped waiting; repeated calls change nothing."""
         self._of_late += len(job.held) * (not job.late)
         job.late = True
 
     def released(self, job: BlockJob) -> None:
-        """A job holds its blocks no more."""
+        """A job no longer holds its blocks."""
         self._all -= len(job.held)
         self._of_loads -= len(job.held) * job.is_load
         self._of_late -= len(job.held) * job.late

@@ -1,9 +1,9 @@
-"""What a router knows about the KV of a request: hints of the KV Hint Protocol, version 0.1. Pure.
+"""A router's hints about the KV of a request: the KV Hint Protocol, version 0.1. Pure.
 
 An engine carries them with a request as ``kv_hints``. Where its HTTP server has no field for them,
-a router may send the same envelope in ``kv_transfer_params`` under ``kv_hints``. Of its actions one
-is taken, ``kv.fetch`` 1.0: pages of the prompt are at another node. A hint is no order: the engine
-still computes what it would load more slowly, and verifies what it loads.
+a router may send the same envelope in ``kv_transfer_params`` under ``kv_hints``. One of its actions
+is supported, ``kv.fetch`` 1.0: pages of the prompt are at another node. A hint is not an order: the
+engine still computes pages if that is faster than loading them, and verifies what it loads.
 """
 
 from typing import Any, Final, Literal, NamedTuple
@@ -16,20 +16,20 @@ from kvstore.protocol.page import KEY_BYTES, PrefixKeys
 
 PROTOCOL_MAJOR: Final = "0"
 ENDPOINT_SCHEME: Final = "kvstore://"
-"""What ``source_control_endpoint`` begins with; the name of the node follows."""
+"""Prefix of ``source_control_endpoint``; the name of the node follows."""
 ACTIONS_MAX: Final = 16
 HASHES_MAX: Final = 1 << 16
 _HASH_BYTES: Final = 8
 
 
 class FetchPayload(msgspec.Struct, frozen=True):
-    """Of ``kv.fetch``.
+    """The payload of ``kv.fetch``.
 
     Attributes:
         source_control_endpoint: ``kvstore://`` and the name of a node.
         block_hashes: of leading pages of the prompt that it has: the first 8 bytes of their keys,
             little-endian, as numbers.
-        mode: ``copy``: it keeps them.
+        mode: ``copy``: the node keeps its pages.
     """
 
     source_control_endpoint: str
@@ -60,7 +60,7 @@ class FetchHint(NamedTuple):
     hashes: tuple[int, ...] = ()
 
     def pages(self, keys: PrefixKeys) -> int:
-        """Number of leading ones of ``keys`` that the hint names; others are not this prompt's."""
+        """Number of leading ``keys`` that the hint names; other hashes belong to other prompts."""
         packed = keys.packed
         for at, value in enumerate(self.hashes[: len(keys)]):
             start = at * KEY_BYTES
@@ -70,11 +70,11 @@ class FetchHint(NamedTuple):
 
 
 def read_hints(request: Request, counts: AdapterCounts) -> FetchHint:
-    """The hint of a request, the last one if there are several; nothing of them can fail it.
+    """The hint of a request, the last one if there are several; an invalid hint is ignored.
 
     Args:
         request: has an envelope, as ``kv_hints`` or in its ``kv_transfer_params``.
-        counts: of the adapter; told how many requests have a hint, and how many are ignored.
+        counts: of the adapter; counts requests with a hint, and ignored hints.
     """
     found = getattr(request, "kv_hints", None)
     if found is None:
@@ -102,7 +102,7 @@ def _read(found: object) -> tuple[FetchHint, int]:
 
 
 def _fetch_hint(action: _Action) -> FetchHint | None:
-    """The hint of an action; None if it is not known, of another version, or wrong."""
+    """The hint of an action; None if it is unknown, of another version, or wrong."""
     if (action.action_type, action.action_version) != ("kv.fetch", "1.0"):
         return None
     try:

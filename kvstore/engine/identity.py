@@ -3,8 +3,8 @@
 Everything that determines the bytes of a token's KV, besides the tokens before it, is part of one
 of three names: the space (model, weights, dtype, page size, and a digest of all other settings),
 the shard (heads, layers, layout of a block) or the seed of the chain (LoRA adapter, cache salt).
-Neither the number of ranks nor the rank is part of one: a shard is what is stored, not who stores
-it. ``ranks`` says which rank holds which shards.
+Neither the number of ranks nor the rank is part of one: a shard identifies what is stored, not
+which rank stores it. ``ranks`` says which rank holds which shards.
 """
 
 import hashlib
@@ -33,8 +33,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         block_bytes: bytes of one block of one layer on one rank.
         kv_heads: KV heads of the model, those of all ranks together; 1 for latents (MLA).
         window_tokens: sliding window; 0 = all tokens before are needed.
-        state: a block has no KV of its tokens, but one state (Mamba, linear attention) after the
-            last one of them, or after fewer if the engine is not so far; a page is one block, and a
+        state: a block has no KV of its tokens, but one state (Mamba, linear attention) after its
+            last token, or after fewer if the engine has not got there; a page is one block, and a
             hit needs only its last page.
     """
 
@@ -61,8 +61,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
         isa: instruction set for which its blocks are packed; empty if it does not matter.
         ranks: size of tensor parallelism.
         groups: the KV groups that are stored.
-        whole_ranks: the heads of a rank cannot be told apart in a block, or are not worth it: only
-            engines with as many ranks share pages.
+        whole_ranks: the heads of a rank cannot be separated in a block, or need not be: only
+            engines with the same number of ranks share pages.
         stages: half-open range of the layers of each pipeline stage; empty = one stage.
     """
 
@@ -111,7 +111,7 @@ class Covered(NamedTuple):
 
     Attributes:
         shard: its index in :func:`shard_specs`.
-        held: its heads, and whose turn it is to write a page.
+        held: its heads, and the rank's turn to write pages.
     """
 
     shard: int
@@ -191,7 +191,7 @@ def chain_seed(parts: Sequence[tuple[str, str]]) -> bytes:
 
 
 def lora_parts(name: str, path: str, weights: str) -> tuple[tuple[str, str], ...]:
-    """What a LoRA adapter is of the seed of a chain.
+    """The parts of a chain's seed for a LoRA adapter.
 
     Args:
         name: its name.
@@ -202,5 +202,5 @@ def lora_parts(name: str, path: str, weights: str) -> tuple[tuple[str, str], ...
 
 
 def salt_parts(salt: str) -> tuple[tuple[str, str], ...]:
-    """What a cache salt is of the seed of a chain; nothing if it is empty."""
+    """The parts of a chain's seed for a cache salt; none if it is empty."""
     return (("cache_salt", salt),) if salt else ()

@@ -1,7 +1,7 @@
 """The label with which an engine's processes connect to their node: its name and more. Pure.
 
-By the name a Conductor finds the sessions of an engine that registered with it, and so the space,
-the shards and the node of that engine.
+The Conductor uses the name to find the sessions of an engine that registered with it, and so the
+space, the shards and the node of that engine.
 """
 
 import hashlib

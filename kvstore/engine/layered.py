@@ -1,7 +1,7 @@
-"""Steps that an engine computes on layer-wise loads whose end is not known yet. Pure.
+"""Steps that an engine computes on layer-wise loads that have not ended yet. Pure.
 
-An engine can begin a step before it knows how the one before it went (asynchronous scheduling,
-stages of a pipeline). What such a step computes may rest on KV that did not come, too.
+An engine can begin a step before the previous step's loads are known to have succeeded
+(asynchronous scheduling, pipeline stages). So that step may use KV that failed to load, too.
 """
 
 from collections import deque
@@ -11,16 +11,16 @@ from typing import Final, NamedTuple
 from kvstore.engine.messages import Store
 
 STEPS_MAX: Final = 64
-"""Steps that wait; an engine begins a few ahead. A load whose step is further back has failed."""
+"""Maximum waiting steps; an engine starts a few ahead. A load of an older step has failed."""
 
 
 class _LayeredStep(NamedTuple):
-    """A step that is not judged.
+    """A step whose loads are not all known to have succeeded.
 
     Attributes:
-        loads: its loads that have not ended, and their blocks.
+        loads: its unfinished loads, and their blocks.
         tables: block tables of the requests that it computes.
-        stores: what is stored of it, if all came.
+        stores: stores of its results, if all loads succeed.
     """
 
     loads: dict[int, list[int]]
@@ -29,12 +29,12 @@ class _LayeredStep(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """What is known of steps now.
+    """The outcome of finished steps.
 
     Attributes:
-        good: stores to begin: what they store was computed on what came.
-        dropped: stores that must not begin.
-        forgotten: blocks that were computed on what did not come, or hold it.
+        good: stores to start: they store results of successful loads.
+        dropped: stores that must not start.
+        forgotten: blocks with failed loads, or computed on them.
     """
 
     good: list[Store]
@@ -43,7 +43,7 @@ class Judged(NamedTuple):
 
 
 class LayeredSteps:
-    """The steps from the first one that is not judged on; as many as an engine begins ahead."""
+    """The unfinished steps, in order; as many as an engine starts ahead."""
 
     def __init__(self) -> None:
         self._steps: deque[_LayeredStep] = deque()
@@ -51,11 +51,11 @@ class LayeredSteps:
 
     @property
     def waits(self) -> bool:
-        """Whether what the newest step stores must wait."""
+        """Whether stores of the newest step must wait."""
         return bool(self._steps)
 
     def begins(self, loads: Mapping[int, list[int]]) -> None:
-        """A step begins.
+        """A step starts.
 
         Args:
             loads: its layer-wise loads, and their blocks.
@@ -71,18 +71,18 @@ class LayeredSteps:
         self._steps[-1].tables.append(table)
 
     def withhold(self, store: Store) -> None:
-        """The newest step, which waits, has something to store."""
+        """Hold a store of the newest step, which waits."""
         self._steps[-1].stores.append(store)
 
     def ended(self, job: int, *, whole: bool) -> None:
-        """A load has ended on all ranks, or was given up by one; others than these do nothing."""
+        """A load has ended on all ranks, or one gave it up; unknown loads are ignored."""
         for step in self._steps:
             held = step.loads.pop(job, ())
             if not whole:
                 self._spoilt.update(held)
 
     def judge(self) -> Judged:
-        """Say what follows from the loads that have ended; each thing once."""
+        """Return the outcome of the loads that have ended, each once."""
         judged = Judged([], [], [])
         for step in self._steps if self._spoilt else ():
             judged.dropped.extend(step.stores)

@@ -1,8 +1,8 @@
 """Decides for a hit whether to load it, to load a part of it, or to compute it. Pure.
 
 Loading ``p`` pages and computing the others takes ``max(load(p), backlog) + compute(others)``:
-while a load is under way the engine computes the prompts that are before this one (its backlog),
-and what is not loaded is computed after it. Computing all takes ``backlog + compute(all)``.
+while a load is in progress the engine computes the prompts before this one (its backlog), and the
+pages that are not loaded are computed after it. Computing all takes ``backlog + compute(all)``.
 """
 
 from collections.abc import Iterable
@@ -14,47 +14,47 @@ from kvstore.engine.options import Loads
 from kvstore.engine.pace import Pace
 
 PREFER: Final = 1.05
-"""Loading everything is taken if it takes at most this multiple of the fastest choice: it leaves
-the engine free for others. A part is taken only if it is faster than this by either whole."""
+"""Loading everything is chosen if it takes at most this multiple of the fastest choice: it
+leaves the engine free for others. A part is chosen only if it is faster by this factor than all
+or none."""
 PROBE_AFTER: Final = 16
-"""So many hits in a row that were not loaded from a tier, and then a few pages of it are loaded, to
-measure it again."""
+"""After this many consecutive hits that were not loaded from a tier, a few of its pages are loaded,
+to measure it again."""
 PROBE_SHARE: Final = 0.25
-"""Maximum of the time of such a try, as expected, of what computing takes; but at least a page."""
+"""Maximum expected time of such a probe, as a share of the time to compute; but at least a page."""
 STRETCH_AFTER: Final = 4
-"""Hits that are loaded, and then one of which more tokens are computed than ever in one step, to
+"""Loaded hits after which one is partly computed, with more tokens than ever in one step, to
 measure that: twice as many, at least a page. Only while loading is expected to take more than
-:data:`STRETCH_SHARE` of computing; otherwise knowing it better changes nothing."""
+:data:`STRETCH_SHARE` of computing; otherwise a better estimate changes nothing."""
 STRETCH_SHARE: Final = 0.25
 STRETCH_S_MIN: Final = 0.02
-"""Nor while loading takes at most this and computing was never measured: that is soon enough."""
+"""Nor while loading takes at most this and computing was never measured: that is fast enough."""
 LOADS_MAX: Final = 16
-"""Loads in flight; further requests wait for one to end. Six run at a time, more only hold
+"""Loads in flight; further requests wait for one to end. Six run at a time; more would only hold
 blocks of the engine."""
 UNMEASURED_MAX: Final = 4
-"""Loads in flight of a tier of which too few were measured: if it is slow, few requests wait."""
+"""Loads in flight of a tier with too few measurements: if it is slow, few requests wait."""
 STUCK_MAX: Final = 2 * LOADS_MAX
-"""Loads that were given up and have not ended: each holds blocks of the engine. With so many,
+"""Loads that were given up and have not ended: each holds blocks of the engine. With this many,
 nothing is loaded until one of them ends."""
 _PARTS: Final = 8
-"""In so many steps a part grows within a tier."""
+"""A part grows within a tier in this many steps."""
 
 
 class PromptsAhead:
-    """The prompts that the engine is computing, or about to: what is before a request."""
+    """The prompts that the engine is computing, or about to compute, before a request."""
 
     __slots__ = ("_pairs", "_requests", "_tokens")
 
     def __init__(self) -> None:
-        """There are none."""
         self._requests: dict[str, tuple[int, int]] = {}
         self._tokens = 0
         self._pairs = 0
 
     def joins(self, request_id: str, tokens: int, before: int) -> None:
-        """A request is computed from ``before`` on: ``tokens``; one that is known does nothing.
+        """A request is computed from ``before`` on: ``tokens``; a known request is ignored.
 
-        A token that is decoded is no prompt's.
+        Decoded tokens do not count.
         """
         if tokens > 1 and request_id not in self._requests:
             self._requests[request_id] = tokens, before
@@ -62,27 +62,28 @@ class PromptsAhead:
             self._pairs += tokens * before
 
     def beside(self, request_id: str) -> tuple[int, int]:
-        """Of the other requests: their tokens; those before them in their prompts, on average."""
+        """Tokens of the other requests, and the mean number before them in their prompts."""
         tokens, before = self._requests.get(request_id, (0, 0))
         others = self._tokens - tokens
         return others, (self._pairs - tokens * before) // others if others else 0
 
 
 class HitOffer(NamedTuple):
-    """A hit, beside what the engine has.
+    """A hit, and what the engine has already.
 
     Attributes:
         parts: the pages beyond the engine's own, by tier, in order.
-        tokens: tokens to gain by loading all of them: the first page may be there in part.
+        tokens: tokens gained by loading all of them: the engine may have the first page in part.
         computed: leading tokens that the engine has.
         page_tokens: tokens per page.
         backlog: tokens of prompts that the engine computes before this one.
-        backlog_before: tokens before those in their prompts, on average.
-        divisible: any number of leading pages can be loaded. Else only what a lookup said: all of
-            this node's pages, or those of others too. Where a group of the engine needs only the
-            last pages of a hit (windows, states), it may have none at the end of a part.
+        backlog_before: mean number of tokens before those in their prompts.
+        divisible: any number of leading pages can be loaded. Otherwise only those of a lookup's
+        answer: all of this node's pages, or those of other nodes too. If a group of the engine
+            needs only the last pages of a hit (windows, states), it may have none at the end of a
+            part.
         promised: another engine has just computed them for this request, so that this engine need
-            not: none of it is computed only to measure that.
+        not: none of it is computed only for a measurement.
     """
 
     parts: tuple[TierPart, ...]
@@ -96,7 +97,7 @@ class HitOffer(NamedTuple):
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Numbers of leading pages to think about: all, this node's, or each tier's in eighths."""
+        """The candidate numbers of leading pages: all, this node's, or each tier's in eighths."""
         found, before = set[int](), 0
         for part in self.parts:
             if self.divisible:
@@ -112,7 +113,7 @@ class HitOffer(NamedTuple):
         return sum(part.pages for part in self.parts)
 
     def gained(self, pages: int) -> int:
-        """Tokens to gain by loading the first ``pages``."""
+        """Tokens gained by loading the first ``pages``."""
         return max(0, self.tokens - (self.pages - pages) * self.page_tokens)
 
     def tiers(self, pages: int) -> tuple[str, ...]:
@@ -120,7 +121,7 @@ class HitOffer(NamedTuple):
         return tuple(part.tier for part, count in self.split(pages).items() if count)
 
     def split(self, pages: int) -> dict[TierPart, int]:
-        """How many of the first ``pages`` are of each part."""
+        """How many of the first ``pages`` belong to each part."""
         shares: dict[TierPart, int] = {}
         for part in self.parts:
             shares[part] = min(part.pages, pages)
@@ -133,13 +134,13 @@ class Choice(NamedTuple):
 
     Attributes:
         kind: ``load`` all, a ``part``, or ``compute`` all.
-        reason: ``faster``; ``unmeasured``: not enough was measured; ``probe``: to measure a tier
-            again; ``stretch``: to measure how more tokens are computed than ever; ``always``: as
-            the options say; ``no_room``: too many loads, for too long.
+        reason: ``faster``; ``unmeasured``: too few measurements; ``probe``: to measure a tier
+            again; ``stretch``: to measure computing more tokens than ever; ``always``: as the
+            options say; ``no_room``: too many loads, for too long.
         pages: leading pages to load.
         load_s: expected seconds of that load; of all pages if none is loaded.
-        compute_s: expected seconds to compute what is loaded, after the backlog; of all tokens if
-            nothing is loaded. Infinite while unknown.
+        compute_s: expected seconds to compute the loaded part instead, after the backlog; of all
+            tokens if nothing is loaded. Infinite while unknown.
     """
 
     kind: str
@@ -164,8 +165,8 @@ def offer_of(
     """What a lookup found beyond what the engine has.
 
     Args:
-        hit: it is not known which of its pages are on disk: the last ones, where pages are evicted
-            first.
+        hit: the lookup's answer. It does not say which pages are on disk: the last ones are
+            assumed, because they are evicted first.
         computed: leading tokens that the engine has.
         page_tokens: tokens per page.
         page_bytes: bytes of a page on all ranks.
@@ -191,21 +192,19 @@ def offer_of(
 
 
 class LoadChooser:
-    """Chooses, from what was measured.
+    """Chooses according to measurements.
+
+    Args:
+        pace: measured by the adapter.
+        loads: the user's rule.
 
     Attributes:
         costs: measured loads, and those in flight.
-        holds_too_much: loads hold so many of the engine's blocks that none is to begin; the caller
-            sets it.
+        holds_too_much: loads hold so many of the engine's blocks that no further one may start; set
+            by the caller.
     """
 
     def __init__(self, pace: Pace, loads: Loads = Loads.FASTER) -> None:
-        """Prepare.
-
-        Args:
-            pace: measured by the adapter.
-            loads: the user's rule.
-        """
         self.costs = LoadCosts()
         self.holds_too_much = False
         self._pace = pace
@@ -215,7 +214,7 @@ class LoadChooser:
         self._since_stretch = STRETCH_AFTER
 
     def has_room(self, tiers: Iterable[str]) -> bool:
-        """Whether one more load, from these tiers, may begin.
+        """Whether one more load, from these tiers, may start.
 
         While loads are stuck, and none has ended since, one is tried at a time.
         """
@@ -228,16 +227,16 @@ class LoadChooser:
 
     @property
     def waits_in_vain(self) -> bool:
-        """Whether nobody knows that there will be room: loads are stuck.
+        """Whether waiting for room is pointless: loads are stuck.
 
-        None has ended since, or none is in flight whose end would make room. If requests waited
-        nevertheless, each of them would, for as long as these loads are stuck.
+        None has ended since, or no load is in flight whose end would make room. Otherwise each
+        request would wait for as long as these loads are stuck.
         """
         costs = self.costs
         return costs.stuck > 0 and not (costs.any_ends and costs.in_flight)
 
     def choose(self, asked: HitOffer, now: float) -> Choice:
-        """Choose; changes nothing. Tell :meth:`took` when it is carried out.
+        """Choose; changes nothing. Call :meth:`took` when the choice is carried out.
 
         Args:
             asked: the hit, of at least one token.
@@ -267,7 +266,7 @@ class LoadChooser:
         return self._with("faster" if known else "unmeasured", asked, whole, ahead)
 
     def _fastest(self, asked: HitOffer, ahead: dict[str, float]) -> int:
-        """Pages to load, for the shortest time; all or none where that is nearly as short."""
+        """Number of pages to load for the shortest time; all or none if that is nearly as short."""
         taken = {pages: self._taken_s(asked, pages, ahead) for pages in (0, *asked.ends)}
         best = min(taken, key=lambda pages: (taken[pages], -pages))
         nearly = (pages for pages in (asked.pages, 0) if taken[pages] <= PREFER * taken[best])
@@ -304,14 +303,14 @@ class LoadChooser:
         return self._pace.recompute_s(asked.backlog, asked.backlog_before) if asked.backlog else 0.0
 
     def _taken_s(self, asked: HitOffer, pages: int, ahead: dict[str, float]) -> float:
-        """Seconds until all tokens of the hit are there, if so many pages are loaded."""
+        """Seconds until all tokens of the hit are there, if ``pages`` pages are loaded."""
         gained = asked.gained(pages)
         rest_s = self._pace.recompute_s(asked.tokens - gained, asked.computed + gained)
         backlog_s = self._backlog_s(asked)
         return max(self._load_s(asked, pages, ahead), backlog_s) + rest_s
 
     def _stretch_pages(self, asked: HitOffer, load_s: float, compute_s: float) -> int:
-        """Last pages to compute, although loading is faster, to measure that; 0 = none."""
+        """Last pages to compute, although loading is faster, for a measurement; 0 = none."""
         measured = max(self._pace.step_tokens, float(self._stretched))
         if not all(self.costs.is_known(part.tier) for part in asked.parts):
             return 0
@@ -324,7 +323,7 @@ class LoadChooser:
         return min(asked.pages, max(1, int(2 * measured) // asked.page_tokens))
 
     def _probe_pages(self, asked: HitOffer, best: int, ahead: dict[str, float]) -> int:
-        """Pages to load so that a tier is measured that was not for a while; 0 = none is due."""
+        """Pages to load to measure a tier that was not measured recently; 0 = none is due."""
         limit_s = PROBE_SHARE * self._pace.recompute_s(asked.tokens, asked.computed)
         before = 0
         for part in asked.parts:

@@ -6,16 +6,16 @@ from typing import Final, NamedTuple
 from kvstore.engine.fit import OnlineFit
 
 TIERS: Final = ("host", "ssd", "remote")
-"""In the order in which the pages of a hit are supposed to lie: the first ones in the node's
-memory, then those on its disk, and last those at other nodes."""
+"""In the assumed order of the pages of a hit: the first ones in the node's memory, then those on
+its disk, and last those at other nodes."""
 _LEFT_MIN: Final = 0.2
-"""What is left at least of a load that has not ended, however long it takes already."""
+"""Minimum share assumed to be left of an unfinished load, however long it has taken."""
 _LATE: Final = 2.0
-"""A load that was given up counts as this multiple of the time until then. Requests wait for as
-long as computing takes; as that, a load would not count as slower."""
+"""A load that was given up counts as this multiple of the time until then. Requests wait as long as
+computing takes; counted as that, a load would not seem slower."""
 
 STUCK_S: Final = 30.0
-"""A load whose request has stopped waiting so long ago may never end: it takes no room any more."""
+"""A load whose request stopped waiting this long ago may never end: it no longer counts."""
 
 
 class TierPart(NamedTuple):
@@ -23,10 +23,10 @@ class TierPart(NamedTuple):
 
     Attributes:
         tier: one of :data:`TIERS`.
-        pages: how many.
-        work: what one page is worth: its bytes; at other nodes, the seconds that the node expects
-            for it (the node knows which link it comes over).
-        guess_s: seconds for a page that the node guesses; counts until loads were measured.
+        pages: number of pages.
+        work: work per page: its bytes; at other nodes, the seconds that the node expects for it
+            (the node knows over which link it comes).
+        guess_s: the node's estimate of seconds per page; used until loads were measured.
     """
 
     tier: str
@@ -36,11 +36,11 @@ class TierPart(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """A load that has not ended.
+    """An unfinished load.
 
     Attributes:
-        terms: of each tier of it, the terms of its fit.
-        expected: of each tier of it, what it was expected to take.
+        terms: for each of its tiers, the terms of the fit.
+        expected: for each of its tiers, the expected seconds.
     """
 
     began: float
@@ -52,13 +52,13 @@ class _Flight(NamedTuple):
         return sum(self.expected.values())
 
     def left(self, now: float) -> float:
-        """The share of it that is still to come, about."""
+        """The approximate share that is still to come."""
         passed = (now - self.began) / self.expected_s if self.expected_s > 0 else 1.0
         return max(_LEFT_MIN, 1.0 - passed)
 
 
 class LoadEnd(NamedTuple):
-    """What a load took, beside what was expected. Seconds."""
+    """The measured and the expected duration of a load, in seconds."""
 
     expected_s: float
     seconds: float
@@ -68,8 +68,8 @@ class LoadCosts:
     """Expected seconds of loads, and the loads in flight.
 
     For each tier the seconds are a constant, a factor for the load's own work and one for the work
-    that is in flight when it begins. All three are fitted: a tier that serves one load after the
-    other gets the same factor for both, one that serves many at once gets 0 for the others' work.
+    in flight when it starts. All three are fitted: a tier that serves one load after the other gets
+    the same factor for both, one that serves many at once gets 0 for the others' work.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class LoadCosts:
 
     @property
     def in_flight(self) -> int:
-        """Loads that have not ended, and are not given up."""
+        """Unfinished loads that are not given up."""
         return len(self._flights)
 
     def in_flight_of(self, tier: str) -> int:
@@ -95,11 +95,11 @@ class LoadCosts:
 
     @property
     def any_ends(self) -> bool:
-        """Whether a load has ended since the last one whose request stopped waiting."""
+        """Whether a load has ended since a request last stopped waiting for one."""
         return self._any_ends
 
     def give_up(self, now: float) -> int:
-        """Give up the loads that may never end; returns how many these are."""
+        """Give up the loads that may never end; returns their number."""
         found = [job for job, since in self._late.items() if now - since >= STUCK_S]
         for job in found:
             del self._late[job]
@@ -111,7 +111,7 @@ class LoadCosts:
         return self._fits[tier].is_known
 
     def ahead(self, tier: str, now: float) -> float:
-        """The work in flight in a tier, as far as it is still to come."""
+        """The remaining work in flight in a tier."""
         return sum(
             flight.terms[tier][1] * flight.left(now)
             for flight in self._flights.values()
@@ -129,7 +129,7 @@ class LoadCosts:
         return part.guess_s * (pages + (ahead / part.work if part.work else 0.0))
 
     def began(self, job: int, parts: Mapping[TierPart, int], now: float) -> None:
-        """A load has begun.
+        """A load starts.
 
         Args:
             job: its number.
@@ -161,10 +161,10 @@ class LoadCosts:
         Args:
             job: its number; an unknown one is ignored.
             seconds: from its submission to its end; 0.0 = not measured.
-            whole: all pages came. Otherwise nothing is learned: a failure takes any time.
+            whole: all pages were loaded. Otherwise nothing is learned: a failure takes any time.
 
         Returns:
-            What was measured; None if nothing was.
+            The measurement; None if there is none.
         """
         flight = self._flights.pop(job, None) or self._stuck.pop(job, None)
         self._late.pop(job, None)
@@ -175,7 +175,7 @@ class LoadCosts:
         return LoadEnd(flight.expected_s, seconds)
 
     def _learn(self, flight: _Flight, seconds: float) -> None:
-        """The slowest of a load's tiers took what the others were not expected to take."""
+        """Attribute to the slowest tier of a load the time that the others do not explain."""
         last_first = [tier for tier in reversed(TIERS) if tier in flight.expected]
         slowest = max(last_first, key=flight.expected.__getitem__, default=None)
         if slowest is None or not flight.terms[slowest][1]:

@@ -1,7 +1,8 @@
-"""The decisions about the loads of one engine: chosen, waited for, counted. Pure.
+"""Decisions about the loads of one engine: choosing, waiting for room, counting. Pure.
 
-Each request has a :class:`RequestLoad`, which the caller keeps. Nothing here holds a request, and a
-request may be forgotten at any time; a load is known by its job's number until :meth:`ended`.
+Each request has a :class:`RequestLoad`, which the caller keeps. This module holds no request, so
+one may be removed at any time; a load is known by its job's number until
+:meth:`LoadDecisions.ended`.
 """
 
 from collections.abc import Callable
@@ -12,14 +13,14 @@ from kvstore.engine.load_choice import Choice, HitOffer, LoadChooser
 
 @dataclass(slots=True)
 class RequestLoad:
-    """What was decided for one request.
+    """The decision for one request.
 
     Attributes:
-        asked: the hit; None = nothing is decided that was not carried out.
-        choice: what was chosen for it.
-        tiers: from which it waits to load.
-        room_since: when its wait for room began.
-        room_until: when that ends; it waits for room once for each load.
+        asked: the hit; None = there is no pending decision.
+        choice: the choice for it.
+        tiers: the tiers from which it waits to load.
+        room_since: when its wait for room started.
+        room_until: when that wait ends; it waits for room once per load.
     """
 
     asked: HitOffer | None = None
@@ -30,27 +31,26 @@ class RequestLoad:
 
 
 class LoadDecisions:
-    """Chooses for the requests of one engine."""
+    """Chooses for the requests of one engine.
+
+    Args:
+        chooser: estimates loads and computing.
+        room_wait_s: maximum seconds that a request waits for room.
+        count: adds to a series of :data:`kvstore.engine.counts.SERIES`, or to a choice.
+    """
 
     def __init__(
         self, chooser: LoadChooser, room_wait_s: float, count: Callable[[str, float], None]
     ) -> None:
-        """Prepare.
-
-        Args:
-            chooser: knows what loads and computing take.
-            room_wait_s: maximum seconds that a request waits for room.
-            count: adds to a series of :data:`kvstore.engine.counts.SERIES`, or to a choice.
-        """
         self._chooser = chooser
         self._room_wait_s = room_wait_s
         self._count = count
 
     def waits_for_room(self, own: RequestLoad, now: float) -> bool:
-        """Whether a request that waits for room must wait on; then its hit need not be looked up.
+        """Whether a request must still wait for room; then its hit need not be looked up.
 
         Args:
-            own: what was decided for the request.
+            own: the decision for the request.
             now: monotonic seconds.
         """
         self._count("stuck_loads", self._chooser.costs.give_up(now))
@@ -63,7 +63,7 @@ class LoadDecisions:
         """Choose for a request that has a hit of at least one token.
 
         Returns:
-            The choice; None: there is no room now, ask again, at the latest at ``own.room_until``.
+            The choice; None: there is no room now; call again, at the latest at ``own.room_until``.
         """
         self._count("stuck_loads", self._chooser.costs.give_up(now))
         choice = self._chooser.choose(asked, now)
@@ -80,7 +80,7 @@ class LoadDecisions:
         return choice
 
     def began(self, job: int, own: RequestLoad, now: float) -> None:
-        """The load that was chosen for a request begins."""
+        """The load that was chosen for a request starts."""
         assert own.asked is not None
         assert own.choice is not None
         assert own.choice.pages, own.choice
@@ -88,7 +88,7 @@ class LoadDecisions:
         self._settle(own, now)
 
     def computes(self, own: RequestLoad, now: float) -> None:
-        """A request is computed: counts the choice, if there was one that is not counted."""
+        """A request is computed: count the choice, if there is an uncounted one."""
         if own.choice is not None and not own.choice.pages:
             self._settle(own, now)
 

@@ -54,8 +54,8 @@ class Step:
     """The jobs that the workers start in one step.
 
     Attributes:
-        idle: the step computes nothing, and no rank waits for the others with a load: it may wait
-            shortly for a load.
+        idle: the step computes nothing, and no rank waits for the others with a load: the engine
+            may wait shortly for a load.
     """
 
     loads: list[Load] = field(default_factory=list)

@@ -17,6 +17,8 @@ _BACKOFF_S: Final = (1.0, 2.0, 5.0, 10.0, 30.0)
 class Opening:
     """The space of one side of an adapter, or None while the node refuses it.
 
+    Refusals are logged at ``log_level`` in ``log``.
+
     Attributes:
         troubles: error code → number of refusals, in addition to the store's own ``troubles``.
         log: the engine's log, for messages to operators.
@@ -31,7 +33,6 @@ class Opening:
         log_level: int = logging.WARNING,
         log: logging.Logger = _LOG,
     ) -> None:
-        """Open nothing yet; refusals are logged at ``log_level`` in ``log``."""
         self.troubles: Counter[str] = Counter()
         self.log = log
         self._store = store

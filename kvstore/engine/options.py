@@ -25,14 +25,14 @@ _Section = TypeVar("_Section", bound=msgspec.Struct)
 
 
 class LoadOrder(enum.StrEnum):
-    """How a hit is loaded into the engine's blocks."""
+    """When a hit is loaded into the engine's blocks."""
 
     ASYNC = "async"
     LAYERWISE = "layerwise"
 
 
 class Loads(enum.StrEnum):
-    """What is loaded of a hit."""
+    """Which hits are loaded."""
 
     FASTER = "faster"
     ALWAYS = "always"
@@ -68,10 +68,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         load_timeout_ms: maximum time that a request waits for its pages; less if computing them
             would take less.
         load_timeout_ms_min: lower limit of that time.
-        room_wait_ms: maximum time that a request waits to begin its load while too many are under
-            way; then it is computed.
-        loads: ``faster``: what is measured to be faster, loading or computing; ``always``: loads
-            all that is found, to spare the engine; ``never``: only stores.
+        room_wait_ms: maximum time that a request waits to start its load while too many are in
+            progress; then it is computed.
+        loads: ``faster``: load or compute, whichever is measured to be faster; ``always``: load all
+            pages of a hit, to spare the engine; ``never``: only store.
         load: ``async``: requests wait outside of the engine's step; ``layerwise``: the step waits
             before each layer for the KV of that layer.
         store_output: also store pages with output tokens.

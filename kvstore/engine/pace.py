@@ -20,7 +20,7 @@ class Pace:
 
     Attributes:
         seconds_per_token: seconds per token of prefill; 0.0 while unknown.
-        step_tokens: tokens of the largest step of late.
+        step_tokens: tokens of the largest recent step.
     """
 
     def __init__(self) -> None:
@@ -33,9 +33,9 @@ class Pace:
         """Measure a step.
 
         Args:
-            tokens: it computed so many.
-            seconds: it took so long.
-            pairs: for each of its tokens the number of tokens before it, added up.
+            tokens: number of computed tokens.
+            seconds: its duration.
+            pairs: the number of tokens before each of its tokens, added up.
 
         Returns:
             False if it was ignored.
@@ -52,8 +52,8 @@ class Pace:
         """Estimated seconds to compute ``tokens``; infinite while unknown.
 
         Args:
-            tokens: in steps as large as the largest of late.
-            before: tokens before the first of them.
+            tokens: computed in steps as large as the largest recent one.
+            before: number of tokens before the first of them.
         """
         if not self.seconds_per_token:
             return float("inf")
@@ -77,5 +77,5 @@ class Pace:
 
 
 def pairs_of(tokens: int, before: int) -> float:
-    """Pairs of one of ``tokens`` and a token before it, of which ``before`` are older."""
+    """Pairs of one of ``tokens`` and an earlier token; ``before`` tokens precede them."""
     return tokens * (before + tokens / 2)

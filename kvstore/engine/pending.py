@@ -1,4 +1,4 @@
-"""A request's wait for pages that another client is writing, or that are looked for. Pure.
+"""A request's wait for pages that another client is writing, or that are being located. Pure.
 
 Computing them too would store nothing new, but waiting must not take longer than computing.
 """

@@ -1,10 +1,10 @@
 """Which shards the ranks of an engine hold, and which of them writes a page. Pure.
 
-The KV heads of a model are divided into **head groups** of equal size, by a rule that nearly never
-depends on the number of ranks: servers of 1, 2, 4 and 8 ranks have the same ones, so that each
-finds what another one has stored (docs/decisions/0048-shards-are-head-groups.md). A rank **covers**
-one group or more. What several ranks hold alike is one shard: each of them writes some of its
-pages, in turns, and all of them read it.
+The KV heads of a model are divided into **head groups** of equal size, by a rule that hardly ever
+depends on the number of ranks: servers of 1, 2, 4 and 8 ranks have the same groups, so that each
+finds the pages that another one stored (docs/decisions/0048-shards-are-head-groups.md). A rank
+**covers** one or more groups. If several ranks hold the same heads, these are one shard: each rank
+writes some of its pages, in turns, and all of them read it.
 """
 
 from math import gcd
@@ -13,17 +13,17 @@ from typing import Final, NamedTuple
 from kvstore.protocol.errors import InvalidArgument
 
 SHARING_RANKS: Final = 8
-"""The largest number of ranks whose pages those of fewer ranks can share; a power of two."""
+"""Maximum number of ranks whose pages engines with fewer ranks can share; a power of two."""
 
 
 class HeldShard(NamedTuple):
-    """A shard as one of the ranks that hold it sees it.
+    """A shard, as seen by one of the ranks that hold it.
 
     Attributes:
         heads: half-open range of its KV heads among those of the rank.
         number: number of its head group.
-        copies: number of ranks that hold it alike.
-        turn: of the ranks that hold it, this one; 0 to ``copies`` - 1.
+        copies: number of ranks that hold it.
+        turn: this rank's number among those; 0 to ``copies`` - 1.
     """
 
     heads: tuple[int, int]
@@ -35,7 +35,7 @@ class HeldShard(NamedTuple):
         """Which of consecutive pages this rank writes: those whose number is its turn.
 
         Args:
-            first: number of the first of them in its prompt, from 0 on.
+            first: number of the first of them in its prompt, starting at 0.
             count: number of these pages.
 
         Returns:
@@ -48,9 +48,9 @@ class HeadSplit(NamedTuple):
     """The KV heads of a model on the ranks of tensor parallelism.
 
     Attributes:
-        heads: KV heads of the model; 1 for latents (MLA), which all ranks hold alike.
+        heads: KV heads of the model; 1 for latents (MLA), which every rank holds.
         ranks: size of tensor parallelism.
-        whole: heads of a rank cannot be told apart in its blocks, so they are one group.
+        whole: heads of a rank cannot be separated in its blocks, so they are one group.
     """
 
     heads: int

@@ -69,7 +69,7 @@ class ScheduledRequest(NamedTuple):
         request_id: id of the request.
         tokens: tokens whose KV is in its blocks after this step.
         blocks: its block table, by the engine's group index.
-        begin: tokens whose KV was there before this step, at most.
+        begin: maximum tokens whose KV was there before this step.
         written: end of the positions that this step writes, those of drafts included.
         starts: its first step with these blocks.
     """
@@ -100,11 +100,11 @@ class Setup(NamedTuple):
         ranks: number of workers that report each job.
         role: allowed directions.
         takes_whole: whether the KV of all tokens of a request may be loaded asynchronously. The
-            engine must then compute the last token once more, for its logits, and its KV anew in
-            the block where it was loaded. Otherwise the last token is left to the engine, as it
-            must be if the engine forgets KV or states before the end of what is loaded (windows,
-            chunked attention, states): that token needs what lies one token further back.
-        drafts: its KV have those of a draft layer, which depend on the next token. It has one
+            engine then recomputes the last token, for its logits, and overwrites its KV in the
+            loaded block. Otherwise the last token is left to the engine. This is required if the
+            engine discards earlier KV or states (windows, chunked attention, states), because that
+            token needs the KV or state one token further back.
+        drafts: its KV includes that of a draft layer, which depends on the next token. It has one
             group then.
     """
 
@@ -126,7 +126,7 @@ class Setup(NamedTuple):
     def can_name(self, scope: PromptScope) -> bool:
         """Whether the KV of such a request can be named.
 
-        The engine's hashes of blocks do not have the token after them.
+        The engine's block hashes do not cover the token after a block.
         """
         return scope.usable and not (self.drafts and scope.foreign)
 
@@ -135,7 +135,7 @@ def weights_fingerprint(path: str) -> str:
     """A hash of the names, sizes and modification times of the weights in a folder, now.
 
     Returns:
-        32 hex digits; empty if this is no folder on this machine.
+        32 hex digits; empty if this is not a folder on this machine.
 
     Raises:
         OSError: the folder cannot be read.
@@ -145,7 +145,7 @@ def weights_fingerprint(path: str) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def files_fingerprint(folder: Path) -> str:
-    """As :func:`weights_fingerprint` of a folder was when it was first asked for."""
+    """The :func:`weights_fingerprint` of a folder at the time of the first call."""
     return _fingerprint(folder)
 
 

@@ -45,7 +45,15 @@ FREES_SOON_S: Final = 0.1
 
 
 class SchedulerSide:
-    """Decides which pages to load and store; called only by the engine's scheduler thread."""
+    """Decides which pages to load and store; called only by the engine's scheduler thread.
+
+    Args:
+        opening: source of the space.
+        setup: the engine.
+        options: the user's options.
+        clock: monotonic seconds.
+        report_prefill: called with the measured seconds per token, at most once a second.
+    """
 
     def __init__(
         self,
@@ -55,15 +63,6 @@ class SchedulerSide:
         clock: Callable[[], float],
         report_prefill: Callable[[float], None],
     ) -> None:
-        """Prepare.
-
-        Args:
-            opening: source of the space.
-            setup: the engine.
-            options: the user's options.
-            clock: monotonic seconds.
-            report_prefill: called with the measured seconds per token, at most once a second.
-        """
         self.counts = AdapterCounts()
         self.pace = Pace()
         self.chooser = LoadChooser(self.pace, options.loads)
@@ -161,7 +160,7 @@ class SchedulerSide:
         return max(0, end * self._page_tokens - computed)
 
     def _question(self, state: RequestState, hit: Hit, computed: int) -> HitOffer:
-        """What to choose for a hit. A step that waits for layers computes nothing meanwhile."""
+        """The input of the load choice; a step that waits for layers computes nothing meanwhile."""
         space = self._opening.get()
         page_bytes = sum(space.page_bytes) if space is not None else 0
         waits = self._options.load is LoadOrder.ASYNC
@@ -209,7 +208,7 @@ class SchedulerSide:
         return state.sources(tokens, self._page_tokens) if state is not None else (0, 0)
 
     def _wait_s(self, compute_s: float) -> float:
-        """Maximum seconds to wait for what takes so long to compute, within the limits."""
+        """Maximum seconds to wait for tokens that take ``compute_s``, within the limits."""
         least, most = self._options.load_timeout_ms_min / 1000, self._options.load_timeout_ms / 1000
         return min(most, max(least, compute_s))
 
@@ -226,13 +225,13 @@ class SchedulerSide:
         return hit
 
     def _promise(self, request: Request) -> Transfer:
-        """What the prefill engine says it has stored."""
+        """The pages that the prefill engine says it has stored."""
         if not (request.kv_transfer_params and self._opening.connected):
             return NOTHING
         return read_transfer(request.kv_transfer_params)
 
     def _waits(self, state: RequestState, missing: int, now: float) -> bool:
-        """Whether the request should wait for pages that are being written or looked for."""
+        """Whether the request should wait for pages that are being written or located."""
         if not state.wait.begun:
             self.counts.add("waits")
         return state.wait.goes_on(now, self._wait_s(self.pace.recompute_s(missing)))
@@ -280,7 +279,7 @@ class SchedulerSide:
         return step
 
     def _count_progress(self, progress: ScheduledRequest) -> None:
-        """A request is computed: what the step takes, and what is left of its prompt."""
+        """Count the tokens that the step computes of a request, and those left of its prompt."""
         state = self._states.get(progress.request_id)
         if state is None:
             return
@@ -399,7 +398,7 @@ class SchedulerSide:
                 self._layered.ended(number, whole=job.pages == job.wanted)
 
     def _judge_layers(self) -> None:
-        """Accept what was computed on layer-wise loads if all ranks had the pages."""
+        """Accept results computed on layer-wise loads if the loads succeeded on all ranks."""
         assert self._holder is not None
         judged = self._layered.judge()
         self._stores += judged.good

@@ -1,4 +1,4 @@
-"""What the scheduler side knows about each request and each job. Plain values."""
+"""The scheduler side's state of each request and each job. Plain values."""
 
 from dataclasses import dataclass, field
 
@@ -23,9 +23,9 @@ class RequestState:
         on_disk: how many of those before them are on this node's disk only.
         wait: its wait for pages that are being written.
         loads_over: no more pages are loaded for it.
-        load: what was decided about loading.
+        load: the decision about loading.
         known: leading tokens that are computed or being loaded.
-        hint: what a router said about its pages.
+        hint: a router's hint about its pages.
     """
 
     request: Request
@@ -48,7 +48,7 @@ class RequestState:
         return int(min(self.stored, self.hole))
 
     def will_load(self, hit: Hit, first: int, end: int) -> None:
-        """The pages from ``first`` to ``end`` of a hit are to be loaded."""
+        """The pages from ``first`` to ``end`` of a hit will be loaded."""
         on_disk = hit.tiers.get("ssd", 0)
         self.on_disk = max(0, min(end, hit.pages) - (hit.pages - on_disk))
         self.remote = max(0, end - max(hit.pages, first))

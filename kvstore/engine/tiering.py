@@ -80,6 +80,14 @@ class Tiering:
 
     All calls must come from one thread. ``rows`` is referenced until :meth:`close`.
 
+    Args:
+        openings: one each for lookups, loads and stores.
+        rows: the memory of the chunks, shape (chunks, bytes), dtype uint8.
+        clock: monotonic seconds.
+        lookup_timeout_s: a lookup that is not answered by then is a miss.
+        page_key: returns the page key of an engine's key; None if the key may stand for two
+            contents. Pure.
+
     Attributes:
         counts: sums of :data:`SERIES`.
     """
@@ -89,16 +97,6 @@ class Tiering:
         clock: Callable[[], float], lookup_timeout_s: float,
         page_key: Callable[[bytes], PrefixKeys | None],
     ) -> None:  # fmt: skip
-        """Prepare.
-
-        Args:
-            openings: one each for lookups, loads and stores.
-            rows: the memory of the chunks, shape (chunks, bytes), dtype uint8.
-            clock: monotonic seconds.
-            lookup_timeout_s: a lookup that is not answered by then is a miss.
-            page_key: returns the page key of an engine's key; None if the key may stand for two
-                contents. Pure.
-        """
         self._asking, self._loading, self._storing = openings
         self._rows: npt.NDArray[np.uint8] | None = rows
         self._clock = clock

@@ -13,16 +13,16 @@ import msgspec
 
 
 class HandoffReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How KV came, or should have come, from prefill to decode; each side tells of its own.
+    """How the KV of a handoff was moved from prefill to decode; each side reports its own view.
 
     Attributes:
         way: ``push``: straight from pool to pool.
         state: ``success`` or ``failed``.
         code: why it failed (:class:`kvstore.handoff.states.FailureCode`, or ``capacity``: this side
             had no place for it); None = it did not.
-        seconds: how long each state has lasted, by its name in lower case.
+        seconds: duration of each state, by its name in lower case.
         bytes: KV and aux data that were sent, or that arrived and were verified.
-        fake: no KV were moved, so the tokens of the answer are not those of the prompt.
+        fake: no KV was moved, so the tokens of the answer are not those of the prompt.
     """
 
     way: str

@@ -36,7 +36,7 @@ class ShardMemory(NamedTuple):
     Attributes:
         pool: its memory.
         shard: its index in the space's shards.
-        held: whose turn it is to write a page; None = this rank writes all.
+        held: the rank's turn to write pages; None = it writes all.
     """
 
     pool: KVPool
@@ -154,7 +154,8 @@ class WorkerSide:
         opening: source of the space.
         groups: the worker's KV memory, in the order of ``EngineFacts.groups``.
         clock: monotonic seconds.
-        steps_ahead: maximum steps that the engine begins before it knows how an earlier one ended.
+        steps_ahead: maximum steps that the engine starts before an earlier one is known to have
+            succeeded.
     """
 
     opening: Opening

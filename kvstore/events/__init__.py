@@ -1,1 +1,3 @@
 """KV events: the publisher, the server for followers, and the ZMTP protocol."""
+
+__all__ = ["publisher", "questions", "zmtp"]

@@ -1,4 +1,4 @@
-"""One connection of a follower of events: what waits for it, and what it may send."""
+"""One connection of a follower of events: its waiting data, and limits on what it sends."""
 
 import socket
 import time
@@ -11,14 +11,14 @@ from kvstore.events import zmtp
 
 _HANDSHAKE_S: Final = 5.0
 _DEAF_S: Final = 120.0
-"""A connection that reads nothing for so long while data waits for it is closed."""
+"""A connection that reads nothing for this long while data waits for it is closed."""
 _WRITE_BYTES: Final = 1 << 20
 """Bytes written to one follower before the next one is served."""
 _BUFFERS: Final = 64
 
 
 class Allowed(NamedTuple):
-    """What a follower may send; serving one that floods us would take the GIL from the node.
+    """Limits on what a follower sends; serving a flood would take the GIL from the node.
 
     Attributes:
         message: limits of one message.
@@ -45,11 +45,11 @@ class FollowerConnection:
         side: type of our side.
         allowed: what the follower may send.
         peer: its protocol.
-        waiting: data to send, ``waiting_bytes`` in all.
+        waiting: data to send, ``waiting_bytes`` in total.
         topics: subscriptions.
         replays: next batch of each replay.
-        question: what it has asked.
-        mask: what its socket is watched for.
+        question: its open question.
+        mask: the events for which its socket is polled.
         heard: see :class:`Allowed`.
     """
 

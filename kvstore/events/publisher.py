@@ -193,7 +193,7 @@ class _Queued(NamedTuple):
 
 
 class FollowerAccess(NamedTuple):
-    """Who may follow a publisher.
+    """Access control of a publisher.
 
     Attributes:
         token: password (ZMTP's mechanism PLAIN) that followers over TCP must send; empty = none.
@@ -307,7 +307,7 @@ class EventPublisher:
                 os.eventfd_write(self._wake_fd, 1)
 
     def _wake(self) -> None:
-        """Wake the thread: an answer goes on."""
+        """Wake the thread: an answer continues."""
         with self._lock:
             if not self._closing:
                 os.eventfd_write(self._wake_fd, 1)
@@ -337,10 +337,10 @@ class EventPublisher:
             return self._sequence_next
 
     def answer_with(self, answer: Callable[[OpenQuestion], None] | None) -> None:
-        """Let questions be answered; before, and after None, they are refused.
+        """Set the function that answers questions; before, and after None, questions are refused.
 
         Args:
-            answer: called on the publisher's thread: begins to answer, or raises
+            answer: called on the publisher's thread: starts to answer, or raises
                 :class:`~kvstore.events.questions.RefusedError`.
         """
         self._questions.answer = answer

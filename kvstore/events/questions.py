@@ -11,12 +11,12 @@
               "" | topic | "end" | map: sequence_end, pages
     refusal   "" | topic | "refused" | map: code, message, retry_s
 
-Questions come to the socket for replays, and the payloads are msgpack. A publisher that does not
-know questions answers with the end of a replay.
+Questions are sent to the socket for replays, and the payloads are msgpack. A publisher that does
+not support questions answers with the end of a replay.
 
-Threads: the publisher's thread makes an :class:`OpenQuestion`, sends its answer, and gives it up if
-the follower leaves or is too slow; the node's loop puts the answer into it. The deque between them
-is the only thing that both change.
+Threads: the publisher's thread creates an :class:`OpenQuestion`, sends its answer, and gives it up
+if the follower leaves or is too slow; the node's loop adds the answer to it. The deque between them
+is the only object that both change.
 """
 
 import time
@@ -47,14 +47,14 @@ SNAPSHOTS_MAX: Final = 4
 QUESTIONS_MAX: Final = 16
 """Questions at a time, of all kinds."""
 MESSAGE_KEYS: Final = 2_048
-"""A message of pages is sent when it has so many keys."""
+"""A message of pages is sent when it has this many keys."""
 _READY_MAX: Final = 32
 """Messages that wait for the publisher's thread; then the node makes no more of them."""
 _SNAPSHOT_S_MAX: Final = 120.0
 _SHORT_S_MAX: Final = 10.0
 """Maximum duration of an answer, of a snapshot and of others."""
 STALLED_S: Final = 10.0
-"""A follower that reads nothing of an answer for so long is disconnected."""
+"""A follower that reads nothing of an answer for this long is disconnected."""
 _AGAIN_S: Final = 1.0
 """When a follower that was refused because of too many others should ask again."""
 _LABEL_BYTES_MAX: Final = 64
@@ -65,11 +65,11 @@ ANSWER_COUNTS: Final = tuple(
 
 
 class Asked(NamedTuple):
-    """What a follower asks for; the fields that its kind does not have are empty.
+    """A follower's question; the fields that its kind does not have are empty.
 
     Attributes:
         kind: :data:`SNAPSHOT`, :data:`SAMPLE` or :data:`AUDIT`.
-        keys: how many keys a sample has.
+        keys: number of keys of a sample.
         space: hex digest of an audit's space.
         shard: digest of an audit's shard, as in events.
         packed: keys of an audit, one after the other.
@@ -147,20 +147,18 @@ class RefusedError(Exception):
 class OpenQuestion:
     """One question, and its answer on the way from the node's loop to the publisher's thread.
 
+    Args:
+        asked: the question.
+        wake: wakes the publisher's thread.
+
     Attributes:
-        asked: what is asked for.
+        asked: the question.
         began: monotonic time in seconds.
         deadline: when the answer must have been sent, likewise.
         given_up: the follower has left or was disconnected: the rest of the answer is not needed.
     """
 
     def __init__(self, asked: Asked, wake: Callable[[], None]) -> None:
-        """Begin.
-
-        Args:
-            asked: what is asked for.
-            wake: wakes the publisher's thread.
-        """
         self.asked = asked
         self.began = time.monotonic()
         longest_s = _SNAPSHOT_S_MAX if asked.kind == SNAPSHOT else _SHORT_S_MAX
@@ -171,7 +169,7 @@ class OpenQuestion:
 
     @property
     def is_full(self) -> bool:
-        """Whether the follower must read before the node goes on."""
+        """Whether the node must wait until the follower has read more."""
         return len(self._ready) >= _READY_MAX
 
     @property
@@ -209,7 +207,6 @@ class Questions:
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        """See :class:`OpenQuestion` for ``wake``."""
         self._wake = wake
         self.counts: Counter[str] = Counter()
         self.snapshot_s = 0.0
@@ -217,7 +214,7 @@ class Questions:
         self._open: set[OpenQuestion] = set()
 
     def begin(self, frames: Sequence[bytes], earlier: OpenQuestion | None) -> OpenQuestion:
-        """Begin to answer the question in some frames; ``earlier`` is the follower's open one.
+        """Start to answer the question in some frames; ``earlier`` is the follower's open one.
 
         Raises:
             RefusedError: it is malformed, or cannot be answered now.
@@ -244,7 +241,7 @@ class Questions:
         return question
 
     def end(self, question: OpenQuestion, *, answered: bool) -> None:
-        """The last message was sent, or nobody needs it any more."""
+        """The last message was sent, or the answer is not needed any more."""
         question.given_up = True
         self._open.discard(question)
         kind = question.asked.kind

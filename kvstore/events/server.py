@@ -1,12 +1,12 @@
 """Serves a publisher's batches to followers, live and as replays, and answers their questions.
 
-Followers connect to the listeners, or their connections are handed over, ready made: what followers
-send and read through another connection.
+Followers connect to the listeners, or their open connections are passed in, if their data is
+tunnelled through another connection.
 
 One thread owns everything and never waits longer than its caller allows. Faults of one follower do
 not affect others: an invalid message closes its connection; a follower that does not read loses
 batches (and sees the gap), and is disconnected after some time. The number of connections, the
-bytes that wait for each, and the kept batches are bounded.
+waiting bytes of each, and the kept batches are limited.
 """
 
 import contextlib
@@ -195,7 +195,7 @@ class EventServer:
             self._meet(raw, side, token)
 
     def _meet(self, raw: socket.socket, side: zmtp.Side, token: bytes) -> None:
-        """Begin to serve a connection."""
+        """Start to serve a connection."""
         if len(self._followers) >= PEERS_MAX and not self._make_room():
             self.faults.note("full", f"{PEERS_MAX} are connected already")
             raw.close()
@@ -301,7 +301,7 @@ class EventServer:
         return self._bounded(follower)
 
     def _ask(self, follower: FollowerConnection, message: zmtp.Message) -> None:
-        """Begin to answer a question, or refuse it."""
+        """Start to answer a question, or refuse it."""
         try:
             follower.question = self._questions.begin(message, follower.question)
         except asking.RefusedError as error:

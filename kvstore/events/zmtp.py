@@ -150,12 +150,12 @@ class ZmtpPeer:
         return messages
 
     def _collect_whole(self, at: int, messages: list[Message]) -> int:
-        """Take the complete frames of messages, many at a time.
+        """Remove the complete frames of messages, many at a time.
 
-        Whatever needs a closer look (a command, a frame that is too long) is left.
+        Anything else (a command, a frame that is too long) is left.
 
         Returns:
-            Where the first byte is that was not taken.
+            Offset of the first byte that was not removed.
         """
         seen = bytes(self._in)  # a slice of bytes is copied once only
         end = len(seen)

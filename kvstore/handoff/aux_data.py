@@ -1,4 +1,4 @@
-"""The data besides KV that decode needs to continue a request; it comes with the last KV."""
+"""The data besides KV that decode needs to continue a request; sent with the last KV."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -12,7 +12,7 @@ from kvstore.protocol.errors import InvalidArgument, ProtocolError
 
 HIDDEN_BYTES_MAX: Final = 64 * 1024
 AUX_BYTES_MAX: Final = 128 * 1024
-"""Of all fields together, as they are sent: the bytes of an aux slot."""
+"""Maximum encoded size of all fields together: the size of an aux slot."""
 
 
 class AuxData(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -22,12 +22,12 @@ class AuxData(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         first_token: token that prefill sampled.
         position: its absolute position; the next sample is for the one after.
         seed: of the sampling; None if greedy.
-        is_final: the first token ends the request: decode makes no step.
+        is_final: the first token ends the request: decode computes no step.
         logprobs: of the first token and of alternatives to it: token → log-probability.
         draft_top_k: tokens that a draft model proposes for the next position.
         cached_tokens: tokens of the prompt that prefill did not compute.
         hidden_state: of the last token, opaque; at most 64 KiB.
-        prompt: :func:`prompt_digest` of the prompt that the KV are of; empty = not said.
+        prompt: :func:`prompt_digest` of the prompt of this KV; empty = unknown.
     """
 
     first_token: int
@@ -42,12 +42,12 @@ class AuxData(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def prompt_digest(tokens: Sequence[int]) -> bytes:
-    """What tells a prompt from another one: a room is only a number, which a router may mix up.
+    """A digest that identifies a prompt: a room is only a number, which a router may mix up.
 
     It is XXH3's 128-bit hash (seed 0, canonical byte order; the format of
     https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md) of the token ids, as signed
-    64-bit little-endian integers one after the other. It is no protection from whoever makes
-    prompts to have the same digest; the secret of the handoffs is.
+    64-bit little-endian integers one after the other. It does not protect against prompts that are
+    constructed to have the same digest; the secret of the handoffs does.
 
     Args:
         tokens: ids of all tokens of the prompt.
@@ -63,10 +63,10 @@ _decoder: Final = msgspec.msgpack.Decoder(AuxData)
 
 
 def encode_aux(aux: AuxData) -> bytes:
-    """The bytes that are sent.
+    """Encode aux data.
 
     Raises:
-        InvalidArgument: they are too many.
+        InvalidArgument: it is too large.
     """
     if len(aux.hidden_state) > HIDDEN_BYTES_MAX:
         raise InvalidArgument("hidden_state", f"{len(aux.hidden_state)} bytes are over 64 KiB")
@@ -77,10 +77,10 @@ def encode_aux(aux: AuxData) -> bytes:
 
 
 def decode_aux(packed: bytes) -> AuxData:
-    """The aux data of such bytes.
+    """Decode aux data.
 
     Raises:
-        ProtocolError: they are not that.
+        ProtocolError: the bytes are invalid.
     """
     try:
         found = _decoder.decode(packed)

@@ -1,4 +1,4 @@
-"""Connections of a rank of decode to those of prefill."""
+"""Connections of a decode rank to prefill ranks."""
 
 import contextlib
 import os
@@ -15,28 +15,28 @@ from kvstore.protocol.errors import InvalidArgument, KVStoreError, PeerUnreachab
 from kvstore.transport.streams import connect, host_and_port
 
 CONNECT_S: Final = 2.0
-"""For one connection, before its greeting."""
+"""Time limit of one connection, before its greeting."""
 LINKING_S: Final = 20.0
-"""For the links to all ranks of an instance: a handoff waits 30 s for them, usually."""
+"""Time limit for the links to all ranks of an instance: a handoff usually waits 30 s for them."""
 LINKING_MAX = 16
-"""Links that are made side by side; so 256 ranks that take a second each are linked in time."""
+"""Links that are connected in parallel; so 256 ranks that take a second each are linked in time."""
 PURPOSES: Final[tuple[Purpose, ...]] = ("messages", "pushes")
 
 
 def link_all(
     ranks: Sequence[PeerRank], make: Callable[[PeerRank, int], None], until_ns: int
 ) -> None:
-    """Make the links to all ranks of an instance, a few of them side by side.
+    """Connect the links to all ranks of an instance, a few of them in parallel.
 
-    When this returns or raises, no call of ``make`` runs; if one has failed, no more are begun.
+    When this returns or raises, no call of ``make`` runs; after a failure, no more are started.
 
     Args:
         ranks: at least one.
-        make: makes one link, until the time that it is given; called by several threads.
-        until_ns: when all must be there.
+        make: connects one link, until the given time; called by several threads.
+        until_ns: deadline for all links.
 
     Raises:
-        KVStoreError: that did not succeed; the message names a rank.
+        KVStoreError: it failed; the message names a rank.
     """
 
     def run(rank: PeerRank) -> None:
@@ -62,17 +62,17 @@ def link_all(
 def link_to(
     rank: PeerRank, peer: str, greeter: Greeter, tls: ssl.SSLContext | None, until_ns: int
 ) -> PushLink:
-    """Make both connections of a link to one rank of prefill.
+    """Connect both connections of a link to one prefill rank.
 
     Args:
         rank: as registered.
-        peer: whose rank it is, for logs.
-        greeter: of this rank of decode.
-        tls: of who connects; None = no TLS.
-        until_ns: when both must be connected; a greeting that began before may take longer.
+        peer: name of the engine, for logs.
+        greeter: of this decode rank.
+        tls: for the connecting side; None = no TLS.
+        until_ns: deadline for both connections; a greeting that started before may take longer.
 
     Raises:
-        KVStoreError: that did not succeed; no connection is left.
+        KVStoreError: it failed; no connection is left open.
     """
     link = PushLink(os.urandom(16), peer)
     with contextlib.ExitStack() as undo:
@@ -93,7 +93,7 @@ def end_links(links: Sequence[PushLink]) -> None:
     """Close links of decode, wait for their writers, and free their descriptors.
 
     Args:
-        links: nobody reads them.
+        links: no thread reads them any more.
     """
     for link in links:
         link.close()
@@ -105,7 +105,7 @@ def end_links(links: Sequence[PushLink]) -> None:
 
 
 def _named(error: KVStoreError, rank: PeerRank) -> KVStoreError:
-    """The same error, with the rank that could not be linked."""
+    """The same error, with the rank whose link failed."""
     record = rank.record
     group = f" of group {record.data_rank}" if record.data_ranks > 1 else ""
     who = f"rank {record.rank}{group} at {record.address}"

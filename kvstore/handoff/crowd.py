@@ -1,18 +1,18 @@
-"""Connections that have not greeted yet: how many are allowed, and which one is closed first."""
+"""Connections that have not sent their greeting yet: their limit, and which is closed first."""
 
 import threading
 from collections.abc import Callable
 
 Cut = Callable[[], None]
-"""Breaks a connection under whoever uses it; it does not wait."""
+"""Breaks a connection that another thread may be using; does not wait."""
 
 
 class Crowd:
-    """The connections of one port that are not known yet; thread-safe.
+    """The connections of one port that have not sent their greeting; thread-safe.
 
     Args:
-        most: of more, the oldest gives way. There are as many besides at most, of those that have
-            given way and whose threads have not ended.
+        most: maximum; beyond that, the oldest one is closed. At most this many more exist, which
+            were closed and whose threads have not ended.
     """
 
     def __init__(self, most: int) -> None:
@@ -23,14 +23,14 @@ class Crowd:
         self._closed = False
 
     def __len__(self) -> int:
-        """How many there are, those that have given way among them."""
+        """Their number, including closed ones."""
         return len(self._cuts)
 
     def enter(self, connection: object, cut: Cut) -> tuple[bool, bool]:
-        """A connection has come.
+        """Add a connection.
 
         Returns:
-            Whether it may stay, and whether there were as many as may be.
+            Whether it may stay, and whether the maximum was reached.
         """
         with self._lock:
             many = len(self._cuts) - len(self._gone) >= self._most
@@ -44,20 +44,20 @@ class Crowd:
             return True, many
 
     def change(self, connection: object, cut: Cut) -> None:
-        """It must be broken in another way from now on, as with TLS."""
+        """Break the connection in another way from now on, for example after TLS started."""
         with self._lock:
             self._cuts[connection] = cut
             if connection in self._gone:
                 cut()
 
     def leave(self, connection: object) -> None:
-        """A connection is known, or broken; it may be closed after this. May be repeated."""
+        """A connection has sent its greeting, or is broken; may be repeated."""
         with self._lock:
             self._cuts.pop(connection, None)
             self._gone.discard(connection)
 
     def close(self) -> None:
-        """Break all; nobody enters any more."""
+        """Break all connections; accept no more."""
         with self._lock:
             self._closed = True
             for cut in self._cuts.values():

@@ -1,6 +1,6 @@
 """A decode engine's manager: KV of prefill engines arrives straight in the engine's pool.
 
-One object for each rank. No method waits for the network.
+One object per rank. No method waits for the network.
 """
 
 import contextlib
@@ -61,28 +61,28 @@ from kvstore.protocol.errors import (
 )
 
 PEERS_MAX: Final = 64
-"""Prefill instances at a time."""
+"""Maximum prefill instances at a time."""
 LINKS_MAX: Final = 256
-"""Ranks of prefill instances at a time."""
+"""Maximum ranks of prefill instances at a time."""
 TRIES_MAX: Final = 3
-"""To ask the registry and connect; then the handoffs that wait for it fail."""
+"""Attempts to ask the registry and connect; then the waiting handoffs fail."""
 _PAUSE_S: Final = 0.2
 _LOG: Final = logging.getLogger(__name__)
 
 
 class DecodeManager:
-    """All handoffs of one rank of a decode engine; any thread may call it.
+    """All handoffs of one rank of a decode engine; thread-safe.
 
     Args:
         pool: of the engine.
-        space: which KV may be shared, at most 64 bytes; prefill must have the same.
-        secret: :func:`kvstore.handoff.greeting.read_secret`; prefill must have the same.
+        space: identifies the KV that may be shared, at most 64 bytes; the same at prefill.
+        secret: :func:`kvstore.handoff.greeting.read_secret`; the same at prefill.
         name: of the engine, for logs of the other side.
         aux_slots: handoffs at a time; each has 128 KiB for its aux data.
         patience: deadlines.
-        engine: another transport, by which prefill engines that have it too write KV to the pool;
-            the manager closes it, also if this raises. None = all comes over TCP.
-        certificates: shown to prefill and its registry, which must show some of the same authority;
+        engine: another transport, through which prefill engines that have it too write KV to the
+            pool; the manager closes it, even if this raises. None = only TCP.
+        certificates: shown to prefill and its registry, which must show ones of the same authority;
             None = no TLS.
 
     Raises:
@@ -126,7 +126,7 @@ class DecodeManager:
     # ---- the engine -------------------------------------------------------------------------
 
     def receiver(self, room: int, registry: str, token_count: int) -> "Receiver":
-        """Begin the handoff of a request, before there is memory for it.
+        """Start the handoff of a request, before there is memory for it.
 
         Args:
             room: drawn by the router for this request; prefill gets the same.
@@ -135,8 +135,8 @@ class DecodeManager:
 
         Raises:
             InvalidArgument: the room was used before, or an argument is wrong.
-            CapacityError: too many handoffs are under way, or too many blocks wait in LIMBO because
-                of this instance: compute the request, or ask another instance.
+            CapacityError: too many handoffs are in progress, or too many blocks are in LIMBO
+                because of this instance: compute the request, or ask another instance.
         """
         client = RegistryClient(registry, self._secret, self._tls)
         with self._lock:
@@ -162,12 +162,12 @@ class DecodeManager:
         return agreed([receiver.state for receiver in receivers], reduce)
 
     def describe(self) -> list[HandoffStatus]:
-        """Where each handoff is."""
+        """The state of each handoff."""
         with self._lock:
             return self._core.describe(time.monotonic_ns())
 
     def stats(self) -> dict[str, int]:
-        """Counts since the start, and what there is now."""
+        """Counts since the start, and current numbers."""
         with self._lock:
             return {
                 **self._core.counts, **self.faults.counts,
@@ -179,7 +179,7 @@ class DecodeManager:
             }  # fmt: skip
 
     def close(self) -> None:
-        """Fail all handoffs, close all connections, wait for all threads: nothing arrives after."""
+        """Fail all handoffs, close all connections, wait for all threads; nothing arrives later."""
         self._over.set()
         with self._lock:
             peers = list(self._links.values())
@@ -194,7 +194,7 @@ class DecodeManager:
     # ---- what receivers call ----------------------------------------------------------------
 
     def act(self, call: Callable[[Receivers, int], list[Effect]]) -> None:
-        """Tell the core something, and carry out what it wants done."""
+        """Pass an event to the core, and carry out its effects."""
         with self._lock:
             self._carry_out(call(self._core, time.monotonic_ns()))
 
@@ -250,7 +250,7 @@ class DecodeManager:
         self.act(lambda core, now: core.tick(now))
 
     def _serve(self, peer: PeerLinks, client: RegistryClient) -> None:
-        """Make the links to a peer, and read what prefill sends on the first until it ends."""
+        """Connect the links to a peer, and read what prefill sends on the first one."""
         made: list[tuple[PeerRank, PushLink]] = []
         try:
             self._connect(peer, client, made)
@@ -276,7 +276,7 @@ class DecodeManager:
         self._use(peer, peer.links[0])
 
     def _use(self, peer: PeerLinks, link: PushLink) -> None:
-        """Read what one rank of prefill sends until its link ends."""
+        """Read what one prefill rank sends until its link ends."""
         try:
             self._read(peer, link)
         finally:
@@ -284,7 +284,7 @@ class DecodeManager:
             self._settle(link)
 
     def _settle(self, link: PushLink) -> None:
-        """Nothing arrives over a link any more, but what the device still copies."""
+        """Nothing arrives over a link any more, except copies of the device in progress."""
         end_links([link])
         self._landings.settle(link.number, partial(self._settled, link.number))
 
@@ -293,7 +293,7 @@ class DecodeManager:
             self._core.settled(link)
 
     def _give_up(self, peer: PeerLinks, error: KVStoreError) -> None:
-        """No link can be made: fail what waits for it, under the lock."""
+        """No link can be connected: fail the handoffs that wait for it, under the lock."""
         self.faults.note("unreachable", f"{peer.peer}: {error}")
         peer.close()
         if self._links.get(peer.peer, peer) is not peer:
@@ -305,15 +305,15 @@ class DecodeManager:
     def _connect(
         self, peer: PeerLinks, client: RegistryClient, made: list[tuple[PeerRank, PushLink]]
     ) -> None:
-        """Ask the registry and make all links, a few times if that fails soon.
+        """Ask the registry and connect all links; retry early failures.
 
         Args:
-            peer: whose links they are.
+            peer: the prefill instance.
             client: of its registry.
-            made: gets every link as soon as it is made; the caller ends them if this raises.
+            made: gets every link as soon as it is connected; the caller ends them if this raises.
 
         Raises:
-            KVStoreError: that did not succeed.
+            KVStoreError: it failed.
         """
         begun = time.monotonic()
         until_ns = time.monotonic_ns() + int(LINKING_S * 1e9)
@@ -342,10 +342,10 @@ class DecodeManager:
     def _make(
         self, peer: PeerLinks, made: list[tuple[PeerRank, PushLink]], rank: PeerRank, until_ns: int
     ) -> None:
-        """Make one link; its writer pings from now on, or prefill would give it up as silent.
+        """Connect one link; its writer sends pings from now on, so that prefill keeps it open.
 
         Raises:
-            KVStoreError: that did not succeed, or the manager was closed.
+            KVStoreError: it failed, or the manager was closed.
         """
         if peer.is_closed:
             raise PeerUnreachable("the manager was closed")
@@ -355,7 +355,7 @@ class DecodeManager:
         link.writer = self._threads.start(partial(self._write, peer, link), name)
 
     def _add(self, peer: PeerLinks, links: list[PushLink]) -> None:
-        """Count connected links as those of a peer.
+        """Register connected links of a peer.
 
         Raises:
             PeerUnreachable: there are too many, or the manager was closed.
@@ -368,7 +368,7 @@ class DecodeManager:
                 raise PeerUnreachable("the manager was closed")
 
     def _drop(self, peer: PeerLinks, code: FailureCode, why: str) -> None:
-        """Close the links to a peer, and fail what lives on them."""
+        """Close the links to a peer, and fail the handoffs on them."""
         peer.close()
         with self._lock:
             if self._links.get(peer.peer) is not peer:
@@ -410,7 +410,7 @@ class DecodeManager:
         self, link: PushLink, sealed: SealedStream, head: RangesHead | RangesWritten,
         landings: HostReader | DeviceReader,
     ) -> None:  # fmt: skip
-        """Receive ranges into the pool, unless they were written there, and check them."""
+        """Receive ranges into the pool, or find them written there, and check them."""
         follows = isinstance(head, RangesHead)
         with self._lock:
             refused, now_ns = refusals(self._core.counts), time.monotonic_ns()
@@ -440,11 +440,11 @@ class DecodeManager:
 
 
 class Receiver:
-    """The handoff of one request, at decode; made by :meth:`DecodeManager.receiver`.
+    """The handoff of one request, at decode; created by :meth:`DecodeManager.receiver`.
 
     Attributes:
         room: of the request.
-        progress: state, times and bytes; only read it.
+        progress: state, times and bytes; read-only.
     """
 
     __slots__ = ("_manager", "progress", "room")
@@ -456,7 +456,7 @@ class Receiver:
 
     @property
     def state(self) -> State:
-        """Where it is; reading it takes no lock."""
+        """The state; reading it takes no lock."""
         return self.progress.state
 
     @property
@@ -466,21 +466,25 @@ class Receiver:
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether bytes may still arrive in the announced blocks: do not give them away before."""
+        """Whether bytes may still arrive in the announced blocks: do not reuse them before."""
         return self._manager.holds_blocks(self.room)
 
     def announce(
         self, first_token: int, blocks: Sequence[int],
         states: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """Say where KV and state data belong; they arrive until :attr:`holds_blocks` is False.
+        """Announce the target blocks of KV and state data.
+
+        Data may arrive there until :attr:`holds_blocks` is False.
 
         Args:
-            first_token: KV of tokens before it is not needed; the block with it comes completely.
+            first_token: KV of earlier tokens is not needed; the block that contains it is sent
+                whole.
             blocks: block of each position from that of ``first_token`` to the end of the prompt;
                 empty if nothing is needed.
-            states: blocks in each state buffer, by its name: of the kind ``slot`` one, of ``last``
-                one for each of the last positions, in their order, of ``every`` as ``blocks``.
+            states: blocks in each state buffer, by its name: for the kind ``slot`` one, for
+                ``last`` one for each of the last positions, in order, for ``every`` like
+                ``blocks``.
 
         Raises:
             InvalidArgument: a block is not in the pool, named twice, or of another handoff; or
@@ -489,11 +493,11 @@ class Receiver:
         self._manager.announce(self.room, first_token, blocks, states)
 
     def renew(self) -> None:
-        """The request waits for memory; call it in each step, so that prefill waits."""
+        """The request still waits for memory; call it in each step, so that prefill waits."""
         self._manager.act(lambda core, now: core.renew(self.room, now))
 
     def aux(self) -> AuxData:
-        """What prefill sent besides KV; only after SUCCESS and before :meth:`close`."""
+        """The aux data of prefill; only after SUCCESS and before :meth:`close`."""
         return self._manager.aux(self.room)
 
     def abort(self) -> None:
@@ -501,5 +505,5 @@ class Receiver:
         self._manager.act(lambda core, now: core.abort(self.room, now))
 
     def close(self) -> None:
-        """Ask no more; one that has not ended is aborted. Call it when no blocks are held."""
+        """End the handoff; an unfinished one is aborted. Call it when no blocks are held."""
         self._manager.act(lambda core, now: core.close(self.room, now))

@@ -1,9 +1,9 @@
-"""Copies between a device and pinned staging that are under way, and a thread that tells their end.
+"""Copies in progress between a device and pinned staging, and a thread that reports their ends.
 
-A device works behind the host's back. It may fail, or never finish, or not even take a copy: the
-call that gives it one waits when its queue is full. After :data:`DEVICE_S` a copy has failed, but
-its slot and its blocks stay in use until the device has really left them alone. So who tells that
-gives the device nothing.
+A device works asynchronously. It may fail, or never finish, or not even accept a copy: the call
+that submits one blocks when its queue is full. After :data:`DEVICE_S` a copy has failed, but its
+slot and its blocks stay in use until the device has really finished with them. So the thread that
+watches for this submits nothing to the device.
 """
 
 import logging
@@ -21,22 +21,22 @@ from kvstore.mover.push_way import BlockRows, DeviceWay, StartedCopy
 from kvstore.protocol.errors import DeviceUnavailable
 
 DEVICE_S = 10.0
-"""How long a device may take for a copy, with the engine's step before it; and how long a copy
-waits for staging. Less than a handoff may be silent, so that its failure has the right cause."""
+"""Time limit of the device for a copy, including the engine's step before it; and of the wait for
+staging. Less than the silence limit of a handoff, so that its failure has the right cause."""
 _PAUSE_S_MIN: Final = 0.0001
 _PAUSE_S_MAX: Final = 0.005
 _LATE_PAUSE_S: Final = 0.05
 _CLOSE_S: Final = 1.0
-"""Until the threads have noticed that the last copy is late."""
+"""Time limit for the threads to notice that the last copy is late."""
 _LOG: Final = logging.getLogger(__name__)
 
 CopyEnded = Callable[[str, bool], None]
-"""Told why a copy has failed, empty = it has not; and whether the device has left blocks and slot
-alone. If it has not, this is called again when it has. Called without locks."""
+"""Gets why a copy has failed, empty = it has not; and whether the device has finished with blocks
+and slot. If it has not, this is called again when it has. Called without locks."""
 
 
 class _Flying:
-    """A copy that the device has not finished, as far as is known."""
+    """A copy that the device is not known to have finished."""
 
     def __init__(self, slot: int, ended: CopyEnded) -> None:
         self.slot, self.ended = slot, ended
@@ -46,14 +46,14 @@ class _Flying:
         self.is_taken = self.is_told = False
 
     def taken(self, started: StartedCopy) -> None:
-        """The call that gave it to the device has returned."""
+        """The call that submitted it to the device has returned."""
         self.fence = started.fence
         if started.why and not self.why:  # else it was told meanwhile that it is late
             self.why = started.why
         self.is_taken = True
 
     def look(self, now: float) -> bool:
-        """Whether the device has finished it; says in ``why`` that it is late, or cannot tell."""
+        """Whether the device has finished it; ``why`` says if it is late or unknown."""
         taken = self.is_taken
         if taken and self.fence is not None:
             try:
@@ -75,10 +75,9 @@ class DeviceCopies:
     """The copies of one manager, all in one direction; thread-safe.
 
     Args:
-        way: this closes it.
-        feed: called again and again by a thread of its own, to begin copies; returns whether some
-            wait.
-        late: called again and again by the thread that tells ends, to give up copies that wait.
+        way: closed by this object.
+        feed: called repeatedly by a thread of its own, to start copies; returns whether some wait.
+        late: called repeatedly by the thread that reports ends, to give up copies that wait.
     """
 
     def __init__(

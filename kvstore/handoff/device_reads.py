@@ -53,7 +53,7 @@ class DeviceReads:
 
     @property
     def copying(self) -> int:
-        """How many copies the device has not finished."""
+        """Number of copies that the device has not finished."""
         return self._copies.flying
 
     def submit(self, job: PushJob) -> None:
@@ -63,7 +63,7 @@ class DeviceReads:
         self._copies.wake()
 
     def read(self, job: PushJob) -> tuple[Places, bytes]:
-        """Where each range of a ready job is, and 16 bytes of digest of each."""
+        """The place of each range of a ready job, and 16 bytes of digest of each."""
         with self._lock:
             slot = self._slots[job.number]
         at, places = int(self._copies.slot(slot).ctypes.data), []
@@ -80,7 +80,7 @@ class DeviceReads:
             self._copies.free(slot)
 
     def drop(self, link: bytes) -> list[PushJob]:
-        """Take back the jobs of a link of which nothing was begun."""
+        """Remove and return the jobs of a link that have not started."""
         with self._lock:
             return list(self._waiting.pop(link, ()))
 
@@ -89,26 +89,26 @@ class DeviceReads:
         return self._stuck[room] > 0
 
     def close(self) -> None:
-        """Wait until the device has finished, as long as it may take."""
+        """Wait until the device has finished, without limit."""
         self._copies.close()
 
     # ---- by the threads of the copies -------------------------------------------------------
 
     def _feed(self) -> bool:
-        """Begin what there is staging for; returns whether jobs wait."""
+        """Start jobs while there is staging; returns whether jobs wait."""
         while (taken := self._next()) is not None:
             self._begin(*taken)
         with self._lock:
             return any(self._waiting.values())
 
     def _give_up_late(self) -> None:
-        """Tell the jobs that have waited too long for staging."""
+        """Report the jobs that have waited too long for staging as failed."""
         for job in self._late():
             why = f"no staging was free for {device_copies.DEVICE_S:.0f} s"
             self._failed(job, why)
 
     def _begin(self, job: PushJob, slot: int) -> None:
-        """Begin the copy of a job, or tell that it has failed."""
+        """Start the copy of a job, or report that it has failed."""
         try:
             rows = self._pool.block_rows(job.ranges, job.sources, job.rows)
             heads = self._pool.head_rows(job.share.heads) if job.rows else None
@@ -120,7 +120,7 @@ class DeviceReads:
         self._copies.begin(slot, rows, heads, job.after, self._end_of(job))
 
     def _next(self) -> tuple[PushJob, int] | None:
-        """The job that is to be read now, of the engine that has the fewest slots; and its slot."""
+        """The next job to read, of the engine with the fewest slots; and its slot."""
         with self._lock:
             heads = [jobs[0] for jobs in self._waiting.values() if jobs]
             heads = [job for job in heads if self._held[job.link] < self._link_slots]
@@ -133,7 +133,7 @@ class DeviceReads:
             return None
 
     def _take(self, job: PushJob, slot: int) -> None:
-        """A job has got a slot; the other links of its engine are before its own next time."""
+        """A job got a slot; next time the other links of its engine come first."""
         jobs = self._waiting.pop(job.link)
         jobs.popleft()
         if jobs:
@@ -143,7 +143,7 @@ class DeviceReads:
         self._slots[job.number] = slot
 
     def _leave(self, job: PushJob) -> int | None:
-        """A job has ended; returns its slot, None = it has none."""
+        """A job has ended; returns its slot, or None."""
         slot = self._slots.pop(job.number, None)
         if slot is not None:
             self._held[job.link] -= 1

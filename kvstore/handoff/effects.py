@@ -1,4 +1,4 @@
-"""The effects of both sides' cores: what they want done. Pure values."""
+"""The effects of both sides' cores. Pure values."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,14 +15,14 @@ class PushJob(NamedTuple):
     """Ranges to read from prefill's pool and send with one head.
 
     Attributes:
-        number: of the job; its end is told with it.
-        link: where to.
+        number: of the job, for the report of its end.
+        link: the link.
         room: of the request.
-        ranges: where they belong.
+        ranges: the target ranges.
         sources: first block of each in prefill's pool.
         blocks: all blocks that are read.
         generations: of these blocks when their KV was written; empty = the pool has none.
-        share: what the link moves.
+        share: the part of the KV that the link moves.
         rows: blocks of each range, if the share is staged.
         aux: the bytes of the aux data, if that is what is sent.
         targets: first block of each range in decode's pool; if the share is staged, how many
@@ -48,7 +48,7 @@ class PushJob(NamedTuple):
     receiver: bytes = b""
 
     def joined(self, other: "PushJob") -> "PushJob":
-        """This job with the ranges of another of the same room behind its own."""
+        """This job followed by the ranges of another job of the same room."""
         assert (self.room, self.place) == (other.room, other.place)
         assert not self.aux
         assert not other.aux
@@ -71,36 +71,36 @@ class SendTo(NamedTuple):
 
 
 class Submit(NamedTuple):
-    """Carry a job out, and tell its end; all jobs of a link in order."""
+    """Carry a job out, and report its end; all jobs of a link in order."""
 
     job: PushJob
 
 
 class EndLink(NamedTuple):
-    """Close a link: nothing lives on it, and its end settles what is held for it."""
+    """Close a link without handoffs; its end settles the blocks that are held for it."""
 
     link: bytes
 
 
 class EndEngine(NamedTuple):
-    """End decode's engine with this number: bytes that nobody can stop may arrive through it."""
+    """End decode's engine with this number: bytes that cannot be stopped may arrive through it."""
 
     number: int
 
 
 class Landing(NamedTuple):
-    """Ranges whose bytes may be written now; its end is told to :meth:`Receivers.landed`.
+    """Ranges whose bytes may be written now; its end is passed to :meth:`Receivers.landed`.
 
     Attributes:
-        link: where from.
+        link: the link.
         room: of the request.
-        ranges: what arrives, in order.
+        ranges: the arriving ranges, in order.
         targets: first block of each in decode's pool; for the aux data its slot.
         digests: 16 bytes of each.
-        share: what the link moves.
+        share: the part of the KV that the link moves.
         rows: blocks of each range, if the share is staged.
-        staged_at: where the bytes of each range are in the memory for what is staged, if another
-            transport has written them there; empty = they come over the link.
+        staged_at: address of each range in the staging memory, if another transport has written
+            them there; empty = they come over the link.
         after: fences of a pool on a device: the blocks are not written before all of them.
     """
 

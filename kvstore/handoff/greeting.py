@@ -1,9 +1,9 @@
-"""The beginning of a connection between the managers of prefill and decode, and its frames.
+"""The start of a connection between the managers of prefill and decode, and its frames.
 
-Both prove that they know one secret, which is never sent: prefill sends a challenge, decode answers
-with its own nonce and an HMAC of both, prefill answers with another. From both nonces follows the
-key of the connection; each later frame ends with an HMAC over its number and its body. What follows
-a head of ranges has digests instead. Nothing is encrypted.
+Both sides prove that they know a secret, which is never sent: prefill sends a challenge, decode
+answers with its own nonce and an HMAC of both, prefill answers with another one. The key of the
+connection is derived from both nonces; each later frame ends with an HMAC over its number and its
+body. The data after a head of ranges has digests instead. Nothing is encrypted.
 
 A frame is its length in 4 bytes, little-endian, the body, and after the greeting 16 bytes of HMAC.
 """
@@ -43,17 +43,18 @@ from kvstore.protocol.errors import (
 from kvstore.transport.streams import DataStream, receive_bytes
 
 Purpose = Literal["messages", "pushes"]
-"""Of a connection: decode writes its messages, or prefill its messages and ranges."""
+"""Purpose of a connection: ``messages`` of decode, or messages and ranges of prefill
+(``pushes``)."""
 PROTOCOL: Final = 2
 NONCE_BYTES: Final = 16
 SECRET_BYTES_MIN: Final = 16
 GREETING_S: Final = 2.0
-"""A greeting that takes longer is broken off."""
+"""Time limit of a greeting."""
 _GREETING_BYTES_MAX: Final = 64 * 1024
-"""RANKS_MAX ranks of decode have at most 22 bytes each."""
+"""Enough for RANKS_MAX ranks of decode, which take at most 22 bytes each."""
 _MAC_BYTES: Final = 16
 _FRAME_BYTES: Final = 32 * 1024
-"""Longer frames are received in two steps; RANGES_MAX ranges have 28 KiB."""
+"""Longer frames are received in two steps; RANGES_MAX ranges take 28 KiB."""
 
 
 class Challenge(msgspec.Struct, frozen=True, array_like=True, tag="kvstore-handoff"):
@@ -64,7 +65,7 @@ class Challenge(msgspec.Struct, frozen=True, array_like=True, tag="kvstore-hando
 
 
 class LinkGreeting(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Decode: who it is, and what this connection is for.
+    """Decode: its identity, and the purpose of this connection.
 
     Attributes:
         protocol: version.
@@ -72,12 +73,12 @@ class LinkGreeting(msgspec.Struct, frozen=True, array_like=True, tag=1):
         link: 16 random bytes, the same for both connections of a link.
         nonce: 16 random bytes.
         name: of the decode engine, for logs.
-        space: which KV may be shared; both sides must have the same.
+        space: identifies the KV that may be shared; both sides must have the same.
         shape: of the pool.
         group: all ranks of decode, and which of them this is.
-        part: what the link is for: KV that this rank of prefill sends to that of decode; or None.
-        has_aux: whether it sends the aux data.
-        states: planes of each state buffer that come over this link; empty = of none.
+        part: the KV that this prefill rank sends to this decode rank over the link; or None.
+        has_aux: whether the link carries the aux data.
+        states: planes of each state buffer that are sent over this link; empty = none.
         proof: HMAC of both nonces and all other fields.
     """
 
@@ -96,14 +97,14 @@ class LinkGreeting(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Greeted(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Prefill: it knows the secret too; ``boot`` is that of its registration."""
+    """Prefill: it proves that it knows the secret; ``boot`` is that of its registration."""
 
     boot: bytes
     proof: bytes
 
 
 class GreetingRefused(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Prefill: it does not take this connection."""
+    """Prefill: it refuses this connection."""
 
     field: str
     message: str
@@ -115,10 +116,11 @@ _answer: Final = msgspec.msgpack.Decoder(Greeted | GreetingRefused)
 
 
 def read_secret(path: Path) -> bytes:
-    """The secret of a file; it is stripped of white space at both ends.
+    """The secret in a file, without white space at both ends.
 
     Raises:
-        ConfigError: the file cannot be read, others may read it, or it is shorter than 16 bytes.
+        ConfigError: the file cannot be read, other users may read it, or it is shorter than 16
+            bytes.
     """
     try:
         if path.stat().st_mode & 0o077:
@@ -143,7 +145,7 @@ class SealedStream:
     """Frames of one connection after its greeting; one direction is used, by one thread.
 
     Args:
-        stream: taken over.
+        stream: owned by this object from now on.
         key: of the connection.
     """
 
@@ -167,8 +169,8 @@ class SealedStream:
         """The body of the next frame.
 
         Raises:
-            ProtocolError: it is too long, or somebody else has written it.
-            TransferTimeout: nothing came for so long.
+            ProtocolError: it is too long, or its HMAC is wrong.
+            TransferTimeout: nothing came within ``silence_s``.
             PeerUnreachable: the connection broke.
         """
         rest = self._receive_rest(silence_s)
@@ -192,12 +194,12 @@ class SealedStream:
         return receive_bytes(self._stream, size, _after(silence_s))
 
     def receive_ranges(self, places: Places, seeds: bytes, silence_s: float) -> bytes:
-        """Fill memory with what follows a frame; raises as :meth:`receive`.
+        """Fill memory with the data after a frame; raises as :meth:`receive`.
 
         Args:
-            places: where it belongs, in order.
+            places: the target memory, in order.
             seeds: 8 bytes of each; empty = no digests.
-            silence_s: 256 KiB must come within it, each time.
+            silence_s: time limit for each 256 KiB.
 
         Returns:
             16 bytes of digest of each.
@@ -237,11 +239,11 @@ class SealedStream:
 
 
 class Greeter(NamedTuple):
-    """What one side brings to greetings.
+    """The properties of one side that greetings exchange.
 
     Attributes:
         secret: known to both sides.
-        space: which KV may be shared.
+        space: identifies the KV that may be shared.
         shape: of the pool.
         group: all ranks of this side, and which of them this is.
         name: for logs.
@@ -265,14 +267,14 @@ class Greeter(NamedTuple):
             stream: a new connection to prefill; the caller closes it if this raises.
             purpose: of the connection.
             link: of the connection.
-            boot: that prefill must have.
-            share: what the link is for.
-            states: planes of each state buffer that come over it; empty = of none.
+            boot: expected boot of prefill.
+            share: the part of the KV that the link moves.
+            states: planes of each state buffer that are sent over it; empty = none.
 
         Raises:
-            ProtocolError: it is not such a port, or does not know the secret.
+            ProtocolError: this is not such a port, or the other side does not know the secret.
             PeerUnreachable: it has another boot.
-            InvalidArgument: prefill refuses; ``field`` says what does not fit.
+            InvalidArgument: prefill refuses; ``field`` names the difference.
             TransferError: the connection broke, or took too long.
         """
         deadline_ns = _after(GREETING_S)
@@ -307,11 +309,11 @@ class Greeter(NamedTuple):
             stream: a new connection; the caller closes it if this raises.
 
         Returns:
-            What decode has said, whom the link leads to, and the connection.
+            Decode's greeting, the target of the link, and the connection.
 
         Raises:
             ProtocolError: it is not a greeting, or decode does not know the secret.
-            InvalidArgument: decode does not fit to this pool; it has been told.
+            InvalidArgument: decode does not match this pool; it was told so.
             TransferError: the connection broke, or took too long.
         """
         deadline_ns = _after(GREETING_S)
@@ -341,10 +343,10 @@ class Greeter(NamedTuple):
         return greeting, target, SealedStream(stream, key)
 
     def target(self, greeting: LinkGreeting) -> LinkTarget:
-        """At prefill: whom a link leads to, and what it moves.
+        """At prefill: the target of a link, and the part of the KV that it moves.
 
         Raises:
-            InvalidArgument: decode does not fit; with the field in which it differs.
+            InvalidArgument: decode does not match; with the field in which it differs.
         """
         shape, group = greeting.shape, greeting.group
         unlike = {

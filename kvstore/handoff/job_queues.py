@@ -1,4 +1,4 @@
-"""The jobs of all links of a rank of prefill: which wait, and which are submitted. Pure."""
+"""The jobs of all links of a prefill rank: which wait, and which are submitted. Pure."""
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -77,7 +77,7 @@ class JobQueues:
         )
 
     def submit(self, link: bytes) -> Iterator[PushJob]:
-        """Take jobs of a link that may be submitted now."""
+        """Remove and return the jobs of a link that may be submitted now."""
         waiting = self._waiting.get(link)
         while waiting and self._busy[link] < JOBS_MAX:
             job = waiting.popleft()
@@ -101,11 +101,11 @@ class JobQueues:
         leg.waiting = 0
 
     def closed(self, link: bytes) -> None:
-        """A link is gone, and all its legs were told to forget."""
+        """A link is closed, and :meth:`forget` was called for all its legs."""
         self._waiting.pop(link, None)
 
     def check(self, room: int, leg: SendingLeg) -> None:
-        """Assert that a leg counts its jobs."""
+        """Assert that the leg's count of jobs is right."""
         submitted = [job for job in self._submitted.values() if job.link == leg.link]
         waiting = self._waiting.get(leg.link, ())
         assert leg.submitted == sum(job.room == room for job in submitted)
@@ -124,7 +124,7 @@ class JobQueues:
 
 
 def _is_small(one: PushJob, other: PushJob) -> bool:
-    """Whether two jobs may be one."""
+    """Whether two jobs may be joined."""
     size = one.share.bytes_of(one.ranges) + other.share.bytes_of(other.ranges)
     is_gathered = one.share.is_staged or one.after
     most = RANGES_BYTES_MAX if is_gathered else JOINED_BYTES_MAX
@@ -138,7 +138,7 @@ def _common(one: range, other: range) -> range:
 def _joined(
     positions: range, here: Sequence[int], there: Sequence[int], count_max: int, share: LinkShare
 ) -> list[tuple[int, int]]:
-    """As :func:`joined`; what is gathered and scattered needs no neighbours."""
+    """Like :func:`joined`; staged ranges need no neighbours."""
     if not share.is_staged:
         return joined(positions, here, there, count_max)
     firsts = range(positions.start, positions.stop, count_max)

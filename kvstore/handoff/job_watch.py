@@ -9,13 +9,13 @@ from kvstore.handoff.states import HandoffFailure
 
 
 class EndedJob(NamedTuple):
-    """A job that was submitted and has ended.
+    """A submitted job that has ended.
 
     Attributes:
         room: of the request.
         rank: of prefill.
         sizes: bytes of each range.
-        transport: by which they went.
+        transport: the transport that was used.
         seconds: from its submission to its end.
         code: why not all was sent; empty = it was.
     """
@@ -29,11 +29,12 @@ class EndedJob(NamedTuple):
 
 
 JobObserver = Callable[[EndedJob], None]
-"""Told each job by the thread that ends it, under a lock perhaps: it must not wait, or raise."""
+"""Called for each job by the thread that ends it, perhaps under a lock: it must not wait, or
+raise."""
 
 
 class JobWatch:
-    """Tells the ends of jobs to an observer.
+    """Reports the ends of jobs to an observer.
 
     Args:
         rank: of prefill.
@@ -53,7 +54,7 @@ class JobWatch:
             self._since[job.number] = time.monotonic()
 
     def ended(self, job: PushJob, failure: HandoffFailure | None, transport: str) -> None:
-        """A job that was submitted has ended, or will not begin."""
+        """A submitted job has ended, or will not start."""
         if self.observe is None:
             return
         seconds = time.monotonic() - self._since.pop(job.number)

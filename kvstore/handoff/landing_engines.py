@@ -1,10 +1,10 @@
 """Decode's memory under a transport whose writes decode does not see: which engine, and its end.
 
-Over such a transport (Mooncake, RDMA) bytes of a write that failed may arrive at any time: nothing
-that prefill does ends that. Only the end of decode's own engine does. It costs what is written to
-it then, so it is ended once for all blocks in doubt, when nothing else is written to it, or when
-they have waited too long or are too many. From the first doubt on, new handoffs are announced
-without the engine, so that the wait ends; their KV come over TCP. Pure.
+Over such a transport (Mooncake, RDMA) bytes of a failed write may arrive at any time: nothing that
+prefill does prevents that. Only the end of decode's own engine does. It aborts all other writes, so
+the engine is ended once for all blocks in doubt, when nothing else is written to it, or when they
+have waited too long or are too many. From the first doubt on, new handoffs are announced without
+the engine, so that the wait ends; their KV is sent over TCP. Pure.
 """
 
 from typing import Final
@@ -15,9 +15,9 @@ from kvstore.handoff.messages import LandingPlace
 from kvstore.handoff.tables import ReceivingRoom
 
 DOUBT_SHARE: Final = 10
-"""The engine is ended when more than one block in so many is in doubt."""
+"""The engine is ended when more than this part (1/10) of the blocks is in doubt,"""
 DOUBT_S_MAX: Final = 15
-"""And when one has been in doubt for so long."""
+"""or when a block has been in doubt for this many seconds."""
 
 
 class LandingEngines:
@@ -42,10 +42,10 @@ class LandingEngines:
         """An engine is up; the one before it has ended.
 
         Args:
-            number: of the engine, from 1.
-            place: what prefill is told, with all planes of the pool.
+            number: of the engine, starting with 1.
+            place: its place for prefill, with all planes of the pool.
             staged: addresses, in the engine's process, of memory for heads that are scattered into
-                the pool when they have arrived.
+                the pool after they have arrived.
         """
         assert number > self._number
         assert not self._rooms
@@ -53,7 +53,7 @@ class LandingEngines:
         self._staged = staged
 
     def enter(self, room: int, blocks: int) -> LandingPlace | None:
-        """A handoff is announced; returns where it may be written, None = over TCP only."""
+        """A handoff is announced; returns where it may be written, None = only over TCP."""
         assert room not in self._rooms
         if self._place is None or self._doubtful or not blocks:
             return None
@@ -61,10 +61,10 @@ class LandingEngines:
         return self._place
 
     def announce(self, one: ReceivingRoom, first_plane: int) -> dict[bytes, LandingPlace]:
-        """Where ranks of prefill may write what they have of a room, by link; others use the link.
+        """Where prefill ranks may write their parts of a room, by link; other parts use the link.
 
         Args:
-            one: its blocks are known, and its links.
+            one: its blocks and links are known.
             first_plane: of our pool, among the planes of all ranks.
         """
         places: dict[bytes, LandingPlace] = {}
@@ -93,14 +93,14 @@ class LandingEngines:
         return places
 
     def stage(self, room: int, size: int) -> range | None:
-        """Memory for heads of a handoff that has entered, for as long as it is held.
+        """Memory for heads of an entered handoff, for as long as it is held.
 
         Args:
             room: of the handoff.
             size: bytes, at least 1.
 
         Returns:
-            Its offsets in the memory for what is staged; None = there is not so much now.
+            Its offsets in the staging memory; None = there is not enough now.
         """
         assert room in self._rooms
         assert size > 0
@@ -121,18 +121,18 @@ class LandingEngines:
         return room in self._rooms
 
     def leave(self, room: int) -> None:
-        """All writes of a handoff have ended well, or none was begun; a doubt stays."""
+        """All writes of a handoff succeeded, or none was started; a doubt stays."""
         if room not in self._doubtful:
             self._rooms.pop(room, None)
             self._extents.pop(room, None)
 
     def doubt(self, room: int) -> None:
-        """Nobody can say whether all writes of an ended handoff have ended."""
+        """It is unknown whether all writes of an ended handoff have ended."""
         if room in self._rooms:
             self._doubtful.add(room)
 
     def due(self, now_ns: int) -> int:
-        """The engine that has to be ended now, told once; 0 = none."""
+        """The engine to end now, returned once; 0 = none."""
         if not self._doubtful or self._ending:
             return 0
         if self._since_ns is None:
@@ -146,7 +146,7 @@ class LandingEngines:
         return self._number
 
     def ended(self, number: int) -> list[int]:
-        """An engine has ended for certain, asked to or not; returns the handoffs it held."""
+        """An engine has certainly ended, requested or not; returns the handoffs it held."""
         if number != self._number:
             return []
         rooms = list(self._rooms)

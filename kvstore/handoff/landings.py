@@ -1,4 +1,4 @@
-"""What arrives at decode: received and verified, in the pool or in staging of a device.
+"""Data that arrives at decode: received and verified, in the pool or in staging of a device.
 
 In host memory bytes land in the pool itself. For a pool on a device they land in staging, are
 verified there, and then spread; such a landing has ended when the device has finished.
@@ -31,11 +31,11 @@ _SCRATCH_BYTES: Final = 64 * 1024
 
 _Copy = tuple[list[BlockRows], HeadRows | None]
 LandingEnded = Callable[[Landing, FailureCode | None, str], None]
-"""Told a landing whose blocks nothing writes to any more, what is wrong with it, and in words."""
+"""Gets a landing whose blocks are not written any more, why it failed, and a description."""
 
 
 def skip(size: int, receive: Receive) -> None:
-    """Receive bytes that belong nowhere; raises what ``receive`` raises."""
+    """Receive and discard bytes; raises what ``receive`` raises."""
     scratch = np.empty(min(size, _SCRATCH_BYTES), dtype=np.uint8)
     for at in range(0, size, _SCRATCH_BYTES):
         receive([(int(scratch.ctypes.data), min(size - at, _SCRATCH_BYTES))], b"")
@@ -47,8 +47,8 @@ class HostLandings:
     Args:
         pool: of decode.
         aux: for aux data.
-        staged: where the memory for heads begins that another transport writes.
-        landed: told each landing once, without locks.
+        staged: start address of the memory for heads that another transport writes.
+        landed: called once per landing, without locks.
     """
 
     copying = 0
@@ -71,14 +71,14 @@ class HostLandings:
 
 
 class HostReader:
-    """Lands what one reader receives; the arguments are those of :class:`HostLandings`."""
+    """Receives the data of one reader; the arguments are those of :class:`HostLandings`."""
 
     def __init__(self, pool: HandoffPool, aux: AuxSlots, staged: int, landed: LandingEnded) -> None:
         self._pool, self._aux, self._staged, self._landed = pool, aux, staged, landed
         self._staging = Staging()
 
     def land(self, landing: Landing, receive: Receive | None) -> None:
-        """Receive what belongs to a landing, unless another transport has written it; check it.
+        """Receive the data of a landing, unless another transport has written it; verify it.
 
         Raises:
             KVStoreError: what ``receive`` raises; the landing has ended.
@@ -96,14 +96,14 @@ class HostReader:
 
 
 class DeviceLandings:
-    """The landings of one decode manager; its readers call it, each for its own link.
+    """The landings of one decode manager; each reader calls it for its own link.
 
     Args:
         pool: on a device.
         aux: for aux data.
-        landed: told each landing once, without locks.
-        failed: told the room of a landing whose copy has failed, and why, while the device may
-            still write to its blocks.
+        landed: called once per landing, without locks.
+        failed: called with the room of a landing whose copy has failed, and why, while the device
+            may still write to its blocks.
 
     Raises:
         DeviceUnavailable: there is no memory for staging.
@@ -127,12 +127,12 @@ class DeviceLandings:
         return self._copies.flying
 
     def land(self, peer: str, landing: Landing, receive: Receive | None) -> None:
-        """Receive what belongs to a landing, and let the device put it into its blocks.
+        """Receive the data of a landing, and let the device copy it to its blocks.
 
         Args:
-            peer: whose link it is; each peer has a share of the slots.
-            landing: what arrives.
-            receive: receives it.
+            peer: owner of the link; each peer has a share of the slots.
+            landing: the landing.
+            receive: receives the data.
 
         Raises:
             KVStoreError: what ``receive`` raises; the landing has ended.
@@ -169,7 +169,7 @@ class DeviceLandings:
         return DeviceReader(self, peer)
 
     def settle(self, link: bytes, settled: Callable[[], None]) -> None:
-        """A link has ended: call something when no landing of it is being copied any more."""
+        """A link has ended: call ``settled`` once no landing of it is being copied any more."""
         with self._lock:
             if self._copying[link]:
                 self._settled[link] = settled
@@ -177,7 +177,7 @@ class DeviceLandings:
         settled()
 
     def close(self) -> None:
-        """Wait until the device has finished, as long as it may take."""
+        """Wait until the device has finished, without limit."""
         self._copies.close()
 
     # ---- internal ---------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class DeviceLandings:
         return places
 
     def _copy_of(self, landing: Landing) -> _Copy | None:
-        """What the device is to copy; None = nothing is for blocks."""
+        """The copy for the device; None = no data for blocks."""
         of_blocks = [at for at, one in enumerate(landing.ranges) if one.plane != AUX_PLANE]
         if not of_blocks:
             return None
@@ -205,7 +205,7 @@ class DeviceLandings:
         return rows, self._pool.head_rows(landing.share.heads) if landing.rows else None
 
     def _spread(self, landing: Landing, slot: int, copy: _Copy | None) -> None:
-        """Let the device copy what is in a slot."""
+        """Let the device copy the contents of a slot."""
         if copy is None:
             self._copies.free(slot)
             self._landed(landing, None, "")
@@ -234,7 +234,7 @@ class DeviceLandings:
 
 
 class DeviceReader:
-    """Lands what one reader receives over a link of a peer."""
+    """Receives the data of one reader over a link of a peer."""
 
     def __init__(self, landings: DeviceLandings, peer: str) -> None:
         self._landings, self._peer = landings, peer

@@ -1,7 +1,7 @@
-"""The threads of a link: what waits to be written, and who writes it.
+"""The threads of a link, and its queues of messages and jobs.
 
 A link is two connections, so that each is used in one direction by one thread: decode writes its
-messages on one, prefill its messages and ranges on the other. They live and die together.
+messages on one, prefill its messages and ranges on the other. If one ends, so does the other.
 """
 
 import contextlib
@@ -20,23 +20,25 @@ from kvstore.process.faults import Faults
 from kvstore.protocol.errors import KVStoreError, PeerUnreachable, ProtocolError, TransferTimeout
 
 PING_S: Final = 0.4
-"""A ping is sent when nothing else was for so long: twice within the shortest silence allowed."""
+"""A ping is sent after this time without other data: twice within the shortest silence allowed."""
 SEND_S: Final = 15.0
-"""A frame that is not written after so long closes its link, unless the silence is longer."""
+"""A frame that is not written within this time closes its link, unless the silence limit is
+longer."""
 MESSAGES_MAX: Final = 4_096
 """Messages that wait to be written; a peer that reads no more than that has its link closed."""
 _REFUSALS: Final = ("foreign_messages", "repeated_messages", "failed_protocol", "failed_refused")
 _LOG: Final = logging.getLogger(__name__)
 _NEAR_BYTES: Final = 160 * 1024
-"""Linux doubles it. Pushes are as fast from 112 to 192 KiB, and take half as much more with 256."""
+"""Linux doubles it. Pushes are equally fast from 112 to 192 KiB, and take half as long again with
+256."""
 _PING: Final = encode_message(HandoffPing())
 
 
 def fit_send_buffer(connection: socket.socket) -> None:
-    """Let few bytes wait in a connection to this machine, so that they stay in the cache.
+    """Limit the send buffer of a connection to this machine, so that its data stays in the cache.
 
-    What waits in the socket is written by one core and read by another. With the buffers that Linux
-    grows for a distant peer, megabytes, both go to memory. A distant peer keeps them.
+    Data in the socket is written by one core and read by another. With the buffers that Linux grows
+    for a distant peer, megabytes, both access memory. Connections to distant peers keep those.
     """
     with contextlib.suppress(OSError):  # it is broken already: whoever uses it finds out
         if connection.getsockname()[0] == connection.getpeername()[0]:
@@ -71,7 +73,7 @@ def cause_of(error: KVStoreError) -> FailureCode:
 
 
 class Outbox:
-    """What waits to be written on a link: messages first, then jobs; thread-safe."""
+    """The data to write on a link: messages first, then jobs; thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -99,7 +101,7 @@ class Outbox:
             return True
 
     def next(self) -> bytes | PushJob | None:
-        """What to write next, a ping if nothing came for a while; None once it is closed."""
+        """The next item to write, a ping if nothing came for a while; None once it is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._messages or self._jobs, PING_S)
             if self._closed:
@@ -109,13 +111,13 @@ class Outbox:
             return self._jobs.popleft() if self._jobs else _PING
 
     def close(self) -> None:
-        """Let the writer end."""
+        """End the writer."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def left(self) -> list[PushJob]:
-        """The jobs that were never begun; the outbox is closed."""
+        """The jobs that were never started; the outbox is closed."""
         with self._changed:
             assert self._closed
             jobs = list(self._jobs)
@@ -131,8 +133,8 @@ class PushLink:
         peer: for logs, and at decode the registry's URL.
 
     Attributes:
-        outbox: what waits to be written.
-        connected: set when both connections are there, or it was closed.
+        outbox: the data to write.
+        connected: set when both connections exist, or it was closed.
         writer: at decode, the thread that writes messages; None = none was started.
     """
 
@@ -229,7 +231,7 @@ class Ticker:
         self._thread.start()
 
     def close(self) -> None:
-        """Let it end, and wait for that."""
+        """Stop, and wait for the thread."""
         self._over.set()
         self._thread.join()
 
@@ -281,7 +283,7 @@ class LinkThreads:
         return thread
 
     def join(self, each_s: float) -> None:
-        """Wait for all that run, so many seconds for each at most."""
+        """Wait for all running threads, at most ``each_s`` seconds for each."""
         with self._lock:
             running = list(self._running)
         for thread in running:

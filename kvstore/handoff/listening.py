@@ -26,8 +26,8 @@ class LinkListener:
 
     Args:
         listen: address to listen at and to be reached at, and port; port 0 = any free one.
-        greet: called in that thread with the connection, the peer's address, and what it calls
-            when the connection has greeted or failed to.
+        greet: called in that thread with the connection, the peer's address, and a function to
+            call when the greeting has ended.
         threads: to start it.
         faults: of the manager.
         tls: of the connections; None = no TLS.
@@ -60,7 +60,7 @@ class LinkListener:
         self._acceptor.start()
 
     def close(self) -> None:
-        """Accept no more, and break what has not greeted."""
+        """Accept no more connections, and close those that have not sent a greeting."""
         self._over.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -89,7 +89,7 @@ class LinkListener:
                 connection.close()
 
     def _begin(self, stream: DataStream, peer: str) -> None:
-        """Let a thread greet a connection; if there are too many, the oldest gives way."""
+        """Start a thread to greet a connection; if there are too many, close the oldest."""
         has_place, are_many = self._crowd.enter(stream, stream.shutdown)
         if are_many:
             self._faults.note("greetings", f"{peer}: too many connections are greeting")

@@ -37,17 +37,17 @@ class HandoffPool:
         block_tokens: tokens of one block.
         generations: one number for each block, shape (block_count,); the engine adds 1 to it
             before it gives the block to another request. None = it has none: then a block that is
-            given away too early is found only if its bytes change while they are sent.
-        group: all ranks of the engine, which of them has this pool, and so which layers and heads
-            it has. A block has one row a token, and in a row head after head. None = there is one
-            rank, and so there is at the engines that it exchanges KV with.
-        states: memory of what a request has besides KV, in the same order at both sides.
+            reused too early is detected only if its bytes change while they are sent.
+        group: all ranks of the engine, and which of them has this pool, and so which layers and
+            heads it has. A block has one row per token, and in a row head after head. None = there
+            is one rank, here and at the engines that it exchanges KV with.
+        states: memory of a request's other data, in the same order at both sides.
         device: where the pool and all state buffers are, if not in host memory, for example a
             :class:`kvstore.tier.push_memory.PushMemory`. A block is then read when the device has
             reached the point at which it was sent, and written when it has reached the one at which
             it was announced.
-        fake: move no byte of KV, for tests and warm-up: handoffs go through all states, with their
-            aux data, and nothing in the pool is read or written. The pools of both sides must be.
+        fake: move no KV, for tests and warm-up: handoffs go through all states, with their aux
+            data, and nothing in the pool is read or written. Both sides must use it.
 
     Attributes:
         shape: its numbers; a block of a fake pool has 0 bytes, so no other pool fits to it.
@@ -183,7 +183,7 @@ class HandoffPool:
         ]
 
     def fence(self) -> tuple[DeviceFence, ...]:
-        """What a device reaches after all that the calling thread's engine has given to it so far.
+        """A fence after all work that the calling thread's engine has queued on the device so far.
 
         Raises:
             DeviceUnavailable: the device has failed.
@@ -191,7 +191,7 @@ class HandoffPool:
         return () if self.device is None else (self.device.fence(),)
 
     def check_transport(self, field: str) -> None:
-        """Refuse another transport than TCP where the pool cannot be read or written by it.
+        """Refuse a transport other than TCP if it cannot read or write the pool.
 
         Raises:
             InvalidArgument: with ``field``; the pool is on a device.
@@ -201,13 +201,13 @@ class HandoffPool:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of all ranges of a message at most, but for aux data."""
+        """Maximum bytes of all ranges of a message, without aux data."""
         states = self.shape.states
         return max(RANGES_BYTES_MAX, self._block_bytes, *[one.block_bytes for one in states])
 
     @property
     def rows_max(self) -> int:
-        """Blocks of all ranges of a message at most; if heads are gathered, they are smaller."""
+        """Maximum blocks of all ranges of a message; if heads are gathered, they are smaller."""
         sizes = [self._block_bytes // self.shape.head_count]
         sizes += [one.block_bytes for one in self.shape.states]
         return self.slot_bytes // max(min(sizes), 1) + 1
@@ -256,7 +256,7 @@ class HandoffPool:
 
 
 def _check_device(device: DeviceMemory, pool: KVPool, states: Sequence[StateBuffer]) -> None:
-    """Refuse a device's part of other memory: what it copies would verify, and be something else.
+    """Refuse a device whose memory is not the pool's: its copies would verify with other contents.
 
     Raises:
         InvalidArgument: ``device``.

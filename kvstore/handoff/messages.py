@@ -15,12 +15,12 @@ from kvstore.protocol.errors import ProtocolError
 MESSAGE_BYTES_MAX: Final = 8 << 20
 """An announcement of 2**20 blocks has 4 MiB."""
 RANGES_BYTES_MAX: Final = 1 << 20
-"""Bytes of the ranges of one head: what an abort has to wait for."""
+"""Maximum bytes of the ranges of one head, for which an abort has to wait."""
 RANGES_MAX: Final = 1_024
 """Ranges of one head."""
 TEXT_MAX: Final = 200
 UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What a decoder of msgspec raises for bytes of a peer; the last two it does not document."""
+"""The errors of msgspec's decoders for a peer's bytes; the last two are not documented."""
 
 
 class HandoffPing(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -28,7 +28,7 @@ class HandoffPing(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class RenewRoom(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Both: this handoff goes on, although nothing is sent now. The first message of a room."""
+    """Both: this handoff is alive, although no data is sent now. The first message of a room."""
 
     room: int
 
@@ -72,7 +72,7 @@ class Announce(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Decode: stop, and answer Drained; sent again until that came."""
+    """Decode: stop, and answer Drained; repeated until the answer arrives."""
 
     room: int
     failure: HandoffFailure

@@ -3,7 +3,8 @@
 Each side has one child process with an engine (decisions 22 and 34): prefill's writes, decode's is
 written to. Neither blocks the engine's process, and both are killed when they must end.
 
-Mooncake knows no secrets: whoever reaches the port of decode's engine writes to its pool.
+Mooncake has no authentication: a process that reaches the port of decode's engine can write to its
+pool.
 """
 
 import logging
@@ -327,7 +328,7 @@ class MooncakeLanding:
 
 
 def _ready(descriptors: Sequence[int], wait_s: float) -> list[int]:
-    """Those that can be read, after so many seconds at most; less than 0 = no limit."""
+    """The readable descriptors, after at most ``wait_s`` seconds; less than 0 = no limit."""
     watched = select.poll()
     for descriptor in descriptors:
         watched.register(descriptor, select.POLLIN)

@@ -9,12 +9,12 @@ from kvstore.handoff.tables import BlockName, ReceivingRoom
 from kvstore.protocol.errors import CapacityError, InvalidArgument
 
 LIMBO_SHARE: Final = 10
-"""One block in so many of the pool, and of each state buffer, may be in LIMBO because of one peer;
-of a small one, one block."""
+"""At most this part (1/10) of the blocks of the pool, and of each state buffer, may be in LIMBO
+because of one peer; of a small one, one block."""
 
 
 class BlockOwners:
-    """The blocks of one rank of decode; each is of one handoff at most."""
+    """The blocks of one rank of decode; each belongs to at most one handoff."""
 
     def __init__(self) -> None:
         self._owned: dict[BlockName, int] = {}  # → room

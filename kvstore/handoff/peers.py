@@ -12,13 +12,13 @@ from kvstore.protocol.errors import InvalidArgument, PeerUnreachable
 
 
 class PeerRank(NamedTuple):
-    """One rank of prefill to connect to.
+    """One prefill rank to connect to.
 
     Attributes:
         record: its registration.
-        share: what the link is for.
+        share: the part of the KV that the link moves.
         source: the same for the core.
-        states: planes of each state buffer that come over the link.
+        states: planes of each state buffer that are sent over the link.
     """
 
     record: RankRecord
@@ -30,17 +30,18 @@ class PeerRank(NamedTuple):
 def peer_ranks(
     records: Sequence[RankRecord], group: RankGroup, shape: PoolShape, transport: str = ""
 ) -> list[PeerRank]:
-    """The ranks of prefill that send something to a rank of decode, or must be told.
+    """The prefill ranks that send something to a decode rank, or must be notified.
 
     Args:
         records: of the registry.
         group: all ranks of decode, and which of them this is.
         shape: of the pool of this rank.
-        transport: besides TCP, by which this rank can be written to; empty = none.
+        transport: in addition to TCP, a transport through which this rank can be written to; empty
+            = none.
 
     Raises:
-        PeerUnreachable: not all ranks are registered; perhaps they will be.
-        InvalidArgument: they do not fit to those of decode; with the field that does not.
+        PeerUnreachable: not all ranks are registered; they may be later.
+        InvalidArgument: they do not match those of decode; with the field that does not.
     """
     sizes = {(record.ranks, record.data_ranks) for record in records}
     if len(sizes) != 1:
@@ -74,10 +75,10 @@ def peer_ranks(
 def _states_of(
     shape: PoolShape, group: RankGroup, there: Sequence[RankRecord], shares: Sequence[Share]
 ) -> list[tuple[Span, ...]]:
-    """The planes of each state buffer that come over each link: each plane over one.
+    """The planes of each state buffer that are sent over each link: each plane over one.
 
     Raises:
-        InvalidArgument: the state data of prefill are not those of this rank, or nobody who sends
+        InvalidArgument: the state data of prefill does not match this rank's, or no rank that sends
             KV to it has a plane; with the field.
     """
     if not shape.states and not any(record.shape.states for record in there):
@@ -102,7 +103,7 @@ def _states_of(
 
 
 def _covered(state: StateShape, held: Sequence[Span]) -> list[tuple[int, Span]]:
-    """Who sends which planes of a buffer of which all holders have the same.
+    """Which rank sends which planes of a buffer that several ranks hold.
 
     Args:
         state: at this rank.
@@ -112,7 +113,7 @@ def _covered(state: StateShape, held: Sequence[Span]) -> list[tuple[int, Span]]:
         Index of the sender, and its planes: each plane of the buffer once.
 
     Raises:
-        InvalidArgument: nobody has a plane.
+        InvalidArgument: no rank has a plane.
     """
     found: list[tuple[int, Span]] = []
     first, last = state.planes

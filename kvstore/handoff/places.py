@@ -1,4 +1,4 @@
-"""Places of a handoff: which blocks go where, which are joined, what has arrived. Pure.
+"""Places of a handoff: source and target blocks, joined ranges, arrived ranges. Pure.
 
 A **position** is the index of a block among the blocks of a request; position 0 has token 0. A
 range is ``count`` positions of one plane that are neighbours in the pools of both sides.
@@ -15,7 +15,7 @@ from kvstore.protocol.errors import ProtocolError
 from kvstore.protocol.page import DIGEST_BYTES
 
 AUX_PLANE: Final = 0xFFFF_FFFF
-"""Stands for the aux data in place of a plane; ``first`` is the slot, ``size`` its bytes."""
+"""Used as the plane of aux data; ``first`` is the slot, ``size`` its bytes."""
 PLANES_MAX: Final = 4_096
 STATE_PLANE: Final = 0x8000_0000
 """First plane of the state data; each state buffer has :data:`PLANES_MAX` numbers."""
@@ -51,10 +51,10 @@ def state_of(plane: int) -> int:
 
 
 def check_one_kind(ranges: Sequence[PushRange]) -> None:
-    """Refuse ranges of one head of which nobody knows how many bytes they are.
+    """Refuse ranges of one head whose sizes would be ambiguous.
 
     Raises:
-        ProtocolError: they are of several state buffers, or of one and of something else.
+        ProtocolError: they belong to several state buffers, or to one and to something else.
     """
     if len({state_of(one.plane) for one in ranges}) > 1:
         raise ProtocolError("a head has ranges of state data and others")
@@ -90,7 +90,7 @@ def joined(
 def batches(
     planes: range, runs: Sequence[tuple[int, int]], blocks_max: int, ranges_max: int
 ) -> list[list[PushRange]]:
-    """The runs of positions in each plane, in lists of so many blocks and ranges at most."""
+    """The runs of positions in each plane, in lists with limited blocks and ranges."""
     found: list[list[PushRange]] = [[]]
     total = 0
     for plane in planes:
@@ -138,14 +138,14 @@ def unpack_ranges(packed: bytes, digests: bytes) -> list[PushRange]:
 
 
 class Coverage:
-    """Which planes of which positions are there; each may come once.
+    """Which planes of which positions have arrived; each may arrive once.
 
     Args:
         planes: number of planes.
-        first: first position that is expected.
+        first: first expected position.
         stop: position after the last.
-        blocks: block of each position, shape (stop - first,). Then a range whose blocks are no
-            neighbours is refused: its bytes would run into a block of another request.
+        blocks: block of each position, shape (stop - first,). A range whose blocks are not adjacent
+            is then refused: its bytes would overwrite a block of another request.
         first_plane: number of the first plane.
     """
 
@@ -169,7 +169,7 @@ class Coverage:
         self.missing = self._there.size
 
     def claim(self, places: Sequence[PushRange]) -> bool:
-        """Note ranges; returns False, and notes none, if one is outside or may not come (again)."""
+        """Mark ranges; returns False, and marks none, if one is outside or was marked before."""
         if len(places) <= _FEW:
             return self._claim_few(places)
         numbers = np.fromiter(chain.from_iterable(places), np.int64, 3 * len(places))
@@ -195,7 +195,7 @@ class Coverage:
         return True
 
     def _claim_few(self, places: Sequence[PushRange]) -> bool:
-        """As :meth:`claim`, which takes 30 us for any number; this takes 3 us for each."""
+        """Like :meth:`claim`, which takes 30 us for any number; this takes 3 us per range."""
         noted: list[npt.NDArray[np.bool_]] = []
         for plane, first, size in places:
             row, at = plane - self._first_plane, first - self._first

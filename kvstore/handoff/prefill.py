@@ -60,25 +60,26 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 class PrefillManager:
-    """All handoffs of one rank of a prefill engine; any thread may call it.
+    """All handoffs of one rank of a prefill engine; thread-safe.
 
     Args:
         pool: of the engine.
-        space: which KV may be shared, at most 64 bytes; decode must have the same.
-        secret: :func:`kvstore.handoff.greeting.read_secret`; decode must have the same.
+        space: identifies the KV that may be shared, at most 64 bytes; the same at decode.
+        secret: :func:`kvstore.handoff.greeting.read_secret`; the same at decode.
         registry: URL of the instance's registry; empty = none.
-        listen: address to listen at and to be reached at, and port; port 0 = any free one.
+        listen: address and port of the listening socket, by which it is also reached; port 0 = any
+            free one.
         patience: deadlines.
-        writer: another transport, for decode engines that have it too; the manager closes it, also
-            if this raises. None = all goes over TCP.
-        certificates: shown to decode and to the registry, which must show some of the same
+        writer: another transport, for decode engines that have it too; the manager closes it, even
+            if this raises. None = only TCP.
+        certificates: shown to decode and to the registry, which must show ones of the same
             authority; None = no TLS.
 
     Attributes:
         address: ``host:port`` of the manager.
 
     Raises:
-        InvalidArgument: it cannot listen there, ``registry`` is no URL, or a file of
+        InvalidArgument: it cannot listen there, ``registry`` is not a URL, or a file of
             ``certificates`` cannot be used; or another transport is given for a pool on a device;
             with its field.
         DeviceUnavailable: the device of the pool has no memory for staging, or it cannot be pinned.
@@ -129,7 +130,7 @@ class PrefillManager:
     # ---- the engine -------------------------------------------------------------------------
 
     def sender(self, room: int, token_count: int) -> "Sender":
-        """Begin the handoff of a request.
+        """Start the handoff of a request.
 
         Args:
             room: drawn by the router for this request; decode gets the same.
@@ -137,7 +138,7 @@ class PrefillManager:
 
         Raises:
             InvalidArgument: the room was used before, or a number is wrong.
-            CapacityError: too many handoffs are under way; nothing has begun.
+            CapacityError: too many handoffs are in progress; nothing was started.
         """
         with self._lock:
             progress, effects = self._core.open(room, token_count, time.monotonic_ns())
@@ -145,7 +146,7 @@ class PrefillManager:
         return Sender(self, room, progress)
 
     def observe_jobs(self, observe: JobObserver) -> None:
-        """Tell each job that ends from now on; call it before the first sender is made."""
+        """Report each ended job to ``observe``; call it before the first sender is created."""
         self._watch.observe = observe
 
     def poll(self, senders: "Sequence[Sender]", reduce: Reduce | None = None) -> list[State]:
@@ -158,12 +159,12 @@ class PrefillManager:
         return agreed([sender.state for sender in senders], reduce)
 
     def describe(self) -> list[HandoffStatus]:
-        """Where each handoff is."""
+        """The state of each handoff."""
         with self._lock:
             return self._core.describe(time.monotonic_ns())
 
     def stats(self) -> dict[str, int]:
-        """Counts since the start, and what there is now."""
+        """Counts since the start, and current numbers."""
         with self._lock:
             return {
                 **self._core.counts, **self.faults.counts, "links": len(self._links),
@@ -192,7 +193,7 @@ class PrefillManager:
     # ---- what senders call ------------------------------------------------------------------
 
     def act(self, call: Callable[[Senders, int], list[Effect]]) -> None:
-        """Tell the core something, and carry out what it wants done."""
+        """Pass an event to the core, and carry out its effects."""
         with self._lock:
             self._carry_out(call(self._core, time.monotonic_ns()))
 
@@ -225,7 +226,7 @@ class PrefillManager:
     def _push(
         self, room: int, push: Callable[[Senders, int, tuple[DeviceFence, ...]], list[Effect]]
     ) -> None:
-        """Push what is there when the device has done what the engine has given to it."""
+        """Push data once the device has finished the engine's queued work."""
         try:
             after = self._pool.fence()
         except DeviceUnavailable as error:
@@ -256,7 +257,7 @@ class PrefillManager:
         self.act(lambda core, now: core.tick(now))
 
     def _record(self) -> RankRecord:
-        """What the registry is told."""
+        """The record for the registry."""
         group, part = self._group, self._pool.shape.part
         return RankRecord(
             group.rank, self.address, self._boot.hex(), 0, part.layers, part.heads,
@@ -307,7 +308,7 @@ class PrefillManager:
             return link
 
     def _drop(self, link: PushLink, code: FailureCode, why: str) -> None:
-        """Close a link, and fail what lives on it."""
+        """Close a link, and fail the handoffs on it."""
         link.close()
         with self._lock:
             if self._links.get(link.number) is not link:  # or its peer has made it again
@@ -414,7 +415,7 @@ class PrefillManager:
 
 
 class Sender:
-    """The handoff of one request, at prefill; made by :meth:`PrefillManager.sender`.
+    """The handoff of one request, at prefill; created by :meth:`PrefillManager.sender`.
 
     Attributes:
         room: of the request.
@@ -430,7 +431,7 @@ class Sender:
 
     @property
     def state(self) -> State:
-        """Where it is; reading it takes no lock."""
+        """The state; reading it takes no lock."""
         return self.progress.state
 
     @property
@@ -444,7 +445,7 @@ class Sender:
         return self._manager.holds_blocks(self.room)
 
     def send(self, layers: range, positions: range, blocks: Sequence[int]) -> None:
-        """Push the KV of some layers and positions; returns at once, also before decode is there.
+        """Push the KV of some layers and positions; returns at once, even without decode.
 
         Call it in the step thread after each layer of each chunk, when the KV is in the pool.
         Nothing happens if the handoff has ended.

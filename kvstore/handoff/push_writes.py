@@ -1,4 +1,4 @@
-"""Prefill's jobs that another transport carries: which, and what decode is told of their ends."""
+"""Prefill's jobs that another transport carries, and the reports of their ends to decode."""
 
 import threading
 from collections import Counter
@@ -20,22 +20,22 @@ TCP: Final = "tcp"
 Slot = npt.NDArray[np.uint8]
 """Memory for the gathered bytes of one job."""
 JobEnded = Callable[[PushJob, RangesWritten, str, bool], None]
-"""Gets a job, what decode is told if it went well, why it did not, and whether bytes may still
-arrive at decode."""
+"""Gets a job, the message for decode on success, why it failed, and whether bytes may still arrive
+at decode."""
 
 
 class PushWrites:
-    """The jobs of one manager that another transport has.
+    """The jobs of one manager that another transport carries.
 
     Args:
-        writer: the transport; None = there is none. This closes it.
+        writer: the transport, closed by this object; None = there is none.
         pool: of the engine.
-        ended: told the end of each job, by a thread of the transport.
+        ended: called for each ended job, by a thread of the transport.
 
     Attributes:
-        transports: by which KV can be pushed, for the registry.
-        counts: jobs that were written, and jobs that went over the link although decode had
-            announced a place, because the transport did not take them.
+        transports: through which KV can be pushed, for the registry.
+        counts: jobs that were written, and jobs that used the link although decode had announced a
+            place, because the transport refused them.
     """
 
     def __init__(self, writer: BlockWriter | None, pool: HandoffPool, ended: JobEnded) -> None:
@@ -55,7 +55,7 @@ class PushWrites:
             writer.begin(self._written)
 
     def submit(self, job: PushJob) -> bool:
-        """Give a job to the transport, which tells its end; False = it goes over the link."""
+        """Pass a job to the transport, which reports its end; False = it must use the link."""
         writer, place = self._writer, job.place
         if writer is None or place is None or place.transport != writer.transport:
             return False
@@ -117,7 +117,7 @@ class PushWrites:
             self._slots.append(slot)
 
     def close(self) -> None:
-        """Close the transport; it tells the ends of all jobs."""
+        """Close the transport; it reports the ends of all jobs."""
         if self._writer is not None:
             self._writer.close()
 

@@ -1,4 +1,4 @@
-"""Ranks: what each holds of the KV of a request, and which rank sends what to which. Pure.
+"""Ranks: which part of a request's KV each holds, and which rank sends what to which. Pure.
 
 A rank holds some adjacent **layers** and, of each, some adjacent KV **heads**. A pool of latents
 has no heads: all ranks hold its one head 0. Ranks that hold exactly the same are **alike**; all
@@ -26,7 +26,7 @@ Span = tuple[int, int]
 
 
 class RankPart(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank holds.
+    """The part of the KV that one rank holds.
 
     Attributes:
         layers: first layer of the model, and the one after the last.
@@ -37,7 +37,7 @@ class RankPart(msgspec.Struct, frozen=True, array_like=True):
     heads: Span
 
     def common(self, other: "RankPart") -> "RankPart | None":
-        """What both hold; None = nothing."""
+        """The part that both hold; None = nothing."""
         layers, heads = _common(self.layers, other.layers), _common(self.heads, other.heads)
         return RankPart(layers, heads) if layers[0] < layers[1] and heads[0] < heads[1] else None
 
@@ -48,12 +48,12 @@ class RankPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Share(NamedTuple):
-    """What one rank of prefill does for one rank of decode.
+    """The transfer from one prefill rank to one decode rank.
 
     Attributes:
         prefill: number of the rank.
         decode: number of the rank.
-        part: what it sends of the KV; None = nothing.
+        part: the part of the KV that it sends; None = nothing.
         has_aux: it sends the aux data.
     """
 
@@ -69,12 +69,12 @@ class Share(NamedTuple):
 
 
 class RankPlan(NamedTuple):
-    """Who sends what to whom.
+    """Which rank sends what to which.
 
     Attributes:
         shares: at most one for each pair of ranks; each layer and head of each decode rank, and its
-            aux data, is in exactly one. A rank of prefill that sends nothing has one idle share.
-        idle: ranks of prefill that send nothing.
+            aux data, is in exactly one. A prefill rank that sends nothing has one idle share.
+        idle: prefill ranks that send nothing.
     """
 
     shares: list[Share]
@@ -90,7 +90,7 @@ class RankPlan(NamedTuple):
 
 
 def check_parts(parts: Sequence[RankPart]) -> None:
-    """Refuse ranks that cannot be.
+    """Refuse invalid ranks.
 
     Raises:
         InvalidArgument: ``ranks``: there are none or too many; ``layers`` or ``heads``: of a rank.
@@ -104,18 +104,18 @@ def check_parts(parts: Sequence[RankPart]) -> None:
 
 
 def plan_ranks(prefill: Sequence[RankPart], decode: Sequence[RankPart]) -> RankPlan:
-    """Who sends what to whom.
+    """Plan which rank sends what to which.
 
-    Of ranks of prefill that are alike, one sends to each rank of decode; they take turns. The aux
-    data come from a rank with the last layer, one that sends KV to that rank anyway if there is
-    one.
+    If several prefill ranks are alike, one of them sends to each decode rank; they take turns. The
+    aux data is sent by a rank with the last layer, if possible one that sends KV to that decode
+    rank.
 
     Args:
-        prefill: what each of its ranks holds; in the order of their numbers.
+        prefill: the part of each of its ranks; in the order of their numbers.
         decode: likewise.
 
     Raises:
-        InvalidArgument: ``ranks``, ``layers`` or ``heads`` cannot fit: the message says why.
+        InvalidArgument: ``ranks``, ``layers`` or ``heads`` do not match: the message says why.
     """
     check_parts(prefill)
     check_parts(decode)
@@ -149,7 +149,7 @@ def plan_ranks(prefill: Sequence[RankPart], decode: Sequence[RankPart]) -> RankP
 
 
 def data_rank_of(room: int, data_ranks: int) -> int:
-    """Which data-parallel rank of prefill takes a room, of so many."""
+    """The data-parallel rank of prefill, of ``data_ranks``, that serves a room."""
     return room % data_ranks
 
 
@@ -232,11 +232,11 @@ class RankGroup(msgspec.Struct, frozen=True):
 
     @property
     def part(self) -> RankPart:
-        """What this rank holds."""
+        """The part that this rank holds."""
         return self.parts[self.rank]
 
     def check(self, layers: int) -> None:
-        """Refuse a group that cannot be, or whose rank does not hold so many layers.
+        """Refuse an invalid group, or one whose rank does not hold ``layers`` layers.
 
         Raises:
             InvalidArgument: with the field that is wrong.

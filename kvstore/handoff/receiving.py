@@ -1,13 +1,12 @@
 """Decode's side of all handoffs of one rank: events in, effects out. Pure.
 
-A room has a **leg** for each rank of prefill that sends something to this rank. It has succeeded
-when everything of all legs has arrived, and it has failed when one leg has.
+A room has a **leg** for each prefill rank that sends something to this rank. It succeeds when
+everything of all legs has arrived, and fails when one leg fails.
 
 The blocks of an announcement belong to the transfer until :meth:`Receivers.holds_blocks` is False.
-After a failure they are in LIMBO until each rank of prefill has answered that nothing arrives any
-more, or its link has been closed and whoever reads it has ended. Those that another transport may
-write wait for the end of decode's engine besides, if a write may not have ended
-(``landing_engines``).
+After a failure they are in LIMBO until each prefill rank has answered that nothing arrives any
+more, or its link has been closed and its reader has ended. Blocks that another transport may write
+also wait for the end of decode's engine, if a write may not have ended (``landing_engines``).
 """
 
 from collections import Counter
@@ -54,7 +53,7 @@ ROOMS_MAX = 1_024
 ABORTS_MAX: Final = 5
 """An abort is sent so often; then the link is closed, once no handoff lives on it."""
 LIMBO_S_MAX: Final = 30
-"""After so long in LIMBO the link is closed, whichever other handoffs live on it."""
+"""After this time in LIMBO the link is closed, regardless of other handoffs on it."""
 _AGAIN_NS: Final = 1_000_000_000
 """Between two aborts, and between two renewals."""
 
@@ -94,7 +93,7 @@ class Receivers:
     def open(
         self, room: int, peer: str, token_count: int, now_ns: int
     ) -> tuple[HandoffProgress, list[Effect]]:
-        """Begin a handoff from a peer, which may have no link yet.
+        """Start a handoff from a peer, which may have no link yet.
 
         Raises:
             InvalidArgument: the room was seen before, or a number is wrong.
@@ -148,7 +147,7 @@ class Receivers:
         return self._say(one, now_ns)
 
     def renew(self, room: int, now_ns: int) -> list[Effect]:
-        """The request waits for memory; prefill is told, at most once a second."""
+        """The request waits for memory; notifies prefill at most once a second."""
         one = self._rooms[room]
         one.progress.heard(now_ns)
         if one.progress.ended or not one.legs or now_ns - one.said_ns < _AGAIN_NS:
@@ -163,7 +162,7 @@ class Receivers:
         return self._fail(one, FailureCode.ABORTED, Layer.PROTOCOL, why, now_ns)
 
     def device_failed(self, room: int, why: str, now_ns: int) -> list[Effect]:
-        """The device of the pool has failed; what is landing lands until its end is told."""
+        """The device of the pool has failed; a landing continues until its end is reported."""
         one = self._rooms[room]
         return self._fail(one, FailureCode.DEVICE, Layer.TRANSPORT, why, now_ns)
 
@@ -230,7 +229,7 @@ class Receivers:
         return effects
 
     def closed(self, link: bytes, code: FailureCode, why: str, now_ns: int) -> list[Effect]:
-        """A link is gone; until :meth:`settled` bytes may still arrive from it."""
+        """A link was closed; bytes may still arrive from it until :meth:`settled`."""
         self._sources.closed(link)
         effects: list[Effect] = []
         for one in list(self._rooms.values()):
@@ -239,7 +238,7 @@ class Receivers:
         return effects
 
     def settled(self, link: bytes) -> None:
-        """Whoever read a link that is gone has ended: nothing arrives from it any more."""
+        """The reader of a closed link has ended: nothing arrives from it any more."""
         self._sources.settled(link)
         for one in list(self._rooms.values()):
             if link in one.legs:
@@ -293,13 +292,13 @@ class Receivers:
     def arriving(
         self, link: bytes, head: RangesHead | RangesWritten, now_ns: int
     ) -> tuple[Landing | None, int, list[Effect]]:
-        """The head of some ranges has come; their bytes follow, or were written before.
+        """The head of some ranges arrived; their bytes follow, or were written before.
 
         Returns:
-            Where the bytes belong, None = nowhere; and how many bytes they are.
+            Where the bytes belong, None = discard them; and their number.
 
         Raises:
-            ProtocolError: the head makes no sense, so what follows it cannot be read.
+            ProtocolError: the head is invalid, so what follows it cannot be read.
         """
         if len(head.ranges) > RANGES_MAX * RANGE_BYTES:  # before they are unpacked
             raise ProtocolError(f"{len(head.ranges)} bytes of ranges in one head")
@@ -366,7 +365,7 @@ class Receivers:
         return [SendTo(link, Done(one.room)) for link in one.sending]
 
     def tick(self, now_ns: int) -> list[Effect]:
-        """Time has passed: end what is late, ask again for what was not answered."""
+        """Time has passed: end late handoffs, repeat unanswered messages."""
         effects: list[Effect] = []
         for one in list(self._rooms.values()):
             why = one.progress.expired(now_ns)
@@ -382,7 +381,7 @@ class Receivers:
         return [one.progress.status(room, one.missing, now_ns) for room, one in self._rooms.items()]
 
     def check(self) -> None:
-        """Assert what always holds."""
+        """Assert the invariants."""
         self._owners.check(self._rooms.values())
         for room, one in self._rooms.items():
             assert one.landing == 0 or one.is_holding
@@ -394,7 +393,7 @@ class Receivers:
     # ---- inside -----------------------------------------------------------------------------
 
     def _say(self, one: ReceivingRoom, now_ns: int) -> list[Effect]:
-        """Tell prefill of a handoff what it does not know yet, if there is a link."""
+        """Send prefill the news of a handoff, if there is a link."""
         if not one.legs:
             return []
         if one.progress.ended:  # before there was a link
@@ -444,7 +443,7 @@ class Receivers:
         self, one: ReceivingRoom, code: FailureCode, layer: Layer, why: str, now_ns: int,
         but: bytes = b"",
     ) -> list[Effect]:  # fmt: skip
-        """End a handoff as failed, and tell prefill; not over the link ``but``."""
+        """End a handoff as failed, and notify prefill, but not over the link ``but``."""
         failure = HandoffFailure(code, HandoffSide.DECODE, self._rank, layer, why[:TEXT_MAX])
         effects = self._end(one, failure, now_ns)
         if one.progress.failure is failure:
@@ -489,7 +488,7 @@ class Receivers:
             one.slot = -1
 
     def _forget(self, one: ReceivingRoom) -> None:
-        """Take an ended handoff out of the table when nobody asks about it, and prefill is told."""
+        """Remove an ended handoff once it is closed and prefill is notified."""
         told = one.legs or not one.peer
         if one.closed and told and one.progress.ended and not one.is_holding:
             self._give_slot(one)

@@ -1,9 +1,9 @@
 """The registry of a prefill instance: its ranks register here, decode engines ask. HTTP and JSON.
 
-``PUT /v1/ranks`` registers a rank for ``lease_s`` seconds, ``GET /v1/ranks`` lists those whose
-lease runs. The secret of the handoffs signs requests and answers (header ``Kvstore-Proof``); it is
-not sent. A registration counts up, so that an old one cannot be sent again; nor can one of a boot
-that another one has replaced, while that one's lease runs.
+``PUT /v1/ranks`` registers a rank for ``lease_s`` seconds, ``GET /v1/ranks`` lists those with a
+current lease. The secret of the handoffs signs requests and answers (header ``Kvstore-Proof``); it
+is not sent. Registrations are numbered, so that an old one cannot be replayed; nor can one of a
+boot that another one has replaced, while the lease of the new one is current.
 """
 
 import contextlib
@@ -66,13 +66,13 @@ class RankRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         layers: first layer, and the one after the last.
         heads: first KV head, and the one after the last.
         shape: of its pool.
-        space: hex of what both sides must have in common.
-        transports: how KV can be pushed.
+        space: hex of the identity that both sides must share.
+        transports: through which KV can be pushed.
         protocol: version.
-        lease_s: the registration ends after so many seconds; 0 = now.
-        ranks: how many ranks the instance has, of each data-parallel rank.
+        lease_s: duration of the registration in seconds; 0 = it ends now.
+        ranks: number of ranks of the instance, for each data-parallel rank.
         data_rank: which data-parallel rank this one belongs to.
-        data_ranks: how many there are.
+        data_ranks: number of data-parallel ranks.
     """
 
     rank: int
@@ -91,7 +91,7 @@ class RankRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data_ranks: int = 1
 
     def check(self) -> None:
-        """Refuse what no rank can be.
+        """Refuse an invalid record.
 
         Raises:
             InvalidArgument: with the field that is wrong.
@@ -129,7 +129,7 @@ class RankTable:
         self._former: dict[tuple[int, int], list[str]] = {}  # boots that were replaced
 
     def register(self, record: RankRecord, now_ns: int) -> str:
-        """Take a registration that was checked; returns why it is refused, empty = it is not."""
+        """Store a checked registration; returns why it is refused, empty = it is not."""
         key = (record.data_rank, record.rank)
         before = self._ranks.get(key)
         if before is None and len(self._ranks) >= RANKS_MAX:
@@ -148,7 +148,7 @@ class RankTable:
         return ""
 
     def _forget(self, now_ns: int) -> None:
-        """Forget those whose leases have ended, and what came before them."""
+        """Remove registrations whose leases have ended, and the boots they replaced."""
         self._ranks = {key: one for key, one in self._ranks.items() if one[1] > now_ns}
         self._former = {key: boots for key, boots in self._former.items() if key in self._ranks}
 
@@ -168,14 +168,14 @@ class HandoffRegistry:
         host: address to listen at.
         port: 0 = any free one.
         secret: of the handoffs.
-        certificates: shown to who asks, who must show some of the same authority; None = no TLS.
+        certificates: shown to clients, which must show ones of the same authority; None = no TLS.
 
     Raises:
         InvalidArgument: it cannot listen there, or a file of ``certificates`` cannot be used; with
             its field.
 
     Attributes:
-        url: what ranks and decode engines are given.
+        url: for ranks and decode engines.
         faults: requests that were refused, by cause.
     """
 
@@ -254,10 +254,10 @@ class HandoffRegistry:
         self._server.server_close()
 
     def begin(self, connection: socket.socket) -> socket.socket:
-        """A new connection after its TLS handshake, if there is TLS, of two seconds at most.
+        """A new connection after its TLS handshake, if there is TLS, within two seconds.
 
         Raises:
-            OSError: the other side shows no certificate of ours, or speaks no TLS.
+            OSError: the other side shows no certificate of our authority, or does not use TLS.
         """
         if self._tls is None:
             return connection
@@ -322,7 +322,7 @@ class HandoffRegistry:
         request.wfile.write(said)
 
     def _register(self, body: bytes) -> tuple[HTTPStatus, str]:
-        """Take a registration; returns the status, and why it is refused."""
+        """Process a registration; returns the status, and why it is refused."""
         try:
             record = _record.decode(body)
             record.check()
@@ -342,7 +342,7 @@ def _scheme(tls: ssl.SSLContext | None) -> str:
 
 
 def _cut(connection: socket.socket) -> None:
-    """End a connection under whoever uses it: ``SSLSocket.shutdown`` would forget its TLS state."""
+    """Break a connection that is in use: ``SSLSocket.shutdown`` would drop its TLS state."""
     with contextlib.suppress(OSError):  # it has ended by itself
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
@@ -365,16 +365,15 @@ def _answer_proof(secret: bytes, nonce: str, body: bytes) -> str:
 
 
 class RegistryClient:
-    """Asks one registry; each call waits two seconds at most for each step of the connection.
+    """Queries one registry; each step of the connection has a limit of two seconds.
 
     Args:
         url: of the registry.
         secret: of the handoffs.
-        tls: of who connects; None = no TLS. A registry with TLS is not asked without, and the other
-            way round.
+        tls: for the connecting side; None = no TLS. Registry and client must agree on TLS.
 
     Raises:
-        InvalidArgument: it is no URL of a registry.
+        InvalidArgument: it is not a URL of a registry.
     """
 
     def __init__(self, url: str, secret: bytes, tls: ssl.SSLContext | None = None) -> None:

@@ -1,6 +1,6 @@
-"""Rooms: numbers of handoffs, none of which is used twice. Pure.
+"""Rooms: numbers of handoffs, which are never reused. Pure.
 
-A room has 63 bits: 31 of the boot of whoever draws it (the Conductor) and a counter of 32.
+A room has 63 bits: 31 for the boot of the Conductor that draws it, and a counter of 32.
 """
 
 from typing import Final
@@ -46,10 +46,10 @@ class RoomNumbers:
 
 
 def check_room(room: int) -> None:
-    """Refuse what is no room.
+    """Refuse an invalid room.
 
     Raises:
-        InvalidArgument: it has not 63 bits.
+        InvalidArgument: it does not have 63 bits.
     """
     if not 0 <= room <= ROOM_MAX:
         raise InvalidArgument("room", f"{room} is not within 63 bits")
@@ -58,8 +58,8 @@ def check_room(room: int) -> None:
 class SeenRooms:
     """Remembers the last rooms, so that each is used once.
 
-    What is forgotten has ended long ago, and nothing of it is under way: who may still get
-    something has it in a table. Rooms that somebody has made up make no other room count as seen.
+    Forgotten rooms ended long ago, and nothing of them is in progress: active ones are in a table.
+    Invented rooms do not make any other room count as seen.
     """
 
     def __init__(self) -> None:

@@ -77,7 +77,7 @@ class Senders:
     def open(
         self, room: int, token_count: int, now_ns: int
     ) -> tuple[HandoffProgress, list[Effect]]:
-        """Begin a handoff; one that decode spoke of, and that ended before, has failed.
+        """Start a handoff; if decode announced it and it ended before, it has failed.
 
         Raises:
             InvalidArgument: the room was used before, or a number is wrong.
@@ -185,7 +185,7 @@ class Senders:
         return self._submit_all(one, now_ns)
 
     def renew(self, room: int, now_ns: int) -> list[Effect]:
-        """The request waits in the engine's queue; decode is told, at most once a second."""
+        """The request waits in the engine's queue; notifies decode at most once a second."""
         one = self._rooms[room]
         one.progress.heard(now_ns)
         if one.progress.ended or not one.legs or now_ns - one.said_ns < _SAID_NS:
@@ -278,7 +278,7 @@ class Senders:
         return effects + self._submit(job.link, now_ns)
 
     def closed(self, link: bytes, code: FailureCode, why: str, now_ns: int) -> list[Effect]:
-        """A link is gone; its jobs end by :meth:`completed`, each."""
+        """A link was closed; its jobs end by :meth:`completed`, each."""
         effects: list[Effect] = []
         for one in [one for one in self._rooms.values() if link in one.legs]:
             one.legs[link].gone = True  # nobody is there to be told
@@ -289,7 +289,7 @@ class Senders:
         return effects
 
     def tick(self, now_ns: int) -> list[Effect]:
-        """Time has passed: end what is late."""
+        """Time has passed: end late handoffs."""
         effects: list[Effect] = []
         for one in list(self._rooms.values()):
             if why := one.progress.expired(now_ns):
@@ -302,7 +302,7 @@ class Senders:
         return [one.progress.status(room, one.missing, now_ns) for room, one in self._rooms.items()]
 
     def check(self) -> None:
-        """Assert what always holds."""
+        """Assert the invariants."""
         for room, one in self._rooms.items():
             for leg in one.legs.values():
                 self._jobs.check(room, leg)
@@ -340,7 +340,7 @@ class Senders:
         return effects
 
     def _answer_late(self, link: bytes, message: FromDecode) -> list[Effect]:
-        """Nothing arrives for a room that is not in the table; who asks for more is told."""
+        """Answer a message for a room that is not in the table: nothing arrives any more."""
         assert not isinstance(message, HandoffPing)
         self.counts["late_messages"] += 1
         room = message.room
@@ -354,7 +354,7 @@ class Senders:
         return [SendTo(link, Failed(room, failure)), SendTo(link, drained)]
 
     def _answer_ended(self, one: SendingRoom, leg: SendingLeg, message: FromDecode) -> list[Effect]:
-        """A handoff has ended; decode may not know: it has just come, or a message is lost."""
+        """Answer for an ended handoff: decode may have just connected, or missed a message."""
         effects: list[Effect] = []
         if isinstance(message, Announce | RenewRoom) and one.progress.failure is not None:
             effects.append(SendTo(leg.link, Failed(one.room, one.progress.failure)))
@@ -407,7 +407,7 @@ class Senders:
         return [effect for link in one.legs for effect in self._submit(link, now_ns)]
 
     def _submit(self, link: bytes, now_ns: int) -> list[Effect]:
-        """Submit jobs of a link, as many as it may have."""
+        """Submit jobs of a link, up to its limit."""
         effects: list[Effect] = []
         for job in self._jobs.submit(link):
             one = self._rooms[job.room]
@@ -444,9 +444,9 @@ class Senders:
     def _end(
         self, one: SendingRoom, failure: HandoffFailure, now_ns: int, *, but: bytes = b""
     ) -> list[Effect]:
-        """End a handoff as failed: submit no more of it, and answer when the rest has ended.
+        """End a handoff as failed: submit no more of it, and answer when its jobs have ended.
 
-        All ranks of decode are told why, but the one over the link ``but``, which knows.
+        All decode ranks are notified, except over the link ``but``, which knows.
         """
         if not one.progress.fail(failure, now_ns):
             return []
@@ -460,7 +460,7 @@ class Senders:
         return effects + self._drained(one)
 
     def _drained(self, one: SendingRoom) -> list[Effect]:
-        """Tell the ranks of decode to which nothing is under way, each once."""
+        """Notify each decode rank without jobs in progress, once."""
         if one.progress.state != State.FAILED:
             return []
         idle = [leg for leg in one.legs.values() if not (leg.submitted or leg.drained or leg.gone)]
@@ -469,7 +469,7 @@ class Senders:
         return [SendTo(leg.link, Drained(one.room, leg.doubtful)) for leg in idle]
 
     def _forget(self, one: SendingRoom, now_ns: int | None = None) -> None:
-        """Take an ended handoff out of the table when nobody asks about it any more."""
+        """Remove an ended handoff once it is closed."""
         if not one.progress.ended or one.submitted:
             return
         after_ns = self._patience.silence_ns(State.BOOTSTRAPPING)
@@ -478,6 +478,6 @@ class Senders:
             self._remove(one)
 
     def _remove(self, one: SendingRoom) -> None:
-        """Take a handoff out of the table; its request may come yet."""
+        """Remove a handoff from the table; its request may still arrive."""
         if self._rooms.pop(one.room, None) is not None and not one.opened:
             self._missed.add(one.room, one.progress.failure, self._rank)

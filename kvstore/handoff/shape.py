@@ -94,7 +94,7 @@ class PoolShape:
 
     @property
     def part(self) -> RankPart:
-        """What this rank holds."""
+        """The part that this rank holds."""
         layers = self.plane_count // self.planes_per_layer
         return RankPart((self.first_layer, self.first_layer + layers), self.heads)
 
@@ -107,26 +107,26 @@ class PoolShape:
 
     @property
     def state_shares(self) -> tuple["LinkShare", ...]:
-        """What is moved of each state buffer."""
+        """The shares of all state buffers."""
         found: list[LinkShare] = []
         for index, state in enumerate(self.states):
             found.append(self._state_share(index, state.planes))
         return tuple(found)
 
     def _state_share(self, index: int, planes: Span) -> "LinkShare":
-        """What is moved of one state buffer: some of its planes."""
+        """The share of one state buffer: some of its planes."""
         state, first = self.states[index], STATE_PLANE + index * PLANES_MAX
         heads = (0, 1) if state.is_alike else self.heads
         moved = range(first + planes[0], first + planes[1])
         return LinkShare(moved, heads, state.block_bytes, is_staged=False, has_aux=False)
 
     def share(self, share: Share, there: RankPart, states: Sequence[Span] = ()) -> "LinkShare":
-        """What a link moves.
+        """The share of a link.
 
         Args:
             share: of a plan in which this rank has this pool.
-            there: what the other rank holds.
-            states: planes of each state buffer that the link moves; empty = of none.
+            there: the part that the other rank holds.
+            states: planes of each state buffer that the link moves; empty = none.
 
         Raises:
             InvalidArgument: ``states``: these are not planes of each buffer of this rank.
@@ -151,16 +151,16 @@ class PoolShape:
         )  # fmt: skip
 
     def blocks_of(self, token_count: int) -> int:
-        """Blocks that so many tokens need."""
+        """Number of blocks for this many tokens."""
         return min(-(-token_count // self.block_tokens), BLOCKS_MAX)
 
     def wanted(
         self, token_count: int, first_token: int, blocks: Sequence[int]
     ) -> tuple[int, list[int]]:
-        """First position, and the blocks, of what decode wants of a request.
+        """First position and blocks that decode requests.
 
         Raises:
-            InvalidArgument: they are not as many different ones of the pool as it takes.
+            InvalidArgument: they are not the right number of distinct blocks of the pool.
         """
         if not 0 <= first_token <= token_count:
             raise InvalidArgument("first_token", f"{first_token} of {token_count}")
@@ -178,10 +178,10 @@ class PoolShape:
     def wanted_states(
         self, token_count: int, first: int, states: Mapping[str, Sequence[int]]
     ) -> list[StatePart]:
-        """The blocks of state data of a request of which KV is wanted from a position on.
+        """The blocks of state data of a request whose KV is requested from a position on.
 
         Raises:
-            InvalidArgument: they are not as many different ones of each buffer as it takes.
+            InvalidArgument: they are not the right number of distinct blocks of each buffer.
         """
         return wanted_states(self.states, states, self.blocks_of(token_count), first)
 
@@ -199,8 +199,8 @@ class LinkShare(NamedTuple):
         block_bytes: bytes of these heads of one block in one plane.
         is_staged: these are not all heads of both pools. Then the heads of a range are gathered
             into one piece of memory, sent, and scattered.
-        has_aux: the aux data come over this link.
-        states: likewise, what it moves of each state buffer; empty if it moves none.
+        has_aux: the aux data is sent over this link.
+        states: the shares of state buffers that it moves; empty if none.
     """
 
     planes: range
@@ -212,11 +212,11 @@ class LinkShare(NamedTuple):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing comes over this link."""
+        """Whether nothing is sent over this link."""
         return not self.planes and not self.has_aux
 
     def of_plane(self, plane: int) -> "LinkShare":
-        """What is moved of the state buffer that a plane is of; of other planes, this share.
+        """The share of the state buffer that a plane belongs to; for other planes, this share.
 
         Raises:
             ProtocolError: the link moves no such state data.
@@ -238,7 +238,7 @@ class LinkShare(NamedTuple):
         return sum([count if plane == AUX_PLANE else count * size for plane, _, count in ranges])
 
     def seed_of(self, room: int) -> int:
-        """What seeds the digests of a room together with their places: it has the heads too."""
+        """The seed of the digests of a room, together with their places; it covers the heads."""
         return xxhash.xxh3_64_intdigest(_SEED.pack(room, *self.heads))
 
 
@@ -267,13 +267,13 @@ def announced_blocks(shape: PoolShape, message: Announce, token_count: int) -> l
 def announced_parts(
     shape: PoolShape, message: Announce, token_count: int, share: LinkShare
 ) -> tuple[list[int], list[StatePart]]:
-    """What an announcement says: blocks of the pool, and those of each state buffer.
+    """The blocks of the pool, and of each state buffer, in an announcement.
 
     Args:
         shape: of the pools of both sides.
         message: the announcement.
-        token_count: of the request; -1 = not known.
-        share: what the link moves.
+        token_count: of the request; -1 = unknown.
+        share: the share of the link.
 
     Raises:
         ProtocolError: a field is wrong.
@@ -311,7 +311,7 @@ def announced_states(shape: PoolShape, message: Announce, share: LinkShare) -> l
 
 
 def _different(packed: bytes, wanted: int, what: str) -> list[int]:
-    """So many different numbers of a message; they are counted before they are read.
+    """``wanted`` distinct numbers of a message; they are counted before they are decoded.
 
     Raises:
         ProtocolError: they are not.
@@ -324,12 +324,12 @@ def _different(packed: bytes, wanted: int, what: str) -> list[int]:
 
 
 def check_place(share: LinkShare, place: LandingPlace, blocks: list[int]) -> None:
-    """Check where decode wants to be written to.
+    """Check the place at which decode wants to be written to.
 
-    Mooncake's library ends its process when it does not like an endpoint.
+    Mooncake's library terminates its process on an invalid endpoint.
 
     Args:
-        share: what the link moves.
+        share: the share of the link.
         place: of an announcement.
         blocks: of the same announcement.
 

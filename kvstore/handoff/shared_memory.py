@@ -13,12 +13,12 @@ class SharedMemory:
         size_bytes: at least 1.
 
     Raises:
-        OSError: there is not so much memory, or no descriptor left.
+        OSError: there is not enough memory, or no descriptor left.
 
     Attributes:
-        buffer: the memory; it stays until nothing uses the buffer any more.
-        address: where it begins.
-        size_bytes: of it.
+        buffer: the memory; it exists until the buffer is not used any more.
+        address: its start address.
+        size_bytes: its size.
         descriptor: of the memory; -1 after :meth:`close`.
     """
 

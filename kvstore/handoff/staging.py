@@ -1,6 +1,6 @@
 """Ranges of which only some heads are moved: gathered before they are sent, scattered after.
 
-All ranges come through here; those with all heads go straight from pool to pool.
+All ranges pass through here; those with all heads are moved directly from pool to pool.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from kvstore.mover.ranges import Places, digest_ranges
 from kvstore.protocol.page import DIGEST_BYTES
 
 Receive = Callable[[Places, bytes], bytes]
-"""Fills ranges with what comes next; with their seeds it returns their digests."""
+"""Fills ranges with the next data; with their seeds it returns their digests."""
 
 
 class Staging:
@@ -74,19 +74,18 @@ class Staging:
         receive: Receive | None,
         staged: int = 0,
     ) -> bool:
-        """Receive what belongs to a landing, and put it into decode's pool.
+        """Receive the data of a landing into decode's pool.
 
         Args:
             pool: of decode.
             aux: of decode.
-            landing: what arrives.
-            receive: fills memory; raises what this raises. None = another transport has written:
-                into the pool, or into the memory for what is staged.
-            staged: where that memory begins.
+            landing: the landing.
+            receive: fills memory; its errors are raised. None = another transport has written the
+                data into the pool, or into the staging memory.
+            staged: start address of that memory.
 
         Returns:
-            Whether all that has arrived matches its digests; if not, there may be garbage in the
-            blocks.
+            Whether all data matches its digests; if not, the blocks may contain garbage.
         """
         packed = seeds_of(landing.share.seed_of(landing.room), landing.ranges)
         if not landing.is_staged:
@@ -116,7 +115,7 @@ class Staging:
         return right
 
     def places(self, lengths: Sequence[int]) -> Places:
-        """Memory for ranges of so many bytes, the same until there are more in all."""
+        """Memory for ranges of these lengths; it is reused until more is needed."""
         total = sum(lengths)
         if total > len(self._memory):
             self._memory = np.empty(total, dtype=np.uint8)
@@ -126,7 +125,7 @@ class Staging:
 
 
 def _by_length(lengths: Sequence[int]) -> list[npt.NDArray[np.intp]]:
-    """Indices of equal lengths: the mover takes pages of one length."""
+    """Indices of equal lengths: the mover handles pages of one length."""
     if len(set(lengths)) == 1:
         return [np.arange(len(lengths))]
     numbers = np.array(lengths, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""State data: what a request has besides KV, in buffers with blocks of their own. Pure.
+"""State data: data of a request other than KV, in buffers with blocks of their own. Pure.
 
 Three kinds: one block for the whole request (the state of a recurrent layer, as Mamba's), blocks of
 the last positions (KV of layers with a sliding window, in a pool of their own), and a block for
@@ -88,11 +88,11 @@ class StateShape:
         return self.first_plane, self.first_plane + self.plane_count
 
     def positions(self, blocks: int, first: int) -> range:
-        """What is moved for a request.
+        """The positions that are moved for a request.
 
         Args:
             blocks: positions of the request.
-            first: position from which KV is needed; of the kinds ``slot`` and ``last`` all is
+            first: position from which KV is needed; for the kinds ``slot`` and ``last`` all are
                 moved in any case.
         """
         match self.kind:
@@ -161,10 +161,10 @@ class StatePart(NamedTuple):
 
 
 def check_names(states: Sequence[StateShape]) -> None:
-    """Refuse state buffers that cannot be told apart.
+    """Refuse state buffers that cannot be distinguished.
 
     Raises:
-        InvalidArgument: there are too many, or two have one name.
+        InvalidArgument: there are too many, or two have the same name.
     """
     names = {state.name for state in states}
     if len(states) > STATES_MAX or len(names) != len(states):
@@ -205,7 +205,7 @@ def wanted_states(
         first: position from which KV is needed.
 
     Raises:
-        InvalidArgument: they are not as many different ones of each buffer as it takes.
+        InvalidArgument: they are not the right number of distinct blocks of each buffer.
     """
     unknown = given.keys() - {state.name for state in states}
     if unknown:

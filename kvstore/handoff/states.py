@@ -35,7 +35,7 @@ def least(states: Iterable[int]) -> State:
 
 
 Reduce = Callable[[list[int]], list[int]]
-"""Takes the states of some handoffs at this rank, returns for each the lowest among all ranks."""
+"""Gets the states of some handoffs at this rank, returns for each the lowest among all ranks."""
 
 
 def agreed(states: list[State], reduce: Reduce | None) -> list[State]:
@@ -47,14 +47,14 @@ def agreed(states: list[State], reduce: Reduce | None) -> list[State]:
 
 
 class HandoffSide(StrEnum):
-    """Who noticed a failure."""
+    """The side that noticed a failure."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class Layer(StrEnum):
-    """What failed: the way of the bytes, or what one side asked for or did."""
+    """The part that failed: the transport, or one of the sides."""
 
     TRANSPORT = "transport"
     PROTOCOL = "protocol"
@@ -82,15 +82,15 @@ class FailureCode(StrEnum):
     PEER_SILENT = "peer_silent"
     """The other side sent nothing, no ping either: it is stopped, or the network is cut."""
     PROTOCOL = "protocol"
-    """The other side sent what it must not send."""
+    """The other side violated the protocol."""
     REFUSED = "refused"
-    """The other side does not take this request: its fields do not fit."""
+    """The other side refuses this request: its fields do not match."""
     WRONG_PROMPT = "wrong_prompt"
     """Everything has arrived, but it is the KV of another prompt, or it is not said of which."""
     WRITE = "write"
     """A write over a transport other than TCP has failed, or was late."""
     UNREACHABLE = "unreachable"
-    """The registry or the other side's port cannot be reached, or does not know the secret."""
+    """The registry or the other side's port is unreachable, or does not know the secret."""
 
 
 class HandoffFailure(msgspec.Struct, frozen=True, array_like=True):
@@ -98,9 +98,9 @@ class HandoffFailure(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         code: one of :class:`FailureCode`, or a code of a later version.
-        side: who noticed it.
+        side: the side that noticed it.
         rank: rank of that side.
-        layer: what failed.
+        layer: the part that failed.
         message: for the log; at most 200 characters.
     """
 
@@ -121,17 +121,17 @@ class HandoffFailure(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a state may last without a word on the handoff from the other side, in seconds.
+    """Maximum duration of each state without a message about the handoff, in seconds.
 
     Attributes:
         bootstrapping_s: BOOTSTRAPPING; decode renews it while it waits for its memory.
         waiting_s: WAITING_FOR_INPUT; prefill renews it while the request is in its queue.
         transferring_s: TRANSFERRING.
-        total_s: the whole handoff, whoever says what.
-        silence_s: a connection on which nothing comes for so long is closed, with all handoffs that
-            use it; at least 1 s, because the other side may write only each half second, and at
-            most ``transferring_s``, which would end a handoff before. More for engines that stand
-            for seconds, less to notice a stopped one sooner.
+        total_s: the whole handoff, regardless of renewals.
+        silence_s: a connection without data for this long is closed, with all handoffs that use it;
+            at least 1 s, because the other side may write only every half second, and at most
+            ``transferring_s``, which would end a handoff before. Use more for engines that pause
+            for seconds, less to notice a suspended one sooner.
 
     Raises:
         InvalidArgument: ``silence_s`` is too short or too long.
@@ -212,7 +212,6 @@ class HandoffProgress:
     )  # fmt: skip
 
     def __init__(self, patience: Patience, now_ns: int) -> None:
-        """Begin in BOOTSTRAPPING."""
         self._patience = patience
         self._opened_ns = self._heard_ns = self.since_ns = now_ns
         self.state = State.BOOTSTRAPPING
@@ -226,7 +225,7 @@ class HandoffProgress:
         return self.state in TERMINAL
 
     def advance(self, state: State, now_ns: int) -> bool:
-        """Go forward to a state; returns False if it is there already, further, or has ended."""
+        """Advance to a state; returns False if it has been reached, or the handoff has ended."""
         assert state is not State.FAILED, "a failure has a cause: call fail"
         if self.ended or state <= self.state:
             return False
@@ -244,7 +243,7 @@ class HandoffProgress:
         return True
 
     def status(self, room: int, missing: list[int], now_ns: int) -> HandoffStatus:
-        """What to tell people of it."""
+        """A description for people."""
         seconds = (now_ns - self.since_ns) / 1e9
         return HandoffStatus(room, self.state.name, seconds, self.moved_bytes, missing)
 
@@ -254,7 +253,7 @@ class HandoffProgress:
         self.since_ns = now_ns
 
     def heard(self, now_ns: int) -> None:
-        """The other side, or the own engine, said that this handoff goes on."""
+        """The other side, or the own engine, said that this handoff is alive."""
         self._heard_ns = now_ns
 
     def expired(self, now_ns: int) -> str:

@@ -1,4 +1,4 @@
-"""What each side remembers of one room. Pure."""
+"""Each side's state of one room. Pure."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,14 @@ from kvstore.handoff.states import HandoffProgress, State
 
 
 class LinkTarget(NamedTuple):
-    """Whom a link of prefill leads to.
+    """The target of a link of prefill.
 
     Attributes:
         instance: of the decode engine.
         rank: its rank at the end of the link.
-        share: what it gets over the link.
-        receivers: all its ranks that get something from this rank of prefill, or are told that
-            they do not.
+        share: the share that it gets over the link.
+        receivers: all its ranks that get something from this prefill rank, or are told that they do
+            not.
     """
 
     instance: bytes
@@ -33,11 +33,11 @@ class LinkTarget(NamedTuple):
 
 
 class Speaker(NamedTuple):
-    """Who speaks of a request to prefill first.
+    """The peer that first mentions a request to prefill.
 
     Attributes:
-        address: of the peer; empty = not known.
-        instance: of the decode engine, as it says itself.
+        address: of the peer; empty = unknown.
+        instance: of the decode engine, as it claims itself.
     """
 
     address: str
@@ -49,13 +49,13 @@ NOBODY: Final = Speaker("", b"")
 
 
 class LinkSource(NamedTuple):
-    """Whom a link of decode leads to.
+    """The source of a link of decode.
 
     Attributes:
         rank: of prefill.
-        share: what comes over the link.
+        share: the share that is sent over the link.
         data_rank: data-parallel rank of prefill that it belongs to.
-        data_ranks: how many there are.
+        data_ranks: number of data-parallel ranks.
         writes: it can write the share over the transport of our engine.
     """
 
@@ -80,10 +80,10 @@ class SentPart(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What a rank of decode wants of the KV, or of one kind of state data.
+    """The KV, or one kind of state data, that a decode rank requests.
 
     Attributes:
-        share: what is moved.
+        share: the share that is moved.
         first: position of the first block.
         blocks: at decode.
         place: where another transport may write them; None = over the link.
@@ -118,7 +118,7 @@ class SendingLeg:
     def announced(
         self, blocks: list[int], first: int, states: list[StatePart], message: Announce
     ) -> None:
-        """Decode wants this, which was checked."""
+        """Store decode's checked request."""
         share = self.target.share
         self.there, self.first, self.states, self.slot = blocks, first, states, message.aux_slot
         self.left = len(blocks) * len(share.planes)
@@ -127,7 +127,7 @@ class SendingLeg:
         self.done = share.is_idle
 
     def wanted(self, plane: int) -> Wanted | None:
-        """What decode wants of the memory that a plane is of; None = nothing over this link."""
+        """Decode's request for the memory that a plane belongs to; None = nothing on this link."""
         assert self.there is not None
         index = state_of(plane)
         if index < 0:
@@ -159,7 +159,7 @@ class SendingRoom:
         self.said_ns = 0
 
     def expect(self, planes: int, states: Sequence[StateShape], blocks: int) -> None:
-        """The request has so many positions: note what the engine is to push."""
+        """The request has this many positions: note the data that the engine will push."""
         self.coverage = Coverage(planes, 0, blocks)
         for state in states:
             wanted = state.positions(blocks, 0)
@@ -191,10 +191,10 @@ class SendingRoom:
 
 
 class SendingLinks:
-    """The links of one rank of prefill, and whom each leads to.
+    """The links of one prefill rank, and their targets.
 
     Args:
-        whole: what a link moves that was not named: all, to a decode engine of one rank.
+        whole: the share of an unnamed link: everything, to a decode engine of one rank.
     """
 
     def __init__(self, whole: LinkShare) -> None:
@@ -206,11 +206,11 @@ class SendingLinks:
         self._known[link] = target, origin
 
     def remove(self, link: bytes) -> None:
-        """A link is gone."""
+        """A link was closed."""
         self._known.pop(link, None)
 
     def origin(self, link: bytes) -> Speaker:
-        """Who speaks over a link."""
+        """The peer that speaks over a link."""
         known = self._known.get(link)
         return Speaker(known[1], known[0].instance) if known is not None else NOBODY
 
@@ -285,7 +285,7 @@ class ReceivingRoom:
         self.said_ns = self.next_abort_ns = self.aborts = 0
 
     def expect(self, leg: ReceivingLeg) -> None:
-        """The blocks are known: note what is to come over a leg."""
+        """The blocks are known: note the data that will arrive over a leg."""
         assert self.blocks is not None
         share, stop = leg.source.share, self.first + len(self.blocks)
         numbers = None if share.is_staged else np.array(self.blocks, dtype=np.int64)
@@ -306,7 +306,7 @@ class ReceivingRoom:
 
     @property
     def sending(self) -> list[bytes]:
-        """The links over which something comes."""
+        """The links over which data is sent."""
         return [link for link, leg in self.legs.items() if not leg.source.share.is_idle]
 
     @property
@@ -326,7 +326,7 @@ class ReceivingRoom:
         return Counter(index for index, _ in self.held) if ended else Counter()
 
     def staged_at(self, leg: ReceivingLeg, ranges: Sequence[PushRange]) -> list[int]:
-        """Where ranges were written in the memory for what is staged; empty = in the pool."""
+        """Addresses of ranges in the staging memory; empty = in the pool."""
         if not leg.staged:
             return []
         share, count = leg.source.share, len(self.blocks or ())
@@ -336,11 +336,11 @@ class ReceivingRoom:
 
     @property
     def writes_drained(self) -> bool:
-        """Whether no rank that was told where another transport may write has writes under way."""
+        """Whether no prefill rank may still have writes of another transport in progress."""
         return all(leg.drained for leg in self.legs.values() if leg.written)
 
     def said_to(self, leg: ReceivingLeg, place: LandingPlace | None) -> RenewRoom | Announce:
-        """What a rank of prefill must know now; nothing is needed from one that sends no KV."""
+        """The message that a prefill rank needs now; none for one that sends no KV."""
         if self.blocks is None:
             return RenewRoom(self.room)
         if not leg.source.share.planes:
@@ -355,13 +355,13 @@ class ReceivingRoom:
         )  # fmt: skip
 
     def claim(self, leg: ReceivingLeg, ranges: Sequence[PushRange], aux_bytes: int) -> bool:
-        """Note that ranges arrive; False, and nothing is noted, if one may not.
+        """Mark ranges as arriving; returns False, and marks none, if one is invalid.
 
         Args:
-            leg: over which they come.
+            leg: over which they arrive.
             ranges: at least one.
-            aux_bytes: so many bytes the aux data may have; 0 = another transport has written the
-                ranges, which carries neither aux nor state data.
+            aux_bytes: maximum bytes of the aux data; 0 = another transport has written the ranges,
+                which carries neither aux nor state data.
         """
         if leg.coverage is None:
             return False
@@ -401,7 +401,7 @@ class ReceivingRoom:
         return targets, [numbers[at.first - self.first :][: at.size] for at in ranges]
 
     def arrived(self, leg: ReceivingLeg, ranges: Sequence[PushRange]) -> None:
-        """Note that ranges have come, and are right."""
+        """Mark ranges as arrived and verified."""
         aux = [place.size for place in ranges if place.plane == AUX_PLANE]
         if aux:
             self.aux_bytes = aux[0]
@@ -421,7 +421,7 @@ class ReceivingRoom:
 
     @property
     def undrained(self) -> list[bytes]:
-        """The links over which something may come."""
+        """The links over which data may still arrive."""
         return [link for link in self.sending if not self.legs[link].drained]
 
     @property
@@ -431,7 +431,7 @@ class ReceivingRoom:
 
 
 class LinkSources:
-    """The links of a rank of decode: what comes over each, and which are up."""
+    """The links of a decode rank: what is sent over each, and which are up."""
 
     def __init__(self) -> None:
         self._up: dict[str, dict[bytes, LinkSource]] = {}  # peer → its links that are up
@@ -452,12 +452,12 @@ class LinkSources:
         self._all.pop(link, None)
 
     def share_of(self, link: bytes) -> LinkShare | None:
-        """What comes over a link; None = it is not known."""
+        """The share of a link; None = unknown."""
         source = self._all.get(link)
         return source.share if source is not None else None
 
     def give_legs(self, one: ReceivingRoom) -> None:
-        """A leg for each link to the data-parallel rank that takes the room."""
+        """Add a leg for each link to the data-parallel rank that serves the room."""
         for link, source in self._up.get(one.peer, {}).items():
             if data_rank_of(one.room, source.data_ranks) == source.data_rank:
                 leg = one.legs[link] = ReceivingLeg(source)
@@ -470,7 +470,7 @@ class LinkSources:
         return [link for link, leg in one.legs.items() if not leg.drained and link in up]
 
     def to_abort(self, one: ReceivingRoom) -> list[bytes]:
-        """The links over which to tell that a room has failed; idle ranks are told once."""
+        """The links over which to report that a room has failed; idle ranks are told once."""
         told = self.undrained(one)
         if not one.aborts:
             told += [link for link, leg in one.legs.items() if leg.source.share.is_idle]

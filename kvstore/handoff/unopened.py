@@ -1,8 +1,8 @@
-"""Limits for messages about requests that prefill does not have yet, or never gets. Pure.
+"""Limits for messages about requests that the engine does not have yet. Pure.
 
-All peers share the bounds. A peer may fill them, and gives way to one that has less: its oldest
-request is given up. Addresses share the bounds first, then the decode engines at an address what it
-has: an engine that says that it is a hundred takes from those at its own address only.
+All peers share the limits. A peer may use them up, and gives way to one that has less: its oldest
+request is dropped. The limits are shared first among addresses, then among the decode engines at an
+address: an engine that claims to be a hundred takes only from those at its own address.
 """
 
 from collections import Counter, deque
@@ -20,14 +20,14 @@ ROOMS_MAX = 512
 BLOCKS_MAX = 4 << 20
 """And how many blocks these have announced together: a peer must not use up our memory."""
 MISSED_KEPT = 4_096
-"""Rooms that are remembered because they ended before they came; the last ones."""
+"""Maximum remembered rooms that ended before they were opened; the last ones."""
 WHY_GAVE_WAY: Final = "it has not come here, and other peers have fewer such requests"
 
 
 class MissedRooms:
     """Rooms that ended before the engine opened them, and why.
 
-    Their requests may come yet: each is a handoff that has failed, and not a mistake of who asks.
+    Their requests may still arrive: each is then a failed handoff, and not an error of the caller.
     """
 
     def __init__(self) -> None:
@@ -59,14 +59,14 @@ class MissedRooms:
 
 
 def make_place(rooms: Collection[SendingRoom], origin: Speaker) -> list[SendingRoom] | None:
-    """Let a peer speak of one more room that the engine has not opened.
+    """Allow a peer one more room that the engine has not opened.
 
     Args:
         rooms: the table, the oldest first.
         origin: the peer.
 
     Returns:
-        the rooms to give up for it; None = it may not, as no peer has more.
+        the rooms to drop for it; None = not allowed, because no peer has more.
     """
     mine = [one for one in rooms if not one.opened]
     if len(mine) < ROOMS_MAX:
@@ -78,15 +78,15 @@ def make_place(rooms: Collection[SendingRoom], origin: Speaker) -> list[SendingR
 def make_room(
     rooms: Collection[SendingRoom], room: SendingRoom, message: Announce
 ) -> list[SendingRoom]:
-    """Let a peer announce blocks for a room; only one that the engine has not opened has a bound.
+    """Allow a peer to announce blocks for a room; limited only for rooms that are not opened.
 
     Args:
         rooms: the table, the oldest first.
         room: of the announcement.
-        message: not read yet.
+        message: not decoded yet.
 
     Returns:
-        the rooms to give up for it.
+        the rooms to drop for it.
 
     Raises:
         ProtocolError: they are too many, and no peer has announced more.
@@ -115,9 +115,9 @@ def make_room(
 
 
 def _gives_way(has: Counter[Speaker], origin: Speaker, more: int) -> Speaker | None:
-    """Who has more than a peer would have with ``more``; None = nobody.
+    """The peer with more than ``origin`` would have with ``more``; None = none.
 
-    Of the address that has most; if that is not more than its own would have, of its own.
+    It is at the address that has most; if that is not more than its own would have, at its own.
     """
     addresses = Counter[str]()
     for peer, count in has.items():

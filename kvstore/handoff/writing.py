@@ -1,7 +1,7 @@
-"""The interface of a transport that writes KV next to the link; decode does not see its writes.
+"""The interface of a transport that writes KV beside the link; decode does not see its writes.
 
-The managers have one each at most. Messages and aux data go over the link in any case, and so does
-every job that the transport does not take.
+Each manager has at most one. Messages and aux data always use the link, and so does every job that
+the transport refuses.
 """
 
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from kvstore.handoff.messages import LandingPlace
 
 
 class BlockWrite(NamedTuple):
-    """Blocks of one job to write to decode's pool, or to its memory for what is staged.
+    """Blocks of one job to write to decode's pool, or to its staging memory.
 
     Attributes:
         number: of the job.
         endpoint: of decode's engine.
         here: address of each block in our pool, shape (n,), neighbours first.
-        there: where each belongs in the memory of decode's engine, shape (n,).
+        there: target address of each in the memory of decode's engine, shape (n,).
         block_bytes: of each.
     """
 
@@ -37,8 +37,8 @@ whether bytes may still arrive at decode. Nothing is read from our pool any more
 
 
 EngineUp = Callable[[int, LandingPlace, range], None]
-"""Gets the number of an engine, where it has all planes of the pool, and the addresses there of the
-memory for what is staged."""
+"""Gets the number of an engine, its addresses of all planes of the pool, and those of the staging
+memory."""
 
 
 class BlockWriter(Protocol):
@@ -53,16 +53,16 @@ class BlockWriter(Protocol):
     gather_memory: npt.NDArray[np.uint8]
 
     def begin(self, ended: WriteEnded) -> None:
-        """Tell the end of each write from now on, each once, from a thread of its own."""
+        """Report the end of each write from now on, once, from a separate thread."""
 
     def takes(self, write: BlockWrite) -> bool:
         """Whether it would carry this now; else the job goes over the link."""
 
     def submit(self, write: BlockWrite) -> None:
-        """Begin a write; returns at once, whatever decode does."""
+        """Start a write; returns at once, whatever decode does."""
 
     def close(self) -> None:
-        """Break off all writes, tell their ends, and end all that this began."""
+        """Abort all writes, report their ends, and stop everything that this has started."""
 
 
 class LandingEngine(Protocol):
@@ -77,10 +77,10 @@ class LandingEngine(Protocol):
     staged_address: int
 
     def begin(self, up: EngineUp, ended: Callable[[int], None]) -> None:
-        """Tell the beginning and the certain end of each engine, with its number."""
+        """Report the start and the certain end of each engine, with its number."""
 
     def end(self, number: int) -> None:
-        """End an engine, if it is still there, and begin another one; returns at once."""
+        """End an engine, if it still exists, and start another one; returns at once."""
 
     def close(self) -> None:
         """End the engine for good; nothing arrives after this."""

@@ -33,7 +33,7 @@ BLOCK_TOKENS_MAX: Final = 65_536
 WINDOW_MAX: Final = 1 << 31
 """Tokens of a longer sliding window are all tokens of any prompt."""
 _UNNAMED: Final = "\0"
-"""Before the id of a LoRA without a name; no name begins with it."""
+"""Prefix of the id of a LoRA without a name; no name starts with it."""
 _MEDIUM_DEFAULT: Final = "GPU"
 """Medium of engines that do not publish one."""
 _SHARD_DIGITS: Final = 16
@@ -54,8 +54,8 @@ class EngineScope(NamedTuple):
     """What is known about the events of an engine when it is registered.
 
     Attributes:
-        domain: who may share its blocks, as part of the seed of its chains.
-        kind: whether its hashes are the beginning of prefix keys; None = look at the first event.
+        domain: the sharing domain of its blocks, part of the seed of its chains.
+        kind: whether its hashes are the start of prefix keys; None = determined by the first event.
         block_tokens: tokens in a block; 0 = as in the first event.
     """
 
@@ -65,7 +65,7 @@ class EngineScope(NamedTuple):
 
 
 class KvGroup(NamedTuple):
-    """What a hit needs of one KV group of an engine.
+    """The requirements of a hit on one KV group of an engine.
 
     Attributes:
         last_blocks: the number of blocks at the end of the prefix; 0 = all blocks.
@@ -79,6 +79,15 @@ class KvGroup(NamedTuple):
 
 class EventIngest:
     """Turns the events of one worker into changes.
+
+    Args:
+        worker: name in the index.
+        scope: for events without a space.
+        holder: returns the number of a holder of this worker.
+        dropped: called with the worker when it has lost all blocks: applies the changes so
+            far, then deletes all entries of this worker. Numbers of holders end with that.
+        workspace: of the calling thread.
+        limits: of its blocks, if it has hashes of its own.
 
     Attributes:
         kind: kind of the chain values of an engine; None until an event has shown it.
@@ -101,17 +110,6 @@ class EventIngest:
         workspace: Workspace,
         limits: BlockLimits,
     ) -> None:
-        """Start without entries.
-
-        Args:
-            worker: name in the index.
-            scope: for events without a space.
-            holder: returns the number of a holder of this worker.
-            dropped: called with the worker when it has lost all blocks: applies the changes so
-                far, then deletes all entries of this worker. Numbers of holders end with that.
-            workspace: of the calling thread.
-            limits: of its blocks, if it has hashes of its own.
-        """
         self._worker = worker
         self._scope = scope
         self._find_holder = holder
@@ -136,7 +134,7 @@ class EventIngest:
         self._set_seed()
 
     def clear(self) -> None:
-        """Delete all entries of this worker, and what it was recognised as."""
+        """Delete all entries of this worker, and forget its kind."""
         self.blocks.clear()
         self._forget()
         self._dropped(self._worker)

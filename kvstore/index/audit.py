@@ -1,9 +1,9 @@
 """Compares the index with what nodes really have, a sample at a time.
 
-A node is asked for pages chosen at random, and about pages that its events told of. A page on
-which node and index differ is asked about again: only if they still differ once everything
-published up to that answer is applied, the index is wrong. Then everything of the node is read
-again, unless it only lacks pages and some were left out because something was full.
+A node is asked for pages chosen at random, and about pages that its events named. A page on which
+node and index differ is checked again: only if they still differ once all batches published up to
+that answer are applied, the index is wrong. Then the whole snapshot of the node is read again,
+unless the index only lacks pages and some were left out because it was full.
 """
 
 import asyncio
@@ -36,8 +36,8 @@ class AuditResult(NamedTuple):
 
     Attributes:
         pages: pages that were compared.
-        missing: pages that the node has and the index has not.
-        stale: pages that its events told of, and on which node and index differ.
+        missing: pages that the node has and the index lacks.
+        stale: pages that its events named, and on which node and index differ.
     """
 
     pages: int = 0
@@ -46,15 +46,14 @@ class AuditResult(NamedTuple):
 
 
 class Auditor:
-    """Audits the nodes among the followed workers."""
+    """Audits the nodes among the followed workers.
+
+    Args:
+        table: the index.
+        followers: those who feed it.
+    """
 
     def __init__(self, table: IndexReader, followers: Followers) -> None:
-        """Audit nothing yet; see :meth:`run`.
-
-        Args:
-            table: the index.
-            followers: those who feed it.
-        """
         self._table = table
         self._followers = followers
         self._results: dict[str, AuditResult] = {}
@@ -90,7 +89,7 @@ class Auditor:
                 follower.drifted()
 
     async def _compared(self, follower: Follower[WorkerFeed]) -> AuditResult | None:
-        """The result; None if the batches that an answer needs do not come."""
+        """The result; None if the batches that an answer needs do not arrive."""
         source = follower.source
         assert source.replay_endpoint is not None
         _, parts, end = await sample(source.replay_endpoint, source.credentials, keys=SAMPLE_KEYS)
@@ -139,7 +138,7 @@ class Auditor:
 
 
 async def _applied(follower: Follower[WorkerFeed], number: int) -> bool:
-    """Wait until all batches before one are applied; False if they do not come."""
+    """Wait until all batches before one are applied; False if they do not arrive."""
     try:
         async with asyncio.timeout(_APPLIED_S_MAX):
             await follower.reached(number)

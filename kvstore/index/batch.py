@@ -14,12 +14,12 @@ HASHES_MAX: Final = 65_536
 
 
 class Changes(NamedTuple):
-    """What to apply, in order. For a chain value and a holder, the last change counts.
+    """Changes to apply, in order. For a chain value and a holder, the last change counts.
 
     Attributes:
         chains: shape (n,), uint64.
         holders: number of each holder, shape (n,), int32.
-        stored: whether the holder now has it, else it has it no more; shape (n,), bool.
+        stored: True = the holder has it now, False = no longer; shape (n,), bool.
     """
 
     chains: ChainValues
@@ -38,7 +38,6 @@ class ChangeBatch:
     __slots__ = ("_ends", "_holders", "_stored", "chains", "used")
 
     def __init__(self) -> None:
-        """Start empty, with room for one event."""
         self.chains = WordBuffer(2 * HASHES_MAX)
         self.used = 0
         self._ends: list[int] = [0]
@@ -57,7 +56,7 @@ class ChangeBatch:
         return self.used
 
     def add(self, count: int, holder: int, *, stored: bool) -> None:
-        """Take the ``count`` chain values behind the used ones as a run."""
+        """Add the ``count`` chain values behind the used ones as a run."""
         if count:
             self.used += count
             self._ends.append(self.used)

@@ -1,7 +1,7 @@
 """The block hashes of one engine: name → chain value and holders. Pure.
 
 A name stands for a block hash (:mod:`kvstore.mover.chains`). A block has a mask of **bits**, one
-for each of the engine's holders that has it; without any it is forgotten. With the library a block
+for each of the engine's holders that has it; without any it is removed. With the library a block
 takes 17 bytes (up to 8 holders, then 18, 20 or 24) in arrays that are 73 to 87 % full.
 """
 
@@ -40,7 +40,6 @@ class NativeBlockMap:
     """A hash table with linear probing, in arrays that ``_chains.c`` reads and writes."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Bind the functions of the built library."""
         size, memory = ctypes.c_int64, ctypes.c_void_p
         self._find = library.kv_blocks_find
         self._find.restype = size

@@ -1,14 +1,13 @@
 """The blocks of one engine with hashes of its own, mapped to chain values by their tokens. Pure.
 
-The tokens of a block and the chain value of its parent are its chain value
+The chain value of a block is computed from its tokens and the chain value of its parent
 (:mod:`kvstore.index.scope`). The KV groups of an engine name a block by the same hash, so a block
 has one chain value and a bit for each holder, which is a medium and a group.
 
-Blocks whose parent is unknown wait until it becomes known, in any later event; then they and those
-that wait for them are stored. Blocks of an event that leaves out some of its blocks, as those of KV
-groups with states or windows do, wait until another group's event shows what their hash means.
-Blocks without token ids are unmapped unless their hash is known.
-Nothing is guessed: the index may lose, it never lies.
+Blocks whose parent is unknown wait until a later event names it; then they and those that wait for
+them are stored. Events of KV groups with states or windows leave out some blocks; theirs wait until
+another group's event shows the tokens of their hash. Blocks without token ids are unmapped unless
+their hash is known. Nothing is guessed: the index may lose, it never lies.
 """
 
 from typing import Final, NamedTuple
@@ -32,7 +31,8 @@ class BlockLimits(NamedTuple):
 
     Attributes:
         blocks: maximum blocks that are remembered.
-        waiting: maximum blocks that wait for their parent, and as many for what their hash means.
+        waiting: maximum blocks that wait for their parent, and that wait for the tokens of their
+            hash, each.
         waiting_bytes: maximum bytes of their tokens, as msgpack.
     """
 
@@ -42,14 +42,14 @@ class BlockLimits(NamedTuple):
 
 
 class Workspace:
-    """What the engines of one thread share.
+    """State shared by the engines of one thread.
 
     Attributes:
         chains: the implementation in use.
         secret: of the index; 0..2**64-1.
-        names: names of the present event.
-        ids: token ids of the present event.
-        spots: where the token ids of the present events are.
+        names: names of the current event.
+        ids: token ids of the current event.
+        spots: positions of the token ids of the current events.
     """
 
     __slots__ = ("chains", "ids", "names", "secret", "spots")
@@ -63,15 +63,15 @@ class Workspace:
 
 
 class StoredBlocks(NamedTuple):
-    """Blocks of one event, without what :class:`EngineBlocks` finds out.
+    """Blocks of one event, before :class:`EngineBlocks` has mapped them.
 
     Attributes:
         hashes: msgpack array of their hashes, in chain order.
         tokens: msgpack array of their tokens.
         parent: hash of the block before the first; None at the start of a chain.
         seed: seed of the scope, for the start of a chain.
-        extras: msgpack of what else distinguishes each block; None if nothing does.
-        has_lora: they are of a LoRA, which prefix keys do not tell.
+        extras: msgpack of other inputs that distinguish each block; None if there are none.
+        has_lora: they belong to a LoRA, which prefix keys do not cover.
     """
 
     hashes: bytes
@@ -92,7 +92,6 @@ class EngineBlocks:
     """
 
     def __init__(self, workspace: Workspace, limits: BlockLimits) -> None:
-        """Start without blocks."""
         self._space = workspace
         self._limits = limits
         self._map = block_map(workspace.chains)
@@ -110,7 +109,7 @@ class EngineBlocks:
 
     @property
     def waiting(self) -> int:
-        """Number of blocks that wait for their parent, or for what their hash means."""
+        """Number of blocks that wait for their parent, or for the tokens of their hash."""
         return self._waiting.blocks + self._nameless.blocks
 
     def clear(self) -> None:
@@ -126,7 +125,7 @@ class EngineBlocks:
     def stored(
         self, event: StoredBlocks, block_tokens: int, holder: int, batch: ChangeBatch
     ) -> None:
-        """A holder has stored blocks; appends those that are known now. :meth:`wake` goes on.
+        """A holder has stored blocks; appends the known ones. Call :meth:`wake` afterwards.
 
         Raises:
             UnreadableError: the hashes are not block hashes.
@@ -307,7 +306,7 @@ class EngineBlocks:
         return True
 
     def _store_shown(self, batch: ChangeBatch) -> None:
-        """Store a block of all that have announced its name before it was known what it means."""
+        """Store a block for all holders that announced its name before it was known."""
         name, chain = self._shown.pop()
         for bit in self._nameless.take(name):
             self._space.names.array[0] = name
@@ -315,7 +314,7 @@ class EngineBlocks:
             self._store(1, bit, batch)
 
     def _replace(self, count: int, batch: ChangeBatch) -> None:
-        """Forget what those of the present names were that are something else now."""
+        """Remove earlier blocks of the current names whose contents have changed."""
         names, at = self._space.names, batch.used
         chains = batch.chains.array[at : at + count].copy()
         known, masks = self._map.find(names, count)

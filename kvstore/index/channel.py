@@ -23,13 +23,13 @@ MESSAGE_BYTES_MAX: Final = 4 << 20
 """Batches of nodes have up to half a MiB; engines that do not limit them send some MiB."""
 _LIMITS: Final = zmtp.MessageLimits(MESSAGE_BYTES_MAX, frames=8)
 _READ_BYTES: Final = 32 << 10
-"""Bytes per read: about a message with tokens, or a hundred without. Messages of two bytes take
-some 20 ms."""
+"""Bytes per read: about one message with tokens, or a hundred without. Reading messages of two
+bytes takes some 20 ms."""
 _BUFFER_BYTES: Final = 64 << 10
 
 
 class EventConnection:
-    """An open connection after its handshake.
+    """An open connection after its handshake; :meth:`open` opens one.
 
     Attributes:
         beats: the peer answers :meth:`ping`.
@@ -38,7 +38,6 @@ class EventConnection:
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: zmtp.ZmtpPeer
     ) -> None:
-        """See :meth:`open`."""
         self._reader = reader
         self._writer = writer
         self._peer = peer

@@ -26,22 +26,22 @@ from kvstore.process.collector import spare_the_old
 
 _REPORT_S: Final = 0.25
 _UNREAD_BYTES_MAX: Final = 16 << 20
-"""Whoever has left so much unread will not read any more."""
+"""A reader that has left this much unread does not read any more."""
 
 
 class Companion(Protocol):
     """Does something else in the same process, and the same event loop."""
 
     async def run(self, tell: Callable[[bytes], None]) -> None:
-        """Run until cancelled, which must be over within a second.
+        """Run until cancelled, which must take at most a second.
 
         Args:
-            tell: sends an aside to whoever started the process; never blocks.
+            tell: sends an aside to the parent process; never blocks.
         """
         ...
 
     def hear(self, body: bytes) -> None:
-        """An aside has come.
+        """Process an aside.
 
         Raises:
             UnreadableError: it is not for this companion; the process ends.
@@ -83,7 +83,7 @@ async def _serve(memory: int, control: socket.socket, companion: Companion | Non
 
 
 def _tell(writer: asyncio.StreamWriter, body: bytes) -> None:
-    """Send an aside; whoever does not read any more is left."""
+    """Send an aside; a parent that does not read is abandoned."""
     if writer.transport.is_closing():  # the end is seen by the reader
         return
     if writer.transport.get_write_buffer_size() > _UNREAD_BYTES_MAX:
@@ -98,7 +98,7 @@ def serve(memory: int, control: int, companion: Companion | None = None) -> None
     Args:
         memory: descriptor of the table's memory.
         control: descriptor of the socket.
-        companion: what this process does besides; it is cancelled at the end.
+        companion: the additional task of this process; it is cancelled at the end.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -10,15 +10,15 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         worker: name of the worker in the index.
-        domain: what decides besides tokens whether an engine's blocks may be shared: its model or
-            space. Events of nodes name their space themselves.
-        block_tokens: tokens in a block of an engine; 0 = whatever its first event says.
+        domain: the sharing domain of an engine's blocks: its model or space. Events of nodes name
+            their space themselves.
+        block_tokens: tokens in a block of an engine; 0 = as in its first event.
         endpoint: endpoint of the publisher, ``ipc://`` or ``tcp://``, or of the peer service of a
             node, ``peer://host:port``, which then is the one for replays as well.
         bind: ``endpoint`` is ours: the publisher connects to it.
         replay_endpoint: endpoint for missed batches; None = no replay.
         token: token for a publisher over TCP; empty = none.
-        peer: what to show at a peer service; None for other endpoints.
+        peer: credentials for a peer service; None for other endpoints.
         is_node: a node: it serves snapshots and audits at its replay endpoint.
     """
 
@@ -34,7 +34,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def credentials(self) -> str | PeerCredentials:
-        """What to show at its endpoints."""
+        """The credentials for its endpoints."""
         return self.peer or self.token
 
 
@@ -71,7 +71,7 @@ class StartIndex(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class Follow(msgspec.Struct, frozen=True, tag="follow"):
-    """Follow a source, in place of what was followed for its worker."""
+    """Follow a source, in place of the worker's previous one."""
 
     source: Source
 

@@ -6,7 +6,7 @@ from kvstore.process.tls import CertificateFiles
 
 
 class PeerCredentials(msgspec.Struct, frozen=True):
-    """What a node shows at the peer service of another one.
+    """The credentials of a node for the peer service of another one.
 
     Attributes:
         cluster: name of the cluster.

@@ -1,4 +1,4 @@
-"""The holder directory: which bit of a holder set belongs to whom. Pure."""
+"""The holder directory: the owner of each bit of a holder set. Pure."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -13,7 +13,7 @@ HOLDER_BYTES_MAX: Final = DIRECTORY_BYTES // HOLDER_BITS_MAX - 1
 
 
 class PageHolder(NamedTuple):
-    """Who holds pages: one bit of a holder set.
+    """A holder of pages: one bit of a holder set.
 
     Attributes:
         worker: name of an engine or a node.
@@ -29,15 +29,14 @@ class PageHolder(NamedTuple):
 
 
 class HolderDirectory:
-    """The holders at one moment."""
+    """The holders at one moment.
+
+    Args:
+        version: moves with every change; -1 for a directory that could not be read.
+        holders: those that count now, each with its bit.
+    """
 
     def __init__(self, version: int, holders: Mapping[PageHolder, int]) -> None:
-        """Describe the holders.
-
-        Args:
-            version: moves with every change; -1 for a directory that could not be read.
-            holders: those that count now, each with its bit.
-        """
         self.version = version
         self.holders: Final = holders
 

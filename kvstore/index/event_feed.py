@@ -7,11 +7,11 @@ from kvstore.index.blocks import Workspace
 
 
 class EventFeed(Protocol):
-    """What a follower does with the events of its worker."""
+    """Applies the events of a worker, for its follower."""
 
     @property
     def workspace(self) -> Workspace:
-        """What decoding events needs."""
+        """The buffers for decoding events."""
         ...
 
     @property

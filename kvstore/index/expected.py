@@ -19,7 +19,7 @@ Chains = npt.NDArray[np.uint64]
 
 
 class ExpectedChange(NamedTuple):
-    """Pages that begin or cease to be expected of a worker."""
+    """Pages that are expected of a worker from now on, or no longer."""
 
     worker: str
     chains: Chains
@@ -62,7 +62,7 @@ class Expectations:
             self._push(from_ns, worker, chains, until_ns, begin=True)
 
     def due(self, now_ns: int) -> Iterator[ExpectedChange]:
-        """What has begun or ended by now, in order of time."""
+        """The changes up to now, in order of time."""
         while self._events and self._events[0][0] <= now_ns:
             _, _, worker, chains, begin, until_ns = heapq.heappop(self._events)
             until = self._until.setdefault(worker, {})

@@ -1,4 +1,4 @@
-"""What nodes and the Conductor see of an index, wherever it runs. Pure."""
+"""The interface of an index to nodes and the Conductor, wherever it runs. Pure."""
 
 from collections.abc import Mapping
 from typing import Final, NamedTuple, Protocol
@@ -11,7 +11,7 @@ INDEX_FAULTS: Final = ("ended", "backlog")
 
 
 class PresentIndex(NamedTuple):
-    """What there is to read of an index, for one decision.
+    """A readable snapshot of an index, for one decision.
 
     Attributes:
         table: the table to read; None while nothing is known.
@@ -41,14 +41,14 @@ class PrefixIndex(Protocol):
         ...
 
     def present(self) -> PresentIndex:
-        """Its table and state now; from a process of its own, the state is up to a second old.
+        """Its table and state now; with a separate process, the state is up to a second old.
 
-        Two calls may tell of two indexes: whoever needs both asks once.
+        Two calls may return two different indexes: a caller that needs both uses one call.
         """
         ...
 
     def follow(self, source: Source) -> None:
-        """Follow a source, in place of what was followed for its worker."""
+        """Follow a source, in place of the worker's previous one."""
         ...
 
     def unfollow(self, worker: str) -> None:

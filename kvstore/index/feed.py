@@ -1,4 +1,4 @@
-"""What the events of each worker change in the index's table. Pure.
+"""Turns the events of each worker into changes of the index's table. Pure.
 
 A :class:`WorkerFeed` turns one worker's events into changes. Those of all workers are gathered and
 applied together: the table takes many at once far faster than few.
@@ -29,15 +29,14 @@ _SWEEP_SLOTS: Final = 200_000
 
 
 class PageFeeds:
-    """The feeds of all workers, and the table that they change."""
+    """The feeds of all workers, and the table that they change.
+
+    Args:
+        writer: writes the table.
+        secret: seeds all chain values; readers of the table have it too.
+    """
 
     def __init__(self, writer: IndexWriter, secret: int) -> None:
-        """Start without feeds.
-
-        Args:
-            writer: writes the table.
-            secret: seeds all chain values; readers of the table have it too.
-        """
         self._writer = writer
         self._space = Workspace(secret)
         self._batch = ChangeBatch()
@@ -66,13 +65,13 @@ class PageFeeds:
         return WorkerFeed(self, source, blocks_max)
 
     def flush(self) -> None:
-        """Apply what was gathered."""
+        """Apply the gathered changes."""
         if self._batch.used:
             self._writer.apply(*self._batch.changes())
             self._batch.clear()
 
     def flush_if_full(self) -> None:
-        """Apply what was gathered, if it is enough."""
+        """Apply the gathered changes, if there are enough."""
         if self._batch.used >= CHANGES_MAX:
             self.flush()
 
@@ -90,7 +89,7 @@ class PageFeeds:
             self._writer.apply(change.chains, holders, np.full(count, change.begin))
 
     def advance(self, now_ns: int) -> bool:
-        """Apply what was gathered, show that the writer lives, and clean up a part of the table.
+        """Apply the gathered changes, show that the writer lives, and clean up a part of the table.
 
         Args:
             now_ns: the monotonic clock.
@@ -123,12 +122,12 @@ class PageFeeds:
 
     @property
     def workspace(self) -> Workspace:
-        """What all feeds share."""
+        """The state that all feeds share."""
         return self._space
 
     @property
     def batch(self) -> ChangeBatch:
-        """What was gathered."""
+        """The gathered changes."""
         return self._batch
 
 
@@ -140,7 +139,6 @@ class WorkerFeed:
     """
 
     def __init__(self, feeds: PageFeeds, source: Source, blocks_max: int) -> None:
-        """See :meth:`PageFeeds.feed`."""
         self._feeds = feeds
         self._worker = source.worker
         scope = EngineScope(source.domain, None, source.block_tokens)
@@ -155,7 +153,7 @@ class WorkerFeed:
 
     @property
     def workspace(self) -> Workspace:
-        """What decoding events needs."""
+        """The buffers for decoding events."""
         return self._feeds.workspace
 
     @property
@@ -201,7 +199,7 @@ class WorkerFeed:
 
     @property
     def full(self) -> bool:
-        """Never: what does not fit is left out and counted."""
+        """Never: changes that do not fit are left out and counted."""
         return False
 
     def apply(self, payload: bytes) -> Iterator[None]:
@@ -242,7 +240,7 @@ class WorkerFeed:
         return key_chains(keys, scope_seed(self._feeds.workspace.secret, "keys", space))
 
     def flush(self) -> None:
-        """Apply what was gathered, so that the table shows it."""
+        """Apply the gathered changes, so that the table shows them."""
         self._feeds.flush()
 
     def clear(self) -> None:

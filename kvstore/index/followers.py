@@ -2,9 +2,9 @@
 
 Each follower is a task with one connection for live batches and another one for each replay. It
 connects to the publisher, or the publisher to it. The pages of a worker count only while its
-connection is up, so a dead or stopped worker (detected by heartbeats) attracts no requests. What a
-replay cannot fill is read from a node's snapshot; of an engine, everything is dropped. Long bursts
-and long batches yield to the event loop every few milliseconds.
+connection is up, so a dead or suspended worker (detected by heartbeats) attracts no requests. After
+a gap that a replay cannot fill, a node's snapshot is read; all pages of an engine are dropped. Long
+bursts and long batches yield to the event loop every few milliseconds.
 
 Faults of a publisher (an unreadable batch, an invalid message, an endless replay) cost at most the
 index entries of that worker. They are counted by cause.
@@ -51,18 +51,23 @@ _AGAIN_S_MAX: Final = 1.0
 
 
 _FULL_S: Final = 0.01
-"""Pause before it is looked again whether a feed takes more."""
+"""Pause before checking again whether a feed accepts more."""
 
 
 FeedT = TypeVar("FeedT", bound=EventFeed)
 
 
 class _ResyncNeededError(Exception):
-    """What is known of a node has a gap: its snapshot must be read again."""
+    """The known state of a node has a gap: its snapshot must be read again."""
 
 
 class Follower(Generic[FeedT]):
     """Follows one worker.
+
+    Args:
+        source: what to follow.
+        feed: applies the events.
+        bounds: limits.
 
     Attributes:
         connected: the connection is up.
@@ -82,13 +87,6 @@ class Follower(Generic[FeedT]):
         feed: FeedT,
         bounds: SourceBounds,
     ) -> None:
-        """Connect to nothing yet; see :meth:`run`.
-
-        Args:
-            source: what to follow.
-            feed: applies the events.
-            bounds: limits.
-        """
         self.source = source
         self.connected = False
         self.current = False
@@ -159,7 +157,7 @@ class Follower(Generic[FeedT]):
         return self.feed.left_out > self._left_out
 
     def drifted(self) -> None:
-        """An audit found that what is known of a node is wrong: read everything again."""
+        """An audit found that the known state of a node is wrong: read everything again."""
         self._drifted = True
         self._is_current(now=False)
         self.why = "an audit found wrong entries: its snapshot is read again"
@@ -234,7 +232,7 @@ class Follower(Generic[FeedT]):
             raise OSError("batches that its snapshot needs do not come")
 
     async def _live(self, message: zmtp.Message) -> None:
-        """Apply a live message, and before it what was missed.
+        """Apply a live message, after the missed ones.
 
         Raises:
             OSError: replay or snapshot do not fit the connection's messages; or it broke.
@@ -290,7 +288,7 @@ class Follower(Generic[FeedT]):
         await self._catch_up()
 
     async def _read_snapshot(self) -> None:
-        """Read all pages of the node, in place of what is known of it.
+        """Read all pages of the node, replacing its known state.
 
         Raises:
             OSError: it does not answer as it should, or the connection broke.
@@ -432,15 +430,14 @@ def _said(error: OSError) -> str:
 
 
 class Followers:
-    """One follower for each source."""
+    """One follower for each source.
+
+    Args:
+        pages: the table to update.
+        bounds: limits of each source.
+    """
 
     def __init__(self, pages: PageFeeds, bounds: SourceBounds) -> None:
-        """Start without sources.
-
-        Args:
-            pages: the table to update.
-            bounds: limits of each source.
-        """
         self._pages = pages
         self._bounds = bounds
         self._followers: dict[str, Follower[WorkerFeed]] = {}

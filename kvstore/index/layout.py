@@ -26,7 +26,7 @@ Bytes = npt.NDArray[np.uint8]
 AnyNumber = TypeVar("AnyNumber", int, Numbers)
 
 HOLDER_BITS_MAX: Final = 1024
-"""Bits of a holder set: (worker, medium, shard, group) that can be told apart."""
+"""Bits of a holder set, one for each distinct (worker, medium, shard, group)."""
 ROW_WORDS: Final = HOLDER_BITS_MAX // 64
 DIRECTORY_BYTES: Final = 1 << 20
 """Maximum size of the holder directory."""
@@ -74,15 +74,14 @@ class Field:
 
 
 class TableLayout:
-    """Where everything is, for a maximum number of entries and of holder sets."""
+    """Where everything is, for a maximum number of entries and of holder sets.
+
+    Args:
+        entries_max: maximum entries, at least 1.
+        sets_max: maximum distinct holder sets, the empty one included: 2 to 2**24.
+    """
 
     def __init__(self, entries_max: int, sets_max: int) -> None:
-        """Compute the layout.
-
-        Args:
-            entries_max: maximum entries, at least 1.
-            sets_max: maximum distinct holder sets, the empty one included: 2 to 2**24.
-        """
         self.entries_max = entries_max
         self.sets_max = sets_max
         self.segment_bits = (max(1, -(-entries_max // SEGMENT_ENTRIES)) - 1).bit_length()
@@ -124,15 +123,14 @@ class Located(NamedTuple):
 
 
 class Geometry:
-    """Where all segments are, as long as their states are these."""
+    """Where all segments are, as long as their states are these.
+
+    Args:
+        states: uint64 [segments], a copy.
+        region_lines: lines in a region.
+    """
 
     def __init__(self, states: Words, region_lines: int) -> None:
-        """Work it out.
-
-        Args:
-            states: uint64 [segments], a copy.
-            region_lines: lines in a region.
-        """
         self.states = states
         pages = (states & _SIZE_MASK).view(np.int64)
         halves = ((states >> _HALF_SHIFT) & _ONE).view(np.int64)
@@ -142,16 +140,14 @@ class Geometry:
 
 
 class TableView:
-    """The parts of a table as arrays."""
+    """The parts of a table as arrays.
+
+    Args:
+        buffer: memory of ``layout.total_bytes``; the arrays refer to it.
+        layout: its layout.
+    """
 
     def __init__(self, buffer: memoryview, layout: TableLayout) -> None:
-        """Map a table.
-
-        Args:
-            buffer: memory of ``layout.total_bytes``; the arrays refer to it.
-            layout: its layout.
-        """
-
         def words(start: int, count: int) -> Words:
             return np.frombuffer(buffer, dtype=np.uint64, count=count, offset=start)
 
@@ -243,12 +239,12 @@ def first_lines(pages: AnyNumber) -> AnyNumber:
 
 
 class Switch(NamedTuple):
-    """A word that says which of two places is in use: read at once, written at once.
+    """A word that says which of two places is in use: read and written atomically.
 
     Attributes:
-        version: grows by one with each change.
+        version: incremented with each change.
         half: the place in use, 0 or 1.
-        size: of what is there: pages of a segment, bytes of a directory.
+        size: of its contents: pages of a segment, bytes of a directory.
     """
 
     version: int
@@ -257,7 +253,7 @@ class Switch(NamedTuple):
 
     @classmethod
     def read(cls, word: np.uint64) -> "Switch":
-        """Take a word apart."""
+        """Decode a word."""
         value = int(word)
         return cls(value >> 32, value >> 31 & 1, value & (1 << 31) - 1)
 

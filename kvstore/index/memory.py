@@ -6,10 +6,9 @@ import os
 
 
 class TableMemory:
-    """One memfd, mapped by its writer or, read-only, by a reader."""
+    """One memfd; its writer maps it with :meth:`create`, readers with :meth:`attach`, read-only."""
 
     def __init__(self, fd: int, mapped: mmap.mmap) -> None:
-        """Use :meth:`create` or :meth:`attach`."""
         self.fd = fd
         self._mapped = mapped
         self.buffer = memoryview(mapped)

@@ -1,4 +1,4 @@
-"""Operations on many entries, and what repeats in them. Pure."""
+"""Operations on many entries, and repetitions among them. Pure."""
 
 from typing import Final, NamedTuple
 
@@ -35,7 +35,7 @@ class Operations(NamedTuple):
         )
 
     def keys(self) -> Words:
-        """What names the chain of each."""
+        """A key for the chain of each."""
         return (self.segments.view(np.uint64) << _TAG_BITS) | self.tags
 
     def in_rounds(self, keys: Words) -> tuple["Operations", list[Numbers]]:
@@ -69,7 +69,7 @@ def first_ranks(keys: Words) -> Numbers:
 
 
 class Repetitions:
-    """Tells whether keys repeat, without sorting them."""
+    """Detects repeated keys, without sorting them."""
 
     def __init__(self) -> None:
         self._scratch: npt.NDArray[np.int32] = np.zeros(1 << _SCRATCH_BITS, dtype=np.int32)

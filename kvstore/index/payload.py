@@ -162,7 +162,7 @@ def first_hash(hashes: bytes) -> bytes | int | None:
 
 
 def read_extras(raw: bytes, lora: str | None, *, is_root: bool) -> tuple[str, list[bytes] | None]:
-    """What distinguishes the blocks of an event besides their tokens and their LoRA.
+    """Other inputs than tokens and LoRA that distinguish the blocks of an event.
 
     vLLM publishes for each block a list of the name of the LoRA, (image, offset) pairs, the cache
     salt in the first block of a chain, and digests of embeddings.
@@ -173,8 +173,8 @@ def read_extras(raw: bytes, lora: str | None, *, is_root: bool) -> tuple[str, li
         is_root: whether its first block is the first of a chain.
 
     Returns:
-        The cache salt, empty if there is none, and the msgpack of what else each block has, empty
-        for nothing; None instead of a list if no block has anything else.
+        The cache salt, empty if there is none, and the msgpack of the other inputs of each block,
+        empty for none; None instead of a list if no block has any.
 
     Raises:
         UnreadableError: ``raw`` is something else, or there are too many.

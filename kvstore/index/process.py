@@ -1,9 +1,9 @@
 """Runs the index in a separate process: starts, watches and restarts it.
 
-The process that needs an index makes the memory of its table and a socket pair, and starts
-``python -m kvstore.index.child`` with both, or a program that does more besides. It reads the table
-itself, without asking. The index process ends when the socket pair does, so it never outlives
-whoever started it; its memory has no name, so nothing stays behind.
+The process that needs an index creates the memory of its table and a socket pair, and starts
+``python -m kvstore.index.child`` with both, or a program with additional tasks. It reads the table
+directly. The index process ends when the socket pair is closed, so it never outlives its parent;
+its memory has no name, so nothing is left behind.
 
 If the process ends, or shows no sign of life for :data:`HUNG_S`, another one is started with an
 empty table and follows the same sources. The old table is read for :data:`STALE_S` more, or until
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 STALE_S: Final = 5.0
 """For how long a table is read whose writer shows no sign of life."""
 HUNG_S: Final = 10.0
-"""Without a sign of life for so long, the process is killed and another one started."""
+"""Without a sign of life for this long, the process is killed and another one started."""
 _START_S: Final = 30.0
 """Maximum time from the start of the process to its first report."""
 _END_S: Final = 2.0
@@ -60,21 +60,19 @@ _BACKLOG_BYTES: Final = 16 << 20
 class IndexProcess:
     """An index in a process of its own, and its table.
 
+    Args:
+        settings: settings of the index.
+        program: the module that the process runs.
+
     Attributes:
         restarts: how often the process was started again.
         faults: ends of the process, and expectations that were left out.
-        began: called after each start of the process, before it has said anything.
-        heard: called with the body of each aside of the process; what it cannot read
+        began: called after each start of the process, before its first message.
+        heard: called with the body of each aside of the process; an unreadable one
             (:class:`UnreadableError`) ends the process.
     """
 
     def __init__(self, settings: IndexSettings, program: str = "kvstore.index.child") -> None:
-        """Start nothing yet; see :meth:`run`.
-
-        Args:
-            settings: settings of the index.
-            program: the module that the process runs.
-        """
         self.restarts = 0
         self.began: Callable[[], None] = lambda: None
         self.heard: Callable[[bytes], None] = lambda _: None
@@ -105,7 +103,7 @@ class IndexProcess:
         return PresentIndex(life.table if life is not None and is_read else None, self._report)
 
     def follow(self, source: Source) -> None:
-        """Follow a source, in place of what was followed for its worker."""
+        """Follow a source, in place of the worker's previous one."""
         if self._sources.get(source.worker) != source:
             self._sources[source.worker] = source
             self._send(Follow(source))
@@ -128,7 +126,7 @@ class IndexProcess:
             life.send(expected)
 
     def aside(self, body: bytes) -> None:
-        """Tell the process something that is not about the index; nothing if it has ended."""
+        """Send the process a message that does not concern the index; dropped if it has ended."""
         self._send(Aside(body))
 
     def _send(self, command: Command) -> None:
@@ -203,7 +201,7 @@ class _Life:
 
     Attributes:
         table: its table.
-        begun: its first report came.
+        begun: its first report has arrived.
     """
 
     def __init__(
@@ -248,7 +246,7 @@ class _Life:
 
     @property
     def reads(self) -> bool:
-        """Whether the process reads what it is sent, as far as that is known."""
+        """Whether the process reads its messages, as far as that is known."""
         if self._writer.is_closing():  # it has ended; :meth:`next_report` says so in a moment
             return False
         return self._writer.transport.get_write_buffer_size() <= _BACKLOG_BYTES

@@ -1,9 +1,9 @@
 """How far prefixes are usable, for many workers at once. Pure.
 
-:class:`HolderRuns` says who holds the blocks of one prompt. :class:`PrefixNeeds` says what is asked
-of them: for each candidate some **parts** (shards, KV groups), each with the holders that can
-provide it. A prefix of n blocks is usable if every part has what it needs of it from these holders:
-all n blocks, or, for a KV group with a window of w blocks, the last min(w, n) of them.
+:class:`HolderRuns` has the holders of the blocks of one prompt. :class:`PrefixNeeds` has the
+requirements: for each candidate some **parts** (shards, KV groups), each with the holders that can
+provide it. A prefix of n blocks is usable if these holders have all that each part needs: all n
+blocks, or, for a KV group with a window of w blocks, the last min(w, n) of them.
 """
 
 from collections.abc import Sequence
@@ -33,17 +33,16 @@ class PartNeed(NamedTuple):
 
 
 class HolderRuns:
-    """The holders of one prompt's blocks: runs of blocks that have the same holders."""
+    """The holders of one prompt's blocks: runs of blocks that have the same holders.
+
+    Args:
+        ends: int64 [k], number of blocks up to the end of each run.
+        rows: uint64 [k, 16], a bit for each holder of the run's blocks.
+        version: of the holder directory that these bits belong to.
+        undecided: blocks that count as absent because the table changed again and again.
+    """
 
     def __init__(self, ends: Numbers, rows: Words, version: int, undecided: int = 0) -> None:
-        """Made by the reader.
-
-        Args:
-            ends: int64 [k], number of blocks up to the end of each run.
-            rows: uint64 [k, 16], a bit for each holder of the run's blocks.
-            version: of the holder directory that these bits belong to.
-            undecided: blocks that count as absent because the table changed again and again.
-        """
         self.ends = ends
         self.rows = rows
         self.version = version
@@ -75,14 +74,13 @@ class UsableRuns(NamedTuple):
 
 
 class PrefixNeeds:
-    """What some candidates need; prepared once for each version of the holder directory."""
+    """The requirements of some candidates; prepared once per version of the holder directory.
+
+    Args:
+        candidates: the parts of each; a candidate without parts has no prefix.
+    """
 
     def __init__(self, candidates: Sequence[Sequence[PartNeed]]) -> None:
-        """Say what is asked.
-
-        Args:
-            candidates: the parts of each; a candidate without parts has no prefix.
-        """
         self._needs = [tuple(parts) for parts in candidates]
         self._version: int | None = None
         self._native: NativeNeeds | None = None
@@ -201,7 +199,7 @@ class PrefixNeeds:
         return prefixes, result
 
     def _present(self, rows: Words) -> Bytes:
-        """Whether each part is there in each run: uint8 [parts, runs + 1], 0 if not; last all 0."""
+        """Whether each part is present in each run: uint8 [parts, runs + 1]; the last is 0."""
         packed = rows.view(np.uint8).reshape(-1, 8 * ROW_WORDS)
         by_byte = packed.take(self._bytes, axis=1).T
         columns = np.zeros((len(self._bytes), len(rows) + 1), dtype=np.uint8)
@@ -216,7 +214,7 @@ class PrefixNeeds:
         return result
 
     def _leading_runs(self, rows: Words) -> Numbers:
-        """Number of leading runs in which each part is there: int64 [parts]."""
+        """Number of leading runs in which each part is present: int64 [parts]."""
         result: Numbers = self._present(rows[:_RUNS_AT_ONCE]).argmin(axis=1)
         for start in range(_RUNS_AT_ONCE, len(rows), _RUNS_AT_ONCE):
             if (result < start).all():
@@ -227,7 +225,7 @@ class PrefixNeeds:
         return result
 
     def _windowed(self, windows: Numbers, present: Flags, ends: Numbers) -> Numbers:
-        """The last run of each candidate up to whose end every part has what it needs."""
+        """The last run of each candidate at whose end every part is satisfied."""
         # Where the blocks begin that are there without a gap up to the end of each run.
         since = np.maximum.accumulate(np.where(present, 0, ends[1:]), axis=1)
         enough = (windows[:, None] > 0) & (ends[1:] - since >= windows[:, None])

@@ -12,7 +12,7 @@ from kvstore.index.snapshot import SnapshotPages
 from kvstore.protocol.page import KEY_BYTES
 
 EVERY: Final = 16
-"""Of so many batches, one is looked at."""
+"""One of this many batches is sampled."""
 _EVENTS: Final = 8
 """Events of a batch that are looked at."""
 _KEYS_MAX: Final = 256
@@ -21,14 +21,13 @@ _KINDS_MAX: Final = 16
 
 
 class SampledPages:
-    """Keys of pages that were stored, some of them evicted again."""
+    """Keys of pages that were stored, some of them evicted again.
+
+    Args:
+        workspace: what decoding needs.
+    """
 
     def __init__(self, workspace: Workspace) -> None:
-        """Start empty.
-
-        Args:
-            workspace: what decoding needs.
-        """
         self._space = workspace
         self._batches = 0
         self._keys: dict[tuple[str, str, str], deque[bytes]] = {}

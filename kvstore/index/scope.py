@@ -1,4 +1,4 @@
-"""Chain values: what stands for a prefix in the index, and the seeds that keep scopes apart. Pure.
+"""Chain values: the index's names of prefixes, and the seeds that keep scopes apart. Pure.
 
 A chain value is a uint64 other than 0, of one of two kinds:
 
@@ -6,11 +6,11 @@ A chain value is a uint64 other than 0, of one of two kinds:
   little-endian integer, xor the seed of the scope. Nodes publish prefix keys; SGLang publishes
   their first 8 bytes as a signed big-endian integer.
 * **tokens**: the xxh3_64 of a block's tokens, little-endian uint32, seeded with the chain value of
-  the block before; that of the first block with the seed of the scope. What else distinguishes a
-  block (an image) is hashed after its tokens, as msgpack.
+  the block before; that of the first block with the seed of the scope. Other inputs of a block (an
+  image) are hashed after its tokens, as msgpack.
 
-64 bits are sufficient: the index predicts, the store verifies bytes, and nobody who sends events or
-prompts knows the secret in the seed.
+64 bits are sufficient: the index predicts, the store verifies bytes, and the senders of events and
+prompts do not know the secret in the seed.
 """
 
 from typing import Final, Literal

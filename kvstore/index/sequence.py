@@ -59,7 +59,7 @@ class Sequence:
         return max(0, (self._next or 0) - 1)
 
     def is_of(self, topic: bytes) -> bool:
-        """Whether a topic is of the same start of the publisher as what is known."""
+        """Whether a topic belongs to the known start of the publisher."""
         return self._boot == boot_of(topic)
 
     def met(self, topic: bytes) -> bool:

@@ -2,10 +2,10 @@
 
 How to follow a node from a snapshot on, exactly:
 
-1. Subscribe to its live events and keep what comes.
-2. Forget what is known of the node, and add the pages of :func:`read_snapshot`.
+1. Subscribe to its live events and keep them.
+2. Clear the node's known state, and add the pages of :func:`read_snapshot`.
 3. Apply, in order, every batch whose number is ``sequence_first`` or more: first those of a replay
-   from ``sequence_first`` on, then those that came live. A gap means: begin again.
+   from ``sequence_first`` on, then the live ones. After a gap, start again.
 4. Once every batch whose number is less than ``sequence_end`` is applied, exactly the node's pages
    are known, and stay known with each further batch. Before that the pages should not count.
 
@@ -53,7 +53,7 @@ PAGES_MAX: Final = 1 << 28
 """Pages of one snapshot."""
 _EVENTS_MAX: Final = 65_536
 _PLACES_MAX: Final = 64
-"""Shards and media in which the keys of a sample are, on average, at most."""
+"""Maximum mean number of shards and media of the keys of a sample."""
 
 _Word = Annotated[str, Meta(max_length=64)]
 _Number = Annotated[int, Meta(ge=0)]
@@ -323,7 +323,7 @@ async def _ask(
 async def _parts(
     answer: AsyncGenerator[tuple[bytes, bytes], None], pages_max: int
 ) -> AsyncGenerator[SnapshotHead | SnapshotPages | SnapshotEnd, None]:
-    """The parts of an answer that tells of pages."""
+    """The parts of an answer that lists pages."""
     begun, pages = False, 0
     async for word, payload in answer:
         if word == HEAD and not begun:

@@ -1,7 +1,7 @@
 """Reads the index's table, while its writer changes it. Pure.
 
-No lock is taken. What could have been read while it changed is read again, a bounded number of
-times; then it is absent.
+No lock is taken. Data that may have changed while it was read is read again, a limited number of
+times; then it counts as absent.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from kvstore.index.runs import HolderRuns, PrefixNeeds
 from kvstore.mover.lookup import LOOKUP, NativeLookup
 
 _TRIES: Final = 8
-"""How often a reader looks at what is being changed."""
+"""Maximum attempts to read data that is being changed."""
 _UNREADABLE: Final = -1
 _NO_CHAINS: Final = np.zeros(0, dtype=np.uint64)
 _FIRST: Final = np.zeros(1, dtype=np.int64)
@@ -35,14 +35,13 @@ _NOTHING: Final = HolderDirectory(_UNREADABLE, {})
 
 
 class IndexReader:
-    """The table of an index, which another process, or this one, writes."""
+    """The table of an index, which another process, or this one, writes.
+
+    Args:
+        buffer: the table's memory; read-only will do.
+    """
 
     def __init__(self, buffer: memoryview) -> None:
-        """Begin to read.
-
-        Args:
-            buffer: the table's memory; read-only will do.
-        """
         self._buffer = buffer
         self._mapped: TableView | None = None
         self._native = NativeLookup(LOOKUP) if LOOKUP is not None else None
@@ -71,7 +70,7 @@ class IndexReader:
         return now_ns - (int(table.header[Field.HEARTBEAT_NS]) if table else 0)
 
     def holders(self) -> HolderDirectory:
-        """Who counts now. The same object as long as nothing has changed."""
+        """The current holders. The same object as long as nothing has changed."""
         table = self._table()
         for _ in range(_TRIES if table else 0):
             assert table is not None
@@ -210,7 +209,7 @@ def _by_prompt(
 
 
 def _absent(blocks: int, version: int) -> HolderRuns:
-    """Nobody has any of these blocks, as far as is known."""
+    """None of these blocks is held, as far as is known."""
     runs = 1 if blocks else 0
     ends = np.full(runs, blocks, dtype=np.int64)
     return HolderRuns(ends, np.zeros((runs, ROW_WORDS), dtype=np.uint64), version, blocks)

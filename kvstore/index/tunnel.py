@@ -1,6 +1,6 @@
 """Connections with the publisher of another node through its peer service.
 
-They begin with one frame of :mod:`kvstore.protocol.wire`, FollowEvents. Then they carry the
+They start with one frame of :mod:`kvstore.protocol.wire`, FollowEvents. Then they carry the
 protocol of KV events; the node passes it on to its publisher. A node that refuses answers with a
 frame instead.
 """
@@ -23,11 +23,11 @@ _REFUSAL_HEAD: Final = 4
 async def open_tunnel(
     endpoint: str, credentials: PeerCredentials, *, replay: bool, limit_bytes: int
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
-    """Connect with a node's publisher; returns what it has sent already, too.
+    """Connect to a node's publisher; also returns the data received so far.
 
     Args:
         endpoint: ``peer://host:port``.
-        credentials: what to show.
+        credentials: shown to the node.
         replay: for missed batches and questions; otherwise for live batches.
         limit_bytes: received bytes that may wait to be read.
 

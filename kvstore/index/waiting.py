@@ -1,4 +1,4 @@
-"""Blocks of an engine that are not known yet, until an event shows what they are. Pure."""
+"""Blocks of an engine whose tokens are unknown, until an event shows them. Pure."""
 
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -42,6 +42,10 @@ class WaitingBlocks:
 class WaitingEvents:
     """The waiting blocks of one engine; the oldest events make room for new ones.
 
+    Args:
+        blocks_max: maximum number of blocks.
+        size_max: maximum size in bytes.
+
     Attributes:
         blocks: number of blocks.
         size: their size in bytes, see :attr:`WaitingBlocks.size`.
@@ -50,7 +54,6 @@ class WaitingEvents:
     __slots__ = ("_blocks_max", "_by_name", "_by_parent", "_events", "_size_max", "blocks", "size")
 
     def __init__(self, blocks_max: int, size_max: int) -> None:
-        """Start empty; with the maximum number of blocks and of bytes."""
         self._blocks_max = blocks_max
         self._size_max = size_max
         self.clear()
@@ -68,7 +71,7 @@ class WaitingEvents:
         self.size = 0
 
     def add(self, event: WaitingBlocks) -> int:
-        """Let an event wait; returns the number of blocks that were dropped for it."""
+        """Add the blocks of an event; returns the number of blocks dropped for them."""
         dropped = 0
         self._events[event] = None
         self.blocks += len(event.names)
@@ -127,16 +130,18 @@ class WaitingEvents:
 
 
 class WaitingNames:
-    """Blocks of which only the names are known, and who has them; the oldest make room.
+    """Blocks of which only names and holders are known; the oldest make room.
 
-    Of a KV group with states or a window an engine names the blocks that are there, with the tokens
-    of all: which tokens are whose shows the event of a group that has all blocks.
+    Of a KV group with states or a window, an engine names the blocks that exist, with the tokens of
+    all: only the event of a group that has all blocks shows which tokens belong to which block.
+
+    Args:
+        blocks_max: maximum number of blocks; a block with two holders counts twice.
     """
 
     __slots__ = ("_bits", "_blocks_max", "blocks")
 
     def __init__(self, blocks_max: int) -> None:
-        """Start empty; with the maximum number of blocks, counted for each holder."""
         self._blocks_max = blocks_max
         self.clear()
 
@@ -150,7 +155,7 @@ class WaitingNames:
         self.blocks = 0
 
     def add(self, names: list[int], bit: int) -> int:
-        """Let blocks of a holder wait; returns the number of blocks that were dropped for them."""
+        """Add blocks of a holder; returns the number of blocks dropped for them."""
         dropped = max(0, len(names) - self._blocks_max)
         for name in names[dropped:]:
             bits = self._bits.setdefault(name, set())

@@ -1,8 +1,7 @@
-"""Writes the index's table: the only one who does. Pure.
+"""The only writer of the index's table. Pure.
 
-Every step leaves a table that readers can use, also if it is the last one: a slot is written at
-once; a segment, and the holder directory, is written to the half that is not in use, and then
-switched.
+Every step leaves a table that readers can use, even if it is the last one: a slot is written
+atomically; a segment, and the holder directory, is written to the unused half, and then switched.
 """
 
 from collections import Counter
@@ -295,7 +294,7 @@ class IndexWriter:
         np.add.at(self._counts, todo.bits, moved * (2 * todo.stored.astype(np.int64) - 1))
 
     def _without_set(self, short: Flags, before: Numbers, after: Numbers, todo: Operations) -> None:
-        """No number is left for some sets: leave out what is stored, lose what is removed."""
+        """No number is left for some sets: leave out stored entries, delete removed ones."""
         stores = short & todo.stored
         after[stores] = before[stores]
         self._left_out += int(np.count_nonzero(stores))
@@ -305,7 +304,7 @@ class IndexWriter:
         self._counts -= self._sets.holders(before[removals])
 
     def _make_places(self, todo: Operations, *, distinct: bool) -> Numbers:
-        """The slot of each entry, a new one for what is stored; -1 for those without one."""
+        """The slot of each entry, a new one for stored entries; -1 for those without one."""
         found = self._segments.locate(todo.segments, todo.tags)
         at = found.positions()
         new = todo.stored & ((found.words & SET_MASK) == 0)

@@ -28,8 +28,27 @@ from kvstore.protocol.errors import InvalidArgument
 from kvstore.protocol.page import DIGEST_BYTES
 
 __all__ = [
-    "DIGEST_BYTES", "Addresses", "Buffer", "Digests", "Fallback", "Mode", "Native", "Order",
-    "Pieces", "Progress", "Word", "digest", "gather", "populate", "scatter",
+    "DIGEST_BYTES",
+    "Addresses",
+    "Buffer",
+    "Digests",
+    "Fallback",
+    "Mode",
+    "Native",
+    "Order",
+    "Pieces",
+    "Progress",
+    "Word",
+    "chains",
+    "digest",
+    "gather",
+    "kvpool",
+    "lookup",
+    "memory",
+    "populate",
+    "push_way",
+    "ranges",
+    "scatter",
 ]  # fmt: skip
 
 Order = Literal["page", "segment"]

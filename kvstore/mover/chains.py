@@ -49,7 +49,6 @@ class NativeChains:
     """``_chains.c``, called through ctypes."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Bind the functions of the built library."""
         word, size, memory = ctypes.c_uint64, ctypes.c_int64, ctypes.c_void_p
         self.binary = library
         self._chain = library.kv_chain

@@ -57,7 +57,14 @@ def _address(array: npt.NDArray[Any]) -> int:
 
 
 class TableAddresses:
-    """Where the parts of a table are; keeps them mapped."""
+    """Where the parts of a table are; keeps them mapped.
+
+    Args:
+        arrays: states, rows (uint64 [sets, 16]) and slots.
+        region_lines: lines in a region.
+        factor: with which chains are multiplied.
+        shifts: of the segment and of the tag.
+    """
 
     def __init__(
         self,
@@ -66,14 +73,6 @@ class TableAddresses:
         factor: int,
         shifts: tuple[int, int],
     ) -> None:
-        """Note them.
-
-        Args:
-            arrays: states, rows (uint64 [sets, 16]) and slots.
-            region_lines: lines in a region.
-            factor: with which chains are multiplied.
-            shifts: of the segment and of the tag.
-        """
         self._arrays = arrays
         states, rows, slots = map(_address, arrays)
         self._table = _Table(states, rows, slots, region_lines, len(arrays[1]), factor, *shifts)
@@ -81,18 +80,17 @@ class TableAddresses:
 
 
 class NativeNeeds:
-    """What candidates need, as ``_table.c`` reads it. For one thread at a time."""
+    """The requirements of candidates, as ``_table.c`` reads them. For one thread at a time.
+
+    Args:
+        library: the built one.
+        candidates: the parts of each: the window (0 = none), and word of a row → bits that can
+            provide it.
+    """
 
     def __init__(
         self, library: ctypes.CDLL, candidates: Sequence[Sequence[tuple[int, Mapping[int, int]]]]
     ) -> None:
-        """Lay it out.
-
-        Args:
-            library: the built one.
-            candidates: of each the parts: the window (0 = none), and word of a row → bits that can
-                provide it.
-        """
         size, memory = ctypes.c_int64, ctypes.c_void_p
         self._usable = library.kv_usable_prefixes
         self._usable.restype = size
@@ -137,7 +135,6 @@ class NativeLookup:
     """``_table.c``, called through ctypes. For one thread at a time: each reader has its own."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Bind the functions of the built library."""
         size, memory = ctypes.c_int64, ctypes.c_void_p
         self._find = library.kv_table_find
         self._find.restype = size

@@ -65,7 +65,7 @@ def give_back(address: int, size_bytes: int) -> None:
 
 
 def prefer_huge_pages(address: int, size_bytes: int) -> None:
-    """Ask for huge pages where this memory is not there yet; nothing where there are none."""
+    """Request huge pages for this memory where it is not populated yet, if supported."""
     _libc.madvise(address, size_bytes, mmap.MADV_HUGEPAGE)
 
 

@@ -20,17 +20,15 @@ NO_JOB: Final = NO_MEMORY + 1
 class Native:
     """``_mover.c``, called through ctypes.
 
+    Args:
+        library: the built ``_mover.c``.
+        isa: index into ``ISAS``; the machine must support it. None = the best.
+
     Attributes:
         description: implementation and instruction set.
     """
 
     def __init__(self, library: ctypes.CDLL, isa: int | None = None) -> None:
-        """Bind the functions.
-
-        Args:
-            library: the built ``_mover.c``.
-            isa: index into ``ISAS``; the machine must support it. None = the best.
-        """
         number, size, memory = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
         self._move = library.kv_move
         self._move.restype = size

@@ -1,4 +1,4 @@
-"""What a handoff needs of a device: blocks copied to and from pinned staging. No torch.
+"""The interface of a device to handoffs: copies of blocks to and from pinned staging. No torch.
 
 A **way** is one direction: a stream, and a few **slots** of pinned memory. In a slot the blocks of
 ranges lie one after the other, as they are sent. :mod:`kvstore.tier.push_memory` implements this.
@@ -17,7 +17,7 @@ SLOTS_MAX: Final = 8
 SLOTS_MIN: Final = 2
 """One is filled while the other is sent."""
 STAGING_BYTES = 256 * 1024 * 1024
-"""Pinned memory of a way at most, as long as that is :data:`SLOTS_MIN` slots or more."""
+"""Maximum pinned memory of a way, as long as that is :data:`SLOTS_MIN` slots or more."""
 
 
 def slot_count(slot_bytes: int) -> int:
@@ -50,17 +50,17 @@ class DeviceFence(Protocol):
         """Whether the device has reached it.
 
         Raises:
-            DeviceUnavailable: the device has failed, so nobody can tell any more.
+            DeviceUnavailable: the device has failed, so the state is unknown.
         """
 
 
 class StartedCopy(NamedTuple):
-    """A copy that was given to the device.
+    """A copy that was submitted to the device.
 
     Attributes:
-        fence: after it and all that was given before; None = the device has failed so badly that
-            nobody can tell any more when it leaves the slot and the blocks alone.
-        why: it was not given completely; empty = it was.
+        fence: after it and all earlier work; None = the device has failed so badly that it is
+            unknown when it stops using the slot and the blocks.
+        why: why it was not submitted completely; empty = it was.
     """
 
     fence: DeviceFence | None
@@ -83,8 +83,8 @@ class DeviceWay(Protocol):
         """Queue the copy of blocks to a slot, or from it; never waits, never raises.
 
         Args:
-            slot: nobody else uses it until the fence is reached.
-            rows: what is in the slot, in order.
+            slot: not shared until the fence is reached.
+            rows: the contents of the slot, in order.
             heads: only these heads of each token; None = whole blocks.
             after: points that the device reaches before it copies.
         """

@@ -1,1 +1,3 @@
 """One node: its decisions on each message, and the desk that carries them out."""
+
+__all__ = ["desk", "movements", "node", "requests", "ssd"]

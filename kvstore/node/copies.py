@@ -1,6 +1,6 @@
 """Copies of pages on several nodes, as engines and other nodes request them. Pure.
 
-Nobody writes into another node's memory: a node that is to have pages is asked to fetch them.
+No node writes into another node's memory: a node that is to have pages is asked to fetch them.
 """
 
 from typing import Final
@@ -20,8 +20,8 @@ from kvstore.state.tree.sessions import Fetch, Process
 
 _NS_PER_MS: Final = 1_000_000
 _TELL_MS: Final = 50
-"""The peer side ends so long before the request that waits for it, but at most a quarter of its
-time, so that its end is told."""
+"""The peer side ends this long before the request that waits for it, but at most a quarter of its
+time before, so that its result can still be reported."""
 
 
 class CopyRequests:
@@ -42,13 +42,13 @@ class CopyRequests:
     def bring(
         self, process: Process, request: wire.Bring, *, waits: bool, earlier: Fetch | None = None
     ) -> Outcome:
-        """Fetch pages from the node that asks; they are no reads of an engine.
+        """Fetch pages from the node that asks; this does not count as a read by an engine.
 
-        Of pages that leave this node none is said to be here: two nodes that each moved the same
-        page to the other would both drop it.
+        Pages that are leaving this node are not reported as present: otherwise two nodes that each
+        moved the same page to the other would both drop it.
 
-        ``earlier``: the fetch that it has waited for; what that did not bring is not asked again of
-        a node that had none.
+        ``earlier``: the fetch that the request has waited for; pages that it did not deliver are
+        not requested again from a node that did not have them.
         """
         space = self._requests.space(process, request.space, [request.shard])
         count, shard = wire.count_keys(request.keys), request.shard
@@ -99,7 +99,7 @@ class CopyRequests:
             self._pages.end_fetch(process, awaited)
 
     def replicate(self, process: Process, request: wire.Replicate, *, waits: bool) -> Outcome:
-        """Let other nodes have pages too; it waits until they do, or cannot."""
+        """Ask other nodes to fetch pages; wait until they have them, or cannot."""
         space = self._requests.space(process, request.space, [request.shard])
         count = wire.count_keys(request.keys)
         if count > PERSIST_PAGES_MAX:

@@ -81,7 +81,7 @@ class DiskSide(Protocol):
 
 
 class PeerSide(Protocol):
-    """Asks other nodes what they have, and reads their pages."""
+    """Queries other nodes for pages, and reads their pages."""
 
     def flush(self) -> None:
         """Take all jobs of the node and start them; never blocks, and may end some at once."""
@@ -135,7 +135,7 @@ class Desk:
     # ---- calls of faces ---------------------------------------------------------------------
 
     def connect(self, peer: Peer, line: Line) -> int:
-        """Add a connection; returns its number, which is never used again."""
+        """Add a connection; returns its number, which is never reused."""
         number = next(self._numbers)
         self.lines[number] = line
         self.node.connected(number, peer)
@@ -206,7 +206,7 @@ class Desk:
 
     @_explained
     def located(self, number: int, holdings: Sequence[Holding]) -> None:
-        """The directory has answered a question."""
+        """The directory has answered a query."""
         began_ns = self._clock()
         self.node.located(number, holdings, began_ns)
         self.flush()
@@ -222,19 +222,19 @@ class Desk:
 
     @_explained
     def peer_settled(self, job: int) -> None:
-        """Nothing writes any more into the slots of a job that ended before."""
+        """Nothing writes into the slots of an ended job any more."""
         began_ns = self._clock()
         self.node.peer_settled(job, began_ns)
         self.flush()
         self.note_turn(self._clock() - began_ns, "the end of a peer's late writes")
 
     def peer_standing(self, peer: str, boot: bytes) -> None:
-        """A session with this boot of a peer is up; empty = none is any more."""
+        """The session with a peer is up; ``boot`` empty: it is down."""
         self.node.pages.eviction.sources.changed(peer, boot)
 
     @_explained
     def peer_spread(self, end: SpreadEnd) -> None:
-        """Other nodes have got copies of pages, or cannot."""
+        """Other nodes have fetched copies of pages, or cannot."""
         began_ns = self._clock()
         self.node.peer_spread(end, began_ns)
         self.flush()
@@ -310,7 +310,7 @@ class Desk:
             self._publish(actions)
 
     def _has_peer_jobs(self) -> bool:
-        """Whether there are jobs for the peer side; one that ends at once may leave another one."""
+        """Whether there are jobs for the peer side; one that ends at once may create another."""
         return self.node.remote is not None and bool(self.node.remote.jobs)
 
     def _goes_on_now(self) -> bool:

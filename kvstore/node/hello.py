@@ -17,7 +17,7 @@ LOST_MAX: Final = 256
 
 
 def refuse_hello(request: wire.Hello, peer: Peer, processes: Iterable[Process]) -> None:
-    """Refuse a client that this node does not understand, or that forgets too much.
+    """Refuse an unsupported protocol, and a process that has lost too many connections.
 
     Raises:
         ProtocolError, InvalidArgument: the message.
@@ -39,7 +39,7 @@ def session_of(
     request: wire.Hello, peer: Peer, sessions: dict[bytes, Session],
     new_token: Callable[[], bytes], limits: NodeLimits,
 ) -> Session:  # fmt: skip
-    """The session that a connection belongs to, a new one in ``sessions`` if need be."""
+    """The session of a connection; a new one is added to ``sessions`` if needed."""
     wanted = request.session if not peer.remote else b""  # no engine's session is for peers
     session = sessions.get(wanted)
     if session is None:

@@ -192,12 +192,12 @@ class Node:
         self._after(now_ns)
 
     def peer_fetched(self, end: FetchEnd, now_ns: int) -> None:
-        """A job of a peer has ended; one that is not known any more is ignored."""
+        """A job of a peer has ended; unknown jobs are ignored."""
         self._told_by_peers(now_ns).peer_fetched(end)
         self._after(now_ns)
 
     def peer_settled(self, job: int, now_ns: int) -> None:
-        """Nothing writes into the slots of a job any more that ended without being settled."""
+        """Nothing writes into the slots of a job that ended unsettled any more."""
         self._told_by_peers(now_ns).peer_settled(job)
         self._after(now_ns)
 
@@ -244,7 +244,7 @@ class Node:
             self._after(now_ns)
 
     def waits_for(self, identity: int) -> bool:
-        """Whether the node holds, or may come to hold, anything until that process ends."""
+        """Whether the node holds, or may come to hold, anything until this process ends."""
         held = (process.peer for process in self.processes.values())
         return any(peer.identity == identity for peer in (*self._peers.values(), *held))
 

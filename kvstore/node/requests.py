@@ -40,7 +40,7 @@ LEASE_PAGES_MAX: Final = 4096
 PERSIST_PAGES_MAX: Final = 4096
 PREFILL_S_MAX: Final = 3600.0
 ROOM: Final = "room"
-"""What puts wait for while pages are written to disk to free slots."""
+"""What a put waits for while writes to disk free slots."""
 _OF_PEERS: Final = (
     wire.Hello, wire.OpenSpace, wire.Lookup, wire.Acquire, wire.Release, wire.Corrupt, wire.Ping,
     wire.Bring,
@@ -93,7 +93,7 @@ class Requests:
         self.begun: list[tuple[int, list[PrefixKey]]] = []
 
     def open_space(self, process: Process, request: wire.OpenSpace) -> wire.Answer:
-        """Open a space with its shards; compare the layout with the known one."""
+        """Open a space with its shards; compare its layout with the known one."""
         _refuse_others(process, request.identity.tenant)
         space, shards = self._pages.open_space(process.session, request.identity, request.shards)
         return wire.SpaceOpened(request.id, space.number, shards)
@@ -103,7 +103,7 @@ class Requests:
     def lookup(self, process: Process, request: wire.Lookup, awaited: Hashable = None) -> Outcome:
         """Look up the longest prefix; a better answer waits for its first pending page.
 
-        ``awaited``: what it has waited for.
+        ``awaited``: what the request has waited for.
         """
         answer = awaited if isinstance(awaited, LocatedChain) else None
         space = self.space(process, request.space, request.shards)
@@ -135,10 +135,10 @@ class Requests:
         self, process: Process, request: wire.Acquire, now_ns: int, *, waits: bool,
         earlier: Fetch | None = None, answer: LocatedChain | None = None,
     ) -> Outcome:  # fmt: skip
-        """Lease the part of the run in memory; if it may wait, the others are brought there first.
+        """Lease the part of the run in memory; if the request may wait, the rest is loaded first.
 
-        Those on disk are loaded, and those that follow them are read from peers. ``answer``: of the
-        directory, for which it has waited.
+        Pages on disk are loaded, and the pages after them are read from peers. ``answer``: the
+        directory's answer, for which the request has waited.
         """
         space = self.space(process, request.space, [request.shard])
         wire.count_keys(request.keys)
@@ -185,10 +185,10 @@ class Requests:
         self, process: Process, request: wire.Acquire | wire.Bring, ready: int,
         further: Span | None, earlier: Fetch | None,
     ) -> tuple[Fetch, bool]:  # fmt: skip
-        """Bring ``ready`` pages to memory, and ``further`` ones of peers.
+        """Load ``ready`` pages to memory, and fetch ``further`` pages from peers.
 
         Returns:
-            who waits for them; and whether memory has no room for more of those of peers.
+            the fetch, and whether memory has no room for more pages of peers.
         """
         space, shard = self.space(process, request.space, [request.shard]), request.shard
         pages = ready + (further.pages if further is not None else 0)
@@ -262,7 +262,7 @@ class Requests:
         return answer, ROOM if busy and not put.slots else None
 
     def commit_put(self, process: Process, request: wire.CommitPut, now_ns: int) -> wire.Answer:
-        """Make written pages READY; a slot for the next one is reserved, if that is asked for."""
+        """Make written pages READY; reserve a slot for the next page on request."""
         keep, put = _retention(request, now_ns), process.puts.get(request.put)
         if request.ahead and request.ahead in process.puts:
             raise InvalidArgument("ahead", f"{request.ahead} is in use")
@@ -273,7 +273,7 @@ class Requests:
         return wire.Committed(request.id, bytes(statuses), self._addresses(reserved))
 
     def store_page(self, process: Process, request: wire.StorePage, now_ns: int) -> wire.Answer:
-        """Make a page READY whose bytes are in a slot that was reserved ahead."""
+        """Make a page READY whose bytes are in a slot reserved in advance."""
         space = self.space(process, request.space, [request.shard])
         if len(request.key) != KEY_BYTES:
             raise InvalidArgument("key", f"{len(request.key)} bytes are not a key")
@@ -300,7 +300,7 @@ class Requests:
         return wire.Committed(request.id, bytes([status]), self._addresses(reserved))
 
     def _addresses(self, put: Put | None) -> bytes:
-        """Where the slots of a put are; of none nothing."""
+        """The addresses of a put's slots; empty if there is no put."""
         return b"" if put is None else self._pages.slots.addresses(put.slots)
 
     def abort_put(self, process: Process, request: wire.AbortPut) -> None:
@@ -387,7 +387,7 @@ class Requests:
     def _lease(
         self, process: Process, request: wire.Acquire, now_ns: int, ready: int, offered: int = 0
     ) -> wire.Answer:
-        """Lease those of ``ready`` pages that are in memory; peers may have ``offered`` others."""
+        """Lease those of ``ready`` pages that are in memory; peers may have ``offered`` more."""
         lease_ms = min(request.lease_ms, self._limits.lease_ms_max)
         shard, deadline_ns = request.shard, now_ns + lease_ms * _NS_PER_MS
         space = self.space(process, request.space, [shard])
@@ -405,10 +405,10 @@ class Requests:
 
 
 def refuse_others(request: wire.Request, peer: Peer) -> None:
-    """Refuse what only engines, or only other nodes, may ask for.
+    """Refuse requests that only engines, or only other nodes, may send.
 
     Raises:
-        ProtocolError: the request is not one of who asks.
+        ProtocolError: the peer may not send this request.
     """
     name = type(request).__name__
     if peer.remote and not isinstance(request, _OF_PEERS):
@@ -431,10 +431,10 @@ def acknowledge(request: wire.Persist, durable: Durable) -> wire.Answer:
 
 
 def _retention(request: wire.CommitPut | wire.StorePage, now_ns: int) -> Retention:
-    """How long the pages of a put stay.
+    """How long the pages of a put are kept.
 
     Raises:
-        InvalidArgument: their lifetime cannot be.
+        InvalidArgument: the lifetime is invalid.
     """
     if not 0 <= request.ttl_ms <= wire.TTL_MS_MAX:
         raise InvalidArgument("ttl_ms", f"{request.ttl_ms} is outside 0..{wire.TTL_MS_MAX}")
@@ -444,10 +444,10 @@ def _retention(request: wire.CommitPut | wire.StorePage, now_ns: int) -> Retenti
 
 
 def _check_parent(parent: bytes) -> None:
-    """Refuse what cannot be the key before a run; empty = there is none, or it is unknown.
+    """Refuse a parent that cannot be a key; empty = there is none, or it is unknown.
 
     Raises:
-        InvalidArgument: it is no key.
+        InvalidArgument: it is not a key.
     """
     if len(parent) not in (0, KEY_BYTES):
         raise InvalidArgument("parent", f"{len(parent)} bytes are not a key")
@@ -455,13 +455,13 @@ def _check_parent(parent: bytes) -> None:
 
 
 def _known_parent(space: PrefixTree, request: wire.Acquire) -> bytes:
-    """The key before the run, if a page that is fetched can follow it here; else nothing."""
+    """The key before the run, if a fetched page can follow it here; else empty."""
     known = request.parent and follows(space, request.shard, PrefixKey(request.parent))
     return request.parent if known else b""
 
 
 def _pack_kept(kept: list[Retention], now_ns: int) -> bytes:
-    """For another node: how long each page stays; empty if nothing is special about any."""
+    """How long each page is kept, for another node; empty if no page has a limit."""
     if all(one == ORDINARY for one in kept):
         return b""
     rows = [

@@ -68,7 +68,6 @@ class DiskTier:
         self, config: SSDConfig, node: Node, memory: HostMemory, wake: Callable[[], None],
         tier: SSDLog | None = None, device: Disk | None = None,
     ) -> None:  # fmt: skip
-        """Lock the directories, and recover their pages."""
         self._node = node
         self._memory = memory
         self._wake = wake

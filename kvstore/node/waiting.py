@@ -19,7 +19,7 @@ from kvstore.state.remote.spreads import Spreading
 from kvstore.state.tree.sessions import Fetch, Process
 
 WAITERS_MAX: Final = 4096
-"""Maximum waiting requests of all sessions, besides the few that each may always have."""
+"""Maximum waiting requests of all sessions, in addition to the few that each may always have."""
 WAITING_BYTES_MAX: Final = 128 << 20
 """Maximum bytes of their messages."""
 SESSION_WAITERS_MAX: Final = 512
@@ -27,7 +27,8 @@ SESSION_WAITING_BYTES_MAX: Final = 16 << 20
 """Maximum requests and bytes of one session."""
 SESSION_WAITERS_ALWAYS: Final = 4
 SESSION_WAITING_BYTES_ALWAYS: Final = 256 << 10
-"""One session may always use these, whatever the others use; fewer of them than connections."""
+"""Each session may always use these, however much the others use; there are fewer than
+connections."""
 
 
 @dataclass(slots=True, eq=False)
@@ -195,7 +196,7 @@ PATIENT: Final = (
 
 
 class PatientRequests:
-    """All kinds of them; an outcome tells what the request may wait for.
+    """All requests that may wait; their outcome says what for.
 
     Args:
         requests: the messages of sessions.
@@ -229,7 +230,7 @@ class PatientRequests:
     def ask_again(
         self, process: Process, request: Any, now_ns: int, awaited: Hashable, *, waits: bool
     ) -> Outcome:
-        """The answer after what it has waited for, or after its deadline: it ``waits`` no more."""
+        """The answer after the awaited event or the deadline; ``waits``: it may wait again."""
         match request, awaited:
             case wire.Acquire(), _:
                 return self._requests.acquire_again(process, request, now_ns, awaited, waits=waits)

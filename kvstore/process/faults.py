@@ -14,17 +14,15 @@ SILENCE_S: Final = 10.0
 class Faults:
     """Counts every fault, and logs at most one per cause in :data:`SILENCE_S`.
 
+    Args:
+        log: logger for the warnings.
+        whose: beginning of each line.
+
     Attributes:
         counts: cause → number of faults.
     """
 
     def __init__(self, log: logging.Logger, whose: str) -> None:
-        """Start without faults.
-
-        Args:
-            log: logger for the warnings.
-            whose: beginning of each line.
-        """
         self.counts: Counter[str] = Counter()
         self._log = log
         self._whose = whose

@@ -1,4 +1,6 @@
-"""What engines, nodes and operators agree on: names of pages, errors and messages.
+"""The protocol of engines, nodes and operators: names of pages, errors and messages.
 
 Everything else in ``kvstore`` may import it, and it imports nothing of ``kvstore``.
 """
+
+__all__ = ["errors", "page", "wire"]

@@ -130,7 +130,6 @@ class Channel(asyncio.Protocol):
         self, kind: Any, received: Callable[[Any], None], lost: Callable[[], None],
         frame_bytes_max: int,
     ) -> None:  # fmt: skip
-        """Wait for the loop to connect it."""
         self.closed = False
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._received = received

@@ -67,6 +67,8 @@ def join(
 class ClusterSide:
     """A node's peer service, its sessions with other nodes, and its directory of their pages.
 
+    Creating it opens the port for bytes of pages; :meth:`start` does the rest.
+
     Args:
         config: of the node; ``cluster.name`` is set.
         desk: gets a peer side; other nodes get lines at it.
@@ -88,7 +90,6 @@ class ClusterSide:
         self, config: ServerConfig, desk: Desk, memory: HostMemory, publication: Publication,
         admin_url: str,
     ) -> None:  # fmt: skip
-        """Listen for bytes of pages; see :meth:`start`."""
         cluster, node = config.cluster, desk.node
         self.state: NodeState = "up"
         self._state_changed = asyncio.Event()

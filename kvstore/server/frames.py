@@ -127,7 +127,6 @@ class FrameConnection(asyncio.Protocol):
         self, all_of_face: FrameConnections, raw: socket.socket | None,
         begin: Callable[["FrameConnection"], None],
     ) -> None:  # fmt: skip
-        """Store the arguments; :meth:`connection_made` starts."""
         self.number = 0
         self.peer = Peer(0)
         self.raw = raw

@@ -1,4 +1,4 @@
-"""What a node knows about the other nodes of its cluster, as an answer of the admin API.
+"""A node's view of the other nodes of its cluster, as an answer of the admin API.
 
 Everything is taken from the counts of the parts: sessions with other nodes, reads from them, the
 index of their pages, and the service for them.

@@ -49,7 +49,7 @@ ServeEvents = Callable[
 
 
 class PeerService:
-    """Serves other nodes of the cluster.
+    """Serves other nodes of the cluster, once :meth:`listen` and :meth:`serve` are called.
 
     Args:
         listen: ``host:port``; port 0 = any.
@@ -68,7 +68,6 @@ class PeerService:
         self, listen: str, local: LocalNode, knows: Callable[[str], bool], desk: Desk,
         loans: Loans, serve_events: ServeEvents, tls: ssl.SSLContext | None,
     ) -> None:  # fmt: skip
-        """Do not listen yet; see :meth:`listen` and :meth:`serve`."""
         self.endpoint = ""
         self.faults = Faults(log, "a connection of another node was refused")
         self._listen = listen

@@ -38,7 +38,7 @@ _BITS: Final = {"host": HOST, "ssd": SSD}
 
 
 class FollowerQuestions:
-    """The questions that are answered now.
+    """The questions that are answered now; create it on the running loop of the desk.
 
     Args:
         desk: the node's desk.
@@ -46,7 +46,6 @@ class FollowerQuestions:
     """
 
     def __init__(self, desk: Desk, publication: Publication) -> None:
-        """Begin to answer; to be called on the running loop of the desk."""
         self._table = desk.node.pages
         self._publication = publication
         self._turns = Turns(desk, "a question of a follower")

@@ -1,4 +1,4 @@
-"""What another node asks on its session: the requests it may make, and their answers.
+"""The requests that another node may make on its session, and their answers.
 
 It has one line at the desk. Its session may open spaces of all tenants.
 """

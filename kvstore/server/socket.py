@@ -42,16 +42,14 @@ class SocketServer:
         desk: the node's desk.
         memory: the extents.
         stats: returns the JSON for ``Stats``.
+
+    Raises:
+        ConfigError: a user or group of ``socket.tenants`` does not exist.
     """
 
     def __init__(
         self, config: SocketConfig, desk: Desk, memory: HostMemory, stats: Callable[[], bytes]
     ) -> None:
-        """Do not listen yet; see :meth:`listen` and :meth:`serve`.
-
-        Raises:
-            ConfigError: a user or group of ``socket.tenants`` does not exist.
-        """
         self._node = desk.node
         self._table = desk.node.pages
         self._memory = memory

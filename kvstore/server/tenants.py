@@ -30,7 +30,6 @@ class Tenants:
     """
 
     def __init__(self, entries: Sequence[str]) -> None:
-        """Look the names up."""
         self._of_user: dict[int, set[str]] = {}
         self._of_group: dict[int, set[str]] = {}
         for entry in entries:

@@ -61,13 +61,14 @@ class _Engine:
 class Watch:
     """Logs connecting and disconnecting engines, and changes of tiers, policy and readiness.
 
+    The first check logs what is not in its normal state.
+
     Args:
         node: the node; never changed.
         unready: returns why the node is not ready; empty if it is.
     """
 
     def __init__(self, node: Node, unready: Callable[[], str]) -> None:
-        """Assume a normal state; the first check logs deviations."""
         self._node = node
         self._table = node.pages
         self._unready = unready

@@ -1,7 +1,7 @@
 """A node's own measurements: latencies, and the tiers in which lookups found pages.
 
-Times come in as nanoseconds from whoever has a clock. Both are bounded: buckets are fixed, and of
-models only the first ones are told apart, because clients choose their names.
+Callers with a clock pass times in nanoseconds. Both are bounded: buckets are fixed, and only the
+first models are counted separately, because clients choose their names.
 """
 
 from bisect import bisect_left
@@ -15,19 +15,19 @@ BOUNDS_S: Final[tuple[float, ...]] = (
 """Upper bounds of a histogram's buckets; a last one has what took longer."""
 _BOUNDS_NS: Final = tuple(round(bound * 1e9) for bound in BOUNDS_S)
 MODELS_MAX: Final = 32
-"""Models whose lookups are told apart."""
+"""Maximum models whose lookups are counted separately."""
 OTHER: Final = "other"
-"""Stands for all further models."""
+"""The name for all further models."""
 MODEL_CHARACTERS_MAX: Final = 128
 LATENCIES: Final = ("lookup", "acquire", "put", "wait", "disk_load", "peer_fetch", "loop_turn")
 
 
 class Histogram:
-    """How often something took how long.
+    """A histogram of durations.
 
     Attributes:
-        counts: of each bucket of :data:`BOUNDS_S`, and of what took longer.
-        sum_ns: of all together.
+        counts: of each bucket of :data:`BOUNDS_S`, and of longer durations.
+        sum_ns: sum of all durations.
     """
 
     __slots__ = ("counts", "sum_ns")
@@ -37,7 +37,7 @@ class Histogram:
         self.sum_ns = 0
 
     def observe(self, took_ns: int) -> None:
-        """Count one."""
+        """Count one duration."""
         self.counts[bisect_left(_BOUNDS_NS, took_ns)] += 1
         self.sum_ns += took_ns
 
@@ -52,7 +52,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class ModelLookups:
-    """Keys that lookups of one model asked for, by where the answers said that they are."""
+    """Keys in lookups of one model, by the tier in which they were found."""
 
     model: str
     host_pages: int = 0
@@ -65,12 +65,12 @@ class Meter:
 
     Attributes:
         lookup: from a lookup's arrival to its answer.
-        acquire: from the arrival of a request for pages to its answer.
+        acquire: from an acquire's arrival to its answer.
         put: from the grant of a put's slots to its commit.
-        wait: from the arrival of a request that had to wait to its answer.
+        wait: from arrival to answer of requests that had to wait.
         disk_load: from the decision to read a page from disk until it is READY in memory.
         peer_fetch: from the decision to read pages from a peer until they are READY.
-        loop_turn: what one message, deadline or completion kept all others waiting.
+        loop_turn: how long one message, deadline or completion delayed all others.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Meter:
         self._models: dict[str, ModelLookups] = {}
 
     def found(self, model: str, host: int, ssd: int, missed: int) -> None:
-        """A lookup was answered: so many of its keys are in memory, on disk, or nowhere."""
+        """Count the keys of an answered lookup: in memory, on disk, missed."""
         name = model[:MODEL_CHARACTERS_MAX]
         if name not in self._models and len(self._models) >= MODELS_MAX:
             name = OTHER

@@ -1,4 +1,4 @@
-"""What a simulated node shows to others: their sessions with it, and its loans to them.
+"""The side of a simulated node that others see: their sessions with it, and its loans.
 
 The sessions are the product's. Loans stand in for :class:`kvstore.server.loans.Loans`, which needs
 a loop and a thread.

@@ -171,7 +171,6 @@ class LogHolder:
     def __init__(
         self, tier: Tier, damage: Callable[[Place], None], fill: Callable[[], None]
     ) -> None:
-        """Start with the first segment."""
         self._tier = tier
         self._driver = TierDriver(tier)
         self._damage = damage
@@ -283,7 +282,6 @@ class HostHolder:
     """Holder of host memory, through an embedded node: readers verify pages."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        """Open a node of ``capacity_bytes`` in eight extents."""
         host = HostConfig(
             capacity_bytes=capacity_bytes, extent_bytes=capacity_bytes // 8, prefault=False,
             session_quota_bytes=4 * capacity_bytes,

@@ -115,7 +115,6 @@ class CrashLoad:
     """
 
     def __init__(self, address: str, seed: str, chains: range, outcome: CrashOutcome) -> None:
-        """Start the threads."""
         self.acknowledged: dict[int, int] = {}
         self.operations = 0
         self.waiting = 0

@@ -47,7 +47,6 @@ class LateDevice:
     def __init__(
         self, seed: int = 0, *, hurried: bool = False, staging_bytes: int = 64 << 20
     ) -> None:
-        """Have no work."""
         from kvstore.tier.gpu import HostDevice
 
         self.name = "cpu:0"
@@ -111,7 +110,6 @@ class LateStream:
     """A stream of a :class:`LateDevice`."""
 
     def __init__(self, device: LateDevice) -> None:
-        """Join the device."""
         self.device = device
         self.reached = 0
         self._queued = 0
@@ -159,7 +157,6 @@ class LateEvent:
     """A point on a :class:`LateStream`."""
 
     def __init__(self, stream: LateStream, at: int) -> None:
-        """After ``at`` pieces of work of the stream."""
         self._stream, self._at = stream, at
 
     @property
@@ -204,7 +201,6 @@ class EngineMemory:
         self, device: Device, planes: int, block_bytes: int, gap: int, each: int, count: int,
         *, outermost: bool = False,
     ) -> None:  # fmt: skip
-        """Fill both memories with different bytes."""
         from kvstore.tier.gpu import DevicePool
 
         stride = block_bytes + gap

@@ -54,7 +54,6 @@ class AnnouncingNode:
     """
 
     def __init__(self, name: str, store: PageStore, boot: bytes = b"") -> None:
-        """Have nothing, and announce nothing; see :meth:`step`."""
         self.name = name
         self.boot = boot or name.encode() * 16
         self.pages: dict[Page, None] = {}
@@ -201,7 +200,11 @@ OpenDirectory = Callable[[], AbstractAsyncContextManager[OpenedDirectory]]
 
 
 class DirectoryContract:
-    """What every shared directory guarantees."""
+    """What every shared directory guarantees.
+
+    Args:
+        open_directory: opens a directory for each check.
+    """
 
     CHECKS: ClassVar = (
         "a_page_is_found_from_its_announcement_to_its_removal",
@@ -218,11 +221,6 @@ class DirectoryContract:
     )
 
     def __init__(self, open_directory: OpenDirectory) -> None:
-        """Check nothing yet.
-
-        Args:
-            open_directory: opens a directory for each check.
-        """
         self._open = open_directory
 
     async def a_page_is_found_from_its_announcement_to_its_removal(self) -> None:

@@ -117,7 +117,6 @@ class WaitedMemory:
     """
 
     def __init__(self, memory: HostMemory) -> None:
-        """Store the memory."""
         self._memory = memory
 
     def replace(self, replaced: list[Replacement]) -> None:

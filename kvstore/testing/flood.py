@@ -149,7 +149,6 @@ class Flood:
         self, server: Server, say: Callable[[int, list[float]], None] = lambda _at, _puts: None,
         *, durable: bool = True,
     ) -> None:  # fmt: skip
-        """Measure the memory in use before the flood."""
         self._server = server
         self._durable = durable
         self._say = say

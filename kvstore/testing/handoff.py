@@ -103,7 +103,6 @@ class HandoffSimulation:
         self, seed: int, faults: HandoffFaults | None = None,
         parts: tuple[Sequence[RankPart], Sequence[RankPart]] = (WHOLE, WHOLE),
     ) -> None:  # fmt: skip
-        """Start the engines; :meth:`run` sends requests."""
         self._parts = parts
         self.is_stateful = set(parts[0]) == set(parts[1])
         self.time = Timeline(seed, FaultRates())

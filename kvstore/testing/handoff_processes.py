@@ -49,10 +49,14 @@ class HandoffOutcome:
 
 
 class HandoffProcess:
-    """A process that can be stopped and killed: what it should do then waits, or never happens."""
+    """A process that can be suspended and killed: its work then waits, or never happens.
+
+    Args:
+        time: the simulated time.
+        name: of an engine; of a rank the name of its engine, a dot and its number.
+    """
 
     def __init__(self, time: Timeline, name: str) -> None:
-        """Start it; of a rank the name is that of its engine, a dot and its number."""
         self.time = time
         self.name = name
         self.engine_name = name.partition(".")[0]

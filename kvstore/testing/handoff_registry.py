@@ -20,7 +20,6 @@ class RegistryProcess(HandoffProcess):
     """A registry in a process of its own, with the product's table."""
 
     def __init__(self, time: Timeline, name: str, outcome: HandoffOutcome) -> None:
-        """Start it, empty."""
         super().__init__(time, name)
         self._outcome = outcome
         self._table = RankTable()

@@ -73,7 +73,6 @@ class TimedStore:
     """
 
     def __init__(self, store: RecordStore) -> None:
-        """Nothing is measured yet."""
         self.lease_s = store.lease_s
         self.longest_s = 0.0
         self._store = store
@@ -136,7 +135,6 @@ class ScenePlace:
     """
 
     def __init__(self, scene: "Scene", record: NodeRecord) -> None:
-        """Not running yet."""
         self.record = record
         self.store = TimedStore(scene.harmed.connect())
         self.membership = LeasedMembership(self.store, scene.presence)
@@ -194,7 +192,6 @@ class Scene:
     """
 
     def __init__(self, harmed: HarmedStore) -> None:
-        """Without processes."""
         self.harmed = harmed
         self.living: dict[str, bytes] = {}
         self.silent: set[str] = set()
@@ -253,7 +250,11 @@ A_ELSEWHERE: Final = NodeRecord(name="a", boot=b"A" * 16, endpoint="127.0.0.1:70
 
 
 class LeasedContract:
-    """What every membership in a store guarantees."""
+    """What every membership in a store guarantees.
+
+    Args:
+        open_store: opens a store for each check.
+    """
 
     CHECKS: ClassVar = (
         "nodes_see_each_other",
@@ -277,11 +278,6 @@ class LeasedContract:
     )
 
     def __init__(self, open_store: OpenStore) -> None:
-        """Check nothing yet.
-
-        Args:
-            open_store: opens a store for each check.
-        """
         self._open = open_store
 
     async def nodes_see_each_other(self) -> None:

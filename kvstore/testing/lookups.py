@@ -67,7 +67,6 @@ class WireClient:
     """
 
     def __init__(self, address: str, name: str) -> None:
-        """Connect, and open a space of this name."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(_TIMEOUT_S)
         self._socket.connect(address.removeprefix("unix://"))
@@ -147,7 +146,6 @@ class Engine:
     """
 
     def __init__(self, address: str, pid: int, pages: int = PAGES) -> None:
-        """Store the prompt."""
         self._waited = [Path(f"/proc/{one}/schedstat") for one in (pid, os.getpid())]
         self._client = WireClient(address, "lookups")
         self._pages = pages

@@ -29,7 +29,11 @@ OpenMembers = Callable[[], AbstractAsyncContextManager[tuple[Membership, Members
 
 
 class MembershipContract:
-    """What every membership guarantees."""
+    """What every membership guarantees.
+
+    Args:
+        open_members: opens a cluster for each check.
+    """
 
     CHECKS: ClassVar = (
         "who_joined_is_seen_by_itself_and_others",
@@ -40,11 +44,6 @@ class MembershipContract:
     )
 
     def __init__(self, open_members: OpenMembers) -> None:
-        """Check nothing yet.
-
-        Args:
-            open_members: opens a cluster for each check.
-        """
         self._open = open_members
 
     async def who_joined_is_seen_by_itself_and_others(self) -> None:

@@ -1,4 +1,4 @@
-"""What lies on the disk of a simulated node: it stays there when the node is killed."""
+"""The disk contents of a simulated node, which stay when the node is killed."""
 
 from dataclasses import dataclass
 from typing import Final

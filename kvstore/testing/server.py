@@ -56,7 +56,6 @@ class Server:
         self, folder: Path, settings: Mapping[str, object],
         module: Sequence[str] = ("kvstore.server.daemon",),
     ) -> None:  # fmt: skip
-        """Start the daemon; see :meth:`wait_ready`."""
         command = [sys.executable, "-m", *module, "--set", "http.port=0"]
         for key, value in settings.items():
             command += ["--set", f"{key}={value}"]

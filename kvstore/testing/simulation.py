@@ -85,7 +85,6 @@ class Simulation:
         self, seed: int, processes: int = 5, extents: int = 5, faults: FaultRates | None = None,
         rules: DiskRules | None = None,
     ) -> None:  # fmt: skip
-        """Create the node; :meth:`run` starts its clients."""
         self._time = time = Timeline(seed, faults or FaultRates())
         self._random = time.random
         self._faults = time.faults

@@ -25,6 +25,10 @@ class _Kept:
 class MemoryRecords:
     """What several :class:`MemoryStore` share, with its faults.
 
+    Args:
+        lease_s: seconds after the last renewal in which a record is gone.
+        clock: seconds.
+
     Attributes:
         away: calls fail at once.
         stopped: calls fail after :data:`~kvstore.cluster.store.CALL_S`.
@@ -37,12 +41,6 @@ class MemoryRecords:
     def __init__(
         self, lease_s: float = LEASE_S, clock: Callable[[], float] = monotonic
     ) -> None:  # fmt: skip
-        """Empty.
-
-        Args:
-            lease_s: seconds after the last renewal in which a record is gone.
-            clock: seconds.
-        """
         self.lease_s = lease_s
         self.clock = clock
         self.away = False
@@ -94,16 +92,14 @@ class MemoryRecords:
 class MemoryStore:
     """The :class:`~kvstore.cluster.store.RecordStore` of one node, in memory.
 
+    Args:
+        shared: the records of the cluster.
+
     Attributes:
         lease_s: seconds after the last renewal in which a record is gone.
     """
 
     def __init__(self, shared: MemoryRecords) -> None:
-        """Closed.
-
-        Args:
-            shared: the records of the cluster.
-        """
         self.lease_s = shared.lease_s
         self._shared = shared
         self._opened = False

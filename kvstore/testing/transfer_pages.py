@@ -44,7 +44,6 @@ class TransferPages:
         self, page_bytes: int, count: int, *, gap: int = 0,
         memory: Callable[[int], Bytes] | None = None,
     ) -> None:  # fmt: skip
-        """Make random pages."""
         random = np.random.default_rng(page_bytes + count)
         made = memory or any_memory
         self.addresses = b""

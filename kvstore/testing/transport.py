@@ -83,7 +83,6 @@ class TcpPair:
     def __init__(
         self, server: ssl.SSLContext | None = None, client: ssl.SSLContext | None = None
     ) -> None:
-        """Open both, and a listener that nobody serves."""
         self.owner: Transport = TcpTransport("127.0.0.1:0", IN_FLIGHT_BYTES, server=server)
         self.reader: Transport = TcpTransport("", IN_FLIGHT_BYTES, client=client)
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -116,8 +115,6 @@ class MemoryPair:
     """
 
     def __init__(self, late_ns: int = -1) -> None:
-        """Open both, and a third that says nothing."""
-
         def fate(_by: str, peer: str, _transfer: PageTransfer) -> Fate:
             pages = 0 if peer == SILENT else -1
             return Fate(delay_ns=2 * _STEP_NS, pages=pages, late_ns=late_ns)

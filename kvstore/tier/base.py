@@ -19,8 +19,8 @@ class Completion:
 
     Attributes:
         tokens: of a read: the tokens in the record; empty if it has none.
-        failed: of a sync or a seal: the segments that could not be synced, now or before. What was
-            to become durable in all others is.
+        failed: of a sync or a seal: the segments that could not be synced, now or before; all other
+            writes that it covers are durable.
     """
 
     job: int

@@ -29,11 +29,11 @@ from kvstore.tier.lane import (
 )
 
 DIRECT_BYTES: Final = 256 << 10
-"""Blocks of this size and more are copied one by one if a pool has one plane: a copy of less does
-not keep a device busy."""
+"""Blocks of this size or more are copied one by one if a pool has one plane: copies of smaller ones
+do not keep a device busy."""
 STAGING_BYTES: Final = 256 << 20
-"""What a client moves at a time: each operation is started once a job. Allocated as jobs need it,
-for each direction."""
+"""Bytes that a client moves at a time: each operation is started once per job. Allocated as jobs
+need it, for each direction."""
 HOST_STAGING_BYTES: Final = 8 << 20
 """Staging memory that stays in the processor's cache; starting an operation costs little there."""
 _POLL_S: Final = 0.0001
@@ -60,7 +60,6 @@ class DevicePool:
     # An engine may call us in inference mode; tensors made there cannot be written outside of it.
     @torch.inference_mode(mode=False)
     def __init__(self, pool: KVPool, device: Device, way_in: Lane, way_out: Lane) -> None:
-        """Describe the pool's memory; copies nothing."""
         self._pool = pool
         self._device = device
         self._in, self._out = way_in, way_out

@@ -5,8 +5,8 @@ owns the memory. Extents are pre-faulted in the background: a first touch takes 
 long as a copy.
 
 A client gets the descriptor of an extent and can do with it what the kernel allows. The files are
-sealed: nobody can shrink one (processes that touch the missing part would end with SIGBUS), grow
-one, or add a seal that would keep the node from freeing memory.
+sealed: no process can shrink one (processes that access the missing part would end with SIGBUS),
+grow one, or add a seal that would keep the node from freeing memory.
 """
 
 import errno
@@ -62,7 +62,7 @@ class _Exchange:
 
 
 class HostMemory:
-    """The memory behind the extents of one node.
+    """The memory behind the extents of one node; there is none before :meth:`create`.
 
     Args:
         node: the node's name, unique on this machine.
@@ -73,14 +73,13 @@ class HostMemory:
 
     Attributes:
         failures: how often memory could not be replaced; each was retried.
-        leaving: called with the number of an extent whose memory goes, before it does.
+        leaving: called with the number of an extent before its memory is removed.
     """
 
     def __init__(
         self, node: str, boot: bytes, extent_bytes: int, *, prefault: bool,
         record: MemoryRecord | None = None,
     ) -> None:  # fmt: skip
-        """Own no memory yet; :meth:`create` creates it."""
         self.failures = 0
         self.leaving: Callable[[int], None] = lambda _number: None
         self._prefix = f"kvstore:{node}:{boot.hex()}:"

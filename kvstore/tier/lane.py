@@ -5,9 +5,9 @@ through a **ring**: private pinned memory of a few slices. On the way in, thread
 slices, verifying in the same pass; the device copies from a slice while others are filled. On the
 way out, the device fills slices, and threads digest and copy them to the node's memory.
 
-A device works behind the host's back. What it has been given is ordered by **streams**, and the
-host knows that it is done only by an **event**. :class:`Device` is what this module needs of
-one; :mod:`kvstore.tier.gpu` implements it for CUDA and for host memory, and
+A device works asynchronously. Its work is ordered by **streams**, and the host knows that work is
+done only by an **event**. :class:`Device` is the interface that this module needs;
+:mod:`kvstore.tier.gpu` implements it for CUDA and for host memory, and
 :mod:`kvstore.testing.device` for tests, late and out of order.
 """
 
@@ -33,8 +33,8 @@ enough that a slice is still in the processor's cache when it is copied the seco
 SLICES: Final = 3
 THREADS_MAX: Final = 4
 DEADLINE_S = 30.0
-"""How long the device may take for a copy before the job gives up. Its blocks stay in use until the
-device is really done."""
+"""How long the device may take for a copy before the job fails. Its blocks stay in use until the
+device has really finished."""
 
 
 class DeviceEvent(Protocol):
@@ -57,7 +57,7 @@ class DeviceStream(Protocol):
         """An event after everything that was queued here so far."""
 
     def wait(self, event: DeviceEvent) -> None:
-        """Let everything that is queued here from now on wait for an event; does not block."""
+        """Make all work that is queued here from now on wait for an event; does not block."""
 
 
 class Device(Protocol):
@@ -72,10 +72,10 @@ class Device(Protocol):
     staging_bytes: int
 
     def stream(self) -> DeviceStream:
-        """Make a new stream."""
+        """Create a new stream."""
 
     def current(self) -> DeviceStream:
-        """The stream to which the calling thread's engine queues its work."""
+        """The stream on which the calling thread's engine queues its work."""
 
     def pinned(self, size: int) -> Any:
         """Private host memory that the device copies from and to.
@@ -105,9 +105,9 @@ class PagesInHost(NamedTuple):
 
 
 class DeviceCopy:
-    """What the device still does for one job of an engine; thread-safe.
+    """The device's unfinished work for one job of an engine; thread-safe.
 
-    The engine must not use the job's blocks for something else before :meth:`idle`.
+    The engine must not reuse the job's blocks before :meth:`idle`.
     """
 
     def __init__(self) -> None:
@@ -120,17 +120,17 @@ class DeviceCopy:
         self._events.append(event)
 
     def note_layers(self, events: list[DeviceEvent]) -> None:
-        """Layer i will be in the engine's blocks at event i, if :meth:`end` says that it is all."""
+        """Layer i is in the engine's blocks at event i; valid if the job ends normally."""
         self._layers = events
 
     def end(self) -> None:
-        """The job queues nothing more; wakes who waits for layers."""
+        """The job queues nothing more; wakes threads that wait for layers."""
         self._queued.set()
 
     def idle(self) -> bool:
-        """Whether the device has finished all work of this job. False if it cannot tell any more.
+        """Whether the device has finished all work of this job. False if that is unknown.
 
-        It never raises: then nobody could wait for it.
+        It never raises, so that its callers can wait for it.
         """
         try:
             return all(event.done() for event in self._events)
@@ -146,7 +146,7 @@ class DeviceCopy:
             return False
 
     def wait_layer(self, layer: int, timeout_s: float, engine: DeviceStream) -> bool:
-        """Let the engine's stream wait for a layer; for the last one if they come together.
+        """Let the engine's stream wait for a layer, or for the last one if all come together.
 
         Blocks only until the layer is queued, not until the device has copied it.
 
@@ -162,6 +162,8 @@ class DeviceCopy:
 class Lane:
     """One direction between the node's memory and a device; one job at a time uses it.
 
+    Its memory is allocated by the first copy.
+
     Args:
         device: the device.
 
@@ -170,7 +172,6 @@ class Lane:
     """
 
     def __init__(self, device: Device) -> None:
-        """Allocate no memory before the first copy."""
         self._device = device
         self.stream = device.stream()
         self._using = threading.Lock()

@@ -129,7 +129,7 @@ _Move = Callable[[Any, Any, list[_Part]], None]
 
 
 class _PushWay:
-    """A stream, slots in pinned memory, and as much as one slot on the device.
+    """A stream, slots in pinned memory, and a buffer of one slot on the device.
 
     A slot has its data, then the numbers of its blocks.
     """
@@ -177,7 +177,7 @@ class _PushWay:
     def _work(
         self, slot: int, rows: Sequence[BlockRows], heads: HeadRows | None
     ) -> Callable[[], None]:
-        """What the device is to do; the numbers of the blocks are put into the slot."""
+        """The work for the device; the numbers of the blocks are written to the slot."""
         pinned, staged = self._pinned[slot], self._staged
         numbers = np.concatenate([one.blocks for one in rows])
         count, at = len(numbers), self._index_at

@@ -200,7 +200,6 @@ class Scan:
     """
 
     def __init__(self, window: Window, number: int, log_id: bytes) -> None:
-        """Start at the beginning."""
         self._window = window
         self._number = number
         self._log = log_id

@@ -1,9 +1,8 @@
 """The segment files of an SSD log: creates, opens, syncs, seals and deletes them.
 
-Which segments there are, what lies in them and which one takes the next record is decided by
-:class:`kvstore.state.disk.log.SegmentLog`. Here is only what can be known of files alone: which is
-open, which writes are not synced, what a footer will list, which file failed. The log is told of
-that in completions.
+:class:`kvstore.state.disk.log.SegmentLog` decides which segments there are, what they contain and
+which one gets the next record. This module knows only about files: which are open, which writes are
+not synced, what a footer will list, which file failed. Completions report this to the log.
 
 Worker threads share it. ``_lock`` protects the table and all fields of its segments, and is never
 held during file operations. A segment's own ``lock`` is held while its file is created, opened or

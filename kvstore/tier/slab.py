@@ -71,7 +71,6 @@ class DeviceSlab:
     """
 
     def __init__(self, device: str, capacity_bytes: int, *, mapped: bool | None = None) -> None:
-        """Allocate the memory."""
         if capacity_bytes < SLOT_ALIGNMENT:
             raise InvalidArgument("device_slab", f"{capacity_bytes} bytes hold no page")
         chosen = _device(device)

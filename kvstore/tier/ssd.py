@@ -82,7 +82,6 @@ class SSDLog:
         wake: Callable[[], None] = lambda: None,
         disk: Disk | None = None,
     ) -> None:
-        """Lock the directories; read nothing yet."""
         assert segment_bytes % BLOCK_BYTES == 0, "segments are whole blocks"
         self._disk = disk if disk is not None else OSDisk()
         self.log_id, opened = open_all(self._disk, node, directories, segment_bytes)

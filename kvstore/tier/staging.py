@@ -34,13 +34,14 @@ class Pages(NamedTuple):
 class WayIn:
     """Private memory between the node's memory and the device; used by one thread at a time.
 
+    The first copy allocates it.
+
     Args:
         device: the device.
         stream: its stream; None on ``cpu``.
     """
 
     def __init__(self, device: torch.device, stream: Any) -> None:
-        """Allocate no memory before the first copy."""
         self._device = device
         self._stream = stream
         self._using = threading.Lock()

@@ -68,7 +68,6 @@ class MemoryRecord:
     """
 
     def __init__(self, path: Path, proc: Path = Path("/proc")) -> None:
-        """Read the record of earlier boots."""
         self._path = path
         self._proc = proc
         #: Protects all fields below.

@@ -46,7 +46,7 @@ from kvstore.tier.vectored import aligned, read_fully, write_fully
 
 BATCH_BYTES: Final = 8 << 20
 BATCH_RECORDS: Final = 64
-"""Maximum of one call: larger ones are not faster, and one thread handles a batch."""
+"""Maximum records of one call: larger batches are not faster, and one thread handles a batch."""
 
 Write = DiskWrite | DiskCopy | DiskTombstone
 """A copy is written when it has been read."""
@@ -113,7 +113,6 @@ class RecordMover:
     """
 
     def __init__(self, disk: Disk, segments: Segments) -> None:
-        """Allocate the memory for headers."""
         self.counts: Counter[str] = Counter()
         self._disk = disk
         self._segments = segments

@@ -29,7 +29,7 @@ PAGES_MAX = 65_536
 
 
 class PageArrival(IntEnum):
-    """What is known of one page when its transfer has ended."""
+    """The state of one page when its transfer has ended."""
 
     MISSING = 0
     """It did not arrive, or not completely."""
@@ -53,15 +53,15 @@ class PageTransfer:
     """Read pages of one size from a peer, or write them to it.
 
     Attributes:
-        number: chosen by the caller; not that of another transfer that is not settled.
-        endpoint: of the peer's transport, as it says itself.
+        number: chosen by the caller; not that of another unsettled transfer.
+        endpoint: of the peer's transport, as reported by it.
         ticket: 16 bytes that the peer granted.
         remote: place of each page in the peer's memory, 1 to 65,536, all of one length.
         local: address of each page in our memory, shape (n,).
         seeds: seed of each page's digest, shape (n,). A write does not use it.
-        digests: 16 bytes a page, as the peer has told them. A write does not use it.
+        digests: 16 bytes per page, as reported by the peer. A write does not use it.
         deadline_ns: time by which it must have ended, in ``time.monotonic_ns()``.
-        addresses: of each page in the peer, 8 bytes each, as its transport has told them
+        addresses: of each page in the peer, 8 bytes each, as reported by its transport
             (:meth:`Transport.addresses`); empty = the transport needs none.
     """
 
@@ -123,7 +123,7 @@ class TransferEnd(NamedTuple):
 
     Attributes:
         number: of the transfer.
-        good: one :class:`PageArrival` a page.
+        good: one :class:`PageArrival` per page.
         error: why pages are missing; None if none is.
         settled: nothing arrives any more. False: no page may be used, whatever ``good`` says, and
             :class:`TransferSettled` follows.
@@ -166,13 +166,13 @@ class Transport(Protocol):
 
     @property
     def endpoint(self) -> str:
-        """What peers connect to; empty = nobody can read from here."""
+        """The endpoint for peers; empty = peers cannot read from here."""
 
     def register(self, address: int, length: int, descriptor: int) -> None:
-        """Prepare memory in which local pages and granted ranges lie; may go on in the background.
+        """Prepare memory for local pages and granted ranges; may continue in the background.
 
         Args:
-            address: where it is mapped; it stays so until :meth:`unregister`.
+            address: its address; it stays mapped until :meth:`unregister`.
             length: bytes.
             descriptor: of its file, mapped from the beginning; it may be closed afterwards.
         """
@@ -183,7 +183,7 @@ class Transport(Protocol):
         ...
 
     def addresses(self, ranges: Sequence[tuple[Range, int]]) -> bytes | None:
-        """What a peer needs to read ranges, besides a ticket: 8 bytes for each.
+        """The addresses that a peer needs, in addition to a ticket, to read ranges: 8 bytes each.
 
         Returns:
             None: they cannot be read through this transport now. Empty: nothing is needed.
@@ -219,11 +219,11 @@ class Transport(Protocol):
         *,
         write: bool = False,
     ) -> None:
-        """Let peers that show a ticket read exactly these ranges, or write them.
+        """Allow peers that show a ticket to read exactly these ranges, or to write them.
 
         Args:
             ticket: 16 random bytes.
-            ranges: what peers ask for, and the address where it is.
+            ranges: what peers request, and its address.
             deadline_ns: end of the ticket, in ``time.monotonic_ns()``.
             write: peers may write the ranges, and not read them.
 
@@ -234,22 +234,22 @@ class Transport(Protocol):
         ...
 
     def revoke(self, ticket: bytes, *, ended: bool = False) -> bool:
-        """End a ticket, and break off what is being transferred with it; never waits.
+        """End a ticket, and abort transfers with it; never waits.
 
         Args:
             ticket: it may be unknown.
             ended: the peer has said that all its transfers with it have ended, each without an
-                error. Transports that cannot know what is under way ask for it
-                (:class:`~kvstore.transport.mooncake.MooncakeTransport`); the others do not use it.
+                error. Transports that do not know the transfers in progress need this
+                (:class:`~kvstore.transport.mooncake.MooncakeTransport`); the others ignore it.
 
         Returns:
-            True: no transfer of a peer with this ticket reads or writes our memory any more.
-            False: one still may, until :class:`TicketEnded` follows.
+            True: no transfer of a peer with this ticket accesses our memory any more. False: one
+            still may, until :class:`TicketEnded` follows.
         """
         ...
 
     def poll(self) -> list[TransportEvent]:
-        """What has happened since the last call."""
+        """The events since the last call."""
         ...
 
     def fileno(self) -> int:
@@ -265,5 +265,5 @@ class Transport(Protocol):
         ...
 
     def stats(self) -> dict[str, int]:
-        """Counts since the start, and what is there now."""
+        """Counts since the start, and current numbers."""
         ...

@@ -42,12 +42,13 @@ from kvstore.transport.engine_messages import (
 from kvstore.transport.regions import Regions
 
 ITEM_BYTES_MAX: Final = 8 << 20
-"""Pages that touch are read together up to so many bytes."""
+"""Maximum bytes of adjacent pages that are read together."""
 WINDOW_ITEMS: Final = 128
 WINDOW_BYTES: Final = 32 << 20
-"""Of one read, under way."""
+"""Maximum bytes of one read in progress."""
 ITEMS_MAX: Final = 512
-"""Items under way to one peer: from 1,024 and 1,024 that wait the engine may fail for good."""
+"""Maximum items in progress to one peer: with 1,024, and 1,024 waiting, the engine may fail for
+good."""
 _INSTALL: Final = "install kvstore-server[mooncake] and libibverbs1"
 _PAUSE_S: Final = 50e-6
 _RECEIVE_BYTES: Final = 1 << 20
@@ -75,7 +76,7 @@ class TransferEngine(Protocol):
     def batch_transfer_async_read(
         self, endpoint: str, buffers: list[int], peer_buffers: list[int], lengths: list[int]
     ) -> int:
-        """A number for :meth:`transfer_check_status`; 0 = it did not begin."""
+        """A number for :meth:`transfer_check_status`; 0 = it was not started."""
 
     def batch_transfer_async_write(
         self, endpoint: str, buffers: list[int], peer_buffers: list[int], lengths: list[int]
@@ -83,11 +84,11 @@ class TransferEngine(Protocol):
         """The same; it has arrived when the peer can read it."""
 
     def transfer_check_status(self, batch: int) -> int:
-        """0 = under way, 1 = the first item has arrived, else it failed."""
+        """0 = in progress, 1 = the first item has arrived, else it failed."""
 
 
 class _Read:
-    """A transfer under way; ``waiting``: first page of each item, and the page after its last."""
+    """A transfer in progress; ``waiting``: first page of each item, and the page after its last."""
 
     def __init__(self, asked: ReadPages, transfer: PageTransfer, remote: list[int]) -> None:
         self.number = asked.number
@@ -104,12 +105,12 @@ class _Read:
 
 
 class EngineServer:
-    """Carries out what the node asks for; all by one thread.
+    """Carries out the node's requests; all on one thread.
 
     Args:
-        engine: made by the caller.
+        engine: created by the caller.
         control: the socket.
-        messages: what has come, with a descriptor or -1; None = the end.
+        messages: received messages, each with a descriptor or -1; None = the end.
     """
 
     def __init__(
@@ -214,7 +215,7 @@ class EngineServer:
         self._reads[asked.number] = _Read(asked, transfer, remote)
 
     def _advance(self, read: _Read) -> bool:
-        """Begin items and look at those under way; returns whether anything has changed."""
+        """Start items and check those in progress; returns whether anything has changed."""
         before = len(read.waiting), len(read.moving)
         while (
             read.waiting
@@ -292,7 +293,7 @@ def _devices(topology: str) -> list[str]:
 
 
 def _receive(control: socket.socket, messages: "queue.SimpleQueue[tuple[Any, int]]") -> None:
-    """Take messages until the node has closed the socket; then end this process."""
+    """Receive messages until the node has closed the socket; then end this process."""
     reader, descriptors = MessageReader(), deque[int]()
     with contextlib.suppress(OSError, KVStoreError):
         while True:

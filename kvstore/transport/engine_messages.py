@@ -18,16 +18,16 @@ _LENGTH_BYTES: Final = 4
 
 
 class StartEngine(msgspec.Struct, array_like=True, tag=1):
-    """First message: ``host`` is told to peers, ``protocol`` is ``rdma`` or ``tcp``."""
+    """First message: ``host`` is reported to peers, ``protocol`` is ``rdma`` or ``tcp``."""
 
     host: str
     protocol: str
 
 
 class MapMemory(msgspec.Struct, array_like=True, tag=2):
-    """Map and register memory whose descriptor comes along; ``start``: its address at the node.
+    """Map and register memory; its descriptor is attached; ``start``: its address at the node.
 
-    ``serial``: of this registration, because an address may be used again.
+    ``serial``: of this registration, because addresses are reused.
     """
 
     start: int
@@ -36,7 +36,7 @@ class MapMemory(msgspec.Struct, array_like=True, tag=2):
 
 
 class UnmapMemory(msgspec.Struct, array_like=True, tag=3):
-    """Forget memory; answered, because nobody may read it afterwards."""
+    """Unmap memory; answered, because it must not be read afterwards."""
 
     start: int
 
@@ -59,7 +59,7 @@ class ReadPages(msgspec.Struct, array_like=True, tag=4):
 
     @classmethod
     def of(cls, transfer: PageTransfer, *, write: bool) -> "ReadPages":
-        """What a transfer asks for."""
+        """The message for a transfer."""
         return cls(
             transfer.number, transfer.endpoint, transfer.page_bytes,
             transfer.local.astype("<u8").tobytes(), transfer.addresses,
@@ -75,7 +75,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=5):
 
 
 class EngineRefused(msgspec.Struct, array_like=True, tag=6):
-    """There is no engine; ``why`` says what to do."""
+    """The engine could not be started; ``why`` says what to do."""
 
     why: str
 

@@ -1,8 +1,8 @@
 """A process with a Mooncake engine: its start, its messages, and its certain end.
 
 The engine is not in the node's process. Its destructor holds the interpreter lock for 0.5 to 0.9 s,
-and a first contact with a stopped peer blocks every other submission for 60 s, during which it
-cannot be destroyed at all. When a process has been killed and has ended, nothing arrives any more.
+and a first contact with a suspended peer blocks every other submission for 60 s, during which it
+cannot be destroyed at all. When a process was killed and has ended, nothing arrives any more.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from kvstore.transport.engine_messages import (
 )
 
 SEND_S: Final = 1.0
-"""Its thread for messages takes them at once; one that does not is stopped."""
+"""Its message thread accepts messages at once; a process that does not is suspended."""
 _RECEIVE_BYTES: Final = 1 << 20
 
 
@@ -61,7 +61,7 @@ class EngineProcess:
         return self._socket.fileno()
 
     def send(self, message: ToEngine, descriptor: int = -1) -> bool:
-        """Send a message; False = it has ended or takes none."""
+        """Send a message; False = the process has ended or does not accept any."""
         data = framed(message)
         try:
             if descriptor >= 0:
@@ -73,7 +73,7 @@ class EngineProcess:
         return True
 
     def receive(self) -> list[FromEngine] | None:
-        """What it has said, once :meth:`fileno` is readable; None = it has ended."""
+        """Its messages, once :meth:`fileno` is readable; None = it has ended."""
         try:
             data = self._socket.recv(_RECEIVE_BYTES)
             found = list(self._reader.feed(data))
@@ -84,10 +84,10 @@ class EngineProcess:
         return found if data else None  # type: ignore[return-value]
 
     def close(self, until_s: float) -> bool:
-        """Kill it, and wait for its end until so many seconds of ``time.monotonic()``.
+        """Kill it, and wait for its end until this time of ``time.monotonic()``.
 
         Returns:
-            Whether it has ended: nothing that it did goes on. False: call this again.
+            Whether it has ended, so that nothing of it is in progress. False: call this again.
         """
         self.killed = True
         with contextlib.suppress(ProcessLookupError):

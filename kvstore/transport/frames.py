@@ -26,16 +26,16 @@ ANSWER_BYTES: Final = _ANSWER.size
 
 
 class DataKind(IntEnum):
-    """What a request asks for."""
+    """The kind of a request."""
 
     READ = 1
     """Send the bytes of the ranges."""
     WRITE = 2
-    """Take the bytes of the ranges; they follow after the first answer."""
+    """Write the ranges; their bytes follow after the first answer."""
 
 
 class DataStatus(IntEnum):
-    """What an answer says."""
+    """The status of an answer."""
 
     OK = 0
     """The bytes follow (of a read), may follow, or have arrived (of a write)."""

@@ -1,4 +1,4 @@
-"""Tickets: what they open, and which connections are using them."""
+"""Tickets: the memory that they open, and the connections that are using them."""
 
 import threading
 import time
@@ -130,7 +130,7 @@ class Tickets:
                 self._ended(head.ticket)
 
     def _forget_ended(self) -> None:
-        """Drop tickets past their deadline that nobody is using, as soon as there may be one."""
+        """Remove unused tickets past their deadline, as soon as there may be one."""
         now_ns = time.monotonic_ns()
         if self._next_ns is None or now_ns < self._next_ns:
             return

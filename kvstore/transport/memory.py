@@ -37,14 +37,14 @@ class Fate:
     """What happens to one transfer.
 
     Attributes:
-        delay_ns: its bytes arrive so long after it began. If that is after its deadline, it has
+        delay_ns: its bytes arrive this long after its start. If that is after its deadline, it has
             ended before.
-        pages: only so many of its first pages arrive then, and the peer says nothing more; -1 =
+        pages: only this many of its first pages arrive then, and the peer says nothing more; -1 =
             all. With 0 it says nothing at all, not even that it refuses.
         broken: the connection breaks when the others would arrive: it ends then, instead of at its
             deadline.
         damaged: pages that arrive with a wrong byte.
-        late_ns: after an end without all bytes, the rest arrives so long after that end, and only
+        late_ns: after an end without all bytes, the rest arrives this long after that end, and only
             then it is settled; -1 = never, and it is settled with its end.
     """
 
@@ -117,7 +117,7 @@ class MemoryNetwork:
         return made
 
     def step(self, now_ns: int) -> None:
-        """Let everything happen that happens until ``now_ns``, in order."""
+        """Process all events until ``now_ns``, in order."""
         assert now_ns >= self.now_ns, "time goes forward"
         while self._events and self._events[0][0] <= now_ns:
             at_ns, _, event = heapq.heappop(self._events)
@@ -126,16 +126,16 @@ class MemoryNetwork:
         self.now_ns = now_ns
 
     def next_ns(self) -> int | None:
-        """Time of the next event; None = nothing is under way."""
+        """Time of the next event; None = there is none."""
         return self._events[0][0] if self._events else None
 
     def at(self, at_ns: int, event: Callable[[], None]) -> None:
-        """Do something at a time; what is at one time happens in the order of these calls."""
+        """Add an event at a time; events at the same time happen in the order of these calls."""
         self._number += 1
         heapq.heappush(self._events, (at_ns, self._number, event))
 
     def begin(self, moving: _Moving) -> None:
-        """Begin a transfer: its bytes are those of now, or it is refused."""
+        """Start a transfer with the present bytes, or refuse it."""
         transfer = moving.transfer
         fate, refusal = moving.fate, self._open_ticket(moving)
         answer_ns = self.now_ns + fate.delay_ns
@@ -151,11 +151,11 @@ class MemoryNetwork:
         return self._fate(by, transfer.endpoint, transfer)
 
     def forget(self, transport: "MemoryTransport") -> None:
-        """A transport is closed: what peers had under way with it breaks."""
+        """A transport was closed: transfers of peers with it break."""
         self._transports.pop(transport.endpoint, None)
 
     def _open_ticket(self, moving: _Moving) -> KVStoreError | None:
-        """Find both sides of each page, and take its bytes; returns why that cannot be."""
+        """Find both sides of each page, and copy its bytes; returns why that is impossible."""
         transfer = moving.transfer
         peer = self._transports.get(transfer.endpoint)
         if peer is None:
@@ -174,7 +174,7 @@ class MemoryNetwork:
         return None
 
     def _arrive(self, moving: _Moving) -> None:
-        """Deliver what arrives in time, and end the transfer if that was all of it."""
+        """Deliver the pages that arrive in time, and end the transfer if those are all."""
         transfer, fate = moving.transfer, moving.fate
         if moving.ended or moving.by.closed or not self._is_open(moving):
             moving.by.end(moving, PeerUnreachable("the peer has ended the ticket"))
@@ -192,7 +192,7 @@ class MemoryNetwork:
             moving.by.end(moving, PeerUnreachable("the connection broke"))
 
     def land(self, moving: _Moving) -> None:
-        """Deliver what had not arrived at the end; then the transfer is settled."""
+        """Deliver the pages that arrived after the end; then the transfer is settled."""
         for page, good in enumerate(moving.good):
             lands = moving.content and (self._is_open(moving) or not moving.write)
             if good == PageArrival.MISSING and lands and not moving.by.closed:
@@ -200,7 +200,7 @@ class MemoryNetwork:
         moving.by.settle(moving)
 
     def _is_open(self, moving: _Moving) -> bool:
-        """Whether the peer still lets this transfer's bytes through."""
+        """Whether the peer still allows this transfer."""
         peer = self._transports.get(moving.transfer.endpoint)
         found = None if peer is None else peer.tickets.get(moving.transfer.ticket)
         return found is not None and self.now_ns < found.deadline_ns
@@ -216,6 +216,8 @@ class MemoryNetwork:
 class MemoryTransport:
     """One node's transport of a network; see :class:`kvstore.transport.base.Transport`.
 
+    :meth:`MemoryNetwork.open` makes it.
+
     Attributes:
         name: ``memory``.
         endpoint: its name in the network.
@@ -226,7 +228,6 @@ class MemoryTransport:
     name = "memory"
 
     def __init__(self, network: MemoryNetwork, endpoint: str, in_flight_bytes_max: int) -> None:
-        """Made by :meth:`MemoryNetwork.open`."""
         self.endpoint = endpoint
         self.closed = False
         self.tickets: dict[bytes, _Ticket] = {}

@@ -1,13 +1,13 @@
 """``mooncake``: pages over Mooncake's Transfer Engine, for networks with RDMA.
 
 There are two processes with an engine. Peers read the registered memory from one of them; the other
-one reads from peers and writes to them, and is replaced after a read that failed or was late, for
-only its end makes sure that nothing arrives any more.
+one reads from peers and writes to them, and is replaced after a failed or late read, because only
+its end ensures that nothing arrives any more.
 
-Mooncake knows no tickets, no certificates and no names: whoever reaches the port of an engine reads
-and writes all memory that is registered there. So peers are told addresses with their leases, and
-nothing but the digests of the pages protects a reader from a late read. Nothing at all protects
-memory from a late write but the end of the process that peers write to.
+Mooncake has no tickets, certificates or names: a process that reaches the port of an engine can
+read and write all memory that is registered there. So peers get addresses with their leases, and
+only the digests of the pages protect a reader from a late read. Only the end of the process that
+peers write to protects memory from a late write.
 """
 
 import logging
@@ -218,9 +218,9 @@ class MooncakeTransport:
     def revoke(self, ticket: bytes, *, ended: bool = False) -> bool:
         """See :class:`kvstore.transport.base.Transport`.
 
-        Nobody knows whether a peer still reads: it compares what it got with the digests. Nor
-        whether one still writes: unless it says that it has ended, the process is ended that peers
-        read from and write to.
+        It is unknown whether a peer still reads: it compares the data with the digests. It is also
+        unknown whether one still writes: unless the peer says that it has ended, the process that
+        peers access is ended.
         """
         with self._lock:
             doubtful, owner = self._tickets.revoke(ticket, ended=ended), self._owner
@@ -299,7 +299,7 @@ class MooncakeTransport:
             os.eventfd_write(self._wake, 1)
 
     def _publish(self) -> None:
-        """Tell what the attempts have decided; under the lock."""
+        """Report the decisions of the attempts; under the lock."""
         told, self._attempts.events = self._attempts.events, []
         self._tell(told)
 
@@ -341,7 +341,7 @@ class MooncakeTransport:
             engine.begin(now_ns)
 
     def _carry(self, now_ns: int) -> None:
-        """Pass on what was asked of the processes, and keep the deadlines."""
+        """Pass requests on to the processes, and apply the deadlines."""
         with self._lock:
             self._attempts.advance(now_ns)
             self._publish()
@@ -365,7 +365,7 @@ class MooncakeTransport:
             engine.ending = True
 
     def _wait(self, now_ns: int) -> None:
-        """Wait for messages, and at most until the next deadline."""
+        """Wait for messages, until the next deadline."""
         ready = select.poll()
         ready.register(self._wake, select.POLLIN)
         fds = {
@@ -406,10 +406,10 @@ class MooncakeTransport:
                     self._told(message)
 
     def _began(self, engine: MooncakeEngine, port: int) -> None:
-        """A process is ready: it gets all memory, and what is to be read once it has that.
+        """A process is ready: register all memory, then pass reads on.
 
-        Registering much memory may take longer than any deadline, and a read that is late costs
-        the process.
+        Registering much memory may take longer than any deadline, and a late read costs the
+        process.
         """
         with self._lock:
             asked = {ask.serial for ask, _ in self._asked if isinstance(ask, MapMemory)}
@@ -441,7 +441,7 @@ class MooncakeTransport:
                 self._attempts.started()
 
     def _told(self, message: FromEngine) -> None:
-        """What the engine that reads says of a read."""
+        """Process a message of the reading engine."""
         now_ns = time.monotonic_ns()
         with self._lock:
             match message:

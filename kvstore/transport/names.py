@@ -1,4 +1,4 @@
-"""Addresses of hosts, without a wait that nobody can end: ``getaddrinfo`` knows no deadline."""
+"""Resolves host names with a deadline, which ``getaddrinfo`` lacks."""
 
 import ipaddress
 import socket
@@ -25,7 +25,7 @@ def resolve(host: str) -> list[str]:
 
 
 class HostNames:
-    """Resolves names in threads of its own, at most one a name at a time.
+    """Resolves names in threads of its own, at most one per name at a time.
 
     Args:
         ask: resolves one name.
@@ -38,10 +38,10 @@ class HostNames:
         self._asking: dict[str, _Question] = {}
 
     def addresses(self, host: str, deadline_ns: int) -> list[str]:
-        """The addresses of a host, of which there is at least one; asks anew each time.
+        """The addresses of a host, at least one; resolved again on each call.
 
         Raises:
-            TransferTimeout: nobody answered until the deadline, in ``time.monotonic_ns()``.
+            TransferTimeout: no answer before the deadline, in ``time.monotonic_ns()``.
             PeerUnreachable: there is no such host.
         """
         if _is_address(host):
@@ -77,7 +77,7 @@ class HostNames:
 
 
 class _Question:
-    """What is asked about one name; ``error`` says why it has no address."""
+    """A name that is being resolved; ``error`` says why it has no address."""
 
     def __init__(self) -> None:
         self.answered: Final = threading.Event()

@@ -1,4 +1,4 @@
-"""Tickets of a transport whose peers need none: what was granted, and who may still write."""
+"""Tickets of a transport whose peers need none: the grants, and possible writers. Pure."""
 
 from collections.abc import Sequence
 
@@ -8,10 +8,10 @@ from kvstore.transport.grants import TICKETS_MAX, Tickets
 
 
 class OpenTickets:
-    """All tickets; pure but for the clock of :class:`~kvstore.transport.grants.Tickets`.
+    """All tickets; pure except for the clock of :class:`~kvstore.transport.grants.Tickets`.
 
-    A ticket for writing is known until it is revoked, also past its deadline: a peer may have begun
-    to write before, and nobody here sees when it ends.
+    A ticket for writing is kept until it is revoked, even past its deadline: a peer may have
+    started to write before, and its end is not visible here.
 
     Attributes:
         revoked: tickets with which a peer may still write; the caller empties it.

@@ -1,8 +1,8 @@
-"""The owner's side of ``tcp``: peers connect, show tickets, and get or bring bytes.
+"""The owner's side of ``tcp``: peers connect, show tickets, and read or write bytes.
 
-Each connection has a thread; their number is bounded. A connection that has not yet made a valid
-request is **silent**. There are few of those, and when another comes the oldest goes: strangers
-cannot keep peers out.
+Each connection has a thread; their number is limited. A connection without a valid request so far
+is **silent**. Few of those are allowed, and a new one closes the oldest: strangers cannot keep
+peers out.
 """
 
 import logging
@@ -32,7 +32,7 @@ FIRST_S = 5.0
 """A connection must have made its first request within this time, TLS handshake included."""
 SILENT_MAX = 16
 IDLE_S: Final = 120.0
-"""A connection without a request for so long is closed; readers close theirs earlier."""
+"""A connection without a request for this long is closed; readers close theirs earlier."""
 _JOIN_S: Final = 5.0
 _log: Final = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class PageOwner:
         stream: DataStream,
         deadline_ns: int,
     ) -> bytes:
-        """Send the bytes of a read, or take those of a write; returns what is to be said then."""
+        """Send the bytes of a read, or receive those of a write; returns the status to send."""
         total = sum(length for _, length in places)
         memory = [memory_at(*place) for place in places]
         accepted = pack_answer(DataStatus.OK, total)

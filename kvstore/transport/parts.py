@@ -1,4 +1,4 @@
-"""A transfer in progress: its parts, and what has arrived. Changed under one lock.
+"""A transfer in progress: its parts, and the pages that have arrived. Changed under one lock.
 
 A transfer is split so that several connections carry it: while the bytes of one part are digested,
 those of another arrive.
@@ -24,10 +24,10 @@ class TransferPart:
 
     Attributes:
         of: the transfer.
-        first: number of its first page.
-        stop: number of the page after its last.
+        first: index of its first page.
+        stop: index of the page after its last.
         stream: the connection that is carrying it; None = no bytes can arrive.
-        ended: nobody may begin it any more.
+        ended: it must not be started any more.
     """
 
     __slots__ = ("ended", "first", "of", "stop", "stream")

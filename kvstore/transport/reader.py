@@ -1,7 +1,7 @@
 """The reader's side of ``tcp``: transfers are carried by a few connections to each peer.
 
-Each connection has a thread, which also checks the digests of what it has received. So a peer that
-does not answer holds up nobody but those who wait for it.
+Each connection has a thread, which also checks the digests of received pages. So a peer that does
+not answer delays only the transfers from it.
 """
 
 import ssl
@@ -34,18 +34,18 @@ CONNECTIONS: Final = 3
 """To each peer; a fourth adds nothing (``python -m bench remote``)."""
 PEERS_MAX = 64
 IDLE_S: Final = 30.0
-"""A connection that nobody has needed for so long is closed."""
+"""A connection that is unused for this long is closed."""
 CONNECT_S: Final = 2.0
-"""A peer that does not even accept a connection for so long is not there."""
+"""A peer that does not accept a connection within this time is unreachable."""
 GROUP_BYTES: Final = 1 << 20
-"""Small pages are received and digested in groups of so many bytes."""
+"""Small pages are received and digested in groups of this size."""
 _PAUSES_S: Final = (0.0, 0.01, 0.04)
 """Before a peer is asked again that has closed a connection without an answer."""
 _JOIN_S: Final = 5.0
 
 
 class _Lanes:
-    """What waits for connections to one peer, and how many there are."""
+    """The waiting parts for one peer, and the number of connections to it."""
 
     __slots__ = ("came", "idle", "over", "threads", "waiting")
 
@@ -121,7 +121,7 @@ class PageReader:
             self._give_up(found, error)
 
     def expire(self, now_ns: int) -> int | None:
-        """End what has not begun by its deadline; returns the next deadline."""
+        """End transfers that have not started by their deadline; returns the next deadline."""
         with self._lock:
             late = [one for one in self._under_way.values() if one.transfer.deadline_ns <= now_ns]
             for one in late:  # what a connection carries, that connection ends
@@ -166,9 +166,9 @@ class PageReader:
         return None
 
     def _end_idle(self) -> bool:
-        """Close the connections to a peer that nobody needs now; False if there are none.
+        """Close the unused connections to a peer; False if there are none.
 
-        A peer tells where its pages are read, another address each time if it likes.
+        A peer reports its endpoint, and may report another one each time.
         """
         for endpoint, lanes in self._lanes.items():
             if lanes.idle == lanes.threads and not lanes.waiting:
@@ -227,7 +227,7 @@ class PageReader:
                 self._threads.discard(threading.current_thread())
 
     def _next(self, endpoint: str, lanes: _Lanes) -> TransferPart | None:
-        """Wait for the next part; None = none came, and this connection is not counted any more."""
+        """Wait for the next part; None = none arrived, and this connection no longer counts."""
         with self._lock:
             while not (self._closed or lanes.over):
                 lanes.idle += 1

@@ -7,7 +7,7 @@ Addresses = npt.NDArray[np.uint64]
 
 
 class Regions:
-    """Memory that is mapped here, and where each piece of it is elsewhere."""
+    """Pieces of memory that are mapped here, with their addresses elsewhere."""
 
     def __init__(self) -> None:
         self._lengths: dict[int, int] = {}
@@ -42,14 +42,14 @@ class Regions:
         return True
 
     def elsewhere(self, addresses: Addresses, length: int) -> Addresses | None:
-        """Where memory is elsewhere.
+        """The other addresses of memory.
 
         Args:
-            addresses: of it here, shape (n,).
+            addresses: its addresses here, shape (n,).
             length: bytes at each of them.
 
         Returns:
-            The addresses elsewhere, shape (n,); None if not all of it lies in pieces.
+            The other addresses, shape (n,); None if not all of it lies in pieces.
         """
         if not len(self._starts) or not len(addresses):
             return None

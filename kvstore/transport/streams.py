@@ -16,7 +16,7 @@ from kvstore.protocol.errors import InvalidArgument, PeerUnreachable, TransferTi
 from kvstore.transport.names import HostNames
 
 BUFFERS_MAX: Final = 256
-"""Buffers of one call; the kernel takes 1024."""
+"""Maximum buffers of one call; the kernel accepts 1024."""
 _TLS_STEP_BYTES: Final = 256 * 1024
 """Bytes of one call to OpenSSL, so that the deadline is looked at."""
 _TIMEVAL: Final = struct.Struct("@ll")
@@ -73,11 +73,11 @@ def receive_bytes(stream: DataStream, size: int, deadline_ns: int) -> bytes:
 
 
 def connect(host: str, port: int, context: ssl.SSLContext | None, deadline_ns: int) -> DataStream:
-    """Connect to a peer's data port; :meth:`DataStream.begin` is next.
+    """Connect to a peer's data port; call :meth:`DataStream.begin` next.
 
     Raises:
         TransferTimeout: the deadline passed.
-        PeerUnreachable: nobody listens there, or it is refused.
+        PeerUnreachable: nothing listens there, or the connection is refused.
     """
     refused = ""
     for address in _names.addresses(host, deadline_ns):
@@ -95,15 +95,15 @@ def connect(host: str, port: int, context: ssl.SSLContext | None, deadline_ns: i
 def stream_of(
     connection: socket.socket, context: ssl.SSLContext | None, *, host: str = ""
 ) -> DataStream:
-    """The stream of a connected socket, which it takes over; :meth:`DataStream.begin` is next.
+    """The stream of a connected socket, which it owns; call :meth:`DataStream.begin` next.
 
     Args:
         connection: closed if this raises.
         context: for TLS; None = none.
-        host: of the server, whose certificate may have to say so; empty = we are the server.
+        host: of the server, whose certificate may have to match it; empty = we are the server.
 
     Raises:
-        PeerUnreachable: the connection is broken already.
+        PeerUnreachable: the connection is already broken.
     """
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -127,7 +127,6 @@ class PlainStream:
     """A connection without TLS; the kernel keeps the deadlines."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Take over a blocking socket."""
         self._socket = connection
 
     @property
@@ -177,7 +176,6 @@ class TlsStream:
     """A connection with TLS."""
 
     def __init__(self, connection: ssl.SSLSocket) -> None:
-        """Take over a socket before its handshake."""
         self._socket = connection
 
     @property

@@ -20,8 +20,8 @@ from bench import replay
 from engine_adapters.reference.engine import Engine
 from engine_adapters.reference.sampler import Sampling
 from engine_adapters.reference.scheduler import Limits
-from tests.reference.conftest import MakeEngine, engines, submit
-from tests.reference.pushed import (
+from tests.engine_adapters.reference.conftest import MakeEngine, engines, submit
+from tests.engine_adapters.reference.pushed import (
     OPTIONS,
     PushPair,
     kept_hashes,

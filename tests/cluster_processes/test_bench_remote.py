@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.test_bench_commands import assert_keeps_the_contract, children, printed
+from tests.bench.test_commands import assert_keeps_the_contract, children, printed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 

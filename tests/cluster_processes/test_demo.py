@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from bench import demo_cluster
+from tests.bench.test_commands import children
 from tests.cluster_processes.store_scenes import start_server
 from tests.conftest import wait_for
-from tests.test_bench_commands import children
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 COMMAND = [sys.executable, "-m", "bench", "demo-cluster", "--quick", "--json", "--model", "tiny"]

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.bench.test_commands import assert_keeps_the_contract, printed
 from tests.cluster_processes.mooncake_scenes import Alone, variables
 from tests.cluster_processes.trace_program import TRACE
 from tests.conftest import Spawn
-from tests.test_bench_commands import assert_keeps_the_contract, printed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 REQUESTS = 6

@@ -23,7 +23,9 @@ class FakeEngine:
     """An engine that answers without a model.
 
     Attributes:
-        requests: bodies of the completions it got, in order.
+        requests: bodies of the completions and chat completions it got, in order.
+        paths: what they asked for.
+        rendered: bodies of its ``/tokenize``.
         headers: their headers.
         gate: cleared, completions wait before they answer anything.
         mid_gate: cleared, streams wait after their first event.
@@ -35,6 +37,8 @@ class FakeEngine:
         listed: what it says of its model there besides.
         models_status: status of its answer to that request.
         like_openai: streams end with an event of usage if that is asked for, and tell none else.
+        metrics: the text of its ``/metrics``; None = it has none.
+        scraped: how often that was asked for.
         report: how it says that a push went on its side; None = nothing.
         broken: ``""``; ``"reset"``: cut the connection at once; ``"midway"``: after an event;
             ``"short"``: end the stream without ``[DONE]``.
@@ -61,6 +65,8 @@ class FakeEngine:
         self.keyed = False
         self.role = role
         self.requests: list[dict[str, Any]] = []
+        self.paths: list[str] = []
+        self.rendered: list[dict[str, Any]] = []
         self.headers: list[Mapping[str, str]] = []
         self.tokenized = 0
         self.tokenize_status = 200
@@ -77,6 +83,8 @@ class FakeEngine:
         self.broken = ""
         self.report: dict[str, object] | None = None
         self.refuses = ""
+        self.metrics: str | None = None
+        self.scraped = 0
         self.tokens = 3
         self.like_openai = False
         self.healthy = True
@@ -88,10 +96,12 @@ class FakeEngine:
         app.add_routes(
             [
                 web.get("/health", self._health),
+                web.get("/metrics", self._metrics),
                 web.get("/v1/engine", self._describe),
                 web.get("/v1/models", self._models),
                 web.post("/tokenize", self._tokenize),
                 web.post("/v1/completions", self._completions),
+                web.post("/v1/chat/completions", self._completions),
             ]
         )
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
@@ -107,6 +117,10 @@ class FakeEngine:
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({}, status=200 if self.healthy else 500)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        self.scraped += 1
+        return web.Response(text=self.metrics, status=404 if self.metrics is None else 200)
 
     async def _describe(self, _: web.Request) -> web.Response:
         status = 401 if self.keyed else 200 if self.describes else 404
@@ -126,12 +140,16 @@ class FakeEngine:
         await self.tokenize_gate.wait()
         if self.tokenize_status != 200:
             return web.json_response({}, status=self.tokenize_status)
-        tokens = list((await http.json())["prompt"].encode())
+        body = await http.json()
+        self.rendered.append(body)
+        messages = "".join(f"{one['content']}\n" for one in body.get("messages", ()))
+        tokens = list(body.get("prompt", messages).encode())
         return web.json_response({"tokens": tokens, "count": len(tokens), "max_model_len": 4096})
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
         body = await http.json()
         self.requests.append(body)
+        self.paths.append(http.path)
         self.headers.append(http.headers)
         self.running += 1
         self.running_most = max(self.running, self.running_most)
@@ -169,7 +187,9 @@ class FakeEngine:
         }
 
     async def _whole(self, body: dict[str, Any]) -> web.Response:
-        answer = {"id": "x", "choices": [{"text": f"whole from {self.id}", "index": 0}]}
+        said = f"whole from {self.id}"
+        told = {"message": {"content": said}} if "messages" in body else {"text": said}
+        answer: dict[str, Any] = {"id": "x", "choices": [{**told, "index": 0}]}
         answer |= self._end(body)
         asked = body.get("kv_transfer_params") or {}
         if asked.get("do_remote_decode") and "handoff" not in asked:
@@ -194,7 +214,9 @@ class FakeEngine:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(http)
         for number in range(self.tokens):
-            choice = {"text": f"{self.id}:{number} ", "index": 0, "token_ids": [number]}
+            said = f"{self.id}:{number} "
+            told = {"delta": {"content": said}} if "messages" in body else {"text": said}
+            choice = {**told, "index": 0, "token_ids": [number]}
             last = number == self.tokens - 1 and not self.like_openai
             end = self._end(body) if last else {}
             await response.write(b"data: " + json.dumps({"choices": [choice], **end}).encode())
@@ -213,101 +235,6 @@ class FakeEngine:
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
-
-
-class FakeNode:
-    """The admin API of a node, without the node.
-
-    Attributes:
-        told: the answer of ``GET /v1/events``.
-        sessions: the rows of ``GET /v1/sessions``.
-        token: bearer token that requests need; empty = none.
-        status: answer with this status instead.
-        gate: cleared, requests wait before they are answered.
-        reads: how often the sessions were read.
-        more: further routes.
-    """
-
-    def __init__(self, node_id: str, **told: object) -> None:
-        self.told: dict[str, object] = {
-            "node": node_id, "boot": "b1", "topic": f"kvstore@{node_id}@b1", "endpoint": None,
-            "replay_endpoint": None, "follow_token": False, "tokens": False, **told,
-        }  # fmt: skip
-        self.sessions: list[dict[str, object]] = []
-        self.token = ""
-        self.status = 200
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.reads = 0
-        self.more: list[web.RouteDef] = []
-        self.url = ""
-        self._runner: web.AppRunner | None = None
-
-    async def start(self, path: str = "") -> "FakeNode":
-        """Listen on a free port, or at a Unix socket."""
-        app = web.Application()
-        told = [web.get("/v1/events", self._events), web.get("/v1/sessions", self._sessions)]
-        app.add_routes([*told, *self.more])
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
-        await self._runner.setup()
-        if path:
-            await web.UnixSite(self._runner, path).start()
-            self.url = f"unix://{path}"
-        else:
-            await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-            self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        return self
-
-    async def stop(self) -> None:
-        if self._runner is not None:
-            runner, self._runner = self._runner, None
-            await runner.cleanup()
-
-    async def _refusal(self, http: web.Request) -> web.Response | None:
-        await self.gate.wait()
-        if self.status != 200:
-            return web.json_response({}, status=self.status)
-        if self.token and http.headers.get("Authorization") != f"Bearer {self.token}":
-            return web.json_response({}, status=401)
-        return None
-
-    async def _events(self, http: web.Request) -> web.Response:
-        return await self._refusal(http) or web.json_response(self.told)
-
-    async def _sessions(self, http: web.Request) -> web.Response:
-        refusal = await self._refusal(http)
-        if refusal is not None:
-            return refusal
-        cursor, limit = int(http.query["cursor"]), int(http.query["limit"])
-        self.reads += not cursor
-        end = cursor + limit
-        more = end if end < len(self.sessions) else None
-        return web.json_response({"sessions": self.sessions[cursor:end], "next": more})
-
-
-@asynccontextmanager
-async def beside(*nodes: FakeNode) -> AsyncIterator[None]:
-    """Nodes that end with the context."""
-    try:
-        for node in nodes:
-            await node.start()
-        yield
-    finally:
-        for node in nodes:
-            await node.stop()
-
-
-def session_of(
-    name: str | None, space: str = "ab" * 32, page_tokens: int = 4, shards: Iterable[str] = (),
-    **engine: object,
-) -> dict[str, object]:  # fmt: skip
-    """A row of ``GET /v1/sessions``, with what nobody reads left out."""
-    opened = {"space": space, "model": "m", "page_tokens": page_tokens, "scope": "",
-              "shards": list(shards)}  # fmt: skip
-    told = {"name": name, "events": None, "events_bind": None, "events_replay": None,
-            "block_tokens": None, **engine}  # fmt: skip
-    return {"name": "vllm", "engine": told if name else None, "spaces": [opened],
-            "spaces_total": 1}  # fmt: skip
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -350,6 +277,11 @@ class Client:
 
     async def complete(self, prompt: object = "a prompt", **fields: object) -> tuple[int, Any, Any]:
         return await self.post("/v1/completions", {"model": "m", "prompt": prompt, **fields})
+
+    async def chat(self, content: object = "hi", **fields: object) -> tuple[int, Any, Any]:
+        messages = [{"role": "user", "content": content}]
+        body = {"model": "m", "messages": messages, **fields}
+        return await self.post("/v1/chat/completions", body)
 
     async def register(self, *engines: FakeEngine) -> None:
         for engine in engines:

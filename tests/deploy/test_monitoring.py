@@ -24,8 +24,9 @@ from tests.client.conftest import (
     new_keys,
     open_space,
 )
-from tests.conductor.fakes import FakeEngine, FakeNode, beside, serving
-from tests.conductor.test_push import PUSHED, decode, later, prefill
+from tests.conductor.fake_nodes import FakeNode, beside
+from tests.conductor.fakes import FakeEngine, serving
+from tests.conductor.protocols.test_push import PUSHED, decode, later, prefill
 from tests.conftest import ROOT, Process
 from tests.deploy.promql import Selector, grouping, selectors
 from tests.loops import eventually
@@ -103,9 +104,11 @@ def conductor_series(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seri
             a, node = FakeEngine("a", "mixed", events=events.bound_endpoint), FakeNode("n")
             p, d = prefill(), decode()
             p.report = d.report = PUSHED
+            a.metrics = "vllm:num_requests_running 3\nvllm:num_requests_waiting 1\n"
             async with beside(node), serving(a, decisions=trace) as client:
                 assert (await client.operate("/v1/nodes", {"url": node.url}))[0] == 201
                 await eventually(lambda: client.is_current("engine/a"))
+                await eventually(lambda: client.conductor.queue.dispatcher.loads.others.told("a"))
                 key = b"k" * 32
                 stored = StoredEvent(
                     block_hashes=[key], parent_block_hash=None, token_ids=[], block_size=4,
@@ -128,7 +131,8 @@ def conductor_series(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seri
 
     series = series_of(asyncio.run(scraped()))
     for name in (
-        "advice_rate", "advice_short", "advice_gain", "admission_load", "ttft_error", "engine_lent"
+        "advice_rate", "advice_short", "advice_gain", "admission_load", "ttft_error", "engine_lent",
+        "local_tokenizer",
     ):  # fmt: skip
         # They need minutes of load, or a setting; tests/conductor has both.
         labels = {label: set[str]() for label in metrics._GAUGES[name][1]}

@@ -66,6 +66,8 @@ INSIDE: Final = {
     "StoreJob": {"forked", "run"},
 }
 """Methods for our own use."""
+MADE_BY_METHODS: Final = {"KVStore", "PageViews", "RestoreJob", "Space", "StoreJob"}
+"""Classes whose constructors are for our own use."""
 OPERATORS: Final = {
     "__len__": "`len(…)`", "__getitem__": "indexes and slices", "__enter__": "`with`",
     "__eq__": "`==`", "__hash__": "`hash(…)`",
@@ -106,11 +108,9 @@ def _described(what: Any, name: str, module: str = "") -> Iterator[str]:
         return
     made = _functions(what).get("__init__", [None])[-1]
     by = (made and ast.get_docstring(made)) or ""
-    yield _code([_class(what, node, made, hidden=by.startswith(("Made by", "Use ", "Queue ")))])
+    yield _code([_class(what, node, made, hidden=name in MADE_BY_METHODS)])
     yield _text(ast.get_docstring(node) or "")
-    if by.startswith(("Made by", "Use ")):
-        yield _text(by)
-    elif "Raises:" in by:
+    if "Raises:" in by:
         yield _text(f"Raises:\n{by.partition('Raises:')[2].lstrip(chr(10))}")
     if issubclass(what, kvstore.KVStoreError):
         yield f"`code` is `{what.code}`; {'' if what.retryable else 'not '}retryable.\n"

@@ -72,6 +72,41 @@ def test_a_seeded_conversation_gets_the_tokens_of_one_engine_that_computes_every
     assert all(row.restored_tokens >= 1728 for row in rows[1:]), "the shared document is restored"
 
 
+def test_a_chat_through_a_pair_gets_the_tokens_of_one_engine_and_reuses_the_last_turn(
+    cluster: Cluster, wait_until: Any
+) -> None:
+    messages = [{"role": "system", "content": "You know every harbour. " * 20},
+                {"role": "user", "content": "Where do ships wait?"}]  # fmt: skip
+    asked = {"max_completion_tokens": 12, "temperature": 0.9, "seed": 5, "return_token_ids": True}
+    hits: list[int] = []
+
+    def chat(url: str) -> dict[str, Any]:
+        body = {"messages": messages, **asked}
+        answer: dict[str, Any] = request("POST", f"{url}/v1/chat/completions", body)
+        return answer
+
+    def known() -> bool:
+        body = {"model": "reference-tiny", "tokens": tokens}
+        found = request("POST", f"{cluster.conductor_url}/v1/index/match", body)["matches"]
+        return any(one["tokens"] >= len(tokens) // 64 * 64 for one in found)
+
+    for _ in range(2):
+        shared, alone = chat(cluster.conductor_url), chat(cluster.mono_url)
+        assert shared["choices"] == alone["choices"]
+        assert len(shared["choices"][0]["token_ids"]) == 12
+        [decision] = request("GET", f"{cluster.conductor_url}/v1/decisions?limit=1")["decisions"]
+        assert (decision["route"], decision["outcome"]) == ("/v1/chat/completions", "ok")
+        assert decision["attempts"][0]["plan"] == "pair"
+        hits.append(decision["attempts"][0]["predicted_hit_tokens"])
+        body = {"messages": messages}
+        tokens = request("POST", f"{cluster.conductor_url}/tokenize", body)["tokens"]
+        assert decision["prompt_tokens"] == len(tokens) == shared["usage"]["prompt_tokens"]
+        wait_until(known, what="the pages of this turn")
+        messages += [alone["choices"][0]["message"], {"role": "user", "content": "And then?"}]
+    assert hits[0] == 0
+    assert hits[1] >= 448, "the first turn"
+
+
 def test_requests_of_a_trace_reuse_what_an_oracle_says_can_be_reused(
     cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -2,3 +2,5 @@
 
 Only the node starts it (:mod:`kvstore.server.http`), and it ends with the node.
 """
+
+__all__: list[str] = []

@@ -58,7 +58,6 @@ class App:
     def __init__(
         self, link: AdminLink, access: Access, values: list[dict[str, Any]], *, open_metrics: bool
     ) -> None:
-        """Create the routes."""
         self._link = link
         self._access = access
         self._values = values

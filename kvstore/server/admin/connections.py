@@ -108,7 +108,6 @@ class HttpConnection(H11Protocol):
         self, config: Config, server_state: ServerState, app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:  # fmt: skip
-        """See uvicorn."""
         super().__init__(config, server_state, app_state, _loop)
         self.since = monotonic()
         self.peer = HttpPeer("", unix=False)

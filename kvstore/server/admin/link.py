@@ -33,7 +33,7 @@ _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
 class AdminLink:
-    """Sends operations to the node.
+    """Sends operations to the node; create it on a running loop.
 
     Attributes:
         begun: the node's first message.
@@ -41,7 +41,6 @@ class AdminLink:
     """
 
     def __init__(self) -> None:
-        """Send nothing yet; a loop must be running."""
         loop = asyncio.get_running_loop()
         self.begun: asyncio.Future[Begin] = loop.create_future()
         self.lost = asyncio.Event()
@@ -118,7 +117,6 @@ class NodeLog(logging.Handler):
     """
 
     def __init__(self, link: AdminLink) -> None:
-        """Create a handler."""
         super().__init__()
         self._link = link
 

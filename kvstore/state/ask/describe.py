@@ -1,4 +1,4 @@
-"""Everything that can be counted in a page table, as plain values. Pure."""
+"""All counts and sizes of a page table, as plain values. Pure."""
 
 from dataclasses import asdict
 from itertools import islice
@@ -9,16 +9,16 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Session
 
 LISTED_MAX: Final = 100
-"""Spaces and sessions that a snapshot names, so that it never holds the state for long."""
+"""Maximum spaces and sessions listed in a snapshot, so that it never takes long."""
 
 
 def core() -> str:
-    """How the modules that decide are run, of which this is one: ``compiled`` or ``pure``."""
+    """How the core, which includes this module, is run: ``compiled`` or ``pure``."""
     return "pure" if __file__.endswith(".py") else "compiled"
 
 
 def describe(pages: PageTable, sessions: list[Session]) -> dict[str, Any]:
-    """One snapshot; of spaces and sessions the first :data:`LISTED_MAX`, and how many there are."""
+    """A snapshot; lists the first :data:`LISTED_MAX` spaces and sessions, and their numbers."""
     slots = pages.slots.stats()
     spaces = list(pages.spaces)
     processes = [process for session in sessions for process in session.processes.values()]

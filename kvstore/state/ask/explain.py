@@ -1,8 +1,8 @@
 """Why a page is, or is not, a hit: a question to the state that changes nothing. Pure.
 
-The answer is looked for where the page should be, then among what left (the ghosts), then under the
-same key in other spaces. When nothing is known the answer says whether something may have been
-forgotten.
+The answer is searched where the page should be, then among dropped pages (the ghosts), then under
+the same key in other spaces. If nothing is found, the answer says whether records may have been
+discarded.
 """
 
 from collections.abc import Sequence
@@ -29,9 +29,10 @@ _NS_PER_S: Final = 1_000_000_000
 
 
 HEADS_MAX: Final = 8
-"""Pages before a page that are explained with it: each may have left because of the one before."""
+"""Maximum ancestors that are explained with a page: each may have been dropped because of its
+parent."""
 RUNS_MAX: Final = 64
-"""Spaces that are told of when many hold equally much of a prompt."""
+"""Maximum spaces that are listed if several hold equally many pages of a prompt."""
 _STEP_SPACES: Final = 32
 _CONVERSATIONS_TOLD: Final = 4
 _NAME_CHARS: Final = 64
@@ -39,11 +40,11 @@ _STEP_KEYS: Final = 256
 
 
 class Explainer:
-    """Answers from one page table, at one moment.
+    """Answers from one page table, at one time.
 
     Args:
-        pages: asked, never changed.
-        now_ns: the moment, on the node's clock.
+        pages: the page table; never changed.
+        now_ns: the time, on the node's clock.
     """
 
     def __init__(self, pages: PageTable, now_ns: int) -> None:
@@ -60,10 +61,10 @@ class Explainer:
         """Why the page of ``key`` is a hit or not.
 
         Args:
-            key: what is asked for.
-            space: where; None = wherever it is known best.
+            key: the key.
+            space: the space; None = the one that knows most about it.
             shard: number of the shard in ``space``; None = any.
-            heads: how many pages before it are explained, each because the one after it asks.
+            heads: maximum ancestors to explain, each because its child was dropped with it.
         """
         if space is not None:
             found = yield from self._in_space(space, key, shard, heads)
@@ -83,7 +84,7 @@ class Explainer:
         return self._nothing(None, key)
 
     def other(self, space: PrefixTree, other: PrefixTree, key: PrefixKey) -> Explanation:
-        """What keeps a page that another space has from being one of ``space``."""
+        """Why a page of another space is not a page of ``space``."""
         node = other.nodes.get(key)
         if node is None or not node.present:
             return self._nothing(space, key)
@@ -92,7 +93,7 @@ class Explainer:
     def _in_space(
         self, space: PrefixTree, key: PrefixKey, shard: int | None, heads: int
     ) -> Steps[Explanation | None]:
-        """The answer that this space alone can give."""
+        """The answer from this space alone."""
         node = space.nodes.get(key)
         if node is not None and node.present:
             found = self._present(node, shard)
@@ -122,7 +123,7 @@ class Explainer:
         return None
 
     def _kept_for(self, node: PrefixNode) -> str:
-        """For which conversations it is kept, and how long; or why no longer."""
+        """The conversations that keep it, and how long; or why none does any more."""
         kept = self._pages.keeping.conversations.of(node)[:_CONVERSATIONS_TOLD]
         left = [(one.name, (one.expires_ns - self._now_ns) / _NS_PER_S) for one in kept]
         told = [f"{name[:_NAME_CHARS]} ({max(0.0, seconds):.0f} s left)" for name, seconds in left]
@@ -131,7 +132,7 @@ class Explainer:
         return self._gave_way(node.space, node.key)
 
     def _gave_way(self, space: PrefixTree, key: PrefixKey) -> str:
-        """For which conversation it was kept, and for whom it was given up; empty = it was not."""
+        """The conversation that kept it, and the space it gave way to; empty = it did not."""
         past = self._pages.keeping.conversations.gave_way.get((space.number, key))
         if past is None:
             return ""
@@ -152,7 +153,7 @@ class Explainer:
         return Explanation("other_shard", text, node.key.hex(), space.label, where(node), differs)
 
     def _elsewhere(self, space: PrefixTree, key: PrefixKey) -> Steps[Explanation]:
-        """The same key in another space, or nothing."""
+        """The same key in another space, or that there is none."""
         for count, other in enumerate(list(self._pages.spaces), start=1):
             node = other.nodes.get(key) if other is not space else None
             if node is not None and node.present:
@@ -262,12 +263,12 @@ def leading_runs(
     """Which spaces hold most of the leading pages of a chain, and how many pages that is.
 
     Args:
-        spaces: where.
+        spaces: the spaces.
         packed: consecutive keys of one chain.
-        shard: whose pages; None = of any shard.
+        shard: the shard; None = any.
 
     Returns:
-        those that hold the most, :data:`RUNS_MAX` at most; none when no space holds the first.
+        those that hold most, at most :data:`RUNS_MAX`; none if no space holds the first page.
     """
     best: list[tuple[PrefixTree, int]] = []
     looked = 0
@@ -292,7 +293,7 @@ def leading_runs(
 
 
 def _differences(asked: msgspec.Struct, there: msgspec.Struct) -> list[Difference]:
-    """The fields in which two names differ."""
+    """The fields in which two identities differ."""
     mine, theirs = msgspec.to_builtins(asked), msgspec.to_builtins(there)
     return [
         {"field": name, "asked": mine[name], "there": theirs[name]}

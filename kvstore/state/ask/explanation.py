@@ -1,4 +1,4 @@
-"""The answer to why a page is, or is not, a hit: values, for the process of the admin API too."""
+"""The answer of explain, why a page is or is not a hit: values, also for the admin process."""
 
 from dataclasses import dataclass, field
 from typing import Any, Final, TypedDict
@@ -11,7 +11,7 @@ VERDICTS: Final = (
 
 
 class Difference(TypedDict):
-    """A field in which a stored page is not the one that was asked for."""
+    """A field in which a stored page differs from the requested one."""
 
     field: str
     asked: Any
@@ -19,10 +19,10 @@ class Difference(TypedDict):
 
 
 class Departure(TypedDict):
-    """What is remembered of a page that left; ages in seconds, None = not known.
+    """The record of a dropped page; ages in seconds, None = unknown.
 
-    ``head``: the page whose leaving took this one along. ``wanted_by``: label of the space that
-    needed its room, a slot of ``wanted_bytes``; 0 bytes = that space was over its quota.
+    ``head``: the ancestor with which it was dropped. ``wanted_by``: label of the space that needed
+    its room, a slot of ``wanted_bytes``; 0 bytes = that space was over its quota.
     """
 
     cause: str
@@ -45,16 +45,16 @@ class Explanation:
         verdict: one of :data:`VERDICTS`.
         text: the same as a sentence.
         key: hex.
-        space: label of the space that the answer is about; empty when it is about none.
+        space: label of the space of the answer; empty if none.
         shards: shard number → tiers in which that page is READY, or ``["writing"]``.
-        differs: what keeps a stored page from being this one: field, what was asked, what is there.
-        head: why the page before it is missing, when that is the reason.
-        left: what is remembered of its leaving, ages in seconds.
-        hit_pages: of a token list: how many leading pages are a hit; None for a single key.
-        asked_pages: of a token list: how many full pages it has.
-        peers: of a page that is not here: node that has it, as far as the index knows → numbers of
-            the shards that it has.
-        read_from: the node from which it was read last; empty = none, or it is not remembered.
+        differs: differences between a stored page and this one: field, requested, stored.
+        head: why the parent is missing, if that is the reason.
+        left: the record of its drop, ages in seconds.
+        hit_pages: of a token list: number of leading pages that are a hit; None for a single key.
+        asked_pages: of a token list: number of full pages.
+        peers: if the page is not here: node that has it, as far as the index knows → numbers of the
+            shards that it has.
+        read_from: the node from which it was read last; empty = none, or unknown.
     """
 
     verdict: str

@@ -1,16 +1,16 @@
-"""What a node has: all pages, some chosen at random, or where some keys are. Pure.
+"""Lists the pages of a node: all, some chosen at random, or those with given keys. Pure.
 
-A walk over all pages is **fuzzy**: pages come and go between two of its steps. With the events it
-is exact nevertheless. A follower forgets what it knows, adds what the walk shows, and then applies,
-in order, every batch of events that was published after the walk had begun:
+A walk over all pages is **fuzzy**: pages are added and removed between two of its steps. Together
+with the events it is still exact. A follower clears its state, adds what the walk shows, and then
+applies, in order, every batch of events that was published after the walk began:
 
-* The last of these events of a page says what became of it, whatever the walk has shown.
-* A page without such an event is where it was when the walk began, and stays. It stands in the
-  order of creation from the beginning to the end of the walk, which shows it once, whatever node it
-  is part of; and nothing is shown that is not there.
+* The last of these events of a page gives its final state, whatever the walk has shown.
+* A page without such an event is where it was when the walk began. It is in the order of creation
+  during the whole walk, which shows it once, whatever node it is part of; and no page is shown that
+  is not there.
 
 So the follower is exact once it has applied all batches that were published before the walk ended.
-Until then it may have pages that left, and miss pages that came.
+Until then it may list pages that were removed, and miss pages that were added.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,17 +25,17 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 HOST: Final = 1
 SSD: Final = 2
 _STEP_SHARDS: Final = 16
-"""Shards of one step; it looks at 256 nodes, some 30 microseconds a shard."""
+"""Shards of one step, which examines 256 nodes: some 30 microseconds per shard."""
 _STEP_KEYS: Final = 256
 _SAMPLED_MIN: Final = 1 / 16
-"""Of the nodes that lie together, at least so many are in a sample if one is."""
+"""If a chunk of nodes is sampled at all, at least this share of its nodes is."""
 
 
 class HeldPages(NamedTuple):
     """Pages of one shard in one tier.
 
-    Their keys are packed, heads mostly before tails: an object for each would keep Python's
-    collector busy.
+    Their keys are packed, mostly parents before children: an object per key would keep Python's
+    garbage collector busy.
     """
 
     space: PrefixTree
@@ -45,7 +45,7 @@ class HeldPages(NamedTuple):
 
 
 def walk(table: PageTable) -> Iterator[list[HeldPages]]:
-    """Every page that stays, once for each of its tiers; one list a step, which may be empty."""
+    """Every page, once for each of its tiers; one list per step, which may be empty."""
     for space in list(table.spaces):
         for number in space.by_creation.numbers(0):
             pages = [(node, node.keys) for node in space.by_creation.nodes(number)]
@@ -56,12 +56,12 @@ def walk(table: PageTable) -> Iterator[list[HeldPages]]:
 def sample(
     table: PageTable, pages: int, below: Callable[[int], int], chance: Callable[[], float]
 ) -> Iterator[list[HeldPages]]:
-    """Pages of about so many keys, each key as likely as any other; one list a step.
+    """Pages of about ``pages`` keys, each key with equal probability; one list per step.
 
     Args:
-        table: whose pages.
+        table: the page table.
         pages: wanted keys, 1 or more; fewer if the node has fewer.
-        below: a random whole number from 0 to its argument, which itself is excluded.
+        below: a random integer from 0 up to its argument, exclusive.
         chance: a random number from 0 to 1.
     """
     spaces = [space for space in table.spaces if len(space.index)]
@@ -84,12 +84,12 @@ def sample(
 
 
 def tiers_of(space: PrefixTree, shard: int, packed: bytes) -> Iterator[bytes]:
-    """Where the pages of some keys are READY, one byte a key: :data:`HOST` + :data:`SSD`.
+    """Where the pages of some keys are READY, one byte per key: :data:`HOST` + :data:`SSD`.
 
     Args:
-        space: where.
+        space: the space.
         shard: number of the shard.
-        packed: the keys, one after the other; a step takes some of them.
+        packed: the keys; each step takes some of them.
     """
     bit = 1 << shard
     for start in range(0, len(packed), _STEP_KEYS * KEY_BYTES):
@@ -107,7 +107,7 @@ def tiers_of(space: PrefixTree, shard: int, packed: bytes) -> Iterator[bytes]:
 
 
 def shard_of(table: PageTable, space_label: str, shard_label: str) -> tuple[PrefixTree, int] | None:
-    """The space and the number of a shard by their names in events; None if there is none."""
+    """The space and shard number for the names in events; None if there are none."""
     for space in table.spaces:
         if space.label == space_label:
             for number, shard in enumerate(space.shards):
@@ -121,7 +121,7 @@ def _held(
     pages: Sequence[tuple[PrefixNode, bytes]],
     shards: Sequence[int],
 ) -> list[HeldPages]:
-    """The READY ones of some pages of nodes, packed; a node that left its tree has none."""
+    """The READY pages among some pages of nodes, packed; removed nodes have none."""
     found: list[HeldPages] = []
     for shard in shards[: len(space.shards) - shards[0]]:
         bit = 1 << shard

@@ -1,7 +1,7 @@
 """Walks over pages in steps: each looks at a bounded number of nodes and says how to go on.
 
-They are what listings and an operator's bulk changes are made of: nobody else waits for longer
-than a step.
+Listings and an operator's bulk changes consist of such steps, so that no request waits for longer
+than one step.
 """
 
 from collections.abc import Generator, Iterator
@@ -22,26 +22,26 @@ Steps = Generator[None, None, T]
 """Work in short steps; between two of them anything may happen to the pages."""
 
 STEP_NODES: Final = 64
-"""Nodes that one step of a listing looks at."""
+"""Nodes that one step of a listing examines."""
 DROP_NODES: Final = 16
-"""Nodes that one step takes out: each costs some 20 microseconds."""
+"""Nodes that one step drops: each costs some 20 microseconds."""
 PASS_NODES: Final = 20
-"""Nodes passed on the way down take as long as one that is taken out."""
+"""Passing this many nodes on the way down takes as long as dropping one."""
 SIBLINGS_MAX: Final = 50_000
-"""Finding one's way back among more children than this would hold the state for too long."""
+"""With more siblings than this, finding the way back among them would take too long."""
 _CHILDREN: Final = 100
-"""Children of one node that a pass takes at least."""
+"""Minimum children of one node that a pass examines."""
 
 
 def subtree(
     space: PrefixTree, top: PrefixKey, after: PrefixKey, depth: int, limit: int
 ) -> Steps[tuple[list[PrefixNode], bool]]:
-    """Nodes below a key, every parent before its children.
+    """Descendants of a key, every parent before its children.
 
     Args:
-        space: where.
-        top: the first node of the walk; empty = the space's root, which itself is not listed.
-        after: the last node of the stretch before; empty = begin.
+        space: the space.
+        top: the first node of the walk; empty = the space's root, which is not listed itself.
+        after: the last node of the previous part; empty = start.
         depth: levels below ``top`` to list.
         limit: nodes to return, 1 or more.
 
@@ -83,12 +83,12 @@ def subtree(
 
 
 def _children(node: PrefixNode, limit: int) -> Iterator[PrefixNode]:
-    """As many children as a stretch can need; nobody minds when some leave meanwhile."""
+    """As many children as a part can need; some may be removed meanwhile."""
     return iter(node.children.values(limit + 1))
 
 
 def _younger(node: PrefixNode, limit: int) -> Iterator[PrefixNode]:
-    """The siblings that come after a node."""
+    """The siblings after a node."""
     parent = node.parent
     if parent is None:
         raise _cursor_left()
@@ -100,7 +100,7 @@ def _younger(node: PrefixNode, limit: int) -> Iterator[PrefixNode]:
 
 
 def _cursor(space: PrefixTree, start: PrefixNode, after: PrefixKey) -> Steps[PrefixNode]:
-    """The node that a walk has shown last, if it stands below ``start``."""
+    """The node that a walk has shown last, if it is a descendant of ``start``."""
     last = space.nodes.get(after)
     if last is None:
         raise _cursor_left()
@@ -122,20 +122,20 @@ def _cursor_left() -> InvalidArgument:
 
 
 class Removal:
-    """Takes what lies at and below a node out of the index, leaves first, step by step.
+    """Drops a node and its descendants, leaves first, step by step.
 
-    Pages that an operator pinned stay, with all before them, and so do pages that are being
-    written. A pass goes on where the turn before it ended, however much stays; passes follow each
-    other until one finds nothing to take. Once a space is empty all of it is gone for good, also
-    what an SSD may hold of pages that had left the index before.
+    Pages that an operator pinned stay, with all pages before them, and so do pages that are being
+    written. A pass continues where the previous turn ended; passes are repeated until one finds
+    nothing to drop. Once a space is empty, records on an SSD of pages that were dropped earlier are
+    removed too.
 
     Args:
-        top: where to begin; a space's root for all of it.
-        cause: why, as events and counters say it.
+        top: the top node; a space's root for all of it.
+        cause: the cause, for events and counters.
 
     Attributes:
-        dropped: pages taken out.
-        kept: nodes that stay, as far as the present pass has come.
+        dropped: pages dropped.
+        kept: nodes that stay, as far as the current pass has come.
     """
 
     def __init__(self, top: PrefixNode, cause: str) -> None:
@@ -146,7 +146,7 @@ class Removal:
         self._stack = [(top, iter(_some_children(top)))]
 
     def turn(self, table: PageTable, limit: int = DROP_NODES) -> bool:
-        """Take some pages out; False when nothing is left that may go."""
+        """Drop some pages; False if none is left to drop."""
         looked = passed = 0
         while self._stack and looked < limit and passed < limit * PASS_NODES:
             node, children = self._stack[-1]
@@ -172,7 +172,7 @@ class Removal:
         return False
 
     def _take(self, table: PageTable, node: PrefixNode) -> int:
-        """Take a node's pages out if they may go; how many pages or nodes that was."""
+        """Drop a node's pages if allowed; returns how many pages or nodes that was."""
         if node.pins or node.below or not node.digests:
             self.kept += 1
             return 1
@@ -186,6 +186,6 @@ class Removal:
 
 
 def _some_children(node: PrefixNode) -> list[PrefixNode]:
-    """As many nodes below as a pass looks at: more than may stay, pinned or being written."""
+    """As many children as a pass examines: more than may stay, pinned or being written."""
     stay_max = 2 * PINS_MAX + min(len(node.space.writing), SIBLINGS_MAX)
     return list(islice(node.below.values(), _CHILDREN + stay_max))

@@ -1,15 +1,15 @@
 """Which pages may be written to the SSDs when they are evicted, within a daily budget.
 
-A flash device wears by what is written, and most pages are never asked for again. The decision is
-taken for a chain, ancestors first: a leading part of it is admitted, so that no tail is on disk
-without its head. Pages are decided when they leave memory: until then their uses are observed.
+Writes wear a flash device, and most pages are never requested again. The decision is made for a
+chain, ancestors first: a leading part of it is admitted, so that no page is on disk without its
+ancestors. It is made when pages leave memory; until then their uses are observed.
 
-``evidence`` admits what was used, or leads to what was, or follows from turns that did. ``learned``
-knows for each page what share of its like came back (:mod:`kvstore.state.choice.returns`) and
-writes where that is worth the **price** of a write. A token bucket sets the price: what is written,
-carried over included, empties it, and the less it holds the more is asked for. It fills with the
-clock, so that the budget is used for what returns most; without a budget ``learned`` fills it with
-a share of what is offered.
+``evidence`` admits pages that were used, lead to used pages, or follow from several turns.
+``learned`` knows for each page which share of similar pages was requested again
+(:mod:`kvstore.state.choice.returns`), and writes where that is worth the **price** of a write. A
+token bucket sets the price: every write, also of pages carried over, takes tokens, and the fewer
+are left, the higher the price. The bucket fills over time, so that the budget is used for the pages
+that return most; without a budget, ``learned`` fills it with a share of the offered bytes.
 """
 
 from collections.abc import Sequence
@@ -22,29 +22,29 @@ from kvstore.state.tree.node import PrefixNode
 
 DAY_NS: Final = 86_400 * 10**9
 BURST_SHARE: Final = 24
-"""The bucket holds at most this part of a day's budget: an hour."""
+"""Maximum content of the bucket, as a part of a day's budget: an hour."""
 EVIDENCE_MAX: Final = 4
-"""Uses and turns that are asked for at most, when the bucket is nearly empty."""
+"""Maximum required uses and turns, when the bucket is nearly empty."""
 WRITE_SHARE: Final = 0.25
-"""What ``learned`` writes without a budget, carried over included: this part of what is offered."""
+"""Share of the offered bytes that ``learned`` writes without a budget, carried over included."""
 LEARNED_CARRY_FROM: Final = 0.5
-"""``learned`` carries over what was used in the later half of its time on disk: where little is
-written that time is long, and a use at its beginning says little of what comes next."""
+"""``learned`` carries over pages that were used in the later half of their time on disk: if little
+is written, that time is long, and a use at its beginning predicts little."""
 BUCKET_DISK_SHARE: Final = 4
-"""The bucket of ``learned`` holds at most this part of the disk: a quarter."""
+"""Maximum content of the bucket of ``learned``, as a part of the disk: a quarter."""
 NAMES: Final = ("all", "none", "evidence", "learned")
 
 
 @dataclass(frozen=True, slots=True)
 class Wear:
-    """What was admitted so far.
+    """Counts of admitted writes.
 
     Attributes:
-        admitted: pages.
-        refused: pages whose memory was needed; a page before them is asked about in its turn.
-        today_bytes: admitted since the day began that ``now_ns`` // a day counts.
-        forecast_bytes: of a whole day, at the mean rate since the first decision.
-        budget_bytes: of a day; 0 = no limit.
+        admitted: pages admitted.
+        refused: pages rejected whose memory was needed; their ancestors are decided later.
+        today_bytes: bytes admitted in the current day (``now_ns`` // a day).
+        forecast_bytes: bytes of a whole day, at the mean rate since the first decision.
+        budget_bytes: bytes per day; 0 = no limit.
     """
 
     admitted: int
@@ -58,18 +58,16 @@ class Admission:
     """Decides which leading pages of a chain are written.
 
     Args:
-        name: one of :data:`NAMES`; all but ``none`` keep to the budget.
-        budget_bytes_per_day: bytes a day, positive; 0 = no limit: ``evidence`` then asks for one
-            use or turn, and ``learned`` writes :data:`WRITE_SHARE` of what is offered.
+        name: one of :data:`NAMES`; all but ``none`` obey the budget.
+        budget_bytes_per_day: bytes per day, positive; 0 = no limit: ``evidence`` then requires one
+            use or turn, and ``learned`` writes :data:`WRITE_SHARE` of the offered bytes.
         capacity_bytes: of the disk, positive.
+
+    Raises:
+        InvalidArgument: the name is unknown, or the budget negative.
     """
 
     def __init__(self, name: str, budget_bytes_per_day: int, capacity_bytes: int) -> None:
-        """Start with a full bucket.
-
-        Raises:
-            InvalidArgument: the name is unknown, or the budget negative.
-        """
         if name not in NAMES:
             raise InvalidArgument("admission", f"{name!r} is not one of {', '.join(NAMES)}")
         if budget_bytes_per_day < 0:
@@ -93,19 +91,19 @@ class Admission:
 
     @property
     def bounded(self) -> bool:
-        """Whether what is written is charged to a bucket."""
+        """Whether writes are charged to a bucket."""
         return self._bucket_max > 0
 
     def admit(
         self, chain: Sequence[tuple[PrefixNode, int]], size_bytes: int, now_ns: int, tick: int
     ) -> int:
-        """Decide for the pages of a chain that are not on disk, all before them being there.
+        """Decide about the pages of a chain that are not on disk; all their ancestors are.
 
         Args:
             chain: (node, shard) of the pages, ancestors first.
             size_bytes: of each record, positive.
-            now_ns: a clock that never goes back.
-            tick: the present one.
+            now_ns: a monotonic clock.
+            tick: the current tick.
 
         Returns:
             how many leading pages to write; they are charged to the budget.
@@ -126,32 +124,32 @@ class Admission:
         return wanted
 
     def leaves(self, end: PrefixNode, offered_bytes: int, tick: int) -> None:
-        """The prompt that ends here leaves memory: learn from it; saying it twice changes nothing.
+        """Learn from a prompt that leaves memory; repeated calls change nothing.
 
         Args:
-            end: nothing that continues it is in memory.
+            end: its last page; no page in memory continues it.
             offered_bytes: of the prompt's records that are not on disk.
-            tick: the present one.
+            tick: the current tick.
         """
         if self.name == "learned" and self.returns.left(end, tick):
             self._fill(offered_bytes * self._share)
 
     def refuse(self, pages: int) -> None:
-        """Pages go that were refused with what followed them."""
+        """Count evicted pages that were rejected, with their descendants."""
         self._refused += pages
 
     def take_back(self, pages: int, size_bytes: int) -> None:
-        """So many admitted pages found no room on the disk."""
+        """Refund admitted pages that found no room on the disk."""
         self._admitted -= pages
         self.charge(-pages * size_bytes)
 
     @property
     def carry_from(self) -> float:
-        """From which part of its time on disk on a page must be used to be carried over, 0 to 1."""
+        """From which part of its time on disk a page must be used to be carried over, 0 to 1."""
         return LEARNED_CARRY_FROM if self.name == "learned" else 0.0
 
     def charge(self, size_bytes: int) -> None:
-        """So much is written, or carried over."""
+        """Charge bytes that are written or carried over."""
         if self.bounded:
             self._bucket -= size_bytes
         self._today_bytes += size_bytes
@@ -185,7 +183,7 @@ class Admission:
         return 0
 
     def _learned(self, chain: Sequence[tuple[PrefixNode, int]]) -> int:
-        """The leading part that is worth most beyond the price of writing it."""
+        """The leading part that is worth most, net of the price of writing it."""
         price = self._shortage()
         worth = most = 0.0
         wanted = at = 0
@@ -218,7 +216,7 @@ class Admission:
 
 
 def ask_later(refused: Sequence[PrefixNode]) -> None:
-    """Ask about the pages of a chain again when half of them are gone, not for each that goes."""
+    """Decide about the pages of a chain again when half of them are evicted, not for each one."""
     if refused:
         depth = (refused[0].first_depth + refused[-1].depth) // 2
         for node in refused:
@@ -226,7 +224,7 @@ def ask_later(refused: Sequence[PrefixNode]) -> None:
 
 
 def _behind(chain: Sequence[tuple[PrefixNode, int]], pages: int) -> list[PrefixNode]:
-    """The nodes of a chain behind its first pages."""
+    """The nodes of a chain after its first ``pages`` pages."""
     found: list[PrefixNode] = []
     for node, _ in chain:
         pages -= node.count

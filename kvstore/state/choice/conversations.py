@@ -1,13 +1,13 @@
 """Conversations whose pages are kept for a time, whatever the eviction policy says. Pure.
 
-An agent or a user comes back to a conversation after minutes, when its pages have long been the
-least recently used ones. An engine that knows the conversation of a request says so; its pages are
-then kept until a time, up to a number of bytes, from the start of the prompt on. They cost nobody
-more than the budget: what does not fit is left to the policy as before, and the cause is counted.
+An agent or a user returns to a conversation after minutes, when its pages have long been the least
+recently used ones. An engine that knows the conversation of a request names it; its pages are then
+kept until a time, up to a number of bytes, from the start of the prompt. They cost others no more
+than the budget: pages that do not fit are left to the eviction policy, and the cause is counted.
 
 A page that several conversations share is charged once. All tenants share the budget: one may fill
-it, and gives way to those that keep less (:mod:`kvstore.state.choice.shares`), from the end of the
-conversation that was renewed the longest ago.
+it, and gives way to those that keep less (:mod:`kvstore.state.choice.shares`), starting with the
+last pages of the conversation that was renewed longest ago.
 """
 
 from collections import OrderedDict
@@ -22,16 +22,17 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 
 CONVERSATIONS_MAX = 4096
 RELEASE_PAGES = 256
-"""Pages that one step lets go."""
+"""Maximum pages that one step releases."""
 GAVE_WAY_MAX = 4096
-"""Pages that gave way to another tenant's or space's, and are remembered for ``explain``."""
+"""Maximum pages that are remembered for ``explain`` because they gave way to another tenant or
+space."""
 _CHECKED_PAGES: Final = 256
 _ENDED_NS: Final = 1
 
 KeepCause = Literal["", "missing", "bytes", "budget", "quota", "conversations", "disk"]
 """Why further pages are not kept: not stored (yet), beyond the conversation's bytes, the node's
-budget, the space's quota or :data:`CONVERSATIONS_MAX`, or the disk takes no more now; empty = all
-are."""
+budget, the space's quota or :data:`CONVERSATIONS_MAX`, or the disk accepts no more now; empty = all
+are kept."""
 
 
 _ALL: Final[KeepCause] = ""
@@ -39,13 +40,13 @@ KEEP_CAUSES: Final = get_args(KeepCause)
 
 
 class KeepOutcome(NamedTuple):
-    """The answer of :meth:`Conversations.keep`.
+    """The result of :meth:`Conversations.keep`.
 
     Attributes:
-        pages: how many of the leading keys are kept.
+        pages: number of leading keys that are kept.
         cause: why the others are not.
-        added: the nodes that were not kept before, heads first.
-        lost: the nodes of others that gave way.
+        added: the nodes that were not kept before, parents first.
+        lost: the nodes of other conversations that gave way.
     """
 
     pages: int
@@ -55,11 +56,11 @@ class KeepOutcome(NamedTuple):
 
 
 class GaveWay(NamedTuple):
-    """A page that a conversation keeps no more, because who keeps less wanted to keep something.
+    """A page that a conversation no longer keeps: a space that keeps less needed the budget.
 
     Attributes:
         name: of the conversation.
-        space: of who wanted it: its label.
+        space: label of the space that needed the budget.
         at_ns: when.
     """
 
@@ -72,13 +73,13 @@ class Conversation:
     """One conversation in one space.
 
     Attributes:
-        name: as the engine calls it.
+        name: the engine's name for it.
         tier: where its pages are kept.
-        expires_ns: when they are left to the policy again.
-        bytes_max: what it may take, as it was told last; 0 = no limit of its own.
-        nodes: key → its page, heads first.
-        size_bytes: what they take in the tier.
-        gave_way: how many pages it has lost to who keeps less.
+        expires_ns: when they are left to the eviction policy again.
+        bytes_max: its maximum size, as last requested; 0 = no limit of its own.
+        nodes: key → its page, parents first.
+        size_bytes: size of its pages in the tier.
+        gave_way: number of pages that gave way to others.
     """
 
     __slots__ = (
@@ -102,7 +103,7 @@ class Conversation:
 
 
 class _Charge:
-    """What one page was charged with, and the conversations that keep it: one, mostly."""
+    """The charged size of one page, and the conversations that keep it: usually one."""
 
     __slots__ = ("first", "others", "size_bytes")
 
@@ -123,7 +124,7 @@ class _Charge:
         self.others.add(one)
 
     def remove(self, one: Conversation) -> bool:
-        """Whether nobody is left."""
+        """Remove a conversation; returns whether none is left."""
         if one is not self.first:
             assert self.others is not None
             self.others.remove(one)
@@ -138,11 +139,11 @@ class Conversations:
     """All conversations whose pages one node keeps, in one tier.
 
     Attributes:
-        budget_bytes: what they may take in memory together.
-        disk_budget_bytes: what they may take on disk together.
-        used_bytes: what they take in memory.
-        disk_used_bytes: what they take on disk.
-        gave_way: (number of a space, key) → why a page is not kept any more; the last ones.
+        budget_bytes: their maximum size in memory, together.
+        disk_budget_bytes: their maximum size on disk, together.
+        used_bytes: their size in memory.
+        disk_used_bytes: their size on disk.
+        gave_way: (number of a space, key) → why a page is no longer kept; the last ones.
     """
 
     def __init__(self, budget_bytes: int = 0, disk_budget_bytes: int = 0) -> None:
@@ -167,19 +168,19 @@ class Conversations:
         self, space: PrefixTree, name: str, keys: Sequence[PrefixKey], now_ns: int,
         expires_ns: int, bytes_max: int, tier: Tier, quota_bytes: int,
     ) -> KeepOutcome:  # fmt: skip
-        """Keep pages of a conversation until ``expires_ns``, and those that are kept already.
+        """Keep pages of a conversation until ``expires_ns``, together with those already kept.
 
-        What has left must have been told to :meth:`changed`.
+        Dropped pages must have been reported to :meth:`changed` before.
 
         Args:
-            space: where the pages are.
+            space: the space of the pages.
             name: of the conversation.
             keys: consecutive keys; the first is the chain's first, or follows a kept one.
-            now_ns: on the node's clock.
-            expires_ns: the same.
-            bytes_max: what the whole conversation may take; 0 = no limit of its own.
+            now_ns: current time of the node's clock.
+            expires_ns: end, on the same clock.
+            bytes_max: maximum size of the whole conversation; 0 = no limit of its own.
             tier: where its pages are kept; the same for all conversations.
-            quota_bytes: what all conversations of the space may take; 0 = no limit.
+            quota_bytes: maximum size of all conversations of the space; 0 = no limit.
         """
         place = space.number, name
         found = self._all.get(place) or Conversation(space, name, tier)
@@ -207,7 +208,7 @@ class Conversations:
         return charge.keepers() if charge is not None else []
 
     def end(self, space: PrefixTree, name: str) -> int:
-        """Let :meth:`expire` let a conversation go; returns its pages, 0 if none is kept."""
+        """Mark a conversation as expired, for :meth:`expire`; returns its pages, 0 if none."""
         found = self._all.get((space.number, name))
         if found is None or found.expires_ns == _ENDED_NS:
             return 0
@@ -215,7 +216,7 @@ class Conversations:
         return len(found.nodes)
 
     def give_back(self, space: PrefixTree, name: str, nodes: Sequence[PrefixNode]) -> None:
-        """Do not keep these pages of a conversation after all."""
+        """Stop keeping these pages of a conversation."""
         found = self._all[space.number, name]
         for node in nodes:
             if found.nodes.get(node.key) is node:
@@ -224,9 +225,9 @@ class Conversations:
             self._remove(found)
 
     def changed(self, nodes: Iterable[PrefixNode]) -> list[PrefixNode]:
-        """Pages of shards of these nodes came or left: charge what they take now.
+        """Pages of shards of these nodes were added or dropped: charge their present size.
 
-        A page that has left is charged to nobody. What exceeds a limit now is let go, tails first.
+        A dropped page is not charged any more. Pages beyond a limit are released, last pages first.
 
         Returns:
             the nodes that are not kept any more.
@@ -249,7 +250,7 @@ class Conversations:
         return gone
 
     def expire(self, now_ns: int) -> list[PrefixNode]:
-        """Let some pages of conversations go whose time is up; returns these pages, tails first."""
+        """Release some pages of expired conversations; returns these pages, last pages first."""
         if not 0 < self._next_ns <= now_ns:
             return []
         gone: list[PrefixNode] = []
@@ -264,14 +265,14 @@ class Conversations:
         return gone
 
     def next_deadline_ns(self) -> int:
-        """When :meth:`expire` should be called; 0 = need not be."""
+        """When :meth:`expire` should be called; 0 = not needed."""
         return self._next_ns
 
     def checks(self) -> Iterator[int]:
-        """Assert that what is charged, counted and kept agree, a stretch at a time.
+        """Assert that charges, counts and kept pages agree, one stretch at a time.
 
         Yields:
-            How many pages each stretch has looked at.
+            the number of pages checked in each stretch.
         """
         total = self._shares.check()
         assert self.used_bytes + self.disk_used_bytes == total
@@ -293,7 +294,7 @@ class Conversations:
                 yield len(some)
 
     def check(self) -> None:
-        """Assert all of it at once."""
+        """Assert all of this at once."""
         for _ in self.checks():
             pass
         counts: dict[PrefixNode, int] = {}
@@ -311,7 +312,7 @@ class Conversations:
     # ---- inside -----------------------------------------------------------------------------
 
     def _has_place(self, step: "_Keep") -> bool:
-        """Whether there may be one more conversation; one of who has more may end for it."""
+        """Whether one more conversation fits; one of a space that has more may be ended for it."""
         if len(self._all) < CONVERSATIONS_MAX:
             return True
         share = self._shares.most_members(step.found.space)
@@ -325,7 +326,7 @@ class Conversations:
         return not oldest.nodes
 
     def _keep_page(self, step: "_Keep", key: PrefixKey) -> KeepCause:
-        """Keep one page if nothing forbids it."""
+        """Keep one page if no limit forbids it."""
         found = step.found
         if key in found.nodes:
             assert is_live(found.nodes[key])
@@ -347,14 +348,14 @@ class Conversations:
         return ""
 
     def _follows(self, found: Conversation, node: PrefixNode) -> bool:
-        """Whether the page before is kept: it stays with this one, and must be charged too."""
+        """Whether this conversation keeps the preceding page, or the page is the chain's first."""
         parent = node.parent
         if parent is None or parent is found.space.root:
             return parent is not None
         return found.nodes.get(parent.key) is parent
 
     def _make_room(self, step: "_Keep", size: int) -> bool:
-        """Whether the budget has room for so many bytes; who keeps most gives way."""
+        """Whether the budget has room for ``size`` bytes; the space that keeps most gives way."""
         found = step.found
         while self._over_budget(found, size):
             share = self._shares.most_bytes(found.space, size) if step.left > 0 else None
@@ -369,7 +370,7 @@ class Conversations:
         return self.used_bytes + more > self.budget_bytes
 
     def _lose_page(self, step: "_Keep", one: Conversation) -> None:
-        """The last page of a conversation gives way."""
+        """Release the last page of a conversation for another one."""
         key = next(reversed(one.nodes))
         node = one.nodes[key]
         self._let_go(one, key)
@@ -408,14 +409,14 @@ class Conversations:
             _pin(node, found.tier, -1)
 
     def _let_go_last(self, one: Conversation, most: int, gone: list[PrefixNode]) -> None:
-        """Let so many of the last pages of a conversation go."""
+        """Release up to ``most`` of the last pages of a conversation."""
         for _ in range(min(most, len(one.nodes))):
             key = next(reversed(one.nodes))
             gone.append(one.nodes[key])
             self._let_go(one, key)
 
     def _charge_anew(self, charge: _Charge, size: int) -> None:
-        """A page takes more or less than it was charged with."""
+        """Change the charged size of a page."""
         more = size - charge.size_bytes
         charge.size_bytes = size
         for one in charge.keepers():
@@ -423,7 +424,7 @@ class Conversations:
         self._count(charge.first, more)
 
     def _shrink(self, charge: _Charge, gone: list[PrefixNode]) -> None:
-        """Let pages of those go who keep a page that has grown, until no limit is exceeded."""
+        """A kept page has grown: release pages of its conversations until no limit is exceeded."""
         for one in charge.keepers():
             while one.nodes and len(gone) < RELEASE_PAGES and self._exceeds(one):
                 self._let_go_last(one, 1, gone)
@@ -479,7 +480,7 @@ def _pin(node: PrefixNode, tier: Tier, change: int) -> None:
 
 
 def _size(node: PrefixNode, tier: Tier) -> int:
-    """What the READY pages of a node take in a tier, all shards together."""
+    """Size of the READY pages of a node in a tier, all shards together."""
     size, shards = 0, node.space.shards
     for shard, of in enumerate(shards):
         if node.ready >> shard & 1:

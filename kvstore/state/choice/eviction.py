@@ -1,8 +1,8 @@
 """Which page to evict when memory is needed: leaves in order, by slot size and space. Pure.
 
 Pages of one tenant and one slot size share a queue; a space with a quota or a reservation has
-queues of its own, so that its leaves can be found, or left alone, without looking at the others'.
-Replicas, which a peer has too, stand in queues of their own beside those.
+queues of its own, so that its leaves can be found, or skipped, without looking at the others'.
+Replicas, pages that a peer has too, have additional queues of their own.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,26 +19,31 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.slots import SlotTable
 
 GRACE_NS: Final = 10_000_000_000
-"""A page that nobody has used yet stays so long if anything else can go: what a prefill engine has
-just stored is read by a decode engine in a moment, whatever its chances are later."""
+"""How long a page that was not used yet is skipped if anything else can be evicted: a decode
+engine usually reads what a prefill engine has just stored within a moment, whatever its chances
+are later."""
 GRACE_LOOKS: Final = 32
-"""Leaves within their grace that are passed over, in as many choices, before one of them goes."""
+"""Maximum leaves within their grace that are skipped, over several choices, before one is
+evicted."""
 GRACELESS_NS: Final = GRACE_NS // 100
-"""So long what was found by passing over leaves holds: a node whose memory is full of young pages
-would else take them all out of their queue, and put them back, for each request."""
+"""How long the grace is suspended once only young leaves are left: otherwise a node whose memory
+is full of young pages would take all of them out of their queue, and put them back, for each
+request."""
 REPLICA_AGES: Final = 32
-"""A replica goes before the next leaf if it was unused for this part of its time: the peer has it
-still, so it costs only a read to have it again. One that is asked for all the time stays."""
+"""A replica is evicted before the next leaf if it was unused for this part of that leaf's time:
+the peer still has it, so getting it back costs only a read. A replica that is used all the time
+stays."""
 TAKE_OVER_MAX: Final = 64
-"""Leaves that change over to a new policy at each choice, so that no request waits for all."""
+"""Maximum leaves that each choice moves to a new policy, so that no request waits for all of
+them."""
 
 
 class Passed:
-    """Leaves of one queue within their grace: out of the queue until one of them has none.
+    """Leaves of one queue within their grace, set aside until one of them is no longer young.
 
     Attributes:
         leaves: some may have left their tree.
-        until_ns: when the first of them is not young any more.
+        until_ns: when the first of them is no longer young.
     """
 
     __slots__ = ("leaves", "until_ns")
@@ -53,15 +58,13 @@ class Eviction:
 
     Args:
         slots: the slots of the host tier.
-        policy: what goes first, one of :data:`kvstore.state.choice.policy.POLICIES`.
+        policy: name of the policy, one of :data:`kvstore.state.choice.policy.POLICIES`.
+
+    Raises:
+        InvalidArgument: no policy has that name.
     """
 
     def __init__(self, slots: SlotTable, policy: str) -> None:
-        """Start with nothing to choose from.
-
-        Raises:
-            InvalidArgument: no policy has that name.
-        """
         new_policy(policy, 0)
         self.policy = policy
         self.quotas = Quotas(lambda space: space.host_bytes)
@@ -95,7 +98,7 @@ class Eviction:
 
     @contextmanager
     def sparing(self, since_ns: int) -> Iterator[None]:
-        """Meanwhile pages go only if they were used and stored before; 0 = as always."""
+        """During the context, evict only pages used and stored before ``since_ns``; 0 = any."""
         self.spared_since_ns = since_ns
         try:
             yield
@@ -103,7 +106,7 @@ class Eviction:
             self.spared_since_ns = 0
 
     def change_policy(self, policy: str) -> None:
-        """Choose by another policy from now on; leaves move over as victims are asked for.
+        """Use another policy from now on; leaves are moved as victims are chosen.
 
         Raises:
             InvalidArgument: no policy has that name; nothing changed.
@@ -115,7 +118,7 @@ class Eviction:
         self._before, self._queues = self._queues, {}
 
     def settle(self, most: int) -> bool:
-        """Move up to ``most`` leaves over to the present policy; True when none is left behind."""
+        """Move up to ``most`` leaves to the current policy; returns whether all are moved."""
         for name, queue in list(self._before.items()):
             if self._take_over(name, queue, most):
                 return False
@@ -123,19 +126,19 @@ class Eviction:
         return True
 
     def stored(self, node: PrefixNode, keys: list[PrefixKey], slot_bytes: int, tick: int) -> None:
-        """The pages of ``node``, with these keys, came in; it may be split."""
+        """The pages of ``node``, with these keys, were stored; it may be split."""
         self._tick = tick
         self._queue(self._queue_name(node.space), slot_bytes).stored(node, keys, tick)
 
     def mark_replicas(self, stored: Iterable[PrefixNode], shard: int, peer: str) -> None:
-        """These pages of a shard came from a peer; empty: from a client, and are no replicas."""
+        """Mark pages of a shard as read from a peer; empty: a client put them, so no replicas."""
         source = self.sources.of(peer) if peer else 0
         self.has_replicas |= source > 0
         for node in stored:
             node.replica = source if node.replica or node.ready == 1 << shard else 0
 
     def source_gone(self, nodes: Iterable[PrefixNode], peer: str) -> None:
-        """A peer has some pages no more: those that came from it are ordinary ones from now on."""
+        """A peer no longer has these pages: those read from it are ordinary pages from now on."""
         source = self.sources.of(peer)
         for node in nodes:
             if source and node.replica == source:
@@ -143,7 +146,7 @@ class Eviction:
                 self.add_candidate(node)
 
     def used(self, node: PrefixNode, tick: int) -> None:
-        """A request used the prefix that ends at ``node``; said once a request."""
+        """A request used the prefix that ends at ``node``; call once per request."""
         self._tick = tick
         node.uses += 1
         node.ask_depth = 0
@@ -154,7 +157,7 @@ class Eviction:
                 self._offer_again((name, slot_bytes), [node])  # what was used has no grace
 
     def add_candidate(self, node: PrefixNode) -> None:
-        """Tell that ``node`` may have become evictable."""
+        """Report that ``node`` may have become evictable."""
         if self.evictable(node):
             name = self._queue_name(node.space)
             for slot_bytes in classes(node):
@@ -162,24 +165,24 @@ class Eviction:
                 line(name, slot_bytes).add_candidate(node, self._tick)
 
     def offer_all(self, nodes: Iterable[PrefixNode], *, anew: bool = False) -> None:
-        """Offer many, of which some may be gone; ``anew``: their queue is another one now."""
+        """Add several candidates, some of which may be gone; ``anew``: their queue has changed."""
         for node in nodes:
             if is_live(node):
                 node.queued = () if anew else node.queued
                 self.add_candidate(node)
 
     def victim(self, space: PrefixTree, slot_bytes: int) -> PrefixNode | None:
-        """The leaf of the class that may go for ``space``; call :meth:`end_choice` after all."""
+        """The leaf to evict for ``space`` and slot size; call :meth:`end_choice` after all."""
         names = [self._queue_name(one) for one in self.quotas.payers(space, slot_bytes)]
         return self._oldest([(name, slot_bytes) for name in (space.identity.tenant, *names)])
 
     def own_victim(self, space: PrefixTree) -> PrefixNode | None:
-        """The leaf of a space with limits that may go; call :meth:`end_choice` after all."""
+        """The leaf of a limited space to evict; call :meth:`end_choice` after all."""
         name = self._queue_name(space)
         return self._oldest([(name, size) for size in {one.slot_bytes for one in space.shards}])
 
     def end_choice(self) -> None:
-        """All room that one message needs is made."""
+        """End the choices of one message."""
         if self.has_replicas:
             self._no_replica.clear()
             self._others_used.clear()
@@ -187,7 +190,7 @@ class Eviction:
         self._strays = 0
 
     def check_turn(self) -> None:
-        """Assert that every choice was ended, and that what is passed over comes again."""
+        """Assert that every choice was ended, and that skipped leaves return to their queues."""
         for passed in self._passed.values():
             assert 0 < len(passed.leaves) < GRACE_LOOKS
             assert passed.until_ns <= self.now_ns + GRACE_NS
@@ -198,11 +201,11 @@ class Eviction:
         assert not self._took_over
 
     def evictable(self, node: PrefixNode) -> bool:
-        """Whether nothing forbids that the node's pages leave memory."""
+        """Whether the node's pages may be evicted from memory."""
         return not node.children_in_memory and self.releasable(node)
 
     def releasable(self, node: PrefixNode) -> bool:
-        """Whether nobody needs the node's pages where they are, whatever follows them."""
+        """Whether nothing needs the node's pages in memory, regardless of its descendants."""
         if not node.memory or node.memory & ~node.ready or is_held(node) or not is_live(node):
             return False
         for column in node.slot_columns.values():
@@ -211,7 +214,7 @@ class Eviction:
         return True
 
     def _queue_name(self, space: PrefixTree) -> str:
-        """Which queues the pages of a space are in: those of its tenant, unless it is limited."""
+        """The name of a space's queues: its tenant's, unless the space is limited."""
         limited = space.number in self.quotas.limited
         return f"\0{space.label}" if limited else space.identity.tenant
 
@@ -238,7 +241,7 @@ class Eviction:
         return since_ns > 0 and max(node.used_ns, node.stored_ns) >= since_ns
 
     def _pop(self, name: str, slot_bytes: int) -> PrefixNode | None:
-        """The next leaf of a queue that may go, a replica or not."""
+        """The next evictable leaf of a queue, a replica or not."""
         queue = (name, slot_bytes)
         if not self.has_replicas:
             return self._pop_other(name, slot_bytes)
@@ -275,7 +278,7 @@ class Eviction:
         return None
 
     def _pop_other(self, name: str, slot_bytes: int) -> PrefixNode | None:
-        """The next leaf of a queue of the policy that may go."""
+        """The next evictable leaf of a queue of the policy."""
         queue = self._queue(name, slot_bytes)
         if self._before and (name, slot_bytes) not in self._took_over:
             self._took_over.add((name, slot_bytes))
@@ -299,7 +302,7 @@ class Eviction:
         return None
 
     def _passes_over(self, queue: tuple[str, int], node: PrefixNode) -> bool:
-        """Whether something else may go in the place of ``node``, because it is young."""
+        """Whether to skip ``node`` because it is young, and evict another one instead."""
         if not self._has_grace(node) or self.now_ns < self._graceless_until_ns.get(queue, 0):
             return False
         passed = self._passed.get(queue)
@@ -318,19 +321,19 @@ class Eviction:
         return True
 
     def _end_grace(self, queue: tuple[str, int]) -> None:
-        """What is not young any more is looked at again."""
+        """Return skipped leaves that are no longer young to their queue."""
         passed = self._passed.get(queue)
         if passed is not None and self.now_ns >= passed.until_ns:
             self._offer_again(queue, [leaf for leaf in passed.leaves if not self._has_grace(leaf)])
 
     def _look_further(self, queue: tuple[str, int]) -> bool:
-        """Nothing is left: whether there is after leaves of the policy before, or passed ones."""
+        """The queue is empty: add leaves of the previous policy, or skipped ones; False if none."""
         if self._take_more(queue):
             return True
         return self._lift_grace(queue)
 
     def _take_more(self, queue: tuple[str, int]) -> bool:
-        """Take leaves over from the policy before; False when it has none any more."""
+        """Move leaves from the previous policy; False if it has none left."""
         before = self._before.get(queue)
         if before is None:
             return False
@@ -340,7 +343,7 @@ class Eviction:
         return False
 
     def _lift_grace(self, queue: tuple[str, int]) -> bool:
-        """Leaves within their grace go now, in the policy's order; False when none waits."""
+        """Make skipped leaves evictable, in the policy's order; False if there are none."""
         self._graceless_until_ns[queue] = self.now_ns + GRACELESS_NS
         passed = self._passed.get(queue)
         if passed is not None:
@@ -348,7 +351,7 @@ class Eviction:
         return passed is not None
 
     def _offer_again(self, queue: tuple[str, int], leaves: list[PrefixNode]) -> None:
-        """Pass over these no more, those of them that were."""
+        """Return leaves that were skipped to their queue."""
         passed = self._passed[queue]
         for leaf in leaves:
             if leaf in passed.leaves:
@@ -362,7 +365,7 @@ class Eviction:
             passed.until_ns = min([leaf.stored_ns for leaf in passed.leaves]) + GRACE_NS
 
     def _is_elsewhere(self, node: PrefixNode) -> bool:
-        """Whether the node is a replica, and the boot that gave it may be believed to have it."""
+        """Whether the node is a replica, and its source probably still has it."""
         return node.replica in self.sources.reachable
 
     def _has_grace(self, node: PrefixNode) -> bool:
@@ -370,7 +373,7 @@ class Eviction:
         return young and not node.uses and not node.replica
 
     def _take_over(self, name: tuple[str, int], before: EvictionPolicy, most: int) -> bool:
-        """Move leaves to the present policy's queue; False when none was left."""
+        """Move leaves to the current policy's queue; False if none was left."""
         for _ in range(most):
             node = before.pop(self._tick)
             if node is None:
@@ -404,6 +407,6 @@ def classes(node: PrefixNode) -> list[int]:
 
 
 def slots_of_a_page(node: PrefixNode, slot_bytes: int) -> int:
-    """How many slots of a size each page of the node has; at least 1."""
+    """Number of slots of this size that each page of the node has; at least 1."""
     shards = node.space.shards
     return max(1, sum([shards[shard].slot_bytes == slot_bytes for shard in node.slot_columns]))

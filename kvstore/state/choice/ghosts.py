@@ -1,11 +1,11 @@
 """Records of dropped pages: when, why, and to make room for whom. Pure and bounded.
 
-``explain`` answers from it. The newest entries are kept; once one had to be forgotten, "never
-stored" can no longer be told from "left long ago", and :attr:`Ghosts.forgotten` says so.
+``explain`` uses it. The newest entries are kept; once one had to be discarded, "never stored" can
+no longer be distinguished from "dropped long ago", and :attr:`Ghosts.forgotten` says so.
 
-Every page that is evicted is entered, and hardly any is ever asked for. So there is no index:
-entries are in parts by their key, and a part is searched, which takes some microseconds. An entry
-takes 112 bytes.
+Every evicted page is recorded, and hardly any record is ever requested. So there is no index:
+entries are in parts by their key, and a part is searched linearly, which takes some microseconds.
+An entry takes 112 bytes.
 """
 
 import struct
@@ -18,29 +18,30 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 
 GHOSTS_MAX: Final = 100_000
 PART_ENTRIES = 400
-"""Of a part, unless there would be more than :data:`PARTS_MAX`."""
+"""Maximum entries of a part, unless there would be more than :data:`PARTS_MAX` parts."""
 PARTS_MAX: Final = 4096
 _NONE: Final = 0xFFFF_FFFF
 _NAMES_MAX: Final = 255
 _FACTS: Final = struct.Struct("<32sIHIBBIQQQQ")
 """head, space, shard, wanting space, cause, policy, hits, stored, used, left, wanted bytes."""
 _ENTRY: Final = struct.Struct(f"<{KEY_BYTES}s{_FACTS.size}s")
-"""A page's key, and the facts."""
+"""A page's key, and its facts."""
 _ENTRY_BYTES: Final = _ENTRY.size
 _write: Final = _ENTRY.pack_into
 
 
 class Ghost(NamedTuple):
-    """One page that left; times are the node's clock in nanoseconds, 0 = not known.
+    """One dropped page; times are the node's clock in nanoseconds, 0 = unknown.
 
     Attributes:
-        shard: number of the shard whose page left last under this key.
+        shard: number of the shard whose page was dropped last under this key.
         cause: ``evicted``, ``expired``, ``read_once``, ``corrupt``, ``head_lost``, ``operator``,
             ``cleared``, ``moved``, ``reclaimed``, ``quota``, ``retired``.
-        head: the page before it whose leaving made this one unreachable; empty when it left for
-            its own sake.
+        head: the dropped ancestor that made this page unreachable; empty if it was dropped for its
+            own sake.
         policy: the eviction policy that chose it; empty unless it was evicted.
-        hits: lookups and acquires that ended at it (or at a page below it that left earlier).
+        hits: lookups and acquires whose last hit page was this one (or a descendant dropped
+            earlier).
         wanted_by: number of the space that needed the room, or None.
         wanted_bytes: size of the slot that was needed; 0 = none, but the quota of ``wanted_by``.
     """
@@ -60,21 +61,20 @@ class Ghost(NamedTuple):
 
 
 class Ghosts:
-    """The last pages that left; one that left twice counts twice.
+    """The last dropped pages; one that was dropped twice counts twice.
 
     Args:
-        entries_max: how many are remembered at most; some fewer when keys fill parts unevenly.
+        entries_max: maximum entries; a few less if keys fill parts unevenly.
 
     Attributes:
-        policy: name of the eviction policy at work.
-        wanted: (space number, slot bytes) that room is being made for now, 0 bytes = for the
-            space's quota; None = nobody.
-        head: the page whose leaving takes others along now; empty = none.
-        forgotten: entries that newer ones pushed out.
+        policy: name of the current eviction policy.
+        wanted: (space number, slot bytes) for which room is being made now; 0 bytes = for the
+            space's quota; None = no room is being made.
+        head: the page whose descendants are being dropped now; empty = none.
+        forgotten: entries that newer ones replaced.
     """
 
     def __init__(self, entries_max: int = GHOSTS_MAX) -> None:
-        """Start with none; memory is taken as entries come."""
         self.policy = "lru"
         self.wanted: tuple[int, int] | None = None
         self.head = PrefixKey(b"")
@@ -91,7 +91,7 @@ class Ghosts:
         self, node: PrefixNode, shard: int, cause: str, now_ns: int,
         keys: Sequence[PrefixKey] = (),
     ) -> None:  # fmt: skip
-        """Pages of ``node`` leave the index now, the last one first; none = its last page."""
+        """Record pages of ``node`` that are dropped now, the last one first; default: its last."""
         keys = keys or [node.key]
         if not self._part_max:
             self.forgotten += len(keys)
@@ -116,7 +116,7 @@ class Ghosts:
             self.forgotten += 1
 
     def find(self, space: PrefixTree, key: PrefixKey) -> Ghost | None:
-        """What is remembered of a page, of the last time that it left; or None."""
+        """The last record of a page; None if there is none."""
         assert len(key) == KEY_BYTES
         part = self._parts[(key[0] << 8 | key[1]) % len(self._parts)]
         # Newest first: those before ``oldest`` came behind all others.
@@ -132,7 +132,7 @@ class Ghosts:
         return None
 
     def oldest_ns(self) -> int:
-        """All pages that left since then are remembered; 0 = all that ever left, or none is."""
+        """All pages dropped since then are recorded; 0 = all that were ever dropped, or none is."""
         full_bytes = self._part_max * _ENTRY_BYTES
         return max(
             [
@@ -160,11 +160,11 @@ class Ghosts:
 
 
 class _Part:
-    """Entries whose keys begin alike, in a ring once there are enough.
+    """Entries whose keys have the same beginning; a ring once it is full.
 
     Attributes:
-        entries: the key of each, and the facts, packed.
-        oldest: which entry the next one replaces, of a part that is full.
+        entries: key and packed facts of each.
+        oldest: index of the entry that the next one replaces, if the part is full.
     """
 
     __slots__ = ("entries", "oldest")

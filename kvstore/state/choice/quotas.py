@@ -1,11 +1,12 @@
 """Quotas and reservations of spaces in one tier, and operator pins. Pure.
 
-A **quota** is the most bytes a space may have there: what would exceed it takes the space's own
-least recently used leaves out first, and is refused when none can go. A **reservation** is what the
-others must leave it: while the space is at or under it, only the space itself costs it pages.
+A **quota** is the maximum size of a space in the tier: to store more, the space's own least
+recently used leaves are evicted first, and the request is refused if none can be. A **reservation**
+is what other spaces must leave it: while the space is at or below it, only the space itself evicts
+its pages.
 
 In memory, spaces with limits have eviction queues of their own; all others of a tenant share one.
-How limits are kept on disk is in :mod:`kvstore.state.disk.limits`.
+How limits are enforced on disk is in :mod:`kvstore.state.disk.limits`.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -19,14 +20,14 @@ from kvstore.state.tree.places import Tier
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 LIMITED_MAX: Final = 64
-"""Every choice of a page to evict looks at each space with limits."""
+"""Maximum spaces with limits: every choice of a victim examines each of them."""
 SHRINK_MAX: Final = 64
-"""Pages that one grant evicts to come within a quota; the rest goes in turns."""
+"""Maximum pages that one grant evicts to get within a quota; the rest is evicted in later turns."""
 
 
 @dataclass(slots=True)
 class SpaceLimits:
-    """What one space may and must have; 0 = no limit."""
+    """The limits of one space; 0 = none."""
 
     space: PrefixTree
     quota_bytes: int = 0
@@ -37,10 +38,10 @@ class Quotas:
     """The limits of all spaces of one node in one tier.
 
     Args:
-        used: what a space has there, in bytes.
+        used: returns the size of a space in the tier, in bytes.
 
     Attributes:
-        limited: number → limits of each space that has any, or had some; :meth:`set` changes it.
+        limited: number → limits of each space that has or had some; :meth:`set` changes it.
     """
 
     def __init__(self, used: Callable[[PrefixTree], int]) -> None:
@@ -61,7 +62,7 @@ class Quotas:
     def set(
         self, space: PrefixTree, quota_bytes: int, reserved_bytes: int, capacity_bytes: int
     ) -> None:
-        """Limit a space.
+        """Set the limits of a space.
 
         Raises:
             InvalidArgument: they contradict each other.
@@ -90,7 +91,7 @@ class Quotas:
         limits.quota_bytes, limits.reserved_bytes = quota_bytes, reserved_bytes
 
     def payers(self, space: PrefixTree, slot_bytes: int) -> list[PrefixTree]:
-        """The limited spaces whose pages may leave to make room of one slot for ``space``."""
+        """The limited spaces whose pages may be evicted to free one slot for ``space``."""
         return [
             limits.space
             for limits in self.limited.values()
@@ -99,12 +100,12 @@ class Quotas:
         ]
 
     def protects(self, victim: PrefixTree, space: PrefixTree, size_bytes: int) -> bool:
-        """Whether ``victim`` must not lose that many bytes for the sake of ``space``."""
+        """Whether ``victim`` must not lose ``size_bytes`` bytes to ``space``."""
         limits = self.limited.get(victim.number)
         return limits is not None and self._protected(limits, space, size_bytes)
 
     def exceeded(self, space: PrefixTree, more_bytes: int = 0) -> bool:
-        """Whether the space is over its quota, or would be with so much more."""
+        """Whether the space is over its quota, or would be with ``more_bytes`` more."""
         limits = self.limited.get(space.number)
         return limits is not None and 0 < limits.quota_bytes < self.used(space) + more_bytes
 
@@ -118,20 +119,20 @@ class Quotas:
 
 PINS_MAX: Final = 1024
 PIN_KEYS_MAX: Final = 32_768
-"""Keys of one pin: what it covers is let go at once when it ends."""
+"""Maximum keys of one pin: all of them are released at once when it ends."""
 _STEP_KEYS: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """One prefix that is pinned.
+    """One pinned prefix.
 
     Attributes:
         number: names the pin on this node.
-        nodes: the node of ``key`` and all above it.
-        size_bytes: what their pages took in its tier, or would have, when the pin was made.
-        tier: where it keeps them, ``host`` or ``ssd``.
-        expires_ns: when it ends by itself; 0 = never.
+        nodes: the node of ``key`` and all its ancestors.
+        size_bytes: size of their pages in its tier when the pin was made, present or not.
+        tier: where the pages are kept, ``host`` or ``ssd``.
+        expires_ns: when it expires; 0 = never.
     """
 
     number: int
@@ -144,18 +145,18 @@ class Pin:
 
 
 class Pins:
-    """All operator pins of one node: prefixes that no policy may evict, for a time, in a budget.
+    """All operator pins of one node: prefixes that no policy evicts, for a time, within a budget.
 
-    A pin covers the pages of a key and of all keys before it, in one tier. It keeps them from being
-    evicted there, and from nothing else: a corrupt page leaves whoever pinned it. A page that is
-    pinned in memory and is on disk only is kept there; one that is pinned on disk and is in memory
-    only stays in memory until it is written. What a pin covers is charged once, when it is made, to
-    the budget of its tier, wherever its pages are then; pages that two pins share are charged to
-    both. So no budget is ever exceeded.
+    A pin covers the pages of a key and of all keys before it, in one tier. It only prevents their
+    eviction from that tier: a corrupt page is dropped even if pinned. If a page that is pinned in
+    memory is only on disk, it is kept there; if one that is pinned on disk is only in memory, it
+    stays in memory until it is written. A pin is charged once, when it is made, to the budget of
+    its tier, wherever its pages are then; pages that two pins share are charged twice. So no budget
+    is ever exceeded.
 
     Args:
-        budget_bytes: what those in memory may cover together.
-        disk_budget_bytes: what those on disk may cover together.
+        budget_bytes: maximum size of all pins in memory.
+        disk_budget_bytes: maximum size of all pins on disk.
     """
 
     def __init__(self, budget_bytes: int = 0, disk_budget_bytes: int = 0) -> None:
@@ -175,7 +176,7 @@ class Pins:
     def measure(
         self, space: PrefixTree, key: PrefixKey, tier: Tier = "host"
     ) -> Generator[None, None, tuple[list[PrefixNode], int]]:
-        """What a pin would cover, and what that takes in its tier; in short steps.
+        """Find the nodes that a pin would cover, and their size in its tier; in short steps.
 
         Raises:
             NotFound: no page is stored under the key.
@@ -202,7 +203,7 @@ class Pins:
     ) -> Pin:  # fmt: skip
         """Pin the pages of ``key`` and of all keys before it in a tier.
 
-        ``measured`` is what :meth:`measure` gave a moment ago; without it that is done now.
+        ``measured``: a recent result of :meth:`measure`; None = measure now.
 
         Raises:
             NotFound: no page is stored under the key.
@@ -259,20 +260,20 @@ class Pins:
                 assert node.memory_pins >= 0
 
     def expire(self, now_ns: int) -> tuple[PrefixNode, ...]:
-        """End one pin whose time is up, if there is any; returns the nodes that lost it.
+        """End one expired pin, if there is one; returns the nodes that lost it.
 
-        One at a time: many may end together, and nobody is to wait for all of them.
+        Only one, because many may expire together and each call must be short.
         """
         ended = (pin.number for pin in self._pins.values() if 0 < pin.expires_ns <= now_ns)
         number = next(ended, None)
         return self.remove(number).nodes if number is not None else ()
 
     def next_deadline_ns(self) -> int:
-        """The earliest end of a pin; 0 = none ends by itself."""
+        """The earliest expiry of a pin; 0 = none expires."""
         return min((pin.expires_ns for pin in self._pins.values() if pin.expires_ns), default=0)
 
     def check(self) -> None:
-        """Assert that what is charged and what is counted agree."""
+        """Assert that charges and counts agree."""
         for tier, used, budget in (
             ("host", self.used_bytes, self.budget_bytes),
             ("ssd", self.disk_used_bytes, self.disk_budget_bytes),
@@ -301,7 +302,7 @@ def _at_once(
 
 
 def expiry(ttl_s: float, now_ns: int) -> int:
-    """When a pin of ``ttl_s`` seconds ends; 0 seconds = never.
+    """The expiry of a pin of ``ttl_s`` seconds; 0 seconds = never.
 
     Raises:
         InvalidArgument: it is negative or longer than ten years.

@@ -1,11 +1,11 @@
-"""What share of the pages that left memory came back? Learnt from the prompts that leave. Pure.
+"""Learns which share of the pages that left memory is requested again. Pure.
 
-When a prompt leaves memory, every page of it is remembered, with its **kind**: a page that was seen
-once, by whether the prompt went on from an earlier one, whether it is the last page, and how many
-pages were new (in octaves); one that was seen more often, by how often, and how far it was before
-the prompt's end. When a later prompt leaves that has the page again, the page has returned, and is
-of another kind. Nothing depends on whether it was written, so a refused page teaches as much as an
-admitted one.
+When a prompt leaves memory, each of its pages is remembered with its **kind**. The kind of a page
+that was seen once depends on whether the prompt continued an earlier one, whether the page is the
+last one, and how many pages were new (in octaves); the kind of one that was seen more often on how
+often, and on its distance from the prompt's end. If a later prompt that leaves memory has the page
+too, the page has returned, and changes its kind. Whether a page was written does not matter, so a
+rejected page teaches as much as an admitted one.
 
 The rate of a kind is the share of its pages that returned. A kind with few pages borrows from the
 more general one.
@@ -21,24 +21,24 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 Kind = tuple[int, ...]
 
 REMEMBERED_MAX = 1 << 16
-"""Pages that are remembered at most; the one that left longest ago is forgotten first."""
+"""Maximum remembered pages; the one that left memory longest ago is forgotten first."""
 WALK_MAX: Final = 1024
-"""Pages before the end of a prompt that are looked at."""
+"""Maximum pages before the end of a prompt that are examined."""
 BELIEF: Final = 30.0
 """Pages after which a kind's own rate counts as much as the more general kind's."""
 RATE_UNKNOWN: Final = 0.5
 HALVE_EVERY: Final = 1 << 18
-"""Pages after which all counts are halved, so that the past fades."""
+"""Pages after which all counts are halved, so that old observations count less."""
 SIGHTS_MAX: Final = 4
-"""From so many prompts on, a page is shared; more make no difference."""
+"""A page seen in this many prompts is shared; more make no difference."""
 FAR_OCTAVES: Final = 4
-"""Pages farther from the end than this power of two are alike."""
+"""Pages farther from the end than this power of two are treated alike."""
 ADDED_OCTAVES: Final = 8
-"""Prompts that added more than this power of two are alike."""
+"""Prompts that added more than this power of two are treated alike."""
 
 
 class Returns:
-    """What share of the pages of each kind came back."""
+    """The share of pages of each kind that were requested again."""
 
     def __init__(self) -> None:
         #: Page → its kind, how many prompts had it, and the tick when the last of them left.
@@ -52,7 +52,7 @@ class Returns:
         return len(self._remembered)
 
     def left(self, end: PrefixNode, tick: int) -> bool:
-        """The prompt that ends at ``end`` leaves memory; False if that was known."""
+        """The prompt that ends at ``end`` leaves memory; returns False if that was known."""
         last = self._remembered.get(_name(end))
         if last is not None and last[2] >= end.access:
             return False
@@ -85,7 +85,7 @@ class Returns:
         return True
 
     def rate(self, space: PrefixTree, key: PrefixKey) -> float:
-        """What share of the pages like this one came back, 0 to 1."""
+        """The share of similar pages that were requested again, 0 to 1."""
         known = self._remembered.get(_named(space, key))
         kind = known[0] if known is not None else ()
         rate = RATE_UNKNOWN
@@ -118,5 +118,5 @@ def _name(node: PrefixNode) -> int:
 
 
 def _named(space: PrefixTree, key: PrefixKey) -> int:
-    """Keys are digests: a part of one is enough, and that two pages are mistaken costs little."""
+    """Keys are digests: a part of one is enough, and a rare confusion of two pages costs little."""
     return space.number << 64 | int.from_bytes(key[:8], "little")

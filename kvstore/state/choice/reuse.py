@@ -1,24 +1,24 @@
 """How probably and how soon a cached prompt is continued, learned from the requests.
 
-A prompt of a conversation either never comes back or comes back after a think time. Both depend on
-the **kind** of prompt: whether the page ends it (an end is often not continued exactly), lies
-within it or is left by many branches (a shared system prompt); how many turns led to it; and three
-traits: how deep it is, the shortest pause between its turns, and how many pages the last turn
-added. So each prompt's end, the page before it, and what was used are **observed** until they are
-used again, whether or not they stay in memory; of one conversation only what is newest. For each
-class of observations and bin of age (half octaves of ticks) two counts result: how many were still
+A prompt of a conversation either never returns or returns after a think time. Both depend on the
+**kind** of prompt: whether the page ends it (an end is often not continued exactly), lies within
+it, or has many branches (a shared system prompt); how many turns led to it; and three traits: its
+depth, the shortest pause between its turns, and the number of pages that the last turn added. So
+the end of each prompt, the page before it, and used pages are **observed** until they are used
+again, whether or not they stay in memory; of one conversation only the newest ones. For each class
+of observations and bin of age (half octaves of ticks) there are two counts: how many were still
 unused when the bin ended, and how many were used again in it.
 
 Their ratio is the hazard of reuse. A class with few observations borrows from the more general one
 (with the same turns from the same place, that from all): first the level, for which few
-observations do, then the shape. Each trait then multiplies the hazard by what it makes of it, as if
-the traits were independent, since no combination of them is seen often. The **rank** of (kind, age)
-is the most reuse to expect for each tick in memory, over all times one could keep the page from now
-on (the Gittins index): a prompt is worth its room just before it probably returns, not only just
-after.
+observations suffice, then the shape. Each trait then multiplies the hazard by its own factor, as if
+the traits were independent, because no combination of them is observed often. The **rank** of
+(kind, age) is the maximum of expected reuse per tick in memory, over all times for which the page
+could be kept from now on (the Gittins index): a prompt is worth its memory just before it probably
+returns, not only just after.
 
-Counts are halved now and then, so that the past fades. The numbers below bound memory and say how
-fast to believe; which ones, and what they were chosen on, is in docs/internals/policies.md.
+Counts are halved now and then, so that old observations count less. The constants below bound
+memory and say how fast to believe; docs/internals/policies.md says on which data they were chosen.
 """
 
 from collections import deque
@@ -31,40 +31,40 @@ from kvstore.state.tree.node import PrefixNode
 Kind = tuple[int, ...]
 
 OBSERVED_MAX: Final = 1 << 16
-"""Prompts under observation at most; the oldest is given up first."""
+"""Maximum prompts under observation; the oldest is dropped first."""
 BELIEF: Final = 60.0
 """Observations after which a kind's own hazard counts as much as the more general kind's."""
 HAZARD_UNKNOWN: Final = 0.05
-"""Reuse in each bin of age before anything is known: in every octave alike, hence LRU's order."""
+"""Reuse in each bin of age before anything is known: the same in every octave, hence LRU's
+order."""
 HALVE_EVERY: Final = 1 << 14
 """Prompts after which all counts are halved."""
 BRANCHES_SHARED: Final = 4
-"""So many continuations make a prefix shared: what follows is a new conversation's first turn."""
+"""A prefix with this many continuations is shared: each continuation starts a new conversation."""
 LEVEL_BELIEF: Final = 5.0
-"""Uses foreseen after which a kind's own level counts as much as the more general kind's."""
+"""Expected uses after which a kind's own level counts as much as the more general kind's."""
 NEVER: Final = 1 << 60
 """Longer than any pause."""
 ADVANCE_MAX: Final = 128
-"""Observations that one call moves to their next bin of age at most."""
+"""Maximum observations that one call moves to their next bin of age."""
 FRESH: Final = 32
-"""A rank is that of its kind as long as no class that it is computed from has a part so small more
-observations than then."""
+"""A rank stays valid until a class that it is computed from has grown by this fraction (1/32)."""
 PARTS: Final = 16
-"""Parts of the table of observations: a table that grows is copied as a whole, in one call."""
+"""Parts of the table of observations: a growing dict is copied as a whole, in one call."""
 HAZARD_MAX: Final = 0.95
-"""Several traits together never make a reuse certain."""
+"""Limit of the hazard: several traits together never make a reuse certain."""
 TURNS_APART: Final = 3
-"""From so many turns on, what a trait tells is learnt for all turns together."""
+"""From this many turns on, traits are learned for all turns together."""
 PAUSE_MIN: Final = 4
 PAUSE_MAX: Final = 12
-"""Pauses below and above these powers of two are alike."""
+"""Pauses below and above these powers of two are treated alike."""
 
 
 class ReuseCounts:
-    """What became of one class of observations: by bin of age, how many entered and were used.
+    """The outcomes of one class of observations: by bin of age, how many entered and were used.
 
     Attributes:
-        events: how much was counted, halved as the counts are.
+        events: number of counted outcomes, halved with the counts.
     """
 
     __slots__ = ("events", "reused", "seen")
@@ -75,9 +75,9 @@ class ReuseCounts:
         self.seen = [0.0] * bins
 
     def hazards(self, before: list[float]) -> list[float]:
-        """Reuse in each bin, where ``before`` is what to expect without observations.
+        """Reuse in each bin; ``before`` is the expectation without observations.
 
-        It has as many bins as can have been reached by now; nothing is counted in later ones.
+        There are as many bins as can have been reached by now; nothing is counted in later ones.
         """
         foreseen = sum(map(mul, self.seen, before))
         level = BELIEF * (sum(self.reused) + LEVEL_BELIEF) / (foreseen + LEVEL_BELIEF)
@@ -89,21 +89,20 @@ class ReuseCounts:
         ]
 
     def halve(self) -> None:
-        """Let the past fade."""
+        """Halve all counts, so that old observations count less."""
         self.events //= 2
         self.reused = [count / 2 for count in self.reused]
         self.seen = [count / 2 for count in self.seen]
 
 
 class Observation:
-    """A prefix that is watched until it is used again; ``key`` is None when that is over."""
+    """A prefix that is observed until it is used again; ``key`` is None after that."""
 
     __slots__ = ("counts", "key", "since", "turns", "use_interval", "uses")
 
     def __init__(
         self, key: bytes, node: PrefixNode, uses: int, counts: tuple[ReuseCounts, ...], since: int
     ) -> None:
-        """Watch a key of ``node`` from tick ``since`` on."""
         self.key: bytes | None = key
         self.counts = counts
         self.since = since
@@ -113,7 +112,7 @@ class Observation:
 
 
 class LearnedReuse:
-    """Observes prefixes, and ranks kinds and ages of pages by what came of them."""
+    """Observes prefixes, and ranks kinds and ages of pages by the outcomes."""
 
     BINS: ClassVar[int] = 44
 
@@ -147,12 +146,12 @@ class LearnedReuse:
         self._observe(node, tick)
 
     def stored(self, node: PrefixNode, keys: list[PrefixKey], tick: int) -> Kind | None:
-        """The pages of a node came in; where one has returned the node is split behind it.
+        """The pages of a node were stored; where one has returned, the node is split behind it.
 
         Args:
-            node: it has those pages.
-            keys: theirs.
-            tick: now.
+            node: the node of those pages.
+            keys: their keys.
+            tick: the current tick.
 
         Returns:
             the kind whose ranks this changed, if any.
@@ -207,7 +206,7 @@ class LearnedReuse:
         return changed
 
     def evicted(self, node: PrefixNode) -> None:
-        """What is known of the conversation is handed to the page before, the next to go."""
+        """Pass what is known of the conversation to the preceding page, the next victim."""
         parent = node.above
         assert parent is not None
         if parent.branches < BRANCHES_SHARED and node.turns >= parent.turns:
@@ -215,7 +214,7 @@ class LearnedReuse:
             parent.pages_added, parent.deepest = node.pages_added, node.deepest
 
     def _finish_prompt(self, tick: int) -> Kind | None:
-        """The pages stored last end a prompt: watch it, and refresh what was learnt."""
+        """The pages stored last end a prompt: observe it, and update the counts."""
         end = self._end
         assert end is not None
         self._watch(self._end_key, end, end.uses, self.kind(end), self._end_tick)
@@ -240,7 +239,7 @@ class LearnedReuse:
         return kind
 
     def _has_changed(self, kind: Kind) -> bool:
-        """Whether so much was counted since a kind's ranks were computed that they are others."""
+        """Whether enough was counted since a kind's ranks were computed to compute them again."""
         bins, *events = self._ranked[kind]
         if bins != self._bins():
             return True
@@ -273,7 +272,7 @@ class LearnedReuse:
                 oldest.key = None
 
     def _replace(self, node: PrefixNode) -> None:
-        """What now continues ``node`` is watched in its stead: uses will be told of that."""
+        """Observe the new continuation of ``node`` instead of it: uses will be reported there."""
         watched = self._part(node.key).pop(node.key, None)
         if watched is not None:
             watched.key = None
@@ -293,10 +292,10 @@ class LearnedReuse:
         return self._observed[key[0] % PARTS if key else 0]  # the root has no key
 
     def _advance(self, tick: int) -> bool:
-        """Count what outlived its bin of age unused; each observation passes each bin once.
+        """Count observations that outlived their bin of age; each passes each bin once.
 
         Returns:
-            whether more is left to do than one call may.
+            whether more is left than one call may do.
         """
         left = ADVANCE_MAX
         for age_bin in range(min(self.bin_of(tick) + 1, self.BINS - 1)):
@@ -318,7 +317,7 @@ class LearnedReuse:
 
     @staticmethod
     def kind(node: PrefixNode) -> Kind:
-        """What the node's reuse is expected to depend on: place, turns, and then the traits."""
+        """The properties on which the node's reuse depends: place, turns, and then the traits."""
         if not node.branches:
             place = 0
         elif node.branches < BRANCHES_SHARED:
@@ -328,7 +327,7 @@ class LearnedReuse:
         return _kind(node, place, node.deepest, node.pages_added)
 
     def rank(self, kind: Kind, age_bin: int) -> float:
-        """Expected uses a tick of a page of this kind and age; higher is to be kept."""
+        """Expected uses per tick of a page of this kind and age; keep the highest."""
         ranks = self._ranks.get(kind)
         if ranks is None:
             ranks = self._ranks[kind] = self._index(kind)
@@ -378,13 +377,13 @@ class LearnedReuse:
         return hazards
 
     def _bins(self) -> int:
-        """No page is older than the clock: later bins are all alike, and need no work."""
+        """How many bins to compute: no page is older than the clock, so later ones are equal."""
         return min(self.bin_of(self._end_tick) + 2, self.BINS)
 
     def _index(self, kind: Kind) -> list[float]:
-        """The Gittins index at the start of each bin, from the last bin to the first.
+        """The Gittins index at the start of each bin, computed from the last bin to the first.
 
-        A later stretch of bins is worth waiting for as long as it gives more a tick.
+        A later stretch of bins is worth waiting for as long as it yields more per tick.
         """
         hazards = self._hazards(kind)
         bins = len(hazards)
@@ -413,7 +412,7 @@ def _kind(node: PrefixNode, place: int, deepest: int, pages_added: int) -> Kind:
 
 
 def _kind_before(end: PrefixNode) -> Kind:
-    """The kind of the last page but one of a node, which nothing but the last continues."""
+    """The kind of the second to last page of a node, which only the last one continues."""
     return _kind(end, 1, end.depth - 1, max(0, end.pages_added - 1))
 
 

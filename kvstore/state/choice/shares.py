@@ -1,8 +1,8 @@
-"""Divides a shared budget: who keeps how much, and who gives way. Pure.
+"""Divides a shared budget: how much each tenant keeps, and which one gives way. Pure.
 
-A budget is one for all tenants, and a tenant may fill it while nobody else wants it. Who keeps less
-takes from who keeps most, one page at a time, until both keep the same: from other tenants first,
-then from other spaces of its own.
+The budget is shared by all tenants, and a tenant may fill it while no other needs it. A tenant that
+keeps less takes from the one that keeps most, one page at a time, until both keep the same: from
+other tenants first, then from other spaces of its own.
 """
 
 from collections.abc import Callable, Sized
@@ -11,18 +11,18 @@ from typing import Generic, TypeVar
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 LOOKS_MAX = 16_384
-"""Tenants and spaces that one step looks at to find who keeps most; about a millisecond."""
+"""Maximum tenants and spaces that one step examines to find the largest; about a millisecond."""
 
 T = TypeVar("T")
 
 
 class SpaceShare(Generic[T]):
-    """What the conversations of one space keep.
+    """The kept size of the conversations of one space.
 
     Attributes:
-        space: which.
-        size_bytes: of their pages; one that several share counts once.
-        members: name → conversation; the one that was renewed the longest ago is the first.
+        space: the space.
+        size_bytes: of their pages; a page shared by several counts once.
+        members: name → conversation; the one that was renewed longest ago is the first.
     """
 
     __slots__ = ("members", "size_bytes", "space")
@@ -34,7 +34,7 @@ class SpaceShare(Generic[T]):
 
 
 class _Tenant(Generic[T]):
-    """What the conversations of one tenant keep."""
+    """The kept size of the conversations of one tenant."""
 
     __slots__ = ("count", "size_bytes", "spaces")
 
@@ -52,20 +52,20 @@ class Shares(Generic[T]):
         self._looked = 0
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start a step."""
         self._looked = 0
 
     def size_bytes(self, space: PrefixTree) -> int:
-        """What a space keeps."""
+        """The kept size of a space."""
         found = self._find(space)
         return found.size_bytes if found is not None else 0
 
     def members(self) -> int:
-        """How many conversations there are."""
+        """The number of conversations."""
         return sum(tenant.count for tenant in self._tenants.values())
 
     def charge(self, space: PrefixTree, size_bytes: int) -> None:
-        """A space keeps so many bytes more, or less."""
+        """Change the kept size of a space by ``size_bytes``, which may be negative."""
         share = self._enter(space)
         share.size_bytes += size_bytes
         self._tenants[space.identity.tenant].size_bytes += size_bytes
@@ -73,7 +73,7 @@ class Shares(Generic[T]):
         self._tidy(share)
 
     def renew(self, space: PrefixTree, name: str, member: T) -> None:
-        """A conversation is new, or was renewed: it is the last one of its space to give way."""
+        """A conversation is new or was renewed: it is the last one of its space to give way."""
         share = self._enter(space)
         known = share.members.pop(name, None)
         share.members[name] = member
@@ -87,15 +87,15 @@ class Shares(Generic[T]):
         self._tidy(share)
 
     def most_bytes(self, space: PrefixTree, more: int) -> SpaceShare[T] | None:
-        """Whose pages go so that ``space`` may keep so many bytes more; None = nobody's."""
+        """The space that gives way so that ``space`` may keep ``more`` bytes more; None = none."""
         return self._richest(space, more, lambda one: one.size_bytes, lambda one: one.size_bytes)
 
     def most_members(self, space: PrefixTree) -> SpaceShare[T] | None:
-        """Whose conversation goes so that ``space`` may have one more; None = nobody's."""
+        """The space that gives way so that ``space`` may have one more; None = none."""
         return self._richest(space, 1, lambda one: one.count, lambda one: len(one.members))
 
     def check(self) -> int:
-        """Assert that the sums agree; returns what all keep."""
+        """Assert that the sums agree; returns the kept size of all."""
         for tenant in self._tenants.values():
             shares = tenant.spaces.values()
             assert tenant.spaces
@@ -109,9 +109,9 @@ class Shares(Generic[T]):
         self, space: PrefixTree, more: int, of_tenant: Callable[[_Tenant[T]], int],
         of_space: Callable[[SpaceShare[T]], int],
     ) -> SpaceShare[T] | None:  # fmt: skip
-        """The space with the most of the tenant with the most, if that has more than the asker.
+        """The largest space of the largest tenant, if that keeps more than the asker's tenant.
 
-        Else the space with the most of the asker's own tenant, if that has more.
+        Otherwise the largest space of the asker's own tenant, if that keeps more than the asker.
         """
         name = space.identity.tenant
         mine = self._tenants.get(name)
@@ -132,7 +132,7 @@ class Shares(Generic[T]):
     def _largest(
         self, tenant: _Tenant[T], of_space: Callable[[SpaceShare[T]], int]
     ) -> SpaceShare[T] | None:
-        """The space of a tenant that keeps most, of equals the one opened first."""
+        """The largest space of a tenant; among equals, the one opened first."""
         spaces = tenant.spaces.values()
         if not self._may_look(spaces):
             return None

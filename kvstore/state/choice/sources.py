@@ -4,14 +4,14 @@ from itertools import count
 from typing import Final
 
 SOURCES_MAX: Final = 64
-"""Nodes that are remembered; beyond that those without a session go first."""
+"""Maximum remembered nodes; beyond that, those without a session are forgotten first."""
 
 
 class Sources:
-    """The boots of other nodes, by numbers that pages which came from them carry.
+    """The boots of other nodes, by the numbers that pages read from them carry.
 
     Attributes:
-        reachable: numbers of the boots that this node has a session with.
+        reachable: numbers of the boots with which this node has a session.
     """
 
     def __init__(self) -> None:
@@ -21,12 +21,12 @@ class Sources:
         self._numbers = count(1)
 
     def of(self, node: str) -> int:
-        """The number for pages that come from a node now; 0 = it has no session."""
+        """The number for pages that are read from a node now; 0 = it has no session."""
         number = self._known.get(node, (b"", 0))[1]
         return number if number in self.reachable else 0
 
     def changed(self, node: str, boot: bytes) -> None:
-        """A session with this boot of a node is up; empty = none is any more."""
+        """The session with a node is up; ``boot`` empty: it is down."""
         known, number = self._known.get(node, (b"", 0))
         if boot and boot == known:  # only the session was lost: it has its pages still
             self.reachable.add(number)

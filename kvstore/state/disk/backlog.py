@@ -1,4 +1,4 @@
-"""Pages that are to be written to the SSD log when their turn comes. Pure."""
+"""Pages that wait to be written to the SSD log. Pure."""
 
 from collections import deque
 from typing import Final
@@ -9,14 +9,14 @@ from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 BACKLOG_MAX: Final = 65_536
-"""Nodes whose pages may wait; the one that waits longest is given up for another."""
+"""Maximum nodes whose pages may wait; beyond that, the oldest one is removed for a new one."""
 
 
 class Backlog:
-    """Pages by their keys: what was one node when it came may be several nodes later, or gone.
+    """Waiting pages by their keys: a node may have been split or dropped since it was added.
 
     Attributes:
-        pages: that wait.
+        pages: number of waiting pages.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Backlog:
         return bool(self._waiting)
 
     def add(self, node: PrefixNode, shard: int) -> None:
-        """The pages of a node are to be written."""
+        """Add the pages of a node."""
         if len(self._waiting) == BACKLOG_MAX:
             self.pages -= len(self._waiting.popleft()[2]) // KEY_BYTES
         self._waiting.append((node.space, shard, node.keys))
@@ -39,14 +39,15 @@ class Backlog:
         return graves.holds_any(*self._waiting[0])
 
     def take(self, most: int, room_bytes: int) -> tuple[int, PrefixNode | None, int]:
-        """Take out the next pages that are one node now.
+        """Remove the next pages that are one node now.
 
         Args:
-            most: pages.
-            room_bytes: what their records should not exceed, if they are more than one.
+            most: maximum pages.
+            room_bytes: maximum size of their records, if they are more than one.
 
         Returns:
-            how many pages; their node, which they are all of, None when they are gone; the shard.
+            how many pages; their node, which has exactly these, or None if they were dropped; the
+            shard.
         """
         space, shard, keys = self._waiting.popleft()
         key = PrefixKey(keys[:KEY_BYTES])

@@ -1,6 +1,6 @@
-"""Records that are read again: whether they are intact, and which tokens they contain. Pure.
+"""Reads records again: whether they are intact, and which tokens they contain. Pure.
 
-Loads go first: little is read at a time, and next to nothing while somebody waits for a page.
+Loads have priority: few records are read at a time, and only one while a request waits for a page.
 """
 
 from collections import Counter, deque
@@ -17,9 +17,10 @@ from kvstore.state.tree.places import HEADER_BYTES
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 CHECKS_MAX: Final = 8
-"""Records that are read again at a time; one while anything is loaded."""
+"""Maximum records that are read again at a time; one while anything is loaded."""
 CHECK_BYTES_MAX: Final = 16 << 20
-"""No further one begins while so many bytes are: they lie in memory until they are compared."""
+"""No further read starts while this many bytes are being read: they stay in memory until
+compared."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,15 +28,16 @@ class CheckRun:
     """Pages to read again.
 
     Attributes:
-        waiting: space, shard and key of pages not begun yet.
-        tokens_only: nobody wants the pages, only what their records have of tokens.
-        tokens: (space number, key) → tokens of the page, as far as a run of ``tokens_only`` found.
-        under_way: being read.
-        checked: were read and compared.
-        corrupt: of those, what was not what had been written; quarantined.
-        unreadable: the disk failed; they stay, and the next load decides.
-        skipped: were on disk no longer, or moved, when their turn came or their read ended; or
-            their tokens were found in the record of another shard.
+        waiting: space, shard and key of the pages that are left.
+        tokens_only: read only the tokens in the records, not the pages.
+        tokens: (space number, key) → tokens of the page, as far as a run of ``tokens_only`` found
+            them.
+        under_way: number of pages being read.
+        checked: pages that were read and compared.
+        corrupt: pages that differ from what was written; quarantined.
+        unreadable: pages that the disk failed to read; they stay, and the next load decides.
+        skipped: pages that were no longer on disk, or moved, before their read ended; or whose
+            tokens were found in the record of another shard.
     """
 
     waiting: deque[tuple[PrefixTree, int, PrefixKey]]
@@ -49,16 +51,16 @@ class CheckRun:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing of it waits or is being read."""
+        """Whether no page waits or is being read."""
         return not self.waiting and not self.under_way
 
     @property
     def ended(self) -> int:
-        """Pages that are done."""
+        """Number of finished pages."""
         return self.checked + self.unreadable + self.skipped
 
     def cancel(self) -> None:
-        """Begin nothing more."""
+        """Start no further reads."""
         self.waiting.clear()
 
 
@@ -66,12 +68,12 @@ class DiskChecks:
     """All runs of one node, which take turns.
 
     Args:
-        log: which record lies where.
-        queue: gets jobs for the tier; :meth:`completed` is told of its end.
-        counts: what is counted.
+        log: the places of records.
+        queue: gets jobs for the tier; :meth:`completed` gets their ends.
+        counts: counters.
 
     Attributes:
-        runs: of which pages wait, or waited a moment ago.
+        runs: those with waiting pages, now or a moment ago.
     """
 
     def __init__(self, log: SegmentLog, queue: DiskQueue, counts: Counter[str]) -> None:
@@ -87,11 +89,11 @@ class DiskChecks:
         return len(self._jobs)
 
     def begin(self, run: CheckRun) -> None:
-        """Take a run on; :meth:`go_on` begins to read."""
+        """Add a run; :meth:`go_on` starts its reads."""
         self.runs.append(run)
 
     def go_on(self, loads: int) -> None:
-        """Read as much as may be read now, while so many loads are under way."""
+        """Start as many reads as are allowed while ``loads`` loads are in progress."""
         most = 1 if loads else CHECKS_MAX
         while self.runs and len(self._jobs) < most and self._bytes < CHECK_BYTES_MAX:
             run = self.runs.popleft()
@@ -116,10 +118,10 @@ class DiskChecks:
     def completed(
         self, job: DiskCheck | DiskTokens, of: RecordOf, error: KVStoreError | None, tokens: bytes
     ) -> PrefixNode | None:
-        """A page of ``of`` has been read; ``tokens`` are what its record has of them.
+        """A page of ``of`` was read; ``tokens``: the tokens in its record.
 
         Returns:
-            the page, as a node of its own, if its record is not what was written.
+            the page, as a node of its own, if its record differs from what was written.
         """
         page, run = job.page, self._jobs.pop(job.job)
         node = of.space.index.get(page.key)
@@ -143,7 +145,7 @@ class DiskChecks:
 
 
 def _is_at(node: PrefixNode, shard: int, job: DiskCheck | DiskTokens) -> bool:
-    """Whether the page of a job, which is one of the node's, still has that record."""
+    """Whether the page of a job, one of the node's, still has that record."""
     position = node.position(job.page.key)
     if not node.on_disk >> shard & 1 or node.place_at(shard, position) != job.place:
         return False

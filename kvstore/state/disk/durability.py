@@ -8,7 +8,7 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 
 
 def never_on_disk(nodes: Sequence[PrefixNode], shard: int) -> bool:
-    """Whether one of these pages, or of those that are needed before them, never goes there."""
+    """Whether one of these pages, or of the pages needed before them, may not be on disk."""
     every = list(nodes)
     at = nodes[0].above if not nodes[0].space.shards[shard].window_pages else None
     while at is not None and not at.on_disk >> shard & 1:
@@ -18,7 +18,7 @@ def never_on_disk(nodes: Sequence[PrefixNode], shard: int) -> bool:
 
 
 def are_there(space: PrefixTree, shard: int, keys: bytes, digests: bytes) -> bool:
-    """Whether pages are on disk, and are still the same."""
+    """Whether pages are on disk, with the same bytes."""
     for number in range(len(keys) // KEY_BYTES):
         key = PrefixKey(keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
         node = space.index.get(key)

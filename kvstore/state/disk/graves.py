@@ -1,11 +1,11 @@
 """Pages that were removed on purpose, until the log has their tombstones. Pure.
 
 Their records stay in the segment files until those are reclaimed; a tombstone keeps a start from
-finding them. It counts against every older record of its keys, so a page that is stored again must
-not be written before it: :meth:`Graves.holds` says which pages have to wait.
+finding them. It applies to every older record of its keys, so a page that is stored again must not
+be written before it: :meth:`Graves.holds` says which pages have to wait.
 
-At most one tombstone of a (space, shard) is being written at a time; what is taken out meanwhile
-shares the next one.
+At most one tombstone per (space, shard) is being written at a time; keys that are removed meanwhile
+share the next one.
 """
 
 from collections import Counter
@@ -26,9 +26,9 @@ BURIED: Final = frozenset({"operator", "cleared", "corrupt"})
 RECORD_KEYS_MAX = 1024
 """Keys in one tombstone: 36 KiB on disk."""
 KEYS_MAX = 65_536
-"""Keys that may wait; while the disk takes no tombstone further removals are not written."""
+"""Maximum waiting keys; if the disk accepts no tombstones, further removals are not recorded."""
 ATTEMPTS_MAX: Final = 8
-"""A tombstone that could not be written so often is given up."""
+"""Failed attempts after which a tombstone is given up."""
 
 _Pair = tuple[int, int]
 """Space and shard number."""
@@ -36,7 +36,7 @@ _Pair = tuple[int, int]
 
 @dataclass(slots=True, eq=False)
 class _Grave:
-    """What is to be written of one pair: its keys in the order in which they came."""
+    """The waiting keys of one (space, shard), in order of removal."""
 
     space: PrefixTree
     shard: int
@@ -49,10 +49,10 @@ class Graves:
     """The tombstones of one log that are not written yet.
 
     Args:
-        log: which record lies where.
-        queue: gets jobs for the tier; :meth:`completed` is told of its end.
-        syncs: make durable what is written.
-        counts: what is counted.
+        log: the places of records.
+        queue: gets jobs for the tier; :meth:`completed` gets their ends.
+        syncs: make written tombstones durable.
+        counts: counters.
 
     Attributes:
         waiting_keys: keys whose tombstone is not written.
@@ -74,11 +74,11 @@ class Graves:
         self._jobs: dict[int, _Pair] = {}
 
     def holds(self, node: PrefixNode, shard: int) -> bool:
-        """Whether pages must not be written yet: the tombstone of one of their keys comes first."""
+        """Whether pages must not be written before the tombstone of one of their keys."""
         return self.holds_any(node.space, shard, node.keys)
 
     def holds_any(self, space: PrefixTree, shard: int, keys: bytes) -> bool:
-        """The same of packed keys."""
+        """The same for packed keys."""
         if not self.waiting_keys:
             return False
         pair = space.number, shard
@@ -95,21 +95,20 @@ class Graves:
         )
 
     def bury(self, node: PrefixNode, shard: int) -> None:
-        """Pages were taken out on purpose; what a segment may still hold of it must not return."""
+        """Pages were removed on purpose: write tombstones, so that no record of them returns."""
         for key in node.key_list():
             assert key != ALL_KEYS, "it would bury every page of the space and shard"
             self._add(node.space, shard, key)
 
     def bury_all(self, space: PrefixTree) -> None:
-        """A space was emptied: nothing of it must return, also what had left the index before."""
+        """A space was emptied: no record of it must return, indexed or not."""
         for shard in range(len(space.shards)):
             self._add(space, shard, ALL_KEYS)
 
     def await_written(self, lost_keys: int) -> Durable:
-        """What is acknowledged once all that was buried so far is written, and synced if ever.
+        """A handle that ends once all tombstones so far are written, and synced if the node syncs.
 
-        Its error is CapacityError when something was buried that could not wait since
-        :attr:`lost_keys` was read.
+        Its error is CapacityError if a key could not wait since :attr:`lost_keys` was read.
         """
         durable = Durable()
         for grave in (*self._gathering.values(), *self._writing.values()):
@@ -125,7 +124,7 @@ class Graves:
         return durable
 
     def write(self) -> None:
-        """Write what gathered, as far as the log has room."""
+        """Write the waiting tombstones, as far as the log has room."""
         for pair, grave in list(self._gathering.items()):
             if pair in self._writing:
                 continue
@@ -146,7 +145,7 @@ class Graves:
             self._queue.submit(job)
 
     def completed(self, job: DiskTombstone, error: KVStoreError | None) -> None:
-        """A tombstone is written, or could not be: then it is tried again when time has passed."""
+        """A tombstone was written, or failed; a failed one is retried later."""
         self._log.wrote(job.place)
         pair = self._jobs.pop(job.job)
         grave = self._writing.pop(pair)
@@ -166,7 +165,7 @@ class Graves:
             self._syncs.part_ended(durable, error)
 
     def check(self) -> None:
-        """Assert that what waits adds up."""
+        """Assert that the counts add up."""
         graves = [*self._gathering.values(), *self._writing.values()]
         assert self.waiting_keys == sum(len(grave.keys) for grave in graves)
         assert len(self._jobs) == len(self._writing)
@@ -196,7 +195,7 @@ class Graves:
         return False
 
     def _split(self, pair: _Pair, grave: _Grave, keys: list[bytes]) -> None:
-        """Leave what is too much for one tombstone to the next one; who waits, waits for both."""
+        """Leave the keys beyond one tombstone to the next one; waiters wait for both."""
         rest = dict.fromkeys(list(grave.keys)[len(keys) :])
         self._gathering[pair] = _Grave(grave.space, grave.shard, rest, list(grave.waiters))
         grave.keys = dict.fromkeys(keys)
@@ -204,7 +203,7 @@ class Graves:
             durable.outstanding += 1
 
     def _try_again(self, pair: _Pair, grave: _Grave) -> None:
-        """Put a tombstone back to what gathered meanwhile."""
+        """Return the keys of a failed tombstone to the waiting ones."""
         grave.attempts += 1
         later = self._gathering.get(pair)
         if later is not None:

@@ -1,6 +1,6 @@
 """Jobs that the disk side of the page table gives to its tier. Pure values.
 
-These are the jobs of the tier too: only the address of a page in this process is added on the way.
+The tier uses the same jobs: only the address of a page in this process is added before.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ from kvstore.state.tree.story import Moment, Story
 
 
 class WritePolicy(StrEnum):
-    """When an ordinary page is written to disk."""
+    """When ordinary pages are written to disk."""
 
     THROUGH = "through"
     """As soon as it is stored."""
@@ -40,25 +40,25 @@ class SyncPolicy(StrEnum):
 
 
 class Verdict(Enum):
-    """What is to become of a page whose memory is needed."""
+    """The fate of a page whose memory is needed."""
 
     EVICT = 0
     WRITING = 1
     """It is being written first; its slot is pinned until then."""
     FULL = 2
-    """It should be written, but too much is under way."""
+    """It should be written, but too many writes are in progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskRules:
-    """When pages are written, and when what is written is synced.
+    """When pages are written, and when written records are synced.
 
     Attributes:
         write: the policy for ordinary pages.
-        sync: the policy for syncs; ``none`` means that no put can be durable.
-        sync_interval_ns: between two syncs of the policy ``interval``.
-        in_flight_bytes_max: most bytes being written at a time.
-        retry_ns: after a failed write nothing is written for so long.
+        sync: the policy for syncs; with ``none`` no put can be durable.
+        sync_interval_ns: time between two syncs of the policy ``interval``.
+        in_flight_bytes_max: maximum bytes being written at a time.
+        retry_ns: time without writes after a failed write.
     """
 
     write: WritePolicy
@@ -70,7 +70,7 @@ class DiskRules:
 
 @dataclass(slots=True, init=False)
 class PageRecord:
-    """What a page's record says; the page may have left the index when its job is carried out.
+    """The content of a page's record; the page may be dropped before its job runs. Immutable.
 
     Nobody changes it.
 
@@ -115,7 +115,7 @@ class PageRecord:
 
 
 class RecordOf(NamedTuple):
-    """Whose page a record is of, for who submitted the job of it."""
+    """The page of a record, for the part that submitted the job."""
 
     space: PrefixTree
     shard: int
@@ -134,8 +134,8 @@ class DiskWrite:
     """Write the page in ``slot`` as a record at ``place``.
 
     Attributes:
-        address: of the slot's bytes in this process, 4096-aligned. Who gives the job to the tier
-            sets it; they stay valid until the job has ended.
+        address: of the slot's bytes in this process, 4096-aligned. Set before the job is given to
+            the tier; the bytes stay valid until the job has ended.
     """
 
     job: int
@@ -159,7 +159,7 @@ class DiskRead:
     """Read the record at ``place`` into ``slot``.
 
     Attributes:
-        address: as of :class:`DiskWrite`, of whole blocks.
+        address: see :class:`DiskWrite`; whole blocks are written there.
     """
 
     job: int
@@ -171,10 +171,10 @@ class DiskRead:
 
 @dataclass(slots=True, eq=False)
 class DiskCheck:
-    """Read the record at ``place`` and compare it with its page; nobody wants the bytes.
+    """Read the record at ``place`` and compare it with its page; the bytes are not kept.
 
     Attributes:
-        address: as of :class:`DiskRead`, of memory that is used for nothing else.
+        address: see :class:`DiskRead`; a temporary buffer.
     """
 
     job: int
@@ -185,7 +185,7 @@ class DiskCheck:
 
 @dataclass(frozen=True, slots=True)
 class DiskTokens:
-    """Read what the record at ``place`` has of its page's tokens; nobody wants the page."""
+    """Read the tokens in the record at ``place``, not its page."""
 
     job: int
     place: Place
@@ -197,7 +197,7 @@ class DiskCopy:
     """Copy the record at ``source`` to ``place``.
 
     Attributes:
-        address: of the copied bytes; the tier's own.
+        address: of the copied bytes; memory of the tier.
     """
 
     job: int
@@ -211,7 +211,7 @@ class DiskCopy:
 class DiskTombstone:
     """Write at ``place`` that pages were removed on purpose, so that a start does not find them.
 
-    It removes every record of its space, shard and packed keys that was submitted before it.
+    It removes every record of its space, shard and packed keys that was submitted before it;
     :data:`kvstore.protocol.page.ALL_KEYS` stands for all keys.
     """
 
@@ -229,7 +229,7 @@ class DiskTombstone:
 
 @dataclass(frozen=True, slots=True)
 class DiskSync:
-    """Make durable every write that was completed when this job was submitted.
+    """Make durable every write that had completed when this job was submitted.
 
     After a sync of a segment has failed, every sync fails until that segment is deleted, because
     the contents of the disk are unknown.
@@ -269,7 +269,7 @@ DiskJob = (
 
 
 DURABLES_MAX: Final = 1024
-"""Durable puts that may wait for the disk; a disk that hangs lets them pile up."""
+"""Maximum durable puts that wait for the disk, so that they do not pile up if it hangs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -277,11 +277,11 @@ class Durable:
     """A durable put, or removal, that has not been acknowledged.
 
     Attributes:
-        pages: those of a put: space, shard, their keys and their digests.
-        pinned: slots of those in memory, pinned until its end.
-        outstanding: pages, or tombstones, still to be written.
+        pages: of a put: space, shard, keys and digests.
+        pinned: slots of its pages in memory, pinned until it ends.
+        outstanding: pages, or tombstones, that are still to be written.
         error: why it failed; None = it did not.
-        ended: it is acknowledged, or failed.
+        ended: it was acknowledged, or failed.
     """
 
     pages: list[tuple[PrefixTree, int, bytes, bytes]] = field(default_factory=list)
@@ -293,13 +293,13 @@ class Durable:
 
 @dataclass(slots=True, init=False, eq=False)
 class Write:
-    """Pages that follow each other, on their way to disk.
+    """Consecutive pages that are being written to disk.
 
     Its pages settle together, once all their records are written or have failed.
 
     Attributes:
-        space: whose pages.
-        shard: of it.
+        space: their space.
+        shard: their shard.
         keys: of the pages, 32 bytes each.
         slots: of the pages, pinned until the end.
         place: of the first record; the others follow it.
@@ -307,7 +307,7 @@ class Write:
         left: records that have not ended.
         waiters: durable puts of its pages.
         followers: writes that have ended and count only once this one does.
-        errors: why records failed, by number.
+        errors: why records failed, by index.
     """
 
     space: PrefixTree
@@ -339,15 +339,15 @@ class Write:
         return len(self.slots) * self.each
 
     def places(self) -> list[Place]:
-        """Where its records are."""
+        """The places of its records."""
         return adjacent_places(self.place, self.each, len(self.slots))
 
     def place_of(self, number: int) -> Place:
-        """Where a record of it is."""
+        """The place of record ``number``."""
         return Place(self.place.segment, self.place.offset + number * self.each)
 
     def alike(self, first: int, most: int) -> int:
-        """How many records from number ``first`` on ended like it: well, or not."""
+        """How many records from ``first`` on had the same result, success or failure."""
         if not self.errors:
             return most
         failed, end = first in self.errors, first + 1
@@ -357,19 +357,19 @@ class Write:
 
 
 class PageLoad:
-    """Pages that follow each other, on their way from disk, and who waits for them.
+    """Consecutive pages that are being loaded from disk, and the fetches that wait for them.
 
     Attributes:
-        space: whose pages.
-        shard: of it.
+        space: their space.
+        shard: their shard.
         keys: of the pages, 32 bytes each.
         digests: of the pages.
         slots: of the pages, WRITING until the end.
-        since_ns: when it began.
+        since_ns: when it started.
         left: records that are not read yet.
-        waiters: who wants some of the pages.
-        tokens: what each record that was read had.
-        errors: why records cannot be read, by number.
+        waiters: fetches that want some of the pages.
+        tokens: tokens in each record that was read.
+        errors: why records cannot be read, by index.
     """
 
     def __init__(
@@ -388,7 +388,7 @@ class PageLoad:
         self.errors: dict[int, KVStoreError] = {}
 
     def matching(self, key: PrefixKey, packed: bytes) -> int:
-        """How many of the packed keys are those of its page with this key, and of the next ones."""
+        """How many of the packed keys match its page with this key and the following ones."""
         first = self.keys.find(key)
         while first % KEY_BYTES:
             first = self.keys.find(key, first + 1)
@@ -400,7 +400,7 @@ class PageLoad:
         return at // KEY_BYTES
 
     def alike(self, first: int) -> int:
-        """How many pages from number ``first`` on came together: one that failed comes alone."""
+        """How many pages from ``first`` on had the same result; a failed one is alone."""
         if not self.errors:
             return len(self.slots) - first
         end = first + 1
@@ -410,7 +410,7 @@ class PageLoad:
 
 
 class PageMemory(Protocol):
-    """What this knows of the page table: values that it reads and counts in, no decision."""
+    """The part of the page table that the disk side uses: it reads and counts, no decisions."""
 
     slots: SlotTable
     fetches: Fetches
@@ -421,12 +421,10 @@ class PageMemory(Protocol):
 
 
 class Lost(NamedTuple):
-    """Effect: pages leave the disk for good; those that are in no memory leave the index.
-
-    So does what they lead to.
+    """Effect: pages and their descendants are no longer on disk; those not in memory are dropped.
 
     Attributes:
-        keys: of pages that follow each other, 32 bytes each.
+        keys: of consecutive pages, 32 bytes each.
     """
 
     space: PrefixTree
@@ -436,7 +434,7 @@ class Lost(NamedTuple):
 
 
 class Spoilt(NamedTuple):
-    """Effect: the bytes of a page are not what was stored; it leaves every tier."""
+    """Effect: a page is corrupt: drop it from every tier."""
 
     space: PrefixTree
     shard: int
@@ -444,11 +442,11 @@ class Spoilt(NamedTuple):
 
 
 class LetGo(NamedTuple):
-    """Effect: the disk needs the pages in these slots no more: each loses a pin."""
+    """Effect: the disk side no longer needs these slots: unpin them."""
 
     slots: list[Slot]
 
 
 DiskEffect = PageLoad | TierStored | Lost | Spoilt | LetGo
-"""What has become of pages; :mod:`kvstore.state.table.tiers` applies it. The pages of a
-:class:`PageLoad` have arrived, or cannot be read."""
+"""What happened to pages; :mod:`kvstore.state.table.tiers` applies it. The pages of a
+:class:`PageLoad` were read, or cannot be."""

@@ -1,11 +1,11 @@
 """Limits of spaces on disk: quotas, reservations, pins. Pure.
 
-A record of a space at its quota is written only once as much of the space's own has left: its
-leaves, the coldest first. A leaf on disk is a page that no page on disk continues and, where memory
-does not have it too, no page at all: whatever leaves, nothing becomes unreachable. What leaves is
-dead at once, and its room comes back when its segment is reclaimed.
+If a space is at its quota, a record of it is written only once as much of the space's own pages has
+been removed: leaves, the least recently used first. A leaf on disk is a page without descendants on
+disk and, if it is not in memory, without any: its removal makes no page unreachable. A removed
+record is dead at once; its room is free when its segment is reclaimed.
 
-A reclaim carries over what is pinned, and what its space would miss in its reservation.
+A reclaim carries over pinned pages, and pages that the space needs to stay at its reservation.
 """
 
 from collections import Counter
@@ -25,11 +25,12 @@ from kvstore.state.tree.nodeheap import Entry, NodeHeap
 from kvstore.state.tree.prefix_tree import CHILDREN_MAX, PrefixTree
 
 WALK_MAX: Final = 1024
-"""Pages below one that are counted to see whether it may go; one that leads to more is kept."""
+"""Maximum descendants that are counted to decide whether a page may be removed; one with more is
+kept."""
 
 
 class _Leaves:
-    """The leaves of one space, the one that was not used for longest first."""
+    """The leaves of one space, in LRU order."""
 
     def __init__(self) -> None:
         #: (access, serial, number, node); may be out of date, which is found when it comes out. A
@@ -67,12 +68,12 @@ class DiskLimits:
 
     Args:
         memory: the memory side.
-        log: which record lies where.
-        queue: gets what leaves for a quota.
+        log: the places of records.
+        queue: gets the pages that are removed for a quota.
 
     Attributes:
-        writing: the pages that are being written; :class:`~kvstore.state.disk.writes.Writes` keeps
-            them.
+        writing: the pages that are being written; maintained by
+            :class:`~kvstore.state.disk.writes.Writes`.
     """
 
     def __init__(self, memory: PageMemory, log: SegmentLog, queue: DiskQueue) -> None:
@@ -91,7 +92,7 @@ class DiskLimits:
     def limit(
         self, space: PrefixTree, quota_bytes: int, reserved_bytes: int, reservable_bytes: int
     ) -> None:
-        """Limit a space; with a quota, its nodes are to be offered then, and it is to be shrunk.
+        """Set a space's limits. With a quota, the caller then queues its nodes and shrinks it.
 
         Raises:
             InvalidArgument, CapacityError: see :meth:`kvstore.state.choice.quotas.Quotas.set`.
@@ -103,12 +104,12 @@ class DiskLimits:
             self._leaves[space.number] = _Leaves()
 
     def all_offered(self, space: PrefixTree) -> None:
-        """Every node of a space with a new quota has been offered."""
+        """Every node of a space with a new quota has been queued."""
         if space.number in self._leaves:
             self._leaves[space.number].all_offered = True
 
     def forget(self, node: PrefixNode, shard: int) -> None:
-        """The pages of a node leave the disk, if they are there."""
+        """Remove the records of a node's pages, if they are on disk."""
         if node.on_disk >> shard & 1:
             self._log.remove(node, shard)
             node.forget_disk(shard)
@@ -118,13 +119,13 @@ class DiskLimits:
     # ---- quotas -----------------------------------------------------------------------------
 
     def add_candidate(self, node: PrefixNode) -> None:
-        """The node may have become a leaf that may go."""
+        """The node may have become a removable leaf."""
         leaves = self._leaves.get(node.space.number) if self._leaves else None
         if leaves is not None and self._may_go(node):
             leaves.add(node)
 
     def make_room(self, node: PrefixNode, shard: int) -> bool:
-        """Whether a page may be written; leaves of its space go for it if need be."""
+        """Whether a page may be written, after removing leaves of its space if needed."""
         space, size = node.space, node.space.shards[shard].record_bytes
         if not self._exceeded(space, size):
             return True
@@ -141,7 +142,7 @@ class DiskLimits:
         more_bytes: int = 0,
         spared: Collection[PrefixNode] = (),
     ) -> bool:
-        """Choose leaves of a space to go until so much more fits its quota; True when it does."""
+        """Remove leaves of a space until ``more_bytes`` fit its quota; returns whether they do."""
         leaves = self._leaves.get(space.number)
         for _ in range(pages_max if leaves is not None else 0):
             if not self._exceeded(space, more_bytes):
@@ -156,19 +157,19 @@ class DiskLimits:
         return not self._exceeded(space, more_bytes)
 
     def applied(self) -> None:
-        """What was chosen has left."""
+        """The chosen pages have been removed."""
         self._going.clear()
         self._going_bytes.clear()
 
     def writing_bytes(self, space: PrefixTree) -> int:
-        """What is being written of a space."""
+        """Bytes of a space that are being written."""
         return self.writing.bytes_of(space)
 
     def _exceeded(self, space: PrefixTree, more_bytes: int) -> bool:
         return self.quotas.exceeded(space, more_bytes - self._going_bytes[space.number])
 
     def _choose(self, node: PrefixNode) -> None:
-        """Let the last page of a leaf leave the disk; the page before it may be a leaf then."""
+        """Remove the last page of a leaf from disk; its parent may become a leaf."""
         node.explode()
         space = node.space
         for shard in node.place_columns:
@@ -203,7 +204,7 @@ class DiskLimits:
     # ---- reservations and pins --------------------------------------------------------------
 
     def kept(self, segment: Segment) -> set[tuple[PrefixNode, int]]:
-        """The pages of a segment that must not go with it, closed towards heads."""
+        """The pages of a segment that must not be removed with it, closed towards parents."""
         kept: set[tuple[PrefixNode, int]] = set()
         reserved: dict[int, list[tuple[PrefixNode, int]]] = {
             one.space.number: [] for one in self.quotas.all() if one.reserved_bytes
@@ -225,7 +226,7 @@ class DiskLimits:
         return kept
 
     def _beyond_excess(self, pages: list[tuple[PrefixNode, int]]) -> set[tuple[PrefixNode, int]]:
-        """Of pages of one space, those that cannot go without taking it below its reservation."""
+        """The pages of a space that cannot be removed without violating its reservation."""
         space = pages[0][0].space
         there = space.disk_bytes - self.writing_bytes(space)  # what is being written may fail
         excess = there - self.quotas.get(space).reserved_bytes
@@ -244,7 +245,7 @@ class DiskLimits:
     # ---- checks -----------------------------------------------------------------------------
 
     def check(self, node: PrefixNode) -> None:
-        """Assert that a leaf that may go can be found, once all have been offered."""
+        """Assert that a removable leaf is queued, once all nodes have been queued."""
         leaves = self._leaves.get(node.space.number)
         if leaves is not None and leaves.all_offered and len(node.below) <= CHILDREN_MAX:
             assert not self._may_go(node) or node in leaves.queued, "a leaf that nobody finds"
@@ -261,9 +262,9 @@ def _below(
     going: set[tuple[PrefixNode, int]],
     kept: set[tuple[PrefixNode, int]],
 ) -> list[tuple[PrefixNode, int]]:
-    """A page and those that leave the disk with it, without those that go already.
+    """A page and those that are removed from disk with it, without those already being removed.
 
-    Empty when one of them is kept, or they are too many.
+    Empty if one of them is kept, or they are too many.
     """
     found = [(node, shard)]
     if node.space.shards[shard].window_pages:

@@ -1,8 +1,8 @@
-"""Pages on their way from the SSD log to memory, and who waits for them. Pure.
+"""Loads of pages from the SSD log to memory, and the fetches that wait for them. Pure.
 
-Pages that are one run on disk are loaded as one, with a job for each record, and come to memory as
-one once the last record is read. A load names its pages by key: they may have been split, have
-left, or have been stored again when it ends.
+Pages that are one run on disk are loaded as one, with a job for each record, and become READY
+together once the last record is read. A load names its pages by key: before it ends, their node may
+be split, or they may be dropped or stored again.
 """
 
 from collections import deque
@@ -21,19 +21,19 @@ from kvstore.state.tree.sessions import Fetch
 from kvstore.state.tree.slots import Slot
 
 LOADS_TURN: Final = 64
-"""Pages whose loads one turn begins; each may have to make room first."""
+"""Maximum pages whose loads one turn starts; each may have to make room first."""
 
 
 class DiskLoads:
-    """The loads of one node; two who want the same page share one.
+    """The loads of one node; fetches of the same page share one.
 
     Args:
         memory: the memory side.
-        log: which record lies where.
-        queue: gets jobs for the tier; :meth:`loaded` is told of their ends.
+        log: the places of records.
+        queue: gets jobs for the tier; :meth:`loaded` gets their ends.
 
     Attributes:
-        beginning: fetches of which not all loads are begun, the first one first.
+        beginning: fetches whose loads are not all started, the first one first.
     """
 
     def __init__(self, memory: PageMemory, log: SegmentLog, queue: DiskQueue) -> None:
@@ -50,7 +50,7 @@ class DiskLoads:
         return len(self._by_page)
 
     def add(self, fetch: Fetch, nodes: Sequence[PrefixNode], shard: int) -> None:
-        """A fetch wants a run of READY pages: those in memory stay there, the others are loaded."""
+        """Fetch a run of READY pages: those in memory are pinned there, the others are loaded."""
         missing: list[bytes] = []
         for node in nodes:
             if node.memory >> shard & 1:
@@ -61,15 +61,15 @@ class DiskLoads:
             fetch.wanted.append((nodes[0].space, shard, b"".join(missing)))
 
     def next(self, fetch: Fetch, most: int) -> tuple[int, PrefixNode | None, int]:
-        """Look at the next pages that a fetch wants: are they to be loaded, to slots of their own?
+        """The next pages that a fetch wants: must they be loaded?
 
         Args:
-            fetch: it wants some.
-            most: pages to look at.
+            fetch: the fetch.
+            most: maximum pages to examine.
 
         Returns:
-            how many pages were looked at; the node of exactly these if they are to be loaded, for
-            which :meth:`begin` is called, None = they came, left, or are being loaded; the shard.
+            how many pages were examined; the node with exactly these if they must be loaded (call
+            :meth:`begin`), None = they are in memory, dropped, or being loaded already; the shard.
         """
         space, shard, packed = fetch.wanted.popleft()
         key = PrefixKey(packed[:KEY_BYTES])
@@ -95,7 +95,7 @@ class DiskLoads:
         return pages, found, shard
 
     def _not_loading(self, space: PrefixTree, shard: int, packed: bytes, pages: int) -> int:
-        """How many of the leading pages are in no load: one may be that of a page before it."""
+        """How many leading pages, at least the first one, are in no load yet."""
         for at in range(1, pages):
             key = PrefixKey(packed[at * KEY_BYTES : (at + 1) * KEY_BYTES])
             if (space.number, shard, key) in self._by_page:
@@ -105,15 +105,15 @@ class DiskLoads:
     def begin(
         self, fetch: Fetch, node: PrefixNode, shard: int, keys: bytes, slots: Sequence[Slot]
     ) -> None:
-        """Load pages to slots: the first ones, if there are not enough slots for all.
+        """Load pages to slots: only the first ones, if there are not enough slots for all.
 
-        Without any slot, or when making room has cost the pages, the fetch gets no more.
+        Without any slot, or if making room dropped the pages, the fetch gets no more.
 
         Args:
-            fetch: wants them.
-            node: had them before room was made.
-            shard: whose pages.
-            keys: the node's keys then.
+            fetch: the fetch.
+            node: the node of the pages before room was made.
+            shard: the shard.
+            keys: the node's keys at that time.
             slots: WRITING; those that are not needed become FREE.
         """
         if slots and is_live(node) and node.keys != keys:
@@ -149,7 +149,7 @@ class DiskLoads:
             parent = key
 
     def tell(self, fetch: Fetch) -> None:
-        """All that can be begun of a fetch now has been: who waits for nothing is resumed."""
+        """All loads that can start now were started: resume a fetch that waits for none."""
         if fetch.ended:
             fetch.wanted.clear()
         else:
@@ -170,6 +170,6 @@ class DiskLoads:
             self._queue.effects.append(load)
 
     def _want(self, fetch: Fetch, space: PrefixTree, shard: int, packed: bytes) -> None:
-        """A fetch wants these pages next."""
+        """Add the pages that a fetch wants next."""
         if packed:
             fetch.wanted.appendleft((space, shard, packed))

@@ -1,6 +1,6 @@
 """The SSD log as the node's state sees it: where each record is. Pure.
 
-Segments are files of equal size, written front to back and given back as a whole. A record is a
+Segments are files of equal size, written front to back and freed as a whole. A record is a
 header and one page; ``docs/internals/ssd-format.md`` describes its bytes.
 """
 
@@ -19,21 +19,22 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 
 SEGMENT_PAIRS_MAX: Final = 64
 SEGMENTS_MIN: Final = 4
-"""Two open ones, one to reclaim and one to carry to."""
+"""Two open ones, one to reclaim, and one to carry records to."""
 FREE_SEGMENTS_MIN: Final = 3
-"""Reclaiming begins when fewer can be made: one for carried pages, two ahead for new ones."""
+"""Reclaiming starts when fewer can be created: one for carried pages, two ahead for new ones."""
 STRETCH_PAGES: Final = 256
-"""Records that one stretch of :meth:`SegmentLog.checks` looks at: some 100 microseconds."""
+"""Records that one stretch of :meth:`SegmentLog.checks` examines: some 100 microseconds."""
 CARRY_SHARE: Final = 0.5
-"""Most of a reclaimed segment that is written again: a reclaim frees at least half of it."""
+"""Maximum part of a reclaimed segment that is written again: a reclaim frees at least half of
+it."""
 
 
 class Placed(NamedTuple):
-    """Where records go that follow each other.
+    """A place for consecutive records.
 
     Attributes:
-        place: of the first one.
-        pages: how many there is room for.
+        place: of the first record.
+        pages: how many of the records fit.
     """
 
     place: Place
@@ -41,14 +42,14 @@ class Placed(NamedTuple):
 
 
 class SegmentState(Enum):
-    """Where a segment is in its life."""
+    """The state of a segment."""
 
     OPEN = 0
     FULL = 1
-    """Takes no more records; its footer is to be written."""
+    """Accepts no more records; its footer is to be written."""
     SEALED = 2
     DRAINING = 3
-    """Its records are being carried over or given up; then its file is deleted."""
+    """Its records are being carried over or dropped; then its file is deleted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,17 +59,17 @@ class Segment:
     Attributes:
         number: names it.
         size_bytes: of its file.
-        end: the first byte behind its last record.
-        records: how many it has, dead ones included.
-        pairs: (space, shard) pairs that its records belong to.
+        end: offset behind its last record.
+        records: number of its records, including dead ones.
+        pairs: (space, shard) pairs of its records.
         pages: the pages that have their record here, and those whose record is being written.
         writing: records being written.
-        readers: reads and copies under way.
+        readers: reads and copies in progress.
         sealing: its footer is being written.
-        failed: something could not be written or synced there; it is reclaimed first.
+        failed: something could not be written or synced here; it is reclaimed first.
         waits_for: numbers of the segments that may hold records older than its tombstones; it is
-            not reclaimed before them, for without the tombstones those would come back. Nor before
-            those to which its pages were copied in vain.
+            not reclaimed before them, because those records would return without the tombstones.
+            Nor before segments to which its pages were copied in vain.
     """
 
     number: int
@@ -87,7 +88,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class LogStats:
-    """One snapshot of a :class:`SegmentLog`."""
+    """A snapshot of a :class:`SegmentLog`."""
 
     capacity_bytes: int
     used_bytes: int
@@ -100,18 +101,19 @@ class LogStats:
 
     @property
     def write_amplification(self) -> float:
-        """Bytes written for each byte that was stored."""
+        """Bytes written per byte stored."""
         return 1.0 + self.carried_bytes / self.written_bytes if self.written_bytes else 1.0
 
 
 class SegmentLog:
     """All segments of one node.
 
-    Records of new pages and of carried ones go to open segments of their own, so that pages that
-    were used again gather. The last free segment is for carrying: reclaiming can always go on.
+    Records of new pages and of carried ones go to separate open segments, so that pages that were
+    used again are together. The last free segment is reserved for carried records, so that
+    reclaiming can always continue.
 
     Args:
-        segment_count: most segments, :data:`SEGMENTS_MIN` or more.
+        segment_count: maximum segments, :data:`SEGMENTS_MIN` or more.
         segment_bytes: of each new one.
     """
 
@@ -136,9 +138,9 @@ class SegmentLog:
     def place(
         self, space: PrefixTree, shard: int, keys: bytes, tick: int, *, carried: bool = False
     ) -> Placed | None:
-        """Where the records of pages go, as many as fit together; None when no segment is free.
+        """Reserve places for records of pages, as many as fit together; None if no segment is free.
 
-        The caller writes them there and says :meth:`wrote` or :meth:`abandon` of each.
+        The caller writes them there, and calls :meth:`wrote` or :meth:`abandon` for each.
         """
         size, pages = space.shards[shard].record_bytes, len(keys) // KEY_BYTES
         taken = self._take(size, (space.number, shard), pages, carried=carried)
@@ -156,16 +158,16 @@ class SegmentLog:
         return Placed(place, pages)
 
     def has_room(self, space: PrefixTree, shard: int) -> bool:
-        """Whether :meth:`place` would find one for a new page now."""
+        """Whether :meth:`place` would find a place for a new page now."""
         size, segment = space.shards[shard].record_bytes, self._open.get(False)
         fits = segment is not None and _fitting(segment, size, (space.number, shard), 1) > 0
         return fits or self._may_begin(size, carried=False)
 
     def place_tombstone(self, space: PrefixTree, shard: int, keys: int) -> Place | None:
-        """Where a tombstone of so many keys goes; None when no segment is free.
+        """Reserve a place for a tombstone of ``keys`` keys; None if no segment is free.
 
-        Never among carried pages: what a segment waits for can then always be reclaimed before it.
-        The caller writes it there and says :meth:`wrote`, also when it could not be written.
+        Never among carried pages: then all segments for which a segment waits can be reclaimed
+        before it. The caller writes it there, and calls :meth:`wrote` even if that failed.
         """
         size = record_bytes(keys * KEY_BYTES)
         taken = self._take(size, (space.number, shard), 1, carried=False)
@@ -176,32 +178,32 @@ class SegmentLog:
         return Place(segment.number, segment.end - size)
 
     def wrote(self, place: Place, records: int = 1) -> None:
-        """Records of that segment are there."""
+        """Records of this segment are written."""
         segment = self.segments[place.segment]
         assert segment.writing >= records
         segment.writing -= records
 
     def abandon(self, place: Place) -> None:
-        """The record of a page is not there, or nobody wants it any more."""
+        """The record of a page was not written, or is no longer needed."""
         self.wrote(place)
         self._bury(place)
 
     def remove(self, node: PrefixNode, shard: int) -> None:
-        """The pages of a node leave the disk."""
+        """The pages of a node are no longer on disk."""
         for place in unpack_places(node.place_columns[shard]):
             self._bury(place)
 
     def moved(self, source: Place, place: Place) -> None:
-        """A page was carried from ``source`` to ``place``."""
+        """The record of a page was carried from ``source`` to ``place``."""
         self._bury(source)
         self.wrote(place)
 
     def pin_segment(self, number: int) -> None:
-        """Somebody reads it: its file stays."""
+        """Keep the file of a segment while it is read."""
         self.segments[number].readers += 1
 
     def unpin_segment(self, number: int) -> None:
-        """One reader is done."""
+        """One reader has finished."""
         segment = self.segments[number]
         assert segment.readers > 0
         segment.readers -= 1
@@ -210,10 +212,10 @@ class SegmentLog:
         self, number: int, size_bytes: int, end: int, records: int, *, sealed: bool,
         waits_for: Iterable[int] = (),
     ) -> None:  # fmt: skip
-        """Take over a segment that was found; it takes no more records.
+        """Add a segment that was found at the start; it accepts no more records.
 
-        A power cut can leave a file shorter than it was made, without room for its footer: it
-        stays without one, and is scanned at every start until it is reclaimed.
+        A power cut can leave a file shorter than it was created, without room for its footer: it
+        then has no footer, and is scanned at every start until it is reclaimed.
         """
         done = sealed or end + footer_bytes(records) > size_bytes
         state = SegmentState.SEALED if done else SegmentState.FULL
@@ -224,7 +226,7 @@ class SegmentLog:
         self._used_bytes += size_bytes
 
     def adopt_pages(self, spaces: Iterable[PrefixTree]) -> None:
-        """Take over all pages of these spaces, which were found in such segments."""
+        """Add all pages of these spaces, which were found in such segments."""
         found: dict[int, list[tuple[int, PrefixTree, int, bytes]]] = {}
         for space in spaces:
             space.disk_bytes = 0
@@ -247,20 +249,20 @@ class SegmentLog:
 
     @property
     def free_segments(self) -> int:
-        """Segments that can still be made."""
+        """Number of segments that can still be created."""
         return max(0, self.capacity_bytes - self._used_bytes) // self.segment_bytes
 
     @property
     def reservable_bytes(self) -> int:
-        """What reservations may add up to: reclaiming must find something else to drop."""
+        """Maximum sum of reservations: reclaiming must find other pages to drop."""
         return max(0, self.capacity_bytes - SEGMENTS_MIN * self.segment_bytes) // 2
 
     def victim(self, barren: Container[int] = ()) -> Segment | None:
-        """The segment to reclaim next: a failed one, one without live records, the oldest one.
+        """The segment to reclaim next: a failed one, one without live records, or the oldest one.
 
-        Healthy ones only where room is needed, and none before those that its tombstones wait for.
-        Where all wait for an open one, that is closed, to be sealed and reclaimed first. None of
-        ``barren``, unless tombstones wait for it: it is copied then, so that they can go.
+        Intact ones only if room is needed, and none before those that its tombstones wait for. If
+        all wait for an open one, that is closed, to be sealed and reclaimed first. No segment of
+        ``barren``, unless tombstones wait for it: then it is copied, so that they can be removed.
         """
         short = self.free_segments < FREE_SEGMENTS_MIN
         sealed = [one for one in self.segments.values() if one.state is SegmentState.SEALED]
@@ -283,11 +285,11 @@ class SegmentLog:
 
     @property
     def wants_reclaim(self) -> bool:
-        """Whether room is needed, or a failed segment is to be got rid of."""
+        """Whether room is needed, or there is a failed segment to reclaim."""
         return self.free_segments < FREE_SEGMENTS_MIN or self.is_failing
 
     def fail(self, number: int) -> None:
-        """Something could not be written or synced in a segment: no more records go there."""
+        """Something could not be written or synced in a segment: it gets no more records."""
         segment = self.segments.get(number)
         if segment is None or segment.failed:
             return
@@ -307,23 +309,23 @@ class SegmentLog:
         self, victim: Segment, tick: int, carry_from: float,
         kept: Collection[tuple[PrefixNode, int]] = (),
     ) -> Reclaim:  # fmt: skip
-        """What of a segment is worth carrying over.
+        """Which pages of a segment to carry over.
 
-        Pages that were used since they were written get another turn, the last used ones first, up
-        to :data:`CARRY_SHARE` of the segment with all of ``kept``; with them what precedes them in
-        the same segment.
+        Pages that were used since they were written are carried over, the last used ones first, up
+        to :data:`CARRY_SHARE` of the segment including all of ``kept``; with them the pages before
+        them in the same segment.
 
         Args:
             victim: the segment.
-            tick: now.
+            tick: the current tick.
             carry_from: from which part of its time on disk on a page must be used, 0 to 1.
-            kept: single pages of it that must not go, closed towards heads.
+            kept: single pages that must not be dropped, closed towards parents.
         """
         budget = int(victim.size_bytes * CARRY_SHARE)
         return plan(victim.number, list(parts_of(victim.pages)), budget, tick, carry_from, kept)
 
     def sealed(self, number: int) -> None:
-        """The footer of a full segment is written, or cannot be."""
+        """The footer of a full segment was written, or cannot be."""
         segment = self.segments[number]
         assert segment.state is SegmentState.FULL
         assert not segment.writing, "its footer does not tell of that record"
@@ -331,7 +333,7 @@ class SegmentLog:
         self.full.remove(segment)
 
     def free(self, number: int) -> None:
-        """The file of a drained segment is deleted."""
+        """The file of a drained segment was deleted."""
         segment = self.segments.pop(number)
         assert not segment.pages
         assert not segment.writing
@@ -345,7 +347,7 @@ class SegmentLog:
         self._reclaimed += 1
 
     def stats(self) -> LogStats:
-        """Sizes, all read at one moment."""
+        """A consistent snapshot of the sizes."""
         live = sum(one.pages.live_bytes for one in self.segments.values())
         ends = sum(one.end for one in self.segments.values())
         return LogStats(
@@ -388,10 +390,10 @@ class SegmentLog:
     def _take(
         self, size: int, pair: tuple[int, int], records: int, *, carried: bool
     ) -> tuple[Segment, int] | None:
-        """Give room at the end of an open segment to records of ``pair``, and count their write.
+        """Reserve room for records of ``pair`` at the end of an open segment; count their writes.
 
         Returns:
-            the segment, and how many of the records fit; None when none does.
+            the segment, and how many of the records fit; None if none does.
         """
         segment = self._open.get(carried)
         fitting = _fitting(segment, size, pair, records) if segment is not None else 0
@@ -407,7 +409,7 @@ class SegmentLog:
         return segment, fitting
 
     def _next(self, size: int, *, carried: bool) -> Segment | None:
-        """Close the open segment of a kind and begin another."""
+        """Close the open segment of a kind and open another one."""
         if not self._may_begin(size, carried=carried):
             return None
         self._close(carried)
@@ -418,7 +420,7 @@ class SegmentLog:
         return segment
 
     def _may_begin(self, size: int, *, carried: bool) -> bool:
-        """Whether another segment can be made, and has room for a record of this size."""
+        """Whether another segment can be created, and has room for a record of this size."""
         enough = self.free_segments >= (1 if carried else 2)
         return enough and size <= self.record_bytes_max
 
@@ -427,10 +429,10 @@ class SegmentLog:
 
 
 def adjacent(column: bytes, each: int) -> Iterator[tuple[Place, int]]:
-    """The places of a column as records of ``each`` bytes that lie next to each other.
+    """The places of a column, grouped into adjacent records of ``each`` bytes.
 
     Yields:
-        the place of the first one, and how many they are.
+        the place of the first record of a group, and their number.
     """
     first, pages = Place(0, 0), 0
     for place in unpack_places(column):
@@ -445,7 +447,7 @@ def adjacent(column: bytes, each: int) -> Iterator[tuple[Place, int]]:
 
 
 def _fitting(segment: Segment, size: int, pair: tuple[int, int], records: int) -> int:
-    """How many of so many records of one size fit into the rest of a segment."""
+    """How many of ``records`` records of one size fit into the rest of a segment."""
     if pair not in segment.pairs and len(segment.pairs) >= SEGMENT_PAIRS_MAX:
         return 0
     room = segment.size_bytes - segment.end

@@ -57,11 +57,12 @@ from kvstore.state.tree.places import BLOCK_BYTES, Place
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 BACKLOG_TURN: Final = 64
-"""Pages of the backlog that are looked at before others get their turn."""
+"""Maximum pages of the backlog that one turn examines."""
 EVICTED_TURN: Final = 256
-"""Pages that one turn begins to write because their memory is needed, and those of a run more."""
+"""Maximum pages that one turn starts to write because their memory is needed, plus the rest of a
+run."""
 DURABLES_STEP: Final = 8
-"""Durable puts that are acknowledged at a time; a turn has some tens of such steps."""
+"""Durable puts that one step acknowledges; a turn has some tens of steps."""
 _FULL: Final = "the disk, or the space's quota of it, is full now; try later"
 
 
@@ -70,18 +71,18 @@ class DiskPages:
 
     Args:
         memory: the memory side.
-        log: which record lies where.
+        log: the places of records.
         admission: which ordinary pages are worth writing.
         rules: when they are written and synced.
 
     Attributes:
-        jobs: to be carried out by the tier, in order.
-        effects: what has become of pages, in order: the page table applies it before anything else
-            happens, and says :meth:`applied`.
+        jobs: for the tier, in order.
+        effects: what happened to pages, in order: the page table applies them before anything else
+            happens, and calls :meth:`applied`.
         acknowledged: durable puts and removals that ended.
-        loads: pages on their way from disk.
-        writes: pages on their way to disk.
-        unfinished: more can be written or acknowledged now; :meth:`go_on` does.
+        loads: loads of pages from disk.
+        writes: writes of pages to disk.
+        unfinished: more can be written or acknowledged now, by :meth:`go_on`.
         exists: there is a disk; without one nothing is ever written, see :func:`no_disk`.
     """
 
@@ -121,28 +122,28 @@ class DiskPages:
 
     @property
     def busy(self) -> bool:
-        """Whether memory or disk will be freed without anyone asking for more."""
+        """Whether memory or disk space will be freed without a further request."""
         buries = self.graves.waiting_keys and not self.degraded
         return bool(self.writes or buries) or self._room_is_made
 
     @property
     def _room_is_made(self) -> bool:
-        """Whether a segment is on its way to be free: sealed first, then reclaimed."""
+        """Whether a segment is being sealed or reclaimed."""
         return self._reclaimer.reclaiming or bool(self.log.full)
 
     @property
     def is_full(self) -> bool:
-        """Whether as much is being written as may be at a time."""
+        """Whether the limit of bytes being written is reached."""
         return self.writes.in_flight_bytes >= self.rules.in_flight_bytes_max
 
     @property
     def degraded(self) -> bool:
-        """Whether a write failed a moment ago: nothing is written for a while."""
+        """Whether a write failed recently: nothing is written for a while."""
         return self._now_ns < self._retry_ns
 
     @property
     def troubled(self) -> bool:
-        """Whether writes fail, or a sync did and what it could not sync is still there."""
+        """Whether writes fail, or a sync failed and its segment still exists."""
         return self.degraded or (self._sync_failed and self.log.is_failing)
 
     def stored(self, nodes: Iterable[PrefixNode], shard: int) -> None:
@@ -155,19 +156,20 @@ class DiskPages:
             self._pump()
 
     def used(self, node: PrefixNode, shard: int) -> None:
-        """Somebody loads the prefix that ends here."""
+        """A request loads the prefix that ends here."""
         if self.rules.write is WritePolicy.SELECTIVE and self.writes.is_dirty(node, shard):
             self._backlog.add(node, shard)
             self._pump()
 
     def is_dirty(self, node: PrefixNode) -> bool:
-        """Whether :meth:`before_eviction` may write some pages of a node; nothing changes."""
+        """Whether :meth:`before_eviction` might write pages of a node; changes nothing."""
         return self.exists and any(self.writes.is_dirty(node, shard) for shard in node.slot_columns)
 
     def before_eviction(self, node: PrefixNode, pages: int = 1) -> Verdict:
-        """The memory of so many of the last pages of a node is needed.
+        """The memory of a node's last ``pages`` pages is needed: write them first if admitted.
 
-        All of its pages are written. If only the first ones are, the node is left with the others.
+        All pages of the node are written. If only the first ones are, the node is split, and keeps
+        the others.
         """
         verdict = Verdict.EVICT
         if not self.exists:
@@ -200,15 +202,15 @@ class DiskPages:
         return verdict
 
     def make_durable(self, nodes: Sequence[PrefixNode], shard: int) -> Durable:
-        """Write these pages and all before them, whatever admission thinks of them.
+        """Write these pages and all pages before them, regardless of admission.
 
         Returns:
-            what ``acknowledged`` will hold once they are synced.
+            a handle that is in ``acknowledged`` once they are synced.
 
         Raises:
-            CapacityError: there is no room for all of them now, or writes fail at the moment, or
+            CapacityError: there is no room for all of them now, writes fail at the moment, or
                 :data:`DURABLES_MAX` puts wait already (their callers may have given up).
-            DurabilityUnavailable: one of them must never go to disk.
+            DurabilityUnavailable: one of them must never be written to disk.
         """
         if len(self._durables) >= DURABLES_MAX:
             raise CapacityError("too many durable pages wait for the SSD tier now; try later")
@@ -241,7 +243,7 @@ class DiskPages:
         return durable
 
     def ensure_written(self, node: PrefixNode, shard: int) -> bool:
-        """Whether the page is on disk; if not it is on its way now, whatever admission thinks.
+        """Whether the page is on disk; if not, it is being written now, regardless of admission.
 
         Raises:
             CapacityError: it cannot be written now.
@@ -255,7 +257,7 @@ class DiskPages:
         return False
 
     def write_out(self, spaces: Iterable[PrefixTree]) -> None:
-        """The node is about to stop: write what is worth it, and sync; see :attr:`settled`."""
+        """Before the node stops: write pages that are worth it, and sync; see :attr:`settled`."""
         for space in spaces:
             for number in space.by_creation.numbers(0):
                 for node in space.by_creation.nodes(number):
@@ -267,7 +269,7 @@ class DiskPages:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing waits to be written or synced."""
+        """Whether no page waits to be written or synced."""
         pending = self._backlog or self.graves.waiting_keys
         if self.writes or (pending and not self.degraded):
             return False
@@ -276,7 +278,7 @@ class DiskPages:
         return not self._syncs.ended and (self._syncs.idle or self.degraded)
 
     def limit(self, space: PrefixTree, quota_bytes: int, reserved_bytes: int) -> None:
-        """Limit a space on disk; its pages are to be offered then, and shrunk.
+        """Set a space's limits on disk. The caller then queues its pages and shrinks it.
 
         Raises:
             InvalidArgument, CapacityError: see :meth:`kvstore.state.choice.quotas.Quotas.set`.
@@ -285,11 +287,11 @@ class DiskPages:
         self._reclaimer.reconsider()
 
     def needs_space(self, space: PrefixTree) -> bool:
-        """Whether something on disk stands under the number of an empty space."""
+        """Whether tombstones or limits on disk still refer to this empty space."""
         return space.number in self.limits.quotas.limited or self.graves.waits_for(space)
 
     def unpinned(self) -> None:
-        """Less may have to be kept."""
+        """Pins ended: fewer pages may have to be kept."""
         self._reclaimer.reconsider()
 
     def _write(self, node: PrefixNode, shard: int, durable: Durable | None = None) -> bool:
@@ -298,7 +300,7 @@ class DiskPages:
         return begun
 
     def _pump(self) -> None:
-        """Write what waits its turn, as far as may be under way at a time; some of it at once."""
+        """Write waiting pages up to the limit of bytes in progress, a part of them now."""
         self.unfinished, left = False, BACKLOG_TURN
         while self._backlog and not self.degraded and not self.is_full:
             if self._backlog.is_held(self.graves):
@@ -313,7 +315,7 @@ class DiskPages:
                 self._write(node, shard, Durable() if node.disk_pins else None)
 
     def _end_durables(self) -> None:
-        """Acknowledge some of what is synced, or failed."""
+        """Acknowledge some durable puts that are synced or failed."""
         for _ in range(min(DURABLES_STEP, len(self._syncs.ended))):
             self._end_durable(self._syncs.ended.popleft())
 
@@ -331,21 +333,21 @@ class DiskPages:
     # ---- from the disk ----------------------------------------------------------------------
 
     def check(self, pages: Iterable[tuple[PrefixNode, int]]) -> CheckRun:
-        """Read the pages of nodes again where they lie on disk; what fails is quarantined."""
+        """Read the records of pages of nodes again; pages that fail are quarantined."""
         run = CheckRun(_names(pages))
         self._checks.begin(run)
         self._checks.go_on(len(self.loads))
         return run
 
     def read_tokens(self, pages: Iterable[tuple[PrefixNode, int]]) -> CheckRun:
-        """Read the tokens of the pages of nodes from their records, and nothing more of them."""
+        """Read only the tokens from the records of pages of nodes."""
         run = CheckRun(_names(pages), tokens_only=True)
         self._checks.begin(run)
         self._checks.go_on(len(self.loads))
         return run
 
     def _quarantine(self, node: PrefixNode, shard: int) -> None:
-        """The record of a page is not what was written; a copy in memory stays."""
+        """The record of a page differs from what was written; a copy in memory stays."""
         in_memory = node.memory >> shard & 1
         self._queue.effects.append(
             Lost(node.space, shard, node.keys, "head_lost")
@@ -359,16 +361,16 @@ class DiskPages:
         self, job: int, error: KVStoreError | None, tokens: bytes = b"",
         failed: tuple[int, ...] = (),
     ) -> bool:  # fmt: skip
-        """A job has ended; ``error`` None = all of it was done. :meth:`go_on` is called then.
+        """A job has ended; ``error`` None = it succeeded. Call :meth:`go_on` afterwards.
 
         Args:
             job: its number.
-            error: why it was not done.
-            tokens: of one that read a record, those that it has of its page.
-            failed: of a sync or a seal: the segments that cannot be synced; the log gives up each.
+            error: why it failed.
+            tokens: of a job that read a record: the tokens in it.
+            failed: of a sync or a seal: the segments that cannot be synced; the log gives them up.
 
         Returns:
-            whether there may be more room than before: not as long as a run is written in part.
+            whether there may be more room than before; not while a run is only partly written.
         """
         writes = len(self.writes)
         ended, of = self._queue.end(job, error)
@@ -412,7 +414,7 @@ class DiskPages:
             self._queue.effects.append(Spoilt(of.space, of.shard, job.page.key))
 
     def go_on(self) -> None:
-        """Write and sync what waits, as far as that is possible now."""
+        """Write and sync waiting pages, as far as possible now."""
         self._evicted = 0
         if self._syncs.ended:
             self._end_durables()
@@ -427,7 +429,7 @@ class DiskPages:
         self.unfinished |= bool(self._syncs.ended)
 
     def advance(self, now_ns: int) -> None:
-        """Time has come to ``now_ns``; :meth:`go_on` syncs and writes what is due."""
+        """Advance the clock to ``now_ns``; :meth:`go_on` then syncs and writes what is due."""
         self._now_ns = now_ns
         self._reclaimer.advance(now_ns, self._memory.moment.tick)
 
@@ -437,7 +439,7 @@ class DiskPages:
         self._reclaimer.resume(self._memory.moment.tick)
 
     def stats(self) -> dict[str, Any]:
-        """What is on disk and on its way, as plain values."""
+        """The contents of the disk, and jobs in progress, as plain values."""
         log = self.log.stats()
         return {
             "write": self.rules.write,
@@ -456,7 +458,7 @@ class DiskPages:
         }
 
     def next_deadline_ns(self) -> int:
-        """When :meth:`advance` has something to do; 0 = never."""
+        """When to call :meth:`advance`; 0 = not needed."""
         return self._syncs.next_deadline_ns()
 
     def _fail(self, error: KVStoreError, place: Place | None = None) -> None:
@@ -467,7 +469,7 @@ class DiskPages:
 
 
 def no_disk(memory: PageMemory) -> DiskPages:
-    """The disk side of a node without an SSD tier: its log has no room, and takes no record."""
+    """The disk side of a node without an SSD tier: its log has no room, so it accepts no record."""
     rules = DiskRules(WritePolicy.BACK, SyncPolicy.NONE, 0, 0)
     return DiskPages(memory, SegmentLog(0, BLOCK_BYTES), Admission("all", 0, 0), rules)
 
@@ -478,7 +480,7 @@ def _names(pages: Iterable[tuple[PrefixNode, int]]) -> deque[tuple[PrefixTree, i
 
 
 def _is_in_slot(job: DiskWrite, of: RecordOf) -> bool:
-    """Whether the page that a job was to write is in that slot still."""
+    """Whether the page that a job should write is still in that slot."""
     key, shard, node = job.page.key, of.shard, of.space.index.get(job.page.key)
     if node is None or not node.memory >> shard & 1:
         return False

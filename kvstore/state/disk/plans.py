@@ -14,8 +14,8 @@ class Part(NamedTuple):
     """Pages of one prefix whose records are adjacent.
 
     Attributes:
-        space: whose.
-        shard: of it.
+        space: their space.
+        shard: their shard.
         keys: of the pages, 32 bytes each, in chain order.
         offset: of the first record in its segment.
         each: bytes of a record.
@@ -31,26 +31,26 @@ class Part(NamedTuple):
 
     @property
     def pages(self) -> int:
-        """How many."""
+        """The number of pages."""
         return len(self.keys) // KEY_BYTES
 
     def key(self, number: int) -> PrefixKey:
-        """Of page ``number``."""
+        """The key of page ``number``."""
         return PrefixKey(self.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
 
     def cut(self, first: int, end: int) -> "Part":
-        """Its pages from number ``first`` up to ``end``."""
+        """The pages from ``first`` up to ``end``."""
         keys = self.keys[first * KEY_BYTES : end * KEY_BYTES]
         offset = self.offset + first * self.each
         return Part(self.space, self.shard, keys, offset, self.each, self.depth + first)
 
 
 class Reclaim(NamedTuple):
-    """What becomes of the pages of a segment.
+    """The plan for the pages of a segment.
 
     Attributes:
-        carry: to write again, heads first.
-        drop: to leave the disk, tails first; the pages of a part leave from its end.
+        carry: to write again, parents first.
+        drop: to remove from disk, last pages first; each part from its end.
     """
 
     carry: list[Part]
@@ -58,7 +58,7 @@ class Reclaim(NamedTuple):
 
 
 class NodePart(NamedTuple):
-    """A part, the node that it is of, and where in that; ``tick``: when it was written."""
+    """A part, its node, and the position in it; ``tick``: when it was written."""
 
     node: PrefixNode
     position: int
@@ -95,10 +95,10 @@ def plan(
     Args:
         segment: its number.
         parts: its pages.
-        budget_bytes: of records to carry; what precedes the last one may go beyond.
-        tick: as there.
-        carry_from: as there.
-        kept: as there.
+        budget_bytes: size of the records to carry; the ancestors of the last one may exceed it.
+        tick: see there.
+        carry_from: see there.
+        kept: see there.
     """
     used = [
         (-node.access, part.depth, at)
@@ -132,7 +132,7 @@ def plan(
 def _before(
     node: PrefixNode, position: int, shard: int, segment: int, whole: set[tuple[PrefixNode, int]]
 ) -> set[int]:
-    """Offsets of the records of all pages before one that lie in the segment, but of ``whole``."""
+    """Offsets of the records of all ancestors of a page in this segment, except ``whole`` ones."""
     places = unpack_places(node.place_columns[shard])[:position]
     above = node.above
     while above is not None and above.present and (above, shard) not in whole:
@@ -144,7 +144,7 @@ def _before(
 
 
 def _divide(part: Part, chosen: set[int], reclaim: Reclaim) -> None:
-    """Add the pages of a part to what is carried, or to what is dropped."""
+    """Add the pages of a part to the pages to carry or to those to drop."""
     first, pages = 0, part.pages
     while first < pages:
         carried, end = part.offset + first * part.each in chosen, first + 1

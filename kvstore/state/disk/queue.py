@@ -16,19 +16,19 @@ from kvstore.state.disk.jobs import (
 from kvstore.state.tree.story import Story
 
 _TOLD: Final = (DiskRead, DiskCheck, DiskCopy)
-"""Jobs of which the story tells; of writes it tells when the first of their records begins."""
+"""Jobs that are recorded in the story; a write is recorded when its first record starts."""
 
 
 class DiskQueue:
-    """All jobs of one node that have not ended, and what has become of pages.
+    """All unfinished jobs of one node, and the effects on pages.
 
     Args:
-        story: gets what becomes of jobs of single pages.
+        story: records the jobs of single pages.
 
     Attributes:
-        pending: to be carried out, in order; the tier takes jobs out of the list.
+        pending: jobs to carry out, in order; the tier removes them from the list.
         number: gives the number of the next job.
-        effects: to be applied, in order; the page table takes them out of the list.
+        effects: to be applied, in order; the page table removes them from the list.
     """
 
     def __init__(self, story: Story) -> None:
@@ -43,8 +43,8 @@ class DiskQueue:
         """Add a job; :meth:`end` is called when the tier has ended it.
 
         Args:
-            job: to be carried out.
-            of: whose page it reads, writes or copies.
+            job: the job.
+            of: the page that it reads, writes or copies.
         """
         self._under_way[job.job] = job, of
         self.pending.append(job)
@@ -58,7 +58,7 @@ class DiskQueue:
         self.pending.extend(jobs)
 
     def end(self, number: int, error: KVStoreError | None) -> tuple[DiskJob, RecordOf | None]:
-        """The tier has ended the job of that number; the job, and whose page it is of."""
+        """The tier has ended a job; returns the job, and its page."""
         job, of = self._under_way.pop(number)
         if not isinstance(job, DiskWrite) and isinstance(job, _TOLD):
             self._tell("ended" if error is None else error.code, job, of)

@@ -1,6 +1,7 @@
 """The records of a segment: runs of adjacent records, and the keys of their pages. Pure.
 
-Nothing here refers to a node: nodes are split, leave and come back, and a record stays where it is.
+Nothing here refers to a node: nodes are split, dropped and stored again, and a record stays where
+it is.
 """
 
 from bisect import bisect_right
@@ -10,7 +11,7 @@ from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 STRETCH_PAGES_MAX = 128
-"""Pages of a stretch that single pages are added to."""
+"""Maximum pages of a stretch to which single pages are added."""
 
 
 @dataclass(slots=True, init=False, eq=False)
@@ -18,10 +19,10 @@ class Stretch:
     """Adjacent records of pages of one shard, placed at one tick.
 
     Attributes:
-        space: whose pages.
-        shard: of it.
+        space: their space.
+        shard: their shard.
         tick: when they were placed.
-        offset: where the first record begins.
+        offset: of the first record.
         each: bytes of each record.
         keys: of the pages, 32 bytes each.
         live: bit i set = record i is the one that page i has on disk, or will have.
@@ -49,11 +50,11 @@ class Stretch:
 
     @property
     def pages(self) -> int:
-        """How many records it has, dead ones included."""
+        """The number of records, including dead ones."""
         return len(self.keys) // KEY_BYTES
 
     def key(self, number: int) -> PrefixKey:
-        """Of the page of record ``number``."""
+        """The key of the page of record ``number``."""
         return PrefixKey(self.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
 
 
@@ -62,7 +63,7 @@ class PageRecords:
 
     Attributes:
         live_bytes: of these records.
-        stretches: them, by offset.
+        stretches: the records, by offset.
     """
 
     __slots__ = ("_count", "_offsets", "live_bytes", "stretches")
@@ -79,7 +80,7 @@ class PageRecords:
     def add(
         self, space: PrefixTree, shard: int, keys: bytes, offset: int, each: int, tick: int
     ) -> None:
-        """Records of ``each`` bytes that begin at an offset behind all others."""
+        """Add records of ``each`` bytes at an offset behind all others."""
         pages = len(keys) // KEY_BYTES
         self._count += pages
         self.live_bytes += pages * each
@@ -99,7 +100,7 @@ class PageRecords:
         self._offsets.append(offset)
 
     def key_at(self, offset: int) -> PrefixKey | None:
-        """The key of the page whose record begins there; None when no page has it."""
+        """The key of the page whose record starts there; None if no page has it."""
         at = bisect_right(self._offsets, offset) - 1
         if at < 0:
             return None
@@ -108,7 +109,7 @@ class PageRecords:
         return one.key(number) if not rest and one.live >> number & 1 else None
 
     def remove(self, offset: int) -> None:
-        """The page of the record that begins there has it no more."""
+        """The record that starts there is dead."""
         at = bisect_right(self._offsets, offset) - 1
         assert at >= 0
         one = self.stretches[at]

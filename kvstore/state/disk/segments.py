@@ -1,8 +1,8 @@
-"""Keeps the log's segments: seals full ones, reclaims cold ones, deletes what is drained. Pure.
+"""Keeps the log's segments: seals full ones, reclaims cold ones, deletes drained ones. Pure.
 
-Reclaiming a segment: its cold pages leave the disk at once, tails first; those worth another turn
-are copied; when the last copy has ended a sync makes the copies as safe as the originals were; and
-when nobody reads the segment any more its file is deleted and the room is free.
+To reclaim a segment, its cold pages are removed from disk at once, last pages first; pages worth
+keeping are copied; when the last copy has ended, a sync makes the copies as safe as the originals
+were; and when no reader is left, the file is deleted and the room is free.
 """
 
 from collections import Counter
@@ -40,27 +40,29 @@ class _Drain(Enum):
 
 
 DROPS_MAX = 250
-"""Pages that leave at once: some milliseconds. Of a segment with thousands more go at each tick."""
+"""Maximum pages removed at once: some milliseconds. If a segment has more, some are removed each
+tick."""
 DROPS_A_JOB = 8
-"""Pages that leave with each job that begins or ends, so that reclaiming keeps up with writes."""
+"""Pages that are removed with each job that starts or ends, so that reclaiming keeps up with
+writes."""
 GAIN_MIN: Final = 1 / 8
-"""A segment of which all but so little must be kept is not reclaimed: it would only go round. Nor
-is one of which all but less than a page must be."""
+"""A segment is not reclaimed if less than this part of it, or less than a page, would be freed: it
+would only be copied again and again."""
 
 
 class SegmentReclaimer:
-    """Upkeep of one log.
+    """Seals, reclaims and deletes the segments of one log.
 
     Args:
-        log: which record lies where.
-        admission: what is worth being carried over, and who is charged for it.
-        queue: gets jobs for the tier; :meth:`completed` is told of its end.
-        limits: which pages must not go.
-        counts: what is counted.
-        retry_ns: after a failed sync or deletion reclaiming rests for so long.
+        log: the places of records.
+        admission: which pages are worth carrying over; charged for them.
+        queue: gets jobs for the tier; :meth:`completed` gets their ends.
+        limits: which pages must not be removed.
+        counts: counters.
+        retry_ns: pause of reclaiming after a failed sync or deletion.
 
-    Pages that a reclaim gives up are effects, see :class:`~kvstore.state.disk.jobs.Lost`;
-    :meth:`resume` is called when they have left.
+    Pages that a reclaim removes are effects, see :class:`~kvstore.state.disk.jobs.Lost`;
+    :meth:`resume` is called when they have been applied.
     """
 
     def __init__(
@@ -91,18 +93,18 @@ class SegmentReclaimer:
 
     @property
     def reclaiming(self) -> bool:
-        """Whether room is being made."""
+        """Whether a segment is being reclaimed."""
         return self._victim is not None
 
     def advance(self, now_ns: int, tick: int) -> None:
-        """Time has come to ``now_ns``: do what is to be done, what failed a while ago included."""
+        """Advance the clock to ``now_ns``: do what is due, including retries."""
         self._now_ns = now_ns
         if self._victim is not None and self._stage is _Drain.DROPPING:
             self._drop(self._victim, tick, DROPS_MAX)
         self.advance_reclaim(tick)
 
     def advance_reclaim(self, tick: int) -> None:
-        """Do what is to be done now."""
+        """Do what is due now."""
         for segment in self._log.full:
             if not segment.writing and not segment.sealing:
                 segment.sealing = True
@@ -115,7 +117,7 @@ class SegmentReclaimer:
             self._go_on(self._victim)
 
     def resume(self, tick: int) -> None:
-        """What was given up has left: copy what is to stay once nothing more is to leave."""
+        """Removals were applied: copy the other pages once nothing more is to be removed."""
         self._losing = False
         victim = self._victim
         if victim is None or self._stage is not _Drain.DROPPING or self._plan.drop:
@@ -129,13 +131,13 @@ class SegmentReclaimer:
         self, job: DiskJob, of: RecordOf | None, error: KVStoreError | None, tick: int,
         failed: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
-        """One of this keeper's jobs has ended.
+        """A job of this reclaimer has ended.
 
         Args:
             job: the job.
-            of: whose page it was to copy.
-            error: why it was not done.
-            tick: now.
+            of: the page that it copied.
+            error: why it failed.
+            tick: the current tick.
             failed: of a sync: the segments that cannot be synced.
         """
         match job:
@@ -167,11 +169,11 @@ class SegmentReclaimer:
             self.advance_reclaim(tick)  # else it is tried again when time has passed
 
     def reconsider(self) -> None:
-        """Less may have to be kept than before."""
+        """Fewer pages may have to be kept than before."""
         self._barren.clear()
 
     def is_mine(self, job: int) -> bool:
-        """Whether a sync is one of this keeper's."""
+        """Whether a sync belongs to this reclaimer."""
         return job == self._sync
 
     def _choose(self, tick: int) -> None:
@@ -206,7 +208,7 @@ class SegmentReclaimer:
         self._drop(victim, tick, DROPS_MAX)
 
     def _drop(self, victim: Segment, tick: int, limit: int) -> None:
-        """Let up to ``limit`` pages that go leave, tails first; the others are copied then."""
+        """Remove up to ``limit`` pages, last pages first; the others are copied afterwards."""
         drop, left = self._plan.drop, limit
         while drop and left > 0:
             part = drop.pop()
@@ -219,7 +221,7 @@ class SegmentReclaimer:
             self.resume(tick)
 
     def _give_up(self, victim: Segment, part: Part) -> None:
-        """Let the pages of a part leave, the last one first; not those that got pinned."""
+        """Remove the pages of a part, the last one first, except pages that were pinned since."""
         end = part.pages
         while end > 0:
             found = self._there(victim, part, end - 1)
@@ -268,7 +270,7 @@ class SegmentReclaimer:
         self._queue.submit(job, RecordOf(space, shard))
 
     def _there(self, victim: Segment, part: Part, number: int) -> tuple[PrefixNode, int] | None:
-        """The node of a page that has its record in the victim still, and where in the node."""
+        """The node and position of a page that still has its record in the victim."""
         if victim.pages.key_at(part.offset + number * part.each) is None:
             return None
         key = part.key(number)
@@ -286,10 +288,10 @@ class SegmentReclaimer:
             self._queue.submit(DiskDrop(self._queue.number(), victim.number))
 
     def _synced(self, error: KVStoreError | None, failed: tuple[int, ...]) -> KVStoreError | None:
-        """The sync before a deletion has ended; None when what was copied is durable.
+        """The sync before a deletion has ended; None if all copies are durable.
 
-        A segment that cannot be synced is no reason to keep the victim, often it is that one. Only
-        if copies went there the victim stays until they were copied once more.
+        A segment that cannot be synced is no reason to keep the victim: often it is the victim
+        itself. Only if copies were written to it, the victim stays until they were copied again.
         """
         lost = self._targets.intersection(failed)
         if error is None or (failed and not lost):

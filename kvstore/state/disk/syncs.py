@@ -1,7 +1,7 @@
 """When written records are synced to survive a power cut, and who is notified. Pure.
 
-A sync covers what was written before it began. At most one is under way: with the policy
-``always`` whatever is written meanwhile shares the next one.
+A sync covers everything written before it began. At most one is in progress: with the policy
+``always``, everything written meanwhile shares the next one.
 """
 
 from collections import deque
@@ -16,11 +16,10 @@ class Syncs:
 
     Args:
         rules: when to sync.
-        queue: gets jobs for the tier; :meth:`completed` is told of their end.
+        queue: gets jobs for the tier; :meth:`completed` gets their ends.
 
     Attributes:
-        ended: durable puts and removals that are synced, or failed; whoever has these parts takes
-            them out.
+        ended: durable puts and removals that are synced, or failed; the owner removes them.
     """
 
     def __init__(self, rules: DiskRules, queue: DiskQueue) -> None:
@@ -40,7 +39,7 @@ class Syncs:
         self._unsynced = True
 
     def part_ended(self, durable: Durable, error: KVStoreError | None) -> None:
-        """One of the records that a durable put or removal waits for is written, or cannot be."""
+        """One of the records of a durable put or removal was written, or cannot be."""
         durable.outstanding -= 1
         assert durable.outstanding >= 0
         durable.error = durable.error or error
@@ -48,9 +47,9 @@ class Syncs:
             self.wait(durable)
 
     def wait(self, durable: Durable) -> None:
-        """All records of a durable put or removal are written, or cannot be.
+        """All records of a durable put or removal were written, or cannot be.
 
-        Where nothing is ever synced, written is all that there is.
+        With the policy ``none``, it ends now.
         """
         assert not durable.outstanding
         if durable.error is not None or self._rules.sync is SyncPolicy.NONE:
@@ -60,7 +59,7 @@ class Syncs:
         self._unsynced = True
 
     def advance(self, now_ns: int) -> None:
-        """Begin a sync if one is due."""
+        """Start a sync if one is due."""
         if self._under_way or not self._unsynced or self._rules.sync is SyncPolicy.NONE:
             return
         if self._rules.sync is SyncPolicy.INTERVAL and now_ns < self._due_ns:
@@ -73,15 +72,15 @@ class Syncs:
 
     @property
     def idle(self) -> bool:
-        """Whether all that was written is synced, or never will be."""
+        """Whether everything written is synced, or never will be."""
         return self._rules.sync is SyncPolicy.NONE or not (self._unsynced or self._under_way)
 
     def hurry(self) -> None:
-        """Let the next sync begin at once."""
+        """Start the next sync at once."""
         self._due_ns = 0
 
     def completed(self, error: KVStoreError | None) -> None:
-        """The sync under way has ended."""
+        """The sync in progress has ended."""
         assert self._under_way
         self._under_way = False
         present, self._present = self._present, []
@@ -90,6 +89,6 @@ class Syncs:
             self.ended.append(durable)
 
     def next_deadline_ns(self) -> int:
-        """When :meth:`advance` may begin a sync by the clock; 0 = it waits for nothing."""
+        """When :meth:`advance` may start a sync by the clock; 0 = none waits for it."""
         waits = self._unsynced and not self._under_way
         return self._due_ns if waits and self._rules.sync is SyncPolicy.INTERVAL else 0

@@ -12,8 +12,8 @@ from kvstore.state.tree.slots import Slot
 class WritesUnderWay:
     """All writes that have not settled.
 
-    A slot is pinned as long as its page is being written, so it names that page and no other one:
-    not one that is stored again under the same key. A node is part of one write, or of none.
+    A slot is pinned as long as its page is being written, so it identifies that page, and not one
+    that is stored again under the same key. A node belongs to at most one write.
     """
 
     def __init__(self) -> None:
@@ -28,17 +28,17 @@ class WritesUnderWay:
 
     @property
     def pages(self) -> int:
-        """Pages that are part of them."""
+        """The number of their pages."""
         return len(self._by_slot)
 
     def add(self, write: Write) -> None:
-        """It has begun."""
+        """Add a write that has started."""
         assert self._by_slot.keys().isdisjoint(write.slots), "a page is written twice at a time"
         self._by_slot.update(dict.fromkeys(write.slots, write))
         self._writes[write] = None
 
     def remove(self, write: Write) -> None:
-        """It has settled."""
+        """Remove a write that has settled."""
         for slot in write.slots:
             del self._by_slot[slot]
         del self._writes[write]
@@ -48,11 +48,11 @@ class WritesUnderWay:
         return self._by_slot[slot]
 
     def of(self, node: PrefixNode, shard: int) -> Write | None:
-        """The write that the pages of a node are part of; None = they are not being written."""
+        """The write that contains a node's pages; None if they are not being written."""
         if not self._by_slot or not node.memory >> shard & 1:
             return None
         return self._by_slot.get(last_slot(node.slot_columns[shard]))
 
     def bytes_of(self, space: PrefixTree) -> int:
-        """What is being written of a space."""
+        """Bytes of a space that are being written."""
         return sum(write.size for write in self._writes if write.space is space)

@@ -1,9 +1,9 @@
-"""Pages on their way from memory to the SSD log, and who waits for them. Pure.
+"""Writes of pages from memory to the SSD log, and the puts that wait for them. Pure.
 
-A write is of pages that are one node when it begins; they may be split meanwhile, leave, and come
-back. It counts when all its records are in the file and the page before them is on disk: until then
-it waits for the write of that page, and what follows waits for it. Of a write of which a record
-failed the pages before that one count.
+The pages of a write are one node when it starts; meanwhile they may be split, dropped, and stored
+again. A write counts when all its records are in the file and the page before them is on disk:
+until then it waits for the write of that page, and its own followers wait for it. If a record
+failed, only the pages before that record count.
 """
 
 from kvstore.protocol.errors import CapacityError, KVStoreError
@@ -34,12 +34,12 @@ class Writes:
 
     Args:
         memory: the memory side.
-        log: which record lies where.
+        log: the places of records.
         admission: which ordinary pages are worth writing.
-        limits: what spaces may have on disk.
+        limits: the limits of spaces on disk.
         graves: tombstones that must be written before their pages are.
-        syncs: told what is written, and who waits for it to be synced.
-        queue: gets jobs for the tier; :meth:`wrote` is told of its end.
+        syncs: syncs written records, and notifies durable puts.
+        queue: gets jobs for the tier; :meth:`wrote` gets their ends.
 
     Attributes:
         in_flight_bytes: being written.
@@ -67,7 +67,7 @@ class Writes:
         return self._under_way.of(node, shard) is not None
 
     def is_dirty(self, node: PrefixNode, shard: int) -> bool:
-        """Whether the pages are in memory only, and may be on disk."""
+        """Whether the pages are only in memory, and may be written to disk."""
         return (
             bool(node.memory & node.ready & ~node.on_disk & 1 << shard)
             and not node.memory_only >> shard & 1
@@ -79,10 +79,11 @@ class Writes:
     def begin(
         self, node: PrefixNode, shard: int, now_ns: int, durable: Durable | None = None
     ) -> bool:
-        """Start to write the pages of a node and what precedes them; whether all is on its way.
+        """Start to write a node's pages and the pages before it; returns whether all were started.
 
-        For a durable put that is told in the end, or for ordinary pages, as far as admitted. The
-        node is left with what is not being written, or with the last of its pages that are.
+        For a durable put, which is notified, or for ordinary pages, as far as admitted. If only
+        some pages are being written, the node is split, and keeps the others; otherwise it keeps
+        the last of them.
         """
         space, window = node.space, node.space.shards[shard].window_pages
         chain: list[PrefixNode] = []
@@ -110,12 +111,12 @@ class Writes:
         return begun == wanted
 
     def wrote(self, job: DiskWrite, error: KVStoreError | None) -> list[tuple[PrefixNode, int]]:
-        """A record is written, or failed; the last one of a write settles that.
+        """A record was written, or failed; the last one of a write settles the write.
 
-        It counts once its head is on disk, then those that waited for it do.
+        It counts once the preceding page is on disk; then its followers do too.
 
         Returns:
-            the nodes of pages, of this write and those, that did not come to disk.
+            the nodes of pages, of this write and its followers, that were not written.
         """
         write = self._under_way.of_slot(job.slot)
         write.left -= 1
@@ -137,7 +138,7 @@ class Writes:
         return unwritten
 
     def give_up(self, durable: Durable) -> None:
-        """A durable put is not told any more."""
+        """Stop notifying a durable put."""
         for write in self._under_way if durable.outstanding else ():
             if durable in write.waiters:
                 write.waiters.remove(durable)
@@ -145,7 +146,7 @@ class Writes:
     def _begin_chain(
         self, chain: list[PrefixNode], shard: int, pages: int, durable: Durable | None
     ) -> int:
-        """Start to write nodes of so many pages as far as there is room; how many pages that is."""
+        """Start to write ``pages`` pages of nodes, as far as there is room; returns how many."""
         begun = 0
         for one in chain:
             # In a space with limits each page is asked for.
@@ -163,7 +164,7 @@ class Writes:
         return begun
 
     def _begin_node(self, node: PrefixNode, shard: int, durable: Durable | None) -> int:
-        """Start to write the pages of a node, in as many writes as it takes; how many pages."""
+        """Start to write the pages of a node, in one or more writes; returns how many pages."""
         begun = 0
         while True:
             placed = self._log.place(node.space, shard, node.keys, self._memory.moment.tick)
@@ -208,7 +209,7 @@ class Writes:
             durable.outstanding += 1
 
     def _head_of(self, write: Write) -> Write | None:
-        """The write that one counts only after."""
+        """The write of the preceding page, which must finish first."""
         node = self._page(write, 0)
         head = node.above if node is not None else None
         if head is None or write.space.shards[write.shard].window_pages:
@@ -216,9 +217,9 @@ class Writes:
         return self._under_way.of(head, write.shard)
 
     def _page(self, write: Write, number: int) -> PrefixNode | None:
-        """The node that begins with a page of a write; None when the page left meanwhile.
+        """The node that starts with a page of a write; None if the page was dropped meanwhile.
 
-        One that was stored again has another slot.
+        If it was stored again, it has another slot.
         """
         at = number * KEY_BYTES
         node = write.space.index.get(PrefixKey(write.keys[at : at + KEY_BYTES]))
@@ -228,7 +229,7 @@ class Writes:
         return node if mine else None
 
     def _settle(self, write: Write, unwritten: list[tuple[PrefixNode, int]]) -> None:
-        """Its pages are on disk, if their records are and the pages before them."""
+        """Its pages are on disk, if their records are written and the preceding page is on disk."""
         self._under_way.remove(write)
         shard, at, pages = write.shard, 0, len(write.slots)
         left = CapacityError("the page left the store meanwhile")
@@ -267,7 +268,7 @@ class Writes:
             self._syncs.part_ended(durable, error)
 
     def _abandon(self, write: Write, first: int, pages: int) -> None:
-        """So many records of a write are not there, or are nobody's."""
+        """Give up ``pages`` records of a write: they failed, or their pages were dropped."""
         for number in range(first, first + pages):
             self._log.abandon(write.place_of(number))
         write.space.disk_bytes -= pages * write.each
@@ -275,7 +276,7 @@ class Writes:
         self._memory.counts["unwritten_pages"] += pages
 
     def _is_reachable(self, node: PrefixNode, shard: int) -> bool:
-        """Whether what a page needs before it is on disk."""
+        """Whether the pages that a page needs before it are on disk."""
         head, space = node.above, node.space
         if space.shards[shard].window_pages or head is space.root:
             return True
@@ -283,7 +284,7 @@ class Writes:
 
 
 def _leading(chain: list[PrefixNode], pages: int) -> list[PrefixNode]:
-    """The nodes of the first pages of a chain, of which the last one is split for that."""
+    """The nodes of the first ``pages`` pages of a chain; the last one is split if needed."""
     found: list[PrefixNode] = []
     for one in chain:
         if pages <= 0:

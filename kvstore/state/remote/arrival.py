@@ -1,4 +1,4 @@
-"""The pages of one job on their way from a peer. Pure."""
+"""The pages of one job that are being read from a peer. Pure."""
 
 from dataclasses import dataclass, field
 
@@ -11,13 +11,13 @@ class Arrival:
     """Pages of one job.
 
     Attributes:
-        job: its number; another one once the rest is asked of another peer.
+        job: its number; a new one once the rest is requested from another peer.
         put: number of the put, the only one of ``process``.
-        chain: where its pages are.
-        at: which page of the chain is the first one.
-        waiters: who waits for the end of the job.
-        copies: no engine has asked for them, but the peer itself.
-        lost: nobody waits any more, and its slots are in LIMBO until it has settled.
+        chain: the chain of its pages.
+        at: index in the chain of the first page.
+        waiters: the fetches that wait for the end of the job.
+        copies: the peer itself requested the pages, not an engine.
+        lost: nothing waits for it any more, and its slots are in LIMBO until it has settled.
     """
 
     job: int
@@ -34,5 +34,5 @@ class Arrival:
 
     @property
     def pages(self) -> Put:
-        """The pages that have not come yet."""
+        """The pages that have not arrived yet."""
         return self.process.puts[self.put]

@@ -15,9 +15,9 @@ class PeerLimits:
     """Limits of all fetches from peers.
 
     Attributes:
-        in_flight_bytes_max: most slot bytes that jobs may fill at a time, those included that a
+        in_flight_bytes_max: maximum slot bytes that jobs may fill at a time, including slots that a
             failed read may still write.
-        fetch_ns: longest time in which a request gets pages of peers.
+        fetch_ns: maximum time in which a request gets pages of peers.
     """
 
     in_flight_bytes_max: int
@@ -29,8 +29,8 @@ class Locate:
     """Which peers have a prefix of these pages?
 
     Attributes:
-        number: names the question.
-        keys: consecutive, 32 bytes each; from the start of their chain where a lookup asked so.
+        number: names the query.
+        keys: consecutive, 32 bytes each; of a lookup, from the start of their chain.
     """
 
     number: int
@@ -44,8 +44,8 @@ class Holding(NamedTuple):
 
     Attributes:
         peer: its name.
-        pages: how many of the keys are a hit there for all the shards that were asked for; of a KV
-            group with ``window_pages`` the last pages of these only.
+        pages: how many of the keys are a hit there for all requested shards; for a KV group with
+            ``window_pages``, only the last pages of these.
     """
 
     peer: str
@@ -60,9 +60,10 @@ class PeerFetch:
         job: names the job.
         before: keys of the chain before the first wanted page; may be empty.
         keys: of the wanted pages, 32 bytes each.
-        slots: where each goes, at ``SlotTable.address``; its memory may be on its way still.
-        deadline_ns: after it nobody waits for the job.
-        copies: no engine asks for them, but the peer itself.
+        slots: the slot of each page; its address is ``SlotTable.address``, and its memory may not
+            be created yet.
+        deadline_ns: after it no request waits for the job.
+        copies: the peer itself requested the pages, not an engine.
     """
 
     job: int
@@ -80,11 +81,11 @@ class FetchEnd(NamedTuple):
     """A job has ended.
 
     Attributes:
-        job: which one.
+        job: number of the job.
         digests: 16 bytes for each leading page that arrived and matched its digest.
-        error: why not all did; None when the peer just has no more of them.
+        error: why the others did not; None if the peer just does not have them.
         settled: nothing writes into the slots any more; if False, the node is told later.
-        kept: how long each of these pages stays; empty = all until their room is needed.
+        kept: how long each of these pages is kept; empty = all until their room is needed.
     """
 
     job: int
@@ -102,11 +103,11 @@ class PeerBring:
         number: names the request.
         peer: name of the other node.
         keys: of the chain from its beginning, 32 bytes each.
-        first: number of the first wanted page in it.
-        idle_ms: the peer evicts only pages for it that were not used for so long; 0 = as for a put.
+        first: index of the first wanted page.
+        idle_ms: for these pages the peer evicts only pages unused for this long; 0 = as for a put.
         deadline_ns: it has ended by then.
-        gone: the pages have left this node, and nothing is fetched: the peer is to keep those that
-            it has as ordinary ones.
+        gone: the pages were dropped from this node, and nothing is fetched: the peer should keep
+            those that it has as ordinary ones.
     """
 
     number: int
@@ -121,12 +122,12 @@ class PeerBring:
 
 
 class BringEnd(NamedTuple):
-    """A peer was asked to bring pages.
+    """A peer was asked to fetch pages.
 
     Attributes:
         number: of the request.
         pages: how many consecutive pages from the first wanted one on it has.
-        error: why that is not known; None = it has answered.
+        error: why that is unknown; None = it has answered.
     """
 
     number: int
@@ -136,13 +137,13 @@ class BringEnd(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Let some more nodes have pages of one shard that this node has.
+    """Copy pages of one shard that this node has to more nodes.
 
     Attributes:
         number: names the job.
         keys: of the chain from its beginning, 32 bytes each.
-        first: number of the first page in it that is wanted.
-        peers: how many other nodes are to have the pages.
+        first: index of the first wanted page.
+        peers: number of other nodes that should have the pages.
         deadline_ns: the job has ended by then.
     """
 
@@ -160,8 +161,8 @@ class SpreadEnd(NamedTuple):
 
     Attributes:
         number: of the job.
-        peers: how many other nodes have said that they have all pages.
-        draining: how many nodes were not asked because they are draining.
+        peers: number of other nodes that reported all pages.
+        draining: number of nodes that were not asked because they are draining.
     """
 
     number: int

@@ -3,10 +3,10 @@
 ::
 
     ask ──► ASKING ──answer──► FRESH ──1 s──► STALE ──3 s──► forgotten
-               └──50 ms──► FRESH, and nobody has it
+               └──50 ms──► FRESH, and no peer has it
 
-Only a fresh answer serves a new request; a request that has begun to fetch keeps to the one it
-began with. Questions and answers are bounded; the oldest answers go first.
+Only a fresh answer is used for a new request; a request that has started to fetch keeps using the
+answer with which it started. Queries and answers are bounded; the oldest answers are removed first.
 """
 
 from collections import Counter, OrderedDict
@@ -20,37 +20,37 @@ from kvstore.state.remote.jobs import Holding, Locate, PeerJob
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 LOCATE_NS: Final = 50_000_000
-"""A question that is not answered by then: nobody has the pages."""
+"""If a query is not answered by then, no peer is assumed to have the pages."""
 FRESH_NS = 1_000_000_000
-"""An answer serves new requests for so long."""
+"""How long an answer is used for new requests."""
 KEPT_NS: Final = 4_000_000_000
-"""It is kept for fetches that began with it for so long: longer than any of them lasts."""
+"""How long an answer is kept for fetches that started with it: longer than any of them lasts."""
 ASKING_MAX = 64
-"""Questions under way; further pages are with nobody."""
+"""Maximum queries in progress; further pages count as missing at all peers."""
 CHAINS_MAX = 256
-"""Questions and answers that are remembered."""
+"""Maximum remembered queries and answers."""
 LOCATE_KEYS_MAX = 16_384
-"""Leading keys of a chain that peers are asked about."""
+"""Maximum leading keys of a chain in one query."""
 KEYS_MAX = 1 << 20
-"""Keys of all chains that are remembered; 32 MiB."""
+"""Maximum keys of all remembered chains; 32 MiB."""
 
 
 @dataclass(slots=True, eq=False)
 class LocatedChain:
-    """What peers have of one chain; requests wait for it while it is asked.
+    """Which peers have one chain; requests wait for it while the query is in progress.
 
     Attributes:
-        number: of the question.
+        number: of the query.
         space: of the pages.
-        mask: bit i set = the answer is about shard i too.
-        windowed: the shards need the last pages of a hit only, some of them at least.
+        mask: bit i set = the answer covers shard i.
+        windowed: the shards need only the last pages of a hit, or some of them do.
         keys: consecutive, 32 bytes each.
-        first: the first page that was missing here.
-        asked_ns: when.
+        first: index of the first page that was missing here.
+        asked_ns: time of the query.
         asking: there is no answer yet.
-        answered_ns: when it came.
+        answered_ns: time of the answer.
         holdings: peer → how many leading pages it has.
-        end: the pages from ``first`` to this one are remembered by their keys.
+        end: the pages from ``first`` up to this index can be found by their keys.
     """
 
     number: int
@@ -67,7 +67,7 @@ class LocatedChain:
 
     @property
     def most(self) -> int:
-        """How many leading pages some peer has."""
+        """The maximum of leading pages that a peer has."""
         return max(self.holdings.values(), default=0)
 
     def key(self, position: int) -> PrefixKey:
@@ -75,13 +75,13 @@ class LocatedChain:
         return PrefixKey(self.keys[position * KEY_BYTES : (position + 1) * KEY_BYTES])
 
     def from_peer(self, peer: str, position: int, window: int) -> int:
-        """Up to which page a peer has this one and those that follow; 0 when it has not."""
+        """The index up to which a peer has this page and the following ones; 0 if it has not."""
         pages = self.holdings.get(peer, 0)
         first = max(0, pages - window) if window else 0
         return pages if first <= position < pages else 0
 
     def lacks(self, peer: str, position: int) -> None:
-        """A peer did not give this page: it has what is before it, at most."""
+        """A peer did not deliver this page: it has at most the pages before it."""
         if self.windowed:  # and then it may have none of those that such a hit needs
             self.holdings.pop(peer, None)
         elif peer in self.holdings:
@@ -89,12 +89,12 @@ class LocatedChain:
 
 
 class Span(NamedTuple):
-    """Where the keys of a request lie in a chain.
+    """The position of a request's keys in a chain.
 
     Attributes:
         chain: the chain.
-        start: the page of the chain that is the first missing page of the request.
-        pages: how many keys are the same from there on.
+        start: index in the chain of the first missing page of the request.
+        pages: number of equal keys from there on.
     """
 
     chain: LocatedChain
@@ -102,27 +102,27 @@ class Span(NamedTuple):
     pages: int
 
     def tells_all(self, left: int) -> bool:
-        """Whether an answer about the chain is one about the ``left`` pages of another as well."""
+        """Whether an answer about the chain also covers ``left`` pages of another one."""
         chain, end = self.chain, self.start + self.pages
         if self.pages == left and (not chain.windowed or end * KEY_BYTES == len(chain.keys)):
             return True
         return not chain.asking and chain.most <= end  # nobody has more than they have in common
 
     def agrees(self, promise: Holding, pages: int) -> bool:
-        """Whether it is known already that a peer has what it is said to have after ``pages``."""
+        """Whether it is known already that a peer has the promised pages after ``pages``."""
         known = self.chain.holdings.get(promise.peer, 0) - self.start
         return min(known, self.pages) >= promise.pages - pages
 
 
 class LocatedChains:
-    """All questions and answers of a node.
+    """All queries and answers of a node.
 
     Args:
-        jobs: gets the questions.
+        jobs: gets the queries.
         counts: of the node.
 
     Attributes:
-        answered: questions that have an answer, for requests that wait for it.
+        answered: queries that were answered, for requests that wait for them.
     """
 
     def __init__(self, jobs: list[PeerJob], counts: Counter[str]) -> None:
@@ -143,22 +143,22 @@ class LocatedChains:
 
     @property
     def asking(self) -> int:
-        """Questions under way."""
+        """Number of queries in progress."""
         return len(self._asking)
 
     def find(
         self, space: PrefixTree, mask: int, packed: bytes, at: int, oldest_ns: int,
         answer: LocatedChain | None = None,
     ) -> Span | None:  # fmt: skip
-        """What is known of the page number ``at``, and those behind it, for all shards of a mask.
+        """What is known of page ``at`` and the following ones, for all shards of a mask.
 
         Args:
             space: of the pages.
-            mask: bit i set = of shard i too.
+            mask: bit i set = shard i is required.
             packed: keys of a chain.
-            at: of these.
-            oldest_ns: answers that came before do not count.
-            answer: the one that is looked at, however old; None = the last that tells of the page.
+            at: index of the page in ``packed``.
+            oldest_ns: ignore older answers.
+            answer: use this one, however old; None = the last one that covers the page.
         """
         key = PrefixKey(packed[at * KEY_BYTES : (at + 1) * KEY_BYTES])
         chain = answer or self._by_key.get(space.number, {}).get(key)
@@ -172,9 +172,9 @@ class LocatedChains:
     def ask(
         self, space: PrefixTree, shards: Sequence[int], packed: bytes, at: int, now_ns: int
     ) -> LocatedChain | None:
-        """Ask who has this chain, of which page number ``at`` is missing here.
+        """Query which peers have this chain, whose page ``at`` is missing here.
 
-        None: there are too many questions, or it is longer than one may be.
+        None: there are too many queries, or the chain is too long for one.
         """
         self.expire(now_ns)
         if len(self._asking) >= ASKING_MAX or at >= LOCATE_KEYS_MAX:
@@ -192,7 +192,7 @@ class LocatedChains:
         self, space: PrefixTree, shards: Sequence[int], packed: bytes, at: int, now_ns: int,
         promise: Holding,
     ) -> Span:  # fmt: skip
-        """Remember what a peer is said to have of a chain; nobody is asked."""
+        """Remember a claim of what a peer has of a chain, without a query."""
         self.expire(now_ns)
         made = self._begin(space, shards, packed, at, now_ns)
         pages = len(made.keys) // KEY_BYTES
@@ -203,7 +203,7 @@ class LocatedChains:
         return Span(made, at, pages - at)
 
     def located(self, number: int, holdings: Sequence[Holding], now_ns: int) -> None:
-        """The answer to a question; one that comes too late is of use to who asks next."""
+        """The answer to a query; a late one is still used for later requests."""
         chain = self._chains.get(number)
         if chain is None:
             return
@@ -227,7 +227,7 @@ class LocatedChains:
         return made
 
     def expire(self, now_ns: int) -> None:
-        """Let questions and answers go whose time is over."""
+        """Remove queries and answers whose time is over."""
         while self._asking:
             number, chain = next(iter(self._asking.items()))
             if now_ns < chain.asked_ns + LOCATE_NS:
@@ -242,12 +242,12 @@ class LocatedChains:
             self._forget(chain)
 
     def next_deadline_ns(self) -> int:
-        """When the first question times out; 0 = none is asked."""
+        """When the first query times out; 0 = none is in progress."""
         first = next(iter(self._asking.values()), None)
         return first.asked_ns + LOCATE_NS if first is not None else 0
 
     def check(self) -> None:
-        """Assert that all and only the chains that are remembered are found by their keys."""
+        """Assert that all and only the remembered chains are found by their keys."""
         assert len(self._asking) <= ASKING_MAX
         assert len(self._chains) <= CHAINS_MAX
         assert all(self._chains[number] is one for number, one in self._asking.items())
@@ -271,7 +271,7 @@ class LocatedChains:
         chain.end = max(chain.end, end)
 
     def _make_room(self, keys: int) -> None:
-        """Forget the oldest answers until there is room for one more question."""
+        """Remove the oldest answers until there is room for one more query."""
         answers = [one for one in self._chains.values() if not one.asking]
         for oldest in answers:
             if len(self._chains) < CHAINS_MAX and self._keys + keys <= KEYS_MAX:
@@ -291,7 +291,7 @@ class LocatedChains:
 
 
 def _position(keys: bytes, key: PrefixKey, expected: int) -> int:
-    """Which of the keys one is, -1 = none; most requests begin where the chain does."""
+    """The index of a key, -1 = none; most requests start where the chain does."""
     if keys.startswith(key, expected * KEY_BYTES):
         return expected
     at = keys.find(key)
@@ -301,7 +301,7 @@ def _position(keys: bytes, key: PrefixKey, expected: int) -> int:
 
 
 def _alike(packed: bytes, at: int, keys: bytes, start: int) -> int:
-    """How many keys of two chains are the same, from these on; each is a hash of all before it."""
+    """How many keys of two chains are equal from here on; each is a hash of all before it."""
     most = min(len(packed) // KEY_BYTES - at, len(keys) // KEY_BYTES - start)
     low, high = 1, most
     while low < high:

@@ -1,7 +1,7 @@
-"""Pages of peers on their way to memory, and who waits for them. Pure.
+"""Reads of peers' pages to memory, and the fetches that wait for them. Pure.
 
 A fetch is a put of the node itself. Its jobs are put processes of their own, so that a job can be
-lost and settled as a client's connection can::
+lost and settled like a client's connection::
 
               begin: slots WRITING                  all came
     (wanted) ──────────────────────► READING ───────────────────────────► READY, the job is gone
@@ -13,9 +13,9 @@ lost and settled as a client's connection can::
        not settled, or the deadline  ▼                     settled
                                    LOST, slots in LIMBO ─────────────────► FREE, the job is gone
 
-A page becomes READY only by an end that is settled and has its digest. Whoever waits does not know
-which source its pages come from (:mod:`kvstore.state.tree.sessions`); when all has ended it asks
-again, and what is still missing is asked of the holders that are left.
+A page becomes READY only by an end that is settled and has its digest. A waiting request does not
+know the source of its pages (:mod:`kvstore.state.tree.sessions`); when all jobs have ended it is
+tried again, and pages that are still missing are requested from the remaining holders.
 """
 
 import sys
@@ -38,24 +38,24 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch, Peer, Process, Session
 
 TURN_PAGES: Final = 128
-"""Pages that one turn begins to fetch; each may have to make room first."""
+"""Maximum pages that one turn starts to fetch; each may have to make room first."""
 PARTS_MAX: Final = 4
-"""Peers that share a run of pages."""
+"""Maximum peers that share a run of pages."""
 PART_BYTES_MIN = 4 << 20
-"""A run is not split into smaller parts than these."""
+"""A run is not split into smaller parts."""
 
 
 class RemotePages:
-    """What a node knows and wants of the pages of its peers.
+    """The fetches of a node, and what it knows about the pages of its peers.
 
     Args:
         table: the pages of the node.
         limits: of all fetches together.
 
     Attributes:
-        jobs: to be carried out by the peer side, in order.
+        jobs: for the peer side, in order.
         chains: what peers have.
-        spreads: pages of this node that peers are to have too.
+        spreads: requests for copies of this node's pages at peers.
     """
 
     def __init__(self, table: PageTable, limits: PeerLimits) -> None:
@@ -78,16 +78,17 @@ class RemotePages:
         self, space: PrefixTree, shards: list[int], packed: bytes, pages: int,
         promise: Holding | None = None, answer: LocatedChain | None = None,
     ) -> LocatedChain | tuple[int, float]:  # fmt: skip
-        """What peers have after the ``pages`` of a hit: a question under way, or pages and seconds.
+        """What peers have after the ``pages`` of a hit: a query in progress, or pages and seconds.
 
         Args:
             space: of the pages.
-            shards: all that the hit needs.
+            shards: all shards of the hit.
             packed: keys of a chain, more than ``pages``.
             pages: of the hit here.
-            promise: what a peer has, as far as the engine knows; the directory is not asked then.
-            answer: what the request has waited for; it does not ask a second time. Else two that
-                ask for the same page could replace each other's questions again and again.
+            promise: a holder named by the engine; then the directory is not queried.
+            answer: the answer that the request has waited for, so that it does not query again.
+                Otherwise two requests for the same page could replace each other's queries for
+                ever.
         """
         mask = 0
         for shard in shards:
@@ -130,11 +131,11 @@ class RemotePages:
             space: of the pages.
             shard: of the pages.
             packed: keys of the run, more than ``ready``.
-            ready: its pages that are here.
-            asks: a question may be asked first; it is returned while it has no answer. The page
-                before the first missing one has to be known for that.
-            begins: there is none before the first one.
-            answer: what the request has waited for; see :meth:`further`.
+            ready: number of its pages that are here.
+            asks: a query may be sent first; it is returned while it has no answer. This needs the
+                key of the page before the first missing one.
+            begins: the run starts its chain.
+            answer: the answer that the request has waited for; see :meth:`further`.
         """
         asks = asks and answer is None
         now_ns, may_ask = self._table.now_ns, asks and (ready > 0 or begins)
@@ -150,13 +151,13 @@ class RemotePages:
     def promised(
         self, space: PrefixTree, shard: int, packed: bytes, at: int, promise: Holding
     ) -> None:  # fmt: skip
-        """A peer says that it has a whole chain, of which page ``at`` is missing here."""
+        """A peer reports that it has a whole chain, whose page ``at`` is missing here."""
         self.chains.believe(space, [shard], packed, at, self._table.now_ns, promise)
 
     def offered(
         self, space: PrefixTree, shard: int, packed: bytes, ready: int, *, begins: bool
     ) -> int:
-        """How many pages after the ``ready`` ones a request that waits may get, at most."""
+        """How many pages after the ``ready`` ones a waiting request may get, at most."""
         now_ns, may_ask = self._table.now_ns, ready > 0 or begins
         oldest_ns = now_ns - (FRESH_NS if may_ask else KEPT_NS)
         span = self.chains.find(space, 1 << shard, packed, ready, oldest_ns)
@@ -167,10 +168,10 @@ class RemotePages:
     # ---- fetches ----------------------------------------------------------------------------
 
     def fetch(self, fetch: Fetch, span: Span, shard: int) -> bool:
-        """Bring the pages of a span for a fetch, or share what is on its way already.
+        """Read the pages of a span for a fetch, or join reads in progress.
 
         Returns:
-            Whether memory had too little room for all of them.
+            whether memory had too little room for all of them.
         """
         chain, space = span.chain, span.chain.space
         at, end, left = self._first_missing(span, shard), span.start + span.pages, TURN_PAGES
@@ -223,7 +224,7 @@ class RemotePages:
             self._settle(arrival)
 
     def advance(self) -> None:
-        """Apply the deadlines that have passed: late jobs bring nothing any more."""
+        """Apply the deadlines that have passed: late jobs are given up."""
         now_ns = self._table.now_ns
         self.chains.expire(now_ns)
         late = [
@@ -235,13 +236,13 @@ class RemotePages:
             self._lose(arrival)
 
     def next_deadline_ns(self) -> int:
-        """When :meth:`advance` has something to do; 0 = never."""
+        """When to call :meth:`advance`; 0 = not needed."""
         deadlines = [one.deadline_ns for one in self._arrivals.values() if not one.lost]
         asked_ns = self.chains.next_deadline_ns()
         return min([*deadlines, asked_ns] if asked_ns else deadlines, default=0)
 
     def stats(self) -> dict[str, Any]:
-        """What is under way and what was measured, as plain values."""
+        """Reads in progress and measurements, as plain values."""
         of_peers = Counter(one.peer for one in self._arrivals.values() if one.lost)
         peers = self._rates.stats()
         for name, peer in peers.items():
@@ -258,7 +259,7 @@ class RemotePages:
         }
 
     def check(self) -> None:
-        """Assert that jobs, puts, and keys on their way agree."""
+        """Assert that jobs, puts, and the keys being read agree."""
         self.chains.check()
         assert self._session.used_bytes <= self.limits.in_flight_bytes_max
         size = 0
@@ -289,7 +290,7 @@ class RemotePages:
         return min(max(ends, default=0) - span.start, span.pages)
 
     def _first_missing(self, span: Span, shard: int) -> int:
-        """The page to begin with: without those before it most pages are of no use."""
+        """The page to start with: without those before it, most pages are useless."""
         chain = span.chain
         if chain.space.shards[shard].window_pages or not span.start:
             return span.start
@@ -298,7 +299,7 @@ class RemotePages:
         return ready
 
     def _share(self, fetch: Fetch, space: PrefixTree, shard: int, key: PrefixKey) -> bool:
-        """Wait for the job that brings a page; False when there is none, or it may end too late."""
+        """Wait for the job that reads a page; False if there is none, or it may end too late."""
         arrival = self._by_key.get((space.number, shard), {}).get(key)
         if arrival is None or arrival.deadline_ns > fetch.peers_until_ns:
             return False
@@ -313,10 +314,10 @@ class RemotePages:
     def _begin_run(
         self, fetch: Fetch, chain: LocatedChain, shard: int, first: int, stop: int
     ) -> tuple[int, bool]:
-        """Begin jobs for pages that follow each other, of which none is here.
+        """Start jobs for consecutive pages, none of which is here.
 
         Returns:
-            how many pages those are; and whether it was not memory that had no room for more.
+            how many pages; and whether the reason to stop was not missing memory.
         """
         of, at = chain.space.shards[shard], first
         while at < stop:
@@ -332,7 +333,7 @@ class RemotePages:
         return at - first, True
 
     def _holders(self, chain: LocatedChain, at: int, window: int) -> dict[str, int]:
-        """The peers that may be asked for a page, and up to which page each."""
+        """The peers that may be asked for a page, and up to which page each has the chain."""
         now_ns = self._table.now_ns
         return {
             peer: end
@@ -341,7 +342,7 @@ class RemotePages:
         }
 
     def _parts(self, peers: list[str], pages: int, page_bytes: int) -> list[tuple[str, int]]:
-        """Split a run among peers, in proportion to how fast they were."""
+        """Split a run among peers, in proportion to their speed so far."""
         fastest = sorted(peers, key=lambda peer: -self._rates.of(peer))
         most = max(1, pages * page_bytes // PART_BYTES_MIN)
         chosen = fastest[: min(PARTS_MAX, most, pages)]
@@ -357,7 +358,7 @@ class RemotePages:
     def _begin(
         self, fetch: Fetch, chain: LocatedChain, shard: int, at: int, pages: int, peer: str
     ) -> int:
-        """Begin a job; how many pages it brings. A fetch that finds no room waits for another."""
+        """Start a job; returns its number of pages. A fetch without room waits for another job."""
         space, number = chain.space, next(self._number)
         parent = chain.key(at - 1) if at else PrefixKey(b"")
         keys = [chain.key(one) for one in range(at, at + pages)]
@@ -398,7 +399,7 @@ class RemotePages:
         )  # fmt: skip
 
     def _count_end(self, arrival: Arrival, came: int) -> None:
-        """Learn from the end of a job that brought its first ``came`` pages."""
+        """Update the measurements after a job that delivered its first ``came`` pages."""
         put, chain = arrival.pages, arrival.chain
         missing = len(put.slots) - came
         size = put.space.shards[put.shard].page_bytes
@@ -408,7 +409,7 @@ class RemotePages:
             chain.lacks(arrival.peer, arrival.at + came)
 
     def _store(self, arrival: Arrival, digests: bytes, kept: Sequence[Retention]) -> None:
-        """The first pages of a job are READY, and stay for those who wait, and as ``kept`` says."""
+        """The first pages of a job are READY: pin them for fetches, keep as ``kept`` says."""
         self._not_coming(arrival, arrival.pages.keys[: len(kept)])
         for keep, alike in groupby(kept):
             pages = len(list(alike))
@@ -417,7 +418,7 @@ class RemotePages:
             arrival.at += pages
 
     def _store_part(self, arrival: Arrival, digests: bytes, keep: Retention) -> None:
-        """Store the first of the pages that have not been stored yet, which stay alike."""
+        """Store the first of the remaining pages, which are kept alike."""
         put, process, came = arrival.pages, arrival.process, len(digests) // DIGEST_BYTES
         slots, part = put.slots[:came], arrival.put
         if came < len(put.slots):
@@ -434,7 +435,7 @@ class RemotePages:
                 self._table.fetches.keep(fetch, stored)
 
     def _try_another(self, arrival: Arrival) -> bool:
-        """Ask another holder for the rest of a job; whether there is one, and time."""
+        """Request the rest of a job from another holder; False if there is none, or no time."""
         put, chain, now_ns = arrival.pages, arrival.chain, self._table.now_ns
         holders = self._holders(chain, arrival.at, put.space.shards[put.shard].window_pages)
         able = [peer for peer, end in holders.items() if end >= arrival.at + len(put.slots)]
@@ -455,14 +456,14 @@ class RemotePages:
         return True
 
     def _abandon(self, arrival: Arrival) -> None:
-        """A job is over, and nothing writes any more: what did not come is aborted."""
+        """A job is over, and nothing writes any more: pages that did not arrive are aborted."""
         if arrival.put in arrival.process.puts:
             self._not_coming(arrival, arrival.pages.keys)
         self._settle(arrival)
         self._release(arrival)
 
     def _lose(self, arrival: Arrival) -> None:
-        """Nobody waits for a job any more, but it may still write."""
+        """Nothing waits for a job any more, but it may still write."""
         self._not_coming(arrival, arrival.pages.keys)
         self._table.counts["peer_unsettled_jobs"] += 1
         arrival.lost = True
@@ -478,7 +479,7 @@ class RemotePages:
         self._table.fetches.came(waiters)
 
     def _not_coming(self, arrival: Arrival, keys: Iterable[PrefixKey]) -> None:
-        """Nobody may wait for these pages any more."""
+        """These pages can no longer be waited for."""
         of = arrival.chain.space.number, arrival.shard
         known = self._by_key.get(of, {})
         for key in keys:

@@ -4,16 +4,16 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 RATE_DEFAULT: Final = 100e6
-"""Bytes per second of a peer that gave nothing yet: a slow network."""
+"""Assumed bytes per second of a peer without measurements: a slow network."""
 START_S: Final = 0.005
-"""What a fetch takes beside the bytes: a few messages to and fro."""
+"""Duration of a fetch besides the transfer: a few round trips."""
 SAMPLE_NS: Final = 50_000_000
-"""Of a peer that is never idle the rate is taken so often."""
+"""Interval of rate samples of a peer that is never idle."""
 AWAY_NS = 1_000_000_000
-"""A peer that gave nothing is not asked for so long."""
+"""How long a peer that delivered nothing is not asked."""
 PEERS_MAX: Final = 64
 _OLD_SHARE: Final = 0.5
-"""Weight of what was measured before, in each new rate."""
+"""Weight of earlier measurements in each new rate."""
 
 
 @dataclass(slots=True)
@@ -21,16 +21,16 @@ class PeerRate:
     """One peer.
 
     Attributes:
-        bytes_per_s: while it gave pages; 0 = it gave none yet.
-        jobs: under way.
-        since_ns: the bytes came since then.
-        size_bytes: what came since then.
-        away_until_ns: it gave nothing, and is not asked before.
-        pages: that came, altogether.
+        bytes_per_s: while it delivered pages; 0 = no measurement yet.
+        jobs: in progress.
+        since_ns: start of the current sample.
+        size_bytes: bytes received in the current sample.
+        away_until_ns: it delivered nothing, and is not asked before.
+        pages: pages delivered in total.
         bytes: of these pages.
-        missing_pages: that were asked for and did not come.
-        retried_pages: of these, pages that were then asked of another peer.
-        failed_jobs: that brought less than was asked for.
+        missing_pages: pages that were requested and not delivered.
+        retried_pages: of these, pages that were then requested from another peer.
+        failed_jobs: jobs that delivered less than was requested.
     """
 
     bytes_per_s: float = 0.0
@@ -46,13 +46,13 @@ class PeerRate:
 
 
 class PeerRates:
-    """All peers of which something is known; beyond :data:`PEERS_MAX` the first are forgotten."""
+    """All known peers; beyond :data:`PEERS_MAX` the first ones are forgotten."""
 
     def __init__(self) -> None:
         self._peers: dict[str, PeerRate] = {}
 
     def began(self, peer: str, now_ns: int) -> None:
-        """A job of a peer begins."""
+        """A job of a peer starts."""
         known = self._peers.get(peer)
         if known is None:
             idle = next((name for name, one in self._peers.items() if not one.jobs), None)
@@ -64,7 +64,7 @@ class PeerRates:
         known.jobs += 1
 
     def ended(self, peer: str, pages: int, missing: int, page_bytes: int, now_ns: int) -> None:
-        """A job of a peer has ended, with so many pages, and without so many."""
+        """A job of a peer has ended, with ``pages`` pages delivered and ``missing`` not."""
         known = self._peers[peer]
         known.jobs -= 1
         known.pages += pages
@@ -82,23 +82,23 @@ class PeerRates:
             known.since_ns, known.size_bytes = now_ns, 0
 
     def retried(self, peer: str, pages: int) -> None:
-        """Pages that a peer did not give are asked of another one."""
+        """Pages that a peer did not deliver are requested from another one."""
         known = self._peers.get(peer)
         if known is not None:
             known.retried_pages += pages
 
     def of(self, peer: str) -> float:
-        """Bytes per second to expect."""
+        """Expected bytes per second."""
         known = self._peers.get(peer)
         return known.bytes_per_s or RATE_DEFAULT if known is not None else RATE_DEFAULT
 
     def is_away(self, peer: str, now_ns: int) -> bool:
-        """Whether a peer gave nothing a moment ago."""
+        """Whether a peer delivered nothing a moment ago."""
         known = self._peers.get(peer)
         return known is not None and now_ns < known.away_until_ns
 
     def stats(self) -> dict[str, Any]:
-        """Of each peer, as plain values."""
+        """The measurements of each peer, as plain values."""
         return {
             name: {
                 "bytes_per_s": round(one.bytes_per_s),

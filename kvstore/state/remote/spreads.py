@@ -10,12 +10,12 @@ from kvstore.protocol.page import ShardSpec, SpaceIdentity
 from kvstore.state.remote.jobs import PeerJob, Spread, SpreadEnd
 
 SPREADS_MAX = 256
-"""Requests of all sessions that have not ended."""
+"""Maximum unfinished requests of all sessions."""
 
 
 @dataclass(slots=True, eq=False)
 class Spreading:
-    """One request; whoever asked waits for it.
+    """One request; its client waits for it.
 
     Attributes:
         peers: how many other nodes have all of its pages, as far as is known.
@@ -34,7 +34,7 @@ class Spreads:
         counts: of the node.
 
     Attributes:
-        ended: requests that have ended, for those who wait for them.
+        ended: requests that have ended, to be answered.
     """
 
     def __init__(self, submit: Callable[[PeerJob], None], counts: Counter[str]) -> None:
@@ -51,7 +51,7 @@ class Spreads:
         self, identity: SpaceIdentity, shard: ShardSpec, keys: bytes, first: int, peers: int,
         deadline_ns: int,
     ) -> Spreading:  # fmt: skip
-        """Ask the peer side that so many peers get pages; see :class:`Spread`.
+        """Ask the peer side for copies at ``peers`` peers; see :class:`Spread`.
 
         Raises:
             CapacityError: too many requests have not ended.

@@ -1,1 +1,5 @@
 """The page table: where every page is, and what happens to it."""
+
+__all__ = [
+    "adopt", "ahead", "announce", "deadlines", "invariants", "keeping", "pages", "runs", "slab",
+]  # fmt: skip

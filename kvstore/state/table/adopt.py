@@ -1,8 +1,8 @@
-"""Takes over the pages that a start found on disk. Pure.
+"""Takes over the pages that were found on disk at the start. Pure.
 
-Pages whose head is not there any more are left out: nobody could reach them. So is a page under
-:data:`~kvstore.protocol.page.ALL_KEYS`, which nodes before 0.2 accepted. What they take on disk is
-dead and is reclaimed like any other.
+Pages whose parent is no longer there are left out: no lookup could reach them. So is a page under
+:data:`~kvstore.protocol.page.ALL_KEYS`, which nodes before 0.2 accepted. Their bytes on disk are
+dead, and are reclaimed like any others.
 """
 
 from dataclasses import dataclass
@@ -20,19 +20,19 @@ from kvstore.state.tree.prefix_tree import PrefixTree, deepen
 
 @dataclass(frozen=True, slots=True)
 class FoundSegment:
-    """One segment as it was found, its pages in the order they lie there.
+    """A segment as it was found, with its pages in the order of their records.
 
     Attributes:
         size_bytes: of its file.
-        end: the first byte behind its last record.
-        records: records in it, those that are no pages any more included.
+        end: offset behind its last record.
+        records: number of records, including those that are no longer pages.
         keys: of each page.
-        parents: key before each page, zeros at a chain's start.
+        parents: key before each page; zeros at the start of a chain.
         digests: of each page.
-        offsets: where each record begins.
+        offsets: start of each record.
         pairs: index of each page's (space, shard).
-        first_page: lowest sequence number of a page's record in it, dead ones too; 0 = none.
-        last_tombstone: highest sequence number of a tombstone in it; 0 = none.
+        first_page: lowest sequence number of a page record, including dead ones; 0 = none.
+        last_tombstone: highest sequence number of a tombstone; 0 = none.
     """
 
     number: int
@@ -56,13 +56,13 @@ def adopt(
     """Put found pages into an empty page table with a disk side.
 
     Args:
-        table: takes them.
+        table: the page table.
         segments: by number.
-        pairs: what the pages belong to; those of none are left out.
+        pairs: the spaces and shards of the pages; pages of no pair are left out.
         next_segment: first number for new segments.
 
     Returns:
-        how many pages can be reached.
+        number of reachable pages.
     """
     assert table.disk.exists
     used = set[int]().union(*(segment.pairs for segment in segments))
@@ -91,7 +91,7 @@ def adopt(
 def _waits_for(segment: FoundSegment, segments: list[FoundSegment]) -> list[int]:
     """Segments with a record that is older than a tombstone of this one.
 
-    Of two that would wait for each other only the younger one does.
+    If two segments would wait for each other, only the younger one waits.
     """
     if not segment.last_tombstone:
         return []  # nearly all: else a start would compare each of them with each other
@@ -105,18 +105,18 @@ def _waits_for(segment: FoundSegment, segments: list[FoundSegment]) -> list[int]
 
 
 class _Doubts(NamedTuple):
-    """What could not be decided when it was met: heads may lie behind what follows them.
+    """Cases that could not be decided when they were met: a parent may lie behind its children.
 
     Attributes:
-        lost: nodes of one page that hang nowhere yet → the key of their parent.
-        headless: space, key and shard of pages whose head was not on disk when they were met.
+        lost: nodes of one page without a parent yet → the key of their parent.
+        headless: space, key and shard of pages whose parent was not on disk when they were met.
     """
 
     lost: dict[PrefixNode, PrefixKey]
     headless: list[tuple[PrefixTree, PrefixKey, int]]
 
     def contradict(self, node: PrefixNode, position: int, parent_key: PrefixKey) -> bool:
-        """Whether a record says that a page follows another one than a record before it said."""
+        """Whether a record names another parent for a page than an earlier record did."""
         told = node.key_before(position)
         return (self.lost[node] if told is None else told or _NO_PARENT) != parent_key
 
@@ -124,7 +124,7 @@ class _Doubts(NamedTuple):
 def _home(
     table: PageTable, identity: SpaceIdentity, spec: ShardSpec
 ) -> tuple[PrefixTree, int] | None:
-    """The space and shard number of found pages; None when this node cannot hold such pages."""
+    """The space and shard number of found pages; None if this node cannot hold such pages."""
     try:
         space, (shard,) = table.spaces.adopt(identity, [spec])
     except (InvalidArgument, CapacityError):
@@ -136,7 +136,7 @@ def _home(
 def _take_over(
     segment: FoundSegment, homes: list[tuple[PrefixTree, int] | None], doubts: _Doubts
 ) -> None:
-    """Make the nodes of a segment's pages, under their parents where those are known."""
+    """Create the nodes of a segment's pages, under their parents where those are known."""
     at, keys = 0, segment.keys
     while at < len(keys):
         home, end = homes[segment.pairs[at]], _stretch_end(segment, at)
@@ -148,7 +148,7 @@ def _take_over(
 
 
 def _stretch_end(segment: FoundSegment, first: int) -> int:
-    """Where the records end that follow the first one, and are of pages that follow its page."""
+    """The end of the records that follow the first one and whose pages follow its page."""
     keys, parents, pairs = segment.keys, segment.parents, segment.pairs
     pair, end = pairs[first], first + 1
     most = min(len(keys), first + nodes.RUN_PAGES_MAX)
@@ -162,7 +162,7 @@ def _stretch_end(segment: FoundSegment, first: int) -> int:
 def _take_over_leading(
     segment: FoundSegment, first: int, end: int, space: PrefixTree, shard: int, doubts: _Doubts
 ) -> int:
-    """Make, or find, a node of the first pages of a stretch; how many those are."""
+    """Create or find a node of the first pages of a stretch; returns how many pages."""
     keys = segment.keys
     key, parent_key = keys[first], segment.parents[first]
     head = space.root if parent_key == _NO_PARENT else space.end(parent_key)
@@ -189,7 +189,7 @@ def _take_over_leading(
 
 
 def _unknown(space: PrefixTree, keys: list[PrefixKey]) -> list[PrefixKey]:
-    """The leading keys that no node has, and none before them is equal to; the first is one."""
+    """The leading keys that no node has, without repetitions; the first key is one of them."""
     seen: set[PrefixKey] = set()
     for at, key in enumerate(keys):
         if key in seen or space.index.get(key) is not None:
@@ -202,10 +202,10 @@ _NO_PARENT: Final = ALL_KEYS
 
 
 def _dispel(doubts: _Doubts) -> int:
-    """Hang up what can be, then take out pages whose head is not there, with all below them.
+    """Attach nodes whose parents were found; drop pages without parents, and their descendants.
 
     Returns:
-        what the records of these take on disk.
+        the size of the dropped records on disk.
     """
     orphaned_bytes = 0
     for node, parent_key in doubts.lost.items():
@@ -238,10 +238,10 @@ def _dispel(doubts: _Doubts) -> int:
 
 
 def _cut_rings(lost: list[PrefixNode]) -> None:
-    """Take out pages whose records say that they precede each other, with all below them.
+    """Drop pages whose records say that they precede each other, and their descendants.
 
-    Keys are hashes of all before them, but it is engines that make them. Every ring has one of
-    ``lost`` in it: all other nodes were made below one that was there.
+    Keys are hashes of everything before them, but engines compute them. Every ring contains one of
+    ``lost``: all other nodes were created below an existing one.
     """
     hang: set[PrefixNode] = set()
     for node in lost:
@@ -261,7 +261,7 @@ def _cut_rings(lost: list[PrefixNode]) -> None:
 
 
 def _prune_below(node: PrefixNode) -> None:
-    """Remove what has become bare at and below a node."""
+    """Remove empty nodes at and below a node."""
     for below in reversed(subtree(node)) if is_live(node) else ():
         if is_live(below) and not below.present and not below.below:
             node.space.prune(below)

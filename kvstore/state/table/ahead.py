@@ -1,11 +1,11 @@
-"""Slots that are reserved ahead: the next page of a client takes one round trip. Pure.
+"""Slots reserved in advance: the next page of a client takes one round trip. Pure.
 
-A put of a page is two requests: one for a slot, one that says the bytes are there. A client that
-puts single pages is given the next slot with the second answer. It writes its next page there, and
-says in one request what the page is and that its bytes are there.
+A put of a page takes two requests: one reserves a slot, one reports that the bytes are there. A
+client that puts single pages gets its next slot with the second answer. It writes its next page
+there, and names the page and reports its bytes in a single request.
 
-A reserved slot is an open put of no page yet: its bytes are its client's alone until that stores a
-page in it, gives it back, or is known to touch it no more.
+A reserved slot is an open put without a page: its bytes belong to its client until that stores a
+page in it, gives it back, or is known not to access it any more.
 """
 
 from collections import Counter
@@ -21,13 +21,13 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Process, Put
 
 AHEAD_MAX = 4
-"""Slots that are reserved for one connection, each for another space or shard."""
+"""Maximum reserved slots of one connection, each for a different space or shard."""
 AHEAD_SHARE = 32
-"""All that is reserved is at most this part of memory, and each slot at most this part of its
-session's quota: a client that waits with a slot costs the others little."""
+"""All reserved slots take at most this part of memory, and each at most this part of its session's
+quota, so that an idle client's slots cost the others little."""
 EXTENTS_SHARE = 4
-"""They lie in at most this part of the extents, and in one where there are fewer: an extent with
-one of them cannot change its class, however few bytes it takes."""
+"""Reserved slots lie in at most this part of the extents, or in one if there are fewer: an extent
+with a reserved slot cannot change its class, however small the slot is."""
 
 
 class PageAhead(NamedTuple):
@@ -35,10 +35,10 @@ class PageAhead(NamedTuple):
 
     Attributes:
         space: its space.
-        shard: of it.
-        key: of the page.
+        shard: its shard.
+        key: its key.
         parent: the key before it; empty at the start of a chain.
-        tokens: of the page, or empty.
+        tokens: its tokens, or empty.
     """
 
     space: PrefixTree
@@ -53,11 +53,11 @@ class SlotsAhead:
 
     Args:
         residents: the pages, and where they are.
-        room: gives slots.
+        room: allocates slots.
 
     Attributes:
-        size_bytes: of all reserved slots.
-        slots: how many there are.
+        size_bytes: size of all reserved slots.
+        slots: number of reserved slots.
     """
 
     def __init__(self, residents: Residents, room: Room) -> None:
@@ -71,7 +71,7 @@ class SlotsAhead:
         self._extents: Counter[int] = Counter()
 
     def reserve(self, process: Process, put_id: int, space: PrefixTree, shard: int) -> Put | None:
-        """Reserve a slot for the next page of a shard; None when there is none to spare.
+        """Reserve a slot for the next page of a shard; None if none can be spared.
 
         Raises:
             InvalidArgument: a put has that number.
@@ -97,11 +97,11 @@ class SlotsAhead:
         return put
 
     def store(self, process: Process, put_id: int, page: PageAhead) -> PageStatus | None:
-        """Let a reserved slot be that of a page.
+        """Turn a reserved slot into an open put of a page.
 
         Returns:
-            None: the put is one of this page now, to be committed; else why it is not: the slot
-            stays reserved.
+            None on success: commit the put. Otherwise why the page cannot be put; the slot stays
+            reserved.
 
         Raises:
             InvalidArgument: there is no such slot, or it is reserved for another shard.
@@ -136,9 +136,9 @@ class SlotsAhead:
         return None
 
     def make_room(self) -> None:
-        """Free one slot each for shards whose reserved slot was used: the next one is there then.
+        """Free one slot for each shard whose reserved slot was used, for its next page.
 
-        For a turn without a request: no client waits while a page is evicted.
+        Call it in a turn without a request: no client then waits for the eviction.
         """
         for (_, shard), (space, used_ns) in self.used.items():
             with self._held.eviction.sparing(used_ns):
@@ -149,7 +149,7 @@ class SlotsAhead:
     def go_on(
         self, process: Process, put_id: int, ahead_id: int, space: PrefixTree, shard: int
     ) -> Put | None:
-        """Reserve the next slot under ``ahead_id``: the one of ``put_id`` if it was not needed.
+        """Reserve the next slot as ``ahead_id``; reuse the slot of ``put_id`` if it was not needed.
 
         Raises:
             InvalidArgument: a put has that number.
@@ -163,7 +163,7 @@ class SlotsAhead:
         return put
 
     def end(self, process: Process, put_id: int, *, writing: bool) -> None:
-        """A reserved slot is not needed; while ``writing``, its client may still write there."""
+        """Give a reserved slot back; while ``writing``, its client may still write to it."""
         put = process.puts[put_id]
         assert put.ahead
         put.ahead = False
@@ -177,7 +177,7 @@ class SlotsAhead:
             process.charge(-put.size_bytes)
 
     def _may_cost(self, process: Process, space: PrefixTree, size: int) -> bool:
-        """Whether one more slot of this size is little to the node, the session and the space."""
+        """Whether the node, the session and the space can spare one more slot of this size."""
         if (self.size_bytes + size) * AHEAD_SHARE > self._held.slots.capacity_bytes:
             return False
         session = process.session
@@ -186,7 +186,7 @@ class SlotsAhead:
         return space.number not in self._held.quotas.limited
 
     def _may_lie_in(self, position: int) -> bool:
-        """Whether one more slot may be reserved in that extent."""
+        """Whether one more slot may be reserved in this extent."""
         if position in self._extents:
             return True
         return len(self._extents) < max(1, len(self._held.slots.extents) // EXTENTS_SHARE)

@@ -1,6 +1,6 @@
-"""Announces the pages that a start found on disk, a few at a time. Pure.
+"""Announces the pages that were found on disk at the start, a few at a time. Pure.
 
-Nobody waits for it: an index that does not know of a page yet only misses it.
+This is not urgent: an index that does not know a page yet only misses it.
 """
 
 from collections import deque
@@ -13,17 +13,17 @@ from kvstore.state.tree.actions import TierStored
 from kvstore.state.tree.node import PrefixNode
 
 SHELVES: Final = 2
-"""Shelves of one step: about 500 pages, two or three milliseconds."""
+"""Shelves per step: about 500 pages, two or three milliseconds."""
 READ_NS: Final = 5_000_000_000
-"""How long the tokens of these are waited for; then they are told of without what is missing."""
+"""Maximum wait for the tokens of these pages; then they are announced without the missing ones."""
 
 
 class Announcement:
-    """The pages on disk in one page table, in the order they were found: heads mostly first.
+    """The pages on disk of one page table, in the order they were found: mostly parents first.
 
     Args:
-        table: whose pages; nothing of it has been told yet.
-        tokens: tell their tokens too, which are read from their records first.
+        table: the page table; none of its pages has been announced yet.
+        tokens: also announce their tokens, which are first read from their records.
     """
 
     def __init__(self, table: PageTable, *, tokens: bool = False) -> None:
@@ -36,11 +36,11 @@ class Announcement:
 
     @property
     def done(self) -> bool:
-        """Whether all has been told."""
+        """Whether all pages have been announced."""
         return not self._waiting
 
     def step(self, table: PageTable) -> None:
-        """Tell of some pages that are on disk now; one that left meanwhile is not told of."""
+        """Announce some of the pages that are on disk now."""
         pages = [
             (node, shard)
             for space, number in islice(self._waiting, SHELVES)
@@ -63,7 +63,7 @@ class Announcement:
             self._waiting.popleft()
 
     def _is_reading(self, table: PageTable, pages: list[tuple[PrefixNode, int]]) -> bool:
-        """Whether the tokens of some pages are still to come; begins to read them."""
+        """Whether tokens of some pages are still being read; starts to read them."""
         if self._reading is None:
             unknown = [page for page in pages if not page[0].tokens]
             self._reading = table.disk.read_tokens(unknown), table.now_ns + READ_NS

@@ -13,7 +13,7 @@ from kvstore.state.tree.slots import Slot, SlotTable
 
 
 class Deadlines:
-    """Leases and pages of one node, the earliest first; those that no longer count leave."""
+    """Leases and pages of one node, ordered by deadline; those that no longer count are removed."""
 
     def __init__(self) -> None:
         #: (deadline_ns, number, process, number of the lease, lease)
@@ -23,17 +23,17 @@ class Deadlines:
         self._sequence = count()
 
     def add_lease(self, process: Process, number: int, lease: Lease) -> None:
-        """A process has a lease under a number."""
+        """Add a lease of a process under its number."""
         self._leases.push((lease.deadline_ns, next(self._sequence), process, number, lease))
 
     def add_page(self, node: PrefixNode, shard: int, expires_ns: int) -> None:
-        """A page that expires is READY."""
+        """Add a READY page that expires."""
         self._pages.push((expires_ns, next(self._sequence), shard, node))
 
     def leases_due(self, now_ns: int, most: int) -> Iterator[tuple[Process, int, Lease]]:
-        """Leases that have run out by ``now_ns``, with the process that has each, and its number.
+        """Leases that have expired by ``now_ns``, each with its process and number.
 
-        At most ``most`` entries are looked at.
+        At most ``most`` entries are examined.
         """
         for _ in range(most):
             if not self._leases or self._leases.first()[0] > now_ns:
@@ -43,7 +43,7 @@ class Deadlines:
                 yield entry[2], entry[3], entry[4]
 
     def pages_due(self, now_ns: int, most: int) -> Iterator[tuple[PrefixNode, int]]:
-        """Pages that have expired, as node and shard; at most ``most`` entries are looked at."""
+        """Pages that have expired, as node and shard; at most ``most`` entries are examined."""
         for _ in range(most):
             if not self._pages or self._pages.first()[0] > now_ns:
                 return
@@ -52,7 +52,7 @@ class Deadlines:
                 yield entry[3], entry[2]
 
     def next_ns(self) -> int:
-        """The earliest; 0 = none."""
+        """The earliest deadline; 0 = none."""
         firsts = [heap.first()[0] for heap in (self._leases, self._pages) if heap]
         return min(firsts, default=0)
 
@@ -68,24 +68,24 @@ def _is_held(deadline: Entry) -> bool:
 
 
 AGAIN_NS: Final = 1_000_000_000
-"""How long an extent that somebody else still reads or writes is left alone."""
+"""How long an extent that another client still reads or writes is left alone."""
 VACATE_PAGES: Final = 200
-"""Pages that one turn takes out of an extent."""
+"""Pages that one turn evicts from an extent."""
 
 
 class Retirement:
     """The retiring extents of one node.
 
-    They are memory that may be touched for ever, because nobody can tell when who touches it ends.
-    The kernel tells a node when the process behind a connection ends. Of a process in another PID
-    namespace an old kernel cannot; what such a process held when its connection broke would never
-    be free again. So, after a bound, the whole extents that it may still read or write are
-    **retired**: no slot of theirs is used any more, their pages leave memory, and once nobody else
-    reads or writes there they get new memory under a new number. A late write then meets no page.
+    The kernel tells a node when the process behind a connection ends. For a process in another PID
+    namespace, an old kernel cannot: the slots that such a process held when its connection broke
+    could never be reused. So, after a time limit, all extents that the process may still read or
+    write are **retired**: none of their slots is allocated any more, their pages are evicted, and
+    once no other client reads or writes there, they get new memory under a new number. A late write
+    then hits no page.
 
     Args:
-        residents: the pages in those extents.
-        after_ns: how long after its loss an unwatched process is given up.
+        residents: the pages, and where they are.
+        after_ns: how long to wait for the end of a lost process that cannot be watched.
     """
 
     def __init__(self, residents: Residents, after_ns: int) -> None:
@@ -101,13 +101,13 @@ class Retirement:
         return len(self._lost)
 
     def add(self, process: Process, now_ns: int) -> None:
-        """The connection of a process that nobody watches broke; it may still touch its slots."""
+        """The connection of an unwatched process broke; the process may still access its slots."""
         assert process.lost
         assert not process.peer.watched
         self._lost.setdefault(process, now_ns)
 
     def remove(self, process: Process) -> None:
-        """It is known, after all, that the process touches nothing any more."""
+        """The process is known not to access anything any more."""
         self._lost.pop(process, None)
 
     def next_deadline_ns(self) -> int:
@@ -118,10 +118,10 @@ class Retirement:
         return 0 if first is None else max(first + self._after_ns, self._again_ns)
 
     def advance(self, now_ns: int) -> list[Process]:
-        """Retire the extents of processes whose time is up, as far as nobody else needs them.
+        """Retire the extents of processes whose time is up, unless other clients need them.
 
         Returns:
-            those that hold nothing any more.
+            the processes that hold nothing any more.
         """
         given_up = [
             process for process, lost in self._lost.items() if lost + self._after_ns <= now_ns
@@ -155,7 +155,7 @@ class Retirement:
 
 
 def _forfeit(slots: SlotTable, process: Process, position: int) -> None:
-    """What the process held in an extent whose memory was given up is nobody's any more."""
+    """Free what the process held in an extent whose memory was replaced."""
     at = slots.position
     for lease_id, lease in list(process.leases.items()):
         gone = [slot for slot in lease.slots if at(slot) == position]

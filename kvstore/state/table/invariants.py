@@ -1,9 +1,9 @@
 """The invariants of all pages of a node, checked in short stretches. Pure.
 
-Checking a million pages takes seconds, and nobody may hold the state for so long. So each part of
+Checking a million pages takes seconds, and nothing may block the state for so long. So each part of
 the state is walked in stretches of about 100 microseconds. Between two stretches anything may
-happen: pages come and leave, extents change hands. What must hold of one node, slot or record is
-asserted of each. Sums are asserted only if nothing changed during the walk; each part counts its
+happen: pages come and go, extents change their class. Invariants of a single node, slot or record
+are always asserted. Sums are asserted only if nothing changed during the walk; each part counts its
 changes for that.
 """
 
@@ -19,7 +19,7 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.slots import Slot, SlotState
 
 TOGETHER_MAX: Final = 1024
-"""Most writes under way, or dropped pages with descendants, that one stretch adds up."""
+"""Maximum writes in progress, or dropped pages with descendants, that one stretch adds up."""
 
 
 def checks(table: PageTable) -> Iterator[int]:
@@ -72,7 +72,7 @@ def _space(table: PageTable, space: PrefixTree) -> Iterator[int]:
 
 
 def _check_turn(table: PageTable) -> None:
-    """Assert what must hold between two turns."""
+    """Assert the invariants that hold between two turns."""
     table.eviction.check_turn()
     assert table.draining.spared is None
     assert not table.disk.effects, "the disk side said what nobody has applied"

@@ -13,7 +13,7 @@ from kvstore.state.tree.places import Tier
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 TTL_NS_MAX = 86_400_000_000_000
-"""How long a conversation is kept at most after its last request, unless it is told: a day."""
+"""Default maximum time that a conversation is kept after its last request: a day."""
 
 
 class Keeping:
@@ -21,13 +21,13 @@ class Keeping:
 
     Args:
         residents: the pages, and where they are.
-        tiers: writes pages to disk that are kept there.
+        tiers: writes kept pages to disk.
 
     Attributes:
         pins: of operators.
         conversations: of engines.
-        ttl_ns_max: how long a conversation is kept at most after its last request.
-        is_used: there are some of either.
+        ttl_ns_max: maximum time that a conversation is kept after its last request.
+        is_used: whether there are pins or conversations.
     """
 
     def __init__(self, residents: Residents, tiers: Tiers) -> None:
@@ -42,13 +42,13 @@ class Keeping:
         self, space: PrefixTree, key: PrefixKey, expires_ns: int, tier: Tier = "host",
         measured: tuple[list[PrefixNode], int] | None = None,
     ) -> Pin:  # fmt: skip
-        """Pin a prefix in a tier; on disk, what is not there yet is written now.
+        """Pin a prefix in a tier; on disk, pages that are not there yet are written now.
 
-        ``measured`` is what :meth:`kvstore.state.choice.quotas.Pins.measure` gave a moment ago.
+        ``measured`` is the recent result of :meth:`kvstore.state.choice.quotas.Pins.measure`.
 
         Raises:
             NotFound: no page is stored under the key.
-            CapacityError: the budget, or the disk, has no room for it.
+            CapacityError: the budget or the disk has no room for it.
             TierUnavailable: there is no such tier.
         """
         if tier == "ssd" and not self._held.disk.exists:
@@ -80,9 +80,9 @@ class Keeping:
     ) -> tuple[int, KeepCause]:
         """Keep pages of a conversation for a time, on disk if there is one.
 
-        For the arguments see :meth:`kvstore.state.choice.conversations.Conversations.keep`. They
-        take no more of a space than its quota in that tier. A longer time than :attr:`ttl_ns_max`
-        is cut, and counted.
+        For the arguments see :meth:`kvstore.state.choice.conversations.Conversations.keep`. Kept
+        pages count against the space's quota in that tier. A time longer than :attr:`ttl_ns_max` is
+        shortened, and counted.
 
         Returns:
             How many of the leading keys are kept, and why the others are not.
@@ -110,16 +110,16 @@ class Keeping:
         return pages, cause
 
     def stored(self, nodes: Iterable[PrefixNode]) -> None:
-        """Pages of these nodes became READY; those that are kept may take more now."""
+        """Pages of these nodes became READY; kept ones may have grown."""
         self._held.pinned_changed += [node for node in nodes if node.pins]
         self._settle()
 
     def end(self, space: PrefixTree, name: str) -> int:
-        """Leave the pages of a conversation to the policy soon; returns how many there were."""
+        """Stop keeping the pages of a conversation soon; returns how many there were."""
         return self.conversations.end(space, name)
 
     def _released(self, nodes: Sequence[PrefixNode]) -> None:
-        """Pins of these nodes ended: they may be evictable, and their segments worth reclaiming."""
+        """Pins of these nodes ended: the nodes may be evictable, their segments reclaimable."""
         for node in nodes:
             if is_live(node):
                 self._held.add_candidate(node)
@@ -127,7 +127,7 @@ class Keeping:
             self._held.disk.unpinned()
 
     def expire(self, now_ns: int) -> None:
-        """Let go what was kept until now, as much as one turn does."""
+        """Release what was kept until now, within one turn's limit."""
         self._settle()
         if len(self.pins):
             self._released(self.pins.expire(now_ns))
@@ -142,7 +142,7 @@ class Keeping:
         return min((at for at in due if at), default=0)
 
     def _settle(self) -> None:
-        """Charge what kept pages take since some of their shards came or left."""
+        """Charge kept pages whose shards were added or dropped."""
         changed = self._held.pinned_changed
         if changed:
             gone = self.conversations.changed(changed)
@@ -150,7 +150,7 @@ class Keeping:
             self._released(gone)
 
     def _write(self, nodes: list[PrefixNode]) -> list[PrefixNode]:
-        """Write pages that are not on disk; returns those that the disk does not take now."""
+        """Write pages that are not on disk; returns those that the disk does not accept now."""
         for at, node in enumerate(nodes):
             try:
                 for shard in list(node.digests) if is_live(node) else ():

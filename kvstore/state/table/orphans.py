@@ -1,8 +1,8 @@
 """Descendants of dropped pages: they are dropped too, the last page of each prompt first.
 
-A head can have a hundred thousand pages below it, and nobody waits that long. The head itself is a
-miss at once: its node stays as a **hole** (:attr:`PrefixTree.holes`), across which no hit reaches
-and which no put fills, until all below it has left, some pages in each turn.
+A page can have a hundred thousand descendants, too many for one turn. The page itself is a miss at
+once: its node stays as a **hole** (:attr:`PrefixTree.holes`), which no hit crosses and no put
+fills, until all its descendants have been dropped, some in each turn.
 """
 
 import sys
@@ -18,8 +18,8 @@ class Orphans(NamedTuple):
 
     Attributes:
         top: the hole.
-        shard: whose pages leave.
-        cause: why, as events and counters say it.
+        shard: the shard whose pages are dropped.
+        cause: the cause, for events and counters.
         walk: see :func:`tails_first`.
     """
 
@@ -30,9 +30,10 @@ class Orphans(NamedTuple):
 
 
 def tails_first(top: PrefixNode, shard: int) -> Iterator[PrefixNode | None]:
-    """Nodes below ``top`` with a page of ``shard``, every one after all that follow it.
+    """Nodes below ``top`` with a page of ``shard``, each after all its descendants.
 
-    The page of a node is taken out before the next step; what comes below meanwhile is found too.
+    The caller drops the page of a node before the next step; pages that are added below meanwhile
+    are found too.
 
     Yields:
         a node, or None for a step that found none.
@@ -55,17 +56,17 @@ def tails_first(top: PrefixNode, shard: int) -> Iterator[PrefixNode | None]:
 
 
 def _children(node: PrefixNode, bit: int) -> Iterator[PrefixNode]:
-    """The nodes below that have the page, as they are now."""
+    """The child nodes that have the page, as of now."""
     return iter([child for child in node.below.values() if child.present & bit])
 
 
 def subtree(*tops: PrefixNode, most: int = sys.maxsize) -> list[PrefixNode]:
-    """The nodes and all below them, each once; below one of them every parent before its children.
+    """The nodes and all their descendants, each once; below each of them, parents before children.
 
-    Of one node's it stops when there are more than ``most``.
+    For one node, the walk stops when there are more than ``most``.
 
-    Of nodes that lie below each other only the first way to a node is gone: looking below each page
-    of a long prompt would take a time that grows with the square of its length.
+    If some of the nodes are descendants of others, each node is visited only once: walking below
+    each page of a long prompt would take time that grows with the square of its length.
     """
     if len(tops) == 1:
         found = list(tops)

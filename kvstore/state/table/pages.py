@@ -1,8 +1,8 @@
-"""Pages: the state a node decides with. Batches in, results and actions out; pure.
+"""Pages: the state with which a node decides. Batches in, results and actions out; pure.
 
-This is where slots, prefix trees and sessions meet. What callers must do with ``actions`` (publish
-events, replace memory, wake waiters) is the node's business; nothing here does I/O or reads a
-clock. Every list of keys is a run of one chain, packed as 32 bytes each.
+Slots, prefix trees and sessions meet here. The node carries out ``actions`` (publish events,
+replace memory, wake waiting requests); nothing here does I/O or reads a clock. Every list of keys
+is a run of one chain, packed as 32 bytes each.
 """
 
 from collections.abc import Sequence
@@ -38,23 +38,21 @@ from kvstore.state.tree.sessions import Fetch, Lease, Process, Put, Session
 from kvstore.state.tree.slots import SlotTable
 
 EXPIRE_MAX = 128
-"""Pages whose deadline one turn applies."""
+"""Maximum deadlines of pages that one turn applies."""
 
 
 class PageTable:
-    """All pages of one node, and who holds them.
+    """All pages of one node, and the sessions that hold them.
 
     Args:
         slots: the slots of the host tier.
-        policy: what leaves memory first, one of :data:`kvstore.state.choice.policy.POLICIES`.
+        policy: the eviction policy, one of :data:`kvstore.state.choice.policy.POLICIES`.
+
+    Raises:
+        InvalidArgument: no policy has that name.
     """
 
     def __init__(self, slots: SlotTable, policy: str = "lru") -> None:
-        """Start empty.
-
-        Raises:
-            InvalidArgument: no policy has that name.
-        """
         self.residents = held = Residents(slots, policy)
         self.room, self.tiers = Room(held), Tiers(held)
         self.ahead = SlotsAhead(held, self.room)
@@ -67,29 +65,29 @@ class PageTable:
 
     @property
     def disk(self) -> DiskPages:
-        """The disk side; without an SSD tier one that takes no page."""
+        """The disk side; without an SSD tier it accepts no page."""
         return self.residents.disk
 
     @property
     def now_ns(self) -> int:
-        """The time of the message that is being carried out."""
+        """The time of the message that is being processed."""
         return self.moment.now_ns
 
     def open_space(
         self, session: Session, identity: SpaceIdentity, shards: Sequence[ShardSpec]
     ) -> tuple[PrefixTree, list[int]]:
-        """See :class:`~kvstore.state.tree.sessions.Spaces`; idle spaces give up their places."""
+        """See :class:`~kvstore.state.tree.sessions.Spaces`; idle spaces are closed to make room."""
         self.counts["closed_spaces"] += self.spaces.close_idle(self.residents.needs_space)
         return self.spaces.open(session, identity, shards)
 
     # ---- reading ----------------------------------------------------------------------------
 
     def lookup(self, space: PrefixTree, shards: list[int], packed: bytes) -> tuple[int, int]:
-        """The longest prefix of which every needed shard is READY.
+        """The longest prefix for which every requested shard is READY.
 
         Returns:
-            (pages, pending): pages of the hit; and how many more would be a hit once everything
-            that is being written now is READY.
+            (pages, pending): pages of the hit; and how many more would be a hit once all pages that
+            are being written now are READY.
         """
         self.moment.tick += 1
         match = longest_match(space, shards, packed)
@@ -101,9 +99,9 @@ class PageTable:
         self, process: Process, lease_id: int, space: PrefixTree, shard: int, packed: bytes,
         deadline_ns: int, *, used: bool = True,
     ) -> Leased:  # fmt: skip
-        """Pin the leading run of pages of one shard that are in memory under a lease.
+        """Pin, under a lease, the leading run of pages of one shard that are in memory.
 
-        ``used``: this counts as a use of them.
+        ``used``: count this as a use of the pages.
 
         Raises:
             CapacityError: the session's quota is used up; nothing was pinned.
@@ -128,7 +126,7 @@ class PageTable:
         return leased
 
     def _count_use(self, nodes: Sequence[PrefixNode], shard: int) -> None:
-        """A request has used a run of pages of one shard."""
+        """A request used a run of pages of one shard."""
         for node in nodes:
             node.access = self.moment.tick  # segments are reclaimed without a look at descendants
         self.residents.use(last := nodes[-1])
@@ -140,9 +138,9 @@ class PageTable:
             apply_effects(self.residents)
 
     def release(self, process: Process, lease_id: int, *, read: bool = True) -> None:
-        """The reader is done; unknown leases are ignored (the answer to them may be late).
+        """Release a lease; unknown ones are ignored: their Acquire may not have been answered yet.
 
-        ``read``: it has read the pages: those to be read once leave.
+        ``read``: the pages were read; read-once pages are dropped.
         """
         lease = process.leases.pop(lease_id, None)
         if lease is None:
@@ -162,15 +160,16 @@ class PageTable:
         lease.slots.clear()  # its deadline may be far away, and must not keep them till then
 
     def begin_fetch(self, process: Process, size_bytes: int, earlier: Fetch | None = None) -> Fetch:
-        """Somebody wants pages in memory; they count against its quota until :meth:`end_fetch`.
+        """Start a fetch; its bytes count against the session's quota until :meth:`end_fetch`.
 
         Args:
-            process: who wants them.
-            size_bytes: slot bytes of all of them, wherever they are.
-            earlier: brought part of them and ends soon; what it holds stays in memory till then.
+            process: the process that requests the pages.
+            size_bytes: slot bytes of all pages, wherever they are.
+            earlier: a fetch that loaded part of them and ends soon; its pages stay in memory until
+                then.
 
         Raises:
-            CapacityError: the session's quota is used up; nothing has begun.
+            CapacityError: the session's quota is used up; nothing was started.
         """
         held = earlier.size_bytes if earlier is not None else 0
         if not process.session.admits(size_bytes - held):
@@ -183,7 +182,7 @@ class PageTable:
         return fetch
 
     def end_fetch(self, process: Process, fetch: Fetch) -> None:
-        """Whoever waited has what it wanted, or has given up."""
+        """End a fetch: its request was answered, or given up."""
         process.fetches.remove(fetch)
         process.charge(-fetch.size_bytes)
         self.residents.let_go(self.fetches.end(fetch))
@@ -196,7 +195,7 @@ class PageTable:
     ) -> tuple[list[PageStatus], Put]:  # fmt: skip
         """Grant a slot for every page that is neither stored nor being written.
 
-        Pages before the first NO_ROOM or NO_PARENT are decided; all after it get the same answer.
+        Pages before the first NO_ROOM or NO_PARENT are decided; all later ones get the same answer.
         """
         if put_id in process.puts:
             raise InvalidArgument("put", f"{put_id} is in use")
@@ -230,12 +229,12 @@ class PageTable:
         self, process: Process, put_id: int, digests: bytes, keep: Retention = ORDINARY, *,
         peer: str = "",
     ) -> list[PageStatus]:  # fmt: skip
-        """The bytes are there: make the granted pages READY, to be kept as ``keep`` says.
+        """Make the granted pages READY; their bytes are written. They are kept as ``keep`` says.
 
-        ``peer``: they were read from this peer, which has them still; empty = a client put them.
+        ``peer``: they were read from this peer, which still has them; empty = a client put them.
 
         Raises:
-            InvalidArgument: no such put, or not one digest a page; the put is left as it was.
+            InvalidArgument: no such put, or not one digest per page; the put is unchanged.
         """
         put = process.puts.get(put_id)
         if put is None or put.ahead:
@@ -289,9 +288,10 @@ class PageTable:
         return statuses
 
     def abort_put(self, process: Process, put_id: int, *, writing: bool = False) -> None:
-        """Take the pages of an open put back.
+        """Drop the pages of an open put.
 
-        While its writer may still be ``writing``, the slots go to LIMBO until it has settled.
+        While its writer may still be ``writing``, the slots stay in LIMBO until the writer has
+        settled.
         """
         put = process.puts.get(put_id)
         if put is None or put.lost:
@@ -323,7 +323,7 @@ class PageTable:
     def lend(
         self, process: Process, lease_id: int, pages: list[tuple[PrefixNode, int]], deadline_ns: int
     ) -> Lease:
-        """Pin one READY page or more in memory under a lease, in any order; no use is counted."""
+        """Pin READY pages in memory under a lease, in any order; this does not count as a use."""
         slots = [node.slot(shard) for node, shard in pages]
         size = sum(node.space.shards[shard].slot_bytes for node, shard in pages)
         lease = Lease(slots, size, deadline_ns)
@@ -334,20 +334,20 @@ class PageTable:
     # ---- ends -------------------------------------------------------------------------------
 
     def lose(self, process: Process) -> None:
-        """The connection broke but the process lives: what it writes goes to LIMBO."""
+        """The connection broke but the process lives: slots that it writes go to LIMBO."""
         process.lost = True
         for put_id in list(process.puts):
             self.abort_put(process, put_id, writing=True)
 
     def end(self, process: Process, pages_max: int) -> int:
-        """The process is known to touch no byte of this tier any more: free what it held.
+        """Free what a process held; it is known not to access this tier any more.
 
         Args:
             process: must not wait for anything from disk.
-            pages_max: once so many pages are free the rest is left to the next call.
+            pages_max: stop after this many pages; the rest is left to the next call.
 
         Returns:
-            pages freed; the process is idle once all are.
+            number of pages freed; the process is idle once all are.
         """
         assert not process.fetches
         freed = 0
@@ -366,7 +366,7 @@ class PageTable:
         return freed
 
     def expire(self, now_ns: int) -> bool:
-        """Apply deadlines up to ``now_ns``, as many as one turn does; whether more have passed."""
+        """Apply deadlines up to ``now_ns``, within a turn's limit; whether more have passed."""
         left = EXPIRE_MAX
         for process, lease_id, lease in self._deadlines.leases_due(now_ns, EXPIRE_MAX):
             left -= 1 + len(lease.slots)
@@ -402,10 +402,11 @@ class PageTable:
     def _grant(
         self, process: Process, put: Put, keys: list[PrefixKey], parent: PrefixKey, tokens: bytes
     ) -> tuple[int, PageStatus | None]:
-        """Grant the leading pages of ``keys`` that are not there.
+        """Grant slots to the leading pages of ``keys`` that are missing.
 
         Returns:
-            how many were granted; and why the next is not, None when it is there or is none.
+            how many were granted; and why the next page is not, None if it is there or there is
+            none.
         """
         space, shard = put.space, put.shard
         slot_bytes = space.shards[shard].slot_bytes

@@ -1,8 +1,8 @@
 """Where each page is: in memory, on disk, in transit, or dropped. Pure.
 
-A page that leaves memory stays on disk if it is there; else it leaves the index with all that it
-leads to. :mod:`kvstore.state.table.room` chooses what leaves; nothing here knows about engines,
-:mod:`kvstore.state.table.pages` does.
+A page that is evicted from memory stays on disk if it is there; otherwise it is dropped from the
+index with its descendants. :mod:`kvstore.state.table.room` chooses which pages are evicted. Engines
+are unknown here; :mod:`kvstore.state.table.pages` knows them.
 """
 
 from collections import Counter, deque
@@ -32,7 +32,8 @@ from kvstore.state.tree.slots import Slot, SlotTable
 from kvstore.state.tree.story import Moment, Story
 
 DROP_AT_ONCE = 128
-"""Nodes that one page takes along when it leaves the index; of more, all leave in turns."""
+"""Maximum descendants that are dropped together with a page; if there are more, all are dropped in
+later turns."""
 
 
 class Residents:
@@ -40,15 +41,15 @@ class Residents:
 
     Args:
         slots: the slots of the host tier.
-        policy: what leaves memory first.
+        policy: name of the eviction policy.
 
     Attributes:
-        actions: what became READY or left the index, in order.
-        moment: the time of the message that is being carried out.
-        orphans: pages whose head has left, and that are still there.
+        actions: pages that became READY or were dropped, in order.
+        moment: the time of the message that is being processed.
+        orphans: descendants of dropped pages that are still in the index.
         story: the last events of pages.
         draining: the extent that is being emptied for pages of another class.
-        pinned_changed: pinned nodes that pages have left, or have come to, until that is charged.
+        pinned_changed: pinned nodes that lost or gained pages, until that is charged.
     """
 
     def __init__(self, slots: SlotTable, policy: str = "lru") -> None:
@@ -73,13 +74,13 @@ class Residents:
 
     @property
     def unfinished(self) -> bool:
-        """Whether there is work for the turns that come: :meth:`sweep`, :meth:`drain`, writes."""
+        """Whether there is work left for later turns: :meth:`sweep`, :meth:`drain`, writes."""
         if self.orphans or self.draining.now is not None:
             return True
         return self.disk.unfinished or len(self.disk.loads.beginning) > 0
 
     def ready_run(self, space: PrefixTree, shard: int, packed: bytes) -> list[PrefixNode]:
-        """The leading run of READY pages of one shard, in whatever tier, as single pages."""
+        """The leading run of READY pages of one shard, in any tier, as single pages."""
         run: list[PrefixNode] = []
         for at in range(0, len(packed), KEY_BYTES):
             node = space.nodes.get(PrefixKey(packed[at : at + KEY_BYTES]))
@@ -89,17 +90,17 @@ class Residents:
         return run
 
     def on_disk(self, space: PrefixTree, shards: list[int], packed: bytes, pages: int) -> int:
-        """How many of the first ``pages`` pages, a hit, are to be loaded for some shard."""
+        """How many of the first ``pages`` pages, a hit, must be loaded for some shard."""
         return missing_pages(space, shards, packed, pages) if space.disk_bytes else 0
 
     def owner(self, slot: Slot) -> PrefixNode | None:
-        """The node of the page in a slot; None for a slot of no page in the trees."""
+        """The node of the page in a slot; None if the slot has no page in the trees."""
         return self.owners.run(slot)
 
     # ---- memory -----------------------------------------------------------------------------
 
     def count_stored(self, pages: int, page_bytes: int, peer: str) -> None:
-        """Pages of one shard became READY; ``peer``: who gave them, empty = a client."""
+        """Count pages of one shard that became READY; ``peer``: their source, empty = a client."""
         if peer:
             self.counts["peer_fetched_pages"] += pages
             self.counts["peer_fetched_bytes"] += pages * page_bytes
@@ -111,9 +112,9 @@ class Residents:
         self, kind: type[TierStored | TierRemoved], node: PrefixNode, shard: int, tier: Tier,
         tokens: bytes = b"",
     ) -> None:  # fmt: skip
-        """The pages of a node came to a tier, or leave it and stay in the other.
+        """Report that pages were added to a tier, or removed from one tier and kept in another.
 
-        ``tokens`` are those of their records, for pages that are in no memory.
+        ``tokens``: those of their records, for pages that are not in memory.
         """
         assert node.above is not None
         known, keys = node.tokens or tokens, node.key_list()
@@ -128,9 +129,9 @@ class Residents:
             self.disk.limits.add_candidate(node)
 
     def let_go(self, slots: list[Slot]) -> None:
-        """Somebody needs the pages in these slots no more: take a pin from each.
+        """Unpin the pages in these slots.
 
-        Of a node it is all, or none; some may have left the index meanwhile.
+        Either all slots of a node are given or none; some pages may have been dropped meanwhile.
         """
         self.slots.unpin(slots)
         for node in nodes_of(self.owners, slots):
@@ -139,7 +140,7 @@ class Residents:
     # ---- leaving ----------------------------------------------------------------------------
 
     def drop(self, node: PrefixNode, shard: int, cause: str) -> None:
-        """Take the READY pages of a node out of the index, with what only they made reachable."""
+        """Drop the READY pages of a node, and their descendants."""
         if not node.ready >> shard & 1:
             return
         self.ghosts.head = node.key
@@ -149,9 +150,9 @@ class Residents:
         self.tidy(node)
 
     def drop_below(self, node: PrefixNode, shard: int, cause: str) -> None:
-        """Take out what lies below ``node``: without their head nobody reaches those pages.
+        """Drop the descendants of ``node``, which no lookup can reach without it.
 
-        Of many pages none goes now, and all of them in turns, see :meth:`sweep`.
+        If there are many, :meth:`sweep` drops them over several turns.
         """
         if node.space.shards[shard].window_pages:
             return
@@ -165,7 +166,7 @@ class Residents:
             self._drop_orphan(below, shard, cause)
 
     def _drop_orphan(self, node: PrefixNode, shard: int, cause: str) -> None:
-        """Take a page out, whatever its state, below which there is none."""
+        """Drop a leaf, whatever its state."""
         if node.ready >> shard & 1:
             self._remove(node, shard, cause)
         elif node.present >> shard & 1:
@@ -173,7 +174,7 @@ class Residents:
         self.tidy(node)
 
     def sweep(self, steps: int) -> None:
-        """Take out pages whose head has left, in ``steps`` steps; see :attr:`orphans`."""
+        """Drop descendants of dropped pages, in ``steps`` steps; see :attr:`orphans`."""
         left = steps
         while self.orphans and left > 0:
             top, shard, cause, walk = self.orphans[0]
@@ -189,7 +190,7 @@ class Residents:
                 self.tidy(top)
 
     def _remove(self, node: PrefixNode, shard: int, cause: str) -> None:
-        """Take the READY pages of a node out of every tier."""
+        """Remove the READY pages of a node from every tier."""
         if node.pins:
             self.pinned_changed.append(node)
         tiers = node.tiers(shard)
@@ -205,7 +206,7 @@ class Residents:
         self.slots.release(slots)
 
     def abandon(self, node: PrefixNode, shard: int) -> None:
-        """Take a page out that is being written; its writer will find it DROPPED."""
+        """Drop a page that is being written; its writer will find it DROPPED."""
         self._forget(node, shard)
         self.actions.append(Abandoned(node.space, [node.key]))
         self.story.tell("abandoned", node, shard)
@@ -216,7 +217,7 @@ class Residents:
         return slots
 
     def tidy(self, node: PrefixNode) -> None:
-        """After pages went: prune bare nodes, and offer what became a leaf."""
+        """After a removal: prune empty nodes, and add new leaves to the eviction queues."""
         if is_live(node):
             node = node.space.prune(node)
             self.disk.limits.add_candidate(node)
@@ -225,7 +226,7 @@ class Residents:
             self.add_candidate(node)
 
     def evict(self, node: PrefixNode, pages: int = 1) -> None:
-        """Take the last ``pages`` of a node out of memory, those on disk stay in the index."""
+        """Evict the last ``pages`` of a node from memory; those on disk stay in the index."""
         if not node.on_disk and not node.below:
             self._evict_last(node, min(pages, node.count))
             return
@@ -241,7 +242,7 @@ class Residents:
         self.tidy(node)
 
     def _evict_last(self, node: PrefixNode, pages: int) -> None:
-        """Take the last pages of a leaf out of memory, and so out of the index."""
+        """Evict the last pages of a leaf from memory, and drop them."""
         first, count, cause = node.count - pages, node.count, "evicted"
         keys = node.key_list(first)
         keys.reverse()
@@ -258,7 +259,7 @@ class Residents:
         self.tidy(node)
 
     def release_memory(self, node: PrefixNode) -> bool:
-        """Let go of a node's memory if all its pages are on disk and nothing needs it there."""
+        """Free a node's memory if all its pages are on disk and nothing needs them in memory."""
         if node.memory & ~node.on_disk or not self.eviction.evictable(node):
             return False
         self.evict(node, node.count)
@@ -271,7 +272,7 @@ class Residents:
         self.slots.release(slots)
 
     def leave_memory(self, node: PrefixNode, shard: int) -> None:
-        """Take a page out of memory that nobody needs, and out of the index if it is nowhere."""
+        """Evict a page that nothing needs in memory; drop it if it is in no other tier."""
         if node.on_disk & node.memory & 1 << shard:
             self._release_memory(node, shard)
             self.tidy(node)
@@ -279,7 +280,7 @@ class Residents:
             self.drop(node, shard, "evicted")
 
     def vacate(self, position: int, pages_max: int) -> bool:
-        """Take READY pages out of the memory of an extent, used or not; whether all are out."""
+        """Evict READY pages of an extent, even used ones; returns whether all are evicted."""
         left = pages_max
         for slot in self.slots.slots_in_use(position):
             owner = self.owners.get(slot)
@@ -299,13 +300,13 @@ class Residents:
         return True
 
     def needs_space(self, space: PrefixTree) -> bool:
-        """Whether something stands under the number of an empty space."""
+        """Whether pages, limits or jobs still refer to this empty space."""
         if space.number in self.quotas.limited or space.host_bytes or space.disk_bytes:
             return True
         return self.disk.needs_space(space)
 
     def use_last(self, node: PrefixNode, packed: bytes, pages: int) -> None:
-        """The prefix that ends with the last of so many keys was used; ``node`` has that page."""
+        """The prefix that ends with the last of ``pages`` keys was used; ``node`` has that page."""
         if node.count > 1:
             key = PrefixKey(packed[(pages - 1) * KEY_BYTES : pages * KEY_BYTES])
             node = node.space.node_of(key)

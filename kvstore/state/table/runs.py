@@ -1,7 +1,7 @@
-"""Which nodes the pages of a message are: requests name pages, the state keeps runs. Pure.
+"""Maps the pages of a request to tree nodes and slots. Pure.
 
-Also whose page a slot holds, and which pages of a put are new and may come where it says; both are
-looked at before anything changes.
+It also finds the page in a slot, and which pages of a put are new and may follow the page that the
+put names. Both are read before anything changes.
 """
 
 from collections.abc import Generator, Sequence
@@ -28,13 +28,13 @@ _NO_KEYS: Final[_Keys] = np.empty(0, dtype=np.object_)
 class Owners:
     """All and only the slots of pages in the trees, and those pages.
 
-    Two columns for each extent, which never grow while somebody waits. They name a page by its key,
-    so that nothing changes here when a node is split. The keys are in numpy's arrays of objects,
-    because Python's collector does not look into those: it would touch every key of an extent while
-    that is young.
+    Each extent has two columns, whose growth blocks no request. They name a page by its key, so
+    that nothing changes here when a node is split. The keys are in numpy arrays of objects, because
+    Python's garbage collector does not traverse those: otherwise it would visit every key of an
+    extent while that is young.
 
     Args:
-        slots: where they are.
+        slots: the slots.
     """
 
     def __init__(self, slots: SlotTable) -> None:
@@ -45,7 +45,7 @@ class Owners:
         self._spaces: dict[int, list[PrefixTree | None]] = {}
 
     def run(self, slot: Slot) -> PrefixNode | None:
-        """The node of the page in a slot; None when it holds none."""
+        """The node of the page in a slot; None if the slot holds no page."""
         position, index = self._slots.position(slot), self._slots.index(slot)
         keys = self._keys.get(position)
         if keys is None or index >= len(keys):
@@ -55,7 +55,7 @@ class Owners:
         return None if key is None or space is None else space.index[key]
 
     def get(self, slot: Slot) -> PrefixNode | None:
-        """The page in a slot, made a node of its own; None when it holds none."""
+        """The page in a slot, as a node of its own; None if the slot holds no page."""
         found = self.run(slot)
         if found is None or found.count == 1:
             return found
@@ -63,7 +63,7 @@ class Owners:
         return found.space.nodes.get(key) if key is not None else None
 
     def add(self, slots: Sequence[Slot], keys: Sequence[PrefixKey], space: PrefixTree) -> None:
-        """The pages of these keys have these slots."""
+        """Record that the pages of these keys are in these slots."""
         last, known, spaces = -1, _NO_KEYS, list[PrefixTree | None]()
         for slot, key in zip(slots, keys, strict=True):
             position, index = slot >> INDEX_BITS, slot & INDEX_MASK
@@ -74,7 +74,7 @@ class Owners:
             known[index], spaces[index] = key, space
 
     def remove(self, slots: Sequence[Slot]) -> None:
-        """The pages in these slots are gone."""
+        """The pages in these slots were evicted or dropped."""
         last, known, spaces = -1, _NO_KEYS, list[PrefixTree | None]()
         for slot in slots:
             position, index = slot >> INDEX_BITS, slot & INDEX_MASK
@@ -84,7 +84,7 @@ class Owners:
             known[index] = spaces[index] = None
 
     def _grown(self, position: int) -> "_Keys":
-        """The keys of an extent that is new, or may have been cut into more slots than before."""
+        """The keys of an extent that is new, or that may now have more slots than before."""
         keys = self._keys.get(position, _NO_KEYS)
         more = self._slots.extents[position].count - len(keys)
         if more > 0:
@@ -94,17 +94,17 @@ class Owners:
 
 
 STEP_RUNS: Final = 256
-"""Runs that one step of :func:`lasting_pages` looks at."""
+"""Runs that one step of :func:`lasting_pages` examines."""
 
 
 class Leased(NamedTuple):
-    """What was lent, as it was before the use of it was counted: that may split the runs.
+    """The pages of a lease, as they were before their use was counted, which may split runs.
 
     Attributes:
-        lease: the pages.
-        digests: of each, 16 bytes.
-        lasting: how many leading pages neither expire nor are read once.
-        kept: for another node, how long each page stays; else empty.
+        lease: the lease.
+        digests: of each page, 16 bytes.
+        lasting: leading pages that neither expire nor are read once.
+        kept: how long each page is kept, if another node asked; otherwise empty.
     """
 
     lease: Lease
@@ -114,7 +114,7 @@ class Leased(NamedTuple):
 
 
 def lent(lease: Lease, run: Sequence[PrefixNode], shard: int, *, remote: bool) -> Leased:
-    """What is lent with the pages of these nodes; ``remote``: to another node."""
+    """Read the pages of these nodes for a lease; ``remote``: of another node."""
     digests = b"".join([node.digest_columns[shard] for node in run])
     return Leased(lease, digests, _lasting(run), _kept(run, shard) if remote else [])
 
@@ -145,7 +145,7 @@ def leading_in_memory(space: PrefixTree, packed: bytes, shard: int) -> list[Pref
 def leading_ready(
     space: PrefixTree, packed: bytes, shard: int, *, in_memory: bool = False
 ) -> list[PrefixNode]:
-    """Nodes of exactly the leading pages of one shard that are READY, in whatever tier."""
+    """Nodes of exactly the leading pages of one shard that are READY, in any tier."""
     found: list[PrefixNode] = []
     at, index, bit = 0, space.index, 1 << shard
     while at < len(packed):
@@ -173,13 +173,13 @@ def chain_keys(last: PrefixNode) -> bytes:
 def lasting_pages(
     space: PrefixTree, shard: int, packed: bytes
 ) -> Generator[None, None, tuple[int, int]]:
-    """Find the pages of one shard of a chain that other nodes may keep too, in short steps.
+    """Find the pages of a chain, of one shard, that other nodes may keep too; in short steps.
 
-    They are READY, do not expire, and are not read once. Those of a KV group with ``window_pages``
-    are the last ones of the chain that are there; else they are the leading ones.
+    They are READY, do not expire, and are not read-once. For a KV group with ``window_pages`` they
+    are the last stored pages of the chain, otherwise the leading ones.
 
     Returns:
-        number of the first one, and of the one after the last.
+        the index of the first page, and the index behind the last one.
     """
     windowed = bool(space.shards[shard].window_pages)
     at = first = stop = looked = 0
@@ -241,7 +241,7 @@ def missing_pages(space: PrefixTree, shards: list[int], packed: bytes, pages: in
 
 
 def _missing_above(space: PrefixTree, mask: int, packed: bytes, pages: int) -> int:
-    """The same for shards of which every page is needed: what is above the last page is asked."""
+    """The same for shards that need every page: walks up from the last page."""
     if not pages:
         return 0
     key = PrefixKey(packed[(pages - 1) * KEY_BYTES : pages * KEY_BYTES])
@@ -262,7 +262,7 @@ def begin_pages(
     space: PrefixTree, shard: int, keys: list[PrefixKey], slots: list[Slot], parent: PrefixKey,
     tokens: bytes, *, unknown: bool = False,
 ) -> None:  # fmt: skip
-    """Let new pages that follow each other be written, in as few nodes as can be.
+    """Start to write new consecutive pages, in as few nodes as possible.
 
     ``unknown``: no node has any of their keys.
     """
@@ -288,7 +288,7 @@ def begin_pages(
 def stored_actions(
     put: Put, stored: list[PrefixNode], keys_of: list[list[PrefixKey]]
 ) -> list[tuple[PrefixNode, Stored]]:
-    """An action for each part of ``stored`` in which node follows node, and its first node."""
+    """One action for each run of consecutive nodes in ``stored``, with its first node."""
     if len(stored) == 1:
         return [(stored[0], _stored(put, stored, keys_of))]
     found: list[tuple[PrefixNode, Stored]] = []
@@ -301,7 +301,7 @@ def stored_actions(
 
 
 def _stored(put: Put, part: list[PrefixNode], keys_of: list[list[PrefixKey]]) -> Stored:
-    """The action for nodes that follow each other, and their keys."""
+    """The action for consecutive nodes and their keys."""
     above = part[0].above
     assert above is not None
     if len(part) == 1:
@@ -312,7 +312,7 @@ def _stored(put: Put, part: list[PrefixNode], keys_of: list[list[PrefixKey]]) ->
 
 
 def nodes_of(owners: Owners, slots: list[Slot]) -> list[PrefixNode]:
-    """The nodes of the pages in the slots of a lease, as far as they are in the index still."""
+    """The nodes of the pages in the slots of a lease that are still in the index."""
     found: list[PrefixNode] = []
     at = 0
     while at < len(slots):
@@ -324,7 +324,7 @@ def nodes_of(owners: Owners, slots: list[Slot]) -> list[PrefixNode]:
 
 
 def shard_of(node: PrefixNode, slot: Slot) -> int:
-    """Whose slot of a node's first page it is; 0 when it is none."""
+    """The shard whose slot of a node's first page this is; 0 if none."""
     for shard in node.slot_columns:
         if node.slots_of(shard)[0] == slot:
             return shard
@@ -332,7 +332,7 @@ def shard_of(node: PrefixNode, slot: Slot) -> int:
 
 
 def _unknown(space: PrefixTree, keys: list[PrefixKey]) -> list[PrefixKey]:
-    """The leading keys that no node has; the first is one."""
+    """The leading keys that no node has; the first key is one of them."""
     for at, key in enumerate(keys):
         if space.index.get(key) is not None:
             return keys[:at]
@@ -340,13 +340,13 @@ def _unknown(space: PrefixTree, keys: list[PrefixKey]) -> list[PrefixKey]:
 
 
 class NewPages(NamedTuple):
-    """What may be granted.
+    """Which pages of a put may be granted.
 
     Attributes:
-        pages: leading keys that are of no page yet and may follow each other.
-        refusal: why no more; None when the next is there or there is none.
-        contradicts: the next is known to follow another key than the put says.
-        unknown: the tree has no node with any of them.
+        pages: number of leading keys that have no page yet and may follow each other.
+        refusal: why the next one may not be granted; None if it is there or there is none.
+        contradicts: the next page is known to have another parent than the put says.
+        unknown: the tree has no node with any of these keys.
     """
 
     pages: int
@@ -358,17 +358,17 @@ class NewPages(NamedTuple):
 def known_pages(
     space: PrefixTree, shard: int, packed: bytes, at: int, tick: int
 ) -> tuple[PageStatus, int] | None:
-    """What a put is told of pages that are there, or are being written.
+    """The answer to a put for pages that are stored, or are being written.
 
     Args:
-        space: where.
-        shard: whose pages.
+        space: the space.
+        shard: the shard of the pages.
         packed: keys, 32 bytes each.
-        at: the byte where the key of the first page begins.
-        tick: they are used now.
+        at: offset of the first page's key.
+        tick: the current tick; the pages count as used.
 
     Returns:
-        that, and of how many pages; None when the first is not there.
+        the answer, and for how many pages; None if the first page is missing.
     """
     key = PrefixKey(packed[at : at + KEY_BYTES])
     node = space.index.get(key)
@@ -381,13 +381,13 @@ def known_pages(
 
 
 def new_pages(space: PrefixTree, shard: int, keys: list[PrefixKey], parent: PrefixKey) -> NewPages:
-    """How many leading ``keys`` are of no page yet and may follow each other.
+    """How many leading ``keys`` have no page yet and may follow each other.
 
     Args:
-        space: where.
-        shard: whose pages.
-        keys: consecutive, as the put says.
-        parent: what the first follows; empty at the start of a chain.
+        space: the space.
+        shard: the shard of the pages.
+        keys: consecutive keys, according to the put.
+        parent: the key before the first one; empty at the start of a chain.
     """
     if not follows(space, shard, parent):
         return NewPages(0, PageStatus.NO_PARENT)
@@ -415,7 +415,7 @@ def new_pages(space: PrefixTree, shard: int, keys: list[PrefixKey], parent: Pref
 
 
 def follows(space: PrefixTree, shard: int, parent: PrefixKey) -> bool:
-    """Whether a page behind that of ``parent`` can be reached."""
+    """Whether a lookup can reach a page behind ``parent``."""
     if not parent or space.shards[shard].window_pages:
         return True
     head = space.index.get(parent)

@@ -1,14 +1,14 @@
 """Which pages a device slab holds, where they are, and which to evict. Pure.
 
-A **slab** is memory on a device that belongs to one client: whole pages, copies of what a node has.
-It is a cache and nothing else: a page that is not in it is read from the node. The parts are those
-of the node's own tiers: slots of one size in extents, pages in a prefix tree, leaves that go in the
-order of least recent use. What differs:
+A **slab** is device memory of one client: copies of whole pages of a node. It is only a cache: a
+page that is not in it is read from the node. It has the same parts as the node's tiers: slots of
+one size in extents, pages in a prefix tree, leaves evicted in LRU order. Differences:
 
-* a page needs no predecessor here, because an engine that keeps the head of a prompt itself asks
-  only for the rest;
-* while slots are free every page is promoted, then only what was read before (as far as a bounded
-  memory of keys goes back): a prompt that is read once must not push out what is read all the time.
+* a page needs no predecessor here, because an engine that keeps the start of a prompt itself
+  requests only the rest;
+* while slots are free, every page is promoted; after that, only pages that were read before (as far
+  as a bounded memory of keys goes back): a prompt that is read once must not evict one that is read
+  all the time.
 """
 
 from collections import Counter, OrderedDict
@@ -31,7 +31,7 @@ from kvstore.state.tree.prefix_tree import PrefixTree, Shard
 from kvstore.state.tree.slots import SLOT_ALIGNMENT, Slot, SlotTable
 
 SEEN_MAX = 1 << 15
-"""Keys of pages read, but not promoted, that are remembered."""
+"""Maximum keys of pages that were read but not promoted."""
 COUNTS: Final = (
     "pages_hit", "pages_promoted", "pages_evicted", "pages_refused", "pages_forgotten",
     "pages_failed",
@@ -44,12 +44,12 @@ _SHARD: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class PageSet:
-    """The pages of one shard of one space: what a slab never mixes with another's.
+    """The pages of one shard of one space; a slab never mixes them with others.
 
     Attributes:
         identity: the space.
         spec: the shard.
-        name: 64 bytes, equal exactly when every field of both is.
+        name: 64 bytes, equal exactly if every field of both is equal.
         page_bytes: bytes of a page.
         seed: of the pages' digests, see :func:`kvstore.protocol.page.page_seeds`.
     """
@@ -61,7 +61,7 @@ class PageSet:
     seed: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Work out what follows from the two."""
+        """Compute the other fields."""
         object.__setattr__(self, "name", self.identity.digest + self.spec.digest)
         object.__setattr__(self, "page_bytes", self.spec.page_bytes(self.identity))
         object.__setattr__(self, "seed", digest_seed(self.identity, self.spec))
@@ -74,10 +74,10 @@ class PageSet:
 
 @dataclass(slots=True)
 class Held:
-    """Pages that are being read: nothing takes their slots before :meth:`SlabIndex.unpin`.
+    """Pages that are being read: their slots are not reused before :meth:`SlabIndex.unpin`.
 
     Attributes:
-        digests: 16 bytes a page, as they were when the page became READY.
+        digests: 16 bytes per page, from when the page became READY.
     """
 
     nodes: list[PrefixNode]
@@ -87,11 +87,11 @@ class Held:
 
 @dataclass(slots=True)
 class Reservation:
-    """Slots that are WRITING for consecutive pages; :meth:`SlabIndex.commit` ends it.
+    """WRITING slots for consecutive pages; :meth:`SlabIndex.commit` ends it.
 
     Attributes:
-        first: which of the keys that were asked for the first slot is for.
-        digests: 16 bytes a page: what must be in the slots before they are READY.
+        first: index of the requested key that the first slot is for.
+        digests: 16 bytes per page: expected digests of the slots' contents.
     """
 
     pages: PageSet
@@ -125,11 +125,11 @@ class SlabIndex:
         self._pages = 0
 
     def run(self, pages: PageSet, packed: bytes) -> int:
-        """How many of the keys, from the first on, are READY; nothing is touched."""
+        """The number of leading keys that are READY; does not count as a use."""
         return len(self._ready(pages, packed))
 
     def pin(self, pages: PageSet, packed: bytes) -> Held:
-        """Use the leading run of READY pages, which stay where they are until :meth:`unpin`."""
+        """Use the leading run of READY pages, which are not evicted until :meth:`unpin`."""
         nodes = self._ready(pages, packed)
         slots = [node.slots[_SHARD] for node in nodes]
         self._tick += 1
@@ -140,20 +140,20 @@ class SlabIndex:
         return Held(nodes, slots, b"".join(node.digests[_SHARD] for node in nodes))
 
     def unpin(self, held: Held) -> None:
-        """The reader is done."""
+        """End the use of pages."""
         self.slots.unpin(held.slots)
         self._offer(held.nodes)
 
     def reserve(
         self, pages: PageSet, keys: PrefixKeys, digests: bytes, *, always: bool = False
     ) -> Reservation | None:
-        """Slots for pages that follow the leading run; None when none is to be had.
+        """Reserve slots for the pages after the leading run; None if there are none.
 
         Args:
-            pages: whose.
-            keys: consecutive; what of them is READY already is passed over.
+            pages: the page set.
+            keys: consecutive keys; those that are READY already are skipped.
             digests: 16 bytes for each of ``keys``.
-            always: let others go for pages that are read for the first time, too.
+            always: evict other pages even for pages that are read for the first time.
         """
         assert len(digests) == len(keys) * DIGEST_BYTES
         ready = self._ready(pages, keys.packed)
@@ -190,7 +190,7 @@ class SlabIndex:
         return Reservation(pages, first, nodes, slots, part)
 
     def commit(self, reservation: Reservation, good: int) -> None:
-        """Nobody writes these slots any more, and the first ``good`` hold verified pages."""
+        """End a reservation: the first ``good`` slots hold verified pages, the others are freed."""
         for at in reversed(range(len(reservation.slots))):
             node, slot = reservation.nodes[at], reservation.slots[at]
             if slot in self._disowned:
@@ -210,7 +210,7 @@ class SlabIndex:
         self._drop_if_empty(reservation.pages)
 
     def forget(self, pages: PageSet, packed: bytes) -> int:
-        """Take pages out: who asks from now on misses them; returns how many there were."""
+        """Drop pages, so that they are misses from now on; returns how many there were."""
         space = self._spaces.get(pages.name)
         if space is None:
             return 0
@@ -232,7 +232,7 @@ class SlabIndex:
         return count
 
     def clear(self) -> int:
-        """Take every page out; returns how many there were."""
+        """Drop every page; returns how many there were."""
         return sum(
             self.forget(PageSet(space.identity, space.shards[_SHARD].spec), b"".join(space.nodes))
             for space in list(self._spaces.values())
@@ -303,7 +303,7 @@ class SlabIndex:
     def _allocate(
         self, slot_bytes: int, last: PrefixNode | None, *, may_evict: bool
     ) -> Slot | None:
-        """A WRITING slot; ``last``, which the page is to follow, does not go for it."""
+        """A WRITING slot; ``last``, the page before the new one, is not evicted for it."""
         if slot_bytes > self.slots.extent_bytes:
             return None
         slots = self.slots.allocate(1, _DOMAIN, slot_bytes)
@@ -312,7 +312,7 @@ class SlabIndex:
         return slots[0] if slots else None
 
     def _make_room(self, slot_bytes: int, last: PrefixNode | None) -> bool:
-        """Let the least recently used leaf go, or an extent of another size that is colder."""
+        """Evict the least recently used leaf, or drain a colder extent of another size."""
         victim = self._victim(slot_bytes, last)
         age = victim.access if victim is not None else self._tick
         position = self.slots.colder_extent(_DOMAIN, slot_bytes, age)
@@ -341,7 +341,7 @@ class SlabIndex:
         return node
 
     def _empty_extent(self, position: int) -> bool:
-        """Evict all pages of an extent, leaves or not; False: one of them is in use."""
+        """Evict all pages of an extent, leaves or not; False if one of them is in use."""
         wanted = set(self.slots.slots_in_use(position))
         found = [
             node
@@ -364,7 +364,7 @@ class SlabIndex:
             self._spaces = {name: one for name, one in self._spaces.items() if one.nodes}
 
     def _take_out(self, node: PrefixNode) -> None:
-        """Remove the page from the tree; its slot is the caller's."""
+        """Remove the page from the tree; the caller gets its slot."""
         self._pages -= bool(node.ready)
         node.forget(_SHARD)
         self._offer([node.space.prune(node)])

@@ -1,8 +1,9 @@
 """Applies the effects that the disk side reports, in one loop. Pure.
 
-The disk side changes only what is its own: its ledger, its jobs, and where on disk a page lies. All
-else it says in effects, and calls nobody back: pages came to memory, were lost, need their slots no
-more. They are applied when it has returned, so that no page leaves in the middle of a change.
+The disk side changes only its own state: its ledger, its jobs, and where pages are on disk. It
+reports everything else as effects, and calls nothing back: pages were loaded, were lost, or no
+longer need their slots. Effects are applied after it has returned, so that no page is dropped in
+the middle of a change.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,7 +33,7 @@ class Tiers:
         self, job: int, error: KVStoreError | None, tokens: bytes = b"",
         failed: tuple[int, ...] = (),
     ) -> bool:  # fmt: skip
-        """The SSD tier has ended a job; see :meth:`kvstore.state.disk.pages.DiskPages.completed`.
+        """Process the end of a job; see :meth:`kvstore.state.disk.pages.DiskPages.completed`.
 
         Returns:
             whether there may be more room than before.
@@ -43,12 +44,12 @@ class Tiers:
         return more
 
     def go_on(self) -> None:
-        """Write, sync and check what waits, as far as that is possible now."""
+        """Write, sync and check pending pages, as far as possible now."""
         self._held.disk.go_on()
         apply_effects(self._held)
 
     def advance(self, now_ns: int) -> None:
-        """Time has come to ``now_ns``."""
+        """Advance the clock to ``now_ns``."""
         self._held.disk.advance(now_ns)
         apply_effects(self._held)
         self.go_on()
@@ -73,14 +74,14 @@ class Tiers:
         apply_effects(self._held)
 
     def shrink(self, space: PrefixTree, pages_max: int) -> bool:
-        """Take leaves of a space off the disk; whether it is within its quota there."""
+        """Remove leaves of a space from the disk; returns whether it is within its quota there."""
         kept = self._held.disk.limits.shrink(space, pages_max)
         apply_effects(self._held)
         return kept
 
 
 def apply_effects(held: Residents) -> None:
-    """Apply all that the disk side has said, until it says nothing more."""
+    """Apply the disk side's effects until there are none left."""
     disk = held.disk
     while disk.effects:
         effects = list(disk.effects)
@@ -108,7 +109,7 @@ def _apply(held: Residents, effect: DiskEffect) -> None:
 
 
 def _arrive(held: Residents, load: PageLoad) -> None:
-    """Its pages are in memory now, those that were read and are still wanted there."""
+    """Make the pages of a load READY that were read and are still wanted."""
     shard, at, came = load.shard, 0, False
     waiters = [fetch for fetch in load.waiters if not fetch.ended]
     while at < len(load.slots):
@@ -138,7 +139,7 @@ def _arrive(held: Residents, load: PageLoad) -> None:
 def _promote(
     held: Residents, node: PrefixNode, shard: int, slots: list[Slot], tokens: bytes
 ) -> None:
-    """Pages that were on disk only have been loaded to ``slots``, which are WRITING."""
+    """Pages that were only on disk have been loaded to ``slots``, which are WRITING."""
     held.slots.commit(slots, held.moment.tick)
     node.promote(shard, pack_slots(slots))
     node.learn(tokens)
@@ -148,9 +149,9 @@ def _promote(
 
 
 def _wanted(load: PageLoad, at: int) -> PrefixNode | None:
-    """A node of pages of a load from number ``at`` on that ended alike and are on disk still.
+    """A node with pages of a load, from ``at`` on, that had the same result and are still on disk.
 
-    None when that page left meanwhile, or has another place in memory, or other bytes.
+    None if the page was dropped meanwhile, is already in memory, or has other bytes.
     """
     space, shard = load.space, load.shard
     key = PrefixKey(load.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])
@@ -168,7 +169,7 @@ def _wanted(load: PageLoad, at: int) -> PrefixNode | None:
 
 
 def _lose(held: Residents, lost: Lost) -> None:
-    """The pages leave the disk for good, and what follows them; without memory, the index."""
+    """Pages and their descendants are no longer on disk; those not in memory are dropped."""
     space, shard, at = lost.space, lost.shard, 0
     while at < len(lost.keys):
         key = PrefixKey(lost.keys[at : at + KEY_BYTES])

@@ -1,4 +1,4 @@
-"""What the page table answers and what it tells its node to do."""
+"""The answers of the page table, and the actions that it tells its node to take."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -9,19 +9,19 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 
 
 class PageStatus(IntEnum):
-    """What became of one page of a put."""
+    """The result for one page of a put."""
 
     GRANTED = 0
-    """A slot waits for its bytes; nobody else will be granted this page meanwhile."""
+    """A slot waits for its bytes; no other put is granted this page meanwhile."""
     EXISTS = 1
     PENDING = 2
-    """Someone else is writing it."""
+    """Another writer is writing it."""
     NO_ROOM = 3
     NO_PARENT = 4
-    """The page before it is not stored, so nobody could ever reach it."""
+    """The page before it is not stored, so no lookup could reach it."""
     STORED = 5
     DROPPED = 6
-    """The page before it vanished while this one was being written."""
+    """The page before it was dropped while this one was being written."""
 
 
 @dataclass(slots=True, init=False)
@@ -52,10 +52,12 @@ class Stored:
 
 @dataclass(slots=True, init=False)
 class Removed:
-    """Action: these pages left the index; leaves first. Their slots are not re-used before.
+    """Action: these pages were dropped from the index, leaves first.
+
+    Their slots are not reused before this action is carried out.
 
     Attributes:
-        tiers: where they were.
+        tiers: the tiers they were in.
     """
 
     space: PrefixTree
@@ -77,7 +79,7 @@ class Removed:
 
 @dataclass(slots=True, init=False)
 class TierStored:
-    """Action: a READY page is in one more tier now; ``tokens`` as above."""
+    """Action: a READY page was added to one more tier; ``tokens`` as above."""
 
     space: PrefixTree
     shard: int
@@ -100,7 +102,7 @@ class TierStored:
 
 @dataclass(slots=True, init=False)
 class TierRemoved:
-    """Action: a page left ``tier`` and is READY in the other one still; ``tokens`` as above."""
+    """Action: a page was removed from ``tier`` and is READY in the other; ``tokens`` as above."""
 
     space: PrefixTree
     shard: int
@@ -123,7 +125,7 @@ class TierRemoved:
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """Action: a page that was being written will not come from that writer; who waits may stop."""
+    """Action: a writer abandoned its pages; requests that wait for them may stop waiting."""
 
     space: PrefixTree
     keys: list[PrefixKey]

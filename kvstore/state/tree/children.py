@@ -1,4 +1,4 @@
-"""The pages that continue a page, as single ones. Pure."""
+"""The children of a page, as single pages. Pure."""
 
 import sys
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class Children:
-    """The pages that continue a page, each made a node of its own when it is shown.
+    """The pages that continue a page; each becomes a node of its own when it is accessed.
 
     Args:
-        node: its last page is the one.
+        node: its last page is the parent.
     """
 
     __slots__ = ("_node",)
@@ -32,7 +32,7 @@ class Children:
         return key in self._node.below
 
     def values(self, most: int = sys.maxsize) -> "list[PrefixNode]":
-        """The first pages, ``most`` of them."""
+        """The first ``most`` children."""
         found: list[PrefixNode] = []
         for node in self._node.below.values():
             if len(found) >= most:
@@ -42,5 +42,5 @@ class Children:
 
 
 def first_page(node: "PrefixNode") -> "PrefixNode":
-    """The first page of a node, which is a node of its own from now on."""
+    """The first page of a node, split off as a node of its own."""
     return node.split(1) if node.count > 1 else node

@@ -1,8 +1,8 @@
-"""Which node has a key, for pages that are in no memory: in an eighth of the room of a dict. Pure.
+"""Maps keys of pages that are not in memory to nodes, in an eighth of the memory of a dict. Pure.
 
-A dict takes 115 bytes a page, most of it for the key's own object, which the node has too. Here is
-an **entry** of 8 bytes: a mark, and the number that the node has here. Whether the key is one of
-the node's is looked up in the node.
+A dict takes 115 bytes per page, most of it for the key object, which duplicates the node's. Here,
+an **entry** takes 8 bytes: a mark, and the number that the node has here. The node itself tells
+whether it has the key.
 """
 
 from array import array
@@ -17,18 +17,18 @@ MARK_BYTES: Final = 4
 _NUMBER_SHIFT: Final = 8 * MARK_BYTES
 MARKS_MASK = (1 << 8 * MARK_BYTES) - 1
 BUCKET_PAGES = 24
-"""On average of all buckets, at most. One of them is divided as often as so many pages came, which
-takes some microseconds: the table never stands still to grow."""
+"""Maximum mean pages per bucket. After this many new pages one bucket is divided, which takes some
+microseconds: the table never pauses to grow."""
 
 
 class ColdKeys:
     """A table of buckets that grows by one bucket at a time (linear hashing, W. Litwin 1980).
 
-    Marks are of Python's hash of a key, which no client can foresee. Two pages may have equal
-    marks. A node that is here has a number, :attr:`PrefixNode.cold`; no other one has the same.
+    Marks are bits of Python's hash of a key, which no client can predict. Two pages may have equal
+    marks. Each node here has a unique number, :attr:`PrefixNode.cold`.
 
     Attributes:
-        count: how many pages are here.
+        count: number of pages here.
     """
 
     __slots__ = ("_base", "_entries", "_free", "_nodes", "count")
@@ -50,7 +50,7 @@ class ColdKeys:
             yield from node.key_list()
 
     def get(self, key: PrefixKey) -> PrefixNode | None:
-        """The node that the page of a key is part of; None when it is not here."""
+        """The node that contains the page of a key; None if it is not here."""
         mark = hash(key) & MARKS_MASK
         entries, packed = self._bucket(mark), mark.to_bytes(MARK_BYTES, "little")
         at = entries.find(packed)
@@ -65,7 +65,7 @@ class ColdKeys:
         return None
 
     def put(self, node: PrefixNode, keys: list[PrefixKey]) -> None:
-        """Take the pages of a node, which are not here; ``keys`` are theirs."""
+        """Add the pages of a node, which are not here; ``keys`` are theirs."""
         assert not node.cold
         number, mask = self._number(node), MARKS_MASK
         for key in keys:
@@ -77,7 +77,7 @@ class ColdKeys:
             self._divide()
 
     def assign(self, packed: bytes, node: PrefixNode, to: PrefixNode) -> None:
-        """The pages of packed keys, so far of one node, are of another one that is not here yet."""
+        """Move pages, given by packed keys, from their node to another one that is not here yet."""
         number = self._number(to)
         for at in range(0, len(packed), KEY_BYTES):
             key = PrefixKey(packed[at : at + KEY_BYTES])
@@ -85,7 +85,7 @@ class ColdKeys:
             entries[first + MARK_BYTES : first + ENTRY_BYTES] = number.to_bytes(4, "little")
 
     def discard(self, node: PrefixNode, keys: list[PrefixKey]) -> None:
-        """Take out all pages of a node; ``keys`` are theirs."""
+        """Remove all pages of a node; ``keys`` are theirs."""
         for key in keys:
             entries, first = self._find(key, node)
             del entries[first : first + ENTRY_BYTES]
@@ -95,7 +95,7 @@ class ColdKeys:
         self.count -= len(keys)
 
     def _number(self, node: PrefixNode) -> int:
-        """Give a node a number that no other one has."""
+        """Give a node a unique number."""
         if self._free:
             node.cold = self._free.pop()
             self._nodes[node.cold] = node
@@ -105,7 +105,7 @@ class ColdKeys:
         return node.cold
 
     def _find(self, key: PrefixKey, node: PrefixNode) -> tuple[bytearray, int]:
-        """Bucket of a page of a node, and where its entry is; of equal ones any will do."""
+        """The bucket of a node's page, and the offset of its entry; of equal entries, any."""
         assert self._nodes[node.cold] is node
         mark = hash(key) & MARKS_MASK
         entries, packed = self._bucket(mark), _entry(mark, node.cold)
@@ -120,7 +120,7 @@ class ColdKeys:
         return self._entries[at if at < len(self._entries) else at - self._base]
 
     def _divide(self) -> None:
-        """Move what belongs there from the oldest bucket to a new one."""
+        """Move entries from the oldest bucket to a new one."""
         new, bit = len(self._entries), self._base
         old = new - bit
         entries = memoryview(self._entries[old]).cast("Q").tolist()

@@ -17,7 +17,7 @@ _EMPTY: Final[dict[int, bytes]] = {}
 
 
 def no_columns() -> dict[int, bytes]:
-    """Of a node without pages; shared by all, and never changed."""
+    """The columns of a node without pages; shared by all such nodes, and never changed."""
     return _EMPTY
 
 
@@ -46,14 +46,14 @@ def pack_place(place: Place) -> bytes:
 
 
 def pack_places(place: Place, each: int, count: int) -> bytes:
-    """A column of so many adjacent records of ``each`` bytes; ``place`` is the first one's."""
+    """A column of ``count`` adjacent records of ``each`` bytes; ``place`` is the first one's."""
     if count == 1:
         return pack_place(place)
     return pack_records(place.segment, range(place.offset, place.offset + count * each, each))
 
 
 def pack_records(segment: int, offsets: Sequence[int]) -> bytes:
-    """A column of records of one segment that begin at these offsets."""
+    """A column of records of one segment that start at these offsets."""
     column = array("Q", [segment]) * (2 * len(offsets))
     column[1::2] = array("Q", offsets)
     return column.tobytes()
@@ -71,7 +71,7 @@ def unpack_places(column: bytes) -> list[Place]:
 
 
 def replace_place(column: bytes, number: int, place: Place) -> bytes:
-    """The column with another place for one of its pages."""
+    """The column with a new place for one of its pages."""
     at = number * PLACE_COLUMN
     return column[:at] + pack_place(place) + column[at + PLACE_COLUMN :]
 
@@ -85,21 +85,21 @@ def without(columns: dict[int, bytes], shard: int) -> dict[int, bytes]:
 
 
 def leading(columns: dict[int, bytes], size: int) -> dict[int, bytes]:
-    """The first bytes of each column."""
+    """The first ``size`` bytes of each column."""
     if not columns:
         return _EMPTY
     return {at: column[:size] for at, column in columns.items()}
 
 
 def between(columns: dict[int, bytes], begin: int, end: int) -> dict[int, bytes]:
-    """The bytes of each column from one on up to another."""
+    """The bytes of each column from ``begin`` up to ``end``."""
     if not columns:
         return _EMPTY
     return {at: column[begin:end] for at, column in columns.items()}
 
 
 def trailing(columns: dict[int, bytes], size: int) -> dict[int, bytes]:
-    """What follows the first bytes of each column."""
+    """Each column without its first ``size`` bytes."""
     if not columns:
         return _EMPTY
     return {at: column[size:] for at, column in columns.items()}

@@ -1,9 +1,9 @@
 """How long a stored prefix is: the longest run of a chain that satisfies every KV group.
 
-For groups that need every page the pages *present* (READY or WRITING) of a shard are a subtree: a
-page is granted only under a present one, and what loses its head is dropped. So along one chain
-presence can be bisected, and only the few pages that are being written need a look of their own. A
-lookup of 2,048 keys takes a dozen steps instead of 2,048.
+For groups that need every page, the pages of a shard that are *present* (READY or WRITING) form a
+subtree: a page is granted only under a present one, and descendants of a dropped page are dropped.
+So presence along one chain can be bisected, and only the few pages that are being written are
+looked up one by one. A lookup of 2,048 keys takes a dozen steps instead of 2,048.
 """
 
 from typing import Final, NamedTuple
@@ -14,20 +14,20 @@ from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
 
 _WRITING_MAX: Final = 256
-"""More pages being written than this, and looking at each key is no slower."""
+"""With more pages being written than this, looking up each key is as fast."""
 WINDOWS_MAX: Final = 8
-"""Different windows that one lookup may ask for: each looks at every key."""
+"""Maximum different windows of one lookup: each requires a look at every key."""
 SCAN_LOOKS_MAX: Final = 65_536
-"""Keys times windows that one lookup looks at: the leading keys, whatever is behind them."""
+"""Maximum keys times windows that one lookup examines: leading keys only, the rest is ignored."""
 
 
 class Match(NamedTuple):
     """The longest usable prefix.
 
     Attributes:
-        pages: how many leading keys are a hit.
+        pages: number of leading keys that are a hit.
         pending: how many more would be once everything being written is READY.
-        deepest: the node that the last page of the hit is part of.
+        deepest: the node that contains the last page of the hit.
     """
 
     pages: int
@@ -39,8 +39,8 @@ def longest_match(space: PrefixTree, shards: list[int], packed: bytes) -> Match:
     """Match a chain's keys against the pages of ``shards``.
 
     Args:
-        space: where to look.
-        shards: numbers of the shards needed; at least one.
+        space: the space.
+        shards: numbers of the required shards; at least one.
         packed: consecutive keys of one chain, 32 bytes each; at least one.
     """
     windows = by_window(space, shards)
@@ -50,7 +50,7 @@ def longest_match(space: PrefixTree, shards: list[int], packed: bytes) -> Match:
 
 
 def by_window(space: PrefixTree, shards: list[int]) -> dict[int, int]:
-    """Pages needed at the end of a prefix (0 = all) → bit mask of the shards that need so.
+    """Number of last pages that are needed (0 = all) → bit mask of the shards with this need.
 
     Raises:
         InvalidArgument: there are more than :data:`WINDOWS_MAX` different needs.
@@ -67,12 +67,12 @@ def by_window(space: PrefixTree, shards: list[int]) -> dict[int, int]:
 
 
 def awaited_key(space: PrefixTree, shards: list[int], packed: bytes, count: int) -> PrefixKey:
-    """The first page without which ``count`` pages are no hit yet; it is being written.
+    """The first page that is being written and without which ``count`` pages are no hit yet.
 
     Args:
-        space: where to look.
-        shards: numbers of the shards needed.
-        packed: what :func:`longest_match` was asked.
+        space: the space.
+        shards: numbers of the required shards.
+        packed: the keys passed to :func:`longest_match`.
         count: pages and pending pages that it found.
     """
     assert count > 0
@@ -122,9 +122,9 @@ def _bisect(space: PrefixTree, mask: int, packed: bytes) -> Match:
 def _present(
     space: PrefixTree, mask: int, packed: bytes, first: PrefixNode, alike: int
 ) -> tuple[int, PrefixNode]:
-    """How many pages of a chain are present, and the node that the last one is part of.
+    """How many pages of a chain are present, and the node that contains the last one.
 
-    ``alike``: so many are of the node of the first one.
+    ``alike``: this many pages are in the node of the first one.
     """
     low, high, last = alike, len(packed) // KEY_BYTES, first
     while low < high:
@@ -138,13 +138,13 @@ def _present(
 
 
 def _meets(node: PrefixNode, packed: bytes, before: int, below: int) -> int:
-    """Which of the first ``below`` keys is the first one of a node; ``below`` when none is.
+    """The index of the key, among the first ``below``, that a node starts with; ``below`` if none.
 
     Args:
         node: of any chain.
         packed: keys of one chain.
         before: the depth of the page before the first key.
-        below: how many keys are looked at.
+        below: number of keys to examine.
     """
     at = max(0, node.first_depth - before - 1)
     if at < min(below, node.depth - before):
@@ -154,12 +154,12 @@ def _meets(node: PrefixNode, packed: bytes, before: int, below: int) -> int:
 
 
 def _begins(key: PrefixKey, packed: bytes, at: int) -> bool:
-    """Whether a key is that of number ``at``."""
+    """Whether a key equals the one with index ``at``."""
     return packed.startswith(key, at * KEY_BYTES)
 
 
 def _depth(node: PrefixNode, packed: bytes, pages: int) -> int:
-    """The depth of the last of so many keys; it is of a page of ``node``."""
+    """The depth of the last of ``pages`` keys; ``node`` contains its page."""
     if node.count == 1:
         return node.depth
     key = PrefixKey(packed[(pages - 1) * KEY_BYTES : pages * KEY_BYTES])
@@ -177,11 +177,11 @@ def _scan(space: PrefixTree, windows: dict[int, int], packed: bytes) -> Match:
 
 
 def _longest(have: list[int], windows: dict[int, int]) -> int:
-    """The largest n such that every group's need is met by the first n pages.
+    """The largest n such that the first n pages satisfy every group.
 
     Args:
-        have: bit mask of the shards there, a page.
-        windows: pages needed at the end of the prefix (0 = all) → mask of the shards that need so.
+        have: for each page, a bit mask of the shards that have it.
+        windows: number of last pages that are needed (0 = all) → mask of the shards with this need.
     """
     full = windows.get(0, 0)
     best = next((at for at, mask in enumerate(have) if mask & full != full), len(have))

@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from kvstore.state.tree.prefix_tree import PrefixTree
 
 RUN_PAGES_MAX = 128
-"""Pages of a run: to make single pages of it takes about half a millisecond."""
+"""Maximum pages of a run: splitting it into single pages takes about half a millisecond."""
 _NEVER: Final[dict[int, int]] = {}
-"""Of every node whose pages do not expire, as nearly all of them; never changed."""
+"""Shared by all nodes whose pages do not expire, which are nearly all; never changed."""
 
 
 class Retention(NamedTuple):
-    """How long one page stays, and where it may be kept.
+    """How long a page is kept, and where.
 
     Attributes:
-        expires_ns: when it leaves the index by itself; 0 = never.
-        read_once: it leaves the index when its first reader is done.
-        memory_only: it never goes to disk; pages of the two other kinds do not either.
+        expires_ns: when it is dropped; 0 = never.
+        read_once: it is dropped after its first read.
+        memory_only: it is never written to disk; pages of the other two kinds are not either.
     """
 
     expires_ns: int = 0
@@ -44,30 +44,30 @@ class Retention(NamedTuple):
 
 
 ORDINARY: Final = Retention()
-"""A page stays until something else needs its room, in any tier."""
+"""A page is kept until its room is needed, in any tier."""
 
 
 _NOTHING: Final["dict[PrefixKey, PrefixNode]"] = {}
-"""Below every node that nothing continues; never changed."""
+"""Shared by all nodes without children; never changed."""
 
 
 class PrefixNode:
-    """A run: consecutive pages of one prefix that are alike, each the only one that continues it.
+    """A run: consecutive pages of one prefix with the same properties, each the only child so far.
 
-    What is used, evicted or branches off is the end of a run: a run is split where that happens in
-    the middle of it. So all that is known of single pages are their keys, slots, digests, tokens
-    and places, in columns; everything else is of all of them, or of the **last** page, as marked.
-    A split makes a new node of the leading pages; the last page keeps its node.
+    Uses, evictions and branches happen at the end of a run: a run is split where one happens in the
+    middle. So only keys, slots, digests, tokens and places are stored per page, in columns;
+    everything else describes all pages, or the **last** page, as marked. A split creates a new
+    node for the leading pages; the last page keeps its node.
 
-    Code that is not asked often may treat every node as one page: :attr:`PrefixTree.nodes`,
-    :attr:`parent` and :attr:`children` split what they show into single pages. ``slots``, ``disk``
-    and ``digests`` are those of a single page.
+    Rarely used code may treat every node as one page: :attr:`PrefixTree.nodes`, :attr:`parent` and
+    :attr:`children` split the nodes that they return into single pages. ``slots``, ``disk`` and
+    ``digests`` are those of a single page.
 
     Attributes:
         keys: of its pages, 32 bytes each.
-        count: how many pages those are.
+        count: number of its pages.
         above: the node of the page before the first one; the space's root for a chain's start.
-        below: key → nodes that begin with it and continue the last page; not to be changed.
+        below: key → child nodes, which start with it and continue the last page; read-only.
         slot_columns: shard number → 8 bytes of each page's slot, for every shard in memory.
         place_columns: shard number → 16 bytes of each page's place in the SSD log.
         digest_columns: shard number → digest of each page, for all and only the READY pages.
@@ -75,34 +75,34 @@ class PrefixNode:
             else empty. On disk they are in its records.
         memory: bit i set = the pages of shard i have slots.
         on_disk: bit i set = the pages of shard i have places.
-        present: bit i set = the pages of shard i are WRITING or READY, in whatever tier.
-        ready: bit i set = the pages of shard i are READY, in whatever tier.
-        children_in_memory: nodes below that have slots or lead to nodes that do.
+        present: bit i set = the pages of shard i are WRITING or READY, in any tier.
+        ready: bit i set = the pages of shard i are READY, in any tier.
+        children_in_memory: number of children that have slots, or descendants with slots.
         cold: its number among the cold keys of the space's index: its pages are on disk only; else
             0.
         depth: pages up to the last one, itself included.
-        access: tick of the last use of the last page or of a descendant that is gone.
-        uses: requests whose prefix ended at the last page, or at a descendant that is gone; none
-            ended at a page before it.
+        access: tick of the last use of the last page or of a descendant that was removed.
+        uses: requests whose prefix ended at the last page, or at a descendant that was removed;
+            none ended at a page before it.
         turns: requests that extended this node's prefix, one after the other, before it was stored.
-        branches: nodes that ever continued the last page.
-        use_interval: fewest ticks from a request to one that extended it; 0 = not known.
-        pages_added: pages up to the last one that the request which stored it had to store.
-        ask_depth: how deep the page must not be to be asked about again, once refused; 0 = ask.
-        deepest: its depth, or that of the descendants that eviction took before it.
-        expires: shard number → when that page leaves the index by itself; others never do.
-        read_once: bit i set = the page of shard i leaves the index when its first reader is done.
-        memory_only: bit i set = the page of shard i never goes to disk. Pages that are kept so, or
-            that expire, are nodes of one page.
+        branches: number of children that the last page ever had.
+        use_interval: minimum ticks from a request to one that extended it; 0 = unknown.
+        pages_added: pages that the request which stored the last page stored, up to that page.
+        ask_depth: after admission rejected the page: maximum depth to ask again; 0 = ask.
+        deepest: its depth, or that of its deepest evicted descendant.
+        expires: shard number → when that page expires; others never do.
+        read_once: bit i set = the page of shard i is dropped after its first read.
+        memory_only: bit i set = the page of shard i is never written to disk. Such pages, and
+            those that expire, are nodes of one page.
         replica: its READY pages were read from a peer, and no client of this node put them: the
             number of the peer's boot, see :class:`kvstore.state.choice.sources.Sources`; else 0.
-        queued: slot sizes of the eviction policies in which an entry stands for this node.
-        hits: lookups and acquires that ended at the last page, or at a descendant that is gone.
+        queued: slot sizes of the eviction queues that have an entry for this node.
+        hits: lookups and acquires whose last hit page was its last page, or a removed descendant.
         stored_ns: when a page of it last became READY; 0 = not in this life of the node.
-        used_ns: when the last of ``hits`` was; 0 = never.
+        used_ns: time of the last of ``hits``; 0 = never.
         memory_pins: operator pins that keep its pages in memory; pinned nodes are of one page.
         disk_pins: operator pins that keep its pages on disk.
-        serial: the first page's place in the space's order of creation; the others follow.
+        serial: the first page's number in the space's order of creation; the others follow.
     """
 
     __slots__ = (
@@ -116,7 +116,7 @@ class PrefixNode:
     def __init__(
         self, space: "PrefixTree", keys: bytes, above: "PrefixNode | None", count: int = 1
     ) -> None:
-        """Make a node without slots and hang it under the page before it."""
+        """Create a node without slots, as a child of the node of the preceding page."""
         self.space, self.keys, self.count = space, keys, count
         self.above: PrefixNode | None = None
         self.below: dict[PrefixKey, PrefixNode] = _NOTHING
@@ -137,7 +137,7 @@ class PrefixNode:
             above.branches += 1
 
     def hang(self, above: "PrefixNode") -> None:
-        """Put this node under another one; the depths are the caller's."""
+        """Make this node a child of another one; the caller corrects the depths."""
         self.above = above
         if above.below is _NOTHING:
             above.below = {}
@@ -147,7 +147,7 @@ class PrefixNode:
 
     @property
     def key(self) -> PrefixKey:
-        """Of the last page."""
+        """The key of the last page."""
         return PrefixKey(self.keys if self.count == 1 else self.keys[-KEY_BYTES:])
 
     @property
@@ -157,11 +157,11 @@ class PrefixNode:
 
     @property
     def first_depth(self) -> int:
-        """Pages up to the first one, itself included."""
+        """Number of pages up to the first one, including it."""
         return self.depth - self.count + 1
 
     def key_list(self, first: int = 0) -> list[PrefixKey]:
-        """The keys of its pages from number ``first`` on."""
+        """The keys of its pages from index ``first`` on."""
         if self.count == 1:
             return [PrefixKey(self.keys)]
         keys = self.keys
@@ -171,17 +171,17 @@ class PrefixNode:
         ]
 
     def key_at(self, position: int) -> PrefixKey:
-        """The key of one of its pages."""
+        """The key of the page at ``position``."""
         return PrefixKey(self.keys[position * KEY_BYTES : (position + 1) * KEY_BYTES])
 
     def key_before(self, position: int) -> PrefixKey | None:
-        """The key of the page before one of its pages; None when the node hangs nowhere."""
+        """The key of the page before ``position``; None if the node has no parent yet."""
         if position:
             return PrefixKey(self.keys[(position - 1) * KEY_BYTES : position * KEY_BYTES])
         return self.above.key if self.above is not None else None
 
     def position(self, key: PrefixKey) -> int:
-        """Which of its pages has a key; one has."""
+        """The position of the page with this key; one has it."""
         if self.count == 1 or self.keys.startswith(key):
             return 0
         at = self.keys.rfind(key)  # from the end: the last page is asked for most
@@ -190,7 +190,7 @@ class PrefixNode:
         return at // KEY_BYTES
 
     def matching(self, offset: int, packed: bytes, at: int) -> int:
-        """How many of its pages from ``offset`` on have the keys that follow byte ``at``."""
+        """How many of its pages from ``offset`` on match the keys from byte ``at`` on."""
         if not offset and packed.startswith(self.keys, at):
             return self.count
         most = min(self.count - offset, (len(packed) - at) // KEY_BYTES)
@@ -206,7 +206,7 @@ class PrefixNode:
 
     @property
     def parent(self) -> "PrefixNode | None":
-        """The page before the first one, which is a node of its own from now on."""
+        """The page before the first one, split off as a node of its own."""
         above = self.above
         if above is not None and above.count > 1:
             above.explode()
@@ -214,11 +214,11 @@ class PrefixNode:
 
     @property
     def children(self) -> Children:
-        """The pages that continue the last one; each that is shown is a node of its own."""
+        """The pages that continue the last one, each as a node of its own once accessed."""
         return Children(self)
 
     def tiers(self, shard: int) -> tuple[Tier, ...]:
-        """Where its pages of a shard are, or are being written."""
+        """The tiers in which its pages of a shard are, or are being written."""
         here: tuple[Tier, ...] = ("host",) if self.memory >> shard & 1 else ()
         return (*here, "ssd") if self.on_disk >> shard & 1 else here
 
@@ -266,7 +266,7 @@ class PrefixNode:
     # ---- runs -------------------------------------------------------------------------------
 
     def split(self, at: int) -> "PrefixNode":
-        """Make a node of the first ``at`` pages, which this one follows from now on; returns it."""
+        """Split off the first ``at`` pages as a node above this one; returns it."""
         assert 0 < at < self.count
         assert not self.pins
         assert self.above is not None
@@ -286,7 +286,7 @@ class PrefixNode:
         return head
 
     def _describe(self, head: "PrefixNode", first: int) -> None:
-        """Tell another node all that is known of its pages, which are mine from ``first`` on."""
+        """Copy the properties of my pages from ``first`` on to another node."""
         at = first + head.count
         rest = self.count - at
         head.slot_columns = between(self.slot_columns, first * SLOT_COLUMN, at * SLOT_COLUMN)
@@ -306,7 +306,7 @@ class PrefixNode:
         head.serial = self.serial + first
 
     def copies(self) -> list["PrefixNode"]:
-        """Its pages as single nodes, to be looked at only: they are in no tree."""
+        """Copies of its pages as single nodes, read-only: they are in no tree."""
         if self.count == 1:
             return [self]
         found: list[PrefixNode] = []
@@ -325,12 +325,12 @@ class PrefixNode:
         return found
 
     def explode(self) -> None:
-        """Make a node of each of its pages; this one is left with the last."""
+        """Split it into single pages; this node keeps the last one."""
         while self.count > 1:
             self.split(1)
 
     def singles(self) -> list["PrefixNode"]:
-        """Make a node of each of its pages; returns them, the first one first."""
+        """Split it into single pages; returns them in order."""
         count = self.count
         self.explode()
         found = [self]
@@ -342,7 +342,7 @@ class PrefixNode:
         return found
 
     def shorten(self, pages: int) -> None:
-        """So many of the last pages left memory, and the index; more are left, none is below."""
+        """Remove the last ``pages`` pages, which were dropped; more are left, and no child."""
         assert 0 < pages < self.count
         assert not self.below
         assert not self.on_disk
@@ -361,7 +361,7 @@ class PrefixNode:
 
     @property
     def pins(self) -> int:
-        """Operator pins that cover this node."""
+        """Number of operator pins that cover this node."""
         return self.memory_pins + self.disk_pins
 
     def begin(self, shard: int, slot: Slot) -> None:
@@ -377,7 +377,7 @@ class PrefixNode:
         self.space.writing.add(self)
 
     def learn(self, tokens: bytes) -> None:
-        """Keep the tokens of pages in memory: the first that are given, if they are as many."""
+        """Keep the leading tokens of its pages in memory, if there are enough."""
         if (
             tokens
             and not self.tokens
@@ -387,7 +387,7 @@ class PrefixNode:
             self.tokens = tokens
 
     def commit(self, shard: int, digests: bytes, keep: Retention = ORDINARY) -> None:
-        """The pages of ``shard`` are READY; their digests follow each other."""
+        """The pages of ``shard`` are READY; ``digests`` are packed."""
         assert self.present >> shard & 1
         self.digest_columns = {**self.digest_columns, shard: digests}
         if keep != ORDINARY:
@@ -402,14 +402,14 @@ class PrefixNode:
         self._settle()
 
     def promote(self, shard: int, slots: bytes) -> None:
-        """The pages of ``shard``, so far only on disk, are READY in the slots of a column too."""
+        """The pages of ``shard``, only on disk so far, are also READY in the slots of a column."""
         assert self.on_disk >> shard & 1
         assert not self.memory >> shard & 1
         assert len(slots) == self.count * SLOT_COLUMN
         self._enter_memory(shard, slots)
 
     def demote(self, shard: int, places: bytes) -> None:
-        """The READY pages of ``shard`` are on disk too, at the places of a column."""
+        """The READY pages of ``shard`` are also on disk, at the places of a column."""
         assert self.ready >> shard & 1
         assert len(places) == self.count * PLACE_COLUMN
         self.space.changes += 1
@@ -417,12 +417,12 @@ class PrefixNode:
         self.on_disk |= 1 << shard
 
     def move_page(self, shard: int, position: int, place: Place) -> None:
-        """One of its pages on disk is at another place there."""
+        """The record of one of its pages has a new place."""
         column = replace_place(self.place_columns[shard], position, place)
         self.place_columns = {**self.place_columns, shard: column}
 
     def adopt(self, shard: int, places: bytes, digests: bytes) -> None:
-        """The pages of ``shard`` were found on disk at start-up, at the places of a column."""
+        """The pages of ``shard`` were found on disk at the start, at the places of a column."""
         self.digest_columns = {**self.digest_columns, shard: digests}
         self.present |= 1 << shard
         self.ready = self.present
@@ -468,24 +468,24 @@ class PrefixNode:
         self.space.host_bytes += self.count * self.space.shards[shard].slot_bytes
 
     def hold(self) -> None:
-        """Pages that continue it are about to come: it is no leaf, and stays, until then."""
+        """Children are about to be added: until then it is not a leaf, and is not removed."""
         if not self.in_memory:
             self.count_above(1)
         self.children_in_memory += 1
 
     def unhold(self) -> None:
-        """They have come, or will not."""
+        """The children were added, or will not be."""
         self.children_in_memory -= 1
         if not self.in_memory:
             self.count_above(-1)
 
     @property
     def in_memory(self) -> bool:
-        """Whether this node or any below it has slots."""
+        """Whether this node or a descendant has slots."""
         return self.memory > 0 or self.children_in_memory > 0
 
     def count_above(self, change: int) -> None:
-        """Tell the ancestors that something here came to memory (1) or left it (-1)."""
+        """Update the ancestors: this node got slots (1) or lost them (-1)."""
         at = self.above
         while at is not None:
             before = at.in_memory

@@ -1,8 +1,8 @@
-"""Queues of nodes that wait for something, from which those that left their tree fall out. Pure.
+"""Queues of tree nodes; nodes that are no longer in their tree are skipped. Pure.
 
-A node leaves its tree without anyone knowing which queues it stands in. So that memory does not
-grow with all that ever left, a queue that has doubled since is gone through once more and its dead
-entries are left behind: a few with each entry that comes, so that no call takes long.
+A node that leaves its tree is not removed from the queues it is in. So that these entries do not
+accumulate, a queue that has doubled since the last time is scanned, and dead entries are dropped: a
+few with each new entry, so that no call takes long.
 """
 
 from collections import deque
@@ -13,12 +13,12 @@ from typing import Any, Final
 from kvstore.state.tree.node import is_live
 
 Entry = tuple[Any, ...]
-"""Ends with its node, or a lease of some; no two are equal in what is before it."""
+"""Ends with its node, or a lease of one; the items before that are unique."""
 
 MOVES_MAX: Final = 8
-"""Entries that are looked at again with each that comes."""
+"""Entries that are examined again with each new one."""
 SPARE: Final = 64
-"""Entries below which a queue is not gone through."""
+"""A shorter queue is not scanned."""
 
 
 def _is_live(entry: Entry) -> bool:
@@ -26,10 +26,10 @@ def _is_live(entry: Entry) -> bool:
 
 
 class NodeHeap:
-    """The smallest entry first.
+    """A heap of entries.
 
     Args:
-        stays: whether an entry is still worth its room; asked once for each time round.
+        stays: whether an entry is still needed; called once per scan.
     """
 
     __slots__ = ("_former", "_heap", "_kept", "_stays")
@@ -63,11 +63,11 @@ class NodeHeap:
             self._kept = len(self._heap)
 
     def first(self) -> Entry:
-        """The smallest entry; there is one."""
+        """The smallest entry; the heap is not empty."""
         return self._smaller()[0]
 
     def pop(self) -> Entry:
-        """Take the smallest entry out; there is one."""
+        """Remove and return the smallest entry; the heap is not empty."""
         return heappop(self._smaller())
 
     def _smaller(self) -> list[Entry]:
@@ -76,7 +76,7 @@ class NodeHeap:
 
 
 class NodeLine:
-    """The entry that came first is the first, or one that was put before it."""
+    """A FIFO queue of entries, to whose front entries can be returned."""
 
     __slots__ = ("_former", "_kept", "_line", "_newer")
 
@@ -91,7 +91,7 @@ class NodeLine:
         return len(self._line) + len(self._former) + len(self._newer)
 
     def append(self, entry: Entry) -> None:
-        """Add an entry behind all others."""
+        """Add an entry at the end."""
         if self._former or self._newer:
             self._newer.append(entry)
         else:
@@ -110,9 +110,9 @@ class NodeLine:
                 self._line.append(moved)
 
     def appendleft(self, entry: Entry) -> None:
-        """Put an entry before all others."""
+        """Add an entry at the front."""
         self._line.appendleft(entry)
 
     def popleft(self) -> Entry:
-        """Take the first entry out; there is one."""
+        """Remove and return the first entry; the queue is not empty."""
         return (self._line or self._former or self._newer).popleft()

@@ -1,15 +1,14 @@
 """The prefix tree: which pages exist, what precedes them, and which one to evict next.
 
-A **page** stands for one prefix key of one space; the shards that ranks stored under that key
-belong to it. Pages that come together and are used together are one **node**, a run
-(:class:`~kvstore.state.tree.node.PrefixNode`). Nodes hang under the node that ends with the key
-before them, so that
+A **page** is one prefix key of one space, with the shards that ranks stored under that key. Pages
+that are stored together and used together are one **node**, a run
+(:class:`~kvstore.state.tree.node.PrefixNode`). The parent of a node ends with the key before it, so
+that
 
-* a page is evicted only when nothing that continues it is stored (leaf-first), hence the tail of a
-  prompt never outlives its head unnoticed;
-* using a page uses all that precede it: a touch marks only the deepest page, the end of its
-  node, and an evicted leaf hands its mark to its parent. The order is exactly the one of least
-  recent use.
+* a page is evicted only after all its descendants (leaf-first), so the end of a prompt never
+  outlives its beginning;
+* using a page uses all pages before it: a use marks only the deepest page, the end of its node, and
+  an evicted leaf passes its mark to its parent. The resulting order is exactly LRU.
 """
 
 from bisect import bisect_left
@@ -25,19 +24,20 @@ from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.places import record_bytes
 
 PARTS: Final = 256
-"""Of an index that is not small; one for each value of a key's first byte, which is random."""
+"""Parts of a large index; one for each value of a key's first byte, which is random."""
 SMALL: Final = 4096
-"""Entries that one dict has; the next one makes the parts, which takes about a millisecond."""
+"""Maximum entries of a single dict; the next one creates the parts, which takes about a
+millisecond."""
 
 
 class KeyIndex(Mapping[PrefixKey, PrefixNode]):
-    """Which node has a key: a dict in parts, because one of millions stands still when it grows.
+    """Which node has a key: a dict in parts, because growing a dict of millions takes too long.
 
-    Keys of nodes that are on disk only are **cold**: they take an eighth of the room, and a look
-    for them takes three times as long.
+    Keys of nodes that are only on disk are **cold**: they take an eighth of the memory, and finding
+    them takes three times as long.
 
-    Python copies a dict each time that it is full: 1.4 million entries took 56 ms, in which no
-    request is answered. Of parts only one is copied at a time: with two million keys 0.5 ms (AMD
+    Python copies a dict whenever it is full: for 1.4 million entries this took 56 ms, in which no
+    request is answered. With parts, only one is copied at a time: with two million keys 0.5 ms (AMD
     EPYC).
     """
 
@@ -56,13 +56,13 @@ class KeyIndex(Mapping[PrefixKey, PrefixNode]):
         return found
 
     def get(self, key: PrefixKey, default: None = None) -> PrefixNode | None:  # type: ignore[override]  # noqa: ARG002
-        """The node that the page of a key is part of; None when there is none."""
+        """The node that contains the page of a key; None if there is none."""
         parts = self._parts
         found = (parts[key[0]] if len(parts) > 1 and key else parts[0]).get(key)
         return self._cold.get(key) if found is None and self._cold.count and key else found
 
     def put(self, keys: list[PrefixKey], node: PrefixNode) -> None:
-        """Put a node under keys that are not there."""
+        """Add a node under keys that are not there."""
         parts = self._parts
         for key in keys:
             (parts[key[0]] if len(parts) > 1 else parts[0])[key] = node
@@ -71,7 +71,7 @@ class KeyIndex(Mapping[PrefixKey, PrefixNode]):
             self._divide()
 
     def divide(self, node: PrefixNode, head: PrefixNode) -> None:
-        """The first pages of a node, which are here, are of another one now."""
+        """The first pages of a node, which are here, now belong to another one."""
         if node.cold:
             self._cold.assign(head.keys, node, head)
             return
@@ -80,7 +80,7 @@ class KeyIndex(Mapping[PrefixKey, PrefixNode]):
             (parts[key[0]] if len(parts) > 1 else parts[0])[key] = head
 
     def discard(self, node: PrefixNode, first: int = 0) -> None:
-        """Take out the pages of a node from number ``first`` on."""
+        """Remove the pages of a node from index ``first`` on."""
         keys = node.key_list(first)
         if node.cold:
             assert not first, "what is cold is on disk, and leaves it whole"
@@ -95,13 +95,13 @@ class KeyIndex(Mapping[PrefixKey, PrefixNode]):
         self._length -= len(keys)
 
     def cool(self, node: PrefixNode) -> None:
-        """The pages of a node are on disk only: keep their keys in little room."""
+        """The pages of a node are now only on disk: store their keys compactly."""
         keys = node.key_list()
         self._discard(keys)
         self._cold.put(node, keys)
 
     def warm(self, node: PrefixNode) -> None:
-        """The pages of a cold node come to memory."""
+        """The pages of a cold node were loaded to memory."""
         keys = node.key_list()
         self._cold.discard(node, keys)
         self.put(keys, node)
@@ -129,12 +129,12 @@ class KeyIndex(Mapping[PrefixKey, PrefixNode]):
 
 
 SHELF_NODES: Final = 256
-"""Serial numbers that share a chunk: the most pages that one turn of a walk looks at."""
+"""Serial numbers of one chunk: the maximum pages that one step of a walk examines."""
 _SHIFT: Final = SHELF_NODES.bit_length() - 1
 
 
 class Listed(Protocol):
-    """A node, as far as it is listed."""
+    """The properties of a node that are needed to list it."""
 
     serial: int
     count: int
@@ -144,14 +144,14 @@ N = TypeVar("N", bound=Listed)
 
 
 class CreationOrder(Generic[N]):
-    """All nodes of one space by serial number, so that they can be listed a stretch at a time.
+    """All nodes of one space by serial number, so that they can be listed in steps.
 
-    Nobody may hold the state for as long as a walk over a million nodes takes, and a walk with
-    pauses must neither miss a page nor show one twice while others come and go. So each page gets a
-    serial number when it is made, and pages with neighbouring numbers share a **chunk**: a walk
-    goes chunk by chunk, and the number of the next page is all it has to remember. A page that was
-    there from the beginning of a walk to its end is shown exactly once. A node of several pages has
-    consecutive numbers of one chunk, and its pages keep theirs when it is split.
+    A walk over a million nodes would block the state for too long, and a walk with pauses must
+    neither miss a page nor show one twice while others are added and removed. So each page gets a
+    serial number when it is created, and pages with neighbouring numbers share a **chunk**: a walk
+    proceeds chunk by chunk, and needs to remember only the number of the next page. A page that
+    exists during the whole walk is shown exactly once. A node of several pages has consecutive
+    numbers of one chunk, and its pages keep theirs when it is split.
     """
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class CreationOrder(Generic[N]):
         chunk[serial] = node
 
     def divide(self, node: N, head: N) -> None:
-        """The first pages of a node are ``head`` now."""
+        """The first pages of a node now belong to ``head``."""
         chunk = self._chunks[node.serial >> _SHIFT]
         head.serial = node.serial
         node.serial += head.count
@@ -181,7 +181,7 @@ class CreationOrder(Generic[N]):
         chunk[node.serial] = node
 
     def remove(self, node: N) -> None:
-        """The node leaves the tree."""
+        """The node is removed from the tree."""
         number = node.serial >> _SHIFT
         chunk = self._chunks[number]
         del chunk[node.serial]
@@ -202,7 +202,7 @@ class CreationOrder(Generic[N]):
 
     @staticmethod
     def after(number: int) -> int:
-        """The first serial number behind a chunk."""
+        """The first serial number after a chunk."""
         return number + 1 << _SHIFT
 
 
@@ -213,9 +213,9 @@ def _serial(node: Listed) -> int:
 SHARD_LABEL_DIGITS = 16
 
 CHILDREN_MAX = 512
-"""Children of a node that one stretch of :meth:`PrefixTree.checks` looks at together."""
+"""Children of a node that one stretch of :meth:`PrefixTree.checks` examines together."""
 STRETCH_WORK = 160
-"""Of one stretch: some 100 microseconds. A node takes 4, each page of it 1, 4 children 1."""
+"""Work of one stretch: some 100 microseconds. A node costs 4, each page of it 1, 4 children 1."""
 
 
 @dataclass(slots=True)
@@ -223,7 +223,7 @@ class Shard:
     """One shard of a space, as the node knows it; ``window_pages`` as in its ``spec``.
 
     Attributes:
-        record_bytes: what a page of it takes on disk.
+        record_bytes: size of the record of a page on disk.
         label: hex digest of its ``spec``: the shard's name, equal on every node.
         event_label: the first digits of ``label``, its name in events.
     """
@@ -250,23 +250,24 @@ class PrefixTree:
     Attributes:
         number: names the space on this node's wire.
         index: key → the node that the page is part of, for all and only the pages below ``root``.
-        nodes: the same as single pages: each that is shown is made a node of its own.
+        nodes: the same as single pages: each one accessed becomes a node of its own.
         writing: all and only the nodes with a page that is being written.
-        holes: nodes without a page of the shards of a mask, below which there are pages of them
-            that are leaving; see :mod:`kvstore.state.table.orphans`.
-        by_creation: the nodes of ``index`` in the order they were made.
+        holes: nodes without a page of the shards of a mask, with descendants that are being
+            dropped; see :mod:`kvstore.state.table.orphans`.
+        by_creation: the nodes of ``index`` in order of creation.
         shard_numbers: the position of each spec in ``shards``.
-        needs: KV group → the window and the head size that all its shards have.
-        sessions: how many have it open.
+        needs: KV group → the window and the head size of all its shards.
+        sessions: number of sessions that have it open.
         full_mask: bit i set = a hit needs the page of shard i for every key, not for the last few.
-        changes: how often a page came to a tier or left it, or a node found its parent.
+        changes: number of times a page was added to or removed from a tier, or a node got its
+            parent.
         host_bytes: slot bytes of its pages in memory.
         disk_bytes: record bytes of its pages that are on disk or being written there.
-        prefill_s_per_token: what computing a token again costs, as told last; 0 = not known.
-        leaving: the keys of chains that are being moved to other nodes, 32 bytes each: nobody is
-            told any more that they are here.
+        prefill_s_per_token: seconds to compute a token again, as last reported; 0 = unknown.
+        leaving: the keys of chains that are being moved to other nodes, 32 bytes each: other
+            nodes are no longer told that they are here.
         label: hex digest of the identity: the space's name in events and statistics.
-        token_bytes: what the tokens of a page take, a uint32 each.
+        token_bytes: size of the tokens of a page, a uint32 each.
     """
 
     number: int
@@ -297,9 +298,9 @@ class PrefixTree:
         self.nodes = SinglePages(self)
 
     def node(self, key: PrefixKey, parent_key: PrefixKey) -> PrefixNode:
-        """The page of ``key``, made if need be; an unknown parent is made as a bare node.
+        """The page of ``key``, created if needed; an unknown parent is created as an empty node.
 
-        A bare node whose own parent was unknown is moved to its place once that is told.
+        An empty node without a parent is moved to its place once its parent is known.
         """
         found = self.nodes.get(key)
         parent = self.root
@@ -311,7 +312,7 @@ class PrefixTree:
         return found
 
     def hang_up(self, found: PrefixNode, parent: PrefixNode) -> None:
-        """Move a node whose parent was unknown under it, now that it is known."""
+        """Attach a node to its parent, which was unknown before."""
         if found.above is self.root and parent is not self.root and not self._above(found, parent):
             del self.root.below[found.first]
             self.root.children_in_memory -= found.in_memory
@@ -322,7 +323,7 @@ class PrefixTree:
             deepen(found)
 
     def end(self, key: PrefixKey) -> PrefixNode | None:
-        """The node whose last page has a key; None when no page has it."""
+        """The node whose last page has a key; None if there is none."""
         found = self.index.get(key)
         if found is None or found.count == 1:
             return found
@@ -334,7 +335,7 @@ class PrefixTree:
         return self.end(key) or self.root
 
     def exact(self, node: PrefixNode, offset: int, pages: int) -> PrefixNode:
-        """A node of exactly so many pages of a node, from ``offset`` on."""
+        """A node with exactly ``pages`` pages of a node, from ``offset`` on."""
         if offset:
             node.split(offset)
         return node.split(pages) if pages < node.count else node
@@ -346,7 +347,7 @@ class PrefixTree:
         return self.by_creation.nodes(number, cursor)
 
     def shown(self, number: int, cursor: int = 0) -> list[PrefixNode]:
-        """The same to be looked at only: a run stays one, and copies of its pages are returned."""
+        """The same, read-only: runs are not split, and copies of their pages are returned."""
         return [
             page
             for node in self.by_creation.nodes(number, cursor)
@@ -365,15 +366,15 @@ class PrefixTree:
     def contradicts(
         self, known: PrefixNode, key: PrefixKey, parent_key: PrefixKey, above: PrefixNode
     ) -> bool:
-        """Whether a page cannot follow ``parent_key``: it is known to follow another one.
+        """Whether a page is known to follow another page than ``parent_key``.
 
-        A key is a hash of all before it, so this is a mistake of whoever says so.
+        A key is a hash of everything before it, so the client is wrong.
 
         Args:
-            known: the node of this tree that the page is part of.
+            known: the node of this tree that contains the page.
             key: of the page.
-            parent_key: what it is said to follow.
-            above: the deepest node that is known on the way to ``parent_key``, itself included.
+            parent_key: the claimed parent.
+            above: the deepest known node on the way to ``parent_key``, or that node itself.
         """
         position = known.position(key)
         before = known.key_before(position)
@@ -384,10 +385,10 @@ class PrefixTree:
         return self._above(known, above)
 
     def prune(self, node: PrefixNode) -> PrefixNode:
-        """Remove ``node`` and its ancestors as far as they hold and lead to nothing.
+        """Remove ``node`` and its ancestors, as long as they have no pages and no children.
 
         Returns:
-            the deepest ancestor that stays (the root at last).
+            the deepest ancestor that stays (at most the root).
         """
         while node is not self.root and not (node.present or node.below or node.children_in_memory):
             parent = node.above
@@ -405,7 +406,7 @@ class PrefixTree:
         return node
 
     def fill_hole(self, node: PrefixNode, shard: int) -> None:
-        """Nothing of ``shard`` is below a hole any more."""
+        """No page of ``shard`` is left below a hole."""
         left = self.holes.pop(node, 0) & ~(1 << shard)
         if left:
             self.holes[node] = left
@@ -414,10 +415,10 @@ class PrefixTree:
         """Assert every invariant, a stretch at a time; see :mod:`kvstore.state.table.invariants`.
 
         Args:
-            also: asserts what else must hold of a node.
+            also: asserts further invariants of a node.
 
         Yields:
-            how many nodes were looked at.
+            number of nodes examined.
         """
         changes, count, host_bytes, looked, work = self.changes, 0, 0, 0, 0
         #: Of nodes with too many children to look at together: those found in memory.
@@ -448,7 +449,7 @@ class PrefixTree:
             assert all(node.children_in_memory == found for node, found in counted.items())
 
     def _check_node(self, node: PrefixNode) -> PrefixNode:
-        """Assert what must hold of a node of the tree; returns its parent."""
+        """Assert the invariants of a node of the tree; returns its parent."""
         parent = node.above
         assert parent is not None
         assert parent is self.root or self.index[parent.key] is parent
@@ -468,27 +469,27 @@ class PrefixTree:
         return parent
 
     def add(self, key: PrefixKey, parent: PrefixNode | None = None) -> PrefixNode:
-        """Make a node; without a parent it hangs nowhere yet, which the caller sees to."""
+        """Create a node; without a parent, the caller attaches it later."""
         node = PrefixNode(self, key, parent)
         self.index.put([key], node)
         self.by_creation.add(node)
         return node
 
     def add_run(self, keys: list[PrefixKey], parent: PrefixNode) -> PrefixNode:
-        """Make a node of pages that follow each other; no page has one of their keys yet."""
+        """Create a node of consecutive pages; no page has one of their keys yet."""
         node = PrefixNode(self, b"".join(keys), parent, len(keys))
         self.index.put(keys, node)
         self.by_creation.add(node)
         return node
 
     def remove(self, node: PrefixNode) -> None:
-        """Forget a page that nothing leads to."""
+        """Remove a node without children."""
         self.index.discard(node)
         self.by_creation.remove(node)
         node.above = None
 
     def _above(self, node: PrefixNode, other: PrefixNode) -> bool:
-        """Whether ``node`` is ``other`` or above it (a forged parent could make a ring)."""
+        """Whether ``node`` is ``other`` or its ancestor (forged parents could form a cycle)."""
         at: PrefixNode | None = other
         while at is not None:
             if at is node:
@@ -498,10 +499,10 @@ class PrefixTree:
 
 
 class SinglePages(Mapping[PrefixKey, PrefixNode]):
-    """The pages of a space by key; each that is shown is made a node of its own.
+    """The pages of a space by key; each one accessed becomes a node of its own.
 
     Args:
-        space: whose.
+        space: the space.
     """
 
     __slots__ = ("_space",)

@@ -1,7 +1,7 @@
-"""Sessions: who holds what, for how long, what becomes of it when they vanish; and spaces.
+"""Sessions: what each holds, for how long, and what happens to it when the session is lost; spaces.
 
 A **session** is one engine with all its processes; a **process** is one connection of it. Leases
-(reads) and puts (writes) belong to a process, their bytes count against the session's quota.
+(reads) and puts (writes) belong to a process; their bytes count against the session's quota.
 
 ::
 
@@ -9,8 +9,8 @@ A **session** is one engine with all its processes; a **process** is one connect
     put:    OPEN ──commit──► gone
             OPEN ──connection lost──► LOST (its slots in LIMBO) ──settled / dead──► gone
 
-"Settled" is the process's own word that nothing it began on its connections before a certain one
-touches bytes any more; "dead" is the kernel's (a pidfd).
+"Settled": the process says that nothing it started on its earlier connections accesses bytes any
+more. "Dead": the kernel says that the process has ended (a pidfd).
 """
 
 from collections import deque
@@ -25,23 +25,22 @@ from kvstore.state.tree.slots import SLOT_ALIGNMENT, Slot, SlotTable
 from kvstore.state.tree.story import Moment
 
 STRETCH_HELD: Final = 512
-"""Leases, puts and fetches that one stretch of :meth:`Session.checks` looks at."""
+"""Leases, puts and fetches that one stretch of :meth:`Session.checks` examines."""
 
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """Somebody waits for pages to come to memory: from disk, from peers, or from both.
+    """A request waits for pages to be loaded to memory: from disk, from peers, or from both.
 
     Attributes:
         pinned: slots of pages that are in memory, pinned until
             :meth:`~kvstore.state.tree.sessions.Fetches.end`.
         outstanding: loads from disk and jobs of peers that it waits for.
-        wanted: pages whose loads are to be begun in the turns that come: space, shard, and packed
-            keys.
-        size_bytes: slot bytes of its pages, counted against the quota of who waits.
+        wanted: pages whose loads are started in later turns: space, shard, and packed keys.
+        size_bytes: slot bytes of its pages, counted against the session's quota.
         peers_until_ns: until when peers are asked for pages; 0 = they are not.
-        copies: a peer wants its pages to be here; no engine has asked for them.
-        ended: nobody waits any more.
+        copies: a peer wants its pages to be here; no engine has requested them.
+        ended: nothing waits for it any more.
     """
 
     pinned: list[Slot] = field(default_factory=list)
@@ -54,13 +53,13 @@ class Fetch:
 
     @property
     def waits(self) -> bool:
-        """Whether a load or a job of it has not ended yet."""
+        """Whether a load or job of it has not ended yet."""
         return self.outstanding > 0 or bool(self.wanted)
 
 
 @dataclass(slots=True)
 class Lease:
-    """Pages one process reads.
+    """Pages that one process reads.
 
     Attributes:
         slots: the slot of each page.
@@ -76,16 +75,16 @@ class Lease:
 
 @dataclass(slots=True, init=False)
 class Put:
-    """Pages one process writes.
+    """Pages that one process writes.
 
     Attributes:
-        space: the space they are of.
-        shard: the shard number they are all of.
+        space: their space.
+        shard: their shard number.
         keys: of each granted page, in chain order, until it is committed.
-        slots: of each of these.
+        slots: of each of these pages.
         size_bytes: slot bytes, counted against the quota until the put is gone.
         since_ns: when its slots were granted.
-        lost: its writer may still write, its slots are in LIMBO.
+        lost: its writer may still write; its slots are in LIMBO.
         ahead: its slot is reserved for a page that is not known yet.
     """
 
@@ -113,11 +112,11 @@ class Put:
         self.ahead = ahead
 
     def is_of(self, space: PrefixTree, shard: int) -> bool:
-        """Whether its pages are of a shard of a space."""
+        """Whether its pages belong to a shard of a space."""
         return self.space is space and self.shard == shard
 
     def part(self, pages: int) -> "Put":
-        """A put of the leading pages, which are no longer of this one."""
+        """Split off a put of the leading pages."""
         assert 0 < pages < len(self.slots)
         assert not self.lost
         size = self.size_bytes // len(self.slots) * pages
@@ -130,13 +129,14 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who connected, as the kernel tells it.
+    """The other end of a connection, according to the kernel.
 
     Attributes:
-        identity: equal for all connections of one process, and for no two processes at a time.
-        pid: its process id in the node's PID namespace; 0 when it has none there.
-        watched: the kernel will say when it ends.
-        tenants: the tenants that it may belong to; None = any.
+        identity: equal for all connections of one process, and different for any two processes that
+            exist at the same time.
+        pid: its process id in the node's PID namespace; 0 if it has none there.
+        watched: the kernel will report its end.
+        tenants: the tenants that it may use; None = any.
         remote: it is another node, which reads over the network and checks digests: what it holds
             is released when its connection or a deadline ends.
         node: name of that node.
@@ -156,10 +156,10 @@ class Process:
 
     Attributes:
         connection: names it on this node.
-        peer: what the kernel says of the process.
-        origin: what connected, as it names itself; empty when it does not.
-        number: which of its origin's connections it is; 0 when it does not say.
-        lost: its connection broke or was given up, but the process was not seen to end.
+        peer: the process, according to the kernel.
+        origin: the client's id for itself; empty if it has none.
+        number: number among the connections of its origin; 0 if unknown.
+        lost: its connection broke or was given up, but the end of the process was not seen.
     """
 
     connection: int
@@ -173,7 +173,7 @@ class Process:
     lost: bool = False
 
     def charge(self, size_bytes: int) -> None:
-        """So many bytes more, or fewer, count against its session's quota."""
+        """Charge ``size_bytes``, which may be negative, against its session's quota."""
         self.session.used_bytes += size_bytes
         self.session.changes += 1
         assert self.session.used_bytes >= 0
@@ -189,15 +189,15 @@ class Session:
     """One engine as this node knows it.
 
     Attributes:
-        token: what its processes show to belong to it; also its right to map extents.
+        token: proves that a process belongs to it; also its right to map extents.
         domain: its tenant; empty until it opened its first space.
-        engine: the engine that its processes belong to, as they say; None = unnamed.
+        engine: the engine's label, as its processes report it; None = unnamed.
         spaces: the spaces that it has opened, by number.
         shards: number of a space → a bit for each of its shards that the session has opened.
-        used_bytes: bytes of all its leases, puts and fetches, expired and lost ones included.
-        changes: how often these bytes changed.
-        quota_bytes: the most that ``used_bytes`` may reach.
-        prefill_s_per_token: what the engine reported; 0 until it did.
+        used_bytes: bytes of all its leases, puts and fetches, including expired and lost ones.
+        changes: number of changes of these bytes.
+        quota_bytes: maximum of ``used_bytes``.
+        prefill_s_per_token: as reported by the engine; 0 = not yet.
         remote: another node, which maps no memory and so may open spaces of several tenants.
     """
 
@@ -221,7 +221,7 @@ class Session:
 
     @property
     def free_bytes(self) -> int:
-        """What the quota leaves."""
+        """The unused part of the quota."""
         return max(0, self.quota_bytes - self.used_bytes)
 
     def admits(self, extra_bytes: int) -> bool:
@@ -229,7 +229,7 @@ class Session:
         return self.used_bytes + extra_bytes <= self.quota_bytes
 
     def of(self, origin: bytes) -> list[Process]:
-        """Its connections of one origin; none where that is not told."""
+        """Its connections of one origin; empty if the origin is unknown."""
         return [one for one in self.processes.values() if origin and one.origin == origin]
 
     def checks(self) -> Iterator[None]:
@@ -251,15 +251,15 @@ class Session:
 
 
 class Fetches:
-    """All fetches of one node: who waits for pages to come to memory, wherever they come from.
+    """All fetches of one node, whatever the source of their pages.
 
-    A source (the SSD log, a peer) tells a :class:`Fetch` of each page that has come, which stays
-    pinned for it, and of each load that has ended. After its last one whoever waits asks again, and
-    gets what is there.
+    A source (the SSD log, a peer) reports to a :class:`Fetch` each loaded page, which stays pinned
+    for it, and each load that has ended. After the last one, the waiting request is tried again,
+    and gets the pages that are in memory.
 
     Args:
-        slots: where the pages come to.
-        moment: the time of the message that is being carried out.
+        slots: the slots.
+        moment: the time of the message that is being processed.
 
     Attributes:
         ended: fetches whose last load has ended, to be resumed.
@@ -271,12 +271,15 @@ class Fetches:
         self.ended: list[Fetch] = []
 
     def keep(self, fetch: Fetch, slots: Sequence[Slot]) -> None:
-        """Pages in memory stay there until the fetch ends; of a node it is all, or none."""
+        """Pin pages in memory until the fetch ends.
+
+        Either all slots of a node are given or none.
+        """
         self._slots.pin(slots, self._moment.tick)
         fetch.pinned += slots
 
     def came(self, waiters: Iterable[Fetch]) -> None:
-        """One of the things that each of these waits for has come, or never will."""
+        """A load that each of these fetches waits for has ended."""
         for fetch in waiters:
             if not fetch.ended:
                 fetch.outstanding -= 1
@@ -284,12 +287,12 @@ class Fetches:
                 self.tell(fetch)
 
     def tell(self, fetch: Fetch) -> None:
-        """Let whoever waits be resumed, if there is nothing left to wait for."""
+        """Resume a fetch if nothing is left to wait for."""
         if not fetch.waits:
             self.ended.append(fetch)
 
     def end(self, fetch: Fetch) -> list[Slot]:
-        """Whoever waited has what it wanted, or has given up; returns the slots that it pinned."""
+        """End a fetch: its request was answered, or given up; returns the slots that it pinned."""
         assert not fetch.ended
         fetch.ended = True
         pinned, fetch.pinned = fetch.pinned, []
@@ -297,17 +300,17 @@ class Fetches:
 
 
 SPACES_MAX = 4096
-"""Spaces of a node, besides the few that every session may open however many there are."""
+"""Maximum spaces of a node, in addition to the few that every session may always open."""
 SESSION_SPACES_MAX = 256
 SESSION_SPACES_ALWAYS = 4
 SHARDS_MAX: Final = 1024
 
 
 class Spaces:
-    """All spaces of one node, and who may use them. No number of one is given twice.
+    """All spaces of one node, and the sessions that may use them. Numbers are never reused.
 
     Args:
-        page_bytes_max: no page may be larger.
+        page_bytes_max: maximum size of a page.
     """
 
     def __init__(self, page_bytes_max: int) -> None:
@@ -325,14 +328,14 @@ class Spaces:
     def open(
         self, session: Session, identity: SpaceIdentity, shards: Sequence[ShardSpec]
     ) -> tuple[PrefixTree, list[int]]:
-        """Find or make the space and its shards.
+        """Find or create the space and its shards.
 
         Returns:
             the space, and the number of each of ``shards`` in it.
 
         Raises:
-            LayoutMismatch, InvalidArgument: names the field that does not fit what is known.
-            CapacityError: the node, or the session, has as many spaces as it may have.
+            LayoutMismatch, InvalidArgument: names the field that does not match the known one.
+            CapacityError: the node, or the session, has reached its limit of spaces.
         """
         if session.spaces and session.domain != identity.tenant and not session.remote:
             raise InvalidArgument("tenant", f"this session belongs to {session.domain!r}")
@@ -357,7 +360,7 @@ class Spaces:
     def adopt(
         self, identity: SpaceIdentity, shards: Sequence[ShardSpec]
     ) -> tuple[PrefixTree, list[int]]:
-        """:meth:`open` for pages that nobody has asked for yet."""
+        """:meth:`open` for pages that no session has requested yet."""
         return self._find_or_make(identity, shards, SPACES_MAX)
 
     def get(self, number: int, session: Session) -> PrefixTree:
@@ -380,10 +383,10 @@ class Spaces:
         session.shards.clear()
 
     def close_idle(self, needed: Callable[[PrefixTree], bool]) -> int:
-        """Once there are as many spaces as may be, close the idle ones; how many those were.
+        """If the limit of spaces is reached, close idle ones; returns how many.
 
         Args:
-            needed: whether a space must stay that holds no page and that no session has open.
+            needed: whether an empty space that no session has open must stay.
         """
         if len(self._spaces) < SPACES_MAX:
             return 0
@@ -393,7 +396,7 @@ class Spaces:
         return len(idle)
 
     def check(self) -> None:
-        """Assert that each space is known by both its names."""
+        """Assert that each space is found by number and by label."""
         assert len(self._spaces) == len(self._by_digest)
         assert all(self._spaces.get(one.number) is one for one in self._by_digest.values())
         assert all(one.sessions >= 0 for one in self)
@@ -444,13 +447,13 @@ def _shard_number(space: PrefixTree, spec: ShardSpec, page_bytes: int) -> int:
 
 
 def _merge(spec: ShardSpec, known: dict[str, tuple[int, int]]) -> tuple[int, int]:
-    """(window_pages, head_dim) of the group of ``spec``; head_dim 0 = no shard of it tells."""
+    """(window_pages, head_dim) of the group of ``spec``; head_dim 0 = none of its shards tells."""
     _, told = known.get(spec.group, (0, 0))
     return spec.window_pages, told or getattr(spec.layout, "head_dim", 0)
 
 
 def _refuse_contradiction(spec: ShardSpec, known: dict[str, tuple[int, int]]) -> None:
-    """One model has one head size and one need a group; who says otherwise is misconfigured."""
+    """A model has one head size and one window per group; a shard with another is refused."""
     if spec.group not in known:
         return
     window_pages, head_dim = known[spec.group]

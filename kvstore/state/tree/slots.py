@@ -1,4 +1,4 @@
-"""Slots: the places for pages in one tier, and who may touch the bytes in them.
+"""Slots: the places for pages in one tier, and which processes may access the bytes in them.
 
 ::
 
@@ -8,13 +8,13 @@
         │ abort            │ lose           ▼                      │ the last one goes
         └──────────────────┴─────────────► LIMBO ──────────────────┘
 
-A **pin** forbids eviction while bytes move. A **hold** is a reader or writer that may still touch
-the bytes although it no longer has a right to (its lease ran out, its connection broke): it does
-not forbid that the page leaves the index, but the slot is not used again before the hold is
-dropped, so a late write or a late read never meets another page.
+A **pin** prevents eviction while bytes are copied. A **hold** is a reader or writer that may still
+access the bytes although it no longer has the right to (its lease expired, its connection broke):
+the page may be dropped, but its slot is not reused before the hold is released, so that a late read
+or write never hits another page.
 
 Slots of one size are carved from **extents**. An extent belongs to one domain (tenant) at a time,
-because whoever maps it can read all of it.
+because a process that maps it can read all of it.
 """
 
 from array import array
@@ -29,14 +29,14 @@ Slot = NewType("Slot", int)
 
 SLOT_ALIGNMENT: Final = 4096
 INDEX_BITS: Final = 20
-"""Of a slot: which one of its extent it is."""
+"""Bits of a slot's index within its extent."""
 INDEX_MASK: Final = (1 << INDEX_BITS) - 1
 STRETCH_SLOTS = 128
-"""Slots that one stretch of :meth:`SlotTable.checks` looks at: some 50 microseconds."""
+"""Slots that one stretch of :meth:`SlotTable.checks` examines: some 50 microseconds."""
 
 
 class SlotState(IntEnum):
-    """Where a slot is in its life; see the picture above."""
+    """The state of a slot; see the picture above."""
 
     FREE = 0
     WRITING = 1
@@ -51,7 +51,7 @@ _LIMBO: Final = int(SlotState.LIMBO)
 _WRITINGS: Final = bytes([_WRITING])
 _READIES: Final = bytes([_READY])
 _WORD: Final = (1 << 32) - 1
-"""Members of an enumeration are looked up by name each time, and plain numbers are not."""
+"""Members of an enumeration are looked up by name each time, plain numbers are not."""
 
 
 @dataclass(slots=True)
@@ -60,15 +60,15 @@ class Extent:
 
     Attributes:
         number: names its memory on the wire; a new number is new memory.
-        domain: who may map it; None while unassigned.
+        domain: tenant that may map it; None while unassigned.
         slot_bytes: bytes of each slot; 0 while unassigned.
         free: all and only the indexes of FREE slots.
         pinned: slots with a pin.
         used_at: tick of the last commit or pin of any of its slots.
-        retiring: no slot of it is used any more; its memory goes once nobody else needs it.
-        draining: no slot of it is used until it is empty, and whoever asks first gets all of it.
-        addresses: of each slot two words, see :meth:`SlotTable.addresses`.
-        generation: allocations so far; each slot remembers the one that made it WRITING.
+        retiring: its slots are not allocated any more; it gets new memory once it is not needed.
+        draining: its slots are not allocated until it is empty; then any class may get it.
+        addresses: two words per slot, see :meth:`SlotTable.addresses`.
+        generation: number of allocations; each slot stores the one that made it WRITING.
     """
 
     number: int
@@ -88,16 +88,16 @@ class Extent:
 
     @property
     def closed(self) -> bool:
-        """Whether no FREE slot of it may be used."""
+        """Whether its FREE slots may not be allocated."""
         return self.retiring or self.draining
 
     @property
     def class_of(self) -> tuple[str | None, int]:
-        """Whose slots they are, and of what size."""
+        """The tenant and the size of its slots."""
         return self.domain, self.slot_bytes
 
     def carve(self, domain: str, slot_bytes: int, extent_bytes: int) -> None:
-        """Cut the whole extent into FREE slots of ``slot_bytes``."""
+        """Divide the whole extent into FREE slots of ``slot_bytes``."""
         assert len(self.free) == self.count, "only an empty extent may change"
         self.domain, self.slot_bytes, self.draining = domain, slot_bytes, False
         self.count = count = extent_bytes // slot_bytes
@@ -109,13 +109,13 @@ class Extent:
         self.free = array("I", range(count - 1, -1, -1))
 
     def name_slots(self, first: int, end: int) -> None:
-        """Slots are handed out: each gets a generation of its own."""
+        """Slots are allocated: each gets a new generation."""
         made, self.generation = self.generation + 1, self.generation + end - first
         words = [self.number | (one & _WORD) << 32 for one in range(made, self.generation + 1)]
         self.addresses[2 * first : 2 * end : 2] = array("Q", words)
 
     def change_pins(self, first: int, end: int, change: int) -> None:
-        """Give slots another pin each (1), or take one from each (-1)."""
+        """Add (1) or remove (-1) a pin of each slot."""
         count, before = end - first, self.pins[first]
         if self.pins[first:end] != array("I", [before]) * count:
             for at in range(first, end):
@@ -131,10 +131,10 @@ class Replacement(NamedTuple):
     """An extent gets new memory.
 
     Attributes:
-        old: number of the memory that it had.
-        new: number of the memory to make.
-        in_use: somebody may still read the old one: let go of it, and leave its bytes as they are.
-            Else nobody looks at it any more, and what it takes is given back at once.
+        old: number of its old memory.
+        new: number of its new memory.
+        in_use: the old memory may still be read: unmap it, and leave its bytes as they are.
+            Otherwise its memory is freed at once.
     """
 
     old: int
@@ -144,7 +144,7 @@ class Replacement(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SlotStats:
-    """One snapshot of a :class:`SlotTable`; bytes are slot bytes."""
+    """A snapshot of a :class:`SlotTable`; bytes are slot bytes."""
 
     capacity_bytes: int
     withheld_bytes: int
@@ -162,7 +162,7 @@ class SlotTable:
     Args:
         extent_bytes: bytes of each extent.
         extent_count: extents in use from the start.
-        withheld: further extents whose memory is not to be had yet (see :meth:`provide`).
+        withheld: further extents whose memory is not available yet (see :meth:`provide`).
     """
 
     def __init__(self, extent_bytes: int, extent_count: int, withheld: int = 0) -> None:
@@ -181,7 +181,7 @@ class SlotTable:
         self._open: dict[tuple[str, int], list[int]] = {}
 
     def provide(self, count: int) -> list[int]:
-        """Put ``count`` withheld extents to use; returns their numbers."""
+        """Start to use ``count`` withheld extents; returns their numbers."""
         self.changes += 1
         numbers = self.withheld_numbers(count)
         self.withheld -= len(numbers)
@@ -192,13 +192,13 @@ class SlotTable:
         return numbers
 
     def withheld_numbers(self, count: int) -> list[int]:
-        """The numbers that the next ``count`` withheld extents will have; fewer when fewer are."""
+        """The numbers that the next ``count`` withheld extents will have, or of all if fewer."""
         return list(range(self._next_number, self._next_number + min(count, self.withheld)))
 
     # ---- life of a slot ---------------------------------------------------------------------
 
     def allocate(self, count: int, domain: str, slot_bytes: int) -> list[Slot]:
-        """Make up to ``count`` FREE slots of a class WRITING; fewer when there are fewer."""
+        """Make up to ``count`` FREE slots of a class WRITING; fewer if there are fewer."""
         assert slot_bytes % SLOT_ALIGNMENT == 0
         assert slot_bytes <= self.extent_bytes
         open_positions = self._open.setdefault((domain, slot_bytes), [])
@@ -223,7 +223,7 @@ class SlotTable:
         return taken
 
     def commit(self, slots: Sequence[Slot], tick: int) -> None:
-        """WRITING → READY: the bytes are there and nobody writes them any more."""
+        """WRITING → READY: the bytes are complete and not written any more."""
         for extent, first, end in self._blocks(slots):
             assert extent.states.count(_WRITING, first, end) == end - first
             extent.states[first:end] = _READIES * (end - first)
@@ -246,9 +246,9 @@ class SlotTable:
             extent.holds[index] += 1
 
     def release(self, slots: Sequence[Slot]) -> None:
-        """READY → FREE, or → LIMBO while someone may still read it: its page left the index.
+        """READY → FREE, or → LIMBO while it may still be read: its page was evicted or dropped.
 
-        The first one is used again first: neighbours come back as neighbours.
+        Slots are reused in the given order, so that neighbours stay neighbours.
         """
         self.changes += 1
         for slot in reversed(slots):
@@ -260,7 +260,7 @@ class SlotTable:
                 self._free(slot, extent, index)
 
     def pin(self, slots: Sequence[Slot], tick: int) -> None:
-        """Forbid the eviction of READY slots; one call, one pin each."""
+        """Prevent the eviction of READY slots; each call adds one pin."""
         self.changes += 1
         for extent, first, end in self._blocks(slots):
             assert extent.states.count(_READY, first, end) == end - first
@@ -268,7 +268,7 @@ class SlotTable:
             extent.used_at = tick
 
     def unpin(self, slots: Sequence[Slot]) -> None:
-        """Take one pin from each; a LIMBO slot without pins and holds becomes FREE."""
+        """Remove one pin from each; a LIMBO slot without pins and holds becomes FREE."""
         self.changes += 1
         limbo = 0
         for extent, first, end in self._blocks(slots):
@@ -278,7 +278,7 @@ class SlotTable:
             self._settle(slot, *self._locate(slot))
 
     def pin_to_hold(self, slots: Iterable[Slot]) -> None:
-        """A reader's right ran out, but it may still read: eviction is allowed, re-use is not."""
+        """A lease expired, but its reader may still read: eviction is allowed, reuse is not."""
         self.changes += 1
         for slot in slots:
             extent, index = self._locate(slot)
@@ -299,11 +299,11 @@ class SlotTable:
     # ---- memory that changes its class ------------------------------------------------------
 
     def drain(self, position: int) -> None:
-        """Use no FREE slot of an extent until it is empty, see :meth:`end_drain`."""
+        """Allocate no slot of an extent until it is empty, see :meth:`end_drain`."""
         self.extents[position].draining = True
 
     def end_drain(self, position: int) -> bool:
-        """Whether the extent is empty, to be had by any class; else its slots are used again."""
+        """Whether the extent is empty, and free for any class; else its slots are used again."""
         extent = self.extents[position]
         if len(extent.free) == extent.count:
             return True
@@ -315,11 +315,11 @@ class SlotTable:
     # ---- memory that nobody may use again ---------------------------------------------------
 
     def retire(self, position: int) -> None:
-        """Use no slot of an extent any more; :meth:`replace` ends it once the others are done."""
+        """Allocate no slot of an extent any more; :meth:`replace` ends this."""
         self.extents[position].retiring = True
 
     def retirable(self, position: int, given_up: Mapping[Slot, int]) -> bool:
-        """Whether only holds that were ``given_up`` (so many of each slot) keep the extent."""
+        """Whether only holds that were ``given_up`` (a number per slot) keep the extent."""
         extent = self.extents[position]
         assert extent.retiring
         return all(
@@ -330,7 +330,7 @@ class SlotTable:
         )
 
     def replace(self, position: int) -> None:
-        """Give an extent new memory: whoever still maps the old one touches nobody's page."""
+        """Give an extent new memory: late accesses through old mappings then hit no page."""
         extent = self.extents[position]
         assert extent.retiring
         assert extent.domain is not None
@@ -345,15 +345,15 @@ class SlotTable:
     # ---- questions --------------------------------------------------------------------------
 
     def address(self, slot: Slot) -> tuple[int, int, int]:
-        """``(extent number, generation, byte offset)`` of a slot: what goes on the wire.
+        """``(extent number, generation, byte offset)`` of a slot, as sent on the wire.
 
-        Of the generation these are the last 32 bits.
+        The generation is its last 32 bits.
         """
         extent, index = self._locate(slot)
         return extent.number, extent.addresses[2 * index] >> 32, index * extent.slot_bytes
 
     def addresses(self, slots: Sequence[Slot]) -> bytes:
-        """The same of many, as :data:`kvstore.protocol.wire.ADDRESS`."""
+        """The same for several slots, as :data:`kvstore.protocol.wire.ADDRESS`."""
         blocks = self._blocks(slots)
         return b"".join([one.addresses[2 * at : 2 * end].tobytes() for one, at, end in blocks])
 
@@ -363,17 +363,17 @@ class SlotTable:
         return SlotState(extent.states[index])
 
     def pinned(self, slot: Slot) -> bool:
-        """Whether any pin forbids the slot's eviction."""
+        """Whether a pin prevents the slot's eviction."""
         extent, index = self._locate(slot)
         return extent.pins[index] > 0
 
     def in_use(self, slot: Slot) -> bool:
-        """Whether anyone reads the slot or may still do so."""
+        """Whether the slot is being read, or may still be."""
         extent, index = self._locate(slot)
         return extent.pins[index] > 0 or extent.holds[index] > 0
 
     def position(self, slot: Slot) -> int:
-        """Which entry of ``extents`` holds the slot."""
+        """The index in ``extents`` of the slot's extent."""
         return slot >> INDEX_BITS
 
     def slot(self, position: int, index: int) -> Slot:
@@ -381,7 +381,7 @@ class SlotTable:
         return Slot(position << INDEX_BITS | index)
 
     def index(self, slot: Slot) -> int:
-        """Which slot of its extent it is."""
+        """The index of the slot within its extent."""
         return slot & INDEX_MASK
 
     @property
@@ -394,7 +394,7 @@ class SlotTable:
     ) -> int | None:
         """The least recently used extent of any other class, if not used since ``tick``.
 
-        Those in ``staying`` and those that are emptied already are none.
+        Extents in ``staying``, and those already being drained, are excluded.
         """
         if len(self._open) < 2:
             return None
@@ -415,14 +415,14 @@ class SlotTable:
         return [Slot(position << INDEX_BITS | at) for at in range(len(states)) if states[at]]
 
     def needed(self, position: int) -> bool:
-        """Whether anyone writes, reads or may still touch a slot of one extent."""
+        """Whether a slot of one extent is being written or read, or may still be accessed."""
         extent = self.extents[position]
         states = extent.states
         touched = SlotState.WRITING in states or SlotState.LIMBO in states
         return touched or extent.pinned > 0 or any(extent.holds)
 
     def stats(self) -> SlotStats:
-        """Sizes by state, all read at one moment."""
+        """A consistent snapshot of sizes by state."""
         by_state = [0, 0, 0, 0]
         pinned = unassigned = retiring = 0
         for extent in self.extents:
@@ -444,7 +444,7 @@ class SlotTable:
         """Assert every invariant, a stretch at a time; see :mod:`kvstore.state.table.invariants`.
 
         Args:
-            also: asserts what else must hold of a slot in this state.
+            also: asserts further invariants of a slot in this state.
         """
         changes, unassigned, seen = self.changes, 0, bytearray(len(self.extents))
         for position in range(len(seen)):
@@ -462,7 +462,7 @@ class SlotTable:
     def _check_slots(
         self, position: int, extent: Extent, also: Callable[[Slot, int], None]
     ) -> Iterator[None]:
-        """Assert what must hold of each slot of an extent, and what they add up to."""
+        """Assert the invariants of each slot of an extent, and their sums."""
         changes, count, free, pinned = self.changes, extent.count, 0, 0
         seen = bytearray(count)
         for first in range(0, count or 1, STRETCH_SLOTS):
@@ -491,7 +491,7 @@ class SlotTable:
         return self.extents[slot >> INDEX_BITS], slot & INDEX_MASK
 
     def _blocks(self, slots: Sequence[Slot]) -> list[tuple[Extent, int, int]]:
-        """The same slots, in order: neighbours as their extent, the first index, the one behind."""
+        """The slots grouped into runs: extent, first index, index behind the last."""
         found: list[tuple[Extent, int, int]] = []
         at, count = 0, len(slots)
         while at < count:
@@ -513,7 +513,7 @@ class SlotTable:
         extent.free.append(index)
 
     def _reopen(self, position: int) -> None:
-        """The extent has a FREE slot again that may be used."""
+        """The extent again has a FREE slot that may be allocated."""
         extent = self.extents[position]
         assert extent.domain is not None
         open_positions = self._open[extent.domain, extent.slot_bytes]
@@ -521,7 +521,7 @@ class SlotTable:
             open_positions.append(position)
 
     def _claim(self, domain: str, slot_bytes: int) -> bool:
-        """Give the class one more extent: an unassigned one, else any that is empty."""
+        """Give the class one more extent: an unassigned one, or else any empty one."""
         if self._unassigned:
             position = self._unassigned.pop()
         elif len(self._open) < 2:
@@ -550,7 +550,7 @@ class SlotTable:
         return True
 
     def _renumber(self, extent: Extent, *, in_use: bool) -> None:
-        """The extent is to have new memory, which has a number of its own."""
+        """The extent will get new memory, under a new number."""
         self.replaced.append(Replacement(extent.number, self._next_number, in_use))
         extent.number = self._next_number
         self._next_number += 1

@@ -1,8 +1,8 @@
 """The last events of pages, shown when an assertion fails. Pure and bounded.
 
 Code that changes the state adds an event: when, what, and to which run of pages. The events are
-read only when a bug shows: those of the page concerned are added to the error as a note, so that
-every log and every test that reports the error shows them.
+read only when a bug is detected: those of the page concerned are added to the error as a note, so
+that every log and every test that reports the error shows them.
 """
 
 from collections import deque
@@ -16,9 +16,9 @@ from kvstore.state.tree.node import PrefixNode
 
 EVENTS_MAX: Final = 4096
 TOLD_MAX: Final = 64
-"""Most events in a note: the last ones of the page, or of all pages if none is known."""
+"""Maximum events in a note: the last ones of the page, or of all pages if the page is unknown."""
 _READ_FROM: Final = "read from "
-"""Begins the event of pages that a peer gave; its name follows."""
+"""Prefix of the event of pages that were read from a peer; its name follows."""
 _NS: Final = 1_000_000_000
 
 
@@ -29,7 +29,7 @@ class Event(NamedTuple):
         tick: number of the last request before it.
         what: the event, in a few words.
         space: number of the space.
-        depth: of ``key``; 0 = not known.
+        depth: of ``key``; 0 = unknown.
     """
 
     now_ns: int
@@ -43,11 +43,11 @@ class Event(NamedTuple):
 
 
 class Moment:
-    """When things happen.
+    """The current time of the state.
 
     Attributes:
-        now_ns: the time of the message that is being carried out.
-        tick: counts the requests; orders uses.
+        now_ns: the time of the message that is being processed.
+        tick: number of requests so far; orders uses.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Story:
         self._events: deque[tuple[Any, ...]] = deque(maxlen=EVENTS_MAX)
 
     def tell(self, what: str, node: PrefixNode, shard: int, pages: int = 1) -> None:
-        """Add an event of ``pages`` pages of one chain; the first one is the node's first."""
+        """Add an event of ``pages`` pages of one chain, starting with the node's first page."""
         at, of = self._moment, node.space.number
         key, depth = PrefixKey(node.keys), node.depth
         if node.count > 1:
@@ -76,12 +76,12 @@ class Story:
         self._events.append((at.now_ns, at.tick, what, of, key, depth, shard, pages))
 
     def tell_page(self, what: str, space: int, key: PrefixKey, shard: int) -> None:
-        """Add an event of one page, which may have left its tree."""
+        """Add an event of one page, which may have been removed from its tree."""
         at = self._moment
         self._events.append((at.now_ns, at.tick, what, space, key, 0, shard, 1))
 
     def stored(self, node: PrefixNode, shard: int, pages: int, peer: str) -> None:
-        """Add that pages were stored; ``peer``: who gave them, empty = a client."""
+        """Add that pages were stored; ``peer``: their source, empty = a client."""
         self.tell(f"{_READ_FROM}{peer}" if peer else "stored", node, shard, pages)
 
     def tell_last(self, what: str, node: PrefixNode, shard: int, pages: int) -> None:
@@ -92,7 +92,7 @@ class Story:
         self._events.append((at.now_ns, at.tick, what, of, key, depth, shard, pages))
 
     def source(self, node: PrefixNode) -> str:
-        """The peer that the last page of a node was read from; empty if no event tells it."""
+        """The peer that the last page of a node was read from; empty if no event says so."""
         for one in reversed(_of(node, self)):
             if one.what.startswith(_READ_FROM):
                 return one.what.removeprefix(_READ_FROM)
@@ -128,7 +128,7 @@ class Story:
 
 
 def _concerned(error: Exception) -> PrefixNode | None:
-    """The variable ``node`` of the innermost call that has one."""
+    """The variable ``node`` of the innermost frame that has one."""
     found: PrefixNode | None = None
     trace = error.__traceback__
     while trace is not None:
@@ -139,7 +139,7 @@ def _concerned(error: Exception) -> PrefixNode | None:
 
 
 def _of(node: PrefixNode, events: Iterable[Event]) -> list[Event]:
-    """The events of runs that the node is part of; once it left its tree, of those it begins."""
+    """The events of runs that contain the node; after its removal, of those that start with it."""
     chain: dict[bytes, int] = {}
     at: PrefixNode | None = node
     while at is not None:

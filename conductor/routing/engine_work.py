@@ -1,0 +1,228 @@
+"""The work assigned to one engine, and what prompts and tokens cost there. Pure.
+
+:mod:`conductor.routing.load` says what computing and decoding are.
+"""
+
+from dataclasses import dataclass, field, replace
+from math import ceil, inf
+from typing import Final, NamedTuple
+
+from conductor.costs.book import EngineCosts
+from conductor.costs.prior import PrefillLine
+from conductor.routing.engines import Role
+from conductor.routing.others import NOBODY, USUAL_TOKENS, OtherRequests
+from conductor.routing.work import ComputingPrompt, DecodingRequest
+
+
+class WorkRow(NamedTuple):
+    """The inputs of an engine's costs, independent of the time; see :class:`CostColumns`.
+
+    Attributes:
+        late_at: when its first prompt counts as computed, without a report.
+        head_since: start of that prompt.
+        head_s: seconds that it takes; negative = there is none.
+        rest_s: seconds of the other prompts.
+        sent_at: when all KV of its prompts for other engines has probably been sent.
+    """
+
+    late_at: float
+    head_since: float
+    head_s: float
+    rest_s: float
+    sent_at: float
+    constant_s: float
+    floor_s: float
+    token_s: float
+    pair_s: float
+    step_s: float
+    kv_room: float
+    token_bytes: float
+    network_bytes_per_s: float
+    coming_bytes: float
+    others_s: float
+    late_per_s: float
+    late_per_s2: float
+    late_most: float
+
+
+TIMED: Final = 5
+"""Fields of :class:`WorkRow` whose columns depend on the time."""
+
+
+@dataclass(slots=True)
+class EngineWork:
+    """The work of one engine.
+
+    Attributes:
+        computing: its prompts, in the order in which they were assigned.
+        head_since: start of the first of them.
+        overdue: prompts that count as computed, but whose first tokens were not reported.
+        decoding: requests that decode there.
+        context: tokens of their prompts.
+        coming: tokens of the KV that is on its way there, by request.
+        batch_s: requests that decoded, multiplied by seconds, since the beginning.
+        context_s: their tokens likewise.
+        at: time up to which these are counted.
+        computed_at: when the last reported prompt was computed.
+        step_cost_s: cached :meth:`step_s`; negative = to be computed again.
+        factors: the fit's factors for which ``line`` is valid.
+        line: the costs of prompts.
+        begun: when requests without reports started to decode; until they are read.
+        stalled_s: seconds for which it computed prompts, since the beginning.
+        sent_at: when all KV of its prompts for other engines has probably been sent.
+        leaving: request → seconds that its unsent KV occupies the link.
+        others: requests of others that it has.
+        usual_s: seconds of a prompt that it got, lately.
+    """
+
+    costs: EngineCosts
+    ranks: int = 1
+    computing: dict[int, ComputingPrompt] = field(default_factory=dict)
+    head_since: float = 0.0
+    overdue: dict[int, ComputingPrompt] = field(default_factory=dict)
+    decoding: dict[int, DecodingRequest] = field(default_factory=dict)
+    context: int = 0
+    coming: dict[int, int] = field(default_factory=dict)
+    batch_s: float = 0.0
+    context_s: float = 0.0
+    at: float = 0.0
+    computed_at: float = 0.0
+    step_cost_s: float = -1.0
+    factors: object = None
+    line: PrefillLine | None = None
+    begun: dict[int, float] = field(default_factory=dict)
+    stalled_s: float = 0.0
+    sent_at: float = -inf
+    leaving: dict[int, float] = field(default_factory=dict)
+    others: OtherRequests = NOBODY
+    usual_s: float = 0.0
+
+    def row(self, role: Role) -> WorkRow:
+        """The inputs that stay the same until something changes, or :meth:`pass_late` changes them.
+
+        Args:
+            role: the present role of the engine.
+        """
+        head, coming = next(iter(self.computing.values()), None), sum(self.coming.values())
+        token_bytes, line = self.costs.prior.kv_bytes(1), self.prefill_line()
+        return WorkRow(
+            late_at=self.head_since + head.counts_s if head is not None else inf,
+            head_since=self.head_since,
+            head_s=head.seconds if head is not None else -1.0,
+            rest_s=self.total_s() - head.seconds if head is not None else 0.0,
+            sent_at=self.sent_at,
+            constant_s=line.constant_s,
+            floor_s=line.floor_s,
+            token_s=line.token_s,
+            pair_s=line.pair_s,
+            step_s=self.step_s(),
+            kv_room=(self.costs.prior.kv_tokens_max or inf)
+            - self.context
+            - coming
+            - self.others.running * self.usual_context(),
+            others_s=self.others.waiting * self.usual_prompt_s(),
+            token_bytes=token_bytes,
+            network_bytes_per_s=self.costs.prior.network.bytes_per_s,
+            coming_bytes=coming * token_bytes,
+            **self.late(role),
+        )
+
+    def pass_late(self, now: float) -> None:
+        """Count prompts as computed, when they should have been, if that was long ago."""
+        while self.computing:
+            number, head = next(iter(self.computing.items()))
+            if now < self.head_since + head.counts_s:
+                return
+            del self.computing[number]
+            self.overdue[number] = replace(head, since=self.head_since)
+            self.stalled_s += head.seconds
+            self.head_since += head.seconds
+            if not head.told:
+                tokens = head.new_tokens + head.prefix_tokens
+                self.decodes(number, tokens, self.head_since, told=False)
+                self.begun[number] = self.head_since
+            for following in self.computing.values():
+                self.head_since = max(self.head_since, following.since)
+                break
+
+    def decodes(
+        self, number: int, tokens: int, now: float, *, told: bool = True, bears_s: float = 0.0
+    ) -> None:
+        """A request starts to decode; ``told``: this was reported, and its end will be."""
+        self.pass_time(now)
+        self.coming.pop(number, None)
+        stalled_s = self.stalled_s
+        if number in self.decoding:
+            self.context -= self.decoding[number].tokens
+            stalled_s = self.decoding[number].stalled_s
+        self.decoding[number] = DecodingRequest(
+            tokens, now, self.batch_s, self.context_s, told, bears_s, stalled_s
+        )
+        self.context += tokens
+        self.step_cost_s = -1.0
+
+    def late(self, role: Role) -> dict[str, float]:
+        """The columns of :class:`CostColumns` about requests that a prompt makes late.
+
+        The number of later prompts is unknown. So a request that has used a part ``u`` of the
+        seconds that it tolerates counts as late to the part ``u**2``: the first stall costs less
+        than the last one. A request that is late already counts as if it were about to be,
+        otherwise all prompts would go there.
+
+        An engine that was lent to prompts still has answers to finish. These count nothing: it gets
+        no others, and would be idle for their sake while all requests wait.
+        """
+        stalled_s = self.stalled_s + self.total_s()
+        line = square = most = 0.0
+        for one in self.decoding.values():
+            if not one.bears_s or role is Role.PREFILL:
+                continue
+            used = (stalled_s - one.stalled_s) / one.bears_s
+            line += 2.0 * min(used, 1.0) / one.bears_s
+            square += one.bears_s**-2 if used < 1.0 else 0.0
+            most += 1.0 - used * used if used < 1.0 else 1.0
+        return {"late_per_s": line, "late_per_s2": square, "late_most": most}
+
+    def total_s(self) -> float:
+        """Seconds of all prompts that it has, the first one whole."""
+        return sum(one.seconds for one in self.computing.values())
+
+    def computed_by(self, now: float) -> float:
+        """When all its prompts are thought to be computed."""
+        return max(now, self.head_since + self.total_s())
+
+    def prefill_line(self) -> PrefillLine:
+        """The costs of prompts; computed again only after a measurement."""
+        factors = self.costs.prefill_fit.factors
+        if self.line is None or factors is not self.factors:
+            self.factors, self.line = factors, self.costs.prefill_line
+        return self.line
+
+    def step_s(self) -> float:
+        """Seconds of a step with one more request, of usual length, than it will have anyway."""
+        if self.step_cost_s < 0:
+            count: float = len(self.decoding) + len(self.coming)
+            tokens: float = self.context + sum(self.coming.values())
+            if self.others.running:
+                tokens += self.others.running * self.usual_context()
+                count += self.others.running
+            batch = ceil((count + 1) / self.ranks)
+            self.step_cost_s = self.costs.step_seconds(batch, batch * tokens / max(1, count))
+        return self.step_cost_s
+
+    def usual_context(self) -> float:
+        """Mean tokens of our requests that decode there; :data:`USUAL_TOKENS` if there are none."""
+        count = len(self.decoding) + len(self.coming)
+        tokens = self.context + sum(self.coming.values())
+        return tokens / count if count else USUAL_TOKENS
+
+    def usual_prompt_s(self) -> float:
+        """Recent mean seconds of our prompts there; those of a usual one if there were none."""
+        return self.usual_s or sum(self.prefill_line().terms(USUAL_TOKENS, 0))
+
+    def pass_time(self, now: float) -> None:
+        """Update the sums of decoding requests up to now."""
+        passed = max(0.0, now - self.at)
+        self.batch_s += passed * len(self.decoding)
+        self.context_s += passed * self.context
+        self.at = max(self.at, now)

@@ -1,0 +1,104 @@
+"""Streams whose engine falls silent, or whose client does not read: neither lasts for ever."""
+
+import asyncio
+import json
+import socket
+from urllib.parse import urlsplit
+
+import pytest
+
+from conductor.front.upstream import IdleDeadline
+from tests.conductor.fakes import FakeEngine, serving, sse
+from tests.loops import eventually, in_loop
+
+SHORT = {"idle_s": 0.2}
+
+
+@in_loop
+async def test_an_engine_that_falls_silent_in_a_stream_is_given_up() -> None:
+    engine = FakeEngine("e", "mixed")
+    async with serving(engine, deadline=SHORT) as client:
+        engine.mid_gate.clear()
+        status, answer, headers = await client.complete(stream=True)
+        assert status == 200
+        assert sse(answer)[-1]["error"]["code"] == "engine_failed"
+        decision = await client.decision(headers["X-Request-Id"])
+        assert decision["outcome"] == "broken"
+        assert "no answer in time" in decision["detail"]
+        await eventually(lambda: engine.aborted == 1 or engine.running == 0)
+
+
+@in_loop
+async def test_a_client_that_does_not_read_is_given_up() -> None:
+    engine = FakeEngine("e", "mixed")
+    engine.id = "x" * (1 << 20)  # a token has a megabyte
+    engine.tokens = 64
+    body = json.dumps({"model": "m", "prompt": "hi", "stream": True}).encode()
+    engine.described["id"] = "e"
+    async with serving(deadline=SHORT) as client:
+        await engine.start()
+        try:
+            entry = {"id": "e", "role": "mixed", "url": engine.url}
+            assert (await client.operate("/v1/engines", entry))[0] == 201
+            parts = urlsplit(client.url)
+            with socket.create_connection((parts.hostname, parts.port)) as silent:
+                head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}"
+                silent.sendall(f"{head}\r\nX-Request-Id: slow\r\n\r\n".encode() + body)
+                await eventually(lambda: engine.requests)
+                await eventually(lambda: client.conductor.proxy.active == 0, "it was given up")
+            decision = await client.decision("slow")
+            assert decision["outcome"] == "client_gone"
+            assert client.conductor.registry.get("e").health.failures == 0  # type: ignore[union-attr]
+        finally:
+            await engine.stop()
+
+
+@in_loop
+async def test_a_deadline_passes_when_it_was_not_moved_and_not_before() -> None:
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    async with IdleDeadline() as idle:
+
+        def moves() -> bool:
+            idle.wait("a piece", 1.0)
+            return loop.time() - began > 2.6
+
+        await eventually(moves)
+
+    async def waits() -> None:
+        async with IdleDeadline() as idle:
+            idle.wait("long", 600.0)
+            idle.wait("short", 0.01)
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        await waits()
+
+
+@in_loop
+async def test_a_piece_of_a_stream_resumes_few_coroutines() -> None:
+    engine = FakeEngine("e", "mixed")
+    engine.mid_gate.clear()
+    async with serving(engine) as client:
+        asked = asyncio.create_task(
+            client.session.post(
+                f"{client.url}/v1/completions", json={"model": "m", "prompt": "hi", "stream": True}
+            )
+        )
+        answer = await asked
+        await answer.content.readany()
+        chains = [_awaited(task.get_coro()) for task in asyncio.all_tasks()]
+        [streaming] = [chain for chain in chains if "Relay._stream" in chain]
+        assert streaming.index("Relay._stream") <= 1, streaming
+        engine.mid_gate.set()
+        await answer.read()
+        answer.close()
+
+
+def _awaited(coroutine: object) -> list[str]:
+    """Names of a coroutine, of what it waits for, and so on."""
+    found = []
+    while (name := getattr(coroutine, "__qualname__", None)) is not None:
+        found.append(name)
+        coroutine = getattr(coroutine, "cr_await", None)
+    return found

@@ -1,0 +1,111 @@
+"""Goal: one flag is enough, and a wrong option ends the start at once, with the sentence last.
+
+vLLM is played by classes like its own; ``tests/vllm`` starts it.
+"""
+
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from engine_adapters.vllm import plugin
+from kvstore.protocol.errors import ConfigError
+from tests.engine_adapters.vllm.test_support import model_of
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """The classes of vLLM that the plugin uses."""
+
+    class KVTransferConfig:
+        def __init__(self, connector, **extra):
+            self.kv_connector, self.kv_connector_extra_config = connector, extra
+            self.__post_init__()
+
+        def __post_init__(self):
+            self.checked = True
+
+    class VllmConfig:
+        def __init__(self, transfer, model, speculative=None):
+            self.kv_transfer_config, self.model_config = transfer, model
+            self.speculative_config = speculative
+            self.device_config = SimpleNamespace(device_type="cpu")
+            self.scheduler_config = SimpleNamespace(enable_chunked_prefill=True)
+            self.__post_init__()
+
+        def __post_init__(self):
+            self.checked = True
+
+    class KVConnectorFactory:
+        _registry = {}  # noqa: RUF012
+
+        @classmethod
+        def register_connector(cls, name, module, kind):
+            assert name not in cls._registry
+            cls._registry[name] = (module, kind)
+
+    parts = {
+        "vllm.config.kv_transfer": {"KVTransferConfig": KVTransferConfig},
+        "vllm.config.vllm": {"VllmConfig": VllmConfig},
+        "vllm.distributed.kv_transfer.kv_connector.factory": {
+            "KVConnectorFactory": KVConnectorFactory
+        },
+    }
+    for name in parts:
+        steps = name.split(".")
+        for end in range(1, len(steps) + 1):
+            monkeypatch.setitem(sys.modules, ".".join(steps[:end]), ModuleType(steps[end - 1]))
+    for name, content in parts.items():
+        for key, value in content.items():
+            setattr(sys.modules[name], key, value)
+    return KVTransferConfig, KVConnectorFactory, VllmConfig
+
+
+def test_the_entry_point_names_a_function_that_exists():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = project["entry-points"]["vllm.general_plugins"]["kvstore"]
+    # What tests with real engines have in the place of an installation:
+    installed = ROOT / "tests/vllm/installed/kvstore_server-0.1.0.dist-info/entry_points.txt"
+    assert f"kvstore = {named}\n" in installed.read_text()
+    module, _, function = named.partition(":")
+    assert getattr(import_module(module), function) is plugin.register
+
+
+def test_the_connector_is_registered_once_however_often_vllm_loads_its_plugins(vllm):
+    _, factory, _ = vllm
+    for _ in range(3):
+        plugin.register()
+    assert factory._registry == {"KVStoreConnector": ("engine_adapters.vllm", "KVStoreConnector")}
+
+
+def test_a_wrong_option_is_refused_when_vllm_reads_its_command_line(vllm):
+    config, _, _ = vllm
+    plugin.register()
+    plugin.register()
+    assert config("KVStoreConnector", address="unix:///run/x.sock").checked
+    assert config("OtherConnector", adress=1).checked
+    with pytest.raises(ConfigError, match="unknown key adress; did you mean address"):
+        config("KVStoreConnector", adress="unix:///run/x.sock")
+
+
+def test_a_model_that_cannot_be_stored_is_refused_before_it_is_loaded(vllm):
+    config, _, whole = vllm
+    plugin.register()
+    plugin.register()
+    model = model_of("JambaForCausalLM", is_hybrid=True)
+    assert whole(None, model).checked
+    assert whole(config("OtherConnector"), model).checked
+    assert whole(config("KVStoreConnector"), model_of("LlamaForCausalLM")).checked
+    with pytest.raises(ConfigError, match=r"JambaForCausalLM.* start vLLM without KVStoreConn"):
+        whole(config("KVStoreConnector"), model)
+
+
+def test_another_vllm_starts_all_the_same_and_is_told_what_to_do(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    plugin.register()
+    assert "kv_connector_module_path" in caplog.text
