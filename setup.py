@@ -41,7 +41,6 @@ MOVER = Extension(
     "kvstore.mover._mover",
     [
         "kvstore/mover/_mover.c",
-        "kvstore/mover/_answers.c",
         "kvstore/mover/_chains.c",
         "kvstore/mover/_ranges.c",
         "kvstore/mover/_table.c",

@@ -20,7 +20,6 @@ from kvstore.client.endpoint import (
     set_timeout,
     wait_closed,
 )
-from kvstore.mover.answers import AnswerReader
 from kvstore.protocol import wire
 from kvstore.protocol.errors import PeerUnreachable, ProtocolError, TransferTimeout
 
@@ -52,7 +51,6 @@ class Connection:
         self.broken = ""
         self._path = path
         self._socket = open_socket(path)
-        self._answers = AnswerReader(self._socket, RECEIVE_BYTES)
         self._timeout_s = 0.0
         self._identifier = 0
         self._posted: deque[bytes] = deque()
@@ -160,7 +158,7 @@ class Connection:
         if self._posted:
             self.flush()
         self._limit(deadline)
-        data = self._answers.receive()
+        data = self._socket.recv(RECEIVE_BYTES)
         length = wire.frame_length(data) + 4 if len(data) >= 4 else 4
         if len(data) < length:
             data = self._rest(data, deadline)
@@ -177,7 +175,7 @@ class Connection:
             # Blocks, or raises the error. The kernel's timeout applies to each part it can queue.
             sent += self._socket.send(memoryview(frame)[sent : sent + _SEND_BYTES])
 
-    def _rest(self, data: memoryview | bytes, deadline: float) -> bytes:
+    def _rest(self, data: bytes, deadline: float) -> bytes:
         buffer = bytearray(data)
         while True:
             if len(buffer) >= 4 and len(buffer) >= wire.frame_length(buffer) + 4:

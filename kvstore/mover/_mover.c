@@ -21,7 +21,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 enum {
-    VERSION = 6,             /* of this library's interface; binary.py refuses any other */
+    VERSION = 5,             /* of this library's interface; binary.py refuses any other */
     POPULATE_STEP = 16 << 20,
 };
 static const int64_t NO_MEMORY = INT64_MIN, NO_JOB = INT64_MIN + 1;

@@ -1,11 +1,11 @@
-"""The library that is built from ``_mover.c`` and the other ``.c`` files beside it."""
+"""The library that is built from ``_mover.c``, ``_chains.c``, ``_ranges.c`` and ``_table.c``."""
 
 import ctypes
 import sysconfig
 from pathlib import Path
 from typing import Final
 
-VERSION: Final = 6
+VERSION: Final = 5
 """Of the library's interface, as in ``_mover.c``; others are not used."""
 LIBRARY: Final = Path(__file__).with_name(f"_mover{sysconfig.get_config_var('EXT_SUFFIX')}")
 """Path of the library that ``pip install`` builds if there is a compiler."""
