@@ -28,6 +28,7 @@ from bench.store_programs import NoProgramError
 from bench.store_servers import EtcdServer, ForgetfulRedisServer, ServerStartError
 from kvstore.cli.remote import Remote
 from kvstore.process.privatefile import token_for
+from kvstore.protocol.counts import NodeStats
 
 READY_TIMEOUT_S: Final = 120.0
 STOP_TIMEOUT_S: Final = 15.0
@@ -395,7 +396,7 @@ def has_met(stats: Mapping[str, Any], others: Sequence[str]) -> bool:
 
 def node_stats(node: NodeAt) -> dict[str, Any]:
     """The statistics of a daemon."""
-    found: dict[str, Any] = Remote(node.admin).get("/v1/stats")
+    found: dict[str, Any] = Remote(node.admin).get("/v1/stats", NodeStats).raw
     return found
 
 

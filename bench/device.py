@@ -5,8 +5,8 @@ tokens in random order; digests are on. ``device/restore`` and ``device/extract`
 layer in planes of their own; for ``outermost`` a block has the parts of all layers together. The
 bound is one large copy: of pinned memory in the same direction, or memcpy with ``--device cpu:0``,
 where host memory plays the device and torch has one thread. ``device/launches`` counts operations
-on the device a layer and job, beside the two that are allowed. ``cpu_s_per_gb`` is the time of all
-threads of this process.
+on the device a layer and job of up to 256 MiB, beside the two that are allowed. ``cpu_s_per_gb`` is
+the time of all threads of this process, ``threads`` how many copy to and from the node's memory.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from kvstore.mover.kvpool import KVPool
 from kvstore.protocol.page import PrefixKeys
 from kvstore.testing.device import EngineMemory
 from kvstore.tier.gpu import STAGING_BYTES, HostDevice, open_device
-from kvstore.tier.lane import Device, DeviceCopy
+from kvstore.tier.lane import Device, DeviceCopy, thread_count
 
 LAYERS: Final = 32
 PAGES: Final = 16
@@ -45,9 +45,11 @@ class DeviceResult(measure.Result, frozen=True):
 
     Attributes:
         cpu_s_per_gb: seconds of all threads of this process for 10**9 bytes.
+        threads: threads that copy between the ring and the node's memory.
     """
 
     cpu_s_per_gb: float = 0.0
+    threads: int = 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,7 +114,14 @@ def _measure(
     measured = measure.interleave(move, bound, min_seconds=seconds)
     plain = measure.throughput(name, shape.call_bytes, measured, bound_name)
     return DeviceResult(
-        plain.case, plain.value, plain.unit, plain.bound, plain.bound_value, plain.ratio, cpu_s
+        plain.case,
+        plain.value,
+        plain.unit,
+        plain.bound,
+        plain.bound_value,
+        plain.ratio,
+        cpu_s,
+        thread_count(),
     )
 
 

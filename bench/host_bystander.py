@@ -27,6 +27,7 @@ from kvstore.cli.remote import Remote
 from kvstore.client.store import KVStore
 from kvstore.protocol import wire
 from kvstore.protocol.page import PrefixKeys
+from kvstore.server.answers import JobRow
 
 PERCENT: Final = 99.9
 ROUNDS: Final = 6
@@ -176,7 +177,7 @@ def _clear(store: KVStore, address: str) -> Step:
     def step() -> None:
         put()
         if next(calls) % CLEAR_CALLS == 0:
-            node.finished(node.send("POST", "/v1/clear", {"space": label}), END_WAIT_S)
+            node.finished(node.send("POST", "/v1/clear", JobRow, {"space": label}), END_WAIT_S)
 
     return step
 

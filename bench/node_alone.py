@@ -18,6 +18,7 @@ from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
 from kvstore.node.ssd import IN_FLIGHT_BYTES_MAX
 from kvstore.protocol import wire
+from kvstore.protocol.counts import NO_RECORDS, SsdCounts
 from kvstore.protocol.page import KEY_BYTES, CanonicalLayout, ShardSpec, SpaceIdentity
 from kvstore.state.choice.admission import Admission
 from kvstore.state.choice.ghosts import Ghosts
@@ -141,9 +142,9 @@ class TakesAll:
         """See :class:`~kvstore.node.desk.DiskSide`."""
         self._end(POLLED_MAX, now_ns)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> SsdCounts:
         """See :class:`~kvstore.node.desk.DiskSide`."""
-        return self.pages.stats()
+        return self.pages.stats(NO_RECORDS)
 
     def _end(self, most: int, now_ns: int) -> None:
         for _ in range(min(most, len(self._begun))):
@@ -218,28 +219,25 @@ class LoneNode:
 
     def counts(self) -> dict[str, int]:
         """What the node has counted since its start."""
-        counted: dict[str, int] = self.desk.stats()["counts"]
-        return counted
+        return self.desk.stats().counts
 
     def stored(self) -> int:
         """Pages in the index, in whatever tier."""
-        stored: int = self.desk.stats()["pages"]
-        return stored
+        return self.desk.stats().pages
 
     def in_memory(self) -> int:
         """Small pages that are READY in memory."""
-        ready: int = self.desk.stats()["host"]["ready_bytes"]
-        return ready // PAGE_BYTES
+        return self.desk.stats().host.ready_bytes // PAGE_BYTES
 
     def leases(self) -> int:
         """Leases that are not given back."""
-        held: int = self.desk.stats()["leases"]
-        return held
+        return self.desk.stats().leases
 
     def reclaimed(self) -> int:
         """Segments of the SSD tier that were given back."""
-        reclaimed: int = self.desk.stats()["ssd"]["reclaimed_segments"]
-        return reclaimed
+        ssd = self.desk.stats().ssd
+        assert ssd is not None
+        return ssd.reclaimed_segments
 
     def keys(self, pages: int) -> bytes:
         """The keys of a prompt that nobody has seen before."""

@@ -12,12 +12,13 @@ import msgspec
 from bench.node_alone import LoneNode
 from bench.node_watch import Watch, WatchedLoop
 from kvstore.config import EventsConfig, SocketConfig
+from kvstore.protocol.counts import AdminCounts
 from kvstore.protocol.errors import CapacityError
 from kvstore.server import operations
 from kvstore.server.channel import Answered, Ask, Caller, Refused
 from kvstore.server.dispatch import Dispatcher
 from kvstore.server.publish import Publication
-from kvstore.server.status import NodeStatus
+from kvstore.server.status import DaemonSources, NodeStatus
 from kvstore.server.turns import Turns
 from kvstore.tier.host import HostMemory
 
@@ -50,6 +51,9 @@ class Operator:
         policy = lone.desk.node.pages.eviction.policy
         silent = Publication(EventsConfig(endpoint=""), SocketConfig(), "n", bytes(16))
         status = NodeStatus(lone.desk, self._memory, policy, monotonic(), silent)
+        status.sources = DaemonSources(
+            lambda: 0, lambda: 0, lambda: AdminCounts(pid=0, restarts=0), lambda: 0.0
+        )
         node = lone.desk.node
         self._dispatcher = Dispatcher(node, self._memory, status, self._turns, self._take)
         self._answers: dict[int, Answered | Refused] = {}

@@ -120,7 +120,7 @@ class World:
 
     def fill(self, engine: Engine | None = None) -> None:
         """Put prompts until memory is full, and let all pages grow old."""
-        free = self.lone.desk.stats()["host"]["free_bytes"] // PAGE_BYTES
+        free = self.lone.desk.stats().host.free_bytes // PAGE_BYTES
         for _ in range(free // PROMPT_PAGES):
             self.put(engine)
         self.clock.skip(OLD_S)
@@ -390,7 +390,7 @@ def clear(world: World) -> None:
 def disk_quota(world: World) -> None:
     """A space gets a quota on disk that it exceeds."""
     label = world.label(world.engine)
-    (used,) = (one["ssd_bytes"] for one in world.lone.desk.stats()["spaces"])
+    (used,) = (one.ssd_bytes for one in world.lone.desk.stats().spaces)
     quota_bytes = used - world.many * PAGE_BYTES
     world.begin()
     job = world.operator.job(operations.SetLimits(space=label, quota_bytes=quota_bytes, tier="ssd"))

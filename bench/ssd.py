@@ -142,7 +142,7 @@ class Disks:
         directories = [Directory(self._path, segment_bytes)]
         self._log = SSDLog("bench", directories, segment_bytes, threads=threads)
         self._log.recover()
-        self._direct = bool(self._log.stats()["directories"][0]["direct_io"])
+        self._direct = self._log.stats().directories[0].direct_io
         self._disk = OSDisk()
         self._raw_path = self._path / "raw"
         self._raw: int | None = None

@@ -29,7 +29,7 @@ from types import ModuleType
 import hypothesis
 import pytest
 
-from kvstore.state.ask.describe import core
+from kvstore.node.describe import core
 from tests.soaks import (
     pytest_addoption,
     pytest_collection_modifyitems,

@@ -7,18 +7,26 @@ import functools
 import hashlib
 import re
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
+from conductor.costs.bias import LastingBias
 from conductor.costs.fit import FitState, RobustFit
 from conductor.costs.hardware import ACCELERATORS
-from conductor.costs.prior import USUAL, CostPrior, Efficiency, PrefillLine
+from conductor.costs.prior import USUAL, CostPrior, Efficiency, FetchLine, PrefillLine
 from conductor.costs.shapes import SHAPES
 
 _VERSION: Final = 1
 _ENGINES_MAX: Final = 2048
 """Engines that are remembered; those not asked for longest are forgotten first."""
+_PROMPT_TERMS: Final = ("constant", "weights", "attention")
+"""Of a prompt, and of a decode step."""
+_FETCH_TERMS: Final = ("constant", "memory", "disk", "network")
+_HANDOFF_TERMS: Final = ("constant", "network")
 _MACHINE: Final = re.compile(r"(?:([1-9][0-9]{0,3})x)?([a-z0-9.-]{1,32})")
 
 
@@ -55,6 +63,19 @@ def machine_of(shape: str, hardware: str) -> Machine:
     return Machine(shape or usual.shape, found[2], int(found[1] or 0))
 
 
+class HandoffLine(NamedTuple):
+    """``constant + factor * transfer`` seconds of a handoff.
+
+    Attributes:
+        constant_s: of each, beside its bytes: until the decode engine has asked for them, and has
+            generated its first token.
+        factor: how many times longer its bytes take than the slower link's datasheet says.
+    """
+
+    constant_s: float
+    factor: float
+
+
 class EngineCosts:
     """Seconds of one engine, as its measurements say, and its prior where there are none.
 
@@ -63,19 +84,38 @@ class EngineCosts:
         prior: its prior.
         prefill_fit: factors of the terms of its prompts.
         step_fit: factors of the terms of its decode steps.
+        fetch_fit: factors of the terms of fetches from its node and from others.
+        handoff_fit: factors of the terms of the KV that other engines hand over to it.
+        prefill_bias: what prompts take of what the fit says.
+        step_bias: likewise, decode steps.
     """
 
     def __init__(self, machine: Machine, efficiency: Efficiency = USUAL) -> None:
         accelerator = ACCELERATORS[machine.accelerator]
         self.machine = machine
         self.prior = CostPrior(SHAPES[machine.shape], accelerator, machine.accelerators, efficiency)
-        self.prefill_fit = RobustFit()
-        self.step_fit = RobustFit()
+        self.prefill_fit = RobustFit(len(_PROMPT_TERMS))
+        self.step_fit = RobustFit(len(_PROMPT_TERMS))
+        self.fetch_fit = RobustFit(len(_FETCH_TERMS))
+        self.handoff_fit = RobustFit(len(_HANDOFF_TERMS))
+        self.prefill_bias, self.step_bias = LastingBias(), LastingBias()
+
+    @property
+    def fits(self) -> dict[str, tuple[Sequence[str], RobustFit]]:
+        """All of them: what each is of, the names of its terms, and itself."""
+        return {
+            "prefill": (_PROMPT_TERMS, self.prefill_fit),
+            "step": (_PROMPT_TERMS, self.step_fit),
+            "fetch": (_FETCH_TERMS, self.fetch_fit),
+            "handoff": (_HANDOFF_TERMS, self.handoff_fit),
+        }
 
     @property
     def prefill_line(self) -> PrefillLine:
         """What prompts take."""
-        constant, weights, attention = self.prefill_fit.factors.tolist()
+        constant, weights, attention = (
+            self.prefill_fit.factors * self.prefill_bias.factor
+        ).tolist()
         prior = self.prior.prefill
         return PrefillLine(
             constant * prior.constant_s,
@@ -84,27 +124,76 @@ class EngineCosts:
             attention * prior.pair_s,
         )
 
+    @property
+    def fetch_line(self) -> FetchLine:
+        """What fetches take."""
+        factors = self.fetch_fit.factors.tolist()
+        return FetchLine(*(f * one for f, one in zip(factors, self.prior.fetch, strict=True)))
+
+    @property
+    def handoff_line(self) -> HandoffLine:
+        """What handoffs to it take."""
+        constant, transfer = self.handoff_fit.factors.tolist()
+        return HandoffLine(constant * self.prior.handoff_s, transfer)
+
     def step_seconds(self, batch: float, context_tokens: float) -> float:
         """Seconds of a decode step of ``batch`` requests.
 
         Of an engine with data-parallel ranks, these are the numbers of its slowest rank: all step
         together.
         """
-        return self.step_fit.seconds(self.prior.step_terms(batch, context_tokens))
+        seconds = self.step_fit.seconds(self.prior.step_terms(batch, context_tokens))
+        return self.step_bias.factor * seconds
+
+    @property
+    def step_factors(self) -> npt.NDArray[np.float64]:
+        """Of the terms of a decode step, the bias included; float64 [3]."""
+        factors: npt.NDArray[np.float64] = self.step_fit.factors * self.step_bias.factor
+        return factors
 
     def computed(self, new_tokens: float, prefix_tokens: float, seconds: float) -> None:
         """The end of a prompt was computed; the queue before it is not part of ``seconds``."""
+        self.prefill_bias.observe(sum(self.prefill_line.terms(new_tokens, prefix_tokens)), seconds)
         self.prefill_fit.observe(self.prior.prefill.terms(new_tokens, prefix_tokens), seconds)
 
     def stepped(self, batch: float, context_tokens: float, seconds: float) -> None:
         """A decode step took so long."""
+        self.step_bias.observe(self.step_seconds(batch, context_tokens), seconds)
         self.step_fit.observe(self.prior.step_terms(batch, context_tokens), seconds)
 
+    def fetched(
+        self, memory_bytes: float, disk_bytes: float, network_bytes: float, seconds: float
+    ) -> None:
+        """KV was brought to it from its node and another one, those in flight before included."""
+        terms = self.prior.fetch.terms(memory_bytes, disk_bytes, network_bytes)
+        self.fetch_fit.observe(terms, seconds)
 
-class _SavedEngine(msgspec.Struct, frozen=True):
+    def handed_over(self, transfer_s: float, seconds: float) -> None:
+        """KV was handed over to it, and its first token generated.
+
+        Args:
+            transfer_s: that the slower of both links takes by its datasheet.
+            seconds: that it took.
+        """
+        self.handoff_fit.observe((self.prior.handoff_s, transfer_s), seconds)
+
+
+class _SavedEngine(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What follows ``step`` is absent in files of older versions."""
+
     machine: Machine
     prefill: FitState
     step: FitState
+    fetch: FitState | None = None
+    handoff: FitState | None = None
+    bias: tuple[float, float] = (1.0, 1.0)
+
+    @classmethod
+    def of(cls, one: EngineCosts) -> "_SavedEngine":
+        """What is kept of an engine."""
+        prefill, step, fetch, handoff = (fit.state() for _, fit in one.fits.values())
+        bias = (one.prefill_bias.factor, one.step_bias.factor)
+        return cls(one.machine, prefill, step, fetch, handoff, bias)
 
 
 class _Saved(msgspec.Struct, frozen=True):
@@ -144,9 +233,9 @@ class CostBook:
         """All that was fitted, as JSON."""
         engines = msgspec.json.encode(
             {
-                name: _SavedEngine(one.machine, one.prefill_fit.state(), one.step_fit.state())
+                name: _SavedEngine.of(one)
                 for name, one in self._engines.items()
-                if one.prefill_fit.count or one.step_fit.count
+                if any(fit.count for _, fit in one.fits.values())
             }
         )
         return msgspec.json.encode(_Saved(_VERSION, _digest(engines), msgspec.Raw(engines)))
@@ -172,8 +261,11 @@ class CostBook:
             if not known or one.machine.accelerators < 0:
                 raise UnusableCostsError(f"{name[:64]!r} has an unknown machine")
             costs = EngineCosts(one.machine, self._efficiency)
-            fitted = costs.prefill_fit.restore(one.prefill) and costs.step_fit.restore(one.step)
-            if not fitted:
+            kept = (one.prefill, one.step, one.fetch, one.handoff)
+            fits = zip([fit for _, fit in costs.fits.values()], kept, strict=True)
+            biases = zip((costs.prefill_bias, costs.step_bias), one.bias, strict=True)
+            fitted = all(fit.restore(state) for fit, state in fits if state is not None)
+            if not (fitted and all(bias.restore(factor) for bias, factor in biases)):
                 raise UnusableCostsError(f"{name[:64]!r} has a fit that cannot be")
             restored[name] = costs
         self._engines = restored

@@ -13,7 +13,6 @@ from typing import Final
 import msgspec
 import numpy as np
 
-TERMS: Final = 3
 _OFF: Final = 0.5
 """Usual relative error of the prior."""
 _NOISE: Final = 0.15
@@ -45,18 +44,19 @@ class FitState(msgspec.Struct, frozen=True):
 
 
 class RobustFit:
-    """Factors of :data:`TERMS` terms.
+    """Factors of a few terms.
 
     Attributes:
-        factors: the present ones; float64 [TERMS]; replaced, never changed in place.
+        factors: the present ones; float64 [terms]; replaced, never changed in place.
         count: measurements so far, those before a restart included.
     """
 
-    def __init__(self) -> None:
-        self.factors = np.ones(TERMS)
+    def __init__(self, terms: int) -> None:
+        self.factors = np.ones(terms)
         self.count = 0
+        self._terms = terms
         self._seen = 0  # of these, since the start
-        self._covariance = np.eye(TERMS) * _OFF**2
+        self._covariance = np.eye(terms) * _OFF**2
         self._spread = _OFF
         self._errors = np.zeros(_ERRORS_KEPT, dtype=np.float32)
 
@@ -83,7 +83,7 @@ class RobustFit:
         self._spread *= _SPREAD_STEP if larger else 1 / _SPREAD_STEP
         self._spread = min(_SPREAD_MAX, max(_SPREAD_MIN, self._spread))
         wide = self._covariance / _FORGET
-        if np.trace(wide) > TERMS * _OFF**2:
+        if np.trace(wide) > self._terms * _OFF**2:
             wide = self._covariance
         gain = wide @ share / (_NOISE**2 + float(share @ wide @ share))
         moved = self.factors + gain * min(bound, max(-bound, off))
@@ -107,26 +107,26 @@ class RobustFit:
 
         Its errors are not kept: they say how good estimates are now.
         """
-        if not _can_be(state):
+        if not _can_be(state, self._terms):
             return False
         self.factors = np.array(state.factors)
-        self._covariance = np.array(state.covariance).reshape(TERMS, TERMS)
+        self._covariance = np.array(state.covariance).reshape(self._terms, self._terms)
         self._spread, self.count = state.spread, state.count
         return True
 
 
-def _can_be(state: FitState) -> bool:
-    """Whether a fit could have left this state."""
+def _can_be(state: FitState, terms: int) -> bool:
+    """Whether a fit of so many terms could have left this state."""
     numbers = np.array([*state.factors, *state.covariance, state.spread], dtype=np.float64)
-    if len(state.factors) != TERMS or len(state.covariance) != TERMS**2:
+    if len(state.factors) != terms or len(state.covariance) != terms**2:
         return False
     if not np.isfinite(numbers).all() or state.count < 0:
         return False
-    covariance = np.array(state.covariance).reshape(TERMS, TERMS)
+    covariance = np.array(state.covariance).reshape(terms, terms)
     return bool(
         np.allclose(covariance, covariance.T)
         and np.linalg.eigvalsh(covariance).min() >= -1e-9
-        and np.trace(covariance) <= 2 * TERMS * _OFF**2
+        and np.trace(covariance) <= 2 * terms * _OFF**2
         and _FACTOR_MIN <= min(state.factors) <= max(state.factors) <= _FACTOR_MAX
         and _SPREAD_MIN <= state.spread <= _SPREAD_MAX
     )

@@ -8,7 +8,7 @@ figures.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from conductor.costs.hardware import Accelerator
 from conductor.costs.shapes import ModelShape
@@ -26,6 +26,7 @@ class Efficiency:
         room: of the accelerators' memory, that an engine uses for weights and KV.
         prompt_s: seconds of each prompt beside its computation.
         step_s: seconds of each decode step beside its computation.
+        fetch_s: seconds of each fetch, and of each handoff, beside its bytes.
     """
 
     compute: float = 0.5
@@ -34,6 +35,7 @@ class Efficiency:
     room: float = 0.9
     prompt_s: float = 0.005
     step_s: float = 0.002
+    fetch_s: float = 0.005
 
 
 USUAL = Efficiency()
@@ -83,6 +85,35 @@ class PrefillLine(NamedTuple):
         return self.constant_s, max(self.floor_s, self.token_s * new_tokens), self.pair_s * pairs
 
 
+class FetchLine(NamedTuple):
+    """Seconds to bring KV to an engine: once, and for each byte by where that is.
+
+    Attributes:
+        constant_s: of each fetch, beside its bytes.
+        memory_s: of a byte in the memory of its node.
+        disk_s: of a byte on the disk of its node.
+        network_s: of a byte at another node.
+    """
+
+    constant_s: float
+    memory_s: float
+    disk_s: float
+    network_s: float
+
+    def terms(
+        self, memory_bytes: float, disk_bytes: float, network_bytes: float
+    ) -> tuple[float, float, float, float]:
+        """Seconds beside the bytes, of the node's memory, of its disk, and of another node."""
+        return (
+            self.constant_s, self.memory_s * memory_bytes, self.disk_s * disk_bytes,
+            self.network_s * network_bytes,
+        )  # fmt: skip
+
+
+_DISK_BYTES_PER_S: Final = 6e9
+"""One NVMe SSD with four lanes of PCI Express 4 reads so much; a node's disks are unknown."""
+
+
 class CostPrior:
     """Seconds of one engine, by its model and its accelerators.
 
@@ -97,6 +128,8 @@ class CostPrior:
         network: its links to other machines together.
         host: its links to the memory of its machine together.
         prefill: what prompts take.
+        fetch: what bringing KV to it takes.
+        handoff_s: of a handoff to it, beside its bytes; with the step of the first token.
     """
 
     def __init__(
@@ -122,6 +155,11 @@ class CostPrior:
         self.prefill = PrefillLine(
             efficiency.prompt_s, all_weights_s, self._token_s, shape.flops_per_pair / flops
         )
+        self.handoff_s = efficiency.fetch_s + self.decode_step_seconds(1.0, 0.0)
+        self.fetch = FetchLine(
+            efficiency.fetch_s, 1.0 / self.host.bytes_per_s, 1.0 / _DISK_BYTES_PER_S,
+            1.0 / self.network.bytes_per_s,
+        )  # fmt: skip
 
     def prefill_seconds(self, new_tokens: float, prefix_tokens: float = 0.0) -> float:
         """Seconds to compute the KV of the end of a prompt whose beginning is there.

@@ -27,7 +27,7 @@ from conductor.routing.columns import NO_PREFIX
 from conductor.routing.decisions import Brought
 from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineInfo, EngineRegistry, Health, Role
-from conductor.routing.places import node_worker
+from conductor.routing.places import MEMORY, node_worker
 from conductor.routing.prefixes import PrefixView
 from conductor.routing.requests import KnownRequest
 from kvstore.index.layout import Words
@@ -37,7 +37,6 @@ _LOOK_S: Final = 1.0
 """A request that waits is looked at again so often."""
 _LOOKED_MAX: Final = 2
 """In each period: a look takes milliseconds with a long prompt, and streams wait meanwhile."""
-_MEMORY: Final = "CPU"
 _KEYS_MAX: Final = 10_000
 _REPLICATE: Final = "replicate"
 _BRING: Final = "bringing KV"
@@ -140,7 +139,7 @@ class Bringer:
         node = info.node or ""
         rows = self._prefixes.media(number, info)
         here = [one for one in rows if one.worker == node_worker(node)]
-        memory = max((one.tokens for one in here if one.medium == _MEMORY), default=0)
+        memory = max((one.tokens for one in here if one.medium == MEMORY), default=0)
         far = max((one for one in rows if one.peer), key=lambda one: one.tokens, default=None)
         wish = None
         if prefix.node > max(memory, prefix.local):

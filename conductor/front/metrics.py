@@ -85,6 +85,10 @@ _GAUGES: Final = {
         "Fitted value of each cost term, as a multiple of the initial estimate.",
         ("engine", "what", "term"),
     ),
+    "cost_bias": (
+        "What prompts and decode steps take of what the fitted costs say, lately.",
+        ("engine", "what"),
+    ),
     "output_tokens_error": (
         "Error of the predicted output length of the last 256 answers, in tokens.",
         ("quantile",),

@@ -25,6 +25,7 @@ from conductor.front.parts import Parts
 from conductor.front.runs import Run
 from conductor.front.upstream import EngineError, EngineRefusedError, IdleDeadline
 from conductor.protocols.base import PairProtocol
+from conductor.routing.choices import Plan
 from conductor.routing.decisions import Attempt, HandoffReport
 
 _RANK_HEADER: Final = "X-data-parallel-rank"
@@ -216,7 +217,8 @@ class Relay:
         attempt.outcome = "ok"
         run.decision.status, run.decision.outcome = 200, "ok"
         if attempt.served is not None and attempt.served.completion_tokens is not None:
-            self._parts.queue.ended(run.number, attempt.served.completion_tokens)
+            restored = attempt.served.restored if attempt.plan == Plan.ALONE else None
+            self._parts.queue.ended(run.number, attempt.served.completion_tokens, restored)
 
     @asynccontextmanager
     async def _limited(self, engine: str) -> AsyncIterator[IdleDeadline]:

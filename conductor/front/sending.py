@@ -21,9 +21,10 @@ from conductor.front.runs import Run
 from conductor.front.upstream import EngineError, EngineRefusedError
 from conductor.front.waiting import Lease
 from conductor.protocols import PROTOCOLS
-from conductor.protocols.base import Fields, PairProtocol, PairRequest
+from conductor.protocols.base import Fields, PairProtocol, PairRequest, hinted
+from conductor.protocols.hints import fetch_hint
 from conductor.routing.choices import Assign, Plan
-from conductor.routing.decisions import Attempt
+from conductor.routing.decisions import Attempt, Measured
 from conductor.routing.engines import Health, Role
 from kvstore.handoff.rooms import BOOT_MAX, RoomNumbers
 from kvstore.protocol.errors import CapacityError
@@ -80,6 +81,7 @@ class Sender:
             self._registry_url(assign.prefill) if protocol.over is not None else "",
             prefill=assign.prefill,
             decode=assign.decode,
+            hint=self._hint(run, assign),
         )
         attempt.way = protocol.way
         if assign.at_once:
@@ -90,7 +92,8 @@ class Sender:
     async def _alone(self, run: Run, assign: Assign, attempt: Attempt) -> web.StreamResponse:
         """Ask one engine."""
         protocol = PROTOCOLS[assign.protocol]
-        body = run.body.body()
+        hint = self._hint(run, assign)
+        body = run.body.body() if hint is None else _encoded(hinted(run.body.fields, hint))
         if protocol.alone is not None:
             body = _encoded(protocol.alone(run.body.fields, assign.decode))
         half = Half(assign.decode, assign.ranks[assign.decode], body)
@@ -117,8 +120,8 @@ class Sender:
             run.elsewhere_s += self._parts.clock() - started
         started = self._parts.clock()
         try:
-            hit_tokens = attempt.prefilled.hit_tokens if attempt.prefilled is not None else None
-            chosen = await lease.handed_over(hit_tokens)
+            told = attempt.prefilled or Measured()
+            chosen = await lease.handed_over(told.hit_tokens, told.restored)
         finally:
             attempt.decode_queue_s = self._parts.clock() - started
             run.waited(attempt.decode_queue_s)
@@ -206,6 +209,18 @@ class Sender:
             told = engine.info.events or engine.info.events_bind
             until = now + (_EXPECTED_S if told else _UNTOLD_S)
             self._parts.prefixes.expect(number, engine_id, rank, now, until)
+
+    def _hint(self, run: Run, assign: Assign) -> msgspec.Raw | None:
+        """Where the node of the engine that computes the prompt finds more of it; None = nowhere.
+
+        If another node has more leading pages than the engine and its node have.
+        """
+        engine = self._parts.registry.get(assign.prefill)
+        takes = assign.peer_tokens and PROTOCOLS[assign.protocol].takes_hints
+        if engine is None or not takes:
+            return None
+        node, keys = self._parts.prefixes.peer_pages(run.number, engine.info)
+        return fetch_hint(run.number, node, keys) if keys else None
 
     def _registry_url(self, engine_id: str) -> str:
         """Where decode engines find a prefill engine that pushes.

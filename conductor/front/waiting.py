@@ -19,6 +19,7 @@ from conductor.routing.desk import Desk
 from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineRegistry
 from conductor.routing.journal import Line
+from conductor.routing.moving import Restored
 from conductor.routing.requests import Request
 
 
@@ -72,16 +73,19 @@ class Lease:
         assert isinstance(assign, Assign)
         return assign
 
-    async def handed_over(self, hit_tokens: int | None = None) -> Continue:
+    async def handed_over(
+        self, hit_tokens: int | None = None, restored: Restored | None = None
+    ) -> Continue:
         """The prefill engine has done its part: wait for a place at a decode engine.
 
         Args:
             hit_tokens: prompt tokens that it did not compute; None = unknown.
+            restored: of these, what it fetched; None = unknown.
 
         Raises:
             RejectedError: the queue was closed, no engine is left, or it waited too long.
         """
-        self._answer = self._queue.prefilled(self._number, hit_tokens)
+        self._answer = self._queue.prefilled(self._number, hit_tokens, restored)
         chosen = await self._answer
         assert isinstance(chosen, Continue)
         return chosen
@@ -164,9 +168,9 @@ class RequestQueue:
         self._desk.look()
         return self._desk
 
-    def prefilled(self, number: int, hit_tokens: int | None) -> _Answer:
+    def prefilled(self, number: int, hit_tokens: int | None, restored: Restored | None) -> _Answer:
         """The prefill engine of a pair has done its part, but for ``hit_tokens``."""
-        self._looked.prefilled(number, self._clock(), hit_tokens)
+        self._looked.prefilled(number, self._clock(), hit_tokens, restored)
         return self._wait(number)
 
     def failed(self, number: int, engine_id: str, why: str) -> _Answer:
@@ -191,9 +195,9 @@ class RequestQueue:
         self._looked.began(number, self._clock(), hit_tokens)
         self.pump()
 
-    def ended(self, number: int, output_tokens: int) -> None:
-        """A request has all its tokens."""
-        self._looked.ended(number, output_tokens, self._clock())
+    def ended(self, number: int, output_tokens: int, restored: Restored | None) -> None:
+        """A request has all its tokens; ``restored``: by the engine that served it alone."""
+        self._looked.ended(number, output_tokens, self._clock(), restored)
 
     def untold(self, number: int, engine_id: str) -> None:
         """Nobody will tell when an engine has computed the prompt of a request."""

@@ -11,7 +11,7 @@ from conductor.protocols.push import PUSH
 from conductor.protocols.reference import REFERENCE
 from conductor.protocols.vllm import VLLM
 
-__all__ = ["PROTOCOLS", "base", "own_protocols"]
+__all__ = ["PROTOCOLS", "base", "hints", "own_protocols"]
 
 PROTOCOLS: Final[dict[str, PairProtocol]] = {
     "reference": REFERENCE, "vllm": VLLM, "dynamo": DYNAMO, "push": PUSH,

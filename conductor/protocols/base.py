@@ -27,6 +27,8 @@ class PairRequest(NamedTuple):
             none.
         prefill: id of the engine that computes the prompt.
         decode: of the engine that generates the tokens; likewise.
+        hint: an envelope of hints for the engine that computes the prompt
+            (:mod:`conductor.protocols.hints`), if its protocol takes them; None = there is none.
     """
 
     fields: Fields
@@ -36,6 +38,7 @@ class PairRequest(NamedTuple):
     registry: str = ""
     prefill: str = ""
     decode: str = ""
+    hint: msgspec.Raw | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class PairProtocol:
         misses: whether the body of an engine's 4xx says that it does not know an engine that the
             request names, so that others may serve it; None = it never does.
         engine_ids: a regular expression for the ids of engines, if requests name them; empty = any.
+        takes_hints: whether engines read hints of where pages are, in ``kv_transfer_params``.
     """
 
     at_once: bool
@@ -72,6 +76,7 @@ class PairProtocol:
     alone: Callable[[Fields, str], Fields] | None = None
     misses: Callable[[bytes], bool] | None = None
     engine_ids: str = ""
+    takes_hints: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a protocol in which nobody asks the prefill engine."""
@@ -88,6 +93,12 @@ def one_token(fields: Fields) -> dict[str, msgspec.Raw]:
         asked["max_completion_tokens"] = _ONE  # overrides the other name
     asked["stream"] = msgspec.Raw(b"false")
     return asked
+
+
+def hinted(fields: Fields, hint: msgspec.Raw | None, **told: object) -> Fields:
+    """A request with transfer parameters: what is told, and the hint if there is one."""
+    parameters = told if hint is None else {**told, "kv_hints": hint}
+    return {**fields, "kv_transfer_params": msgspec.Raw(msgspec.json.encode(parameters))}
 
 
 def relayed(request: PairRequest, transfer: msgspec.Raw | None) -> Fields:

@@ -19,13 +19,15 @@ the end of the text             handed over by the connectors of NIXL, Mooncake 
 Source: vLLM 0.32, ``entrypoints/openai/*/protocol.py``, ``sampling_params.py``,
 ``renderers/params.py``, ``v1/core/sched/utils.py:check_stop`` and the connectors. Fields that can
 be part of the prompt, such as ``tools``, ``tool_choice`` and ``response_format``, stay as they are.
+kvstore's connector reads hints; those of others ignore them, but never get any, because their
+engines have no node.
 """
 
 from typing import Final
 
 import msgspec
 
-from conductor.protocols.base import Fields, PairProtocol, PairRequest, one_token, relayed
+from conductor.protocols.base import Fields, PairProtocol, PairRequest, hinted, one_token, relayed
 
 _NOT_WITH_ONE_TOKEN: Final = (
     "min_tokens", "stop", "stop_token_ids", "best_of", "use_beam_search", "length_penalty",
@@ -39,7 +41,7 @@ def _prefill(request: PairRequest) -> Fields:
         asked.pop(field, None)
     asked["ignore_eos"] = msgspec.Raw(b"true")
     if _can_hand_over(request.fields):
-        asked["kv_transfer_params"] = msgspec.Raw(b'{"do_remote_decode":true}')
+        return hinted(asked, request.hint, do_remote_decode=True)
     return asked
 
 
@@ -53,4 +55,6 @@ def _can_hand_over(fields: Fields) -> bool:
     return bytes(beams) != b"true" and not bytes(cut).startswith(b"-")
 
 
-VLLM: Final = PairProtocol(at_once=False, prefill=_prefill, decode=relayed, way="connector")
+VLLM: Final = PairProtocol(
+    at_once=False, prefill=_prefill, decode=relayed, way="connector", takes_hints=True
+)

@@ -359,7 +359,7 @@ class Admission:
             now: time.
         """
         asked = self._asked[assign.request]
-        new = max(0, tokens - assign.usable_tokens - assign.fetch_tokens)
+        new = max(0, tokens - assign.prefix_tokens)
         asked.computed = (new, tokens - new)
         if tokens:
             self._new_part += _NEW_PART_WEIGHT * (new / tokens - self._new_part)

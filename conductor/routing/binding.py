@@ -176,7 +176,7 @@ class SecondsChooser:
             second = self._least(self._prices.decoding(first, rows, prompt), decoders)
         self._prices.give(first, seconds, prompt.keys)
         if second != first:
-            self._prices.send(first, second, prompt.tokens)
+            self._prices.send(first, second, prompt)
         self._choices.clear()
         alike.count = 0
         return ChosenEngines(first, second, priced)
@@ -244,4 +244,5 @@ def prompt_of(view: View, waiting: Waiting, row: int) -> Prompt:
     """The prompt of a request, as engines are priced for it."""
     found = waiting.prefixes(row, view.ids)
     tokens, output = waiting.tokens[row] or 0, waiting.outputs[row]
-    return Prompt(tokens, found.usable, found.peer, waiting.keys[row], output)
+    prefix = (found.usable, found.peer, found.held, found.at_node)
+    return Prompt(tokens, *prefix, waiting.keys[row], output)

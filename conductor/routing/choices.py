@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from conductor.routing.engines import Health, Role
+from conductor.routing.moving import NO_FETCH, FetchedTokens
 
 
 class Plan(enum.StrEnum):
@@ -35,12 +36,14 @@ class Candidate(msgspec.Struct, frozen=True, omit_defaults=True):
         node_tokens: prompt tokens on nodes it reads from.
         usable_tokens: prompt tokens it need not compute.
         peer_tokens: prompt tokens beyond these that its node could fetch from one other node of the
-            cluster; no policy uses them.
+            cluster.
+        memory_tokens: of the usable ones, those that it must get from the memory of its node.
+        disk_tokens: of the usable ones, those that it must get from the disk of its node.
         verdict: the role it was chosen for, ``passed over``, or why it could not be chosen.
         others: requests of others that it has; 0 also if it does not tell.
         queue_s: seconds until its assigned prompts are computed; this and the following exist only
             if the policy uses costs, and the engine could be chosen.
-        fetch_s: seconds to fetch the part of the prompt that another node has.
+        fetch_s: seconds to fetch the part of the prompt that nodes have, after the queue.
         prefill_s: seconds to compute the rest of the prompt.
         handoff_s: seconds from the prefill engine to this one.
         tbt_s: seconds between two tokens.
@@ -58,6 +61,8 @@ class Candidate(msgspec.Struct, frozen=True, omit_defaults=True):
     node_tokens: int
     usable_tokens: int
     peer_tokens: int
+    memory_tokens: int
+    disk_tokens: int
     verdict: str
     others: int = 0
     queue_s: float | None = None
@@ -103,8 +108,8 @@ class Candidates:
         engines: ids.
         roles: roles.
         health: health.
-        numbers: int32 [7, engines]: requests, places, local, node, usable and peer tokens, and
-            requests of others.
+        numbers: int32 [9, engines]: requests, places, local, node, usable, peer, memory and
+            disk tokens, and requests of others.
         verdicts: uint8 [engines], positions in :data:`VERDICTS`.
         seconds: float32 [6, engines]: queue, fetch, prefill, handoff, between tokens and of
             late requests; not a number = it could not be chosen. None if the policy uses none.
@@ -121,7 +126,7 @@ class Candidates:
         verdicts: npt.NDArray[np.uint8],
         seconds: npt.NDArray[np.float32] | None = None,
     ) -> None:
-        assert numbers.shape == (7, len(engines))
+        assert numbers.shape == (9, len(engines))
         self._columns: CandidateColumns | None = CandidateColumns(
             engines, roles, health, numbers, verdicts, seconds
         )
@@ -154,10 +159,10 @@ class Candidates:
         for at, ((engine, role, health), (numbers, verdict)) in enumerate(
             zip(named, rows, strict=True)
         ):
-            count, places, local, node, usable, peer, others = numbers
+            count, places, local, node, usable, peer, memory, disk, others = numbers
             load = round((count + others) / places, 3)
             yield Candidate(
-                engine, role, health, count, places, load, local, node, usable, peer,
+                engine, role, health, count, places, load, local, node, usable, peer, memory, disk,
                 VERDICTS[verdict], others, *columns.terms(at),
             )  # fmt: skip
 
@@ -178,9 +183,12 @@ class Assign:
         usable_tokens: prompt tokens that ``prefill`` need not compute.
         candidates: all engines that serve the model.
         ranks: the data-parallel rank of each that has the longest prefix; None = all have the same.
-        fetch_tokens: prompt tokens beyond these that another node has, and that will probably be
-            fetched from there, not computed; 0 also if the policy does not use costs. Engines are
-            not informed: the node of ``prefill`` decides itself.
+        fetch: prompt tokens that will probably be fetched: of the usable ones, those that the node
+            of ``prefill`` has, and beyond these those that another node has; nothing if the policy
+            does not use costs. Engines are not informed: they and their nodes decide themselves.
+        peer_tokens: prompt tokens that one other node has beyond those of ``prefill`` and its
+            node; 0 also if the policy does not use prefixes. Engines whose protocol takes hints are
+            told where.
         fetch_s: predicted seconds for that; 0 if the policy does not use costs.
         prefill_s: predicted seconds to compute the prompt, likewise.
         ttft_s: predicted seconds until the first token, likewise.
@@ -196,10 +204,16 @@ class Assign:
     usable_tokens: int
     candidates: Candidates
     ranks: Mapping[str, int | None]
-    fetch_tokens: int = 0
+    fetch: FetchedTokens = NO_FETCH
     fetch_s: float = 0.0
     prefill_s: float = 0.0
     ttft_s: float = 0.0
+    peer_tokens: int = 0
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Prompt tokens that ``prefill`` need not compute, with those from another node."""
+        return self.usable_tokens + int(self.fetch.network)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,9 @@ class Prefix(NamedTuple):
         rank: the engine's data-parallel rank for which this is true; None = it is for all.
         peer: how much longer than ``usable`` the prefix is that one other node of its node's
             cluster has; its node could fetch that.
+        memory: of ``usable``, the last tokens but ``disk`` that the engine does not have itself:
+            its node has them in memory.
+        disk: of ``usable``, the last tokens that its node has on disk only.
     """
 
     local: int = 0
@@ -35,9 +38,13 @@ class Prefix(NamedTuple):
     usable: int = 0
     rank: int | None = None
     peer: int = 0
+    memory: int = 0
+    disk: int = 0
 
 
 NO_PREFIX: Final = Prefix()
+_NUMBERS: Final = 6
+"""Tokens of a :class:`Prefix`; its rank is no number."""
 NO_KEYS: Final[Words] = np.zeros(0, dtype=np.uint64)
 Matches = Mapping[str, Prefix]
 """A request's prefix at each engine, by id; absent = none."""
@@ -74,8 +81,14 @@ class CostColumns:
         kv_room: tokens of KV for which it has room in addition to its decoding requests; infinite =
             unknown.
         token_bytes: bytes of one token's KV.
-        network_bytes_per_s: of its links to others.
-        coming_bytes: KV on its way to it.
+        network_bytes_per_s: of its links to others, by their datasheets.
+        handoff_s: seconds of each handoff to it, in addition to its bytes.
+        handoff_factor: how many times longer these take than the slower link's datasheet says.
+        coming_bytes: KV on its way to it over the network, or that will be.
+        fetch_s: seconds of each fetch to it, in addition to its bytes.
+        network_byte_s, memory_byte_s, disk_byte_s: seconds of a byte that it fetches from another
+            node, or from the memory or the disk of its own.
+        memory_bytes, disk_bytes: KV on its way to it from these two.
         late_per_s, late_per_s2, late_most: number of requests decoding there that become late if it
             computes a prompt: per second of that, per second squared, and the maximum.
         usual_s: recent mean seconds to the first token; one number.
@@ -94,7 +107,15 @@ class CostColumns:
     kv_room: Column
     token_bytes: Column
     network_bytes_per_s: Column
+    handoff_s: Column
+    handoff_factor: Column
     coming_bytes: Column
+    fetch_s: Column
+    memory_byte_s: Column
+    disk_byte_s: Column
+    network_byte_s: Column
+    memory_bytes: Column
+    disk_bytes: Column
     late_per_s: Column
     late_per_s2: Column
     late_most: Column
@@ -165,7 +186,7 @@ class FoundPrefixes(Mapping[str, Prefix]):
 
     Attributes:
         ids: of the engines; not to be changed.
-        numbers: int64 [4, engines]: local, node, usable and peer tokens.
+        numbers: int64 [6, engines]: local, node, usable, peer, memory and disk tokens.
     """
 
     __slots__ = ("_ranks", "ids", "numbers")
@@ -181,8 +202,8 @@ class FoundPrefixes(Mapping[str, Prefix]):
             at = self.ids.index(engine_id)
         except ValueError:
             raise KeyError(engine_id) from None
-        local, node, usable, peer = self.numbers[:, at].tolist()
-        return Prefix(local, node, usable, self._ranks[at], peer)
+        local, node, usable, *others = self.numbers[:, at].tolist()
+        return Prefix(local, node, usable, self._ranks[at], *others)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.ids)
@@ -197,9 +218,12 @@ class PrefixColumns(NamedTuple):
     Attributes:
         ids: of the engines.
         matches: of which these columns are made.
-        numbers: int64 [4, engines]: local, node, usable and peer tokens.
+        numbers: int64 [6, engines]: local, node, usable, peer, memory and disk tokens.
         usable: of these, the usable ones, float64.
         peer: likewise.
+        held: those that each has now, in its own cache or at its node, float64.
+        at_node: those in the memory and on the disk of an engine's node, float64 [2, engines]; None
+            = none are.
     """
 
     ids: Sequence[str]
@@ -207,6 +231,8 @@ class PrefixColumns(NamedTuple):
     numbers: Numbers
     usable: Column
     peer: Column
+    held: Column
+    at_node: Column | None
 
     @property
     def local(self) -> Numbers:
@@ -217,7 +243,7 @@ class PrefixColumns(NamedTuple):
 
 def prefix_columns(matches: Matches, ids: Sequence[str]) -> PrefixColumns:
     """The prefixes of one prompt at these engines."""
-    numbers = np.zeros((4, len(ids)), dtype=np.int64)
+    numbers = np.zeros((_NUMBERS, len(ids)), dtype=np.int64)
     if isinstance(matches, FoundPrefixes):
         if matches.ids == ids:
             numbers = matches.numbers
@@ -227,9 +253,16 @@ def prefix_columns(matches: Matches, ids: Sequence[str]) -> PrefixColumns:
             numbers[:, there] = matches.numbers[:, [rows[ids[row]] for row in there]]
     elif matches:
         found = [matches.get(one, NO_PREFIX) for one in ids]
-        numbers[:] = np.array([(one.local, one.node, one.usable, one.peer) for one in found]).T
-    usable, peer = numbers[2:].astype(np.float64)
-    return PrefixColumns(ids, matches, numbers, usable, peer)
+        numbers[:] = np.array(
+            [
+                (one.local, one.node, one.usable, one.peer, one.memory, one.disk)
+                for one in found
+            ]
+        ).T  # fmt: skip
+    usable, peer = numbers[2:4].astype(np.float64)
+    at_node = numbers[4:].astype(np.float64) if numbers[4:].any() else None
+    held = np.maximum(numbers[0], numbers[1]).astype(np.float64)
+    return PrefixColumns(ids, matches, numbers, usable, peer, held, at_node)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from itertools import islice
 import msgspec
 
 from conductor.routing.choices import Assign, Candidates, Judgement
+from conductor.routing.moving import Restored
 from conductor.routing.packing import PackedCandidates, SharedValues
 
 
@@ -43,6 +44,12 @@ class Measured(msgspec.Struct, kw_only=True):
         if self.cached_tokens is None and self.restored_tokens is None:
             return None
         return (self.cached_tokens or 0) + (self.restored_tokens or 0)
+
+    @property
+    def restored(self) -> Restored | None:
+        """What it fetched, and how long that took; None if it fetched nothing, or does not tell."""
+        tokens, seconds = self.restored_tokens or 0, self.restore_s or 0.0
+        return Restored(tokens, seconds) if tokens > 0 and seconds > 0 else None
 
 
 class HandoffReport(msgspec.Struct, frozen=True):

@@ -27,6 +27,7 @@ from conductor.routing.journal import (
     set_health,
     shown,
 )
+from conductor.routing.moving import Restored
 from conductor.routing.requests import Request
 
 
@@ -65,20 +66,22 @@ class Desk:
             self._write(ArriveInput.of(request))
         self.dispatcher.arrive(request)
 
-    def prefilled(self, number: int, now: float, hit_tokens: int | None) -> None:
-        """The prefill engine of a pair has done its part, but for what it had."""
-        self._write(PrefilledInput(now, number, hit_tokens))
-        self.dispatcher.prefilled(number, now, hit_tokens)
+    def prefilled(
+        self, number: int, now: float, hit_tokens: int | None, restored: Restored | None
+    ) -> None:
+        """The prefill engine of a pair has done its part, but for what it had, and fetched."""
+        self._write(PrefilledInput(now, number, hit_tokens, restored))
+        self.dispatcher.prefilled(number, now, hit_tokens, restored)
 
     def began(self, number: int, now: float, hit_tokens: int | None = None) -> None:
         """A request has its first token."""
         self._write(BeganInput(now, number, hit_tokens))
         self.dispatcher.began(number, now, hit_tokens)
 
-    def ended(self, number: int, output_tokens: int, now: float) -> None:
-        """A request has its last token."""
-        self._write(EndedInput(now, number, output_tokens))
-        self.dispatcher.ended(number, output_tokens, now)
+    def ended(self, number: int, output_tokens: int, now: float, restored: Restored | None) -> None:
+        """A request has its last token; ``restored``: by the engine that served it alone."""
+        self._write(EndedInput(now, number, output_tokens, restored))
+        self.dispatcher.ended(number, output_tokens, now, restored)
 
     def failed(self, number: int, engine: str, why: str, now: float) -> None:
         """An engine failed a request."""

@@ -37,11 +37,13 @@ from conductor.routing.engines import EngineInfo, EngineRegistry
 from conductor.routing.fleet import look
 from conductor.routing.lending import Pools
 from conductor.routing.load import EngineLoads
+from conductor.routing.moving import Restored
 from conductor.routing.occupancy import AT_HOME, Occupancy
 from conductor.routing.pending import WaitingRow, WaitingRows
 from conductor.routing.policy import Binding
 from conductor.routing.requests import DispatchLimits, KnownRequest, Request, too_long, too_short
 from conductor.routing.scheduler import Scheduler
+from conductor.routing.work import ComingPrompt
 
 _RETRY_AFTER_S_MAX: Final = 60
 _PACE_WEIGHT: Final = 0.1
@@ -174,34 +176,56 @@ class Dispatcher:
             return
         self.loads.computed(number, known.assign.prefill, now, hit_tokens)
         self.loads.sent(number, now)
+        for engine_id in known.held:
+            self.loads.arrived(number, engine_id, now)
         if known.assign.decode in known.held:
             self._decodes(known, known.assign.decode, now)
 
-    def ended(self, number: int, output_tokens: int, now: float) -> None:
-        """A request has all its tokens; call :meth:`release` or :meth:`left` next."""
+    def ended(
+        self, number: int, output_tokens: int, now: float, restored: Restored | None = None
+    ) -> None:
+        """A request has all its tokens; call :meth:`release` or :meth:`left` next.
+
+        Args:
+            number: of the request.
+            output_tokens: of its answer.
+            now: time.
+            restored: what the engine fetched that served it alone; None = it does not tell, or
+                there were two.
+        """
         for engine_id in self._known[number].held:
             self.loads.decoded(number, engine_id, output_tokens, now)
+            if restored is not None:
+                self.loads.restored(number, engine_id, restored)
         self.admission.ended(number, output_tokens, now)
 
     def _decodes(self, known: KnownRequest, engine_id: str, now: float) -> None:
         engine = self._registry.get(engine_id)
         if engine is not None:
             number, tokens = known.request.number, known.request.tokens or 0
-            self.loads.decodes(number, engine.info, tokens, now, self.admission.answer(number))
+            answer, rank = self.admission.answer(number), known.rank(engine_id)
+            self.loads.decodes(number, engine.info, tokens, now, answer, rank)
             step_s = self.loads.step_s(engine.info)
             self.admission.decodes(number, tokens, step_s, now)
 
-    def prefilled(self, number: int, now: float, hit_tokens: int | None = None) -> None:
+    def prefilled(
+        self,
+        number: int,
+        now: float,
+        hit_tokens: int | None = None,
+        restored: Restored | None = None,
+    ) -> None:
         """The prefill engine of a pair has done its part; the KV goes to the decode engine.
 
         Args:
             number: of the request.
             now: time.
             hit_tokens: prompt tokens that it did not compute; None = unknown.
+            restored: of these, what it fetched; None = unknown.
         """
         known = self._known[number]
         assert known.assign is not None
-        self.loads.computed(number, known.assign.prefill, now, hit_tokens)
+        self.loads.computed(number, known.assign.prefill, now, hit_tokens, restored)
         self.released(number, known.assign.prefill, now)
         if not known.assign.at_once:
             known.arrived = True
@@ -364,15 +388,14 @@ class Dispatcher:
         self._places.unpromise(known.promised)
         self.loads.left(known.request.number, known.promised, now)
         self._decodes(known, decode, now)
+        engine = self._registry.get(decode)
+        if engine is not None:
+            self.loads.hands_over(known.request.number, engine.info, known.missing(decode), now)
         known.promised, known.arrived = None, False
         known.held.append(decode)
         self._places.take(decode)
         del self._arrived[known.request.number]
-        if decode in known.assign.ranks:
-            rank = known.assign.ranks[decode]
-        else:
-            rank = known.matches[decode].rank if decode in known.matches else None
-        return Continue(known.request.number, decode, rank)
+        return Continue(known.request.number, decode, known.rank(decode))
 
     def _give(self, assign: Assign, now: float) -> None:
         """Take the places of an assignment."""
@@ -397,17 +420,18 @@ class Dispatcher:
         """Add the work of an assignment to its engines."""
         first, second = self._registry.get(assign.prefill), self._registry.get(assign.decode)
         tokens = known.request.tokens or 0
-        prefix = max(0, min(assign.usable_tokens + assign.fetch_tokens, tokens - 1))
+        prefix = max(0, min(assign.prefix_tokens, tokens - 1))
         of = (tokens - prefix, prefix)
         if first is not None:
             prefill_s = assign.prefill_s
             if self.admission.judges and not prefill_s:
                 prefill_s = self.loads.prefill_seconds(first.info, *of)
             seconds = (assign.fetch_s, prefill_s)
-            self.loads.assigned(assign.request, first.info, of, seconds, now)
+            self.loads.assigned(assign.request, first.info, of, seconds, now, assign.fetch)
         if second is not None:
             if second is not first:
-                self.loads.comes(assign.request, second.info, tokens, assign.prefill, now)
+                coming = ComingPrompt(tokens, known.missing(assign.decode))
+                self.loads.comes(assign.request, second.info, coming, assign.prefill, now)
             step_s = self.loads.step_s(second.info)
             self.admission.assigned(assign, second.info.model, tokens, step_s, now)
         self._tell(known)

@@ -1,8 +1,12 @@
 """The work assigned to one engine, and what prompts and tokens cost there. Pure.
 
-:mod:`conductor.routing.load` says what computing and decoding are.
+A prompt is *computed* at an engine from its assignment to its first token; an engine computes one
+after another. A request *decodes* from then on until it ends; all that do so at an engine get a
+token with each of its steps. Data-parallel ranks step together, so the slowest one counts: a
+request that was sent to a rank counts there, all others are thought to be spread evenly.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from typing import Final, NamedTuple
@@ -10,8 +14,9 @@ from typing import Final, NamedTuple
 from conductor.costs.book import EngineCosts
 from conductor.costs.prior import PrefillLine
 from conductor.routing.engines import Role
+from conductor.routing.moving import MovingKv
 from conductor.routing.others import NOBODY, USUAL_TOKENS, OtherRequests
-from conductor.routing.work import ComputingPrompt, DecodingRequest
+from conductor.routing.work import ComingPrompt, ComputingPrompt, DecodingRequest
 
 
 class WorkRow(NamedTuple):
@@ -38,15 +43,41 @@ class WorkRow(NamedTuple):
     kv_room: float
     token_bytes: float
     network_bytes_per_s: float
+    handoff_s: float
+    handoff_factor: float
     coming_bytes: float
+    fetch_s: float
+    memory_byte_s: float
+    disk_byte_s: float
+    network_byte_s: float
+    memory_bytes: float
+    disk_bytes: float
     others_s: float
     late_per_s: float
     late_per_s2: float
     late_most: float
 
 
+_TOGETHER_S: Final = 0.005
+"""Prompts that are reported within so many seconds were computed in one step."""
 TIMED: Final = 5
 """Fields of :class:`WorkRow` whose columns depend on the time."""
+
+
+class ComputedPrompts(NamedTuple):
+    """Prompts that an engine has computed in the same step.
+
+    Attributes:
+        at: when the first one was computed.
+        new_tokens: that were computed.
+        pairs: of each of these and a token before it.
+        seconds: that all took.
+    """
+
+    at: float
+    new_tokens: int = 0
+    pairs: float = 0.0
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -59,13 +90,17 @@ class EngineWork:
         overdue: prompts that count as computed, but whose first tokens were not reported.
         decoding: requests that decode there.
         context: tokens of their prompts.
-        coming: tokens of the KV that is on its way there, by request.
-        batch_s: requests that decoded, multiplied by seconds, since the beginning.
+        of_rank: how many of them were sent to each data-parallel rank, and their tokens.
+        coming: prompts that are computed elsewhere and will decode there, by request.
+        moving: the KV on its way to and from it.
+        batch_s: requests that decoded at the slowest rank, multiplied by seconds, since the
+            beginning.
         context_s: their tokens likewise.
         at: time up to which these are counted.
         computed_at: when the last reported prompt was computed.
+        together: those that were computed then, of which nothing is learned yet.
         step_cost_s: cached :meth:`step_s`; negative = to be computed again.
-        factors: the fit's factors for which ``line`` is valid.
+        factors, bias: of the costs for which ``line`` is valid.
         line: the costs of prompts.
         begun: when requests without reports started to decode; until they are read.
         stalled_s: seconds for which it computed prompts, since the beginning.
@@ -82,13 +117,17 @@ class EngineWork:
     overdue: dict[int, ComputingPrompt] = field(default_factory=dict)
     decoding: dict[int, DecodingRequest] = field(default_factory=dict)
     context: int = 0
-    coming: dict[int, int] = field(default_factory=dict)
+    of_rank: dict[int, tuple[int, int]] = field(default_factory=dict)
+    coming: dict[int, ComingPrompt] = field(default_factory=dict)
+    moving: MovingKv = field(default_factory=MovingKv)
     batch_s: float = 0.0
     context_s: float = 0.0
     at: float = 0.0
     computed_at: float = 0.0
+    together: ComputedPrompts | None = None
     step_cost_s: float = -1.0
     factors: object = None
+    bias: float = 1.0
     line: PrefillLine | None = None
     begun: dict[int, float] = field(default_factory=dict)
     stalled_s: float = 0.0
@@ -103,8 +142,10 @@ class EngineWork:
         Args:
             role: the present role of the engine.
         """
-        head, coming = next(iter(self.computing.values()), None), sum(self.coming.values())
+        head = next(iter(self.computing.values()), None)
         token_bytes, line = self.costs.prior.kv_bytes(1), self.prefill_line()
+        memory, disk, network = (tokens * token_bytes for tokens in self.moving.in_flight)
+        fetch, handoff = self.costs.fetch_line, self.costs.handoff_line
         return WorkRow(
             late_at=self.head_since + head.counts_s if head is not None else inf,
             head_since=self.head_since,
@@ -117,18 +158,44 @@ class EngineWork:
             pair_s=line.pair_s,
             step_s=self.step_s(),
             kv_room=(self.costs.prior.kv_tokens_max or inf)
-            - self.context
-            - coming
+            - self._tokens()
             - self.others.running * self.usual_context(),
-            others_s=self.others.waiting * self.usual_prompt_s(),
             token_bytes=token_bytes,
             network_bytes_per_s=self.costs.prior.network.bytes_per_s,
-            coming_bytes=coming * token_bytes,
+            handoff_s=handoff.constant_s,
+            handoff_factor=handoff.factor,
+            coming_bytes=network,
+            fetch_s=fetch.constant_s,
+            memory_byte_s=fetch.memory_s,
+            disk_byte_s=fetch.disk_s,
+            network_byte_s=fetch.network_s,
+            memory_bytes=memory,
+            disk_bytes=disk,
+            others_s=self.others.waiting * self.usual_prompt_s(),
             **self.late(role),
         )
 
+    def computed(self, new_tokens: int, prefix_tokens: int, seconds: float, now: float) -> None:
+        """The end of a prompt was computed: learn from it, and from those computed with it."""
+        self._learn(now)
+        pairs = new_tokens * (prefix_tokens + (new_tokens + 1.0) / 2.0)
+        one = self.together or ComputedPrompts(now)
+        self.together = ComputedPrompts(
+            one.at, one.new_tokens + new_tokens, one.pairs + pairs, one.seconds + seconds
+        )
+
+    def _learn(self, now: float) -> None:
+        """Learn from prompts that were computed together, if nothing belongs to them any more."""
+        one = self.together
+        if one is not None and now > one.at + _TOGETHER_S:
+            self.together = None
+            if one.new_tokens:
+                prefix = one.pairs / one.new_tokens - (one.new_tokens + 1.0) / 2.0
+                self.costs.computed(one.new_tokens, prefix, one.seconds)
+
     def pass_late(self, now: float) -> None:
         """Count prompts as computed, when they should have been, if that was long ago."""
+        self._learn(now)
         while self.computing:
             number, head = next(iter(self.computing.items()))
             if now < self.head_since + head.counts_s:
@@ -146,20 +213,53 @@ class EngineWork:
                 break
 
     def decodes(
-        self, number: int, tokens: int, now: float, *, told: bool = True, bears_s: float = 0.0
+        self,
+        number: int,
+        tokens: int,
+        now: float,
+        *,
+        told: bool = True,
+        bears_s: float = 0.0,
+        rank: int | None = None,
     ) -> None:
         """A request starts to decode; ``told``: this was reported, and its end will be."""
-        self.pass_time(now)
         self.coming.pop(number, None)
-        stalled_s = self.stalled_s
-        if number in self.decoding:
-            self.context -= self.decoding[number].tokens
-            stalled_s = self.decoding[number].stalled_s
+        before = self.ends(number, now)
+        stalled_s = self.stalled_s if before is None else before.stalled_s
+        rank = rank if self.ranks > 1 else None
         self.decoding[number] = DecodingRequest(
-            tokens, now, self.batch_s, self.context_s, told, bears_s, stalled_s
+            tokens, now, self.batch_s, self.context_s, told, bears_s, stalled_s, rank
         )
-        self.context += tokens
+        self._count(self.decoding[number], 1)
+
+    def ends(self, number: int, now: float) -> DecodingRequest | None:
+        """A request does not decode any more; None if it did not."""
+        self.pass_time(now)
         self.step_cost_s = -1.0
+        one = self.decoding.pop(number, None)
+        if one is not None:
+            self._count(one, -1)
+        return one
+
+    def _count(self, one: DecodingRequest, sign: int) -> None:
+        self.context += sign * one.tokens
+        if one.rank is not None:
+            count, tokens = self.of_rank.get(one.rank, (0, 0))
+            self.of_rank[one.rank] = (count + sign, tokens + sign * one.tokens)
+            if not self.of_rank[one.rank][0]:
+                del self.of_rank[one.rank]
+
+    def _tokens(self) -> int:
+        """Of the prompts of those that decode, and will."""
+        return self.context + sum(one.tokens for one in self.coming.values())
+
+    def _slowest(self) -> tuple[float, float]:
+        """Requests that decode at the slowest rank, and their tokens."""
+        count, tokens = len(self.decoding) / self.ranks, self.context / self.ranks
+        if not self.of_rank:
+            return count, tokens
+        counts, those = zip(*self.of_rank.values(), strict=True)
+        return max(count, *counts), max(tokens, *those)
 
     def late(self, role: Role) -> dict[str, float]:
         """The columns of :class:`CostColumns` about requests that a prompt makes late.
@@ -193,28 +293,29 @@ class EngineWork:
 
     def prefill_line(self) -> PrefillLine:
         """The costs of prompts; computed again only after a measurement."""
-        factors = self.costs.prefill_fit.factors
-        if self.line is None or factors is not self.factors:
-            self.factors, self.line = factors, self.costs.prefill_line
+        factors, bias = self.costs.prefill_fit.factors, self.costs.prefill_bias.factor
+        if self.line is None or factors is not self.factors or bias != self.bias:
+            self.factors, self.bias, self.line = factors, bias, self.costs.prefill_line
         return self.line
 
     def step_s(self) -> float:
         """Seconds of a step with one more request, of usual length, than it will have anyway."""
         if self.step_cost_s < 0:
             count: float = len(self.decoding) + len(self.coming)
-            tokens: float = self.context + sum(self.coming.values())
+            tokens: float = self._tokens()
             if self.others.running:
                 tokens += self.others.running * self.usual_context()
                 count += self.others.running
             batch = ceil((count + 1) / self.ranks)
-            self.step_cost_s = self.costs.step_seconds(batch, batch * tokens / max(1, count))
+            context = batch * tokens / max(1, count)
+            fullest, longest = self._slowest()
+            self.step_cost_s = self.costs.step_seconds(max(batch, fullest), max(context, longest))
         return self.step_cost_s
 
     def usual_context(self) -> float:
         """Mean tokens of our requests that decode there; :data:`USUAL_TOKENS` if there are none."""
         count = len(self.decoding) + len(self.coming)
-        tokens = self.context + sum(self.coming.values())
-        return tokens / count if count else USUAL_TOKENS
+        return self._tokens() / count if count else USUAL_TOKENS
 
     def usual_prompt_s(self) -> float:
         """Recent mean seconds of our prompts there; those of a usual one if there were none."""
@@ -223,6 +324,15 @@ class EngineWork:
     def pass_time(self, now: float) -> None:
         """Update the sums of decoding requests up to now."""
         passed = max(0.0, now - self.at)
-        self.batch_s += passed * len(self.decoding)
-        self.context_s += passed * self.context
-        self.at = max(self.at, now)
+        if passed:
+            count, tokens = self._slowest()
+            self.batch_s += passed * count
+            self.context_s += passed * tokens
+            self.at = now
+
+    def check_ranks(self) -> None:
+        """Assert that each rank has the requests that were sent there."""
+        sent = [one for one in self.decoding.values() if one.rank is not None]
+        counts = Counter(one.rank for one in sent)
+        assert counts == {rank: count for rank, (count, _) in self.of_rank.items()}
+        assert sum(one.tokens for one in sent) == sum(tokens for _, tokens in self.of_rank.values())

@@ -70,18 +70,18 @@ def explained(
         offer: protocol that the first one of the pair offers over its own; empty = none.
         at_once: whether a protocol asks both engines of a pair at once.
         excluded: ids of the engines that have failed the request.
-        found: int64 [4, all engines]: its prefixes; None = the policy does not use them.
+        found: int64 [6, all engines]: its prefixes; None = the policy does not use them.
         priced: its seconds, likewise.
     """
     serving, health = group.serving, group.health
     rows = serving.rows
     in_flight, promised, most, others = (one.take(serving.at) for one in places)
-    numbers = np.zeros((7, len(rows)), dtype=np.int32)
+    numbers = np.zeros((9, len(rows)), dtype=np.int32)
     numbers[0] = in_flight + promised
     numbers[1] = most
     if found is not None:
-        numbers[2:6] = found.take(serving.at, axis=1)
-    numbers[6] = others
+        numbers[2:8] = found.take(serving.at, axis=1)
+    numbers[8] = others
     room, takes = in_flight < most, promised < most
     takes = np.where(_asked_at_once(serving, offer, at_once), room, takes)
     verdicts = np.where(np.where(serving.decodes, takes, room), _PASSED, _FULL).astype(np.uint8)

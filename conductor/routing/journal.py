@@ -19,6 +19,7 @@ from conductor.routing.choices import Assign, Continue, Effect
 from conductor.routing.columns import Prefix
 from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineInfo, EngineRegistry, Health
+from conductor.routing.moving import Restored
 from conductor.routing.others import OtherRequests
 from conductor.routing.policy import POLICIES
 from conductor.routing.requests import DispatchLimits, Request
@@ -70,6 +71,7 @@ class PrefilledInput(msgspec.Struct, frozen=True, tag="prefilled"):
     at: float
     number: int
     hit_tokens: int | None = None
+    restored: Restored | None = None
 
 
 class BeganInput(msgspec.Struct, frozen=True, tag="began"):
@@ -86,6 +88,7 @@ class EndedInput(msgspec.Struct, frozen=True, tag="ended"):
     at: float
     number: int
     output_tokens: int
+    restored: Restored | None = None
 
 
 class FailedInput(msgspec.Struct, frozen=True, tag="failed"):
@@ -237,11 +240,11 @@ def repeat(line: Line, dispatcher: Dispatcher, registry: EngineRegistry) -> list
         case LearnInput():
             dispatcher.learn(line.number, line.matches)
         case PrefilledInput():
-            dispatcher.prefilled(line.number, line.at, line.hit_tokens)
+            dispatcher.prefilled(line.number, line.at, line.hit_tokens, line.restored)
         case BeganInput():
             dispatcher.began(line.number, line.at, line.hit_tokens)
         case EndedInput():
-            dispatcher.ended(line.number, line.output_tokens, line.at)
+            dispatcher.ended(line.number, line.output_tokens, line.at, line.restored)
         case FailedInput():
             dispatcher.failed(line.number, line.engine, line.why, line.at)
         case LeftInput():

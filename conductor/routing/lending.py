@@ -29,6 +29,9 @@ HOLD_S: Final = 15.0
 """Minimum time between two changes of an engine."""
 LOOK_S: Final = 2.0
 """Between two looks."""
+LOOK_AT_HOME_S: Final = 0.5
+"""Likewise, while all engines of a model are at home: until they are lent, each prompt that begins
+there holds answers up."""
 SAMPLES_MIN: Final = 4
 """With fewer prompts, no engine is lent."""
 SAMPLES_KEPT: Final = 128
@@ -386,10 +389,12 @@ class Pools:
             self._seen, self._looking = seen, None
             self._keep(fleet)
         if self._looking is None:
-            known = any(model.is_known() for model in self._models.values())
+            known = [model for model in self._models.values() if model.is_known()]
             if now < self._look_at or not known:
                 return
-            self._look_at, self._looking = now + LOOK_S, self._look(fleet)
+            at_home = any(model.lending.split == HOME for model in known)
+            self._look_at = now + (LOOK_AT_HOME_S if at_home else LOOK_S)
+            self._looking = self._look(fleet)
         for _ in range(CAPACITIES_A_STEP):
             if next(self._looking, self) is self:
                 self._looking = None

@@ -1,9 +1,6 @@
 """The work assigned to each engine, and its measured speed: the basis of the costs. Pure.
 
-A prompt is *computed* at an engine from its assignment to its first token; an engine computes one
-after another. A request *decodes* from then on until it ends; all that do so at an engine get a
-token with each of its steps. Data-parallel ranks step together, so the fullest rank counts: the
-requests are thought to be spread evenly.
+See :mod:`conductor.routing.engine_work` for what is counted of each.
 """
 
 from collections.abc import Sequence
@@ -16,8 +13,9 @@ from conductor.costs.book import CostBook, EngineCosts, machine_of
 from conductor.routing.columns import CostColumns
 from conductor.routing.engine_work import TIMED, EngineWork, WorkRow
 from conductor.routing.engines import EngineInfo, Role
+from conductor.routing.moving import NO_FETCH, FetchedTokens, Restored
 from conductor.routing.others import EngineOthers
-from conductor.routing.work import NO_ANSWER, Answer, ComputingPrompt
+from conductor.routing.work import NO_ANSWER, Answer, ComingPrompt, ComputingPrompt
 
 _OVERDUE_S: Final = 0.01
 """A prompt that should be computed, but is not, is assumed to take this much longer."""
@@ -25,7 +23,6 @@ _TOKENS_MAX: Final = 1 << 24
 """Of an output; an engine may say any number."""
 _USUAL_WEIGHT: Final = 0.05
 """Of the newest request in the moving average of seconds to the first token."""
-_TERMS: Final = ("constant", "weights", "attention")
 
 
 class EngineLoads:
@@ -124,6 +121,7 @@ class EngineLoads:
         tokens: tuple[int, int],
         seconds: tuple[float, float],
         now: float,
+        fetch: FetchedTokens = NO_FETCH,
     ) -> None:
         """An engine has got a prompt.
 
@@ -131,16 +129,19 @@ class EngineLoads:
             number: of the request.
             info: the engine.
             tokens: that it computes, and those before them.
-            seconds: how long it is thought to fetch, and to compute.
+            seconds: how long it is thought to fetch, and to compute; it fetches while it computes
+                the prompts before.
             now: time.
+            fetch: what it is thought to fetch.
         """
         self._changed(info.id)
         load = self._of(info)
         load.pass_late(now)
         if not load.computing:
             load.head_since = now
-        fetch_s = 0.0 if load.computing else seconds[0]
-        load.computing[number] = ComputingPrompt(*tokens, sum(seconds), fetch_s, now)
+        fetch_s = max(0.0, seconds[0] - (load.computed_by(now) - now))
+        load.computing[number] = ComputingPrompt(*tokens, fetch_s + seconds[1], fetch_s, now, now)
+        load.moving.fetch(number, fetch)
         load.usual_s += (_USUAL_WEIGHT if load.usual_s else 1.0) * (seconds[1] - load.usual_s)
 
     def untold(self, number: int, engine_id: str) -> None:
@@ -161,15 +162,42 @@ class EngineLoads:
             load.begun.clear()
         return found
 
-    def comes(self, number: int, info: EngineInfo, tokens: int, sender: str, now: float) -> None:
+    def comes(
+        self, number: int, info: EngineInfo, prompt: ComingPrompt, sender: str, now: float
+    ) -> None:
         """The KV of the prompt that ``sender`` has got last will go to an engine."""
-        self._sends(number, sender, tokens, now)
-        self._changed(info.id)
         load = self._of(info)
-        load.coming[number] = tokens
+        self._sends(number, sender, prompt.moved * load.costs.handoff_line.factor, now)
+        self._changed(info.id)
+        load.coming[number] = prompt
         load.step_cost_s = -1.0
 
-    def _sends(self, number: int, engine_id: str, tokens: int, now: float) -> None:
+    def hands_over(self, number: int, info: EngineInfo, tokens: int, now: float) -> None:
+        """A handoff to an engine begins, of so many tokens that it does not have."""
+        load, sender = self._of(info), self._loads.get(self._senders.get(number, ""))
+        slower, link = load.costs.prior.network.bytes_per_s, None
+        if sender is not None:
+            slower = min(slower, sender.costs.prior.network.bytes_per_s)
+            link = sender.moving.outgoing
+        self._changed(info.id)
+        transfer_s = load.costs.prior.kv_bytes(tokens) / slower
+        load.moving.hand_over(number, tokens, transfer_s, link, now)
+
+    def arrived(self, number: int, engine_id: str, now: float) -> None:
+        """A request has its first token at the engine that decodes it: learn of the handoff."""
+        load = self._loads.get(engine_id)
+        if load is not None:
+            self._changed(engine_id)
+            load.moving.arrived(number, now, load.costs)
+
+    def restored(self, number: int, engine_id: str, told: Restored) -> None:
+        """An engine has told how long its fetch for a request took: learn from it."""
+        load = self._loads.get(engine_id)
+        if load is not None:
+            self._changed(engine_id)
+            load.moving.restored(number, told, load.costs)
+
+    def _sends(self, number: int, engine_id: str, tokens: float, now: float) -> None:
         """Predict when a prompt's KV is sent, one prompt after the other; see :meth:`sent`."""
         self.sent(number, now)  # of an earlier try
         self._changed(engine_id)
@@ -191,7 +219,14 @@ class EngineLoads:
             self._changed(sender)
             load.sent_at = min(load.sent_at, load.computed_by(now) + sum(load.leaving.values()))
 
-    def computed(self, number: int, engine_id: str, now: float, hit_tokens: int | None) -> None:
+    def computed(
+        self,
+        number: int,
+        engine_id: str,
+        now: float,
+        hit_tokens: int | None,
+        restored: Restored | None = None,
+    ) -> None:
         """A prompt was computed; learn how long it took.
 
         Args:
@@ -199,12 +234,16 @@ class EngineLoads:
             engine_id: the engine.
             now: time.
             hit_tokens: how many it did not compute; None = as many as was thought.
+            restored: what it fetched; None = it does not tell, or not yet.
         """
         self._changed(engine_id)
         load = self._loads.get(engine_id)
         if load is None:
             return
         load.pass_late(now)
+        load.moving.computed(number)
+        if restored is not None:
+            load.moving.restored(number, restored, load.costs)
         mine = load.overdue if number in load.overdue else load.computing
         if number not in mine:
             return
@@ -214,19 +253,38 @@ class EngineLoads:
             since = max(one.since, load.computed_at) if mine is load.overdue else load.head_since
             tokens = one.new_tokens + one.prefix_tokens
             hit = min(one.prefix_tokens if hit_tokens is None else max(0, hit_tokens), tokens)
-            seconds = now - since - one.fetch_s
-            load.costs.computed(tokens - hit, hit, seconds)
+            fetch_s = one.fetch_s
+            if restored is not None:
+                fetch_s = max(0.0, min(one.got_at + restored.seconds, now) - since)
+            seconds = now - since - fetch_s
+            load.computed(tokens - hit, hit, seconds, now)
             if mine is load.computing:
                 load.stalled_s += max(0.0, seconds)
             load.head_since = load.computed_at = now
 
     def decodes(
-        self, number: int, info: EngineInfo, tokens: int, now: float, answer: Answer = NO_ANSWER
+        self,
+        number: int,
+        info: EngineInfo,
+        tokens: int,
+        now: float,
+        answer: Answer = NO_ANSWER,
+        rank: int | None = None,
     ) -> None:
-        """A request starts to decode; its KV has arrived if it was computed elsewhere."""
+        """A request starts to decode; its KV has arrived, or comes now, if computed elsewhere.
+
+        Args:
+            number: of the request; it may decode there already.
+            info: the engine.
+            tokens: of its prompt.
+            now: time.
+            answer: what is expected of it.
+            rank: data-parallel rank to which it was sent; None = the engine chooses one.
+        """
         self._changed(info.id)
         load = self._of(info)
-        load.decodes(number, tokens, now, bears_s=answer.bears_s(load.step_s()))
+        bears_s = answer.bears_s(load.step_s())
+        load.decodes(number, tokens, now, bears_s=bears_s, rank=rank)
 
     def decoded(self, number: int, engine_id: str, output_tokens: int, now: float) -> None:
         """A request has got all its tokens; learn how long a step took meanwhile."""
@@ -241,9 +299,7 @@ class EngineLoads:
         if one.told and output_tokens > 1 and passed > 0:
             batch = (load.batch_s - one.batch_s) / passed
             context = (load.context_s - one.context_s) / passed
-            load.costs.stepped(
-                max(1.0, batch / load.ranks), context / load.ranks, passed / (output_tokens - 1)
-            )
+            load.costs.stepped(max(1.0, batch), context, passed / (output_tokens - 1))
 
     def left(self, number: int, engine_id: str, now: float) -> None:
         """An engine has nothing more to do for a request; an unknown one does nothing."""
@@ -259,13 +315,9 @@ class EngineLoads:
                 load.head_since = now
             del load.computing[number]
             load.sent_at -= load.leaving.pop(number, 0.0)
-        load.step_cost_s = -1.0
+        load.moving.left(number, now)
         load.coming.pop(number, None)
-        decoding = load.decoding.get(number)
-        if decoding is not None:
-            load.pass_time(now)
-            load.context -= decoding.tokens
-            del load.decoding[number]
+        load.ends(number, now)
 
     def prefill_seconds(self, info: EngineInfo, new_tokens: int, prefix_tokens: int) -> float:
         """Seconds that an engine needs for the end of a prompt."""
@@ -314,21 +366,27 @@ class EngineLoads:
         """Errors and factors of the costs, as metrics; of engines that were measured."""
         errors: dict[tuple[str, ...], float] = {}
         factors: dict[tuple[str, ...], float] = {}
+        biases: dict[tuple[str, ...], float] = {}
         for name, load in self._loads.items():
-            for what, fit in (("prefill", load.costs.prefill_fit), ("step", load.costs.step_fit)):
+            for what, (terms, fit) in load.costs.fits.items():
                 for quantile in (0.5, 0.9):
                     error = fit.error(quantile)
                     if error is not None:
                         errors[name, what, str(quantile)] = error
-                for term, factor in zip(_TERMS, fit.factors.tolist(), strict=True):
+                for term, factor in zip(terms, fit.factors.tolist(), strict=True):
                     factors[name, what, term] = factor
-        return {"cost_error": errors, "cost_factor": factors}
+            biases[name, "prefill"] = load.costs.prefill_bias.factor
+            biases[name, "step"] = load.costs.step_bias.factor
+        return {"cost_error": errors, "cost_factor": factors, "cost_bias": biases}
 
     def forget(self, engine_id: str) -> None:
         """An engine was removed."""
         self._changed(engine_id)
         self.others.forget(engine_id)
-        self._loads.pop(engine_id, None)
+        gone = self._loads.pop(engine_id, None)
+        if gone is not None:
+            for number in [*gone.moving.handoffs]:
+                gone.moving.left(number, gone.at)
 
     def check(self) -> None:
         """Assert the invariants."""
@@ -336,4 +394,7 @@ class EngineLoads:
             assert all(self._senders.get(number) == name for number in load.leaving)
             assert load.context == sum(one.tokens for one in load.decoding.values())
             assert not load.decoding.keys() & load.coming.keys()
+            assert load.moving.handoffs.keys() <= load.decoding.keys()
+            load.moving.check()
+            load.check_ranks()
             assert not load.overdue.keys() & load.computing.keys()

@@ -13,13 +13,14 @@ from typing import NamedTuple
 import numpy as np
 
 from conductor.costs.prior import CostPrior
+from conductor.routing.binding import prompt_of
 from conductor.routing.columns import Column, View, Waiting
 from conductor.routing.demand import HORIZON_S, NOBODY, STEP_S, Crowd, DecodeDemand
 from conductor.routing.engines import Health, Role
 from conductor.routing.groups import PairRows, pair_rows, serving
 from conductor.routing.load import EngineLoads
 from conductor.routing.policy import Policy, never_fetches
-from conductor.routing.pricing import Prices, Prompt
+from conductor.routing.pricing import Prices
 
 
 @dataclass(slots=True)
@@ -98,7 +99,7 @@ class _Steps:
             costs, ranks = loads.step_costs(engine_id)
             line, factors = (0.0, 0.0, 0.0), [0.0, 0.0, 0.0]
             if costs is not None:
-                line, factors = costs.prior.step_line, costs.step_fit.factors.tolist()
+                line, factors = costs.prior.step_line, costs.step_factors.tolist()
             machine = costs.machine if costs is not None else None
             key = (machine, ranks, share, *factors)
             if key not in rows:
@@ -185,10 +186,7 @@ class Outlook:
         engines = self._engines[model]
         if engines is None:
             return None
-        found = waiting.prefixes(row, self._view.ids)
-        tokens, output = waiting.tokens[row] or 0, waiting.outputs[row]
-        prompt = Prompt(tokens, found.usable, found.peer, waiting.keys[row], output)
-        terms = self._prices.pairs(prompt, engines.rows).terms
+        terms = self._prices.pairs(prompt_of(self._view, waiting, row), engines.rows).terms
         own_s = terms.fetch_s + terms.prefill_s
         backlog_s = self._costs.backlog_s[engines.rows.rows]
         speed = float(engines.speeds.sum())

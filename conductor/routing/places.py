@@ -4,7 +4,7 @@ A plan is for one model, and serves all its prompts as long as engines and holde
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from kvstore.index.directory import HolderDirectory, PageHolder
 from kvstore.index.feed import EXPECTED
 from kvstore.index.layout import Numbers
 from kvstore.index.runs import PartNeed, PrefixNeeds
+
+MEMORY: Final = "CPU"
+"""The medium of pages in a node's memory."""
 
 
 def engine_worker(engine_id: str, rank: int = 0) -> str:
@@ -118,10 +121,15 @@ class PrefixPlan:
                 for place in places(info, model, name, workers, directory):
                     of_scope = rows.setdefault(place.kind, {}).setdefault(place.scope, [])
                     of_scope.append((len(self.ranks), place.needs))
+                    in_memory = [_in_memory(need) for need in place.needs]
+                    if place.kind == "node" and in_memory != place.needs:
+                        of_scope = rows.setdefault("memory", {}).setdefault(place.scope, [])
+                        of_scope.append((len(self.ranks), in_memory))
                 self.ranks.append(_Rank(number, rank))
         self.numbered: list[int | None] = [rank.number for rank in self.ranks]
-        self.own, self.on_node, self.expected = (
-            _parts(rows.get(kind, {}), len(self.ranks)) for kind in ("own", "node", "expected")
+        self.own, self.on_node, self.in_memory, self.expected = (
+            _parts(rows.get(kind, {}), len(self.ranks))
+            for kind in ("own", "node", "memory", "expected")
         )
         self.peers = _peers(self.infos, model, [rank.engine for rank in self.ranks], directory)
 
@@ -227,6 +235,11 @@ def _page_needs(name: str, reader: EngineInfo | None, directory: HolderDirectory
         if holder.shard and (not shards or holder.shard in of_shard):
             of_shard.setdefault(holder.shard, []).append(holder)
     return [PartNeed(holders, last.get(shard)) for shard, holders in of_shard.items()]
+
+
+def _in_memory(need: PartNeed) -> PartNeed:
+    """The same from a node's memory alone."""
+    return need._replace(holders=[one for one in need.holders if one.medium == MEMORY])
 
 
 def places(

@@ -159,9 +159,10 @@ def _much_longer(usable: Column, reached: Column, _: Column, __: Column) -> npt.
     return longer
 
 
-def _sooner(_: Column, __: Column, fetched_s: Column, computed_s: Column) -> npt.NDArray[np.bool_]:
-    sooner: npt.NDArray[np.bool_] = fetched_s < computed_s
-    return sooner
+def sooner(_: Column, __: Column, fetched_s: Column, computed_s: Column) -> npt.NDArray[np.bool_]:
+    """Those that have the prompt sooner if they fetch."""
+    fetch: npt.NDArray[np.bool_] = fetched_s < computed_s
+    return fetch
 
 
 def _hashes(what: object, engines: Eligible) -> Column:
@@ -215,7 +216,7 @@ POLICIES: Final[dict[str, Policy]] = {
         "earliest first token",
         needs_prefixes=True,
         order=by_need,
-        fetches=_sooner,
+        fetches=sooner,
         binds=Binding.LATE,
     ),
 }

@@ -49,6 +49,7 @@ from kvstore.protocol.page import PrefixKeys
 
 _PLANS_MAX: Final = 256
 """Models and LoRA adapters whose engines' needs are kept."""
+_NO_PAGES: Final = PrefixKeys(b"")
 
 
 class MediumMatch(msgspec.Struct, frozen=True):
@@ -277,6 +278,26 @@ class PrefixView:
             _match(table, scope, rows, {0: prompt.named(scope, self._secret)}, [found])
         return found
 
+    def peer_pages(self, number: int, info: EngineInfo) -> tuple[str, PrefixKeys]:
+        """The node from which an engine's own could fetch most of a request's prompt.
+
+        Returns:
+            Its name, and the keys of the leading pages that it has by itself; none if unknown.
+        """
+        prompt = self._prompts.get(number)
+        table, _ = self._index.present()
+        if prompt is None or table is None:
+            return "", _NO_PAGES
+        self._keep_secret(table)
+        peers = list(peer_places(info, prompt.model, table.holders()))
+        if not peers:
+            return "", _NO_PAGES
+        scope = peers[0].scope  # of all of them: they have pages of the engine's space
+        chains = prompt.named(scope, self._secret)
+        (counts,) = table.match([chains], PrefixNeeds([peer.needs for peer in peers]))
+        best = int(counts.argmax())
+        return info.peers[best], prompt.pages(scope)[: int(counts[best])]
+
     def expect(self, number: int, engine_id: str, rank: int, from_s: float, until_s: float) -> None:
         """An engine will probably have the blocks of a request's prompt in its own cache.
 
@@ -311,6 +332,7 @@ class _Lookup:
         self._plan = plan
         count = len(plan.ranks)
         self._own = np.zeros(count, dtype=np.int64)
+        self._soon = np.zeros(count, dtype=np.int64)  # expected in its own cache
         self._node = np.zeros(count, dtype=np.int64)
         self._peer = np.zeros(count, dtype=np.int64)
         self._found: dict[PromptScope, HolderRuns] = {}
@@ -326,14 +348,15 @@ class _Lookup:
         for part in plan.on_node:
             self._add(part, self._node)
         for part in plan.expected:
-            self._add(part, None)
+            self._add(part, self._soon)
         for peers in plan.peers:
             self._add_peers(peers)
         # Without a stretch after a gap, two prefixes together are no longer than the longer one.
         covered = self._covered() if self._torn else self._leading
         usable = np.maximum(covered, np.maximum(self._own, self._node))
         peer = np.maximum(self._peer - usable, 0)
-        numbers = np.array((self._own, self._node, usable, peer))
+        fetched = self._fetched(usable)
+        numbers = np.array((self._own, self._node, usable, peer, *fetched))
         if len(plan.ranks) == len(plan.ids):
             return FoundPrefixes(plan.ids, numbers, plan.numbered)
         numbered: list[int | None] = [*plan.numbered]
@@ -346,7 +369,24 @@ class _Lookup:
             chosen.append(best)
         return FoundPrefixes(plan.ids, numbers[:, chosen], [numbered[row] for row in chosen])
 
-    def _add(self, part: RankPart, longest: Numbers | None) -> None:
+    def _fetched(self, usable: Numbers) -> tuple[Numbers, Numbers]:
+        """Of the usable tokens, those in the memory of the node, and those on its disk.
+
+        A node's memory has no page without those before it, so what is behind the longest prefix
+        there is on disk. What an engine has itself behind a gap need not be fetched.
+        """
+        memory = self._node.copy()
+        for part in self._plan.in_memory:
+            part.needs.prepare(self._plan.directory)
+            found = self._find(part.scope) if part.needs.known else None
+            memory[part.ranks] = (
+                part.needs.prefixes(found) * part.scope.block_tokens if found is not None else 0
+            )
+        own = np.minimum(np.maximum(self._own, self._soon), usable)
+        in_memory = np.minimum(np.maximum(memory, own), usable)
+        return in_memory - own, np.maximum(np.minimum(usable, self._node) - in_memory, 0)
+
+    def _add(self, part: RankPart, longest: Numbers) -> None:
         """Look one scope up; ``longest`` gets the tokens of the longest prefix of each rank."""
         part.needs.prepare(self._plan.directory)
         if not part.needs.known:
@@ -356,8 +396,7 @@ class _Lookup:
             return
         size = part.scope.block_tokens
         runs = part.needs.prefixes_and_runs(found)
-        if longest is not None:
-            self._raise(longest, part, runs.prefixes * size)
+        self._raise(longest, part, runs.prefixes * size)
         self._raise(self._leading, part, runs.leading * size)
         self._torn |= runs.torn
         self._stretches.append((part, found.ends, runs))

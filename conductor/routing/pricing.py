@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from conductor.routing.columns import Column, CostColumns, Terms
 from conductor.routing.groups import PairRows, Rows
-from conductor.routing.policy import Fetches
+from conductor.routing.moving import FetchedTokens
+from conductor.routing.policy import Fetches, sooner
 from kvstore.index.layout import Words
 
 _ROWS_KEPT: Final = 64
@@ -29,6 +30,9 @@ class Prompt(NamedTuple):
         tokens: their number; 0 = unknown.
         usable: how much of it each engine has; float64 [engines].
         peer: how much more its node could fetch; likewise.
+        held: how much of it each engine has now; likewise.
+        at_node: of ``usable``, what the engine's node has in memory and on disk; float64
+            [2, engines]; None = nothing.
         keys: a chain value for each of its leading pages.
         output: tokens that its answer is expected to have.
     """
@@ -36,6 +40,8 @@ class Prompt(NamedTuple):
     tokens: int
     usable: Column
     peer: Column
+    held: Column
+    at_node: Column | None
     keys: Words
     output: float
 
@@ -49,6 +55,14 @@ class _Fixed(NamedTuple):
     pair_s: Column
     token_bytes: Column
     network_bytes_per_s: Column
+    handoff_s: Column
+    handoff_factor: Column
+    fetch_s: Column
+    memory_byte_s: Column
+    disk_byte_s: Column
+    network_byte_s: Column
+    memory_bytes: Column
+    disk_bytes: Column
     step_s: Column
     late_per_s: Column
     late_per_s2: Column
@@ -62,9 +76,11 @@ class Computing(NamedTuple):
         prompt: the prompt.
         rows: of the engines.
         fetches: decides whether they fetch.
-        fetch_s: see :class:`Terms`.
-        prefill_s: likewise.
-        fetched: prompt tokens that each fetches; float64.
+        fetch_s: seconds to fetch.
+        prefill_s: see :class:`Terms`.
+        prefix: prompt tokens that it need not compute.
+        fetched: of these, those that each fetches from the memory of its node, from its disk, and
+            from another node; float64 [3, engines].
     """
 
     prompt: Prompt
@@ -72,6 +88,7 @@ class Computing(NamedTuple):
     fetches: Fetches
     fetch_s: Column
     prefill_s: Column
+    prefix: Column
     fetched: Column
 
     def fits(self, prompt: Prompt, rows: Rows, fetches: Fetches) -> bool:
@@ -86,26 +103,44 @@ class Computing(NamedTuple):
         )
 
 
+class PricedPrompt(NamedTuple):
+    """What one engine would take for a prompt.
+
+    Attributes:
+        prefix: prompt tokens that it need not compute.
+        fetch: of these, those that it fetches.
+        fetch_s: seconds to fetch, whatever it computes meanwhile.
+        prefill_s: seconds to compute the rest.
+        ttft_s: seconds until the first token.
+    """
+
+    prefix: int
+    fetch: FetchedTokens
+    fetch_s: float
+    prefill_s: float
+    ttft_s: float
+
+
 class PricedEngines:
     """The estimated times of some engines for one request, in columns.
 
     Attributes:
         rows: of these engines, in the view.
         terms: seconds.
-        fetched: prompt tokens that each fetches; float64.
     """
 
-    def __init__(self, rows: Rows, terms: Terms, fetched: Column) -> None:
-        self.rows = rows
+    def __init__(self, computing: Computing, terms: Terms) -> None:
+        self.rows = computing.rows
         self.terms = terms
-        self.fetched = fetched
+        self._computing = computing
 
-    def at(self, row: int) -> tuple[int, float, float, float]:
-        """Of one engine: tokens that it fetches, and seconds to fetch, to prefill and in all."""
-        at = int(np.flatnonzero(self.rows == row)[0])
-        terms = self.terms
-        fetch_s, prefill_s, ttft_s = terms.fetch_s[at], terms.prefill_s[at], terms.ttft_s[at]
-        return int(self.fetched[at]), float(fetch_s), float(prefill_s), float(ttft_s)
+    def at(self, row: int) -> PricedPrompt:
+        """Of one engine."""
+        at, mine = int(np.flatnonzero(self.rows == row)[0]), self._computing
+        return PricedPrompt(
+            int(mine.prefix[at]), FetchedTokens(*mine.fetched[:, at].tolist()),
+            float(mine.fetch_s[at]), float(mine.prefill_s[at]), float(self.terms.ttft_s[at]),
+        )  # fmt: skip
 
     def shown(self, rows: Rows) -> npt.NDArray[np.float32]:
         """The terms of other rows, float32 [6, rows]; not a number for engines that have none."""
@@ -150,20 +185,24 @@ class Prices:
         rows = choices.rows
         handoff_s, tbt_s = np.zeros(len(rows)), self._of(rows).step_s.copy()
         known = self._alone(prompt, rows)
-        sends_s = handoff_s
+        fetch_s = np.maximum(known.fetch_s - self.backlog_s.take(rows), 0.0)
+        before_s = token_s = handoff_s
         if choices.parts:
-            computed_s = self._thought_s.take(rows) + known.fetch_s + known.prefill_s
-            sends_s = self._sends_s(rows, prompt)
-            sends_s += np.maximum(self._leaving_s.take(rows) - computed_s, 0.0)
+            computed_s = self._thought_s.take(rows) + fetch_s + known.prefill_s
+            before_s = np.maximum(self._leaving_s.take(rows) - computed_s, 0.0)
+            token_s = self._of(rows).token_bytes / self._of(rows).network_bytes_per_s
         for mine, decode in choices.parts:
             comes_s = self._comes_s(decode, prompt)
             full, seconds = self._decoding(decode, comes_s, prompt)
             best = int(seconds.argmin())
             if full.any():
                 best = int(np.lexsort((seconds, full))[0])
-            handoff_s[mine] = np.maximum(comes_s[best], sends_s[mine])
-            tbt_s[mine] = self._of(decode).step_s[best]
-        return self._computing(known, handoff_s, tbt_s)
+            fixed, moved = self._of(decode), self._moved(decode, prompt)
+            sends_s = fixed.handoff_s[best] + before_s[mine]
+            sends_s += fixed.handoff_factor[best] * moved[best] * token_s[mine]
+            handoff_s[mine] = np.maximum(comes_s[best], sends_s)
+            tbt_s[mine] = fixed.step_s[best]
+        return self._computing(known, fetch_s, handoff_s, tbt_s)
 
     def least_s(self, prompt: Prompt, rows: Rows) -> float:
         """Seconds of a prompt at that of some engines that needs the fewest, queues left out."""
@@ -187,7 +226,9 @@ class Prices:
             Whether the KV has no room there; then seconds.
         """
         costs = self._costs
-        sends_s = prompt.tokens * costs.token_bytes[first] / costs.network_bytes_per_s[first]
+        byte_s = costs.token_bytes[first] / costs.network_bytes_per_s[first]
+        fixed, moved = self._of(decode), self._moved(decode, prompt)
+        sends_s = fixed.handoff_s + fixed.handoff_factor * moved * byte_s
         return self._decoding(decode, np.maximum(self._comes_s(decode, prompt), sends_s), prompt)
 
     def receiving(self, seconds: Sequence[int], prompt: Prompt) -> tuple[Column, Column]:
@@ -195,14 +236,14 @@ class Prices:
         decode = np.array(seconds, dtype=np.intp)
         return self._decoding(decode, self._comes_s(decode, prompt), prompt)
 
-    def _computing(self, known: Computing, handoff_s: Column, tbt_s: Column) -> PricedEngines:
-        rows = known.rows
-        queue_s = self._thought_s.take(rows)
-        fixed, own_s = self._of(rows), known.prefill_s
+    def _computing(
+        self, known: Computing, fetch_s: Column, handoff_s: Column, tbt_s: Column
+    ) -> PricedEngines:
+        queue_s = self._thought_s.take(known.rows)
+        fixed, own_s = self._of(known.rows), known.prefill_s
         late = np.minimum(fixed.late_most, own_s * (fixed.late_per_s + own_s * fixed.late_per_s2))
         late_s = late * self._costs.usual_s
-        terms = Terms(queue_s, known.fetch_s, own_s, handoff_s, tbt_s, late_s)
-        return PricedEngines(rows, terms, known.fetched)
+        return PricedEngines(known, Terms(queue_s, fetch_s, own_s, handoff_s, tbt_s, late_s))
 
     def _alone(self, prompt: Prompt, rows: Rows) -> Computing:
         """The estimated times of engines to compute a prompt, without queues."""
@@ -214,42 +255,86 @@ class Prices:
         return kept
 
     def _computed(self, prompt: Prompt, rows: Rows) -> Computing:
-        tokens = prompt.tokens
+        tokens, last = prompt.tokens, max(0, prompt.tokens - 1)
         usable, peer = prompt.usable.take(rows), prompt.peer.take(rows)
+        memory = disk = None
+        if prompt.at_node is not None:
+            memory, disk = prompt.at_node.take(rows, axis=1)
+            usable -= memory + disk
         if len(prompt.keys) and self._given:
             self._expect(usable, rows, prompt)
-        last = max(0, tokens - 1)
         np.minimum(usable, last, out=usable)
-        computed_s = self._prefill_s(rows, tokens, usable)
-        reached = np.minimum(usable + peer, last)
-        longer = reached > usable
-        if not longer.any():
-            nothing = np.zeros(len(rows))
-            return Computing(prompt, rows, self._fetches, nothing, computed_s, nothing)
-        fixed = self._of(rows)
-        size = (reached - usable) * fixed.token_bytes + self._coming_bytes[rows]
-        fetch_s = np.where(longer, size / fixed.network_bytes_per_s, 0.0)
-        rest_s = self._prefill_s(rows, tokens, reached)
-        fetched = longer & self._fetches(usable, reached, fetch_s + rest_s, computed_s)
-        return Computing(
-            prompt, rows, self._fetches,
-            fetch_s=np.where(fetched, fetch_s, 0.0),
-            prefill_s=np.where(fetched, rest_s, computed_s),
-            fetched=np.where(fetched, reached - usable, 0.0),
+        fetched, zeros = np.zeros((3, len(rows))), np.zeros(len(rows))
+        found = Computing(
+            prompt, rows, self._fetches, zeros, self._prefill_s(rows, tokens, usable), usable,
+            fetched,
         )  # fmt: skip
+        ends = np.minimum(prompt.usable.take(rows), last)
+        if memory is not None and disk is not None:
+            fixed = self._of(rows)
+            own = prompt.usable.take(rows) - disk
+            ahead = (
+                (fixed.memory_byte_s, fixed.memory_bytes),
+                (fixed.disk_byte_s, fixed.disk_bytes),
+            )
+            for kind, (end, (byte_s, before)) in enumerate(zip((own, ends), ahead, strict=True)):
+                end = np.minimum(end, last)
+                found = self._fetching(found, kind, end, byte_s, before, sooner)
+        if not peer.any():
+            return found
+        there = np.where(found.prefix >= ends, ends + peer, 0.0)
+        before = self._coming_bytes[rows]
+        byte_s = self._of(rows).network_byte_s
+        return self._fetching(found, 2, np.minimum(there, last), byte_s, before, self._fetches)
+
+    def _fetching(
+        self,
+        found: Computing,
+        kind: int,
+        end: Column,
+        byte_s: Column,
+        ahead: Column,
+        wanted: Fetches,
+    ) -> Computing:
+        """What engines take if those for which it is ``wanted`` fetch one more part of the prompt.
+
+        Args:
+            found: what they take without.
+            kind: row of ``fetched``.
+            end: tokens of the prompt up to the end of this part, if it is longer than their prefix.
+            byte_s: seconds of a byte.
+            ahead: bytes that arrive before it.
+            wanted: decides.
+        """
+        more = np.maximum(end - found.prefix, 0.0)
+        if not more.any():
+            return found
+        fixed, rows = self._of(found.rows), found.rows
+        constant_s = np.where(found.fetch_s > 0.0, 0.0, fixed.fetch_s)
+        part_s = constant_s + (more * fixed.token_bytes + ahead) * byte_s
+        rest_s = self._prefill_s(rows, found.prompt.tokens, found.prefix + more)
+        yes = (more > 0.0) & wanted(
+            found.prefix, found.prefix + more, part_s + rest_s, found.prefill_s
+        )
+        fetched = found.fetched.copy()
+        fetched[kind] = np.where(yes, more, 0.0)
+        return found._replace(
+            fetch_s=found.fetch_s + np.where(yes, part_s, 0.0),
+            prefill_s=np.where(yes, rest_s, found.prefill_s),
+            prefix=found.prefix + fetched[kind],
+            fetched=fetched,
+        )
+
+    def _moved(self, rows: Rows, prompt: Prompt) -> Column:
+        """Tokens of a prompt that each of these engines would have to get from another."""
+        moved: Column = np.maximum(prompt.tokens - prompt.held[rows], 0.0)
+        return moved
 
     def _comes_s(self, rows: Rows, prompt: Prompt) -> Column:
-        """Seconds until the KV of a prompt has arrived at each of these engines."""
-        missing = np.maximum(prompt.tokens - prompt.usable[rows], 0.0)
+        """Seconds until a prompt's KV has arrived at each of these engines, by their links."""
         fixed = self._of(rows)
-        size = missing * fixed.token_bytes + self._coming_bytes[rows]
-        seconds: Column = size / fixed.network_bytes_per_s
-        return seconds
-
-    def _sends_s(self, rows: Rows, prompt: Prompt) -> Column:
-        """Seconds in which each of these engines could send the KV of a prompt."""
-        fixed = self._of(rows)
-        seconds: Column = prompt.tokens * fixed.token_bytes / fixed.network_bytes_per_s
+        size = self._moved(rows, prompt) * fixed.token_bytes + self._coming_bytes[rows]
+        seconds: Column = fixed.handoff_s + fixed.handoff_factor * size / fixed.network_bytes_per_s
         return seconds
 
     def _decoding(self, rows: Rows, comes_s: Column, prompt: Prompt) -> tuple[Column, Column]:
@@ -273,13 +358,15 @@ class Prices:
         whose = np.array([rows[at] for at in there], dtype=np.intp)
         np.add.at(self._thought_s, whose, np.array([seconds[at] for at in there]))
 
-    def send(self, first: int, row: int, tokens: int) -> None:
+    def send(self, first: int, row: int, prompt: Prompt) -> None:
         """A decode engine gets the KV of the prompt that ``first`` has been given last."""
-        self._sent = True
-        seconds = tokens * self._costs.token_bytes[first] / self._costs.network_bytes_per_s[first]
+        self._sent, costs = True, self._costs
+        moved = max(0.0, prompt.tokens - prompt.held[row])
+        seconds = moved * costs.token_bytes[first] / costs.network_bytes_per_s[first]
+        seconds *= costs.handoff_factor[row]
         self._leaving_s[first] = max(self._leaving_s[first], self.backlog_s[first]) + seconds
-        self._coming_bytes[row] += tokens * self._costs.token_bytes[row]
-        self._kv_room[row] -= tokens
+        self._coming_bytes[row] += moved * costs.token_bytes[row]
+        self._kv_room[row] -= prompt.tokens
 
     def _prefill_s(self, rows: Rows, tokens: int, prefix: Column) -> Column:
         """Seconds to compute the end of a prompt, as ``CostPrior.prefill_seconds``."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from conductor.routing.choices import Assign, Reject
-from conductor.routing.columns import NO_KEYS, Matches
+from conductor.routing.columns import NO_KEYS, NO_PREFIX, Matches
 from conductor.routing.engines import EngineInfo, Role
 from conductor.routing.pending import WaitingRow
 from conductor.routing.recent import LoadSample
@@ -110,12 +110,26 @@ class KnownRequest:
             output: expected tokens of its answer.
         """
         if self.assign is not None:
-            prefix = self.assign.usable_tokens + self.assign.fetch_tokens
+            prefix = self.assign.prefix_tokens
         else:
             prefix = max((one.usable + one.peer for one in self.matches.values()), default=0)
         tokens = self.request.tokens or 0
         prefix = max(0, min(prefix, tokens - 1))
         return LoadSample(tokens - prefix, prefix, round(output))
+
+    def rank(self, engine_id: str) -> int | None:
+        """The data-parallel rank of an engine to which it goes; None = the engine chooses one."""
+        if self.assign is not None and engine_id in self.assign.ranks:
+            return self.assign.ranks[engine_id]
+        return self.matches[engine_id].rank if engine_id in self.matches else None
+
+    def missing(self, engine_id: str) -> int:
+        """Tokens of its prompt that an engine has neither itself nor at its node, when looked up.
+
+        What is expected there counts as missing: a handoff does not wait for another one.
+        """
+        one = self.matches.get(engine_id, NO_PREFIX)
+        return max(0, (self.request.tokens or 0) - max(one.local, one.node))
 
     @property
     def handoff(self) -> Handoff:

@@ -44,8 +44,9 @@ from conductor.routing.groups import (
     serving,
     way,
 )
+from conductor.routing.moving import NO_FETCH
 from conductor.routing.policy import Binding, Policy
-from conductor.routing.pricing import PricedEngines
+from conductor.routing.pricing import PricedEngines, PricedPrompt
 from conductor.routing.shares import in_turn
 
 _FULL: Final = "every engine that could serve it is full"
@@ -423,7 +424,9 @@ class _Call:
         for one in (first, second):
             self._last_assigned[one] = self._assigned
             self._changed(one)
-        fetched, fetch_s, prefill_s, ttft_s = priced.at(first) if priced else (0, 0.0, 0.0, 0.0)
+        found = [matches.get(view.ids[one], NO_PREFIX) for one in (first, second)]
+        usable = found[0].usable
+        mine = priced.at(first) if priced else PricedPrompt(usable, NO_FETCH, 0.0, 0.0, 0.0)
         return Assign(
             request=self._waiting.numbers[row],
             prefill=view.ids[first],
@@ -432,13 +435,12 @@ class _Call:
             protocol=protocol,
             at_once=at_once,
             reason=self._policy.because,
-            usable_tokens=matches.get(view.ids[first], NO_PREFIX).usable,
+            usable_tokens=min(usable, mine.prefix),
             candidates=candidates,
-            ranks={
-                view.ids[one]: matches.get(view.ids[one], NO_PREFIX).rank for one in (first, second)
-            },
-            fetch_tokens=fetched,
-            fetch_s=fetch_s,
-            prefill_s=prefill_s,
-            ttft_s=ttft_s,
+            ranks={view.ids[first]: found[0].rank, view.ids[second]: found[1].rank},
+            fetch=mine.fetch,
+            fetch_s=mine.fetch_s,
+            prefill_s=mine.prefill_s,
+            ttft_s=mine.ttft_s,
+            peer_tokens=found[0].peer,
         )

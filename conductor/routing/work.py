@@ -18,11 +18,14 @@ class DecodingRequest:
     Attributes:
         tokens: of its prompt.
         since: when that began.
-        batch_s: requests that decoded there, multiplied by seconds, up to then.
+        batch_s: requests that decoded at the engine's slowest rank, multiplied by seconds, up to
+            then.
         context_s: their tokens likewise.
         told: whether we have heard that it began.
         bears_s: seconds of prompts after which it is late; 0 = none makes it so.
         stalled_s: seconds for which the engine had computed prompts then.
+        rank: data-parallel rank to which it was sent; None = the engine chooses one, or has no
+            others.
     """
 
     tokens: int
@@ -32,6 +35,19 @@ class DecodingRequest:
     told: bool
     bears_s: float
     stalled_s: float
+    rank: int | None = None
+
+
+class ComingPrompt(NamedTuple):
+    """A prompt that is computed elsewhere and decodes at an engine.
+
+    Attributes:
+        tokens: of the prompt.
+        moved: of these, those that the engine does not have.
+    """
+
+    tokens: int
+    moved: int
 
 
 @dataclass(slots=True)
@@ -43,7 +59,8 @@ class ComputingPrompt:
         prefix_tokens: before them.
         seconds: that this is thought to take, with the fetch.
         fetch_s: of these, until the fetch has ended, during which nothing else is computed there.
-        since: when the engine got it; of a late one, since when it is thought to be computed.
+        got_at: when the engine got it, and began to fetch.
+        since: the same; of a late one, since when it is thought to be computed.
         told: whether we hear of its first token.
     """
 
@@ -51,6 +68,7 @@ class ComputingPrompt:
     prefix_tokens: int
     seconds: float
     fetch_s: float
+    got_at: float
     since: float
     told: bool = True
 

@@ -139,6 +139,7 @@ class BatchEngine:
         self._prefix = prefix
         self._ready: deque[Work] = deque()  # whose prompts wait
         self._joining: deque[Work] = deque()  # whose KV is here
+        self._joined: list[int] = []  # of these, who gets its first token with this stretch
         self._prompts: list[Work] = []  # the present group
         self._done = 0  # tokens of it
         self._running: dict[int, Work] = {}
@@ -158,6 +159,16 @@ class BatchEngine:
     def ends_at(self) -> float | None:
         """See the class."""
         return self._stretch.end if self._stretch is not None else None
+
+    def first_tokens(self) -> tuple[float, list[int]]:
+        """When and for whom the stretch that has just begun has the first token here.
+
+        Of requests whose KV was brought; each is told once.
+        """
+        if self._stretch is None or not self._joined:
+            return 0.0, []
+        numbers, self._joined = self._joined, []
+        return self._stretch.start + self._stretch.step_s, numbers
 
     @property
     def batch(self) -> int:
@@ -223,7 +234,9 @@ class BatchEngine:
         begun = {number for number, work in self._running.items() if work.first_s is not None}
         if stretch is not None and stretch.start + stretch.step_s <= now:
             begun |= self._running.keys()
-        for kept in (self._ready, self._joining, self._prompts, self._running, self._lasts):
+        for kept in (
+            self._ready, self._joining, self._joined, self._prompts, self._running, self._lasts
+        ):  # fmt: skip
             kept.clear()
         self._held.clear()
         self._done = self._context = self.reserved = 0
@@ -286,6 +299,7 @@ class BatchEngine:
                 break
             work = self._joining.popleft()
             self._run(work, self._step + work.output, work.tokens)
+            self._joined.append(work.number)
         if not self._prompts:
             self._group()
         batch = len(self._running)

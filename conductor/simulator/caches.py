@@ -7,11 +7,15 @@ a prompt finds the prefix at all of them.
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from conductor.routing.columns import Prefix
 from conductor.simulator.trace import BLOCK_TOKENS
 
+_KINDS: Final = 5
+"""Of prefixes: in an engine's cache, there or expected soon, in its node's memory, at its node, and
+in any of these."""
+_NODE, _USABLE = 3, 4
 Bits = dict[int, int]
 """Block → bits of the engines that can use it."""
 
@@ -158,36 +162,37 @@ class Holders(NamedTuple):
             tokens: of the whole prompt.
             engines: their names, by bit; each has a node of its own.
         """
-        every = sum(engines)
-        local = node = usable = every
-        lengths = {name: [0, 0, 0] for name in engines.values()}
+        reached = [sum(engines)] * _KINDS
+        lengths = {name: [0] * _KINDS for name in engines.values()}
         length = 0
         for length, block in enumerate(blocks):
-            mine = self.local.get(block, 0)
-            at_node = self.host.get(block, 0) | self.disk.get(block, 0)
-            any_of = mine | at_node | self.expected.get(block, 0)
-            for kind, (now, then) in enumerate(
-                ((local, local & mine), (node, node & at_node), (usable, usable & any_of))
-            ):
-                if now != then:
-                    for bit in _bits(now & ~then):
+            local, in_memory = self.local.get(block, 0), self.host.get(block, 0)
+            own = local | self.expected.get(block, 0)
+            node = in_memory | self.disk.get(block, 0)
+            for kind, there in enumerate((local, own, in_memory, node, own | node)):
+                before = reached[kind]
+                now = reached[kind] = before & there
+                if now != before:
+                    for bit in _bits(before & ~now):
                         lengths[engines[bit]][kind] = length
-            local, node, usable = local & mine, node & at_node, usable & any_of
-            if not (node or usable):
+            if not (reached[_NODE] or reached[_USABLE]):
                 break
         else:
             length = len(blocks)
-        for kind, rest in enumerate((local, node, usable)):
+        for kind, rest in enumerate(reached):
             for bit in _bits(rest):
                 lengths[engines[bit]][kind] = length
-        stored = sorted(((one[1], name) for name, one in lengths.items()), reverse=True)
+        stored = sorted(((one[_NODE], name) for name, one in lengths.items()), reverse=True)
         found: dict[str, Prefix] = {}
-        for name, (own, node, best) in lengths.items():
+        for name, (local, own, in_memory, node, usable) in lengths.items():
             longest = stored[0] if stored[0][1] != name else stored[-1 if len(stored) < 2 else 1]
-            peer = max(0, longest[0] - best)
+            peer = max(0, longest[0] - usable)
+            in_memory = max(in_memory, own)
             found[name] = Prefix(
-                min(own * BLOCK_TOKENS, tokens), min(node * BLOCK_TOKENS, tokens),
-                min(best * BLOCK_TOKENS, tokens), 0, peer * BLOCK_TOKENS,
+                min(local * BLOCK_TOKENS, tokens), min(node * BLOCK_TOKENS, tokens),
+                min(usable * BLOCK_TOKENS, tokens), 0, peer * BLOCK_TOKENS,
+                max(0, min(in_memory, usable) - own) * BLOCK_TOKENS,
+                max(0, min(node, usable) - in_memory) * BLOCK_TOKENS,
             )  # fmt: skip
         return found
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from conductor.routing.admission import EVERYBODY, AdmissionRules
+from conductor.routing.moving import Restored
 from conductor.simulator.trace import TracedRequest
 
 NEVER: Final = math.inf
@@ -137,6 +138,7 @@ class Flight:
         computed: whether its prompt is computed.
         continued: whether the decode engine has a place for it.
         fetches: whether the prefill engine's node may fetch from others.
+        restored: what was fetched for it; None = nothing.
         followers: called when its fetches have ended, for those who count on them.
     """
 
@@ -149,6 +151,7 @@ class Flight:
     computed: bool = False
     continued: bool = False
     fetches: bool = True
+    restored: Restored | None = None
     followers: list[Callable[[int], None]] = field(default_factory=list)
 
     @property

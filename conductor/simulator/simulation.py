@@ -17,6 +17,7 @@ from conductor.routing.choices import Assign, Continue, Reject
 from conductor.routing.columns import Matches
 from conductor.routing.desk import Desk
 from conductor.routing.journal import JournalHead, Line
+from conductor.routing.moving import Restored
 from conductor.routing.policy import POLICIES, Binding
 from conductor.routing.requests import Request
 from conductor.simulator.batching import BatchEngine, EngineLimits, Work
@@ -203,7 +204,7 @@ class Simulation:
         record.tries += 1
         record.prefill, record.decode = assign.prefill, assign.decode
         self.prefetching.went(one.number, assign.prefill)
-        record.predicted_hit = assign.usable_tokens + assign.fetch_tokens
+        record.predicted_hit = assign.prefix_tokens
         if record.assigned is None:
             record.assigned = self.now
         alone = assign.prefill == assign.decode
@@ -215,7 +216,7 @@ class Simulation:
             self._dirty = True
             return
         decides = POLICIES[self.scenario.policy].fetches is not None
-        fetches = self.scenario.peers and (assign.fetch_tokens > 0 or not decides)
+        fetches = self.scenario.peers and (assign.fetch.network > 0 or not decides)
         flight = Flight(record, assign.prefill, assign.decode, fetches=fetches)
         self._flights[one.number] = flight
         factor = self.scenario.factor(one.number)
@@ -255,9 +256,13 @@ class Simulation:
             sources, self._engines[engine], self.links, peers=flight.fetches
         )
         flight.fetched = range(sources.start, end)
+        began = self.now
 
         def ready(_: int) -> None:
             if not flight.transfers:
+                if wanted:
+                    tokens = len(flight.fetched) * BLOCK_TOKENS
+                    flight.restored = Restored(tokens, self.now - began)
                 self.caching.fetched(one, engine, flight.fetched)
                 self._add(engine, work)
                 for follower in flight.followers:
@@ -313,10 +318,20 @@ class Simulation:
     def _plan(self, engine: str) -> None:
         """Be called when the engine's stretch ends."""
         self._turns[engine] += 1
+        at, joined = self._batches[engine].first_tokens()
+        for number in joined:
+            self._at(at, self._begins(self._flights[number]), number)
         turn, ends_at = self._turns[engine], self._batches[engine].ends_at
         if ends_at is not None:
             act = self._advances(engine)
             self._at(max(ends_at, self.now), act, turn)
+
+    def _begins(self, flight: Flight) -> Callable[[int], None]:
+        def begin(number: int) -> None:
+            if self._flights.get(number) is flight:
+                self.desk.began(number, self.now)
+
+        return begin
 
     def _advances(self, engine: str) -> Callable[[int], None]:
         def advance(turn: int) -> None:
@@ -345,7 +360,7 @@ class Simulation:
             flight.continued = True
             self.desk.began(work.number, self.now, work.prefix)
         else:
-            self.desk.prefilled(work.number, self.now, work.prefix)
+            self.desk.prefilled(work.number, self.now, work.prefix, flight.restored)
         self._dirty = True  # the engine can get its next prompt, whoever decodes this one
 
     def _continue(self, flight: Flight, effect: Continue) -> None:
@@ -374,7 +389,8 @@ class Simulation:
         record = flight.record
         record.first_s, record.tbt_s = work.first_s, work.tbt_s
         self._leave(flight)
-        self.desk.ended(work.number, work.output, self.now)
+        restored = flight.restored if flight.prefill == flight.decode else None
+        self.desk.ended(work.number, work.output, self.now, restored)
         self.desk.left(work.number, self.now)
         self._end(record, "ok")
         self._dirty = True

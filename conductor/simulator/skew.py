@@ -1,11 +1,14 @@
-"""Estimates that stay wrong whatever is measured, to test policies with them. Pure."""
+"""Estimates that stay wrong whatever the fits learn, to test policies with them. Pure."""
+
+import numpy as np
+import numpy.typing as npt
 
 from conductor.costs.book import CostBook, EngineCosts, Machine
 from conductor.costs.prior import PrefillLine
 
 
 class SkewedCosts(EngineCosts):
-    """Costs that are off by a factor from what was measured.
+    """Costs that are off by a factor from what was fitted; only the lasting bias corrects it.
 
     Args:
         machine: its prior is used before anything was measured.
@@ -25,6 +28,12 @@ class SkewedCosts(EngineCosts):
     def step_seconds(self, batch: float, context_tokens: float) -> float:
         """Seconds that a decode step is thought to take; see :class:`EngineCosts`."""
         return self._factor * super().step_seconds(batch, context_tokens)
+
+    @property
+    def step_factors(self) -> npt.NDArray[np.float64]:
+        """Of the terms of a decode step; see :class:`EngineCosts`."""
+        factors: npt.NDArray[np.float64] = self._factor * super().step_factors
+        return factors
 
 
 class SkewedBook(CostBook):

@@ -328,13 +328,15 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 " vLLM's own prefix cache does the same"
             )
         page_bytes = self._shards[first.shard].page_bytes(self._identity)
-        if failed := try_device(self._store, first.pool, page_bytes, log):
-            log.error("kvstore: %s cannot be used, expect misses: %s", first.pool.device, failed)
+        failed = try_device(self._store, first.pool, page_bytes, log)
         # If the node refuses these pages, a warning was logged already.
-        wrong = self._opening.get() and round_trip(
-            self._store, self._identity, self._shards[first.shard], first.pool, log
-        )
-        if wrong:
+        wrong = (
+            self._opening.get() is not None and not failed
+            and round_trip(self._store, self._identity, self._shards[first.shard], first.pool, log)
+        )  # fmt: skip
+        if failed:
+            log.error("kvstore: %s cannot be used, expect misses: %s", first.pool.device, failed)
+        elif wrong:
             log.warning("kvstore: the self-test failed, expect misses: %s", wrong)
         prefault([memory.shards[0].pool for memory in memories], log)
 

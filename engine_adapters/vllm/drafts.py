@@ -1,4 +1,4 @@
-"""Draft layers with KV of their own: EAGLE heads.
+"""Draft layers with KV of their own: EAGLE heads, and layers for multi-token prediction.
 
 Which of them are supported, how their KV are identified, and in which steps they are computed. Of
 vLLM 0.32's runner of models for CPUs, all of whose drafts were read: that for GPUs has others.
@@ -14,8 +14,12 @@ from engine_adapters.vllm.options import read_options
 from kvstore.engine.options import LoadOrder
 from kvstore.protocol.errors import ConfigError
 
-LAYERED_METHODS: Final = ("eagle", "eagle3")
-_HEADS: Final = ("EagleLlamaForCausalLM", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3")
+_MTP: Final = "mtp"
+LAYERED_METHODS: Final = ("eagle", "eagle3", _MTP)
+_HEADS: Final = (
+    "EagleLlamaForCausalLM", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3",
+    "MiMoMTPModel", "Glm4MoeMTPModel", "ErnieMTPModel",
+)  # fmt: skip
 """Those that ran, and whose KV were compared."""
 _OPTIONS: Final = (
     "parallel_drafting", "disable_padded_drafter_batch", "num_speculative_tokens_per_batch_size",
@@ -45,7 +49,9 @@ def wrong_draft(config: Any) -> str:
         return "its draft layers are supported on CPUs only"
     if name not in _HEADS:
         return f"its draft {name} has not run with kvstore: only {', '.join(_HEADS)} is supported"
-    if (layers := int(draft.num_hidden_layers)) != 1:
+    # vLLM sets the draft's num_hidden_layers to 0, or leaves it that of the model.
+    is_mtp = config.speculative_config.method == _MTP
+    if (layers := int((draft.n_predict if is_mtp else draft.num_hidden_layers) or 0)) != 1:
         return f"its draft has {layers} layers: only one is supported"
     ranks = config.parallel_config
     sizes = [getattr(ranks, f"{kind}_parallel_size") for kind in ("tensor", "pipeline", "data")]

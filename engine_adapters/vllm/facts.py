@@ -90,7 +90,7 @@ def read_facts(config: Any, kv: Any, revision: str) -> EngineFacts:
         settings=_settings(config, (name for _, group in specs for name in group.layer_names))
         | _alone(config, with_kv)
         | _state_settings(group.kv_cache_spec for _, group in specs)
-        | (draft_settings(config, _draft_revision(config)) if drafts else {}),
+        | (draft_settings(config, _draft_revision(config, revision)) if drafts else {}),
         version=".".join(vllm.__version__.split(".")[:2]),
         isa=_isa(config, with_kv[0]),
         ranks=parallel.tensor_parallel_size,
@@ -197,10 +197,17 @@ def _settings(config: Any, layers: Iterable[str]) -> dict[str, str]:
     return settings | length_settings(hf, model.max_model_len)
 
 
-def _draft_revision(config: Any) -> str:
-    """The revision of a draft's weights; never the one that the user has set for the model."""
-    draft = config.speculative_config.draft_model_config
-    revision = weights_revision(draft)
+def _draft_revision(config: Any, given: str) -> str:
+    """The revision of a draft's weights.
+
+    Args:
+        config: ``VllmConfig`` with a draft.
+        given: the one that the user has set for the model; it is the draft's only if its weights
+            are in the model's files.
+    """
+    draft, model = config.speculative_config.draft_model_config, config.model_config
+    same = (draft.model, draft.revision) == (model.model, model.revision)
+    revision = given if given and same else weights_revision(draft)
     if not revision:
         raise ConfigError(
             f"speculative_config: model: kvstore cannot identify the weights of {draft.model};"

@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn
 
 from kvstore.cli import show, top
 from kvstore.cli.conversations import add_conversations
-from kvstore.cli.index import asked_index, index
+from kvstore.cli.decoding import Reply
 from kvstore.cli.jobs import (
     COPY_JOBS,
     JOB_WAIT_S,
@@ -26,13 +26,23 @@ from kvstore.cli.jobs import (
     names_page,
     waits,
 )
-from kvstore.cli.names import SPACES_MAX, Names
-from kvstore.cli.nodes import nodes
+from kvstore.cli.looks import add_looks
+from kvstore.cli.names import Names
 from kvstore.cli.numbers import count, seconds, size
 from kvstore.cli.remote import Remote, path_of
 from kvstore.cli.vllm_flags import asked_flags, vllm_flags
 from kvstore.config.machine import version_of
+from kvstore.protocol.counts import NodeStats
 from kvstore.protocol.errors import ConfigError, InvalidArgument, KVStoreError, NotFound
+from kvstore.server.answers import (
+    JobList,
+    JobRow,
+    Pinned,
+    Policy,
+    PolicySet,
+    QuotaList,
+    Unpinned,
+)
 from kvstore.server.client import is_address
 from kvstore.server.environment import cli_defaults
 
@@ -90,20 +100,20 @@ def _carried_out(options: argparse.Namespace) -> int:
     if options.verb == "top":
         return top.run(node, once=options.once, as_json=options.json, seconds=options.interval)
     _spell_out(Names(node), options)
-    answer = options.ask(node, options)
+    reply: Reply[Any] = options.ask(node, options)
     if options.json:
-        sys.stdout.write(json.dumps(answer, indent=2) + "\n")
+        sys.stdout.write(json.dumps(reply.raw, indent=2) + "\n")
     else:
-        options.show(answer, show.console())
-    return int(isinstance(answer, dict) and _fell_short(answer))
+        options.show(reply.value, show.console())
+    return int(reply.kind is JobRow and _fell_short(reply.value))
 
 
-def _fell_short(answer: dict[str, Any]) -> bool:
-    """Whether it is a job that failed, was cancelled, or could not copy all of the pages."""
-    if answer.get("state") in ("failed", "cancelled"):
+def _fell_short(job: JobRow) -> bool:
+    """Whether a job failed, was cancelled, or could not copy all of the pages."""
+    if job.state in ("failed", "cancelled"):
         return True
-    copies = answer.get("state") == "done" and answer.get("kind") in COPY_JOBS
-    return copies and answer["result"].get("complete") is False
+    copies = job.state == "done" and job.kind in COPY_JOBS
+    return copies and job.result.get("complete") is False
 
 
 def _spell_out(names: Names, options: argparse.Namespace) -> None:
@@ -150,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(ask=ask, show=shown)
         return made
 
-    _add_looks(verb)
+    add_looks(verb)
     _add_changes(verb)
     _add_jobs(verb)
     add_conversations(verb)
@@ -179,54 +189,6 @@ def _http(text: str) -> str:
     return text.rstrip("/")
 
 
-def _add_looks(verb: AddVerb) -> None:
-    """The verbs that change nothing."""
-    for name, summary, path, shown in (
-        ("stats", "show hit rate, memory use, spaces and sessions", "/v1/stats", show.stats),
-        ("sessions", "list the engines and what they hold", "/v1/sessions", show.sessions),
-        ("nodes", "list the other nodes of the cluster and what was read from them",
-         "/v1/nodes", nodes),
-        ("tiers", "show the tiers, their sizes and their state", "/v1/tiers", show.tiers),
-        ("config", "show every setting, its value and its source", "/v1/config", show.config),
-        ("pins", "list the pins set by operators", "/v1/pins", show.pins),
-    ):  # fmt: skip
-        verb(name, summary, lambda node, _options, at=path: node.get(at), shown)  # type: ignore[misc]
-    verb("index", "show the state of a Conductor's index; --url names the Conductor",
-         lambda remote, _options: asked_index(remote), index)  # fmt: skip
-    verb("spaces", "list the spaces and their limits",
-         lambda node, _options: node.listed("spaces", "/v1/spaces", {}, SPACES_MAX),
-         show.spaces)  # fmt: skip
-    pages = verb("pages", "list the pages of a space", _pages, show.pages)
-    pages.add_argument("space", help=SPACE)
-    pages.add_argument("--prefix", metavar="KEY", help="only this page and its descendants")
-    pages.add_argument("--tier", choices=["host", "ssd"], help="only pages in this tier")
-    for bound, compared in (("min", "at least"), ("max", "at most")):
-        pages.add_argument(f"--age-{bound}", type=seconds(zero=True), metavar="SECONDS",
-                           help=f"only pages stored {compared} this long ago")  # fmt: skip
-        pages.add_argument(f"--hits-{bound}", type=count(0), metavar="N",
-                           help=f"only pages with {compared} this many hits")  # fmt: skip
-    pages.add_argument("--limit", type=count(1), default=100, help="maximum pages; default: 100")
-    page = verb("page", "show the details of one page", _page, show.page)
-    tokens = verb("tokens", "show the token ids of a page; needs the operate role", _page_tokens,
-                  show.tokens)  # fmt: skip
-    names_page(tokens)
-    tokens.add_argument("--pages", type=count(1), default=1,
-                        help="number of pages, ending with this one; default: 1")  # fmt: skip
-    tree = verb("tree", "show the descendants of a page", _tree, show.tree)
-    tree.add_argument("space", help=SPACE)
-    tree.add_argument("key", nargs="?", help=f"{KEY}; default: the whole space")
-    tree.add_argument("--depth", type=count(1), default=8, help="number of levels; default: 8")
-    tree.add_argument("--limit", type=count(1), default=100,
-                      help="maximum pages; default: 100")  # fmt: skip
-    explain = verb("explain", "say why a key or prompt is a hit or a miss", _explain,
-                   show.explanation)  # fmt: skip
-    explain.add_argument("key", nargs="?", help=KEY)
-    explain.add_argument("--tokens", help="token ids such as 1,2,3, or @FILE with a JSON list")
-    explain.add_argument("--space", help=f"{SPACE}; default: the space that matches best")
-    explain.add_argument("--shard", type=count(0), help="shard number; default: any")
-    names_page(page)
-
-
 def _add_changes(verb: AddVerb) -> None:
     """The verbs that need the operate role and are done at once."""
     pin = verb("pin", "protect a page and all pages before it from eviction", _pin, show.anything)
@@ -235,8 +197,7 @@ def _add_changes(verb: AddVerb) -> None:
                      help="duration of the pin; 0 = until unpin; default: 3600")  # fmt: skip
     pin.add_argument("--tier", choices=["host", "ssd"], default="host",
                      help="tier in which the pages are kept; default: host")  # fmt: skip
-    unpin = verb("unpin", "end a pin", lambda node, at: node.send("DELETE", f"/v1/pins/{at.pin}"),
-                 show.anything)  # fmt: skip
+    unpin = verb("unpin", "end a pin", _unpin, show.anything)
     unpin.add_argument("pin", type=count(1), help="pin number, as listed by kvstore pins")
     quota = verb("quota", "show the limits of all spaces, or set the limits of one", _quota,
                  show.quotas)  # fmt: skip
@@ -304,93 +265,54 @@ def _add_jobs(verb: AddVerb) -> None:
 # The request of each verb
 
 
-def _nothing(_node: Remote, _options: argparse.Namespace) -> Any:
-    return None
+def _nothing(_node: Remote, _options: argparse.Namespace) -> Reply[None]:
+    return Reply(None, type(None))
 
 
-def _pages(node: Remote, at: argparse.Namespace) -> Any:
-    query = {
-        "space": at.space, "prefix": at.prefix, "tier": at.tier, "age_min_s": at.age_min,
-        "age_max_s": at.age_max, "hits_min": at.hits_min, "hits_max": at.hits_max,
-    }  # fmt: skip
-    return node.listed("pages", "/v1/pages", query, at.limit)
-
-
-def _page(node: Remote, at: argparse.Namespace) -> Any:
-    return node.get(path_of("pages", at.space, at.key))
-
-
-def _page_tokens(node: Remote, at: argparse.Namespace) -> Any:
-    return node.get(path_of("pages", at.space, at.key, "tokens"), pages=at.pages)
-
-
-def _tree(node: Remote, at: argparse.Namespace) -> Any:
-    query = {"space": at.space, "key": at.key, "depth": at.depth}
-    return node.listed("pages", "/v1/tree", query, at.limit)
-
-
-def _explain(node: Remote, at: argparse.Namespace) -> Any:
-    body = {"key": at.key, "space": at.space, "shard": at.shard}
-    if at.tokens is not None:
-        body["tokens"] = _tokens(at.tokens)
-    return node.send("POST", "/v1/explain", {k: v for k, v in body.items() if v is not None})
-
-
-def _tokens(text: str) -> list[int]:
-    """Token ids from the option, or from a file."""
-    if not text.startswith("@"):
-        try:
-            return [int(part) for part in text.split(",")]
-        except ValueError as error:
-            message = f"{text[:80]!r} is not a list of token ids such as 1,2,3"
-            raise InvalidArgument("--tokens", message) from error
-    try:
-        found = json.loads(Path(text[1:]).read_text())
-    except OSError as error:
-        raise InvalidArgument("--tokens", f"{text[1:]}: {error.strerror}") from error
-    except ValueError as error:
-        raise InvalidArgument("--tokens", f"{text[1:]} is not JSON: {error}") from error
-    if not (isinstance(found, list) and all(type(one) is int for one in found)):
-        message = f"{text[1:]} is not a JSON list of token ids such as [1, 2, 3]"
-        raise InvalidArgument("--tokens", message)
-    return found
-
-
-def _pin(node: Remote, at: argparse.Namespace) -> Any:
+def _pin(node: Remote, at: argparse.Namespace) -> Reply[Pinned]:
     body = {"space": at.space, "key": at.key, "ttl_s": at.ttl, "tier": at.tier}
-    return node.send("POST", "/v1/pins", body)
+    return node.send("POST", "/v1/pins", Pinned, body)
 
 
-def _quota(node: Remote, at: argparse.Namespace) -> Any:
+def _unpin(node: Remote, at: argparse.Namespace) -> Reply[Unpinned]:
+    return node.send("DELETE", f"/v1/pins/{at.pin}", Unpinned)
+
+
+def _quota(node: Remote, at: argparse.Namespace) -> Reply[QuotaList] | Reply[JobRow]:
     asked = {"quota_bytes": at.quota_bytes, "reserved_bytes": at.reserved_bytes}
     limits = {name: size for name, size in asked.items() if size is not None}
     if bool(limits) != (at.space is not None):
         message = "to set limits give a space and --quota-bytes or --reserved-bytes"
         raise InvalidArgument("space", message)
-    shown = node.get("/v1/quotas")
+    shown = node.get("/v1/quotas", QuotaList)
     if at.space is None:
         return shown
-    every = (one for one in shown["quotas"] if one["tier"] == at.tier)
-    before: dict[str, Any] = next((one for one in every if one["space"] == at.space), {})
-    body = {**{name: before.get(name, 0) for name in asked}, **limits, "tier": at.tier}
-    job = node.finished(node.send("PUT", path_of("quotas", at.space), body), JOB_WAIT_S)
-    return node.get("/v1/quotas") if job["state"] == "done" else job
+    every = (one for one in shown.value.quotas if one.tier == at.tier)
+    before = next((one for one in every if one.space == at.space), None)
+    body = {
+        "quota_bytes": before.quota_bytes if before is not None else 0,
+        "reserved_bytes": before.reserved_bytes if before is not None else 0,
+        **limits, "tier": at.tier,
+    }  # fmt: skip
+    begun = node.send("PUT", path_of("quotas", at.space), JobRow, body)
+    job = node.finished(begun, JOB_WAIT_S)
+    return node.get("/v1/quotas", QuotaList) if job.value.state == "done" else job
 
 
-def _policy(node: Remote, at: argparse.Namespace) -> Any:
+def _policy(node: Remote, at: argparse.Namespace) -> Reply[Policy] | Reply[PolicySet]:
     if at.name is None:
-        return node.get("/v1/policy")
-    return node.send("PUT", "/v1/policy", {"name": at.name})
+        return node.get("/v1/policy", Policy)
+    return node.send("PUT", "/v1/policy", PolicySet, {"name": at.name})
 
 
-def _bulk(node: Remote, at: argparse.Namespace) -> Any:
+def _bulk(node: Remote, at: argparse.Namespace) -> Reply[JobRow]:
     body = {"space": at.space, "key": at.key}
     if at.verb == "verify":
         body |= {"tier": at.tier, "deadline_s": at.deadline}
     return job_of(node, at, {k: v for k, v in body.items() if v is not None})
 
 
-def _clear(node: Remote, at: argparse.Namespace) -> Any:
+def _clear(node: Remote, at: argparse.Namespace) -> Reply[JobRow]:
     if (at.space is None) != at.all:
         raise InvalidArgument("space", "name a space to empty, or --all")
     if at.all and not at.yes:
@@ -407,24 +329,25 @@ def _confirm(node: Remote) -> None:
     """
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise InvalidArgument("--all", "add --yes to empty every space of the node")
-    stats = node.get("/v1/stats")
+    stats = node.get("/v1/stats", NodeStats).value
     sys.stderr.write(
-        f"Remove all {stats['pages']:,} pages of {len(stats['spaces'])} spaces from node"
-        f" {show.cell(stats['node'])}? [y/N] "
+        f"Remove all {stats.pages:,} pages of {len(stats.spaces)} spaces from node"
+        f" {show.cell(stats.node)}? [y/N] "
     )
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise KVStoreError("nothing was done")
 
 
-def _moved(node: Remote, at: argparse.Namespace) -> Any:
+def _moved(node: Remote, at: argparse.Namespace) -> Reply[JobRow]:
     body = {"space": at.space, "keys": at.keys, "deadline_s": at.deadline}
     return job_of(node, at, {**body, "to": at.to} if at.verb == "move" else body)
 
 
-def _jobs(node: Remote, at: argparse.Namespace) -> Any:
+def _jobs(node: Remote, at: argparse.Namespace) -> Reply[JobList]:
     if at.job is None and at.cancel:
         raise InvalidArgument("job", "name the job to cancel; see kvstore jobs")
     if at.job is None:
-        return node.get("/v1/jobs")
-    return {"jobs": [node.send("DELETE" if at.cancel else "GET", f"/v1/jobs/{at.job}")]}
+        return node.get("/v1/jobs", JobList)
+    job = node.send("DELETE" if at.cancel else "GET", f"/v1/jobs/{at.job}", JobRow)
+    return Reply({"jobs": [job.raw]}, JobList)

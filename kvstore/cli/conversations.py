@@ -1,15 +1,17 @@
 """The verbs of ``kvstore`` for conversations whose pages are kept."""
 
 import argparse
-from typing import Any, Final
+from typing import Final
 
 from rich.console import Console
 
 from kvstore.cli import show
+from kvstore.cli.decoding import Reply
 from kvstore.cli.jobs import SPACE, AddVerb, names_page
 from kvstore.cli.numbers import seconds, size
 from kvstore.cli.remote import Remote
 from kvstore.config.sizes import rounded
+from kvstore.server.answers import ConversationEnded, ConversationList, KeptPages
 
 _CAUSES: Final = {
     "missing": "a page is not stored, or was evicted before",
@@ -25,7 +27,8 @@ _CAUSES: Final = {
 def add_conversations(verb: AddVerb) -> None:
     """Add the verbs."""
     verb("conversations", "list the conversations whose pages are kept, and for how long",
-         lambda node, _options: node.get("/v1/conversations"), conversations)  # fmt: skip
+         lambda node, _options: node.get("/v1/conversations", ConversationList),
+         conversations)  # fmt: skip
     keep = verb("keep", "keep a page and all pages before it for a conversation", _keep,
                 _kept)  # fmt: skip
     names_page(keep)
@@ -43,45 +46,43 @@ def add_conversations(verb: AddVerb) -> None:
                      " conversations")  # fmt: skip
 
 
-def conversations(answer: Any, console: Console) -> None:
+def conversations(answer: ConversationList, console: Console) -> None:
     """Conversations whose pages are kept."""
     rows = (
-        [one["conversation"], one["tier"], one["space"][:show.LABEL_DIGITS], one["pages"],
-         rounded(one["bytes"]), one["gave_way_pages"], show.seconds(one["ends_in_s"])]
-        for one in answer["conversations"]
+        [one.conversation, one.tier, one.space[:show.LABEL_DIGITS], one.pages,
+         rounded(one.bytes), one.gave_way_pages, show.seconds(one.ends_in_s)]
+        for one in answer.conversations
     )  # fmt: skip
-    title = f"conversations: {rounded(answer['used_bytes'])} of {rounded(answer['budget_bytes'])}"
-    title += (
-        f"; on SSD: {rounded(answer['ssd_used_bytes'])} of {rounded(answer['ssd_budget_bytes'])}"
-    )
+    title = f"conversations: {rounded(answer.used_bytes)} of {rounded(answer.budget_bytes)}"
+    title += f"; on SSD: {rounded(answer.ssd_used_bytes)} of {rounded(answer.ssd_budget_bytes)}"
     columns = ("conversation", "tier", "space", "pages", "bytes", "gave way", "ends in")
     show.table(console, title, columns, rows)
 
 
-def _keep(node: Remote, at: argparse.Namespace) -> Any:
+def _keep(node: Remote, at: argparse.Namespace) -> Reply[KeptPages]:
     body = {
         "space": at.space, "key": at.key, "conversation": at.conversation, "ttl_s": at.ttl,
         "bytes_max": at.max_bytes,
     }  # fmt: skip
-    return node.send("POST", "/v1/conversations", body)
+    return node.send("POST", "/v1/conversations", KeptPages, body)
 
 
-def _kept(answer: Any, console: Console) -> None:
-    said = f"{answer['conversation']}: {answer['pages']} pages are kept"
-    said += f" for {show.seconds(answer['ends_in_s'])}"
-    if cause := answer["cause"]:
+def _kept(answer: KeptPages, console: Console) -> None:
+    said = f"{answer.conversation}: {answer.pages} pages are kept"
+    said += f" for {show.seconds(answer.ends_in_s)}"
+    if cause := answer.cause:
         said += f"; the others may be evicted: {_CAUSES.get(cause, cause)} ({cause})"
     _say(said, console)
 
 
-def _end(node: Remote, at: argparse.Namespace) -> Any:
+def _end(node: Remote, at: argparse.Namespace) -> Reply[ConversationEnded]:
     body = {"space": at.space, "conversation": at.conversation}
-    return node.send("POST", "/v1/conversations/end", body)
+    return node.send("POST", "/v1/conversations/end", ConversationEnded, body)
 
 
-def _ended(answer: Any, console: Console) -> None:
-    was = f"{answer['pages']} pages may now be evicted" if answer["pages"] else "was not kept"
-    _say(f"{answer['conversation']}: {was}", console)
+def _ended(answer: ConversationEnded, console: Console) -> None:
+    was = f"{answer.pages} pages may now be evicted" if answer.pages else "was not kept"
+    _say(f"{answer.conversation}: {was}", console)
 
 
 def _say(said: str, console: Console) -> None:

@@ -18,19 +18,25 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Final
+from typing import Final, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvstore.cli.decoding import Reply
 from kvstore.cli.engines import conductor_checks, name_check
 from kvstore.cli.peers import peer_checks
 from kvstore.config import ServerConfig, load
 from kvstore.config.machine import DISTRIBUTION, Check, Needs, memory_checks, read, version_of
 from kvstore.config.sizes import rounded
+from kvstore.protocol.counts import NodeStats
+from kvstore.protocol.errors import KVStoreError
 from kvstore.server import client
+from kvstore.server.answers import Configuration, ConfigValue
 from kvstore.server.installed import installed
+
+T = TypeVar("T")
 
 PROBE_BYTES: Final = 64 << 20
 _STEP_BYTES: Final = 4 << 20
@@ -80,8 +86,8 @@ def run(
     elif wanted is not None:
         places = [_existing(Path(path)) for path in wanted.ssd.directories]
     else:
-        ssd = stats.get("ssd") if stats is not None else None
-        places = [Path(one["path"]) for one in ssd["directories"]] if ssd else []
+        ssd = stats.ssd if stats is not None else None
+        places = [Path(one.path) for one in ssd.directories] if ssd is not None else []
     checks = examine(places or [Path()], stats, wanted)
     if config is None and not loaded.config.cluster.name:
         checks += peer_checks(None, stats, _settings(url, token) if stats is not None else None)
@@ -103,7 +109,7 @@ def run(
 
 
 def examine(
-    directories: Sequence[Path], stats: dict[str, Any] | None, wanted: ServerConfig | None = None,
+    directories: Sequence[Path], stats: NodeStats | None, wanted: ServerConfig | None = None,
     proc: Path = Path("/proc"), system: Path = Path("/sys"),
 ) -> list[Check]:  # fmt: skip
     """Run all checks.
@@ -115,12 +121,12 @@ def examine(
         proc: where the process file system is.
         system: where sysfs is.
     """
-    needs = Needs(int(stats["host"]["capacity_bytes"]) if stats is not None else 0)
+    needs = Needs(stats.host.capacity_bytes if stats is not None else 0)
     if wanted is not None:
         needs = wanted.needs
     needs = replace(needs, running=stats is not None)
     connections = wanted.socket.connections_max if wanted is not None else 0
-    reported = [one["prefill_s_per_token"] for one in stats["sessions"]] if stats else []
+    reported = [one.prefill_s_per_token for one in stats.sessions] if stats else []
     prefill = max((1 / one for one in reported if one > 0), default=PREFILL_TOKENS_PER_S_ASSUMED)
     return [
         _node(stats),
@@ -145,45 +151,44 @@ def _existing(path: Path) -> Path:
     return next((one for one in (path, *path.parents) if one.exists()), path)
 
 
-def _stats(url: str, token: str) -> dict[str, Any] | None:
+def _stats(url: str, token: str) -> NodeStats | None:
     """The statistics of a node; None = no node answers, or it does not tell."""
-    stats = _answer(url, token, "/v1/stats")
-    known = stats is not None and {"host", "sessions", "loop_lag_s"} <= stats.keys()
-    return stats if known else None
+    return _answer(url, token, "/v1/stats", NodeStats)
 
 
-def _settings(url: str, token: str) -> list[dict[str, Any]] | None:
+def _settings(url: str, token: str) -> list[ConfigValue] | None:
     """The settings of a node; None = it does not tell them."""
-    answer = _answer(url, token, "/v1/config")
-    return answer.get("values") if answer is not None else None
+    answer = _answer(url, token, "/v1/config", Configuration)
+    return answer.values if answer is not None else None
 
 
-def _answer(url: str, token: str, path: str) -> dict[str, Any] | None:
+def _answer(url: str, token: str, path: str, kind: type[T]) -> T | None:
     """An answer of a node; None = there is none, or it is none."""
     url, token = client.endpoint(url, token)
     try:
         status, answer = client.send(url, "GET", path, token=token, timeout_s=_TIMEOUT_S)
-        found = json.loads(answer)
-    except (OSError, ValueError, http.client.HTTPException):
+        if status != http.client.OK:
+            return None
+        return Reply(json.loads(answer), kind).value
+    except (OSError, ValueError, http.client.HTTPException, KVStoreError):
         return None
-    return found if isinstance(found, dict) and status == http.client.OK else None
 
 
-def _node(stats: dict[str, Any] | None) -> Check:
+def _node(stats: NodeStats | None) -> Check:
     if stats is None:
         return Check("node", "ok", "no answer, or a token is needed; only the machine is checked")
-    lag = stats["loop_lag_s"]
-    found = f"{stats['node']}: {rounded(stats['host']['capacity_bytes'])}, loop lag"
+    lag = stats.loop_lag_s
+    found = f"{stats.node}: {rounded(stats.host.capacity_bytes)}, loop lag"
     found += f" {lag * 1e3:.1f} ms"
     troubles: list[tuple[str, str]] = []
-    if why := stats.get("unready"):
+    if why := stats.unready:
         troubles.append((f"not ready: {why}", "restart the engines of its previous run"))
     if lag > LAG_S_MAX:
         troubles.append(("", "its event loop is delayed: give the node a core of its own"))
-    if (ssd := stats.get("ssd")) and ssd["degraded"]:
+    if stats.ssd is not None and stats.ssd.degraded:
         advice = "see its log and kvstore tiers; it serves from memory only"
         troubles.append(("SSD tier degraded", advice))
-    if unwatched := stats.get("unwatched_processes", 0):
+    if unwatched := stats.unwatched_processes:
         advice = "share the PID namespace with engines, or use Linux 6.5 (docs/containers.md)"
         troubles.append((f"{unwatched} processes whose exit it cannot detect", advice))
     if not troubles:
@@ -208,8 +213,8 @@ def _versions() -> list[Check]:
     ]  # fmt: skip
 
 
-def _core(stats: dict[str, Any] | None) -> Check:
-    found = installed().core if stats is None else str(stats.get("core", "unknown"))
+def _core(stats: NodeStats | None) -> Check:
+    found = installed().core if stats is None else stats.core or "unknown"
     faster = "decisions are slower: install the wheel of `make wheel`"
     return Check("core", "ok", found, faster if found == "pure" else "")
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from kvstore.config.machine import Check
+from kvstore.protocol.counts import NodeStats
 from kvstore.server import client
 from kvstore.server.environment import conductor_token
 
@@ -19,20 +20,20 @@ _NAME_ADVICE: Final = (
 )
 
 
-def name_check(stats: Mapping[str, Any] | None) -> list[Check]:
+def name_check(stats: NodeStats | None) -> list[Check]:
     """Check that the engines of a node have names; nothing without a node or engines.
 
     Args:
         stats: the node's statistics; None = no node answers.
     """
-    every = stats["sessions"] if stats is not None else []
-    sessions = [one for one in every if not one.get("peer")]  # an older node does not say it
+    every = stats.sessions if stats is not None else []
+    sessions = [one for one in every if not one.peer]
     if not sessions:
         return []
-    unnamed = [one for one in sessions if not one.get("engine")]
+    unnamed = [one for one in sessions if not one.engine]
     if not unnamed:
         return [Check("engine names", "ok", f"all of {len(sessions)} sessions have one")]
-    names = ", ".join(sorted({one.get("name", "") for one in unnamed})[:_NAMED])
+    names = ", ".join(sorted({one.name for one in unnamed})[:_NAMED])
     found = f"{len(unnamed)} of {len(sessions)} sessions have none: {names}"
     return [Check("engine names", "warn", found, _NAME_ADVICE)]
 

@@ -1,65 +1,86 @@
 """Shows a Conductor's index of engines and nodes."""
 
 import http.client
-from typing import Any
 
+from msgspec import Struct
 from rich.console import Console
 
+from kvstore.cli.decoding import Reply
 from kvstore.cli.remote import RefusedRequest, Remote
 from kvstore.cli.show import seconds, table
 from kvstore.config.sizes import rounded
+from kvstore.index.control import FollowedWorker
 from kvstore.protocol.errors import InvalidArgument
 
 
-def asked_index(conductor: Remote) -> Any:
+class IndexState(Struct, frozen=True, kw_only=True):
+    """A Conductor's answer about its index.
+
+    ``up``: its process answers. ``entries`` to ``workers``: those of
+    :class:`kvstore.index.control.IndexReport`.
+    """
+
+    up: bool
+    workers: list[FollowedWorker]
+    restarts: int = 0
+    faults: dict[str, int] = {}
+    entries: int = 0
+    entries_max: int = 0
+    dropped: int = 0
+    expected: int = 0
+    resident_bytes: int = 0
+
+
+def asked_index(conductor: Remote) -> Reply[IndexState]:
     """A Conductor's answer about its index.
 
     Raises:
         InvalidArgument: the answer is not that of a Conductor.
         KVStoreError: as of :meth:`Remote.send`.
     """
+    answer: Reply[IndexState] | None = None
     try:
-        answer = conductor.get("/v1/index")
+        answer = conductor.get("/v1/index", IndexState)
     except RefusedRequest as error:
         if error.status != http.client.NOT_FOUND:
             raise
-        answer = None
-    if not isinstance(answer, dict) or "workers" not in answer:
+    if answer is None or not isinstance(answer.raw, dict) or "workers" not in answer.raw:
         message = f"{conductor.url} has no index: give a Conductor's URL, http://HOST:PORT"
         raise InvalidArgument("--url", message)
     return answer
 
 
-def index(answer: Any, console: Console) -> None:
+def index(answer: IndexState, console: Console) -> None:
     """The index, and a row for each engine and node that it follows."""
-    up = "up" if answer["up"] else "down: nothing is known now"
-    # A Conductor of before 2026-11 does not tell them.
-    faults = "".join(f", {count:,} {cause}" for cause, count in answer.get("faults", {}).items())
+    up = "up" if answer.up else "down: nothing is known now"
+    faults = "".join(f", {count:,} {cause}" for cause, count in answer.faults.items())
     console.print(
-        f"index {up}; {answer['entries']:,} of {answer['entries_max']:,} pages,"
-        f" {answer['dropped']:,} left out, {answer['expected']:,} expected;"
-        f" {rounded(answer['resident_bytes'])} resident; {answer['restarts']} restarts{faults}",
+        f"index {up}; {answer.entries:,} of {answer.entries_max:,} pages,"
+        f" {answer.dropped:,} left out, {answer.expected:,} expected;"
+        f" {rounded(answer.resident_bytes)} resident; {answer.restarts} restarts{faults}",
         highlight=False,
     )
-    if not answer["workers"]:
+    if not answer.workers:
         console.print("no engine or node is followed", style="italic", highlight=False)
         return
     columns = ("worker", "pages", "lag", "batches", "gaps lost", "not applied", "drift", "state")
-    table(console, "workers", columns, (_row(one) for one in answer["workers"]))
+    table(console, "workers", columns, (_row(one) for one in answer.workers))
 
 
-def _row(worker: Any) -> list[object]:
-    pages = ", ".join(f"{count:,} {medium}" for medium, count in sorted(worker["pages"].items()))
+def _row(worker: FollowedWorker) -> list[object]:
+    pages = ", ".join(f"{count:,} {medium}" for medium, count in sorted(worker.pages.items()))
     left = [
-        f"{worker[field]:,} {what}"
-        for field, what in (("skipped", "events"), ("unmapped", "blocks"), ("waiting", "waiting"))
-        if worker[field]
-    ]
+        f"{count:,} {what}"
+        for count, what in (
+            (worker.skipped, "events"), (worker.unmapped, "blocks"), (worker.waiting, "waiting"),
+        )
+        if count
+    ]  # fmt: skip
     drift = ""
-    if worker["audited"]:
-        drift = f"{worker['missing'] + worker['stale']} of {worker['audited']:,}"
+    if worker.audited:
+        drift = f"{worker.missing + worker.stale} of {worker.audited:,}"
     return [
-        worker["worker"], pages or "none", seconds(worker["lag_s"]), f"{worker['batches']:,}",
-        worker["gaps_lost"], ", ".join(left), drift,
-        "counts" if worker["current"] else f"does not count: {worker['why']}",
+        worker.worker, pages or "none", seconds(worker.lag_s), f"{worker.batches:,}",
+        worker.gaps_lost, ", ".join(left), drift,
+        "counts" if worker.current else f"does not count: {worker.why}",
     ]  # fmt: skip

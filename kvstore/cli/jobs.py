@@ -8,11 +8,13 @@ from typing import Any, Final
 from rich.console import Console
 
 from kvstore.cli import show
+from kvstore.cli.decoding import Reply
 from kvstore.cli.names import PREFIX_MIN
 from kvstore.cli.numbers import count, seconds, size
 from kvstore.cli.remote import Remote
+from kvstore.server.answers import JobRow
 
-Verb = Callable[[Remote, argparse.Namespace], Any]
+Verb = Callable[[Remote, argparse.Namespace], Reply[Any]]
 Show = Callable[[Any, Console], None]
 AddVerb = Callable[[str, str, Verb, Show], argparse.ArgumentParser]
 """Adds a verb: its name, its summary, its request, and what shows the answer."""
@@ -35,13 +37,13 @@ def waits(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--no-wait", action="store_true", help="start the job and return at once")
 
 
-def job_of(node: Remote, at: argparse.Namespace, body: dict[str, Any]) -> Any:
+def job_of(node: Remote, at: argparse.Namespace, body: dict[str, Any]) -> Reply[JobRow]:
     """Start the job of a verb, and wait for its end."""
-    job = node.send("POST", f"/v1/{at.verb}", body)
+    job = node.send("POST", f"/v1/{at.verb}", JobRow, body)
     try:
         return job if at.no_wait else node.finished(job, JOB_WAIT_S)
     except KeyboardInterrupt:
-        number = job["job"]
+        number = job.value.job
         sys.stderr.write(
             f"kvstore: job {number} continues; stop it: kvstore jobs {number} --cancel\n"
         )
@@ -81,7 +83,7 @@ def add_copies(verb: AddVerb) -> None:
         waits(made)
 
 
-def _copied(node: Remote, at: argparse.Namespace) -> Any:
+def _copied(node: Remote, at: argparse.Namespace) -> Reply[JobRow]:
     body: dict[str, Any] = {"deadline_s": at.deadline}
     if at.verb == "drain":
         return job_of(node, at, {**body, "bytes_per_s": at.bytes_per_second})

@@ -1,11 +1,12 @@
 """Resolves short names of a node: prefixes of keys and spaces, and model names."""
 
 import re
-from typing import Any, Final
+from typing import Final
 
 from kvstore.cli.remote import Remote
 from kvstore.cli.show import cell, identity
 from kvstore.protocol.errors import InvalidArgument, NotFound
+from kvstore.server.answers import PageList, SpaceList, SpaceRow
 
 PREFIX_MIN: Final = 6
 """Minimum length of a prefix of a key or space."""
@@ -26,7 +27,7 @@ class Names:
 
     def __init__(self, node: Remote) -> None:
         self._node = node
-        self._spaces: list[dict[str, Any]] | None = None
+        self._spaces: list[SpaceRow] | None = None
         self._keys: dict[str, list[str]] = {}
 
     def space(self, name: str) -> str:
@@ -40,16 +41,16 @@ class Names:
             return name.lower()
         every, digits = self._all_spaces(), name.lower()
         found = (
-            [one for one in every if _PREFIX.fullmatch(digits) and one["space"].startswith(digits)]
-            or [one for one in every if one["model"] == name]
-            or [one for one in every if one["model"].rpartition("/")[2] == name]
+            [one for one in every if _PREFIX.fullmatch(digits) and one.space.startswith(digits)]
+            or [one for one in every if one.model == name]
+            or [one for one in every if one.model.rpartition("/")[2] == name]
         )
         if not found:
             raise NotFound("space", f"{name!r} is not open here; kvstore spaces lists the spaces")
         if len(found) > 1:
-            listed = [f"{one['space'][:12]}  {cell(identity(one))}" for one in found]
+            listed = [f"{one.space[:12]}  {cell(identity(one))}" for one in found]
             raise InvalidArgument("space", _several(name, listed))
-        return str(found[0]["space"])
+        return found[0].space
 
     def key(self, space: str | None, name: str) -> str:
         """A full key, given all its digits or a prefix.
@@ -68,16 +69,13 @@ class Names:
         if not _PREFIX.fullmatch(name):
             message = f"{name!r} is not a key: 64 hex digits, or the first {PREFIX_MIN} or more"
             raise InvalidArgument("key", message)
-        spaces = [one for one in self._all_spaces() if space in (None, one["space"])]
-        pages = sum(one["pages"] for one in spaces)
+        spaces = [one for one in self._all_spaces() if space in (None, one.space)]
+        pages = sum(one.pages for one in spaces)
         if pages > PAGES_MAX:
             message = f"{pages:,} pages are too many to search: give all 64 digits"
             raise InvalidArgument("key", message)
         found = {
-            key: None
-            for one in spaces
-            for key in self._keys_of(one["space"])
-            if key.startswith(name)
+            key: None for one in spaces for key in self._keys_of(one.space) if key.startswith(name)
         }
         if not found:
             raise NotFound("key", f"no stored page has a key that begins with {name!r};"
@@ -86,16 +84,16 @@ class Names:
             raise InvalidArgument("key", _several(name, list(found)))
         return next(iter(found))
 
-    def _all_spaces(self) -> list[dict[str, Any]]:
+    def _all_spaces(self) -> list[SpaceRow]:
         if self._spaces is None:
-            listed = self._node.listed("spaces", "/v1/spaces", {}, SPACES_MAX)
-            self._spaces = list(listed["spaces"])
+            listed = self._node.listed("spaces", "/v1/spaces", SpaceList, {}, SPACES_MAX)
+            self._spaces = listed.value.spaces
         return self._spaces
 
     def _keys_of(self, space: str) -> list[str]:
         if space not in self._keys:
-            listed = self._node.listed("pages", "/v1/pages", {"space": space}, PAGES_MAX)
-            self._keys[space] = [one["key"] for one in listed["pages"]]
+            listed = self._node.listed("pages", "/v1/pages", PageList, {"space": space}, PAGES_MAX)
+            self._keys[space] = [one.key for one in listed.value.pages]
         return self._keys[space]
 
 

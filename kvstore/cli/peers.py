@@ -13,7 +13,9 @@ from kvstore.config import ServerConfig
 from kvstore.config.addresses import Address, is_loopback, read_address
 from kvstore.config.cluster import NODES_MAX, ClusterConfig
 from kvstore.config.machine import Check
+from kvstore.protocol.counts import NodeRow, NodeStats
 from kvstore.protocol.errors import ConfigError, ProtocolError, printable, reason
+from kvstore.server.answers import ConfigValue
 from kvstore.server.nodes import node_list
 
 _EXPIRES_S: Final = 30 * 86_400
@@ -23,8 +25,8 @@ _RENEW: Final = "make a new one (docs/cluster.md#certificates) and restart the n
 
 
 def peer_checks(
-    config: ServerConfig | None, stats: Mapping[str, Any] | None,
-    settings: Sequence[Mapping[str, Any]] | None = None,
+    config: ServerConfig | None, stats: NodeStats | None,
+    settings: Sequence[ConfigValue] | None = None,
 ) -> Iterator[Check]:  # fmt: skip
     """Check the section ``cluster``; nothing if the node is alone by it.
 
@@ -34,19 +36,19 @@ def peer_checks(
         settings: those that the running node tells, for its stores; None = it does not tell them.
             Used without a configuration only.
     """
-    told = {}
-    if stats is not None and stats.get("cluster"):  # an older node does not have it
-        told = {one["name"]: one for one in node_list(stats)["nodes"]}
+    told: dict[str, NodeRow] = {}
+    if stats is not None:
+        told = {one.name: one for one in node_list(stats).nodes}
     if config is None:
         yield from (_seen(name, row) for name, row in told.items())
-        if stats is not None and stats.get("cluster"):
+        if stats is not None and stats.cluster is not None:
             yield from running_store_checks(settings)
         return
     yield from _configured(config, told, runs=stats is not None)
 
 
 def _configured(
-    config: ServerConfig, told: Mapping[str, Mapping[str, Any]], *, runs: bool
+    config: ServerConfig, told: Mapping[str, NodeRow], *, runs: bool
 ) -> Iterator[Check]:
     """Check what a configuration says, and the nodes that it names; ``told``: by a running node."""
     cluster = config.cluster
@@ -175,21 +177,21 @@ def _mooncake(cluster: ClusterConfig) -> Check:
 # ---- other nodes ----------------------------------------------------------------------------
 
 
-def _seen(name: str, row: Mapping[str, Any]) -> Check:
+def _seen(name: str, row: NodeRow) -> Check:
     """What the running node knows of another one."""
-    if row["state"] == "up":
-        found = f"{row['endpoint']}: a session, pages over {row['transport'] or 'no transport'}"
-        if not row["current"]:
+    if row.state == "up":
+        found = f"{row.endpoint}: a session, pages over {row.transport or 'no transport'}"
+        if not row.current:
             advice = "its pages are misses until the index has read its events"
-            return Check(f"node {name}", "warn", f"{found}; {row['index_why']}", advice)
+            return Check(f"node {name}", "warn", f"{found}; {row.index_why}", advice)
         return Check(f"node {name}", "ok", found)
-    fault = row["fault"]
+    fault = row.fault
     if fault is None:
-        return Check(f"node {name}", "warn", f"{row['endpoint']}: no session yet", "ask again")
-    if fault["field"]:
-        return _differs(name, fault["field"], fault["why"])
-    found = f"{row['endpoint']}: {fault['cause']}: {fault['why']}"
-    return Check(f"node {name}", "warn", found, _ADVICE.get(fault["cause"], _ADVICE["closed"]))
+        return Check(f"node {name}", "warn", f"{row.endpoint}: no session yet", "ask again")
+    if fault.field:
+        return _differs(name, fault.field, fault.why)
+    found = f"{row.endpoint}: {fault.cause}: {fault.why}"
+    return Check(f"node {name}", "warn", found, _ADVICE.get(fault.cause, _ADVICE["closed"]))
 
 
 def _node(name: str, place: Address, tls: ssl.SSLContext | None, hello: Greeting | None) -> Check:

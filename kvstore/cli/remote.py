@@ -5,10 +5,14 @@ import json
 import threading
 import urllib.parse
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+from kvstore.cli.decoding import Reply
 from kvstore.protocol.errors import InvalidArgument, KVStoreError, PeerUnreachable, TransferTimeout
 from kvstore.server import client
+from kvstore.server.answers import JobRow
+
+T = TypeVar("T")
 
 _TIMEOUT_S: Final = 30.0
 _STRETCH_MAX: Final = 1000
@@ -52,13 +56,19 @@ class Remote:
             raise InvalidArgument("--token", "a token has printable ASCII characters only")
         self.url, self._token = client.endpoint(url.rstrip("/"), token)
 
-    def get(self, path: str, **query: object) -> Any:
-        """The answer to a GET; query values that are None are left out."""
-        asked = urllib.parse.urlencode({k: v for k, v in query.items() if v is not None})
-        return self.send("GET", f"{path}?{asked}" if asked else path)
+    def get(self, path: str, kind: type[T], **query: object) -> Reply[T]:
+        """The answer to a GET; query values that are None are left out.
 
-    def send(self, method: str, path: str, body: object = None) -> Any:
-        """The answer to any request.
+        Args:
+            path: of the request.
+            kind: type of the answer.
+            query: parameters.
+        """
+        asked = urllib.parse.urlencode({k: v for k, v in query.items() if v is not None})
+        return self.send("GET", f"{path}?{asked}" if asked else path, kind)
+
+    def send(self, method: str, path: str, kind: type[T], body: object = None) -> Reply[T]:
+        """The answer to any request; ``kind`` is its type.
 
         Raises:
             RefusedRequest: the node refused the request; the message is the node's.
@@ -71,7 +81,7 @@ class Remote:
             )
             if status >= 300:
                 raise _refusal(status, answer)
-            return json.loads(answer)
+            return Reply(json.loads(answer), kind)
         except (ValueError, http.client.HTTPException) as error:
             raise PeerUnreachable(_stranger(self.url)) from error
         except OSError as error:
@@ -79,30 +89,32 @@ class Remote:
             message = f"no node answers at {self.url} ({why}); is it running? --url selects another"
             raise PeerUnreachable(message) from error
 
-    def listed(self, name: str, path: str, query: dict[str, object], limit: int) -> dict[str, Any]:
+    def listed(
+        self, name: str, path: str, kind: type[T], query: dict[str, object], limit: int
+    ) -> Reply[T]:
         """Up to ``limit`` entries of a listing, in as many requests as needed.
 
         Args:
             name: name of the list in the answer.
             path: path of the listing.
+            kind: type of the answer.
             query: query parameters besides ``cursor`` and ``limit``.
             limit: 1 or more.
 
         Returns:
-            ``name``: the entries; ``next``: the cursor of the next entry, None at the end.
+            The last answer, with all entries.
         """
         found: list[Any] = []
-        cursor: str | None = None
+        answer: dict[str, Any] = {"next": None}
         while len(found) < limit:
             part = min(_STRETCH_MAX, limit - len(found))
-            answer = self.get(path, **query, cursor=cursor, limit=part)
+            answer = self.get(path, kind, **query, cursor=answer["next"], limit=part).raw
             found += answer[name]
-            cursor = answer["next"]
-            if cursor is None:
+            if answer["next"] is None:
                 break
-        return {name: found, "next": cursor}
+        return Reply({**answer, name: found}, kind)
 
-    def finished(self, job: dict[str, Any], wait_s: float) -> dict[str, Any]:
+    def finished(self, job: Reply[JobRow], wait_s: float) -> Reply[JobRow]:
         """Wait for a job; returns it when it has ended.
 
         Raises:
@@ -110,15 +122,15 @@ class Remote:
         """
         deadline = monotonic() + wait_s
         pause = 0.02
-        while job["state"] == "running":
+        while (row := job.value).state == "running":
             if monotonic() >= deadline:
                 raise TransferTimeout(
-                    f"job {job['job']} still runs ({job['done']} of {job['total']});"
-                    f" see kvstore jobs {job['job']}"
+                    f"job {row.job} still runs ({row.done} of {row.total});"
+                    f" see kvstore jobs {row.job}"
                 )
             _PAUSE.wait(pause)
             pause = min(1.0, pause * 1.5)
-            job = self.get(f"/v1/jobs/{job['job']}")
+            job = self.get(f"/v1/jobs/{row.job}", JobRow)
         return job
 
 

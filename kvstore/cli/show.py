@@ -5,17 +5,45 @@ from collections.abc import Iterable, Iterator, Sequence
 from io import TextIOWrapper
 from typing import Any, Final
 
+from msgspec import Struct, structs, to_builtins
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
 from kvstore.config.sizes import exact, rounded
+from kvstore.protocol.counts import (
+    HostSizes,
+    Latency,
+    NodeStats,
+    SessionCounts,
+    SpaceCounts,
+    SsdCounts,
+    TierList,
+)
+from kvstore.server.answers import (
+    Configuration,
+    EngineRow,
+    JobList,
+    JobRow,
+    PageDetail,
+    PageList,
+    PinList,
+    PromptPart,
+    QuotaList,
+    SessionList,
+    SessionRow,
+    SpaceList,
+    SpaceRow,
+)
+from kvstore.state.ask.explanation import Explanation
 
 _PIPED_COLUMNS: Final = 240
 """In a pipe keys must not be cut."""
 LABEL_DIGITS: Final = 12
 """Digits of a space's label that are shown."""
+_UNKNOWN: Final = "unknown"
+"""Of what an older node does not tell."""
 _REVISION_CHARACTERS: Final = 12
 _KEY_DIGITS: Final = 16
 """Digits of a key that are shown in a tree."""
@@ -37,22 +65,22 @@ def console() -> Console:
     )  # names are chosen by engines: no markup
 
 
-def stats(answer: Any, console: Console) -> None:
+def stats(answer: NodeStats, console: Console) -> None:
     """Version, hit rate, sizes, spaces and sessions of a node."""
-    counts = answer["counts"]
-    table = Table(title=f"node {answer['node']}", show_header=False)
+    counts = answer.counts
+    table = Table(title=f"node {answer.node}", show_header=False)
     for name, value in (
-        ("version", answer.get("version", "unknown")),  # of an older node
-        ("up for", duration(answer["uptime_s"]) if "uptime_s" in answer else "unknown"),
+        ("version", answer.version or _UNKNOWN),
+        ("up for", duration(answer.uptime_s) if answer.uptime_s else _UNKNOWN),
         ("hit rate", f"{hit_rate(counts)} since the start"),
-        ("pages", f"{answer['pages']:,}"),
+        ("pages", f"{answer.pages:,}"),
         *_count_rows(counts),
-        ("policy", answer.get("policy", "unknown")),
-        ("core", answer.get("core", "unknown")),
-        ("mover", answer["mover"]),
+        ("policy", answer.policy or _UNKNOWN),
+        ("core", answer.core or _UNKNOWN),
+        ("mover", answer.mover),
         *_lookup_rows(answer),
-        *_memory_rows(answer["host"]),
-        *_ssd_rows(answer["ssd"]),
+        *_memory_rows(answer.host),
+        *_ssd_rows(answer.ssd),
     ):
         table.add_row(name, cell(value))
     console.print(table)
@@ -88,43 +116,41 @@ def _count_rows(counts: dict[str, int]) -> list[tuple[str, str]]:
     return rows
 
 
-def _lookup_rows(answer: Any) -> list[tuple[str, str]]:
-    """Tiers of hits, and latencies; missing in answers of older nodes."""
+def _lookup_rows(answer: NodeStats) -> list[tuple[str, str]]:
+    """Tiers of hits, and latencies; an older node has none."""
     rows: list[tuple[str, str]] = []
-    found = answer.get("lookups", [])
     tiers = {
-        words: sum(one[name] for one in found)
-        for words, name in (
-            ("memory", "host_pages"), ("SSDs", "ssd_pages"), ("nowhere", "missed_pages"),
-        )
-    }  # fmt: skip
+        "memory": sum(one.host_pages for one in answer.lookups),
+        "SSDs": sum(one.ssd_pages for one in answer.lookups),
+        "nowhere": sum(one.missed_pages for one in answer.lookups),
+    }
     if asked := sum(tiers.values()):
         shares = (f"{words} {pages / asked:.1%}" for words, pages in tiers.items())
         rows.append(("found in", ", ".join(shares)))
-    for name, latency in answer.get("latencies", {}).items():
-        if latency["count"]:
+    for name, latency in answer.latencies.items():
+        if latency.count:
             half, most = (_quantile(answer, latency, share) for share in (0.5, 0.99))
-            times = f"half {half}, 99% {most}, of {latency['count']:,}"
+            times = f"half {half}, 99% {most}, of {latency.count:,}"
             rows.append((name.replace("_", " "), times))
     return rows
 
 
-def _quantile(answer: Any, latency: Any, share: float) -> str:
+def _quantile(answer: NodeStats, latency: Latency, share: float) -> str:
     """The bucket bound of a quantile."""
-    left = share * latency["count"]
-    for bound, count in zip(answer["latency_bounds_s"], latency["buckets"], strict=False):
+    left = share * latency.count
+    for bound, count in zip(answer.latency_bounds_s, latency.buckets, strict=False):
         left -= count
         if left <= 0:
             return f"up to {bound * 1e3:g} ms"
-    return f"over {answer['latency_bounds_s'][-1] * 1e3:g} ms"
+    return f"over {answer.latency_bounds_s[-1] * 1e3:g} ms"
 
 
-def _memory_rows(host: dict[str, int]) -> list[tuple[str, str]]:
-    used = host["capacity_bytes"] - host["free_bytes"]
-    rows = [("memory", f"{rounded(used)} of {rounded(host['capacity_bytes'])} in use")]
+def _memory_rows(host: HostSizes) -> list[tuple[str, str]]:
+    used = host.capacity_bytes - host.free_bytes
+    rows = [("memory", f"{rounded(used)} of {rounded(host.capacity_bytes)} in use")]
     states = {
         name.removesuffix("_bytes"): value
-        for name, value in host.items()
+        for name, value in structs.asdict(host).items()
         if name not in ("capacity_bytes", "free_bytes") and value
     }
     if states:
@@ -132,18 +158,18 @@ def _memory_rows(host: dict[str, int]) -> list[tuple[str, str]]:
     return rows
 
 
-def _ssd_rows(ssd: dict[str, Any] | None) -> list[tuple[str, str]]:
+def _ssd_rows(ssd: SsdCounts | None) -> list[tuple[str, str]]:
     if ssd is None:
         return []
-    used, capacity = rounded(ssd["used_bytes"]), rounded(ssd["capacity_bytes"])
-    state = "DEGRADED, see kvstore tiers" if ssd["degraded"] else "in use"
-    kinds = f"live {rounded(ssd['live_bytes'])}, dead {rounded(ssd['dead_bytes'])}"
+    used, capacity = rounded(ssd.used_bytes), rounded(ssd.capacity_bytes)
+    state = "DEGRADED, see kvstore tiers" if ssd.degraded else "in use"
+    kinds = f"live {rounded(ssd.live_bytes)}, dead {rounded(ssd.dead_bytes)}"
     return [("SSD tier", f"{used} of {capacity} {state}"), ("", kinds)]
 
 
-def spaces(answer: Any, console: Console) -> None:
+def spaces(answer: NodeStats | SpaceList, console: Console) -> None:
     """Spaces, two lines each: identity, then sizes."""
-    every = answer["spaces"]
+    every: Sequence[SpaceCounts | SpaceRow] = answer.spaces
     console.print(f"{len(every)} space{'' if len(every) == 1 else 's'}",
                   style="italic", highlight=False)  # fmt: skip
     if every:
@@ -151,128 +177,133 @@ def spaces(answer: Any, console: Console) -> None:
                       f"{'SSD':>10}  a page", style="bold", highlight=False)  # fmt: skip
     for one in every:
         console.print(
-            Text.assemble((one["space"][:LABEL_DIGITS], "bold"), f"  {cell(identity(one))}"),
+            Text.assemble((one.space[:LABEL_DIGITS], "bold"), f"  {cell(identity(one))}"),
             soft_wrap=True,
         )
-        shards = one["shards"] if isinstance(one["shards"], int) else len(one["shards"])
-        on_ssd = rounded(one["ssd_bytes"]) if one["ssd_bytes"] else "-"
-        line = f"{one['pages']:>9,}  {rounded(one['host_bytes']):>10}  {on_ssd:>10}  "
-        line += f"{one['page_tokens']} tokens, {one['kv_dtype']}"
+        shards = one.shards if isinstance(one, SpaceCounts) else len(one.shards)
+        on_ssd = rounded(one.ssd_bytes) if one.ssd_bytes else "-"
+        line = f"{one.pages:>9,}  {rounded(one.host_bytes):>10}  {on_ssd:>10}  "
+        line += f"{one.page_tokens} tokens, {one.kv_dtype}"
         line += f", {shards} shards" if shards != 1 else ""
-        limits = "; ".join(
-            f"{words} {rounded(one[name])}"
-            for name, words in (
-                ("quota_bytes", "quota"), ("reserved_bytes", "reserved"),
-                ("ssd_quota_bytes", "SSD quota"), ("ssd_reserved_bytes", "SSD reserved"),
-            )
-            if one.get(name)
-        )  # fmt: skip
-        if limits:
+        if limits := _limits(one):
             fits = len(f"{line}; {limits}") <= console.width
             line += f"; {limits}" if fits else f"\n{'':>11}{limits}"
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def identity(space: dict[str, Any]) -> str:
+def _limits(space: SpaceCounts | SpaceRow) -> str:
+    """The limits of a space as text; statistics do not tell them."""
+    if isinstance(space, SpaceCounts):
+        return ""
+    return "; ".join(
+        f"{words} {rounded(size_bytes)}"
+        for size_bytes, words in (
+            (space.quota_bytes, "quota"), (space.reserved_bytes, "reserved"),
+            (space.ssd_quota_bytes, "SSD quota"), (space.ssd_reserved_bytes, "SSD reserved"),
+        )
+        if size_bytes
+    )  # fmt: skip
+
+
+def identity(space: SpaceCounts | SpaceRow) -> str:
     """The identity of a space as text: its model, and other fields that are not default."""
     apart = [
-        f"{name} {space[name][:_REVISION_CHARACTERS] if name == 'revision' else space[name]}"
-        for name, usual in (("tenant", "default"), ("revision", ""), ("scope", ""))
-        if space[name] != usual
-    ]
-    model: str = space["model"]
-    return model + (f" ({', '.join(apart)})" if apart else "")
+        f"{name} {value}"
+        for name, value, usual in (
+            ("tenant", space.tenant, "default"),
+            ("revision", space.revision[:_REVISION_CHARACTERS], ""), ("scope", space.scope, ""),
+        )
+        if value != usual
+    ]  # fmt: skip
+    return space.model + (f" ({', '.join(apart)})" if apart else "")
 
 
-def _engine(session: Any) -> str:
+def _engine(session: SessionCounts | SessionRow) -> str:
     """The engine's name of a session, in the statistics or in a listing; empty = none."""
-    engine = session.get("engine")
-    name: str = engine["name"] if isinstance(engine, dict) else engine or ""
-    return name
+    engine = session.engine
+    return engine.name if isinstance(engine, EngineRow) else engine or ""
 
 
-def sessions(answer: Any, console: Console) -> None:
+def sessions(answer: NodeStats | SessionList, console: Console) -> None:
     """Engines."""
-    if not answer["sessions"]:
+    every: Sequence[SessionCounts | SessionRow] = answer.sessions
+    if not every:
         console.print("no engine is connected", style="italic", highlight=False)
         return
     rows = (
         [
-            _engine(one) or ("(node)" if one.get("peer") else "-"), one["name"], one["tenant"],
-            one["processes"] if isinstance(one["processes"], int) else len(one["processes"]),
-            rounded(one["used_bytes"]), rounded(one["quota_bytes"]),
+            _engine(one) or ("(node)" if one.peer else "-"), one.name, one.tenant,
+            one.processes if isinstance(one, SessionCounts) else len(one.processes),
+            rounded(one.used_bytes), rounded(one.quota_bytes),
         ]
-        for one in answer["sessions"]
+        for one in every
     )  # fmt: skip
     table(console, "sessions", ("engine", "session", "tenant", "processes", "holds", "quota"), rows)
 
 
-def pages(answer: Any, console: Console) -> None:
+def pages(answer: PageList, console: Console) -> None:
     """Pages of a listing."""
     rows = (
         [
-            one["key"], one["tier"], len(one["shards"]), one["hits"], seconds(one["stored_s_ago"]),
-            seconds(one["used_s_ago"]), one["children"],
+            one.key, one.tier, len(one.shards), one.hits, seconds(one.stored_s_ago),
+            seconds(one.used_s_ago), one.children,
         ]
-        for one in answer["pages"]
+        for one in answer.pages
     )  # fmt: skip
     columns = ("key", "tier", "shards", "hits", "stored ago", "used ago", "children")
-    table(console, f"{len(answer['pages'])} pages", columns, rows)
-    if answer["next"] is not None:
+    table(console, f"{len(answer.pages)} pages", columns, rows)
+    if answer.next is not None:
         console.print("there is more: raise --limit")
 
 
-def page(answer: Any, console: Console) -> None:
+def page(answer: PageDetail, console: Console) -> None:
     """One page."""
-    anything({k: v for k, v in answer.items() if k != "shards"}, console)
+    _values({k: v for k, v in to_builtins(answer).items() if k != "shards"}, console)
     rows = (
-        [number, one["state"], ", ".join(one["tiers"]), rounded(one["bytes"]), one["digest"] or ""]
-        for number, one in answer["shards"].items()
+        [number, one.state, ", ".join(one.tiers), rounded(one.bytes), one.digest or ""]
+        for number, one in answer.shards.items()
     )
     table(console, "shards", ("shard", "state", "tiers", "bytes", "digest"), rows)
 
 
-def tokens(answer: Any, console: Console) -> None:
+def tokens(answer: PromptPart, console: Console) -> None:
     """The token ids of some pages, ready for ``kvstore explain --tokens``."""
-    for one in answer["prompt"]:
-        ids = "not known" if one["tokens"] is None else ",".join(map(str, one["tokens"]))
-        console.print(f"page {one['depth']}  {one['key'][:_KEY_DIGITS]}  {ids}", soft_wrap=True)
+    for one in answer.prompt:
+        ids = "not known" if one.tokens is None else ",".join(map(str, one.tokens))
+        console.print(f"page {one.depth}  {one.key[:_KEY_DIGITS]}  {ids}", soft_wrap=True)
 
 
-def tree(answer: Any, console: Console) -> None:
+def tree(answer: PageList, console: Console) -> None:
     """A part of the prefix tree; keys are shortened if the terminal is narrow."""
     root = Tree("pages")
     branches: dict[str, Tree] = {}
     depths = {"": 0}
     labels = []
-    for one in answer["pages"]:
-        depth = depths[one["key"]] = depths.get(one["parent"] or "", 0) + 1
-        labels.append((depth, one, f"  {one['tier']}  {one['hits']} hits"))
-    fits = all(4 * depth + len(one["key"] + said) <= console.width for depth, one, said in labels)
+    for one in answer.pages:
+        depth = depths[one.key] = depths.get(one.parent or "", 0) + 1
+        labels.append((depth, one, f"  {one.tier}  {one.hits} hits"))
+    fits = all(4 * depth + len(one.key + said) <= console.width for depth, one, said in labels)
     for _, one, said in labels:
-        key = one["key"] if fits else one["key"][:_KEY_DIGITS]
-        above = branches.get(one["parent"] or "", root)
-        branches[one["key"]] = above.add(key + said)
+        key = one.key if fits else one.key[:_KEY_DIGITS]
+        above = branches.get(one.parent or "", root)
+        branches[one.key] = above.add(key + said)
     console.print(root)
-    if answer["next"] is not None:
+    if answer.next is not None:
         console.print("there is more: raise --limit, or give a key to begin at")
 
 
-def tiers(answer: Any, console: Console) -> None:
+def tiers(answer: TierList, console: Console) -> None:
     """Tiers."""
-    for tier in answer["tiers"]:
+    for tier in to_builtins(answer.tiers):
         table = Table(title=f"tier {tier['tier']}", show_header=False)
         for name, text in _flat({k: v for k, v in tier.items() if k != "tier"}):
             table.add_row(name, text)
         console.print(table)
 
 
-def config(answer: Any, console: Console) -> None:
+def config(answer: Configuration, console: Console) -> None:
     """Configured values."""
-    rows = (
-        [one["key"], _configured(one["key"], one["value"]), one["source"]]
-        for one in answer["values"]
-    )
+    rows = ([one.key, _configured(one.key, one.value), one.source] for one in answer.values)
     table(console, "configuration", ("key", "value", "source"), rows)
 
 
@@ -285,36 +316,34 @@ def _configured(key: str, value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def pins(answer: Any, console: Console) -> None:
+def pins(answer: PinList, console: Console) -> None:
     """Operator pins."""
     rows = (
-        [one["pin"], one["tier"], one["space"][:LABEL_DIGITS], one["key"], one["pages"],
-         rounded(one["bytes"]), seconds(one["ends_in_s"])]
-        for one in answer["pins"]
+        [one.pin, one.tier, one.space[:LABEL_DIGITS], one.key, one.pages,
+         rounded(one.bytes), seconds(one.ends_in_s)]
+        for one in answer.pins
     )  # fmt: skip
-    title = f"pins: {rounded(answer['used_bytes'])} of {rounded(answer['budget_bytes'])}"
-    title += (
-        f"; on SSD: {rounded(answer['ssd_used_bytes'])} of {rounded(answer['ssd_budget_bytes'])}"
-    )
+    title = f"pins: {rounded(answer.used_bytes)} of {rounded(answer.budget_bytes)}"
+    title += f"; on SSD: {rounded(answer.ssd_used_bytes)} of {rounded(answer.ssd_budget_bytes)}"
     table(console, title, ("pin", "tier", "space", "key", "pages", "bytes", "ends in"), rows)
 
 
-def quotas(answer: Any, console: Console) -> None:
-    """Limits of spaces."""
-    if "quotas" not in answer:
+def quotas(answer: QuotaList | JobRow, console: Console) -> None:
+    """Limits of spaces, or the job that could not set them."""
+    if isinstance(answer, JobRow):
         job(answer, console)
         return
     rows = (
-        [one["space"][:LABEL_DIGITS], one["tier"], rounded(one["used_bytes"]),
-         _limit(one["quota_bytes"]), _limit(one["reserved_bytes"])]
-        for one in answer["quotas"]
+        [one.space[:LABEL_DIGITS], one.tier, rounded(one.used_bytes),
+         _limit(one.quota_bytes), _limit(one.reserved_bytes)]
+        for one in answer.quotas
     )  # fmt: skip
     table(console, "limits", ("space", "tier", "used", "quota", "reserved"), rows)
 
 
-def job(answer: Any, console: Console) -> None:
+def job(answer: JobRow, console: Console) -> None:
     """One job."""
-    jobs({"jobs": [answer]}, console)
+    jobs(JobList(jobs=[answer]), console)
 
 
 def _result(result: dict[str, Any]) -> str:
@@ -322,45 +351,49 @@ def _result(result: dict[str, Any]) -> str:
     return ", ".join(f"{name} {cell(value)}" for name, value in result.items() if value != "")
 
 
-def jobs(answer: Any, console: Console) -> None:
+def jobs(answer: JobList, console: Console) -> None:
     """Jobs."""
     rows = (
         [
-            one["job"], one["kind"], one["state"], f"{one['done']} of {one['total']}",
-            _result(one["result"]),
-            one["error"]["message"] if one["error"] else "",
+            one.job, one.kind, one.state, f"{one.done} of {one.total}",
+            _result(one.result),
+            one.error.message if one.error is not None else "",
         ]
-        for one in answer["jobs"]
+        for one in answer.jobs
     )  # fmt: skip
     table(console, "jobs", ("job", "kind", "state", "done", "result", "error"), rows)
 
 
-def explanation(answer: Any, console: Console) -> None:
+def explanation(answer: Explanation, console: Console) -> None:
     """Why a page is a hit or not."""
-    at: Any = answer
+    at: Explanation | None = answer
     while at is not None:
-        console.print(Text.assemble((at["verdict"], "bold"), f": {at['text']}"))
-        console.print(f"  page {at['key']}", highlight=False)
-        if at["space"]:
-            console.print(f"  space {at['space']}", highlight=False)
-        for peer, shards in sorted(at.get("peers", {}).items()):
+        console.print(Text.assemble((at.verdict, "bold"), f": {at.text}"))
+        console.print(f"  page {at.key}", highlight=False)
+        if at.space:
+            console.print(f"  space {at.space}", highlight=False)
+        for peer, shards in sorted(at.peers.items()):
             console.print(f"  node {cell(peer)} has it, shards {', '.join(map(str, shards))}",
                           highlight=False)  # fmt: skip
-        for one in at["differs"]:
+        for one in at.differs:
             console.print(f"  {one['field']}: asked {one['asked']!r}, stored {one['there']!r}")
-        left = {name: value for name, value in (at["left"] or {}).items() if value != ""}
+        left = {name: value for name, value in dict(at.left or {}).items() if value != ""}
         for name, text in _flat(left):
             if text:
                 console.print(f"  {name}: {text}", highlight=False)
-        at = at["head"]
+        at = at.head
 
 
-def anything(answer: Any, console: Console) -> None:
+def anything(answer: Struct, console: Console) -> None:
     """A table of names and values."""
+    _values(to_builtins(answer), console)
+
+
+def _values(values: dict[str, Any], console: Console) -> None:
     table = Table(show_header=False)
     table.add_column()
     table.add_column(overflow="fold")
-    for name, text in _flat(answer):
+    for name, text in _flat(values):
         table.add_row(name, text)
     console.print(table)
 

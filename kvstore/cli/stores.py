@@ -2,7 +2,7 @@
 
 import socket
 import ssl
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -14,6 +14,7 @@ from kvstore.config import ServerConfig
 from kvstore.config.addresses import is_loopback, read_address
 from kvstore.config.machine import Check
 from kvstore.protocol.errors import ConfigError, reason
+from kvstore.server.answers import ConfigValue
 
 _TIMEOUT_S: Final = 3.0
 """Of each connection."""
@@ -53,7 +54,7 @@ def store_checks(config: ServerConfig) -> Iterator[Check]:
         )
 
 
-def running_store_checks(settings: Sequence[Mapping[str, Any]] | None) -> Iterator[Check]:
+def running_store_checks(settings: Sequence[ConfigValue] | None) -> Iterator[Check]:
     """Check the stores that a running node uses, as far as it tells them.
 
     Args:
@@ -72,16 +73,16 @@ def running_store_checks(settings: Sequence[Mapping[str, Any]] | None) -> Iterat
     yield from store_checks(config)
 
 
-def _reported_config(settings: Sequence[Mapping[str, Any]] | None) -> ServerConfig | None:
+def _reported_config(settings: Sequence[ConfigValue] | None) -> ServerConfig | None:
     """The sections that stores are in; None = they cannot be read."""
     tree: dict[str, dict[str, Any]] = {}
     try:
         for one in settings or ():
-            section, _, name = one["key"].partition(".")
+            section, _, name = one.key.partition(".")
             if section in _SECTIONS:
-                tree.setdefault(section, {})[name] = one["value"]
+                tree.setdefault(section, {})[name] = one.value
         return msgspec.convert(tree, ServerConfig) if tree else None
-    except (msgspec.ValidationError, KeyError, TypeError, AttributeError):  # another version
+    except msgspec.ValidationError:  # another version
         return None
 
 

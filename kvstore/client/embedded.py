@@ -10,6 +10,8 @@ from time import monotonic, monotonic_ns
 from types import TracebackType
 from typing import Any, Final
 
+from msgspec import to_builtins
+
 from kvstore import mover
 from kvstore.client import forks
 from kvstore.client.mapping import Mapping, Use
@@ -266,7 +268,8 @@ class Embedded:
         if not (self._open or self._left):
             raise PeerUnreachable(self._why)
         with self._answered:
-            return {**self._desk.stats(), "mover": mover.description}
+            counts: dict[str, Any] = to_builtins(self._desk.stats())
+            return {**counts, "mover": mover.description}
 
     def _close_disk(self) -> bool:
         """Close the SSD tier within its time limit; False if the disk still uses the memory."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from time import monotonic
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -18,6 +18,7 @@ from kvstore.cluster.membership import Membership
 from kvstore.cluster.messages import AskPages, DirectoryReport, HoldingsFound
 from kvstore.cluster.records import NodeRecord
 from kvstore.index.face import PrefixIndex
+from kvstore.protocol.counts import PeerDirectoryCounts, SharedDirectoryCounts
 from kvstore.protocol.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.remote.jobs import Holding, Locate
 
@@ -130,20 +131,21 @@ class AskedDirectory:
             timer.cancel()
             found([])
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> PeerDirectoryCounts:
         """The state of announcements and queries, in the fields of the other directory."""
         report, shared = self._index.present().report, self._report
         if monotonic() - self._reported_s > SILENT_S:
             shared = msgspec.structs.replace(shared, current=False, trouble="silent")
-        return {
-            "peers": {}, "refused": [], "entries": report.entries,
-            "entries_max": report.entries_max, "left_out": 0,
-            "resident_bytes": report.resident_bytes, "restarts": self._index.restarts,
-            "shared": {
-                **msgspec.to_builtins(shared), "outstanding": len(self._waiting),
-                "unanswered": dict(self._counts),
-            },
-        }  # fmt: skip
+        return PeerDirectoryCounts(
+            peers={}, refused=[], entries=report.entries, entries_max=report.entries_max,
+            left_out=0, resident_bytes=report.resident_bytes, restarts=self._index.restarts,
+            shared=SharedDirectoryCounts(
+                current=shared.current, announced=shared.announced, waiting=shared.waiting,
+                announcements=shared.announcements, asked=shared.asked, faults=shared.faults,
+                why=shared.why, trouble=shared.trouble, outstanding=len(self._waiting),
+                unanswered=dict(self._counts),
+            ),
+        )  # fmt: skip
 
     def _ask(
         self, identity: SpaceIdentity, shards: Sequence[ShardSpec], keys: bytes,

@@ -11,6 +11,7 @@ from hashlib import sha256
 from itertools import count
 from typing import Final, NamedTuple
 
+from kvstore.protocol.counts import CopyCounts
 from kvstore.protocol.errors import KVStoreError
 from kvstore.protocol.page import KEY_BYTES, ShardSpec, SpaceIdentity
 from kvstore.state.remote.jobs import BringEnd, PeerBring, Spread, SpreadEnd
@@ -90,13 +91,11 @@ class Copier:
         self._number = count(1)
         self._asked: dict[int, _Copy] = {}
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> CopyCounts:
         """Orders in progress, pages that other nodes reported, and failed orders."""
-        return {
-            "running": len(self._asked),
-            "copied_pages": self._copied_pages,
-            "failed": self._failures,
-        }
+        return CopyCounts(
+            running=len(self._asked), copied_pages=self._copied_pages, failed=self._failures
+        )
 
     def peers(self, key: bytes) -> list[str]:
         """The nodes that can be asked, in order of preference for a chain's first key."""

@@ -22,6 +22,7 @@ from kvstore.index.runs import PartNeed, PrefixNeeds
 from kvstore.index.scope import key_chains, scope_seed
 from kvstore.index.table import IndexReader
 from kvstore.index.tunnel import SCHEME as PEER
+from kvstore.protocol.counts import FollowedPeer, PeerDirectoryCounts
 from kvstore.protocol.page import KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.remote.jobs import Holding, Locate
 
@@ -139,21 +140,21 @@ class PeersDirectory:
                 held.setdefault(one.peer, []).append(at)
         found(held)
 
-    def stats(self) -> dict[str, object]:
+    def stats(self) -> PeerDirectoryCounts:
         """The state of each node's index, and numbers of pages."""
         report = self._index.present().report
         peers = {
-            one.worker: {
-                "current": one.current, "why": one.why, "pages": one.pages, "lag_s": one.lag_s,
-                "faults": one.faults,
-            }
+            one.worker: FollowedPeer(
+                current=one.current, why=one.why, pages=one.pages, lag_s=one.lag_s,
+                faults=one.faults,
+            )
             for one in report.workers
         }  # fmt: skip
-        return {
-            "peers": peers, "refused": list(self.refused), "entries": report.entries,
-            "entries_max": report.entries_max, "left_out": report.dropped,
-            "resident_bytes": report.resident_bytes, "restarts": self._index.restarts,
-        }  # fmt: skip
+        return PeerDirectoryCounts(
+            peers=peers, refused=list(self.refused), entries=report.entries,
+            entries_max=report.entries_max, left_out=report.dropped,
+            resident_bytes=report.resident_bytes, restarts=self._index.restarts,
+        )  # fmt: skip
 
     def _follow(self, nodes: Mapping[str, NodeRecord]) -> None:
         others = known_first(nodes, self._credentials.node, self._followed)

@@ -4,13 +4,14 @@ import asyncio
 import ssl
 from collections.abc import Callable
 from time import monotonic, monotonic_ns
-from typing import Any, Final
+from typing import Final
 
 from kvstore.cluster.effects import CarriedOut, CloseLink, Effect, Send
 from kvstore.cluster.session import PeerSession
 from kvstore.cluster.standing import Standing
 from kvstore.process.listeners import Tcp, parse_endpoint
 from kvstore.protocol import wire
+from kvstore.protocol.counts import PeerSessionCounts
 from kvstore.protocol.errors import ProtocolError, reason
 from kvstore.state.remote.jobs import PeerBring, PeerFetch
 from kvstore.transport.base import TransferEnd
@@ -102,15 +103,14 @@ class PeerLink:
         self._standing.left()
         self._abort()
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, *, draining: bool) -> PeerSessionCounts:
         """Whether the other node has welcomed this one, running fetches, and faults by cause."""
-        session = self._session
-        return {
-            **self._standing.stats(),
-            "boot": session.boot.hex(),
-            "transport": session.transport,
-            "fetches": session.fetches,
-        }
+        session, standing = self._session, self._standing
+        return PeerSessionCounts(
+            up=standing.up, draining=draining, endpoint=standing.place, fault=standing.fault(),
+            faults=dict(standing.faults), boot=session.boot.hex(), transport=session.transport,
+            fetches=session.fetches,
+        )  # fmt: skip
 
     async def _connect(self) -> None:
         """Connect, and read answers until the connection is closed."""

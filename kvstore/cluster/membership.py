@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Container, Iterable, Mapping
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -19,6 +19,7 @@ from kvstore.cluster.messages import (
 )
 from kvstore.cluster.records import JoinStanding, NodeRecord
 from kvstore.process.logs import event
+from kvstore.protocol.counts import MembershipState
 from kvstore.protocol.errors import printable
 
 log = logging.getLogger(__name__)
@@ -130,12 +131,11 @@ class LocalMembership:
         """Whether another node of that name may be served: it is in the list."""
         return name in self._others
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> MembershipState:
         """Like :meth:`StoreMembership.stats`: a node of the list is always joined."""
-        return {
-            "kind": "local", "state": "joined", "field": "", "why": "", "changes": {},
-            "unreadable_records": 0,
-        }  # fmt: skip
+        return MembershipState(
+            kind="local", state="joined", field="", why="", changes={}, unreadable_records=0
+        )
 
 
 class StoreMembership:
@@ -203,14 +203,13 @@ class StoreMembership:
         """
         return True
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> MembershipState:
         """The standing of this node, its changes by state, and records that were left out."""
         standing = self.standing
-        return {
-            "kind": self._kind, "state": standing.state, "field": standing.field,
-            "why": standing.why, "changes": dict(self._changes),
-            "unreadable_records": standing.unreadable,
-        }  # fmt: skip
+        return MembershipState(
+            kind=self._kind, state=standing.state, field=standing.field, why=standing.why,
+            changes=dict(self._changes), unreadable_records=standing.unreadable,
+        )  # fmt: skip
 
     def _is_own(self, record: NodeRecord | None) -> bool:
         assert self._own is not None

@@ -13,6 +13,7 @@ import socket
 from typing import Final, NamedTuple, Protocol
 
 from kvstore.process.faults import Faults
+from kvstore.protocol.counts import EventTunnelCounts
 from kvstore.protocol.wire import FollowEvents
 
 _log = logging.getLogger(__name__)
@@ -75,12 +76,10 @@ class EventTunnels:
         self._followers: dict[int, _Follower] = {}
         self._number = 0
 
-    def stats(self) -> dict[str, object]:
+    def stats(self) -> EventTunnelCounts:
         """Current followers, and why others ended."""
-        return {
-            "following": sorted(one.node for one in self._followers.values()),
-            "faults": dict(self.faults.counts),
-        }  # fmt: skip
+        following = sorted(one.node for one in self._followers.values())
+        return EventTunnelCounts(following=following, faults=dict(self.faults.counts))
 
     async def serve_events(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: FollowEvents

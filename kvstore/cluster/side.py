@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from time import monotonic_ns
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from kvstore.cluster.links import PeerLink
 from kvstore.cluster.membership import Membership
 from kvstore.cluster.session import PeerSession
 from kvstore.protocol import wire
+from kvstore.protocol.counts import PeerSessionCounts
 from kvstore.protocol.errors import KVStoreError, PeerUnreachable, TierUnavailable, TransferTimeout
 from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, digest_seed, page_seeds
 from kvstore.state.remote.jobs import (
@@ -112,8 +113,8 @@ class FetchLink(Protocol):
     def end(self) -> None:
         """End all fetches now, and close the connection; transfers may settle later."""
 
-    def stats(self) -> dict[str, Any]:
-        """State and counts, as plain values."""
+    def stats(self, *, draining: bool) -> PeerSessionCounts:
+        """State and counts; ``draining``: the other node's record says so."""
 
 
 class LoopTime:
@@ -235,17 +236,20 @@ class Peers:
             else:
                 link.fetch(job)
 
-    def stats(self) -> dict[str, Any]:
-        """Each other node, transfers that are not settled, and counts of transports and copies."""
+    @property
+    def transfers(self) -> int:
+        """Transfers that are not settled."""
+        return len(self._reading)
+
+    def sessions(self) -> dict[str, PeerSessionCounts]:
+        """Counts of the session with each other node."""
         return {
-            "peers": {
-                name: {**link.stats(), "draining": name in self._leaving}
-                for name, link in self._links.items()
-            },
-            "transfers": len(self._reading),
-            "transports": {name: one.stats() for name, one in self._transports.items()},
-            "copies": self.copier.stats(),
+            name: link.stats(draining=name in self._leaving) for name, link in self._links.items()
         }
+
+    def transports(self) -> dict[str, dict[str, int]]:
+        """Counts of each transport."""
+        return {name: one.stats() for name, one in self._transports.items()}
 
     # ---- what sessions decide ---------------------------------------------------------------
 

@@ -3,9 +3,10 @@
 import logging
 from collections import Counter
 from time import monotonic
-from typing import Any, Final
+from typing import Final
 
 from kvstore.process.logs import event
+from kvstore.protocol.counts import SessionFault
 from kvstore.protocol.errors import printable
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class Standing:
         self.up = False
         self.faults: Counter[str] = Counter()
         self._peer = peer
-        self._place = place
+        self.place = place
         self._cause = self._why = self._field = ""
         self._failed_s = 0.0
         self._said: set[str] = set()
@@ -56,13 +57,13 @@ class Standing:
             return
         self.up = True
         self._said.clear()
-        event(log, logging.INFO, "node up", peer=self._peer, at=self._place, boot=boot.hex(),
+        event(log, logging.INFO, "node up", peer=self._peer, at=self.place, boot=boot.hex(),
               transport=transport or "none in common")  # fmt: skip
 
     def left(self) -> None:
         """The other node left the cluster, or has another address."""
         self.up = False
-        event(log, logging.INFO, "node left", peer=self._peer, at=self._place)
+        event(log, logging.INFO, "node left", peer=self._peer, at=self.place)
 
     def failed(self, cause: str, why: str, field: str = "") -> None:
         """The session has ended, or could not start.
@@ -84,19 +85,14 @@ class Standing:
         self._said.add(news)
         fields = {"field": self._field} if refused else {"cause": cause}
         event(log, logging.WARNING, "node refused" if refused else "node down", peer=self._peer,
-              at=self._place, **fields, why=self._why)  # fmt: skip
+              at=self.place, **fields, why=self._why)  # fmt: skip
 
-    def stats(self) -> dict[str, Any]:
-        """``fault``: the last one, even if the session is up again; None = there was none."""
-        fault = None
-        if self._cause:
-            fault = {
-                "cause": self._cause, "why": self._why, "field": self._field,
-                "s_ago": monotonic() - self._failed_s,
-            }  # fmt: skip
-        return {
-            "up": self.up, "endpoint": self._place, "fault": fault, "faults": dict(self.faults)
-        }  # fmt: skip
+    def fault(self) -> SessionFault | None:
+        """The last fault, even if the session is up again; None = there was none."""
+        if not self._cause:
+            return None
+        s_ago = monotonic() - self._failed_s
+        return SessionFault(cause=self._cause, why=self._why, field=self._field, s_ago=s_ago)
 
 
 class Refusals:

@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from time import perf_counter
 from typing import Final, Protocol
 
@@ -25,6 +26,8 @@ _SCOPE: Final = "selftest"
 _TTL_S: Final = 10.0
 _WAIT_S: Final = 5.0
 _END_WAIT_S: Final = 60.0
+DEVICE_WAIT_S = 30.0
+"""How long the start of an engine waits for its device, whose two copies take milliseconds."""
 
 
 def round_trip(
@@ -112,6 +115,9 @@ def prefault(pools: Sequence[KVPool], log: logging.Logger) -> None:
 def try_device(store: KVStore, pool: KVPool, page_bytes: int, log: logging.Logger) -> str:
     """Allocate what copies to and from a pool's device need, and try both ways.
 
+    A driver that does not answer cannot be interrupted: then the trial goes on in its thread. Loads
+    fail until it has ended, and stores wait for the driver, too.
+
     Args:
         store: the worker's client.
         pool: the engine's memory.
@@ -123,8 +129,23 @@ def try_device(store: KVStore, pool: KVPool, page_bytes: int, log: logging.Logge
     """
     if pool.device == "cpu":
         return ""
+    tried: Future[tuple[float, float]] = Future()
     try:
-        there, back = store.device_pool(pool).speeds(page_bytes)
+        device = store.device_pool(pool)
+
+        def run() -> None:
+            try:
+                tried.set_result(device.speeds(page_bytes))
+            except KVStoreError as error:
+                tried.set_exception(error)
+
+        threading.Thread(target=run, name="kvstore-device-trial", daemon=True).start()
+        there, back = tried.result(DEVICE_WAIT_S)
+    except TimeoutError:
+        return (
+            f"not ready after {DEVICE_WAIT_S:.0f} s: its driver does not answer (see nvidia-smi,"
+            " dmesg); it is used as soon as it is ready"
+        )
     except KVStoreError as error:
         return f"{error.code}: {error}"
     log.info(

@@ -37,10 +37,11 @@ from msgspec import UNSET, UnsetType
 
 from kvstore.events import zmtp
 from kvstore.events.kept import Bounds
-from kvstore.events.questions import ANSWER_COUNTS, OpenQuestion, Questions
+from kvstore.events.questions import OpenQuestion, Questions
 from kvstore.events.server import END_OF_REPLAY as END_OF_REPLAY
 from kvstore.events.server import EventServer
 from kvstore.process.listeners import Listener, parse_endpoint
+from kvstore.protocol.counts import EventCounts
 from kvstore.protocol.errors import InvalidArgument, TransferTimeout
 
 BlockHash = bytes | int
@@ -145,46 +146,6 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
     ts: float
     events: Sequence[Event]
     data_parallel_rank: int | None = None
-
-
-class PublisherStats(msgspec.Struct, frozen=True):
-    """One snapshot of a publisher.
-
-    Attributes:
-        sequence_next: number of the next batch = number of batches published or dropped.
-        batches_sent: batches sent to followers.
-        batches_dropped: lost because of a full queue, ``close``, or an encoding error.
-        batches_queued: batches waiting for the thread.
-        batches_lost: batches not sent to a slow follower, counted per follower.
-        followers: open connections, including replays.
-        followers_cut: connections closed because of a fault, or refused.
-        replays_served: replay requests answered completely.
-        replays_cut: answers aborted because the client does not read, and malformed requests.
-        snapshots_served: snapshots that were sent completely.
-        snapshots_cut: snapshots that were not, because the client left or does not read.
-        snapshots_refused: snapshots refused because of too many others.
-        snapshots_s: seconds that the snapshots that were sent completely took.
-        audits_served: other questions that were answered completely.
-        audits_cut: those that were not.
-        audits_refused: those that were refused, and malformed questions.
-    """
-
-    sequence_next: int
-    batches_sent: int
-    batches_dropped: int
-    batches_queued: int
-    batches_lost: int
-    followers: int
-    followers_cut: int
-    replays_served: int
-    replays_cut: int
-    snapshots_served: int
-    snapshots_cut: int
-    snapshots_refused: int
-    snapshots_s: float
-    audits_served: int
-    audits_cut: int
-    audits_refused: int
 
 
 class _Queued(NamedTuple):
@@ -345,11 +306,11 @@ class EventPublisher:
         """
         self._questions.answer = answer
 
-    def stats(self) -> PublisherStats:
+    def stats(self) -> EventCounts:
         """One consistent snapshot."""
-        questions = self._questions
+        questions, answered = self._questions, self._questions.counts
         with self._lock:
-            return PublisherStats(
+            return EventCounts(
                 sequence_next=self._sequence_next,
                 batches_sent=self._counts["sent"],
                 batches_dropped=self._counts["dropped"],
@@ -360,7 +321,12 @@ class EventPublisher:
                 replays_served=self._server.counts["served"],
                 replays_cut=self._server.counts["cut"],
                 snapshots_s=questions.snapshot_s,
-                **{name: questions.counts[name] for name in ANSWER_COUNTS},
+                snapshots_served=answered["snapshots_served"],
+                snapshots_cut=answered["snapshots_cut"],
+                snapshots_refused=answered["snapshots_refused"],
+                audits_served=answered["audits_served"],
+                audits_cut=answered["audits_cut"],
+                audits_refused=answered["audits_refused"],
             )
 
     def close(self, timeout_s: float = 2.0) -> None:

@@ -58,10 +58,6 @@ STALLED_S: Final = 10.0
 _AGAIN_S: Final = 1.0
 """When a follower that was refused because of too many others should ask again."""
 _LABEL_BYTES_MAX: Final = 64
-ANSWER_COUNTS: Final = tuple(
-    f"{kind}_{end}" for kind in ("snapshots", "audits") for end in ("served", "cut", "refused")
-)
-"""What :attr:`Questions.counts` counts."""
 
 
 class Asked(NamedTuple):

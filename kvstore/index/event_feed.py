@@ -7,7 +7,11 @@ from kvstore.index.blocks import Workspace
 
 
 class EventFeed(Protocol):
-    """Applies the events of a worker, for its follower."""
+    """Applies the events of a worker, for its follower.
+
+    :class:`kvstore.index.feed.WorkerFeed` applies them to this process' table, and
+    :class:`kvstore.cluster.announcing.PageAnnouncement` sends a node's own pages to Redis.
+    """
 
     @property
     def workspace(self) -> Workspace:

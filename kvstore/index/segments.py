@@ -35,7 +35,10 @@ _LOAD_LARGEST = 0.9
 
 
 class WritableMemory(Protocol):
-    """Zeroed memory that readers can see."""
+    """Zeroed memory that readers can see; see :class:`kvstore.index.memory.TableMemory`.
+
+    The table is pure: it must not import what makes shared memory.
+    """
 
     @property
     def buffer(self) -> memoryview:

@@ -1,3 +1,3 @@
 """One node: its decisions on each message, and the desk that carries them out."""
 
-__all__ = ["desk", "movements", "node", "requests", "ssd"]
+__all__ = ["describe", "desk", "movements", "node", "requests", "ssd"]

@@ -17,11 +17,13 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from itertools import count
 from time import monotonic_ns
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from kvstore.node.describe import describe
 from kvstore.node.node import Node
 from kvstore.node.selfcheck import SelfCheck
 from kvstore.protocol import wire
+from kvstore.protocol.counts import NodeCounts, SelfCheckCounts, SsdCounts
 from kvstore.protocol.page import KEY_BYTES
 from kvstore.state.remote.jobs import FetchEnd, Holding, SpreadEnd
 from kvstore.state.table.pages import PageTable
@@ -76,8 +78,8 @@ class DiskSide(Protocol):
     def poll(self, now_ns: int) -> None:
         """Pass completed jobs to the node."""
 
-    def stats(self) -> dict[str, Any]:
-        """Content and counts of the SSD tier, as plain values."""
+    def stats(self) -> SsdCounts:
+        """Content and counts of the SSD tier."""
 
 
 class PeerSide(Protocol):
@@ -137,6 +139,7 @@ class Desk:
     def connect(self, peer: Peer, line: Line) -> int:
         """Add a connection; returns its number, which is never reused."""
         number = next(self._numbers)
+        assert number not in self.lines
         self.lines[number] = line
         self.node.connected(number, peer)
         return number
@@ -279,13 +282,10 @@ class Desk:
             self._going_on = True
             self._soon(self._later)
 
-    def stats(self) -> dict[str, Any]:
-        """The node's statistics and those of its SSD tier, as plain values."""
-        return {
-            **self.node.stats(),
-            "ssd": self.disk.stats() if self.disk is not None else None,
-            "self_check": {"rounds": self.self_check.rounds, "pages": self.self_check.pages},
-        }
+    def stats(self) -> NodeCounts:
+        """Counters of the node and of its SSD tier, as of one moment."""
+        checks = SelfCheckCounts(rounds=self.self_check.rounds, pages=self.self_check.pages)
+        return describe(self.node, self.disk.stats() if self.disk is not None else None, checks)
 
     def _carry_out(self) -> None:
         node = self.node
@@ -296,6 +296,9 @@ class Desk:
                 self.memory.replace(node.pages.slots.replaced)
         if self.peers is not None and self._has_peer_jobs():
             self.peers.flush()
+            if node.pages.slots.replaced:  # so may a fetch that failed at once
+                self.memory.replace(node.pages.slots.replaced)
+        assert not node.pages.slots.replaced, "an answer may name memory that is not there"
         outbox, node.outbox = node.outbox, []
         for number, answer in outbox:
             line = self.lines.get(number)
@@ -322,6 +325,7 @@ class Desk:
 
     @_explained
     def _later(self) -> None:
+        assert self._going_on
         began_ns = self._clock()
         self._going_on = False
         self.node.go_on(began_ns)

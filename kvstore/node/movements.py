@@ -71,6 +71,7 @@ class Prefetch:
             yield _POLL_S if full else None
             for _ in range(min(_BEGIN_AT_ONCE, AT_ONCE - len(self._fetches))):
                 self._begin()
+            assert self.done <= self.total
 
     def cancel(self) -> None:
         """Start no more loads, and release pages that were or will be loaded."""
@@ -96,6 +97,7 @@ class Prefetch:
         node, shard = self._missing.popleft()
         if is_live(node) and node.ready >> shard & 1:
             self._fetches.append(fetch := Fetch())
+            assert len(self._fetches) <= AT_ONCE
             self._table.room.load(fetch, [node], shard)
         else:
             self.done += 1
@@ -151,6 +153,7 @@ class Demotion:
             waiting = kept[::-1]
             if waiting:
                 yield _POLL_S  # in use, or pages after it are in memory
+        assert self.done <= self.total
 
     def cancel(self) -> None:
         """Start nothing more."""

@@ -24,7 +24,6 @@ from kvstore.node.waiting import PATIENT, PatientRequests, Waiter, WaitingRoom, 
 from kvstore.protocol import wire
 from kvstore.protocol.errors import InvalidArgument, KVStoreError, ProtocolError
 from kvstore.protocol.page import KEY_BYTES
-from kvstore.state.ask.describe import describe
 from kvstore.state.metering import Histogram
 from kvstore.state.remote.jobs import FetchEnd, Holding, PeerLimits, SpreadEnd
 from kvstore.state.remote.pages import RemotePages
@@ -111,12 +110,15 @@ class Node:
 
     def join(self, limits: PeerLimits) -> None:
         """Get pages of other nodes from now on: :attr:`remote` has jobs for the peer side."""
+        assert self.remote is None
         self.remote = self._requests.remote = RemotePages(self.pages, limits)
 
     # ---- connections ------------------------------------------------------------------------
 
     def connected(self, connection: int, peer: Peer) -> None:
         """A process has connected; ``peer``: its identity from the kernel."""
+        assert connection not in self._peers
+        assert connection not in self.processes, "what that one held would be this one's"
         self._peers[connection] = peer
 
     def receive(self, connection: int, request: wire.Request, now_ns: int) -> bool:
@@ -171,6 +173,7 @@ class Node:
         self.closing += [at for at, peer in self._peers.items() if peer.identity == identity]
         for process in ended:
             self._end(process)
+        assert all(process.lost for process in ended)
         self._after(now_ns)
 
     def disk_completed(
@@ -213,6 +216,7 @@ class Node:
 
     def advance(self, now_ns: int) -> None:
         """Apply all deadlines up to ``now_ns``: leases, pages with a TTL, waiting requests."""
+        assert now_ns >= self.pages.moment.now_ns, "the clock never goes back"
         self.pages.moment.now_ns = now_ns
         self._overdue = self.pages.expire(now_ns)
         self.pages.tiers.advance(now_ns)
@@ -226,6 +230,7 @@ class Node:
 
     def go_on(self, now_ns: int) -> None:
         """Continue work that one turn could not finish; see :attr:`unfinished`."""
+        assert now_ns >= self.pages.moment.now_ns, "the clock never goes back"
         self.pages.moment.now_ns = now_ns
         self._overdue = self.pages.expire(now_ns)
         self.pages.residents.sweep(SWEEP_STEPS)
@@ -266,6 +271,7 @@ class Node:
                 self._stop_waiting(older)
                 self._lose(older, self.pages.now_ns)
                 self.closing.append(older.connection)
+        assert all(older.lost for older in own), "two connections of one process"
         session.engine = session.engine or engine
         process = Process(connection, peer, session, request.origin, request.number)
         session.processes[connection] = process
@@ -306,6 +312,7 @@ class Node:
         left = self.limits.turn_pages
         while self._ending and left > 0:
             process = next(iter(self._ending))
+            assert process.lost
             left -= 1 + self.pages.end(process, left)
             if process.idle:
                 del self._ending[process]
@@ -313,6 +320,8 @@ class Node:
 
     def _forget(self, process: Process) -> None:
         """Remove an ended process that holds nothing."""
+        assert process.lost
+        assert process.idle
         session = process.session
         del self.processes[process.connection]
         del session.processes[process.connection]
@@ -352,6 +361,7 @@ class Node:
     def _resume(self, waiter: Waiter, now_ns: int) -> None:
         """Try a waiting request again, after its event or its deadline."""
         process, request = self.processes[waiter.connection], waiter.request
+        assert not process.lost, "nobody would read the answer"
         answer: wire.Answer | None
         awaited: Hashable = None
         try:
@@ -378,6 +388,7 @@ class Node:
             self.waiting.remove(waiter)
             if isinstance(waiter.awaited, Fetch):
                 self.pages.end_fetch(process, waiter.awaited)
+        assert not process.fetches, "pages would stay pinned for a request that is gone"
 
     def _after(self, now_ns: int) -> None:
         """Collect the page table's effects, and resume waiting requests as one turn allows."""
@@ -451,17 +462,3 @@ class Node:
             self.remote.next_deadline_ns() if self.remote is not None else 0,
         )
         return min((at for at in deadlines if at), default=0)
-
-    def stats(self) -> dict[str, Any]:
-        """All statistics of the node, in one consistent snapshot of plain values."""
-        return {
-            "node": self.name,
-            "boot": self.boot.hex(),
-            **describe(self.pages, list(self.sessions.values())),
-            "waiting_requests": len(self.waiting),
-            "waiting_bytes": self.waiting.size_bytes,
-            "unwatched_processes": sum(
-                not (one.peer.watched or one.peer.remote) for one in self.processes.values()
-            ),
-            "remote": self.remote.stats() if self.remote is not None else None,
-        }

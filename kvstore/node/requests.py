@@ -249,6 +249,7 @@ class Requests:
             process, request.put, space, request.shard, request.keys[: asked * KEY_BYTES],
             PrefixKey(request.parent), request.tokens[: asked * token_bytes],
         )  # fmt: skip
+        assert len(statuses) == asked
         draining, last = self._pages.draining, statuses[-1]
         busy = last is PageStatus.NO_ROOM and (draining.now is not None or self._pages.disk.busy)
         if asked < count:

@@ -11,10 +11,11 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
-from typing import Any, Final
+from typing import Final
 
 from kvstore.config import SSDConfig
 from kvstore.node.node import Node
+from kvstore.protocol.counts import SsdCounts
 from kvstore.protocol.errors import KVStoreError
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk.jobs import (
@@ -93,6 +94,7 @@ class DiskTier:
         self._recover()
 
     def _recover(self) -> None:
+        assert not self._jobs
         start = monotonic()
         try:
             found = self._log.recover()
@@ -183,9 +185,9 @@ class DiskTier:
         """In a forked child: the tier belongs to the parent."""
         self._log.forked()
 
-    def stats(self) -> dict[str, Any]:
-        """Content and counts of the tier, as plain values."""
-        return {**self._log.stats(), **self.pages.stats(), "recovery_s": self.recovery_s}
+    def stats(self) -> SsdCounts:
+        """Content and counts of the tier."""
+        return self.pages.stats(self._log.stats(), self.recovery_s)
 
     def _end(self, ended: Completion, now_ns: int) -> None:
         job, error = ended.job, ended.error
@@ -208,6 +210,7 @@ class DiskTier:
         if isinstance(job, DiskWrite | DiskRead):
             job.address = self._address(job.slot)
         elif isinstance(job, DiskCheck):
+            assert job.job not in self._scratch, "the disk still writes to that one"
             memory = self._scratch[job.job] = aligned(job.page.length - HEADER_BYTES)
             job.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 

@@ -101,6 +101,7 @@ class WaitingRoom:
     def wake(self, thing: Hashable) -> None:
         """An event has happened: mark its requests as ready, in order of arrival."""
         for waiter in self._by_thing.pop(thing, ()):
+            assert not waiter.ready
             waiter.ready = True
             self._ready.append(waiter)
 
@@ -123,6 +124,7 @@ class WaitingRoom:
         if not self._ready:
             return None
         waiter = self._ready.popleft()
+        assert waiter.ready
         self._forget(waiter)
         return waiter
 
@@ -163,6 +165,7 @@ class WaitingRoom:
         assert self._sizes == sizes
 
     def _leave_thing(self, waiter: Waiter) -> None:
+        assert not waiter.ready
         waiters = self._by_thing[waiter.awaited]
         del waiters[waiter]
         if not waiters:
@@ -180,6 +183,7 @@ class WaitingRoom:
         self.size_bytes += change * waiter.size_bytes
         assert self.count >= 0 <= self.size_bytes
         self._counts[waiter.session] += change
+        assert self._counts[waiter.session] >= 0
         self._sizes[waiter.session] += change * waiter.size_bytes
         if not self._counts[waiter.session]:
             del self._counts[waiter.session], self._sizes[waiter.session]

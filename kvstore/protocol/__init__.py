@@ -3,4 +3,4 @@
 Everything else in ``kvstore`` may import it, and it imports nothing of ``kvstore``.
 """
 
-__all__ = ["errors", "page", "wire"]
+__all__ = ["counts", "errors", "layout", "page", "wire"]

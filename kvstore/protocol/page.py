@@ -1,4 +1,4 @@
-"""Names and layouts of pages.
+"""Names of pages, with the layouts of their bytes.
 
 A **page** is the KV of ``page_tokens`` tokens on one rank. Its name has three parts:
 
@@ -23,6 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.protocol.errors import InvalidArgument, LayoutMismatch
+from kvstore.protocol.layout import CanonicalLayout as CanonicalLayout
+from kvstore.protocol.layout import Layout as Layout
+from kvstore.protocol.layout import OpaqueLayout as OpaqueLayout
 
 PrefixKey = NewType("PrefixKey", bytes)
 """32 bytes: the chain hash of all tokens up to the end of a page."""
@@ -84,40 +87,6 @@ class SpaceIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def digest(self) -> bytes:
         """32 bytes that are equal exactly when every field is."""
         return _fingerprint("space", self)
-
-
-class CanonicalLayout(msgspec.Struct, frozen=True, tag="canonical", forbid_unknown_fields=True):
-    """``[layer][k|v][token][kv_head][head_dim]``: a layout that all engines can share.
-
-    The elements have the space's ``kv_dtype``. A page's shape is ``(layers, 2, page_tokens, heads,
-    head_dim)`` in C order, with the layers and KV heads of the shard.
-
-    Attributes:
-        head_dim: number of elements of one head.
-    """
-
-    head_dim: int
-
-
-class OpaqueLayout(msgspec.Struct, frozen=True, tag="opaque", forbid_unknown_fields=True):
-    """``[layer][block][the engine's own bytes]``: shared only by engines with equal fields.
-
-    Attributes:
-        engine: name of the engine, for example ``vllm``.
-        version: version of the engine's block format.
-        isa: instruction set for which the bytes are packed; empty if they do not depend on one.
-        block_tokens: number of tokens in one of the engine's blocks; divides ``page_tokens``.
-        block_bytes: bytes of one block of one layer.
-    """
-
-    engine: str
-    version: str
-    isa: str
-    block_tokens: int
-    block_bytes: int
-
-
-Layout = CanonicalLayout | OpaqueLayout
 
 
 class ShardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -2,18 +2,11 @@
 
 from typing import Any, Literal
 
-from msgspec import Struct
-
-from kvstore.protocol.page import Layout
+from kvstore.protocol.counts import Answer, DirectoryState, Joined, WearCounts
+from kvstore.protocol.layout import Layout
 
 Value = int | float | bool | str | None
-Joined = Literal["off", "alone", "partly", "joined"]
-DirectoryState = Literal["off", "current", "degraded"]
 Member = Literal["off", "local", "joining", "joined", "away", "refused"]
-
-
-class Answer(Struct, frozen=True, kw_only=True, gc=False):
-    """Base of all answers; they contain no cycles, so the garbage collector can skip them."""
 
 
 class ErrorBody(Answer, frozen=True):
@@ -378,16 +371,6 @@ class QuotaList(Answer, frozen=True):
     """All limits."""
 
     quotas: list[QuotaRow]
-
-
-class WearCounts(Answer, frozen=True):
-    """Pages admitted to the SSDs; ``forecast_bytes``: for a whole day; budget 0 = no limit."""
-
-    admitted: int
-    refused: int
-    today_bytes: int
-    forecast_bytes: int
-    budget_bytes: int
 
 
 class SsdPolicy(Answer, frozen=True):

@@ -8,7 +8,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 from kvstore.cluster.asked import AskedDirectory
 from kvstore.cluster.configured import check_stores, store_servers
@@ -26,6 +25,7 @@ from kvstore.config import ServerConfig
 from kvstore.config.addresses import Address, is_loopback, is_wildcard, read_address
 from kvstore.node.desk import Desk
 from kvstore.process.logs import event
+from kvstore.protocol.counts import ClusterCounts
 from kvstore.protocol.page import PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.server.loans import Loans
 from kvstore.server.peers import PeerService, advertised_transports
@@ -223,18 +223,15 @@ class ClusterSide:
         self.state = state
         self._state_changed.set()
 
-    def stats(self) -> dict[str, Any]:
-        """What other nodes there are, what they read here and this node there; plain values."""
-        return {
-            "name": self._local.cluster,
-            "endpoint": self.service.endpoint,
-            "state": self.state,
-            "membership": self._membership.stats(),
-            "service": self.service.stats(),
-            "events": self._tunnels.stats(),
-            "directory": self._directory.stats(),
-            **self.peers.stats(),
-        }
+    def stats(self) -> ClusterCounts:
+        """What other nodes there are, what they read here and this node there."""
+        return ClusterCounts(
+            name=self.cluster, endpoint=self.service.endpoint, state=self.state,
+            copies=self.copier.stats(), membership=self._membership.stats(),
+            service=self.service.stats(), events=self._tunnels.stats(),
+            directory=self._directory.stats(), peers=self.peers.sessions(),
+            transfers=self.peers.transfers, transports=self.peers.transports(),
+        )  # fmt: skip
 
     def _take(self) -> list[PeerJob]:
         remote = self._desk.node.remote

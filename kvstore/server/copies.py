@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from time import monotonic_ns
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from kvstore.cluster.copier import Copier, CopyEnd, CopyOrder
-from kvstore.cluster.records import NodeState
 from kvstore.protocol.errors import KVStoreError
 from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.server import answers, operations
 from kvstore.server.answers import JobRow
 from kvstore.server.channel import Caller
+from kvstore.server.cluster import ClusterSide
 from kvstore.server.jobs import Jobs, OperatorJob
 from kvstore.server.naming import key_of, not_stored, space_of
 from kvstore.server.refusal import Refusal
@@ -39,19 +39,6 @@ _STEP_NODES: Final = 32
 _NS_PER_MS: Final = 1_000_000
 _NOTHING: Final = "its pages have a TTL, are read once, or have left"
 _NO_MORE: Final = "it has no room for more, does not get them, or moves them away itself"
-
-
-class CopySide(Protocol):
-    """The side towards the other nodes, as far as jobs need it."""
-
-    @property
-    def copier(self) -> Copier:
-        """Lets other nodes have pages."""
-        ...
-
-    def set_state(self, state: NodeState) -> None:
-        """Tell the other nodes."""
-        ...
 
 
 class _Part(NamedTuple):
@@ -95,7 +82,7 @@ class CopyJobs:
     """
 
     def __init__(
-        self, table: PageTable, jobs: Jobs, side: Callable[[], CopySide | None]
+        self, table: PageTable, jobs: Jobs, side: Callable[[], ClusterSide | None]
     ) -> None:  # fmt: skip
         self._table = table
         self._jobs = jobs
@@ -393,7 +380,7 @@ class CopyJobs:
             raise not_stored(key.hex(), "key")
         return space, _chain_to(node, key)
 
-    def _joined(self) -> CopySide:
+    def _joined(self) -> ClusterSide:
         side = self._side()
         if side is None:
             message = "this node is not in a cluster: set cluster.name"

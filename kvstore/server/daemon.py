@@ -40,7 +40,7 @@ from kvstore.server.notify import ServiceManager
 from kvstore.server.publish import Publication
 from kvstore.server.questions import FollowerQuestions
 from kvstore.server.socket import SocketServer
-from kvstore.server.status import NodeStatus
+from kvstore.server.status import DaemonSources, NodeStatus
 from kvstore.server.watch import Watch
 from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.table.announce import Announcement
@@ -128,9 +128,7 @@ class Daemon:
         self.status = NodeStatus(
             self.desk, self.memory, host.policy, self._started_s, self.publication
         )
-        self.status.add(self._counts)
         self.socket = SocketServer(config.socket, self.desk, self.memory, self._stats_json)
-        self.status.add(self.socket.stats)
         self.disk: DiskTier | None = None
         self._announcement = Announcement(self._table)
         self._watch = Watch(self.node, self.status.unready)
@@ -155,14 +153,17 @@ class Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number.name, stop)
         http = HttpServer(self.loaded, self.desk, self.memory, self.status)
-        self.status.add(lambda: {"admin": http.stats()})
+        self.status.sources = DaemonSources(
+            self.socket.connections, self.socket.accepted_connections, http.stats,
+            lambda: max(self._lags_s),
+        )  # fmt: skip
         self._undo.callback(http.stop)
         if self.config.ssd.directories:
             self._recover(loop)
         questions = FollowerQuestions(self.desk, self.publication)
         self._undo.callback(questions.close)
         cluster = join(self.config, self.desk, self.memory, self.publication, http.url, self._undo)
-        self.status.join(cluster)
+        self.status.others = cluster
         self.socket.listen()
         self._undo.callback(self.socket.close)
         await http.start()
@@ -214,14 +215,6 @@ class Daemon:
         log.critical("%s", context.get("message"), exc_info=cast("BaseException | None", error))
         self._failed = True
         self._stop("its state cannot be trusted any more", stop)
-
-    def _counts(self) -> dict[str, object]:
-        """Counts of the process itself."""
-        return {
-            "pid": os.getpid(),
-            "loop_lag_s": max(self._lags_s),
-            "events": self.publication.stats(),
-        }
 
     def _status(self) -> str:
         """One line of status for the service manager."""

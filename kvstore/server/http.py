@@ -21,6 +21,7 @@ from kvstore.node.desk import Desk
 from kvstore.process import privatefile
 from kvstore.process.listeners import Endpoint, Listener, Tcp, Unix
 from kvstore.process.logs import event
+from kvstore.protocol.counts import AdminCounts
 from kvstore.protocol.errors import ConfigError, InvalidArgument, TierUnavailable
 from kvstore.server.auth import make_token, token_file, tokens_of
 from kvstore.server.channel import (
@@ -154,9 +155,10 @@ class HttpServer:
             text = self._tokens["operate"] + "\n"
             privatefile.remove(token_file(self._socket_path), text)
 
-    def stats(self) -> dict[str, int]:
-        """See :class:`kvstore.server.counts.AdminCounts`."""
-        return {"pid": self._child.pid if self._child is not None else 0, "restarts": self.restarts}
+    def stats(self) -> AdminCounts:
+        """The child process, 0 = none, and its restarts."""
+        pid = self._child.pid if self._child is not None else 0
+        return AdminCounts(pid=pid, restarts=self.restarts)
 
     # ---- the child --------------------------------------------------------------------------
 

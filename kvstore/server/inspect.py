@@ -10,6 +10,7 @@ from time import monotonic, monotonic_ns
 from typing import Any, Final
 
 from kvstore.node.node import Node
+from kvstore.protocol.counts import MembershipState
 from kvstore.protocol.errors import InvalidArgument
 from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.server import answers, operations
@@ -64,7 +65,7 @@ class Inspection:
             operations.ShowStats: lambda _: _at_once(status.stats),
             operations.ShowEvents: lambda _: _at_once(status.event_source),
             operations.ListNodes: lambda _: _at_once(status.nodes),
-            operations.ListTiers: lambda _: _at_once(lambda: {"tiers": status.tiers()}),
+            operations.ListTiers: lambda _: _at_once(status.tiers),
             operations.ShowPolicy: lambda _: _at_once(status.policy),
             operations.ListSpaces: self.spaces,
             operations.ListPages: self.pages,
@@ -89,12 +90,9 @@ class Inspection:
         withheld = slots.withheld * slots.extent_bytes
         unwatched = sum(not one.peer.watched for one in self._node.processes.values())
         nodes, registered = self._status.nodes(), self._status.registered()
-        member = nodes["membership"] or {"kind": "off"}
         return answers.Readiness(
             withheld_bytes=withheld, ssd=ssd, unwatched_processes=unwatched,
-            cluster=nodes["joined"],
-            membership=member["kind"] if member["kind"] in ("off", "local") else member["state"],
-            directory=nodes["directory"],
+            cluster=nodes.joined, membership=_member(nodes.membership), directory=nodes.directory,
             registered_bytes=registered.get("registered_bytes", 0),
             registered_huge_bytes=registered.get("registered_huge_bytes", 0),
         )  # fmt: skip
@@ -301,6 +299,13 @@ class Inspection:
                 for one in space.shards
             ],
         )  # fmt: skip
+
+
+def _member(membership: MembershipState | None) -> answers.Member:
+    """Whether the node is one of its cluster, for those who ask whether it is ready."""
+    if membership is None:
+        return "off"
+    return "local" if membership.kind == "local" else membership.state
 
 
 def _had_by(peers: dict[str, list[int]]) -> str:

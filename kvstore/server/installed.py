@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from kvstore import mover
-from kvstore.state.ask.describe import core
+from kvstore.node.describe import core
 
 
 class Installed(NamedTuple):

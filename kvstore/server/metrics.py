@@ -5,7 +5,7 @@ that owns the state only provides its counters.
 """
 
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final
 
@@ -17,13 +17,14 @@ from prometheus_client.core import (
     Metric,
 )
 
+from kvstore.protocol.counts import Lookups, NodeStats
 from kvstore.protocol.wire import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from kvstore.server.event_series import event_series
 from kvstore.server.nodes import node_list
 from kvstore.server.peer_series import copy_series, node_series, peer_series
+from kvstore.server.ssd_series import ssd_series
 from kvstore.state.choice.conversations import KEEP_CAUSES
 
-_SLOT_STATES: Final = ("free", "writing", "ready", "pinned", "limbo", "withheld", "retiring")
 _LATENCIES: Final = {
     "lookup": "Seconds from a lookup's arrival to its answer, including waits.",
     "acquire": "Seconds from the arrival of a request for pages to its answer, including loads.",
@@ -102,14 +103,12 @@ _CODES: Final = (
     "protocol", "tier_unavailable", "transfer_timeout",
 )  # fmt: skip
 """Error codes of refusals, likewise."""
-_SSD_CODES: Final = ("capacity", "page_corrupt", "tier_unavailable")
-"""Error codes of failed jobs of the SSD tier, likewise."""
 
 
 class _Snapshot:
     """A collector with the series of one snapshot."""
 
-    def __init__(self, stats: Mapping[str, Any]) -> None:
+    def __init__(self, stats: NodeStats) -> None:
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
@@ -119,47 +118,46 @@ class _Snapshot:
         yield _gauge(
             "kvstore_ready",
             "1 = the node has memory to store pages in, as /readyz says.",
-            float(not stats["unready"]),
+            float(not stats.unready),
         )
         yield from _host(stats)
         yield from _open(stats)
         yield _gauge(
             "kvstore_loop_lag_seconds",
             "Delay of a timer on the event loop of the state, maximum of the last 15 to 30 s.",
-            stats["loop_lag_s"],
+            stats.loop_lag_s,
         )
         yield _counter(
             "kvstore_admin_restarts",
             "Restarts of the process that serves HTTP.",
-            stats["admin"]["restarts"],
+            stats.admin.restarts,
         )
-        for of, help_text in (
-            ("rounds", "Times that the idle node has checked its whole state."),
-            ("pages", "Keys that the idle node has checked."),
+        checked = stats.self_check
+        for of, count, help_text in (
+            ("rounds", checked.rounds, "Times that the idle node has checked its whole state."),
+            ("pages", checked.pages, "Keys that the idle node has checked."),
         ):
-            yield _counter(f"kvstore_self_check_{of}", help_text, stats["self_check"][of])
+            yield _counter(f"kvstore_self_check_{of}", help_text, count)
         yield from _latencies(stats)
-        yield _lookups(stats["lookups"])
-        yield from _counters(stats["counts"])
-        if ssd := stats.get("ssd"):
-            yield from _ssd(ssd, stats["counts"])
-            yield from _wear(ssd["wear"])
-        if remote := stats["remote"]:
-            yield from peer_series(remote)
-        if stats.get("cluster"):
+        yield _lookups(stats.lookups)
+        yield from _counters(stats.counts)
+        if stats.ssd is not None:
+            yield from ssd_series(stats.ssd, stats.counts)
+        if stats.remote is not None:
+            yield from peer_series(stats.remote)
+        if stats.cluster is not None:
             yield from node_series(node_list(stats))
-            yield from copy_series(stats["cluster"]["copies"])
-        if events := stats["events"]:
-            yield from event_series(events)
+            yield from copy_series(stats.cluster.copies)
+        yield from event_series(stats.events)
 
 
-def _build(stats: Mapping[str, Any]) -> Metric:
+def _build(stats: NodeStats) -> Metric:
     labels = {
-        "version": stats["version"],
+        "version": stats.version,
         "python": platform.python_version(),
         "protocol": f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}",
-        "core": stats["core"],
-        "mover": stats["mover"],
+        "core": stats.core,
+        "mover": stats.mover,
     }
     family = GaugeMetricFamily(
         "kvstore_build_info", "Always 1; the labels are the versions.", labels=list(labels)
@@ -168,45 +166,47 @@ def _build(stats: Mapping[str, Any]) -> Metric:
     return family
 
 
-def _open(stats: Mapping[str, Any]) -> Iterator[Metric]:
+def _open(stats: NodeStats) -> Iterator[Metric]:
     """The present state: pages, spaces, sessions, waiting requests."""
-    for name, of, help_text in (
-        ("pages", "pages",
+    for name, value, help_text in (
+        ("pages", stats.pages,
          "Keys in the index, in any tier, including those being written; a key counts once."),
-        ("spaces", "spaces_total", "Open spaces, including idle ones."),
-        ("sessions", "sessions_total",
+        ("spaces", stats.spaces_total, "Open spaces, including idle ones."),
+        ("sessions", stats.sessions_total,
          "Engines with a process that is connected or still holds slots or leases."),
-        ("session_bytes", "session_bytes",
+        ("session_bytes", stats.session_bytes,
          "Slot bytes that engines are reading, writing or have left in LIMBO."),
-        ("connections", "connections", "Open connections of engines' processes."),
-        ("unwatched_processes", "unwatched_processes",
+        ("connections", stats.connections, "Open connections of engines' processes."),
+        ("unwatched_processes", stats.unwatched_processes,
          "Engine processes whose exit the kernel does not report to the node."),
-        ("leases", "leases", "Leases that were not released yet, including expired ones."),
-        ("open_puts", "puts",
+        ("leases", stats.leases, "Leases that were not released yet, including expired ones."),
+        ("open_puts", stats.puts,
          "Puts neither committed nor aborted, including those of lost engines."),
-        ("slots_ahead_bytes", "slots_ahead_bytes", "Slots reserved for the next pages of puts."),
-        ("waiting_requests", "waiting_requests", "Requests waiting for pages, slots or a sync."),
-        ("waiting_bytes", "waiting_bytes", "Bytes of waiting requests."),
+        ("slots_ahead_bytes", stats.slots_ahead_bytes,
+         "Slots reserved for the next pages of puts."),
+        ("waiting_requests", stats.waiting_requests,
+         "Requests waiting for pages, slots or a sync."),
+        ("waiting_bytes", stats.waiting_bytes, "Bytes of waiting requests."),
     ):  # fmt: skip
-        yield _gauge(f"kvstore_{name}", help_text, stats[of])
+        yield _gauge(f"kvstore_{name}", help_text, value)
     yield _counter(
         "kvstore_accepted_connections",
         "Connections to the socket, including refused ones.",
-        stats["accepted_connections"],
+        stats.accepted_connections,
     )
 
 
-def _latencies(stats: Mapping[str, Any]) -> Iterator[Metric]:
-    bounds = [*map(str, stats["latency_bounds_s"]), "+Inf"]
+def _latencies(stats: NodeStats) -> Iterator[Metric]:
+    bounds = [*map(str, stats.latency_bounds_s), "+Inf"]
     for name, help_text in _LATENCIES.items():
-        latency = stats["latencies"][name]
-        buckets = list(zip(bounds, accumulate(latency["buckets"]), strict=True))
+        latency = stats.latencies[name]
+        buckets = list(zip(bounds, accumulate(latency.buckets), strict=True))
         yield HistogramMetricFamily(
-            f"kvstore_{name}_seconds", help_text, buckets=buckets, sum_value=latency["sum_s"]
+            f"kvstore_{name}_seconds", help_text, buckets=buckets, sum_value=latency.sum_s
         )
 
 
-def _lookups(lookups: list[dict[str, Any]]) -> Metric:
+def _lookups(lookups: Sequence[Lookups]) -> Metric:
     family = CounterMetricFamily(
         "kvstore_lookup_tier_pages",
         "Keys in answered lookups, by tier (ssd: some shard is only on the SSDs) and by model (the"
@@ -214,18 +214,19 @@ def _lookups(lookups: list[dict[str, Any]]) -> Metric:
         labels=["tier", "model"],
     )
     for one in lookups:
-        for tier, of in (("host", "host"), ("ssd", "ssd"), ("miss", "missed")):
-            family.add_metric([tier, one["model"]], one[f"{of}_pages"])
+        family.add_metric(["host", one.model], one.host_pages)
+        family.add_metric(["ssd", one.model], one.ssd_pages)
+        family.add_metric(["miss", one.model], one.missed_pages)
     return family
 
 
-def _host(stats: Mapping[str, Any]) -> Iterator[Metric]:
+def _host(stats: NodeStats) -> Iterator[Metric]:
     """The host-memory tier: size, use and missing memory."""
-    host = stats["host"]
+    host = stats.host
     yield _gauge(
         "kvstore_host_capacity_bytes",
         "Configured size of the host-memory tier, without withheld memory.",
-        host["capacity_bytes"],
+        host.capacity_bytes,
     )
     states = GaugeMetricFamily(
         "kvstore_host_bytes",
@@ -233,93 +234,28 @@ def _host(stats: Mapping[str, Any]) -> Iterator[Metric]:
         " extents that will get new memory, in any state; withheld is not part of the capacity.",
         labels=["state"],
     )
-    for state in _SLOT_STATES:
-        states.add_metric([state], host[f"{state}_bytes"])
+    for state, size_bytes in (
+        ("free", host.free_bytes), ("writing", host.writing_bytes), ("ready", host.ready_bytes),
+        ("pinned", host.pinned_bytes), ("limbo", host.limbo_bytes),
+        ("withheld", host.withheld_bytes), ("retiring", host.retiring_bytes),
+    ):  # fmt: skip
+        states.add_metric([state], size_bytes)
     yield states
     yield _gauge(
         "kvstore_host_populated_bytes",
         "Memory of the host tier that the kernel has allocated because it was touched.",
-        stats["populated_bytes"],
+        stats.populated_bytes,
     )
     yield _gauge(
         "kvstore_host_missing_bytes",
         "Bytes of extents whose memory could not be allocated yet.",
-        stats["missing_bytes"],
+        stats.missing_bytes,
     )
     yield _counter(
         "kvstore_host_memory_failures",
         "Failures to allocate new memory for an extent; the node retries.",
-        stats["memory_failures"],
+        stats.memory_failures,
     )
-
-
-def _ssd(ssd: Mapping[str, Any], counts: Mapping[str, int]) -> Iterator[Metric]:
-    """The SSD tier: space, traffic and failures."""
-    room = GaugeMetricFamily(
-        "kvstore_ssd_bytes",
-        "Bytes on the SSDs: capacity; used by segment files; live and dead records; in flight.",
-        labels=["use"],
-    )
-    for use in ("capacity", "used", "live", "dead", "in_flight"):
-        room.add_metric([use], ssd[f"{use}_bytes"])
-    yield room
-    for name, help_text in (
-        ("written_bytes", "Bytes of records of pages written to the SSDs for the first time."),
-        (
-            "carried_bytes",
-            "Bytes of records rewritten because their segment was reclaimed.",
-        ),
-        ("read_bytes", "Bytes of records of pages that were read from the SSDs and verified."),
-        ("syncs", "Segment files that were synced."),
-        ("reclaimed_segments", "Segment files that were reclaimed."),
-    ):
-        yield _counter(f"kvstore_ssd_{name}", help_text, ssd.get(name, 0))
-    for name in ("checked", "corrupt"):
-        found = counts.get(f"disk_{name}_records", 0)
-        yield _counter(f"kvstore_ssd_{name}_records", f"Records read by verify: {name}.", found)
-    refused = CounterMetricFamily(
-        "kvstore_ssd_refused_pages", "Pages not written to the SSDs, by reason.", labels=["reason"]
-    )
-    refused.add_metric(["quota"], counts.get("disk_refused_quota", 0))
-    yield refused
-    for name, of, help_text in (
-        ("backlog_pages", "backlog_pages", "Pages waiting to be written to the SSDs."),
-        ("loads", "loads", "Pages being read from the SSDs into memory."),
-        ("tombstone_keys_waiting", "tombstone_keys_waiting",
-         "Removed keys whose tombstones are not written to the SSDs yet."),
-    ):  # fmt: skip
-        yield _gauge(f"kvstore_ssd_{name}", help_text, ssd[of])
-    yield _gauge("kvstore_ssd_segments", "Segment files in all directories.", ssd["segments"])
-    yield _gauge(
-        "kvstore_ssd_degraded",
-        "1 = writes fail, or a sync has failed since the start.",
-        float(ssd["degraded"]),
-    )
-    yield _gauge(
-        "kvstore_ssd_failed_segments",
-        "Segment files that could not be synced.",
-        len(ssd["failed_segments"]),
-    )
-    errors = CounterMetricFamily(
-        "kvstore_ssd_errors", "Jobs of the SSD tier that failed, by error code.", labels=["code"]
-    )
-    for code, value in sorted({**dict.fromkeys(_SSD_CODES, 0), **ssd["errors"]}.items()):
-        errors.add_metric([code], value)
-    yield errors
-
-
-def _wear(wear: Mapping[str, int]) -> Iterator[Metric]:
-    """Bytes written for ordinary pages, and the endurance budget."""
-    for name, of, help_text in (
-        ("day_bytes", "today_bytes",
-         "Bytes of ordinary pages written to the SSDs in the current day, including those carried"
-         " over; a day is 24 h counted from the machine's boot. Resets to 0 each day."),
-        ("day_forecast_bytes", "forecast_bytes",
-         "Forecast of kvstore_ssd_day_bytes for the whole day, at the mean rate so far."),
-        ("day_budget_bytes", "budget_bytes",
-         "Maximum of kvstore_ssd_day_bytes (ssd.bytes_per_day_max); 0 = no limit."),
-    ):  # fmt: skip
-        yield _gauge(f"kvstore_ssd_{name}", help_text, wear[of])
 
 
 class _Slab:
@@ -394,9 +330,9 @@ def render_slab(slab: Mapping[str, Any]) -> bytes:
     return generate_latest(registry)
 
 
-def render(stats: Mapping[str, Any]) -> bytes:
+def render(stats: NodeStats) -> bytes:
     """Render one snapshot for Prometheus, with statistics of the node's process."""
     registry = CollectorRegistry()
     registry.register(_Snapshot(stats))
-    ProcessCollector(pid=lambda: stats["pid"], registry=registry)
+    ProcessCollector(pid=lambda: stats.pid, registry=registry)
     return generate_latest(registry)

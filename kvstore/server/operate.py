@@ -7,6 +7,8 @@ from collections.abc import Callable
 from time import monotonic_ns
 from typing import Any, Final
 
+import msgspec
+
 from kvstore.node.movements import Demotion, Prefetch
 from kvstore.protocol.errors import InvalidArgument, KVStoreError
 from kvstore.protocol.page import PrefixKey
@@ -220,7 +222,7 @@ class OperatorRequests:
             eviction.change_policy(previous)
             raise
         self._table.residents.ghosts.policy = asked.name
-        return answers.PolicySet(**_policy(self._status.policy()), previous=previous)
+        return answers.PolicySet(**msgspec.structs.asdict(self._status.policy()), previous=previous)
 
     def all_jobs(self, _asked: operations.ListJobs, _by: Caller) -> Work[answers.JobList]:
         """Running jobs and the last ended ones, newest first."""
@@ -358,13 +360,6 @@ def _node(space: PrefixTree, key: PrefixKey) -> PrefixNode:
 def _evicted(table: PageTable) -> int:
     """Number of pages evicted from a tier so far."""
     return sum(table.counts[name] for name in _EVICTIONS)
-
-
-def _policy(shown: dict[str, Any]) -> dict[str, Any]:
-    """The present policies, with the fields of the answer."""
-    return {
-        name: value for name, value in shown.items() if name in answers.Policy.__struct_fields__
-    }
 
 
 def _outcome(space: PrefixTree, keys: list[PrefixKey], to: str) -> Work[dict[str, int]]:

@@ -20,6 +20,7 @@ from kvstore.node.desk import Desk
 from kvstore.process.faults import Faults
 from kvstore.process.listeners import Listener, parse_endpoint
 from kvstore.protocol import wire
+from kvstore.protocol.counts import PeerServiceCounts
 from kvstore.protocol.errors import (
     ConfigError,
     InvalidArgument,
@@ -114,15 +115,13 @@ class PeerService:
         for task in self._followers:
             task.cancel()
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> PeerServiceCounts:
         """Open sessions, followers, accepted connections, and faults by cause."""
-        return {
-            "sessions": sorted(one.node for one in self._served.values()),
-            "followers": len(self._followers),
-            "accepted_connections": self._handshakes.accepted,
-            "refused": dict(self.faults.counts),
-            "loans": self._loans.stats(),
-        }
+        return PeerServiceCounts(
+            sessions=sorted(one.node for one in self._served.values()),
+            followers=len(self._followers), accepted_connections=self._handshakes.accepted,
+            refused=dict(self.faults.counts), loans=self._loans.stats(),
+        )  # fmt: skip
 
     # ---- the first message ------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from socket import socket as Socket  # noqa: N812
 from typing import Final
 
-import msgspec
 import numpy as np
 
 from kvstore.config import EventsConfig, SocketConfig
@@ -19,6 +18,7 @@ from kvstore.events.publisher import (
 )
 from kvstore.events.questions import OpenQuestion
 from kvstore.events.zmtp import TOKEN_BYTES_MAX
+from kvstore.protocol.counts import NO_EVENTS, EventCounts
 from kvstore.protocol.errors import ConfigError, InvalidArgument, reason
 from kvstore.protocol.page import PrefixKey
 from kvstore.state.tree.actions import (
@@ -135,9 +135,9 @@ class Publication:
         if self._publisher is not None:
             self._publisher.answer_with(answer)
 
-    def stats(self) -> dict[str, object]:
-        """Counters of the publisher; empty if events are off."""
-        return msgspec.structs.asdict(self._publisher.stats()) if self._publisher else {}
+    def stats(self) -> EventCounts:
+        """Counters of the publisher; all 0 if events are off."""
+        return self._publisher.stats() if self._publisher else NO_EVENTS
 
     def close(self) -> None:
         """Send queued batches and stop."""

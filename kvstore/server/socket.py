@@ -86,12 +86,13 @@ class SocketServer:
         self._connections.close()
         os.close(self._lock)
 
-    def stats(self) -> dict[str, object]:
-        """Number of open connections, and of all accepted ones."""
-        return {
-            "connections": len(self._connections.frames.open),
-            "accepted_connections": self._handshakes.accepted,
-        }
+    def connections(self) -> int:
+        """Open connections."""
+        return len(self._connections.frames.open)
+
+    def accepted_connections(self) -> int:
+        """Connections since the start, refused ones too."""
+        return self._handshakes.accepted
 
     # ---- internal ---------------------------------------------------------------------------
 

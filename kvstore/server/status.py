@@ -1,15 +1,18 @@
 """The status of a node: readiness, counters, tiers, policies."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from time import monotonic
-from typing import Any, Final, Protocol
+from typing import Final
+
+from msgspec import structs
 
 from kvstore.config.machine import version_of
 from kvstore.node.desk import Desk
-from kvstore.protocol.page import PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.protocol.counts import AdminCounts, HostTier, NodeList, NodeStats, SsdTier, TierList
 from kvstore.server import answers
-from kvstore.server.copies import CopySide
+from kvstore.server.cluster import ClusterSide
 from kvstore.server.installed import installed
 from kvstore.server.nodes import node_list
 from kvstore.server.publish import Publication
@@ -20,29 +23,21 @@ from kvstore.transport.mooncake import MooncakeTransport
 _WITHHELD: Final = "all memory is withheld because clients of the previous run still map it"
 
 
-class OtherNodes(CopySide, Protocol):
-    """The side towards the other nodes of the cluster.
+@dataclass(frozen=True)
+class DaemonSources:
+    """Where the counts of the daemon's other parts come from.
 
     Attributes:
-        cluster: name of the cluster.
+        connections: open connections of engines.
+        accepted_connections: those since the start, refused ones too.
+        admin: counts of the admin process.
+        loop_lag_s: maximum lag of the loop.
     """
 
-    cluster: str
-
-    def stats(self) -> dict[str, Any]:
-        """A :class:`kvstore.server.counts.ClusterCounts`, as plain values."""
-        ...
-
-    def holders(
-        self, identity: SpaceIdentity, shards: Sequence[ShardSpec], key: PrefixKey,
-        found: Callable[[dict[str, list[int]]], None],
-    ) -> None:  # fmt: skip
-        """Ask which nodes have one page.
-
-        ``found`` is called once, at once or within a second: node → positions in ``shards`` of
-        those that it has.
-        """
-        ...
+    connections: Callable[[], int]
+    accepted_connections: Callable[[], int]
+    admin: Callable[[], AdminCounts]
+    loop_lag_s: Callable[[], float]
 
 
 class NodeStatus:
@@ -57,6 +52,7 @@ class NodeStatus:
 
     Attributes:
         others: the other nodes of the cluster; None = the node is alone.
+        sources: of further counts; set before :meth:`stats` is called.
     """
 
     def __init__(
@@ -69,53 +65,47 @@ class NodeStatus:
         self._configured_policy = configured_policy
         self._started_s = started_s
         self._publication = publication
-        self.others: OtherNodes | None = None
+        self.others: ClusterSide | None = None
+        self.sources: DaemonSources | None = None
         self._version = version_of()
-        self._sources: list[Callable[[], Mapping[str, object]]] = []
-
-    def add(self, source: Callable[[], Mapping[str, object]]) -> None:
-        """Add the counters of another part of the daemon to :meth:`stats`."""
-        self._sources.append(source)
-
-    def join(self, others: OtherNodes | None) -> None:
-        """Show the other nodes too, if there are any."""
-        self.others = others
-        self.add(lambda: {"cluster": others and others.stats()})
 
     def registered(self) -> Mapping[str, int]:
         """The counts of the transport that registers memory; empty = there is none."""
-        counts: Mapping[str, Mapping[str, int]] = {}
-        if self.others is not None:
-            counts = self.others.stats()["transports"]
-        return counts.get(MooncakeTransport.name, {})
+        if self.others is None:
+            return {}
+        return self.others.stats().transports.get(MooncakeTransport.name, {})
 
     def unready(self) -> str:
         """Why no page can be stored; empty if pages can be stored."""
         return "" if self._table.slots.extents else _WITHHELD
 
-    def stats(self) -> dict[str, Any]:
-        """A snapshot of all counters.
+    def stats(self) -> NodeStats:
+        """A snapshot of all counters; it takes less than a turn whatever the size of the node."""
+        assert self.sources is not None, "nothing asks before the node listens"
+        counts, memory, others = self._desk.stats(), self._memory, self.others
+        return NodeStats(
+            node=counts.node, boot=counts.boot, core=counts.core, policy=counts.policy,
+            host=counts.host, pages=counts.pages, spaces=counts.spaces,
+            spaces_total=counts.spaces_total, sessions=counts.sessions,
+            sessions_total=counts.sessions_total, session_bytes=counts.session_bytes,
+            leases=counts.leases, puts=counts.puts, slots_ahead=counts.slots_ahead,
+            slots_ahead_bytes=counts.slots_ahead_bytes, waiting_requests=counts.waiting_requests,
+            waiting_bytes=counts.waiting_bytes, unwatched_processes=counts.unwatched_processes,
+            counts=counts.counts, latency_bounds_s=counts.latency_bounds_s,
+            latencies=counts.latencies, lookups=counts.lookups, ssd=counts.ssd,
+            remote=counts.remote, self_check=counts.self_check,
+            pid=os.getpid(), version=self._version, uptime_s=monotonic() - self._started_s,
+            unready=self.unready(), populated_bytes=memory.populated_bytes(),
+            missing_bytes=memory.missing_bytes(), memory_failures=memory.failures,
+            connections=self.sources.connections(),
+            accepted_connections=self.sources.accepted_connections(),
+            mover=installed().mover, loop_lag_s=self.sources.loop_lag_s(),
+            events=self._publication.stats(),
+            cluster=others.stats() if others is not None else None, admin=self.sources.admin(),
+        )  # fmt: skip
 
-        It has the fields of :class:`kvstore.server.counts.NodeStats`, as plain values, and takes
-        less than a turn whatever the size of the node.
-        """
-        stats = {
-            **self._desk.stats(),
-            "version": self._version,
-            "uptime_s": monotonic() - self._started_s,
-            "unready": self.unready(),
-            "policy": self._table.eviction.policy,
-            "populated_bytes": self._memory.populated_bytes(),
-            "missing_bytes": self._memory.missing_bytes(),
-            "memory_failures": self._memory.failures,
-            "mover": installed().mover,
-        }
-        for source in self._sources:
-            stats |= source()
-        return stats
-
-    def nodes(self) -> dict[str, Any]:
-        """The nodes of the cluster: a :class:`kvstore.server.nodes.NodeList`, as plain values."""
+    def nodes(self) -> NodeList:
+        """The nodes of the cluster."""
         return node_list(self.stats())
 
     def event_source(self) -> answers.EventSource:
@@ -129,29 +119,23 @@ class NodeStatus:
             cluster=self.others.cluster if self.others is not None else "",
         )  # fmt: skip
 
-    def tiers(self) -> list[dict[str, Any]]:
-        """Each tier's name, sizes and state: those of :class:`kvstore.server.counts.TierList`."""
-        slots = self._table.slots.stats()
-        tiers: list[dict[str, Any]] = [
-            {
-                "tier": "host",
-                "state": "ready" if slots.capacity_bytes else "withheld",
-                **asdict(slots),
-                "populated_bytes": self._memory.populated_bytes(),
-            }
-        ]
-        if self._desk.disk is not None:
-            tiers.append({"tier": "ssd", **self._desk.disk.stats()})
-        return tiers
+    def tiers(self) -> TierList:
+        """Each tier's sizes and state."""
+        slots, disk = self._table.slots.stats(), self._desk.disk
+        host = HostTier(
+            **structs.asdict(slots), populated_bytes=self._memory.populated_bytes(),
+            state="ready" if slots.capacity_bytes else "withheld",
+        )  # fmt: skip
+        ssd = [SsdTier(**structs.asdict(disk.stats()))] if disk is not None else []
+        return TierList(tiers=[host, *ssd])
 
-    def policy(self) -> dict[str, Any]:
-        """The present policies: a :class:`kvstore.server.answers.Policy`."""
-        shown: dict[str, Any] = {
-            "name": self._table.eviction.policy,
-            "known": list(POLICIES),
-            "configured": self._configured_policy,
-        }
-        if self._desk.disk is not None:
-            ssd = self._desk.disk.stats()
-            shown["ssd"] = {name: ssd[name] for name in ("write", "sync", "admission", "wear")}
-        return shown
+    def policy(self) -> answers.Policy:
+        """The present policies."""
+        ssd = self._desk.disk.stats() if self._desk.disk is not None else None
+        return answers.Policy(
+            name=self._table.eviction.policy, known=list(POLICIES),
+            configured=self._configured_policy,
+            ssd=answers.SsdPolicy(
+                write=ssd.write, sync=ssd.sync, admission=ssd.admission, wear=ssd.wear
+            ) if ssd is not None else None,
+        )  # fmt: skip

@@ -6,7 +6,9 @@ first models are counted separately, because clients choose their names.
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
+
+from kvstore.protocol.counts import Latency, Lookups
 
 BOUNDS_S: Final[tuple[float, ...]] = (
     0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0,
@@ -41,13 +43,9 @@ class Histogram:
         self.counts[bisect_left(_BOUNDS_NS, took_ns)] += 1
         self.sum_ns += took_ns
 
-    def stats(self) -> dict[str, Any]:
-        """As plain values."""
-        return {
-            "count": sum(self.counts),
-            "sum_s": self.sum_ns / 1e9,
-            "buckets": self.counts.copy(),
-        }
+    def stats(self) -> Latency:
+        """A snapshot."""
+        return Latency(count=sum(self.counts), sum_s=self.sum_ns / 1e9, buckets=self.counts.copy())
 
 
 @dataclass(slots=True)
@@ -91,18 +89,16 @@ class Meter:
         found.ssd_pages += ssd
         found.missed_pages += missed
 
-    def stats(self) -> dict[str, Any]:
-        """As plain values."""
-        return {
-            "latency_bounds_s": list(BOUNDS_S),
-            "latencies": {name: getattr(self, name).stats() for name in LATENCIES},
-            "lookups": [
-                {
-                    "model": one.model,
-                    "host_pages": one.host_pages,
-                    "ssd_pages": one.ssd_pages,
-                    "missed_pages": one.missed_pages,
-                }
-                for one in self._models.values()
-            ],
-        }
+    def latencies(self) -> dict[str, Latency]:
+        """A snapshot of each histogram."""
+        return {name: getattr(self, name).stats() for name in LATENCIES}
+
+    def lookups(self) -> list[Lookups]:
+        """Keys in answered lookups, for each model."""
+        return [
+            Lookups(
+                model=one.model, host_pages=one.host_pages, ssd_pages=one.ssd_pages,
+                missed_pages=one.missed_pages,
+            )
+            for one in self._models.values()
+        ]  # fmt: skip

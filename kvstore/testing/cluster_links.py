@@ -1,12 +1,13 @@
 """The connection of a simulated node to another one; stands for ``kvstore.cluster.links``."""
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from kvstore.cluster.effects import CloseLink, Send
 from kvstore.cluster.session import PeerSession
 from kvstore.cluster.side import FetchLink, Peers
 from kvstore.protocol import wire
+from kvstore.protocol.counts import PeerSessionCounts
 from kvstore.state.remote.jobs import PeerBring, PeerFetch
 from kvstore.testing.cluster_serving import Later
 from kvstore.testing.cluster_wires import Circuit
@@ -105,9 +106,13 @@ class SimulatedLink(FetchLink):
         self.session.transfer_settled(job)
         self._carry_out()
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, *, draining: bool) -> PeerSessionCounts:
         """See :class:`kvstore.cluster.side.FetchLink`."""
-        return {"up": self.session.up, "fetches": self.session.fetches}
+        session = self.session
+        return PeerSessionCounts(
+            up=session.up, draining=draining, endpoint="", fault=None, faults={},
+            boot=session.boot.hex(), transport=session.transport, fetches=session.fetches,
+        )  # fmt: skip
 
     def _carry_out(self) -> None:
         session = self.session

@@ -11,6 +11,7 @@ from kvstore.cluster.greeting import BOOT_BYTES, LocalNode
 from kvstore.cluster.records import SCHEME
 from kvstore.cluster.session import PeerSession
 from kvstore.cluster.side import LoopTime, Peers
+from kvstore.node.describe import describe
 from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
@@ -376,20 +377,22 @@ class ClusterNode:
     def check_idle(self, others: Sequence["ClusterNode"]) -> None:
         """Assert that nothing is held, and that the directory knows what the others have."""
         self.check()
-        stats = self.node.stats()
-        held = {name: stats[name] for name in ("leases", "puts", "waiting_requests")}
+        counts = describe(self.node)
+        held = {
+            "leases": counts.leases, "puts": counts.puts,
+            "waiting_requests": counts.waiting_requests,
+        }  # fmt: skip
         assert not any(held.values()), f"{self.name} holds {held}"
-        host = stats["host"]
-        for name in ("writing_bytes", "limbo_bytes", "pinned_bytes"):
-            assert host[name] == 0, f"{self.name}: {name} is {host[name]}"
-        remote = stats["remote"]
-        for name in ("jobs", "unsettled_jobs", "in_flight_bytes", "locating"):
-            assert remote[name] == 0, f"{self.name}: {name} is {remote[name]}"
+        host, remote = counts.host, counts.remote
+        assert host.writing_bytes == host.limbo_bytes == host.pinned_bytes == 0, (self.name, host)
+        assert remote is not None
+        assert remote.jobs == remote.unsettled_jobs == remote.locating == 0, (self.name, remote)
+        assert remote.in_flight_bytes == 0, (self.name, remote)
         assert not self._coming, "fetches that have not ended"
         links = [*self.links.values(), *self._former]
         assert all(link.session.fetches == 0 for link in links)
-        assert self.peers.stats()["transfers"] == 0
-        assert self.peers.copier.stats()["running"] == 0, "nodes that are asked to bring pages"
+        assert self.peers.transfers == 0
+        assert self.peers.copier.stats().running == 0, "nodes that are asked to bring pages"
         assert self.node.remote is not None
         assert not len(self.node.remote.spreads), "copies that are waited for"
         transport = self.transport.stats()

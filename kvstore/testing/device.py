@@ -36,6 +36,7 @@ class LateDevice:
         seed: decides the order.
         staging_bytes: see :class:`kvstore.tier.lane.Device`.
         hurried: say that every event was reached although it was not: like code that does not wait.
+        unordered: streams do not wait for events: like code that does not let them. The host does.
 
     Attributes:
         name: ``cpu:0``.
@@ -45,8 +46,9 @@ class LateDevice:
     """
 
     def __init__(
-        self, seed: int = 0, *, hurried: bool = False, staging_bytes: int = 64 << 20
-    ) -> None:
+        self, seed: int = 0, *, hurried: bool = False, unordered: bool = False,
+        staging_bytes: int = 64 << 20,
+    ) -> None:  # fmt: skip
         from kvstore.tier.gpu import HostDevice
 
         self.name = "cpu:0"
@@ -54,6 +56,7 @@ class LateDevice:
         self.stalled = False
         self.failures: deque[tuple[str, Exception]] = deque()
         self.hurried = hurried
+        self.unordered = unordered or hurried
         self._host = HostDevice(self.name)
         self._random = Random(seed)
         self._streams: list[LateStream] = []
@@ -117,6 +120,11 @@ class LateStream:
         device.join(self)
 
     @property
+    def queued(self) -> int:
+        """Pieces of work that are not done."""
+        return len(self._work)
+
+    @property
     def ready(self) -> bool:
         """Whether its next work can be done."""
         if not self._work:
@@ -145,7 +153,7 @@ class LateStream:
     def wait(self, event: DeviceEvent) -> None:
         """See :class:`kvstore.tier.lane.DeviceStream`."""
         assert isinstance(event, LateEvent)
-        if not self.device.hurried:
+        if not self.device.unordered:
             self._add(event)
 
     def _add(self, work: "Callable[[], None] | LateEvent") -> None:

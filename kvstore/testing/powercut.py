@@ -106,7 +106,7 @@ class History:
         ordinary.clear()
         ordinary |= life.on_disk() - self.promises.acknowledged.keys()
         self._doubtful = {page for _, pages in life.evictions for page in pages}
-        self._toll.reclaimed += life.disk.stats().get("drops", 0)
+        self._toll.reclaimed += life.disk.stats().drops
 
     def _act(self, life: Life) -> None:
         keys = self.random.choice(self.prompts)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
+from kvstore.node.describe import describe
 from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
@@ -283,10 +284,10 @@ class Simulation:
         assert not node.processes
         assert not node.sessions
         assert self.disk is not None or not self.outcome.pages_persisted, "on which disk?"
-        stats = node.stats()
-        assert stats["leases"] == stats["puts"] == stats["waiting_requests"] == 0
-        host = stats["host"]
-        assert host["writing_bytes"] == host["limbo_bytes"] == host["pinned_bytes"] == 0
+        counts = describe(node)
+        assert counts.leases == counts.puts == counts.waiting_requests == 0
+        host = counts.host
+        assert host.writing_bytes == host.limbo_bytes == host.pinned_bytes == 0
         for space in node.pages.spaces:
             for key, page in space.nodes.items():
                 for slot in page.slots.values():

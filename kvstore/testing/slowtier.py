@@ -2,9 +2,10 @@
 
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from kvstore.node.desk import Desk
+from kvstore.protocol.counts import NO_RECORDS, SsdCounts
 from kvstore.protocol.errors import CapacityError, KVStoreError, PageCorrupt, TierUnavailable
 from kvstore.state.choice.admission import Admission
 from kvstore.state.disk import jobs as diskjobs
@@ -81,9 +82,9 @@ class SimulatedTier:
         for job, error, tokens in ended:
             self._node.disk_completed(job, error, now_ns, tokens)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> SsdCounts:
         """See :class:`~kvstore.node.desk.DiskSide`."""
-        return self.pages.stats()
+        return self.pages.stats(NO_RECORDS)
 
     def check_some(self) -> None:
         """Verify some pages on disk, as an operator does."""

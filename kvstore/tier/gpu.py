@@ -32,8 +32,8 @@ DIRECT_BYTES: Final = 256 << 10
 """Blocks of this size or more are copied one by one if a pool has one plane: copies of smaller ones
 do not keep a device busy."""
 STAGING_BYTES: Final = 256 << 20
-"""Bytes that a client moves at a time: each operation is started once per job. Allocated as jobs
-need it, for each direction."""
+"""Bytes that a client moves at a time (``BATCH_BYTES`` of :mod:`kvstore.client.space`): each
+operation is started once per job of the lane. Allocated as jobs need it, for each direction."""
 HOST_STAGING_BYTES: Final = 8 << 20
 """Staging memory that stays in the processor's cache; starting an operation costs little there."""
 _POLL_S: Final = 0.0001
@@ -263,6 +263,7 @@ class DevicePage:
         Raises:
             DeviceUnavailable: the device fails or does not finish.
         """
+        assert len(data) == len(self._page)
         self._page[:] = np.frombuffer(data, dtype=np.uint8)
         digests = mover.digest(self._address, len(data), self._seeds)
         pages = PagesInHost(self._address, len(data), digests, self._seeds)

@@ -276,6 +276,7 @@ class HostMemory:
             if known is not None and not known.done:  # it never got memory
                 known.number = new
                 return known
+            assert new not in self._descriptors, "a number names one memory"
             descriptor = self._descriptors.pop(old)
             self._populated.discard(old)
             if old in self._waiting:
@@ -287,8 +288,10 @@ class HostMemory:
         return _Exchange(new, descriptor, self._mapped.pop(old, 0), in_use)
 
     def _begin(self, exchange: _Exchange) -> None:
+        assert self._exchanges.get(exchange.number, exchange) is exchange
         self._exchanges[exchange.number] = exchange
-        if exchange.thread is not None and exchange.thread.is_alive():
+        # If the thread has ended, it may have made the memory since it got its last number.
+        if exchange.thread is not None and (exchange.thread.is_alive() or exchange.done):
             return
         exchange.error = ""
         exchange.thread = threading.Thread(
@@ -329,6 +332,7 @@ class HostMemory:
         failed: list[_Exchange] = []
         for number, exchange in list(self._exchanges.items()):
             if exchange.done:
+                assert number in self._descriptors
                 del self._exchanges[number]
             elif exchange.error:
                 failed.append(exchange)

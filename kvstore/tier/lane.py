@@ -65,7 +65,7 @@ class Device(Protocol):
 
     Attributes:
         name: ``cuda:N`` or ``cpu:N``.
-        staging_bytes: how much of a job is gathered or spread at a time.
+        staging_bytes: how much of a job is gathered or spread at a time, at least 1.
     """
 
     name: str
@@ -117,10 +117,12 @@ class DeviceCopy:
 
     def note(self, event: DeviceEvent) -> None:
         """The job's work until now is done when the device reaches this event."""
+        assert not self._queued.is_set(), "nobody would wait for it"
         self._events.append(event)
 
     def note_layers(self, events: list[DeviceEvent]) -> None:
         """Layer i is in the engine's blocks at event i; valid if the job ends normally."""
+        assert not self._queued.is_set(), "nobody would wait for it"
         self._layers = events
 
     def end(self) -> None:
@@ -181,7 +183,7 @@ class Lane:
         self._last = _End()
         self._last.reached_at(self.stream.record())
         self._late = False
-        self._threads = ThreadPoolExecutor(_thread_count(), "kvstore-device")
+        self._threads = ThreadPoolExecutor(thread_count(), "kvstore-device")
 
     @contextmanager
     def turn(self, copy: DeviceCopy) -> Iterator[None]:
@@ -222,12 +224,16 @@ class Lane:
         if self._staging is None or len(self._staging) < size:
             self._staging = None
             self._staging = self._device.memory(1 << (size - 1).bit_length(), self.stream)
+        assert len(self._staging) >= size
         return self._staging[:size]
 
     def part_pages(self, size: int) -> int:
-        """Pages of ``size`` bytes that are staged at a time: whole slices of the ring."""
+        """Pages of ``size`` bytes that are staged at a time: whole slices of the ring.
+
+        Rounded up, so that a job of ``staging_bytes`` is staged at once.
+        """
         each = _slice_pages(size)
-        return max(1, self._device.staging_bytes // (each * size)) * each
+        return -(-self._device.staging_bytes // (each * size)) * each
 
     def bring(
         self, pages: PagesInHost, deliver: Callable[[int, int, Any], None],
@@ -383,6 +389,7 @@ class Lane:
             self._ring = None
             self._ring = self._device.pinned(SLICES * each * size)
             self._slice_bytes = each * size
+        assert SLICES * each * size <= len(self._ring)
         return each
 
     def _slice(self, at: int, size: int) -> Any:
@@ -414,6 +421,7 @@ class _End:
         self._event: DeviceEvent | None = None
 
     def reached_at(self, event: DeviceEvent) -> None:
+        assert self._event is None, "a job ends once"
         self._event = event
 
     def done(self) -> bool:
@@ -433,5 +441,6 @@ def _slice_pages(size: int) -> int:
     return max(1, SLICE_BYTES // size)
 
 
-def _thread_count() -> int:
+def thread_count() -> int:
+    """Threads of a lane: no more than this process may use processors."""
     return max(1, min(THREADS_MAX, len(os.sched_getaffinity(0))))

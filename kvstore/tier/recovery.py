@@ -220,6 +220,7 @@ class Scan:
 
     def _step(self, at: int) -> int:
         """Parse the block at ``at``; returns where to continue."""
+        assert at % BLOCK_BYTES == 0
         block = self._window.bytes(at, HEADER_BYTES)
         header = decode_header(block, self._log, Place(self._number, at))
         if header is None:

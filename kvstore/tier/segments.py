@@ -230,6 +230,7 @@ class Segments:
                 self._dirty.pop(number, None)
                 if self._table.pop(number, None) is not None:
                     directory.used_bytes -= segment.size_bytes
+                    assert directory.used_bytes >= 0
         finally:
             self._leave(segment)
 
@@ -270,7 +271,9 @@ class Segments:
                     raise TierUnavailable(f"there is no segment {number}")
                 segment = LogFile(number, self._roomiest(), self.segment_bytes)
                 self._table[number] = segment
-                self.directories[segment.directory].used_bytes += segment.size_bytes
+                directory = self.directories[segment.directory]
+                directory.used_bytes += segment.size_bytes
+                assert directory.used_bytes <= directory.capacity_bytes
             if segment.dropped:
                 raise TierUnavailable(f"segment {number} is dropped")
             segment.users += 1
@@ -301,7 +304,8 @@ class Segments:
     def _close_file(self, segment: LogFile) -> None:
         descriptor, segment.descriptor = segment.descriptor, None
         if descriptor is not None:
-            del self._open[segment.number]
+            mine = self._open.pop(segment.number)
+            assert mine is segment
             self.disk.close(descriptor)
 
     def _give_back(self) -> None:
@@ -313,6 +317,7 @@ class Segments:
 
     def _opened(self, segment: LogFile) -> int:
         """The descriptor of a segment in use; opens or creates the file. Its lock is held."""
+        assert segment.users > 0, "its file may be closed meanwhile"
         if segment.descriptor is not None:
             return segment.descriptor
         directory = self.directories[segment.directory]
@@ -337,6 +342,8 @@ class Segments:
         return descriptor
 
     def _make(self, segment: LogFile, directory: OpenDirectory) -> int:
+        assert not segment.exists
+        assert not segment.written, "its records would be gone"
         path = directory.path / segment_name(segment.number)
         descriptor = self.disk.create(path, segment.size_bytes, direct=directory.direct_io)
         try:

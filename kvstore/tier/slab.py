@@ -170,6 +170,7 @@ class DeviceSlab:
             taken = self._index.reserve(pages, keys, digests, always=always)
             if taken is None:
                 raise CapacityError("no slot of the slab is free, and none may be taken")
+            assert len(taken.digests) == len(taken.slots) * DIGEST_BYTES
             self._users += 1
             return taken
 
@@ -208,6 +209,7 @@ class DeviceSlab:
         finally:
             with self._changed:
                 self._users -= 1
+                assert self._users >= 0
                 if not self._broken:  # otherwise a copy may be in progress: keep the slots
                     self._index.commit(taken, good)
                 self._changed.notify_all()
@@ -316,6 +318,7 @@ class DeviceSlab:
     def _unpin(self, held: Held) -> None:
         with self._changed:
             self._users -= 1
+            assert self._users >= 0
             if not self._broken:
                 self._index.unpin(held)
             self._changed.notify_all()

@@ -12,8 +12,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
+from kvstore.protocol.counts import DirectoryCounts, RecordCounts
 from kvstore.protocol.errors import CapacityError, ConfigError, KVStoreError, TierUnavailable
 from kvstore.state.disk.jobs import (
     DiskCheck,
@@ -180,6 +181,7 @@ class SSDLog:
         return SegmentScan(number, index, path, size, loaded)
 
     def _adopt(self, found: SegmentScan) -> None:
+        assert not self._sequence, "records may be written already"
         loaded = found.loaded
         if loaded is None:
             self._directories[found.directory].used_bytes += found.size_bytes
@@ -274,30 +276,30 @@ class SSDLog:
         """In a forked child: close the parent's directories; no thread runs here."""
         self._segments.forked()
 
-    def stats(self) -> dict[str, Any]:
-        """Counts and sizes as plain values."""
+    def stats(self) -> RecordCounts:
+        """Counts of all threads together, and the directories."""
         total: Counter[str] = Counter()
         for mover in self._movers:
             total.update(dict(mover.counts))
         segments = self._segments.counts()
         with self._lock:
             errors, under_way = dict(self._errors), self._under_way
-        return {
-            **total,
-            "errors": errors,
-            "jobs": under_way,
-            "failed_segments": self._segments.failures(),
-            "directories": [
-                {
-                    "path": str(directory.path),
-                    "direct_io": directory.direct_io,
-                    "capacity_bytes": directory.capacity_bytes,
-                    "used_bytes": directory.used_bytes,
-                    "segments": count,
-                }
+        failures = self._segments.failures()
+        return RecordCounts(
+            jobs=under_way, errors=errors,
+            failed_segments={str(number): why for number, why in failures.items()},
+            directories=[
+                DirectoryCounts(
+                    path=str(directory.path), direct_io=directory.direct_io,
+                    capacity_bytes=directory.capacity_bytes, used_bytes=directory.used_bytes,
+                    segments=count,
+                )
                 for directory, count in zip(self._directories, segments, strict=False)
             ],
-        }
+            written_records=total["written_records"], read_records=total["read_records"],
+            read_bytes=total["read_bytes"], syncs=total["syncs"], seals=total["seals"],
+            drops=total["drops"],
+        )  # fmt: skip
 
     # ---- threads ----------------------------------------------------------------------------
 
@@ -320,6 +322,7 @@ class SSDLog:
             return self._queue.popleft()
 
     def _run_queued(self) -> None:
+        assert not self._threads, "a job would be done twice"
         while self._queue:
             self._do(self._queue.popleft(), self._movers[0])
 

@@ -96,6 +96,7 @@ class WayIn:
     def _halves(self, size: int) -> list[torch.Tensor]:
         if len(self._memory) < 2 * size:
             self._memory = self._new(2 * size)
+        assert len(self._memory) >= 2 * size
         return [self._memory[:size], self._memory[size : 2 * size]]
 
     def _new(self, size: int) -> torch.Tensor:

@@ -160,6 +160,7 @@ class MemoryRecord:
 
     def _append(self, inodes: set[Inode]) -> None:
         """Append entries; the file stays open, because descriptors may run out."""
+        assert self._descriptor >= 0
         with self._failures_said():
             _write_all(self._descriptor, _lines(inodes))
             self._lines += len(inodes)

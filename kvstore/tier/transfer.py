@@ -266,6 +266,7 @@ class RecordMover:
                 self.counts["read_records"] += 1
                 self.counts["read_bytes"] += job.page.length
                 yield Completion(job.job, tokens=header.tokens)
+        assert next(found, None) is None, "a page was compared with another one's digest"
 
     # ---- both -------------------------------------------------------------------------------
 

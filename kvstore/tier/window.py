@@ -104,6 +104,7 @@ class Window:
         seen = self._buffers[0][CARRY_BYTES - carry : CARRY_BYTES + done]
         seen[:carry] = self._seen[len(self._seen) - carry :]
         self._seen, self._start, self._stop = seen, at, self._stop + done
+        assert len(seen) == self._stop - at
         return True
 
     def _jump(self, at: int, length: int) -> None:
@@ -115,6 +116,7 @@ class Window:
         done = self._collect(self._file.read(target, at))
         self._seen, self._start, self._stop = target[: done - done % BLOCK_BYTES], at, at + done
         self._stop -= done % BLOCK_BYTES
+        assert len(self._seen) == self._stop - at
 
     def _collect(self, futures: list["Future[int]"]) -> int:
         """Total bytes read, up to the first short piece."""

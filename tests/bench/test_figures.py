@@ -30,18 +30,39 @@ def test_a_cache_finds_what_fits_in_it() -> None:
 
 
 def test_the_figures_of_a_small_trace_fit_together() -> None:
-    with Progress("figure", 3) as progress:
-        found = {one.case: one for one in figures.figures9_and_11(turns(), progress)}
-        ten = list(figures.figure10(turns(), progress))
-    together, alone, none = (found[f"figure9/{name}"].value for name in ("global", "local", "none"))
+    with Progress("figure", 4) as progress:
+        found = {one.case: one for one in figures.others(turns(), progress)}
+        nine = list(figures.figure9(turns(), progress))
+    together, alone, none = (found[f"figure8/{name}"].value for name in ("global", "local", "none"))
     assert together <= alone <= none
-    assert found["figure9/none"].ratio == pytest.approx(none / together)
-    assert found["figure9/local"].paper == 1.43
+    assert found["figure8/none"].ratio == pytest.approx(none / together)
+    assert found["figure8/local"].paper == 1.43
     copies = [found[f"figure11/{top}"].value for top in figures.TOPS]
     assert copies == sorted(copies, reverse=True)
     assert 0 < copies[-1] <= copies[0] <= figures.NODES
-    assert [one.ratio for one in ten][-1] == 1.0
-    assert {one.case for one in ten} == {f"figure10/{name}" for name in figures.CAPACITIES}
+    assert [one.ratio for one in nine][-1] == 1.0
+    assert {one.case for one in nine} == {f"figure9/{name}" for name in figures.CAPACITIES}
+
+
+def test_nodes_that_fetch_from_each_other_find_more_and_compute_less() -> None:
+    with Progress("figure", 4) as progress:
+        found = {one.case: one for one in figures.others(crowded(), progress)}
+    hits, seconds = found["figure10/hits/least-loaded"], found["figure10/prefill/least-loaded"]
+    assert hits.bound_value is not None
+    assert seconds.bound_value is not None
+    # every node computes the prefix once
+    assert hits.bound_value == pytest.approx((60 - figures.NODES) / 60 * 39 / 40)
+    assert hits.value > hits.bound_value
+    assert hits.ratio == pytest.approx(hits.value / hits.bound_value)
+    assert seconds.value == found["figure8/global"].value < seconds.bound_value
+    assert found["figure10/hits/cache-local"].value == hits.value
+
+
+def crowded(count: int = 60) -> list[TracedRequest]:
+    """One prompt after another that begins as the others do."""
+    return from_entries(
+        TraceEntry(at * 2e3, 512 * 40, 4, [*range(39), 1000 + at]) for at in range(count)
+    )
 
 
 def test_figures_without_a_trace_are_refused(tmp_path: Path) -> None:

@@ -8,13 +8,17 @@ import threading
 from pathlib import Path
 
 import pytest
+from msgspec import to_builtins
 from rich.console import Console
 
 from kvstore.cli import command, main, show, top
+from kvstore.cli.decoding import Reply, completed
 from kvstore.cli.remote import Remote
 from kvstore.cli.top import frame
+from kvstore.protocol.counts import NodeStats, TierList
 from kvstore.protocol.errors import PeerUnreachable
 from kvstore.server import client
+from kvstore.server.answers import PageList
 from kvstore.server.auth import token_file
 from tests.client.conftest import READY, Daemon, arguments
 from tests.server.conftest import PAGE_BYTES, Stored, flip_a_byte
@@ -187,7 +191,7 @@ def test_keys_are_whole_in_a_narrow_window(stored):
     row = {"key": keys[0].hex(), "tier": "host", "shards": {}, "hits": 0, "stored_s_ago": 1.0,
            "used_s_ago": None, "children": 0}  # fmt: skip
     with console.capture() as told:
-        show.pages({"pages": [row], "next": None}, console)
+        show.pages(completed({"pages": [row]}, PageList), console)
 
     first = "".join(line.strip("│ ").split("│")[0].strip() for line in told.get().splitlines())
     assert keys[0].hex() in first
@@ -342,7 +346,10 @@ def test_the_help_describes_every_argument(capsys):
 
 
 def test_a_job_that_somebody_cancelled_is_no_success(kvstore, monkeypatch):
-    monkeypatch.setattr(Remote, "finished", lambda _self, job, _wait: {**job, "state": "cancelled"})
+    def cancelled(_self: Remote, job: Reply, _wait_s: float) -> Reply:
+        return Reply({**job.raw, "state": "cancelled"}, job.kind)
+
+    monkeypatch.setattr(Remote, "finished", cancelled)
 
     assert kvstore("verify")[0] == 1
 
@@ -364,24 +371,25 @@ def test_a_job_to_cancel_is_named(kvstore):
     assert (status, "name the job" in told) == (2, True)
 
 
-def stats(boot: str, **counts: int) -> dict:
+def stats(boot: str, ssd: dict | None = None, **counts: int) -> NodeStats:
     host = {"capacity_bytes": 100, "free_bytes": 40, "pinned_bytes": 0, "limbo_bytes": 0}
-    return {"boot": boot, "node": "n", "counts": counts, "host": host, "pages": 1,
-            "loop_lag_s": 0.001, "sessions": [], "ssd": None}  # fmt: skip
+    told = {"boot": boot, "node": "n", "counts": counts, "host": host, "pages": 1,
+            "loop_lag_s": 0.001, "sessions": [], "ssd": ssd}  # fmt: skip
+    return completed(told, NodeStats)
 
 
 class Frames(Remote):
     """A node that answers what it is told to, and then is interrupted."""
 
-    def __init__(self, *answers: dict | Exception) -> None:
+    def __init__(self, *answers: NodeStats | Exception) -> None:
         super().__init__("http://127.0.0.1:1")
         self._answers = iter(answers)
 
-    def get(self, path: str, **query: object) -> dict:
+    def get(self, path: str, kind: type, **query: object) -> Reply:
         answer = next(self._answers, KeyboardInterrupt())
         if isinstance(answer, BaseException):
             raise answer
-        return answer
+        return Reply(to_builtins(answer), kind)
 
 
 def test_a_pipe_gets_one_frame_after_the_other(capsys):
@@ -407,21 +415,21 @@ def test_rates_are_differences_over_time_and_a_restart_counts_from_nothing():
     after = stats("a", lookup_pages=30, hit_pages=20, stored_bytes=3 * 10**9, removed_evicted=4)
 
     rates = frame(before, after, 2.0)
-    assert (rates["hit_rate"], rates["in_gb_per_s"], rates["evictions_per_s"]) == (0.5, 1.0, 2.0)
-    assert rates["host_used_bytes"] == 60
-    assert frame(after, stats("b", stored_bytes=10**9), 1.0)["in_gb_per_s"] == 1.0
-    assert frame(after, after, 1.0)["hit_rate"] is None
-    assert frame(after, after, 1.0)["ssd"] is None
+    assert (rates.hit_rate, rates.in_gb_per_s, rates.evictions_per_s) == (0.5, 1.0, 2.0)
+    assert rates.host_used_bytes == 60
+    assert frame(after, stats("b", stored_bytes=10**9), 1.0).in_gb_per_s == 1.0
+    assert frame(after, after, 1.0).hit_rate is None
+    assert frame(after, after, 1.0).ssd is None
 
 
 def test_the_ssd_tier_is_watched_too():
-    def with_ssd(written: int) -> dict:
+    def with_ssd(written: int) -> NodeStats:
         ssd = {"used_bytes": 1, "capacity_bytes": 4, "written_bytes": written, "read_bytes": 0,
                "write_amplification": 1.25, "degraded": True}  # fmt: skip
-        return {**stats("a"), "ssd": ssd}
+        return stats("a", ssd)
 
-    ssd = frame(with_ssd(10**9), with_ssd(2 * 10**9), 2.0)["ssd"]
-    assert (ssd["written_gb_per_s"], ssd["degraded"]) == (0.5, True)
+    ssd = frame(with_ssd(10**9), with_ssd(2 * 10**9), 2.0).ssd
+    assert (ssd.written_gb_per_s, ssd.degraded) == (0.5, True)
 
 
 def test_stored_and_loaded_bytes_are_counted(kvstore, stored: Stored):
@@ -436,11 +444,11 @@ def test_stored_and_loaded_bytes_are_counted(kvstore, stored: Stored):
 
 def test_nested_values_have_a_row_each(capsys):
     wear = {"admitted": 3, "today_bytes": 5 << 20}
-    show.tiers({"tiers": [{"tier": "ssd", "directories": [{"path": "/d"}], "wear": wear}]},
-               show.console())  # fmt: skip
+    told = {"tiers": [{"tier": "ssd", "directories": [{"path": "/d"}], "wear": wear}]}
+    show.tiers(completed(told, TierList), show.console())
 
     rows = [line.strip("│ \n").split("│") for line in capsys.readouterr().out.splitlines()]
     cells = {row[0].strip(): row[1].strip() for row in rows if len(row) == 2}
-    assert cells == {
-        "directories.0.path": "/d", "wear.admitted": "3", "wear.today_bytes": "5.0 MiB",
+    assert cells.items() >= {
+        ("directories.0.path", "/d"), ("wear.admitted", "3"), ("wear.today_bytes", "5.0 MiB"),
     }  # fmt: skip

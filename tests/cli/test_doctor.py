@@ -7,9 +7,11 @@ import socket
 import pytest
 
 from kvstore.cli import doctor, main
+from kvstore.cli.decoding import completed
 from kvstore.cli.doctor import examine
 from kvstore.config import HostConfig, ServerConfig, SocketConfig
 from kvstore.config.machine import Check
+from kvstore.protocol.counts import NodeStats
 from tests.client.conftest import READY, Daemon, arguments
 
 GIB = 1 << 30
@@ -42,7 +44,8 @@ def wanted(capacity: int, **sections) -> ServerConfig | None:
 
 def checks(tmp_path, capacity: int = 0, stats=None, **sections) -> dict[str, Check]:
     config = wanted(capacity, **sections)
-    found = examine([tmp_path], stats, config, tmp_path / "proc", tmp_path / "sys")
+    told = completed(stats, NodeStats) if stats is not None else None
+    found = examine([tmp_path], told, config, tmp_path / "proc", tmp_path / "sys")
     assert all(one.advice for one in found if one.status != "ok"), "it says what to do"
     return {one.name: one for one in found}
 

@@ -9,8 +9,10 @@ import msgspec
 import pytest
 
 from kvstore.cli import main
+from kvstore.cli.decoding import completed
 from kvstore.cli.engines import conductor_checks, name_check
 from kvstore.index.control import FollowedWorker, IndexReport
+from kvstore.protocol.counts import NodeStats
 
 NOTHING = object()
 GAP = {"gap": "no_space", "means": "its space is unknown", "do": "set the option `engine`"}
@@ -124,8 +126,8 @@ def test_what_is_no_conductor_or_refuses_fails_and_says_what_to_check(conductor,
 
 
 def test_sessions_without_an_engines_name_are_warned_of() -> None:
-    def stats(*sessions: dict[str, object]) -> dict[str, object]:
-        return {"sessions": list(sessions)}
+    def stats(*sessions: dict[str, object]) -> NodeStats:
+        return completed({"sessions": list(sessions)}, NodeStats)
 
     assert name_check(None) == name_check(stats()) == []
     named = {"name": "a", "engine": "p1"}
@@ -137,8 +139,9 @@ def test_sessions_without_an_engines_name_are_warned_of() -> None:
 
 def test_a_session_of_another_node_is_no_engine_without_a_name() -> None:
     peer = {"name": "peer b", "engine": None, "peer": True}
-    assert name_check({"sessions": [peer]}) == []
-    [found] = name_check({"sessions": [peer, {"name": "a", "engine": "p1", "peer": False}]})
+    engine = {"name": "a", "engine": "p1", "peer": False}
+    assert name_check(completed({"sessions": [peer]}, NodeStats)) == []
+    [found] = name_check(completed({"sessions": [peer, engine]}, NodeStats))
     assert (found.status, found.found) == ("ok", "all of 1 sessions have one")
 
 

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from kvstore.cli import peers
+from kvstore.cli.decoding import completed
 from kvstore.cli.peers import peer_checks
 from kvstore.cluster import probe
 from kvstore.cluster.records import SCHEME
@@ -24,6 +25,8 @@ from kvstore.config.machine import Check
 from kvstore.config.stores import StoreConfig
 from kvstore.process.tls import CertificateFiles
 from kvstore.protocol import wire
+from kvstore.protocol.counts import NodeStats
+from kvstore.server.answers import Configuration
 
 CERTIFICATES = Path(__file__).parents[1] / "cluster" / "certificates"
 FILES = {
@@ -52,7 +55,7 @@ Answers = Callable[[Any], list[wire.Answer | bytes]]
 def checks(stats: dict[str, Any] | None = None, **cluster: Any) -> dict[str, Check]:
     settings = {"name": "blue", "listen": f"127.0.0.1:{unused_port()}"} | cluster
     config = ServerConfig(node=NodeConfig(name="b"), cluster=ClusterConfig(**settings))
-    found = list(peer_checks(config, stats))
+    found = list(peer_checks(config, completed(stats, NodeStats) if stats else None))
     assert all(one.advice for one in found if one.status != "ok"), "it says what to do"
     return {one.name: one for one in found}
 
@@ -204,8 +207,8 @@ def test_a_running_node_is_asked_instead_and_not_greeted_in_its_own_name():
             found = checks(nodes=(f"a={place}",), listen=listen)
     assert greeted == []
     assert found["node a"].status == "ok"
-    assert next(iter(peer_checks(None, running))).status == "fail"
-    assert list(peer_checks(None, {"cluster": None})) == []
+    assert next(iter(peer_checks(None, completed(running, NodeStats)))).status == "fail"
+    assert list(peer_checks(None, completed({"cluster": None}, NodeStats))) == []
 
 
 def test_certificates_are_checked_as_other_nodes_check_them():
@@ -316,7 +319,8 @@ def of_store(advertise: str = "", listen: str = "127.0.0.1:0", **redis: Any) -> 
 
 def of_running_store(told: list[dict[str, Any]] | None) -> dict[str, Check]:
     """Checks without a configuration; the running node tells these of its settings."""
-    found = list(peer_checks(None, STATS, told))
+    settings = completed({"values": told}, Configuration).values if told is not None else None
+    found = list(peer_checks(None, completed(STATS, NodeStats), settings))
     assert all(one.advice for one in found if one.status != "ok"), "it says what to do"
     return {one.name: one for one in found}
 

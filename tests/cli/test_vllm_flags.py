@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvstore.cli import main
+from kvstore.cli.decoding import Reply
 from kvstore.cli.vllm_flags import asked_flags
 from kvstore.protocol.errors import NotFound
 
@@ -24,7 +25,8 @@ def test_the_flag_names_the_socket_of_the_node(daemon, capsys):
 
 
 def node(*rows):
-    return SimpleNamespace(get=lambda path: {"values": list(rows)})
+    every = [{"source": "default", **row} for row in rows]
+    return SimpleNamespace(get=lambda _path, kind: Reply({"values": every}, kind))
 
 
 @pytest.mark.parametrize(
@@ -32,7 +34,7 @@ def node(*rows):
 )
 def test_a_default_address_is_left_out(path, named):
     flags = asked_flags(node({"key": "socket.path", "value": path}))
-    assert ("kv_connector_extra_config" in flags["value"]) is named
+    assert ("kv_connector_extra_config" in flags.value.value) is named
 
 
 def test_a_node_that_does_not_tell_its_socket_is_an_error():

@@ -1,5 +1,7 @@
 """What only a CUDA device can show of pools there: real streams, events and pinned memory."""
 
+from contextlib import ExitStack
+
 import numpy as np
 import pytest
 
@@ -59,3 +61,28 @@ def test_what_a_kernel_wrote_is_stored_and_comes_back(outermost, order):
         dim = 0 if outermost else 1
         found = after.view(rows).index_select(dim, chosen)
         assert torch.equal(found, fresh.view(rows).index_select(dim, chosen))
+
+
+def test_two_engines_on_one_device_keep_their_blocks_apart():
+    """Two stores, as two engines on one GPU have: all four lanes copy at once."""
+    with ExitStack() as undo:
+        stores = [
+            undo.enter_context(KVStore.open(64 << 20, extent_bytes=16 << 20)) for _ in range(2)
+        ]
+        spaces = [open_space(store, SHARD) for store in stores]
+        size = spaces[0].page_bytes[0]
+        memories = [
+            torch.from_numpy(np.concatenate(content(BLOCKS, size, seed))).cuda() for seed in (1, 2)
+        ]
+        wrote = [memory.clone() for memory in memories]
+        pools = [pool_of(memory, size, outermost=False) for memory in memories]
+        blocks = np.random.default_rng(1).permutation(BLOCKS)[:PAGES]
+        keys = [new_keys(space, PAGES) for space in spaces]
+        moves = list(zip(spaces, pools, keys, strict=True))
+        storing = [space.extract_from_kvpool(pool, blocks, own) for space, pool, own in moves]
+        assert [job.result().stored for job in storing] == [PAGES, PAGES]
+        for memory in memories:
+            memory.view(8, BLOCKS, -1)[:, torch.from_numpy(blocks).cuda()] = 0
+        loads = [space.restore_to_kvpool(own, pool, blocks) for space, pool, own in moves]
+        assert [job.result().pages for job in loads] == [PAGES, PAGES]
+        assert all(map(torch.equal, memories, wrote))

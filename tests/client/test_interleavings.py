@@ -14,6 +14,7 @@ from kvstore.client import exchange, link
 from kvstore.client.exchange import Connection
 from kvstore.client.link import SETTLE_WAIT_S, Link
 from kvstore.client.mapping import Use
+from kvstore.node.describe import describe
 from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
@@ -299,7 +300,7 @@ def play(actions: Sequence[list[str]], choices: list[int], *, close_at: int) -> 
     assert not world.sockets, "a connection is left open"
     if world.schedule.now < closed_at[0] + SETTLE_WAIT_S:  # else it may have given up
         assert not world.node.processes, "the node keeps what nobody has"
-        assert not world.node.stats()["host"]["limbo_bytes"]
+        assert not describe(world.node).host.limbo_bytes
     return world
 
 

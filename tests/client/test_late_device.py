@@ -77,6 +77,42 @@ def stored(store):
     return space, keys, [bytes(page) for page in pages], pool
 
 
+def test_two_engines_on_one_device_keep_their_blocks_and_their_failures_apart(device, daemon):
+    """Each has its own lanes, and the device mixes the work of all of them."""
+    with daemon.connect() as one, daemon.connect() as other:
+        stores, pools = [one, other], [Pool(4, BLOCK, 16), Pool(4, BLOCK, 16)]
+        first = open_space(one)
+        spaces = [first, other.space(first.identity, list(first.shards))]
+        keys = [new_keys(first, COUNT, at * 10_000) for at in range(2)]
+        for at, pool in enumerate(pools):
+            pool.fill(at + 1)
+        wrote = [found(pool) for pool in pools]
+        storing = [
+            space.extract_from_kvpool(on_device(pool), BLOCKS, own)
+            for space, pool, own in zip(spaces, pools, keys, strict=True)
+        ]
+        assert [job.result().stored for job in storing] == [COUNT, COUNT]
+        for turn in range(3):  # their own pages, each other's, and their own again
+            for pool in pools:
+                clear(pool)
+            whose = [turn % 2, 1 - turn % 2]
+            loads = [
+                space.restore_to_kvpool(keys[at], on_device(pool), BLOCKS)
+                for space, pool, at in zip(spaces, pools, whose, strict=True)
+            ]
+            assert [job.result().pages for job in loads] == [COUNT, COUNT]
+            assert [found(pool) for pool in pools] == [wrote[at] for at in whose]
+
+        device.failures.append(("run", RuntimeError("CUDA error: out of memory")))
+        clear(pools[0])
+        assert spaces[0].restore_to_kvpool(keys[0], on_device(pools[0]), BLOCKS).result().pages == 0
+        assert not any(any(page) for page in found(pools[0]))
+        assert [each.troubles.get("device_unavailable", 0) for each in stores] == [1, 0]
+        for at, space in enumerate(spaces):
+            job = space.restore_to_kvpool(keys[at], on_device(pools[at]), BLOCKS)
+            assert job.result().pages == COUNT
+
+
 @pytest.mark.parametrize("order", ["page", "segment"])
 @pytest.mark.parametrize("gap", [0, 3, 64])
 def test_pages_go_to_a_device_and_come_back(store, device, gap, order):

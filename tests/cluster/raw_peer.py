@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 from typing import Any
 
+from kvstore.node.describe import describe
 from kvstore.protocol import wire
 from kvstore.server.peers import PeerService
 from tests.cluster.fake_transport import Network
@@ -85,9 +86,9 @@ class Scene:
 
     def state(self) -> tuple[Any, ...]:
         """What a peer could have changed."""
-        stats = self.node.node.stats()
+        stats = describe(self.node.node)
         return (
-            stats["sessions"], stats["host"], len(self.node.node.pages.spaces),
+            stats.sessions, stats.host, len(self.node.node.pages.spaces),
             dict(self.node.transport.tickets), self.node.pinned_bytes(),
         )  # fmt: skip
 

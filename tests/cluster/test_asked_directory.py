@@ -88,9 +88,9 @@ async def test_questions_without_an_answer_are_answered_with_nobody(
         it.directory.began()  # the process has started again: it knows no question
         assert len(it.answers) == OUTSTANDING_MAX + 4
         assert not any(it.answers.values())
-        shown = it.directory.stats()["shared"]
-        assert shown["unanswered"] == {"timeout": 1, "overload": 4}
-        assert shown["outstanding"] == 0
+        shown = it.directory.stats().shared
+        assert shown.unanswered == {"timeout": 1, "overload": 4}
+        assert shown.outstanding == 0
 
 
 @in_loop
@@ -111,8 +111,8 @@ async def test_the_nodes_that_have_one_page_are_told_with_its_shards() -> None:
 async def test_what_the_process_reports_is_shown() -> None:
     async with asking() as it:
         it.directory.heard(DirectoryReport(current=True, announced=7, faults={"away": 2}))
-        shown = it.directory.stats()["shared"]
-        assert (shown["current"], shown["announced"], shown["faults"]) == (True, 7, {"away": 2})
+        shown = it.directory.stats().shared
+        assert (shown.current, shown.announced, shown.faults) == (True, 7, {"away": 2})
 
 
 @in_loop
@@ -121,10 +121,10 @@ async def test_a_process_that_reports_nothing_any_more_has_no_current_directory(
 ) -> None:
     async with asking() as it:
         it.directory.heard(DirectoryReport(current=True, announced=7))
-        assert it.directory.stats()["shared"]["current"]
+        assert it.directory.stats().shared.current
         monkeypatch.setattr("kvstore.cluster.asked.SILENT_S", 0.0)
-        shown = it.directory.stats()["shared"]
-        assert (shown["current"], shown["trouble"], shown["announced"]) == (False, "silent", 7)
+        shown = it.directory.stats().shared
+        assert (shown.current, shown.trouble, shown.announced) == (False, "silent", 7)
 
 
 def announcer(peer: PeerNode, store: PageStore) -> PageAnnouncer:

@@ -63,7 +63,7 @@ async def scene() -> AsyncIterator[Scene]:
         await eventually(lambda: not a.pinned_bytes(), "a leaves no lease behind")
         left = {one for one in asyncio.all_tasks() - tasks if "link" in repr(one)}
         assert not left
-        assert b.peers.stats()["transfers"] == 0
+        assert b.peers.transfers == 0
 
 
 @pytest.mark.parametrize("moves", [False, True], ids=["leaves", "moves"])
@@ -83,8 +83,8 @@ async def test_a_fetch_from_a_node_that_leaves_or_moves_ends_at_once(moves: bool
         assert isinstance(end.error, PeerUnreachable)
         assert (end.digests, end.settled) == (b"", False), "bytes may still land"
         await eventually(lambda: not a.pinned_bytes(), "its lease is gone")
-        peers = b.peers.stats()["peers"]
-        assert {name: one["endpoint"] for name, one in peers.items()} == (
+        peers = b.peers.sessions()
+        assert {name: one.endpoint for name, one in peers.items()} == (
             {"a": "127.0.0.1:9"} if moves else {}
         )
         b.transport.tell(TransferSettled(number))
@@ -108,7 +108,7 @@ async def test_a_node_that_comes_back_is_read_from_again():
         pages = a.store()
         for turn in range(3):
             members.tell()
-            await eventually(lambda: not b.peers.stats()["peers"])
+            await eventually(lambda: not b.peers.sessions())
             members.tell(a=place)
             await eventually(b.up)
             slots = b.room(KEYS, f"t{turn}")
@@ -131,9 +131,9 @@ async def test_a_node_that_nobody_reaches_may_leave_while_it_is_connected_to():
         port = silent.sockets[0].getsockname()[1]
         for _ in range(5):
             members.tell(a=place, c=f"127.0.0.1:{port}", d="127.0.0.1:9")
-            await eventually(lambda: set(b.peers.stats()["peers"]) == set("acd"))
+            await eventually(lambda: set(b.peers.sessions()) == set("acd"))
             members.tell(a=place)
-            await eventually(lambda: set(b.peers.stats()["peers"]) == {"a"})
+            await eventually(lambda: set(b.peers.sessions()) == {"a"})
         assert b.up(), "the session with a is the same"
         assert b.faults() == {}
         silent.close()

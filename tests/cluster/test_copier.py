@@ -4,6 +4,7 @@ import pytest
 
 from kvstore.cluster import copier as copying
 from kvstore.cluster.copier import Copier, CopyEnd, CopyOrder, preference
+from kvstore.protocol.counts import CopyCounts
 from kvstore.protocol.errors import PeerUnreachable
 from kvstore.protocol.page import CanonicalLayout, ShardSpec, SpaceIdentity, page_keys
 from kvstore.state.remote.jobs import BringEnd, PeerBring, Spread, SpreadEnd
@@ -72,7 +73,7 @@ def test_pages_are_asked_for_in_steps_heads_first():
     assert not nodes.ends
     nodes.say(10)
     assert nodes.ends == [CopyEnd(10, True, None)]
-    assert nodes.copier.stats() == {"running": 0, "copied_pages": 10, "failed": 0}
+    assert nodes.copier.stats() == CopyCounts(running=0, copied_pages=10, failed=0)
 
 
 @pytest.mark.usefixtures("few")
@@ -106,7 +107,7 @@ def test_a_node_that_takes_no_more_ends_the_order_with_what_it_has():
     nodes.say(4)
     nodes.say(0, GONE)
     assert nodes.ends[1] == CopyEnd(4, False, GONE)
-    assert nodes.copier.stats()["failed"] == 2
+    assert nodes.copier.stats().failed == 2
 
 
 @pytest.mark.usefixtures("few")

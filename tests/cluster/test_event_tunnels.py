@@ -20,6 +20,7 @@ from kvstore.index.channel import EventConnection
 from kvstore.index.credentials import PeerCredentials
 from kvstore.process.tls import CertificateFiles
 from kvstore.protocol import wire
+from kvstore.protocol.counts import EventTunnelCounts
 from kvstore.protocol.page import page_keys
 from kvstore.server.publish import Publication
 from tests.cluster.nodes import PeerNode, files, nodes, shard
@@ -49,7 +50,7 @@ async def heard(channel: EventConnection, count: int = 1) -> list[zmtp.Message]:
 
 
 def following(node: PeerNode) -> list[str]:
-    names: Any = node.tunnels.stats()["following"]
+    names: Any = node.tunnels.stats().following
     return names
 
 
@@ -152,16 +153,16 @@ async def test_the_end_of_either_side_ends_the_other() -> None:
     async with tunnelled() as (tunnels, _, writer, given):
         [(raw, replay)] = given
         assert not replay
-        assert tunnels.stats()["following"] == ["self"]
+        assert tunnels.stats().following == ["self"]
         writer.transport.abort()
-        await eventually(lambda: not tunnels.stats()["following"])
+        await eventually(lambda: not tunnels.stats().following)
         assert raw.recv(10) == b""
     async with tunnelled() as (tunnels, reader, _, given):
         given[0][0].sendall(b"the last")
         given[0][0].close()
         assert await reader.read(8) == b"the last"
         assert await reader.read() == b""
-        await eventually(lambda: not tunnels.stats()["following"])
+        await eventually(lambda: not tunnels.stats().following)
         given.clear()
 
 
@@ -203,7 +204,7 @@ async def test_more_followers_than_may_be_are_cut_off_and_counted(
     async with tunnelled() as (tunnels, reader, _, given):
         assert await reader.read() == b""
         assert not given
-        assert tunnels.stats() == {"following": [], "faults": {"full": 1}}
+        assert tunnels.stats() == EventTunnelCounts(following=[], faults={"full": 1})
 
 
 @in_loop
@@ -318,6 +319,6 @@ def test_a_node_in_a_cluster_publishes_though_nobody_else_may_follow():
             assert (publication.endpoint, publication.replay_endpoint) == ("", "")
             publication.serve(theirs, replay=False)
             assert ours.recv(1) == zmtp.GREETING_FIRST
-            assert publication.stats()["sequence_next"] == 0
+            assert publication.stats().sequence_next == 0
         finally:
             publication.close()

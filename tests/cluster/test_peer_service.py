@@ -61,8 +61,8 @@ async def test_a_node_that_differs_is_refused_by_the_name_of_the_field(message, 
         assert (answer.code, answer.field) == ("invalid_argument", field)
         assert await raw.answer() is None
         assert made.state() == before
-        assert made.service.stats()["refused"] == {field: 1}
-        assert made.service.stats()["sessions"] == []
+        assert made.service.stats().refused == {field: 1}
+        assert made.service.stats().sessions == []
 
 
 @pytest.mark.parametrize("name", ["", "\x1b[2J", "a\nb", "n" * 65, "n" * 9_999])
@@ -79,8 +79,8 @@ async def test_a_name_that_no_node_can_have_is_refused_though_the_cluster_has_no
 
         assert isinstance(answer, wire.Failure)
         assert (answer.code, answer.field) == ("invalid_argument", "node")
-        assert made.service.stats()["sessions"] == []
-        assert made.service.stats()["followers"] == 0
+        assert made.service.stats().sessions == []
+        assert made.service.stats().followers == 0
 
 
 @pytest.mark.parametrize(
@@ -116,11 +116,11 @@ async def test_garbage_to_tls_changes_nothing_and_others_are_served():
         raw = await made.connect()
         raw.send(b"\x05\0\0\0\xff\xff\xff\xff\xff" * 20)
         await raw.text()
-        await eventually(lambda: sum(made.service.stats()["refused"].values()) == 1)
+        await eventually(lambda: sum(made.service.stats().refused.values()) == 1)
 
         good = await made.connect(context(ssl.PROTOCOL_TLS_CLIENT))
         await good.greet()
-        assert made.service.stats()["sessions"] == ["b"]
+        assert made.service.stats().sessions == ["b"]
 
 
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "tls"])
@@ -135,7 +135,7 @@ async def test_a_connection_without_a_first_message_is_closed_in_time(monkeypatc
         said = await raw.text()
 
         assert encrypted or b"no message in time" in said
-        assert made.service.stats()["refused"] == {"protocol": 1}
+        assert made.service.stats().refused == {"protocol": 1}
 
 
 @in_loop
@@ -143,7 +143,7 @@ async def test_the_oldest_silent_connection_gives_its_place_to_a_new_one(monkeyp
     monkeypatch.setattr(handshakes, "SILENT_MAX", 2)
     async with scene() as made:
         silent = [await made.connect()]
-        await eventually(lambda: made.service.stats()["accepted_connections"] == 1)
+        await eventually(lambda: made.service.stats().accepted_connections == 1)
         silent += [await made.connect(), await made.connect()]
 
         assert b"its place was needed" in await silent[0].text()
@@ -183,7 +183,7 @@ async def test_a_request_that_a_node_may_not_make_ends_its_session(request_):
         assert type(request_).__name__ in answer.message
         assert await raw.answer() is None
         assert made.state()[1:] == before
-        await eventually(lambda: made.service.stats()["sessions"] == [])
+        await eventually(lambda: made.service.stats().sessions == [])
 
 
 @in_loop
@@ -319,7 +319,7 @@ async def test_a_newer_connection_of_a_node_ends_the_older_one():
 
         assert await old.answer() is None
         assert not made.node.pinned_bytes()
-        assert made.service.stats()["sessions"] == ["b"]
+        assert made.service.stats().sessions == ["b"]
         assert isinstance(await new.ask(wire.Ping(0)), wire.Pong)
 
 
@@ -349,9 +349,9 @@ async def test_a_follower_of_events_gets_the_stream_with_every_byte_after_its_fi
         async with asyncio.timeout(WAIT_S):
             assert await raw._reader.readexactly(6) == b"ABCDEF"
         assert followed == [FOLLOW]
-        assert made.service.stats()["followers"] == 1
+        assert made.service.stats().followers == 1
         raw.close()
-        await eventually(lambda: made.service.stats()["followers"] == 0)
+        await eventually(lambda: made.service.stats().followers == 0)
 
 
 @pytest.mark.parametrize("listen", ["", "nonsense", "127.0.0.1", "127.0.0.1:99999"])

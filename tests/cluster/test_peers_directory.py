@@ -92,7 +92,7 @@ async def test_an_index_process_follows_two_nodes_over_tls_and_tells_what_each_h
             assert {hello.node for hello in a.hellos + b.hellos} == {"self"}
             assert {hello.replay for hello in a.hellos} == {True, False}
             assert (a.hellos[0].cluster, a.hellos[0].scheme) == ("c", SCHEME)
-            await eventually(lambda: it.directory.stats()["entries"] == 16)
+            await eventually(lambda: it.directory.stats().entries == 16)
 
 
 @in_loop
@@ -261,7 +261,7 @@ async def test_nodes_come_and_go_with_the_membership() -> None:
         await eventually(lambda: it.holds() == {"a": 16})
         it.directory._follow({"b": NodeRecord(name="b", endpoint=b.endpoint)})
         await eventually(lambda: it.holds() == {"b": 16})
-        await eventually(lambda: not a.tunnels.stats()["following"])
+        await eventually(lambda: not a.tunnels.stats().following)
 
 
 @in_loop
@@ -273,7 +273,7 @@ async def test_more_nodes_than_can_be_followed_are_named() -> None:
     )
     directory._follow({name: NodeRecord(name=name, endpoint=at) for name, at in many.items()})
     assert directory.refused == ["n16"]
-    assert directory.stats()["refused"] == ["n16"]
+    assert directory.stats().refused == ["n16"]
     assert len(index.present().report.workers) == 15
 
 

@@ -64,7 +64,7 @@ def test_further_attempts_that_fail_are_counted_and_not_logged(lines):
         one.failed("unreachable", "Connection refused")
 
     assert lines.names() == ["node down"]
-    assert one.stats()["faults"] == {"closed": 50, "unreachable": 50}
+    assert one.faults == {"closed": 50, "unreachable": 50}
 
 
 def test_a_refusal_names_its_field_once_until_the_session_was_up(lines):
@@ -95,15 +95,15 @@ def test_text_of_the_other_node_does_not_become_a_field_or_break_a_line(lines):
 
 def test_the_last_fault_stays_to_be_seen_when_the_session_is_up_again():
     one = Standing("a", "10.0.0.1:7400")
-    assert one.stats()["fault"] is None
+    assert one.fault() is None
 
     one.failed("silent", "no answer for 2 s")
     one.came(b"\1" * 16, "tcp")
 
-    told = one.stats()
-    assert told["up"]
-    assert (told["fault"]["cause"], told["fault"]["why"]) == ("silent", "no answer for 2 s")
-    assert told["fault"]["s_ago"] >= 0
+    fault = one.fault()
+    assert one.up
+    assert (fault.cause, fault.why) == ("silent", "no answer for 2 s")
+    assert fault.s_ago >= 0
 
 
 def test_a_node_that_is_not_admitted_is_told_once_for_each_field(lines, monkeypatch):
@@ -138,7 +138,7 @@ async def _a_session_of_two_nodes(lines: Lines) -> None:
         async with serving(a, listen=place):
             await eventually(b.up)
         assert lines.names()[:3] == ["node up", "node down", "node up"]
-        assert lines.all()[0][1]["transport"] == b.peers.stats()["peers"]["a"]["transport"]
+        assert lines.all()[0][1]["transport"] == b.peers.sessions()["a"].transport
 
 
 def test_a_node_that_stops_and_comes_back_is_three_lines(lines):
@@ -153,10 +153,9 @@ async def _a_node_of_another_cluster(lines: Lines) -> dict[str, Any]:
         b.local = type(b.local)("red", "b", b.local.boot, b.local.scheme)
         service = await undo.enter_async_context(serving(a))
         await undo.enter_async_context(reading(b, {"a": service.endpoint}))
-        await eventually(lambda: b.peers.stats()["peers"] and b.faults().get("refused", 0) >= 3)
-        assert service.stats()["refused"]["cluster"] >= 3
-        found: dict[str, Any] = b.peers.stats()["peers"]["a"]
-        return found
+        await eventually(lambda: b.peers.sessions() and b.faults().get("refused", 0) >= 3)
+        assert service.stats().refused["cluster"] >= 3
+        return b.peers.sessions()["a"]
 
 
 def test_a_node_of_another_cluster_is_refused_by_field_on_both_sides_once(lines):
@@ -164,9 +163,10 @@ def test_a_node_of_another_cluster_is_refused_by_field_on_both_sides_once(lines)
 
     assert sorted(lines.names()) == ["node not admitted", "node refused"]
     assert {fields["field"] for _, fields in lines.all()} == {"cluster"}
-    assert not told["up"]
-    assert told["fault"]["field"] == "cluster"
-    assert "'blue'" in told["fault"]["why"]
+    assert not told.up
+    assert told.fault is not None
+    assert told.fault.field == "cluster"
+    assert "'blue'" in told.fault.why
 
 
 async def _what_flaps(monkeypatch: pytest.MonkeyPatch) -> list[float]:

@@ -113,8 +113,8 @@ async def test_two_nodes_find_each_other_without_a_list_and_read_each_others_pag
             nodes.append(node)
             memberships.append(made)
         a, b = nodes
-        await eventually(lambda: "a" in b.peers.stats()["peers"] and b.up())
-        await eventually(lambda: "b" in a.peers.stats()["peers"] and a.up("b"))
+        await eventually(lambda: "a" in b.peers.sessions() and b.up())
+        await eventually(lambda: "b" in a.peers.sessions() and a.up("b"))
         pages = a.store()
         slots = b.room(KEYS)
         number = b.fetch(slots)
@@ -122,7 +122,7 @@ async def test_two_nodes_find_each_other_without_a_list_and_read_each_others_pag
         assert b.content(slots) == pages
 
         await memberships[0].membership.leave()
-        await eventually(lambda: not b.peers.stats()["peers"])
+        await eventually(lambda: not b.peers.sessions())
         number = b.fetch(b.room(KEYS, "t"), tenant="t")
         await eventually(lambda: b.end(number))
         assert isinstance(b.end(number).error, PeerUnreachable)
@@ -139,7 +139,7 @@ async def test_a_killed_process_is_told_everything_again_and_no_session_ends(fol
         (folder / "a").write_bytes(write_record(there))
         made = await undo.enter_async_context(kept(B, folder))
         await undo.enter_async_context(reading(b, made.membership))
-        await eventually(lambda: "a" in b.peers.stats()["peers"] and b.up())
+        await eventually(lambda: "a" in b.peers.sessions() and b.up())
         seen = dict(made.nodes)
 
         made.kill()
@@ -149,8 +149,8 @@ async def test_a_killed_process_is_told_everything_again_and_no_session_ends(fol
 
         assert made.nodes == seen == {"a": there, "b": B}
         assert b.up()
-        assert b.peers.stats()["peers"]["a"]["faults"] == {}
-        assert made.membership.stats()["changes"] == {"joined": 2, "joining": 1}
+        assert b.peers.sessions()["a"].faults == {}
+        assert made.membership.stats().changes == {"joined": 2, "joining": 1}
 
 
 @in_loop
@@ -163,7 +163,7 @@ async def test_a_store_that_is_away_takes_no_node_away(folder: Path):
         b.kill()
         await eventually(lambda: b.index.restarts == 1 and b.state == "away")
         assert b.nodes == {"a": A, "b": B}
-        assert b.membership.stats()["why"] == "it does not answer"
+        assert b.membership.stats().why == "it does not answer"
         (folder / "a").unlink()
         (folder.parent / AWAY).unlink()
         await eventually(lambda: b.nodes == {"b": B})
@@ -184,7 +184,7 @@ async def test_records_that_cannot_be_read_are_left_out_and_counted(folder: Path
     (folder / "x").write_bytes(b"{")
     async with kept(A, folder) as a:
         await eventually(lambda: a.nodes == {"a": A})
-        assert a.membership.stats()["unreadable_records"] == 1
+        assert a.membership.stats().unreadable_records == 1
 
 
 @in_loop
@@ -289,7 +289,7 @@ async def test_a_refused_node_is_alone_and_each_change_is_one_line(
         "membership joined", "membership refused", "membership refused", "membership joining"
     ]  # fmt: skip
     assert "\n" not in caplog.text.splitlines()[1]
-    assert it.membership.stats()["changes"] == {"joined": 1, "refused": 2, "joining": 1}
+    assert it.membership.stats().changes == {"joined": 1, "refused": 2, "joining": 1}
 
 
 @in_loop

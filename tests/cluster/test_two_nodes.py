@@ -10,6 +10,7 @@ import pytest
 
 from kvstore.cluster import session as pace
 from kvstore.mover.memory import memory_at
+from kvstore.node.describe import describe
 from kvstore.protocol import wire
 from kvstore.protocol.errors import PageCorrupt, PeerUnreachable, TransferTimeout
 from kvstore.protocol.page import DIGEST_BYTES
@@ -58,7 +59,7 @@ async def test_pages_of_one_node_arrive_on_the_other_with_their_digests(encrypte
         await eventually(lambda: not a.pinned_bytes(), "the leases are released")
         assert not a.transport.tickets
         assert a.loans.stats() == {"open": 0, "lent_pages": 6}
-        assert b.peers.stats()["transfers"] == 0
+        assert b.peers.transfers == 0
 
 
 @in_loop
@@ -105,7 +106,7 @@ async def test_a_page_that_came_wrong_is_checked_by_its_owner_and_kept():
         assert isinstance(end.error, PageCorrupt)
         await eventually(lambda: not a.pinned_bytes(), "released after the check")
         assert a.node.pages.counts["corrupt_pages"] == 0
-        assert a.node.stats()["host"]["ready_bytes"] == 6 * PAGE_BYTES
+        assert describe(a.node).host.ready_bytes == 6 * PAGE_BYTES
 
 
 @in_loop
@@ -175,7 +176,7 @@ async def test_the_lease_of_a_reader_that_vanishes_is_gone_at_once():
 
         await eventually(lambda: not a.pinned_bytes())
         assert not a.transport.tickets
-        assert a.node.stats()["host"]["limbo_bytes"] == 0
+        assert describe(a.node).host.limbo_bytes == 0
         assert not a.node.processes
         assert b.end(number) is None
 
@@ -198,7 +199,7 @@ async def test_a_lease_ends_with_its_deadline_though_the_reader_stays():
         assert b.settled == [], "bytes may still land"
         b.transport.tell(TransferSettled(number))
         await eventually(lambda: b.settled == [number])
-        assert b.peers.stats()["transfers"] == 0
+        assert b.peers.transfers == 0
 
 
 @in_loop
@@ -249,7 +250,7 @@ async def test_a_fetch_waits_for_the_memory_of_its_slots_until_its_deadline(monk
         else:
             assert isinstance(b.ends[0].error, TransferTimeout)
             assert b.ends[0].digests == b""
-        await eventually(lambda: not a.pinned_bytes() and not b.peers.stats()["transfers"])
+        await eventually(lambda: not a.pinned_bytes() and not b.peers.transfers)
 
 
 @in_loop
@@ -257,7 +258,7 @@ async def test_a_name_that_no_host_can_have_is_a_node_that_is_not_there():
     async with AsyncExitStack() as undo:
         _, b = await two_nodes(undo)
         await undo.enter_async_context(reading(b, {"a": "a..b:1"}))
-        faults = lambda: b.peers.stats()["peers"].get("a", {}).get("faults", {})  # noqa: E731
+        faults = lambda: b.peers.sessions()["a"].faults if b.peers.sessions() else {}  # noqa: E731
         await eventually(lambda: faults().get("unreachable", 0) > 1, "it is tried again")
 
 
@@ -279,9 +280,9 @@ async def test_a_node_with_the_certificate_of_another_authority_is_not_served():
         stranger = context(ssl.PROTOCOL_TLS_CLIENT, "stranger")
         await undo.enter_async_context(reading(b, {"a": service.endpoint}, stranger))
 
-        await eventually(lambda: service.stats()["refused"].get("connection"))
+        await eventually(lambda: service.stats().refused.get("connection"))
         assert not b.up()
-        assert service.stats()["sessions"] == []
+        assert service.stats().sessions == []
 
 
 # ---- a node that is not as it should be
@@ -373,7 +374,7 @@ async def test_a_peer_that_greets_wrongly_gets_no_session(answer, cause):
         place = await by_hand(undo, lambda request: [answer(request)])
         await undo.enter_async_context(reading(b, {"a": place}))
 
-        await eventually(lambda: b.up("a") or (b.peers.stats()["peers"] and b.faults().get(cause)))
+        await eventually(lambda: b.up("a") or (b.peers.sessions() and b.faults().get(cause)))
 
         assert not b.up()
 

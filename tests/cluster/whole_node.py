@@ -17,6 +17,7 @@ from kvstore.cluster.greeting import LocalNode
 from kvstore.cluster.membership import LocalMembership, Membership
 from kvstore.cluster.side import Peers
 from kvstore.mover.memory import memory_at
+from kvstore.node.describe import describe
 from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
@@ -207,17 +208,16 @@ class WholeNode:
 
     def pinned_bytes(self) -> int:
         check(self.node.pages)
-        found: int = self.node.stats()["host"]["pinned_bytes"]
+        found: int = describe(self.node).host.pinned_bytes
         return found
 
     def up(self, peer: str = "a") -> bool:
         """Whether the peer has welcomed this node."""
-        known = self.peers.stats()["peers"].get(peer)
-        return known is not None and known["up"]
+        known = self.peers.sessions().get(peer)
+        return known is not None and known.up
 
     def faults(self, peer: str = "a") -> dict[str, int]:
-        found: dict[str, int] = self.peers.stats()["peers"][peer]["faults"]
-        return found
+        return self.peers.sessions()[peer].faults
 
     def _begin(self, engine: ByHand, keys: PrefixKeys) -> list[int]:
         granted = engine.ask(wire.BeginPut(0, 1, engine.space, 0, keys.packed, keys.parent))

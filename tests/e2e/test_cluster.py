@@ -19,6 +19,8 @@ from bench.cluster import Cluster, ClusterError, Options, request
 from bench.completion import Completion, complete
 from bench.conversation import turns
 from kvstore.cli.remote import Remote
+from kvstore.protocol.counts import NodeStats
+from kvstore.server.answers import SessionList
 
 pytestmark = pytest.mark.timeout(240)
 PROMPT = [40 + index % 50 for index in range(200)]
@@ -128,13 +130,13 @@ def test_requests_of_a_trace_reuse_what_an_oracle_says_can_be_reused(
 
 def test_nothing_is_held_once_the_requests_have_ended(cluster: Cluster, wait_until: Any) -> None:
     def idle() -> bool:
-        stats = Remote(cluster.node_admin).get("/v1/stats")
+        stats = Remote(cluster.node_admin).get("/v1/stats", NodeStats).raw
         host = stats["host"]
         held = host["writing_bytes"] + host["pinned_bytes"] + host["limbo_bytes"]
         return stats["leases"] == stats["puts"] == held == 0
 
     wait_until(idle, what="no lease, put or held slot at the node")
-    sessions = Remote(cluster.node_admin).get("/v1/sessions")["sessions"]
+    sessions = Remote(cluster.node_admin).get("/v1/sessions", SessionList).raw["sessions"]
     assert {session["name"] for session in sessions} == {"P1", "D1", "D2"}
     prefill = next(session for session in sessions if session["name"] == "P1")
     assert prefill["prefill_s_per_token"] > 0

@@ -4,12 +4,15 @@ The device does its work late and out of order (:class:`kvstore.testing.device.L
 """
 
 import logging
+from threading import Event
+from threading import enumerate as enumerate_threads
 from time import monotonic
 
 import numpy as np
 import pytest
 
 from kvstore.client.store import KVStore
+from kvstore.engine import start
 from kvstore.engine.messages import Blocks, Load, Store
 from kvstore.engine.opening import Opening
 from kvstore.engine.start import prefault, round_trip, try_device
@@ -20,7 +23,7 @@ from tests.engine.engine import BLOCK, IDENTITY, PAGE, SHARD
 torch = pytest.importorskip("torch")
 
 from kvstore.testing.device import LateDevice  # noqa: E402
-from kvstore.tier import gpu  # noqa: E402
+from kvstore.tier import gpu, lane  # noqa: E402
 
 LOG = logging.getLogger(__name__)
 BLOCKS = [8, 3, 5, 6, 11, 2]
@@ -87,6 +90,40 @@ def test_a_device_that_cannot_be_used_is_said_with_its_reason(store, pool, devic
     assert "RLIMIT_MEMLOCK" in try_device(store, pool, SHARD.page_bytes(IDENTITY), LOG)
     device.failures.append(("memory", torch.OutOfMemoryError("CUDA out of memory")))
     assert "out of memory" in round_trip(store, IDENTITY, SHARD, pool, LOG)
+
+
+def test_a_start_does_not_wait_longer_for_a_device_and_uses_it_when_it_is_ready(
+    store, pool, device, side, monkeypatch, wait_until
+):
+    """Pinning memory, or the first copy, may take as long as the driver likes."""
+    begun, goes_on, real = Event(), Event(), device.pinned
+
+    def pinned(size):
+        begun.set()
+        assert goes_on.wait(30.0)
+        return real(size)
+
+    monkeypatch.setattr(device, "pinned", pinned)
+    monkeypatch.setattr(start, "DEVICE_WAIT_S", 0.01)
+    monkeypatch.setattr(lane, "DEADLINE_S", 0.01)
+    page_bytes = SHARD.page_bytes(IDENTITY)
+    assert "not ready after" in try_device(store, pool, page_bytes, LOG)
+    assert begun.wait(10.0)
+    space = side.opening.get()
+    keys = space.page_keys(range(3 * PAGE))
+    space.put(keys, [np.full(space.page_bytes[0], 9, dtype=np.uint8)] * 3)
+    side.start_loads([Load(1, "r", keys, [Blocks(0, 0, BLOCKS)], 10.0, False)])
+    assert ended(side, wait_until)[1].pages == 0
+    side.counts.note_troubles(store.troubles)
+    assert side.counts.take()["device_failures"] == 1
+
+    goes_on.set()
+    wait_until(lambda: not any("device-trial" in one.name for one in enumerate_threads()))
+    monkeypatch.setattr(lane, "DEADLINE_S", 10.0)
+    side.start_loads([Load(2, "r", keys, [Blocks(0, 0, BLOCKS)], 10.0, False)])
+    assert ended(side, wait_until)[2].pages == 3
+    monkeypatch.setattr(start, "DEVICE_WAIT_S", 10.0)
+    assert try_device(store, pool, page_bytes, LOG) == ""
 
 
 @pytest.mark.parametrize("layerwise", [False, True])

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvstore.node.describe import describe
 from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
@@ -204,10 +205,10 @@ class Fuzzed:
         while self.disk.jobs:
             self.end_job()
         self.desk.self_check.run()
-        stats = self.node.stats()
-        assert stats["sessions"] == []
-        assert stats["leases"] == stats["puts"] == stats["waiting_requests"] == 0
-        host = stats["host"]
+        stats = describe(self.node)
+        assert stats.sessions == []
+        assert stats.leases == stats.puts == stats.waiting_requests == 0
+        host = stats.host
         held = {name: host[f"{name}_bytes"] for name in ("writing", "pinned", "limbo", "retiring")}
         assert not any(held.values()), held
 

@@ -11,6 +11,7 @@ from kvstore.node.requests import NodeLimits
 from kvstore.protocol import wire
 from kvstore.protocol.errors import InvalidArgument
 from kvstore.protocol.page import PrefixKey, SpaceIdentity
+from kvstore.state.remote.jobs import Locate, PeerLimits
 from kvstore.state.tree.actions import Removed, Stored
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Peer
@@ -92,6 +93,24 @@ def test_memory_comes_first_then_the_disk_then_answers_then_events(desk, seen):
 def test_memory_that_a_failed_job_gave_away_is_there_before_anyone_is_told_of_it(desk, seen):
     number = desk.connect(Peer(1), Line(seen))
     desk.disk.flush = lambda: decide(desk, number)
+    desk.flush()
+
+    kinds = [type(one) for one in seen]
+    assert kinds.index(Replacement) < kinds.index(wire.Pong)
+
+
+def test_memory_that_a_failed_fetch_gave_away_is_there_before_anyone_is_told_of_it(desk, seen):
+    number = desk.connect(Peer(1), Line(seen))
+    desk.node.join(PeerLimits(1 << 20))
+
+    def fail() -> None:
+        desk.node.remote.jobs.clear()
+        decide(desk, number)
+
+    desk.peers = SimpleNamespace(flush=fail)
+    desk.node.remote.jobs.append(
+        Locate(1, SpaceIdentity(model="m", kv_dtype="uint8", page_tokens=1), (), b"")
+    )
     desk.flush()
 
     kinds = [type(one) for one in seen]
@@ -183,10 +202,10 @@ def test_an_end_that_fails_does_not_stop_the_desk(desk, seen):
 
 
 def test_statistics_are_those_of_the_node_and_of_its_disk(desk):
-    assert desk.stats()["ssd"] == {"live_bytes": 7}
-    assert desk.stats()["node"] == "n"
+    assert desk.stats().ssd == {"live_bytes": 7}
+    assert desk.stats().node == "n"
     desk.disk = None
-    assert desk.stats()["ssd"] is None
+    assert desk.stats().ssd is None
 
 
 def test_the_longest_turn_is_named_once_and_all_are_counted(desk):

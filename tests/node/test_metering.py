@@ -42,10 +42,7 @@ def measured(histogram: Histogram) -> list[float]:
 
 
 def lookups(meter: Meter) -> dict[str, tuple[int, int, int]]:
-    return {
-        one["model"]: (one["host_pages"], one["ssd_pages"], one["missed_pages"])
-        for one in meter.stats()["lookups"]
-    }
+    return {one.model: (one.host_pages, one.ssd_pages, one.missed_pages) for one in meter.lookups()}
 
 
 @example([50_000, 50_001, 30_000_000_000, 30_000_000_001])
@@ -59,7 +56,7 @@ def test_each_time_is_in_the_first_bucket_whose_bound_it_does_not_exceed(times: 
     expected = sorted(next(b for b in bounds if took_ns <= b * 1e9) for took_ns in times)
     assert measured(histogram) == expected
     stats = histogram.stats()
-    assert (stats["count"], stats["sum_s"]) == (len(times), pytest.approx(sum(times) / 1e9))
+    assert (stats.count, stats.sum_s) == (len(times), pytest.approx(sum(times) / 1e9))
 
 
 def test_the_bounds_reach_from_50_microseconds_to_30_seconds():

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from kvstore.node.describe import describe
 from kvstore.protocol import wire
 from kvstore.protocol.errors import EngineNameTaken, ProtocolError, error_from_code
 from kvstore.protocol.page import EngineLabel
@@ -48,7 +49,7 @@ def test_another_live_engine_of_the_same_name_is_refused_and_told_what_to_do(nod
     assert "processes [1]" in refused.message
     assert "a name of its own" in refused.message
     assert isinstance(error_from_code(refused.code, refused.message), EngineNameTaken)
-    assert node.node.stats()["counts"]["refused_engine_name_taken"] == 1
+    assert describe(node.node).counts["refused_engine_name_taken"] == 1
     assert names(node) == ["e"]
     assert isinstance(hello(node, 3, label("e/dp1", TWO)), wire.Welcome), "a rank has its own name"
 
@@ -96,7 +97,7 @@ def test_a_name_that_was_only_derived_never_costs_an_engine_its_cache(node) -> N
 
     assert isinstance(hello(node, 2, label("*:8000", TWO, chosen=False)), wire.Welcome)
     assert names(node) == ["*:8000", None]
-    assert node.node.stats()["counts"]["unnamed_duplicates"] == 1
+    assert describe(node.node).counts["unnamed_duplicates"] == 1
 
 
 def test_a_session_remembers_which_shards_it_has_opened(node) -> None:

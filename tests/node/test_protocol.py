@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from kvstore.node.describe import describe
 from kvstore.node.node import WAIT_MS_MAX, Node
 from kvstore.node.requests import NodeLimits
 from kvstore.protocol import wire
@@ -102,11 +103,11 @@ def node() -> Iterator[Wire]:
     yield made
     for connection in list(made.node.processes):
         made.node.disconnected(connection, made.now_ns, ended=True)
-    stats = made.node.stats()
-    assert stats["sessions"] == []
-    assert stats["leases"] == stats["puts"] == stats["waiting_requests"] == 0
-    assert stats["host"]["writing_bytes"] == stats["host"]["pinned_bytes"] == 0
-    assert stats["host"]["limbo_bytes"] == 0
+    stats = describe(made.node)
+    assert stats.sessions == []
+    assert stats.leases == stats.puts == stats.waiting_requests == 0
+    assert stats.host.writing_bytes == stats.host.pinned_bytes == 0
+    assert stats.host.limbo_bytes == 0
 
 
 KEYS = page_keys(range(12), 2)
@@ -348,7 +349,7 @@ def test_waiters_that_left_are_forgotten(node):
 
     node.node.disconnected(2, node.now_ns, ended=False)
 
-    assert node.node.stats()["waiting_requests"] == 0
+    assert describe(node.node).waiting_requests == 0
     assert not node.node.waiting._by_thing, "not even an empty list for each key they waited for"
 
 
@@ -365,8 +366,8 @@ def test_a_process_that_ends_gives_back_what_it_held(node):
     node.node.process_ended(77, node.now_ns)
     assert node.node.closing == [2]
 
-    host = node.node.stats()["host"]
-    assert host["writing_bytes"] == host["pinned_bytes"] == 0
+    host = describe(node.node).host
+    assert host.writing_bytes == host.pinned_bytes == 0
     assert node.lookup(1, KEYS) == (2, 0), "what it had stored stays"
 
 
@@ -390,7 +391,7 @@ def test_a_prefill_speed_that_cannot_be_is_ignored(node):
     for told in (0.0, -1.0, 1e9, float("nan"), 0.002):
         node.ask(1, wire.ReportPrefill(told))
 
-    assert node.node.stats()["sessions"][0]["prefill_s_per_token"] == 0.002
+    assert describe(node.node).sessions[0].prefill_s_per_token == 0.002
 
 
 @pytest.mark.parametrize("same_session", [True, False])
@@ -403,7 +404,7 @@ def test_nobody_releases_aborts_or_commits_what_another_process_holds(node, same
     leased = node.ask(3, wire.Acquire(0, 7, 0, 0, keys.packed, LEASE_MS_MAX))
     assert isinstance(leased, wire.Acquired)
     put = node.begin(3, others)
-    held = node.node.stats()["host"]
+    held = describe(node.node).host
 
     for _ in range(3):
         node.ask(2, wire.Release(7))
@@ -412,12 +413,12 @@ def test_nobody_releases_aborts_or_commits_what_another_process_holds(node, same
         assert isinstance(refused, wire.Failure)
     for generation in (0, 1 << 20, (1 << 32) + int.from_bytes(leased.addresses[4:8], "little")):
         node.ask(2, wire.Corrupt(0, 0, keys[0], generation))
-    assert node.node.stats()["host"] == held
+    assert describe(node.node).host == held
     assert node.lookup(2, keys) == (len(keys), 0)
 
     for _ in range(3):  # and whoever holds it gives it back once
         node.ask(3, wire.Release(7))
         node.ask(3, wire.AbortPut(put))
-    after = node.node.stats()["host"]
-    assert after["pinned_bytes"] == after["writing_bytes"] == 0
-    assert after["ready_bytes"] == held["ready_bytes"]
+    after = describe(node.node).host
+    assert after.pinned_bytes == after.writing_bytes == 0
+    assert after.ready_bytes == held.ready_bytes

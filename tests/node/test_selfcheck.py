@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvstore.node.describe import core
 from kvstore.node.desk import Desk
 from kvstore.node.selfcheck import SelfCheck
 from kvstore.node.waiting import WaitingRoom
 from kvstore.protocol import wire
-from kvstore.state.ask.describe import core
+from kvstore.protocol.counts import SelfCheckCounts
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree import prefix_tree
 from kvstore.testing.simulation import Simulation
@@ -107,7 +108,7 @@ def test_otherwise_no_step_looks_at_anything(world):
 
     desk.receive(1, wire.Ping(8))
 
-    assert desk.stats()["self_check"] == {"rounds": 0, "pages": 0}
+    assert desk.stats().self_check == SelfCheckCounts(rounds=0, pages=0)
 
 
 @pytest.mark.parametrize("call", ["receive", "advance", "disconnect", "process_ended", "operate"])

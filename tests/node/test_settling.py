@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvstore.node.describe import describe
 from kvstore.node.requests import NodeLimits
 from kvstore.protocol import wire
 from kvstore.protocol.page import page_keys
@@ -34,7 +35,7 @@ def lose(node: Wire, connection: int) -> None:
 
 
 def limbo(node: Wire) -> int:
-    left: int = node.node.stats()["host"]["limbo_bytes"]
+    left: int = describe(node.node).host.limbo_bytes
     return left
 
 
@@ -84,7 +85,7 @@ def test_only_what_is_lost_is_settled(node):
 
     node.ask(3, wire.Settled(2))
 
-    assert node.node.stats()["host"]["writing_bytes"] == SIZE
+    assert describe(node.node).host.writing_bytes == SIZE
 
 
 @pytest.mark.parametrize("number", [0, 9])
@@ -167,7 +168,7 @@ def test_a_hello_that_was_overtaken_takes_nothing_from_the_newer_connection(node
     assert isinstance(answer, wire.Failure)
     assert answer.code == "protocol"
     assert 3 not in node.node.processes
-    assert node.node.stats()["host"]["writing_bytes"] == SIZE
+    assert describe(node.node).host.writing_bytes == SIZE
     assert not node.node.processes[2].lost
 
 

@@ -5,6 +5,7 @@ from random import Random
 import msgspec
 import pytest
 
+from kvstore.node.describe import describe
 from kvstore.node.hello import LOST_MAX
 from kvstore.node.node import Node
 from kvstore.node.requests import LEASE_PAGES_MAX, PUT_PAGES_MAX, NodeLimits
@@ -53,7 +54,7 @@ def test_a_session_may_wait_so_often_and_others_still_may(node):
 
     node.join(3)
     assert node.lookup(3, KEYS, wait_ms=WAIT_MS) is None
-    assert node.node.stats()["waiting_requests"] == SESSION_WAITERS_MAX + 1
+    assert describe(node.node).waiting_requests == SESSION_WAITERS_MAX + 1
 
 
 def test_the_bytes_of_waiting_messages_are_counted(node):
@@ -66,7 +67,7 @@ def test_the_bytes_of_waiting_messages_are_counted(node):
         waited += 1
 
     assert waited == SESSION_WAITING_BYTES_MAX // len(keys.packed)
-    assert node.node.stats()["waiting_bytes"] <= SESSION_WAITING_BYTES_MAX
+    assert describe(node.node).waiting_bytes <= SESSION_WAITING_BYTES_MAX
     node.join(3)
     assert node.lookup(3, KEYS, wait_ms=WAIT_MS) is None
 
@@ -122,7 +123,7 @@ def test_a_process_that_leaves_pages_behind_again_and_again_is_let_in_no_more():
         made.node.receive(connection, wire.OpenSpace(0, IDENTITY, SHARDS), made.now_ns)
         made.node.receive(connection, wire.Acquire(0, 1, 0, 0, KEYS.packed, 100), made.now_ns)
         made.node.disconnected(connection, made.now_ns, ended=False)
-    assert made.node.stats()["leases"] == LOST_MAX
+    assert describe(made.node).leases == LOST_MAX
 
     made.node.connected(2, Peer(77))
     refused = made.ask(2, msgspec.structs.replace(HELLO, id=0))
@@ -133,7 +134,7 @@ def test_a_process_that_leaves_pages_behind_again_and_again_is_let_in_no_more():
     made.node.process_ended(77, made.now_ns)
     while made.node.unfinished:
         made.node.go_on(made.now_ns)
-    assert made.node.stats()["sessions_total"] == 2
+    assert describe(made.node).sessions_total == 2
     made.join(4, pid=77)
 
 
@@ -150,10 +151,10 @@ def test_a_process_with_many_connections_gives_back_in_turns_what_they_held():
         made.ask(connection, wire.Acquire(0, 1, 0, 0, KEYS.packed, 100))
 
     made.node.process_ended(77, made.now_ns)
-    held = [made.node.stats()["leases"]]
+    held = [describe(made.node).leases]
     while made.node.unfinished:
         made.node.go_on(made.now_ns)
-        held.append(made.node.stats()["leases"])
+        held.append(describe(made.node).leases)
 
     assert held == [7, 4, 1, 0], "three of six pages and their ends are a turn"
 
@@ -193,16 +194,16 @@ def test_a_process_that_held_much_gives_it_back_in_turns():
     turns = 0
 
     made.node.process_ended(77, made.now_ns)
-    held = [made.node.stats()["leases"]]
+    held = [describe(made.node).leases]
     while made.node.unfinished:
         made.node.go_on(made.now_ns)
-        held.append(made.node.stats()["leases"])
+        held.append(describe(made.node).leases)
         turns += 1
 
     assert held[0] == 8, "one turn"
     assert held[-1] == 0
     assert turns > 1
-    assert [one["name"] for one in made.node.stats()["sessions"]] == ["engine-1"]
+    assert [one.name for one in describe(made.node).sessions] == ["engine-1"]
     check(made.node.pages)
 
 
@@ -314,10 +315,10 @@ def test_what_still_comes_on_a_connection_that_was_given_up_is_not_carried_out()
 
     assert isinstance(answer, wire.Failure)
     assert answer.code == "protocol"
-    assert made.node.stats()["host"]["limbo_bytes"] == 6 * 4096
+    assert describe(made.node).host.limbo_bytes == 6 * 4096
     made.node.disconnected(1, made.now_ns, ended=False)
     made.node.process_ended(77, made.now_ns)
-    assert made.node.stats()["host"]["limbo_bytes"] == 0
+    assert describe(made.node).host.limbo_bytes == 0
 
 
 def test_an_origin_without_measure_is_refused():

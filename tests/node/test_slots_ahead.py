@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvstore.node.describe import describe
 from kvstore.protocol import wire
 from kvstore.protocol.page import KEY_BYTES, PrefixKeys, page_keys
 from kvstore.state.choice.eviction import GRACE_NS
@@ -56,8 +57,8 @@ class Client:
     @property
     def held(self) -> tuple[int, int]:
         """Reserved slots, and bytes that are being written."""
-        stats = self.node.stats()
-        return stats["slots_ahead"], stats["host"]["writing_bytes"]
+        stats = describe(self.node)
+        return stats.slots_ahead, stats.host.writing_bytes
 
 
 @pytest.fixture
@@ -186,7 +187,7 @@ def test_only_a_small_part_of_memory_is_reserved(monkeypatch: pytest.MonkeyPatch
 def test_no_page_that_was_just_stored_leaves_for_a_slot_in_advance(client: Client):
     put, _ = client.first(page(1))
     each = client.pages.ahead.size_bytes
-    for at in range(client.node.stats()["host"]["free_bytes"] // each):
+    for at in range(describe(client.node).host.free_bytes // each):
         client.wire.begin(1, page(10 + at))
     client.wire.now_ns += 1
     client.wire.ask(1, wire.Acquire(0, 5, 0, 0, page(1).packed, 100))  # only the next one may leave
@@ -200,7 +201,7 @@ def test_no_page_that_was_just_stored_leaves_for_a_slot_in_advance(client: Clien
 def test_a_full_node_makes_room_for_a_slot_in_advance(client: Client):
     put, _ = client.first(page(1))
     each = client.pages.ahead.size_bytes
-    for at in range(client.node.stats()["host"]["free_bytes"] // each):
+    for at in range(describe(client.node).host.free_bytes // each):
         client.wire.store(1, page(10 + at))
     client.wire.now_ns += 1
 
@@ -215,18 +216,18 @@ def test_a_full_node_makes_room_for_a_slot_in_advance(client: Client):
 def test_room_for_the_slot_after_it_is_made_when_no_client_waits(client: Client):
     put, _ = client.first(page(1))
     each = client.pages.ahead.size_bytes
-    for at in range(client.node.stats()["host"]["free_bytes"] // each):
+    for at in range(describe(client.node).host.free_bytes // each):
         client.wire.store(1, page(10 + at))
     client.wire.now_ns += 1
     following = client.name()
     client.store(put, page(2), following)
     assert client.node.unfinished
-    assert client.node.stats()["host"]["free_bytes"] == 0
+    assert describe(client.node).host.free_bytes == 0
 
     client.node.go_on(client.wire.now_ns)
 
     assert not client.node.unfinished
-    assert client.node.stats()["host"]["free_bytes"] == each
+    assert describe(client.node).host.free_bytes == each
     evicted = client.pages.counts["removed_evicted"]
     answer = client.store(following, page(3), client.name())
     assert isinstance(answer, wire.Committed)
@@ -237,7 +238,7 @@ def test_room_for_the_slot_after_it_is_made_when_no_client_waits(client: Client)
 def test_no_page_that_was_just_stored_leaves_for_the_slot_after_it(client: Client):
     put, _ = client.first(page(1))
     each = client.pages.ahead.size_bytes
-    for at in range(client.node.stats()["host"]["free_bytes"] // each):
+    for at in range(describe(client.node).host.free_bytes // each):
         client.wire.begin(1, page(10 + at))
     client.wire.ask(1, wire.Acquire(0, 5, 0, 0, page(1).packed, 100))
     client.wire.now_ns += 1
@@ -254,13 +255,13 @@ def test_a_slot_of_a_lost_connection_is_nobodys_until_its_process_touches_it_no_
     client.first(page(1))
 
     client.node.disconnected(1, client.wire.now_ns, ended=False)
-    lost = client.node.stats()
-    assert (lost["slots_ahead"], lost["host"]["limbo_bytes"] > 0) == (0, True)
+    lost = describe(client.node)
+    assert (lost.slots_ahead, lost.host.limbo_bytes > 0) == (0, True)
 
     client.node.process_ended(1, client.wire.now_ns)
-    ended = client.node.stats()
-    assert (ended["host"]["limbo_bytes"], ended["host"]["writing_bytes"]) == (0, 0)
-    assert not ended["session_bytes"]
+    ended = describe(client.node)
+    assert (ended.host.limbo_bytes, ended.host.writing_bytes) == (0, 0)
+    assert not ended.session_bytes
 
 
 def test_an_older_client_is_given_no_slot(client: Client):

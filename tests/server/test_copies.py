@@ -271,7 +271,7 @@ def test_only_pages_that_have_left_are_said_to_have_left(stored, one):
     job = move(one, "abcd")
     assert (job.result["dropped"], stored.has("ab")) == (2, ["ab"])
     assert [asked.first for asked in one.asked if asked.gone] == [2]
-    assert one.copier.stats()["copied_pages"] == 4
+    assert one.copier.stats().copied_pages == 4
 
 
 def test_pages_in_use_and_pinned_pages_stay(stored, one):

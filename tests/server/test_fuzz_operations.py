@@ -16,6 +16,7 @@ import pytest
 
 from kvstore.protocol.errors import KVStoreError
 from kvstore.server import operate
+from kvstore.server.answers import Policy
 from kvstore.server.channel import Caller
 from kvstore.server.inspect import Inspection
 from kvstore.server.operate import OperatorRequests
@@ -43,10 +44,10 @@ class Desk:
         memory = SimpleNamespace(read=self._read)
         status = SimpleNamespace(
             unready=str, stats=dict, tiers=list, event_source=dict,
-            nodes=lambda: {"joined": "off", "membership": None, "directory": "off"},
+            nodes=lambda: SimpleNamespace(joined="off", membership=None, directory="off"),
             registered=dict, others=None,
-            policy=lambda: {"name": self.table.eviction.policy, "known": list(POLICIES),
-                            "configured": "lru"},
+            policy=lambda: Policy(name=self.table.eviction.policy, known=list(POLICIES),
+                                  configured="lru", ssd=None),
         )  # fmt: skip
         self.tasks: list[Any] = []
         turns = SimpleNamespace(start=lambda work, ended: self.tasks.append((work, ended)))

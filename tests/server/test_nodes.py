@@ -7,8 +7,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from kvstore.cli.decoding import completed
 from kvstore.cli.nodes import nodes as printed
-from kvstore.server.nodes import NodeList, node_list
+from kvstore.protocol.counts import NodeList, NodeStats
+from kvstore.server.nodes import node_list
 from kvstore.server.peer_series import PEERS_MAX, node_series
 
 FAULT = {"cause": "refused", "why": "cluster: 'red'", "field": "cluster", "s_ago": 2.5}
@@ -45,14 +47,19 @@ def stats(peers: dict[str, Any], **changed: Any) -> dict[str, Any]:
             "remote": {"peers": {"b": READ}}} | changed  # fmt: skip
 
 
-def show(found: dict[str, Any]) -> str:
+def listed(told: dict[str, Any]) -> NodeList:
+    """The list of a node that says so much."""
+    return node_list(completed(told, NodeStats))
+
+
+def show(found: NodeList) -> str:
     out = StringIO()
     printed(found, Console(file=out, width=200))
     return out.getvalue()
 
 
 def test_each_node_has_a_row_with_all_that_the_parts_count():
-    found = msgspec.convert(node_list(stats({"c": DOWN, "b": UP})), NodeList)
+    found = listed(stats({"c": DOWN, "b": UP}))
 
     assert [one.name for one in found.nodes] == ["b", "c"]
     b, c = found.nodes
@@ -75,19 +82,18 @@ def test_each_node_has_a_row_with_all_that_the_parts_count():
      ({"c": DOWN}, "alone")],
 )  # fmt: skip
 def test_a_node_is_joined_as_far_as_it_has_sessions(peers, joined):
-    assert node_list(stats(peers))["joined"] == joined
+    assert listed(stats(peers)).joined == joined
 
 
 def test_a_node_without_a_cluster_has_no_rows_and_says_so():
-    found = node_list(stats({}, cluster=None, remote=None))
+    found = listed(stats({}, cluster=None, remote=None))
 
-    alone = msgspec.convert(found, NodeList)
-    assert (alone.joined, alone.directory) == ("off", "off")
+    assert (found.joined, found.directory) == ("off", "off")
     assert "cluster.name is empty" in show(found)
 
 
 def test_the_table_names_what_differs_and_what_is_left_out():
-    told = show(node_list(stats({"b": UP, "c": DOWN})))
+    told = show(listed(stats({"b": UP, "c": DOWN})))
 
     for words in (
         "some other nodes have no session with it", "42 of 1,000 pages, 5 left out",
@@ -103,9 +109,9 @@ def test_the_table_names_what_differs_and_what_is_left_out():
 def test_pages_in_a_directory_that_nodes_share_count_and_its_counts_are_shown_and_exported():
     counted = stats({"b": UP})
     counted["cluster"]["directory"] |= {"peers": {}, "shared": SHARED}
-    found = node_list(counted)
+    found = listed(counted)
 
-    (b,) = msgspec.convert(found, NodeList).nodes
+    (b,) = found.nodes
     assert (b.current, b.index_why, b.lag_s, b.indexed_pages) == (True, "", None, {})
     told = show(found)
     assert "do not count" not in told
@@ -127,7 +133,7 @@ def test_pages_in_a_directory_that_nodes_share_count_and_its_counts_are_shown_an
     }  # fmt: skip
 
 
-def gauge(found: dict[str, Any]) -> float:
+def gauge(found: NodeList) -> float:
     """The series that an alert asks for."""
     [value] = [
         sample.value
@@ -142,12 +148,12 @@ def test_a_directory_in_a_redis_that_does_not_answer_is_degraded_and_says_why():
     counted = stats({"b": UP})
     directory = counted["cluster"]["directory"]
     directory |= {"peers": {}, "refused": [], "shared": SHARED}
-    found = msgspec.to_builtins(node_list(counted))
-    assert (found["directory"], gauge(found)) == ("current", 1)
+    found = listed(counted)
+    assert (found.directory, gauge(found)) == ("current", 1)
 
     directory["shared"] = SHARED | {"current": False, "trouble": "away"}
-    found = msgspec.to_builtins(node_list(counted))
-    assert (msgspec.convert(found, NodeList).directory, gauge(found)) == ("degraded", 0)
+    found = listed(counted)
+    assert (found.directory, gauge(found)) == ("degraded", 0)
     failed = (
         "directory in Redis: its last call failed (away), nodes may not find each other's pages;"
     )
@@ -166,12 +172,12 @@ def test_a_directory_of_peers_is_degraded_when_pages_of_a_node_in_reach_are_not_
 ):
     counted = stats(peers)
     counted["cluster"]["directory"] |= {"peers": known, "refused": refused}
-    found = node_list(counted)
-    assert (found["directory"], gauge(found)) == (state, float(state == "current"))
+    found = listed(counted)
+    assert (found.directory, gauge(found)) == (state, float(state == "current"))
 
 
 def test_no_more_nodes_have_series_than_a_cluster_may_have():
-    found = node_list(stats({f"n{at}": UP for at in range(100)}))
+    found = listed(stats({f"n{at}": UP for at in range(100)}))
 
     peers = {
         sample.labels["peer"]
@@ -185,7 +191,7 @@ def test_no_more_nodes_have_series_than_a_cluster_may_have():
 def test_the_series_say_in_which_state_the_node_is_by_its_membership():
     found = {
         (sample.name, sample.labels.get("state", "")): sample.value
-        for family in node_series(node_list(stats({"b": UP})))
+        for family in node_series(listed(stats({"b": UP})))
         for sample in family.samples
         if "membership" in sample.name
     }
@@ -199,11 +205,12 @@ def test_the_series_say_in_which_state_the_node_is_by_its_membership():
 
 
 def test_a_membership_that_is_a_list_and_an_older_node_have_no_line():
-    local = MEMBER | {"kind": "local", "state": "joined"}
-    found = stats({"b": UP})
-    for member in (local, None):
-        found["cluster"]["membership"] = member
-        assert "membership in" not in show(node_list(found))
+    counted = stats({"b": UP})
+    counted["cluster"]["membership"] = MEMBER | {"kind": "local", "state": "joined"}
+    found = listed(counted)
+
+    for one in (found, msgspec.structs.replace(found, membership=None)):
+        assert "membership in" not in show(one)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +220,8 @@ def test_a_membership_that_is_a_list_and_an_older_node_have_no_line():
      ({"refused": 1, "away": 1}, "has not joined since its start")],
 )  # fmt: skip
 def test_what_counts_while_the_store_is_away_depends_on_whether_the_node_ever_joined(changes, told):
-    found = node_list(stats({"b": UP}))
-    found["membership"] = MEMBER | {"state": "away", "field": "", "changes": changes}
+    counted = stats({"b": UP})
+    counted["cluster"]["membership"] = MEMBER | {"state": "away", "field": "", "changes": changes}
+    found = listed(counted)
     assert told in show(found)
     assert ("last counts" in show(found)) == ("joined" in changes)

@@ -3,12 +3,15 @@
 import os
 
 import pytest
+from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.config import EventsConfig, SocketConfig
 from kvstore.events.publisher import ClearedEvent, RemovedEvent, StoredEvent
+from kvstore.node.describe import describe
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
+from kvstore.protocol.counts import NO_EVENTS, AdminCounts, NodeStats, SelfCheckCounts
 from kvstore.protocol.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.server.metrics import render
 from kvstore.server.publish import Publication, events_of
@@ -108,29 +111,29 @@ def test_events_can_be_configured_off():
 
     off.publish([Stored(SPACES[0], 0, keys(1), PrefixKey(b""), b"")])
 
-    assert (off.endpoint, off.replay_endpoint, off.stats()) == ("", "", {})
+    assert (off.endpoint, off.replay_endpoint, off.stats()) == ("", "", NO_EVENTS)
     off.close()
 
 
-EVENTS = {"batches_sent": 4, "batches_dropped": 1, "batches_lost": 0, "followers": 2,
-          "followers_cut": 0, "replays_served": 0, "replays_cut": 0, "snapshots_served": 3,
-          "snapshots_cut": 0, "snapshots_refused": 2, "snapshots_s": 1.5, "audits_served": 7,
-          "audits_cut": 0, "audits_refused": 0}  # fmt: skip
+EVENTS = structs.replace(
+    NO_EVENTS, batches_sent=4, batches_dropped=1, followers=2, snapshots_served=3,
+    snapshots_refused=2, snapshots_s=1.5, audits_served=7,
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("events", [{}, EVENTS])
+@pytest.mark.parametrize("events", [NO_EVENTS, EVENTS], ids=["off", "on"])
 def test_metrics_are_what_prometheus_can_read(events):
     node = Node("n", b"b", SlotTable(1 << 16, 2, 1), NodeLimits(1, 1), lambda: b"t")
     node.pages.counts.update(removed_evicted=5, refused_protocol=2, lookup_pages=9, hit_pages=4)
     for took_ns in (10_000, 60_000, 10**12):
         node.pages.meter.wait.observe(took_ns)
-    stats = {
-        **node.stats(), "populated_bytes": 7, "missing_bytes": 3 << 20, "memory_failures": 5,
-        "connections": 3, "accepted_connections": 9, "loop_lag_s": 0.5, "events": events,
-        "self_check": {"rounds": 3, "pages": 5},
-        "admin": {"pid": 1, "restarts": 2}, "version": "1.2", "mover": "native", "unready": "",
-        "pid": os.getpid(),
-    }  # fmt: skip
+    stats = NodeStats(
+        **structs.asdict(describe(node, None, SelfCheckCounts(rounds=3, pages=5))),
+        populated_bytes=7, missing_bytes=3 << 20, memory_failures=5, connections=3,
+        accepted_connections=9, loop_lag_s=0.5, events=events, version="1.2", mover="native",
+        admin=AdminCounts(pid=1, restarts=2), unready="", pid=os.getpid(), uptime_s=7.0,
+        cluster=None,
+    )  # fmt: skip
 
     text = render(stats).decode()
 
@@ -155,8 +158,8 @@ def test_metrics_are_what_prometheus_can_read(events):
     assert found["kvstore_admin_restarts_total",] == 2
     assert found["kvstore_loop_lag_seconds",] == 0.5
     (build,) = [dict(name[1:]) for name in found if name[0] == "kvstore_build_info"]
-    assert build["core"] == stats["core"]
-    if events:
+    assert build["core"] == stats.core
+    if events is EVENTS:
         assert found["kvstore_event_batches_total",] == 4
         assert found["kvstore_event_snapshot_seconds_total",] == 1.5
         ended = {name[1:]: value for name, value in found.items() if "questions_total" in name[0]}

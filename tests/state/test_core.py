@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvstore.node.describe import core
 from kvstore.node.node import Node
 from kvstore.server.admin.openapi import described
 from kvstore.server.admin.routes import ROUTES
-from kvstore.state.ask.describe import core
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 INTERPRETED = {

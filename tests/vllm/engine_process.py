@@ -13,6 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 Answer = dict[str, Any]
+DEVICE_WORKS = "the device works"
+"""What an engine ``on a late device`` says."""
 
 
 class Engine:
@@ -101,6 +103,19 @@ class Engine:
         core = self.llm.llm_engine.engine_core.engine_core
         pool = core.scheduler.kv_cache_manager.block_pool
         return {"free": pool.get_num_free_blocks(), "all": pool.num_gpu_blocks}
+
+    def device(self, *, stalled: bool = False, fails: int = 0, pause_s: float = 0.0) -> Answer:
+        """Tell the hook ``on a late device``: do nothing more; fail so often; take so long a step.
+
+        Returns:
+            ``preempted``: requests that were preempted while the device had work.
+        """
+        late = _device["device"]
+        late.stalled = stalled
+        late.failures += [("run", RuntimeError("CUDA error: as told"))] * fails
+        _device["told"].set()  # a pause that was told before ends
+        _device.update(pause_s=pause_s, says=True, told=threading.Event())
+        return {"preempted": _device["preempted"], "failures_left": len(late.failures)}
 
     def drafts(self) -> Answer:
         """What the hook ``keep drafts`` has kept since the last call."""
@@ -291,6 +306,45 @@ def _on_a_device() -> None:
     connector.pool_of = lambda *given: replace(real(*given), device="cpu:0")
 
 
+_device: dict[str, Any] = {"preempted": 0, "pause_s": 0.0, "told": threading.Event()}
+"""The device of ``on a late device``, and what the test has told it."""
+
+
+def _on_a_late_device() -> None:
+    """The same, and the device does its work late, in random order, and as slowly as it is told.
+
+    It says in the log when it works, after :meth:`Engine.device` was called.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from kvstore.testing.device import LateDevice
+    from kvstore.tier import gpu
+
+    class Device(LateDevice):
+        @property
+        def busy(self) -> bool:
+            return any(stream.queued for stream in self._streams)
+
+        def step(self) -> bool:
+            if _device["pause_s"] and self.busy:
+                _device["told"].wait(_device["pause_s"])
+                if _device.pop("says", None):
+                    sys.stdout.write(f"{DEVICE_WORKS}\n")
+                    sys.stdout.flush()
+            return super().step()
+
+    _on_a_device()
+    device = _device["device"] = Device()
+    gpu.open_device = lambda name: device  # type: ignore[assignment]
+    preempt = Scheduler._preempt_request
+
+    def counted(self: Any, *arguments: Any, **more: Any) -> Any:
+        _device["preempted"] += device.busy
+        return preempt(self, *arguments, **more)
+
+    Scheduler._preempt_request = counted  # type: ignore[method-assign]
+
+
 HOOKS: dict[str, Callable[[], None]] = {
     "no verification": _no_verification,
     "failing loads": _failing_loads,
@@ -299,6 +353,7 @@ HOOKS: dict[str, Callable[[], None]] = {
     "two ranks": _two_ranks,
     "seeds in parts": _seeds_in_parts,
     "on a device": _on_a_device,
+    "on a late device": _on_a_late_device,
     "keep drafts": _keep_drafts,
     "known drafts": _known_drafts,
 }

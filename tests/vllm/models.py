@@ -1,16 +1,24 @@
 """Random models and adapters on disk for the tests; run in vLLM's environment.
 
-``python -m tests.vllm.models KIND FOLDER`` (``windows``, ``latents``, ``states``), ``head FOLDER
-METHOD`` or ``adapter FOLDER SEED``.
+``python -m tests.vllm.models KIND FOLDER`` (one of ``KINDS``), ``head FOLDER METHOD`` or ``adapter
+FOLDER SEED``.
 """
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from bench.vllm_model import SHAPES, make
 
 RANK = 8
+PREDICTING = {
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192,
+    "initializer_range": 0.2, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1,
+    "dtype": "bfloat16",
+}  # fmt: skip
+"""Of the models with a layer for multi-token prediction."""
 
 
 def make_windows(folder: Path) -> None:
@@ -104,6 +112,91 @@ def make_head(folder: Path, method: str) -> None:
     (folder / "config.json").write_text(json.dumps(settings))
 
 
+def make_mimo(folder: Path) -> None:
+    """A dense model, and a layer that predicts a token more."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    make(folder, SHAPES["tiny"])  # its tokenizer
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(**PREDICTING)).to(torch.bfloat16).save_pretrained(folder)
+    _add_layer(
+        folder, "model.layers.3.", "model.mtp_layers.0.", "model.mtp_layers.0.{}.weight",
+        ("token_layernorm", "hidden_layernorm", "final_layernorm"), "input_proj",
+        architectures=["MiMoForCausalLM"],
+    )  # fmt: skip
+
+
+def make_glm(folder: Path) -> None:
+    """A model with experts, and a layer with experts that predicts a token more."""
+    import torch
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    make(folder, SHAPES["tiny"])  # its tokenizer
+    torch.manual_seed(0)
+    config = Glm4MoeConfig(
+        **PREDICTING, head_dim=32, moe_intermediate_size=64, n_routed_experts=4,
+        num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=2,
+    )  # fmt: skip
+    Glm4MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    _add_layer(
+        folder, "model.layers.3.", "model.layers.4.", "model.layers.4.{}.weight",
+        ("enorm", "hnorm", "shared_head.norm"), "eh_proj",
+    )  # fmt: skip
+
+
+def make_ernie(folder: Path) -> None:
+    """A model with experts, and a dense layer that predicts a token more."""
+    import torch
+    from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
+
+    make(folder, SHAPES["tiny"])  # its tokenizer
+    torch.manual_seed(0)
+    config = Ernie4_5_MoeConfig(
+        **PREDICTING, head_dim=32, moe_intermediate_size=64, moe_num_experts=4, moe_k=2,
+        moe_num_shared_experts=1,
+    )  # fmt: skip
+    Ernie4_5_MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    _add_layer(
+        folder, "model.layers.0.", "model.mtp_block.0.", "model.{}.0.weight",
+        ("mtp_emb_norm", "mtp_hidden_norm"), "mtp_linear_proj",
+    )  # fmt: skip
+
+
+def _add_layer(
+    folder: Path, like: str, place: str, named: str, norms: tuple[str, ...], joins: str,
+    **settings: Any,
+) -> None:  # fmt: skip
+    """Give a model a layer for multi-token prediction.
+
+    Args:
+        folder: with the model; changed.
+        like: names of weights begin so in the layer whose shapes the new one has.
+        place: names begin so in the new layer.
+        named: names of its other weights.
+        norms: those that are norms.
+        joins: the one that joins the model's state with the next token.
+        settings: of the configuration, changed.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    torch.manual_seed(7)
+    for name in [one for one in weights if one.startswith(like)]:
+        old = weights[name]
+        changed = old if "norm" in name else (torch.randn(old.shape) * 0.2).to(old.dtype)
+        weights[name.replace(like, place)] = changed.clone()
+    hidden = PREDICTING["hidden_size"]
+    weights |= {named.format(norm): torch.ones(hidden, dtype=torch.bfloat16) for norm in norms}
+    weights[named.format(joins)] = (torch.randn(hidden, 2 * hidden) * 0.2).bfloat16()
+    save_file(weights, file, metadata={"format": "pt"})
+    config = folder / "config.json"
+    changes = {"num_nextn_predict_layers": 1, **settings}
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+
+
 def make_adapter(folder: Path, seed: int) -> None:
     """A LoRA adapter of the tiny model that changes what it says."""
     import torch
@@ -128,13 +221,15 @@ def make_adapter(folder: Path, seed: int) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 
+KINDS = {
+    "windows": make_windows, "latents": make_latents, "states": make_states, "mimo": make_mimo,
+    "glm": make_glm, "ernie": make_ernie,
+}  # fmt: skip
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "windows":
-        make_windows(Path(sys.argv[2]))
-    elif sys.argv[1] == "latents":
-        make_latents(Path(sys.argv[2]))
-    elif sys.argv[1] == "states":
-        make_states(Path(sys.argv[2]))
+    if sys.argv[1] in KINDS:
+        KINDS[sys.argv[1]](Path(sys.argv[2]))
     elif sys.argv[1] == "head":
         make_head(Path(sys.argv[2]), sys.argv[3])
     else:

@@ -29,6 +29,26 @@ GIVEN: dict[str, Any] = {
 ANSWER_TOKENS = 8
 CHUNK = 160
 DRAFTS = 3
+PREDICTING = ("mimo", "glm", "ernie")
+"""Models with a layer for multi-token prediction."""
+
+
+def drafting(make: Make, draft: str) -> dict[str, Any]:
+    """The draft of an engine, and its model if it has the draft's weights.
+
+    Args:
+        make: what is missing.
+        draft: one of ``PREDICTING``, or the method of a head for the tiny model.
+    """
+    if draft in PREDICTING:
+        speculative: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": DRAFTS}
+        return {"model": make(draft), "speculative_config": speculative}
+    head = str(make("head", draft))
+    return {
+        "speculative_config": {
+            "method": draft, "model": head, "num_speculative_tokens": DRAFTS
+        }
+    }  # fmt: skip
 
 
 def kept(
@@ -49,13 +69,11 @@ def same(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> bool:
     return bool(np.allclose(one, other, rtol=1e-3, atol=1e-3))
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+@pytest.mark.parametrize("draft", ["eagle", "eagle3", *PREDICTING])
 def test_the_kv_of_a_draft_from_the_store_are_those_of_the_next_token(
-    method: str, node, start: Start, make: Make
+    draft: str, node, start: Start, make: Make
 ):
-    head = str(make("head", method))
-    draft = {"method": method, "model": head, "num_speculative_tokens": DRAFTS}
-    given = {**GIVEN, "speculative_config": draft}
+    given = {**GIVEN, **drafting(make, draft)}
     engine = start(node.address, **given)
     # With a salt of its own a prompt shares nothing: all of it is computed.
     expected = [kept(engine, one, salt=f"{at}") for at, one in enumerate([*FORKS, LONG])]
@@ -70,7 +88,7 @@ def test_the_kv_of_a_draft_from_the_store_are_those_of_the_next_token(
         assert found == whole
         assert same(computed, kv), "computed, some of it on blocks of the other fork"
     loaded(engine, expected)
-    if method == "eagle3":
+    if draft not in ("eagle", "mimo"):
         return
     without_the_draft(engine)
     answered, _, _ = kept(engine, prompt(70, 5), 200, "an answer")
@@ -86,15 +104,15 @@ def test_the_kv_of_a_draft_from_the_store_are_those_of_the_next_token(
     assert engine.metric("kvstore:load_failed_tokens") == 0
 
 
+@pytest.mark.parametrize("draft", ["eagle3", "ernie"])
 def test_a_server_finds_what_its_worker_has_stored_in_a_process_of_its_own(
-    spawn, python, model, make: Make, node, wait_until
+    draft: str, spawn, python, model, make: Make, node, wait_until
 ):
     """vLLM changes the draft's configuration in the worker when it loads the draft."""
-    draft = {
-        "method": "eagle3", "model": str(make("head", "eagle3")), "num_speculative_tokens": DRAFTS
-    }  # fmt: skip
-    flags = ["--no-enable-prefix-caching", "--speculative-config", json.dumps(draft)]
-    server = Server(spawn, python, model, node.address, more=flags)
+    given = drafting(make, draft)
+    speculative = json.dumps(given["speculative_config"])
+    flags = ["--no-enable-prefix-caching", "--speculative-config", speculative]
+    server = Server(spawn, python, given.get("model", model), node.address, more=flags)
     server.wait_ready()
 
     asked = {"kv_transfer_params": {"do_remote_decode": True}}

@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route as HttpRoute
 
+from kvstore.protocol.counts import NodeStats
 from kvstore.protocol.errors import KVStoreError
 from kvstore.server import answers, operations
 from kvstore.server.admin import prompts
@@ -138,7 +139,7 @@ class App:
         return await self._link.ask(asked, Any, by, seconds)
 
     async def _metrics(self, _asked: ShowMetrics, by: Caller) -> bytes:
-        return render(await self._link.ask(operations.ShowStats(), dict, by))
+        return render(await self._link.ask(operations.ShowStats(), NodeStats, by))
 
     async def _configuration(self, _asked: ShowConfiguration, _by: Caller) -> Any:
         return {"values": self._values}

@@ -5,7 +5,8 @@ from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta
 
-from kvstore.server import answers, counts, nodes, operations
+from kvstore.protocol import counts
+from kvstore.server import answers, operations
 from kvstore.server.admin.access import Role
 from kvstore.state.ask.explanation import Explanation
 
@@ -87,7 +88,7 @@ ROUTES: Final = (
     Route("GET", "/v1/tree", operations.ListTree, answers.PageList, rows="pages"),
     Route("GET", "/v1/sessions", operations.ListSessions, answers.SessionList, rows="sessions"),
     Route("GET", "/v1/events", operations.ShowEvents, answers.EventSource),
-    Route("GET", "/v1/nodes", operations.ListNodes, nodes.NodeList),
+    Route("GET", "/v1/nodes", operations.ListNodes, counts.NodeList),
     Route("GET", "/v1/tiers", operations.ListTiers, counts.TierList),
     Route("GET", "/v1/config", ShowConfiguration, answers.Configuration),
     Route("GET", "/v1/policy", operations.ShowPolicy, answers.Policy),

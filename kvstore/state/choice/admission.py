@@ -13,9 +13,9 @@ that return most; without a budget, ``learned`` fills it with a share of the off
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
+from kvstore.protocol.counts import WearCounts
 from kvstore.protocol.errors import InvalidArgument
 from kvstore.state.choice.returns import Returns
 from kvstore.state.tree.node import PrefixNode
@@ -33,25 +33,6 @@ is written, that time is long, and a use at its beginning predicts little."""
 BUCKET_DISK_SHARE: Final = 4
 """Maximum content of the bucket of ``learned``, as a part of the disk: a quarter."""
 NAMES: Final = ("all", "none", "evidence", "learned")
-
-
-@dataclass(frozen=True, slots=True)
-class Wear:
-    """Counts of admitted writes.
-
-    Attributes:
-        admitted: pages admitted.
-        refused: pages rejected whose memory was needed; their ancestors are decided later.
-        today_bytes: bytes admitted in the current day (``now_ns`` // a day).
-        forecast_bytes: bytes of a whole day, at the mean rate since the first decision.
-        budget_bytes: bytes per day; 0 = no limit.
-    """
-
-    admitted: int
-    refused: int
-    today_bytes: int
-    forecast_bytes: int
-    budget_bytes: int
 
 
 class Admission:
@@ -116,6 +97,7 @@ class Admission:
         wanted = self._wanted(chain)
         if self.bounded:
             wanted = min(wanted, int(max(0, self._bucket) // size_bytes))
+        assert 0 <= wanted <= pages
         self.charge(wanted * size_bytes)
         self._admitted += wanted
         self._refused += wanted < pages
@@ -141,6 +123,7 @@ class Admission:
     def take_back(self, pages: int, size_bytes: int) -> None:
         """Refund admitted pages that found no room on the disk."""
         self._admitted -= pages
+        assert self._admitted >= 0
         self.charge(-pages * size_bytes)
 
     @property
@@ -154,17 +137,19 @@ class Admission:
             self._bucket -= size_bytes
         self._today_bytes += size_bytes
         self._total_bytes += size_bytes
+        assert self._total_bytes >= 0
 
-    def wear(self) -> Wear:
+    def wear(self) -> WearCounts:
         """A snapshot, as of the last decision."""
         forecast = 0
         if self._first_ns is not None:
             # Less than an hour says little of a day: take what was written as an hour's.
             elapsed = max(self._now_ns - self._first_ns, DAY_NS // BURST_SHARE)
             forecast = self._total_bytes * DAY_NS // elapsed
-        return Wear(
-            self._admitted, self._refused, self._today_bytes, forecast, self.budget_bytes_per_day
-        )
+        return WearCounts(
+            admitted=self._admitted, refused=self._refused, today_bytes=self._today_bytes,
+            forecast_bytes=forecast, budget_bytes=self.budget_bytes_per_day,
+        )  # fmt: skip
 
     def _wanted(self, chain: Sequence[tuple[PrefixNode, int]]) -> int:
         if self.name == "none":
@@ -202,6 +187,7 @@ class Admission:
         return min(1.0, max(0.0, 1 - 2 * self._bucket / self._bucket_max))
 
     def _fill(self, size_bytes: float) -> None:
+        assert size_bytes >= 0
         self._bucket = min(self._bucket_max, self._bucket + size_bytes)
 
     def _advance(self, now_ns: int) -> None:

@@ -119,6 +119,7 @@ class _Charge:
         return one is self.first or (self.others is not None and one in self.others)
 
     def add(self, one: Conversation) -> None:
+        assert not self.is_of(one), "it keeps a page once"
         if self.others is None:
             self.others = set()
         self.others.add(one)
@@ -196,6 +197,7 @@ class Conversations:
                 break
             step.pages += 1
         if step.pages:
+            assert found.nodes
             self._all[place] = found
             self._shares.renew(space, name, found)
             found.expires_ns = expires_ns
@@ -258,6 +260,7 @@ class Conversations:
             if one.expires_ns > now_ns:
                 continue
             self._let_go_last(one, RELEASE_PAGES - len(gone), gone)
+            assert len(gone) <= RELEASE_PAGES
             if one.nodes:
                 return gone
             self._remove(one)
@@ -371,6 +374,7 @@ class Conversations:
 
     def _lose_page(self, step: "_Keep", one: Conversation) -> None:
         """Release the last page of a conversation for another one."""
+        assert one.space is not step.found.space, "it would make room for itself"
         key = next(reversed(one.nodes))
         node = one.nodes[key]
         self._let_go(one, key)
@@ -387,6 +391,7 @@ class Conversations:
             self._remove(one)
 
     def _take(self, found: Conversation, key: PrefixKey, node: PrefixNode, size: int) -> None:
+        assert key not in found.nodes
         charge = self._charged.get(node)
         if charge is None:
             self._charged[node] = _Charge(size, found)
@@ -403,6 +408,7 @@ class Conversations:
         node = found.nodes.pop(key)
         charge = self._charged[node]
         found.size_bytes -= charge.size_bytes
+        assert found.size_bytes >= 0
         if charge.remove(found):
             del self._charged[node]
             self._count(found, -charge.size_bytes)
@@ -440,10 +446,13 @@ class Conversations:
         self._shares.charge(found.space, more)
         if found.tier == "ssd":
             self.disk_used_bytes += more
+            assert self.disk_used_bytes >= 0
         else:
             self.used_bytes += more
+            assert self.used_bytes >= 0
 
     def _end(self, one: Conversation) -> None:
+        assert one.nodes, "nothing is left to release"
         one.expires_ns = self._next_ns = _ENDED_NS
 
     def _remove(self, one: Conversation) -> None:

@@ -99,6 +99,7 @@ class Eviction:
     @contextmanager
     def sparing(self, since_ns: int) -> Iterator[None]:
         """During the context, evict only pages used and stored before ``since_ns``; 0 = any."""
+        assert not self.spared_since_ns, "the inner context would end the outer one"
         self.spared_since_ns = since_ns
         try:
             yield
@@ -147,6 +148,7 @@ class Eviction:
 
     def used(self, node: PrefixNode, tick: int) -> None:
         """A request used the prefix that ends at ``node``; call once per request."""
+        assert node.ready, "only a READY page is read"
         self._tick = tick
         node.uses += 1
         node.ask_depth = 0
@@ -305,6 +307,7 @@ class Eviction:
         """Whether to skip ``node`` because it is young, and evict another one instead."""
         if not self._has_grace(node) or self.now_ns < self._graceless_until_ns.get(queue, 0):
             return False
+        assert queue[1] not in node.queued, "it is still in the queue"
         passed = self._passed.get(queue)
         if passed is None:
             passed = self._passed[queue] = Passed()
@@ -318,6 +321,7 @@ class Eviction:
                 self._offer_again(queue, gone)
             else:
                 self._lift_grace(queue)
+        assert len(passed.leaves) < GRACE_LOOKS
         return True
 
     def _end_grace(self, queue: tuple[str, int]) -> None:
@@ -348,11 +352,13 @@ class Eviction:
         passed = self._passed.get(queue)
         if passed is not None:
             self._offer_again(queue, list(passed.leaves))
+        assert queue not in self._passed
         return passed is not None
 
     def _offer_again(self, queue: tuple[str, int], leaves: list[PrefixNode]) -> None:
         """Return leaves that were skipped to their queue."""
         passed = self._passed[queue]
+        assert passed.leaves
         for leaf in leaves:
             if leaf in passed.leaves:
                 del passed.leaves[leaf]

@@ -93,6 +93,7 @@ class LeastRecent:
         return 0, node.access
 
     def _push(self, node: PrefixNode) -> None:
+        assert is_live(node)
         for _ in range(GONE_MAX):  # so that no choice has to pass many at once
             if self._heap and not is_live(self._heap.first()[-1]):
                 self._heap.pop()
@@ -319,6 +320,7 @@ class HighestReuse:
 
     def _drop(self, cell: Cell) -> None:
         """Forget an empty cell."""
+        assert not self._cells[cell], "nobody would find its leaves"
         del self._cells[cell], self._ranks[cell]
         self._due_at.pop(cell, None)
         cells = self._of_kind[cell[0]]

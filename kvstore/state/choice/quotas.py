@@ -88,6 +88,7 @@ class Quotas:
                 )
             self.limited[space.number] = SpaceLimits(space)
         limits = self.limited[space.number]
+        assert limits.space is space
         limits.quota_bytes, limits.reserved_bytes = quota_bytes, reserved_bytes
 
     def payers(self, space: PrefixTree, slot_bytes: int) -> list[PrefixTree]:
@@ -217,6 +218,7 @@ class Pins:
         ):
             measured = _at_once(self.measure(space, key, tier))
         nodes, size = measured
+        assert nodes[-1].above is space.root, "a pin covers all pages before its page"
         on_disk = tier == "ssd"
         used = self.disk_used_bytes if on_disk else self.used_bytes
         budget = self.disk_budget_bytes if on_disk else self.budget_bytes
@@ -250,11 +252,13 @@ class Pins:
     def _count(self, pin: Pin, change: int) -> None:
         if pin.tier == "ssd":
             self.disk_used_bytes += change * pin.size_bytes
+            assert self.disk_used_bytes >= 0
             for node in pin.nodes:
                 node.disk_pins += change
                 assert node.disk_pins >= 0
         else:
             self.used_bytes += change * pin.size_bytes
+            assert self.used_bytes >= 0
             for node in pin.nodes:
                 node.memory_pins += change
                 assert node.memory_pins >= 0

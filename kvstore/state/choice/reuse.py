@@ -387,6 +387,7 @@ class LearnedReuse:
         """
         hazards = self._hazards(kind)
         bins = len(hazards)
+        assert 0 < bins <= self.BINS
         self._ranked[kind] = [bins] + [counts.events for counts in self._counts_of(kind)]
         ranks = [0.0] * bins
         stretches: list[tuple[float, float, float, float]] = []

@@ -83,7 +83,9 @@ class Shares(Generic[T]):
         """A conversation has ended."""
         share = self._enter(space)
         del share.members[name]
-        self._tenants[space.identity.tenant].count -= 1
+        tenant = self._tenants[space.identity.tenant]
+        tenant.count -= 1
+        assert tenant.count >= 0
         self._tidy(share)
 
     def most_bytes(self, space: PrefixTree, more: int) -> SpaceShare[T] | None:
@@ -157,6 +159,9 @@ class Shares(Generic[T]):
         if share.size_bytes or share.members:
             return
         name = share.space.identity.tenant
-        del self._tenants[name].spaces[share.space.number]
-        if not self._tenants[name].spaces:
+        tenant = self._tenants[name]
+        del tenant.spaces[share.space.number]
+        if not tenant.spaces:
+            assert not tenant.size_bytes
+            assert not tenant.count
             del self._tenants[name]

@@ -33,6 +33,7 @@ class Backlog:
             self.pages -= len(self._waiting.popleft()[2]) // KEY_BYTES
         self._waiting.append((node.space, shard, node.keys))
         self.pages += node.count
+        assert len(self._waiting) <= BACKLOG_MAX
 
     def is_held(self, graves: Graves) -> bool:
         """Whether the next pages must wait for the tombstone of one of their keys."""
@@ -60,4 +61,5 @@ class Backlog:
         self.pages -= pages
         if pages * KEY_BYTES < len(keys):
             self._waiting.appendleft((space, shard, keys[pages * KEY_BYTES :]))
+        assert (self.pages > 0) == bool(self._waiting)
         return pages, node, shard

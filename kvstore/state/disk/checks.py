@@ -90,6 +90,8 @@ class DiskChecks:
 
     def begin(self, run: CheckRun) -> None:
         """Add a run; :meth:`go_on` starts its reads."""
+        assert not run.under_way
+        assert not run.ended
         self.runs.append(run)
 
     def go_on(self, loads: int) -> None:
@@ -111,6 +113,7 @@ class DiskChecks:
         job = kind(self._queue.number(), place, page_record(node, shard, position))
         self._log.pin_segment(place.segment)
         self._jobs[job.job] = run
+        assert len(self._jobs) <= CHECKS_MAX
         self._bytes += _size(job)
         run.under_way += 1
         self._queue.submit(job, RecordOf(space, shard))
@@ -126,8 +129,10 @@ class DiskChecks:
         page, run = job.page, self._jobs.pop(job.job)
         node = of.space.index.get(page.key)
         self._bytes -= _size(job)
+        assert self._bytes >= 0
         self._log.unpin_segment(job.place.segment)
         run.under_way -= 1
+        assert run.under_way >= 0
         if node is None or not _is_at(node, of.shard, job):
             run.skipped += 1
         elif error is None or isinstance(error, PageCorrupt):

@@ -186,6 +186,7 @@ class Graves:
             grave.keys.clear()
         grave.keys[key] = None
         self.waiting_keys += 1
+        assert self.waiting_keys > 0
 
     def _knows(self, pair: _Pair, key: bytes) -> bool:
         for graves in (self._gathering, self._writing) if self.waiting_keys else ():
@@ -196,7 +197,9 @@ class Graves:
 
     def _split(self, pair: _Pair, grave: _Grave, keys: list[bytes]) -> None:
         """Leave the keys beyond one tombstone to the next one; waiters wait for both."""
+        assert pair not in self._gathering, "the keys there would be forgotten"
         rest = dict.fromkeys(list(grave.keys)[len(keys) :])
+        assert rest
         self._gathering[pair] = _Grave(grave.space, grave.shard, rest, list(grave.waiters))
         grave.keys = dict.fromkeys(keys)
         for durable in grave.waiters:
@@ -204,6 +207,7 @@ class Graves:
 
     def _try_again(self, pair: _Pair, grave: _Grave) -> None:
         """Return the keys of a failed tombstone to the waiting ones."""
+        assert pair not in self._writing
         grave.attempts += 1
         later = self._gathering.get(pair)
         if later is not None:
@@ -211,6 +215,7 @@ class Graves:
             for durable in later.waiters:
                 if durable in grave.waiters:
                     durable.outstanding -= 1
+                    assert durable.outstanding > 0, "it still waits for this one"
                 else:
                     grave.waiters.append(durable)
         self._gathering[pair] = grave

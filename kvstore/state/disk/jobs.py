@@ -410,7 +410,11 @@ class PageLoad:
 
 
 class PageMemory(Protocol):
-    """The part of the page table that the disk side uses: it reads and counts, no decisions."""
+    """The part of the page table that the disk side uses: it reads and counts, no decisions.
+
+    :class:`kvstore.state.table.residents.Residents` implements it. That imports the disk side, so
+    the disk side cannot import it.
+    """
 
     slots: SlotTable
     fetches: Fetches

@@ -113,6 +113,7 @@ class DiskLimits:
         if node.on_disk >> shard & 1:
             self._log.remove(node, shard)
             node.forget_disk(shard)
+            assert node.space.disk_bytes >= 0
         if node.above is not None:
             self.add_candidate(node.above)  # also when they were only being written
 
@@ -170,6 +171,7 @@ class DiskLimits:
 
     def _choose(self, node: PrefixNode) -> None:
         """Remove the last page of a leaf from disk; its parent may become a leaf."""
+        assert node not in self._going, "it would be counted twice"
         node.explode()
         space = node.space
         for shard in node.place_columns:
@@ -177,6 +179,7 @@ class DiskLimits:
             self._going_bytes[space.number] += space.shards[shard].record_bytes
             self._queue.effects.append(Lost(space, shard, node.keys, "quota"))
         self._going.add(node)
+        assert self._going_bytes[space.number] <= space.disk_bytes
         if node.above is not None:
             self.add_candidate(node.above)
 

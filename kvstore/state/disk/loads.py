@@ -51,8 +51,10 @@ class DiskLoads:
 
     def add(self, fetch: Fetch, nodes: Sequence[PrefixNode], shard: int) -> None:
         """Fetch a run of READY pages: those in memory are pinned there, the others are loaded."""
+        assert not fetch.ended
         missing: list[bytes] = []
         for node in nodes:
+            assert node.ready >> shard & 1
             if node.memory >> shard & 1:
                 self._memory.fetches.keep(fetch, node.slots_of(shard))
             else:
@@ -130,6 +132,8 @@ class DiskLoads:
             self._begin(node, shard, slots, fetch)
 
     def _begin(self, node: PrefixNode, shard: int, slots: Sequence[Slot], fetch: Fetch) -> None:
+        assert len(slots) == node.count
+        assert not fetch.ended
         assert not node.memory >> shard & 1
         space, keys, parent = node.space, node.key_list(), node.key_before(0)
         digests, places = node.digest_columns[shard], unpack_places(node.place_columns[shard])
@@ -160,6 +164,7 @@ class DiskLoads:
         load, number = self._by_job.pop(job.job)
         self._log.unpin_segment(job.place.segment)
         load.left -= 1
+        assert load.left >= 0
         load.tokens[number] = tokens
         if error is not None:
             load.errors[number] = error

@@ -146,6 +146,7 @@ class SegmentLog:
         taken = self._take(size, (space.number, shard), pages, carried=carried)
         if taken is None:
             return None
+        assert 0 < taken[1] <= pages
         segment, pages = taken
         place = Place(segment.number, segment.end - pages * size)
         if pages * KEY_BYTES < len(keys):  # compiled code copies a slice of all bytes, too
@@ -200,7 +201,9 @@ class SegmentLog:
 
     def pin_segment(self, number: int) -> None:
         """Keep the file of a segment while it is read."""
-        self.segments[number].readers += 1
+        segment = self.segments[number]
+        assert segment.pages, "its file may be deleted meanwhile"
+        segment.readers += 1
 
     def unpin_segment(self, number: int) -> None:
         """One reader has finished."""
@@ -217,6 +220,7 @@ class SegmentLog:
         A power cut can leave a file shorter than it was created, without room for its footer: it
         then has no footer, and is scanned at every start until it is reclaimed.
         """
+        assert number not in self.segments
         done = sealed or end + footer_bytes(records) > size_bytes
         state = SegmentState.SEALED if done else SegmentState.FULL
         segment = self.segments[number] = Segment(number, size_bytes, state, end, records)
@@ -295,6 +299,7 @@ class SegmentLog:
             return
         segment.failed = True
         self._failed += 1
+        assert self._failed <= len(self.segments)
         for carried, open_segment in list(self._open.items()):
             if open_segment is segment:
                 self._close(carried)
@@ -302,6 +307,7 @@ class SegmentLog:
     def _close(self, carried: bool) -> None:  # noqa: FBT001
         segment = self._open.pop(carried, None)
         if segment is not None:
+            assert segment.state is SegmentState.OPEN
             segment.state = SegmentState.FULL
             self.full.append(segment)
 
@@ -406,6 +412,7 @@ class SegmentLog:
         segment.records += fitting
         segment.pairs.add(pair)
         segment.writing += fitting
+        assert segment.end + footer_bytes(segment.records) <= segment.size_bytes
         return segment, fitting
 
     def _next(self, size: int, *, carried: bool) -> Segment | None:
@@ -414,8 +421,10 @@ class SegmentLog:
             return None
         self._close(carried)
         segment = Segment(self.next_segment, self.segment_bytes)
+        assert segment.number not in self.segments, "its file would be overwritten"
         self.next_segment += 1
         self._used_bytes += segment.size_bytes
+        assert self._used_bytes <= self.capacity_bytes
         self.segments[segment.number] = self._open[carried] = segment
         return segment
 

@@ -16,9 +16,9 @@ disk; whoever put it durably is told after the next sync that began later.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from typing import Any, Final
+from typing import Final
 
+from kvstore.protocol.counts import RecordCounts, SsdCounts
 from kvstore.protocol.errors import CapacityError, DurabilityUnavailable, KVStoreError, PageCorrupt
 from kvstore.protocol.page import PrefixKey
 from kvstore.state.choice.admission import Admission
@@ -151,6 +151,7 @@ class DiskPages:
         through = self.rules.write is WritePolicy.THROUGH
         wanted = [node for node in nodes if through or node.disk_pins]
         for node in wanted:
+            assert node.ready >> shard & 1
             self._backlog.add(node, shard)
         if wanted:
             self._pump()
@@ -240,6 +241,7 @@ class DiskPages:
             self._syncs.wait(durable)
             self._syncs.advance(self._now_ns)
             self._end_durables()
+        assert durable.ended or durable in self._durables
         return durable
 
     def ensure_written(self, node: PrefixNode, shard: int) -> bool:
@@ -311,6 +313,7 @@ class DiskPages:
             room_bytes = self.rules.in_flight_bytes_max - self.writes.in_flight_bytes
             looked, node, shard = self._backlog.take(left, room_bytes)
             left -= looked
+            assert left >= 0
             if node is not None and self.writes.is_dirty(node, shard):
                 self._write(node, shard, Durable() if node.disk_pins else None)
 
@@ -320,6 +323,7 @@ class DiskPages:
             self._end_durable(self._syncs.ended.popleft())
 
     def _end_durable(self, durable: Durable) -> None:
+        assert not durable.ended, "its pages would be unpinned twice"
         self.writes.give_up(durable)
         self._queue.effects.append(LetGo(durable.pinned))
         durable.pinned = []
@@ -348,6 +352,7 @@ class DiskPages:
 
     def _quarantine(self, node: PrefixNode, shard: int) -> None:
         """The record of a page differs from what was written; a copy in memory stays."""
+        assert node.count == 1
         in_memory = node.memory >> shard & 1
         self._queue.effects.append(
             Lost(node.space, shard, node.keys, "head_lost")
@@ -430,6 +435,7 @@ class DiskPages:
 
     def advance(self, now_ns: int) -> None:
         """Advance the clock to ``now_ns``; :meth:`go_on` then syncs and writes what is due."""
+        assert now_ns >= self._now_ns, "the clock never goes back"
         self._now_ns = now_ns
         self._reclaimer.advance(now_ns, self._memory.moment.tick)
 
@@ -438,24 +444,29 @@ class DiskPages:
         self.limits.applied()
         self._reclaimer.resume(self._memory.moment.tick)
 
-    def stats(self) -> dict[str, Any]:
-        """The contents of the disk, and jobs in progress, as plain values."""
+    def stats(self, records: RecordCounts, recovery_s: float = 0.0) -> SsdCounts:
+        """The contents of the disk, and jobs in progress.
+
+        Args:
+            records: counts of reads and writes.
+            recovery_s: duration of the recovery at the start.
+        """
         log = self.log.stats()
-        return {
-            "write": self.rules.write,
-            "sync": self.rules.sync,
-            "writes": self.limits.writing.pages,
-            "loads": len(self.loads),
-            "checks": len(self._checks),
-            "in_flight_bytes": self.writes.in_flight_bytes,
-            "backlog_pages": self._backlog.pages,
-            "tombstone_keys_waiting": self.graves.waiting_keys,
-            "degraded": self.troubled,
-            **asdict(log),
-            "write_amplification": log.write_amplification,
-            "admission": self.admission.name,
-            "wear": asdict(self.admission.wear()),
-        }
+        return SsdCounts(
+            write=self.rules.write, sync=self.rules.sync, admission=self.admission.name,
+            wear=self.admission.wear(), writes=self.limits.writing.pages, loads=len(self.loads),
+            checks=len(self._checks), in_flight_bytes=self.writes.in_flight_bytes,
+            backlog_pages=self._backlog.pages, degraded=self.troubled,
+            tombstone_keys_waiting=self.graves.waiting_keys, capacity_bytes=log.capacity_bytes,
+            used_bytes=log.used_bytes, live_bytes=log.live_bytes, dead_bytes=log.dead_bytes,
+            segments=log.segments, written_bytes=log.written_bytes,
+            carried_bytes=log.carried_bytes, reclaimed_segments=log.reclaimed_segments,
+            write_amplification=log.write_amplification, recovery_s=recovery_s,
+            jobs=records.jobs, errors=records.errors, failed_segments=records.failed_segments,
+            directories=records.directories, written_records=records.written_records,
+            read_records=records.read_records, read_bytes=records.read_bytes,
+            syncs=records.syncs, seals=records.seals, drops=records.drops,
+        )  # fmt: skip
 
     def next_deadline_ns(self) -> int:
         """When to call :meth:`advance`; 0 = not needed."""

@@ -46,6 +46,7 @@ class DiskQueue:
             job: the job.
             of: the page that it reads, writes or copies.
         """
+        assert job.job not in self._under_way, "two jobs with one number"
         self._under_way[job.job] = job, of
         self.pending.append(job)
         if isinstance(job, _TOLD):
@@ -53,8 +54,10 @@ class DiskQueue:
 
     def submit_writes(self, jobs: list[DiskWrite], of: RecordOf) -> None:
         """Add writes of pages of one shard."""
+        before = len(self._under_way)
         for job in jobs:
             self._under_way[job.job] = job, of
+        assert len(self._under_way) == before + len(jobs), "two jobs with one number"
         self.pending.extend(jobs)
 
     def end(self, number: int, error: KVStoreError | None) -> tuple[DiskJob, RecordOf | None]:

@@ -98,6 +98,7 @@ class SegmentReclaimer:
 
     def advance(self, now_ns: int, tick: int) -> None:
         """Advance the clock to ``now_ns``: do what is due, including retries."""
+        assert now_ns >= self._now_ns, "the clock never goes back"
         self._now_ns = now_ns
         if self._victim is not None and self._stage is _Drain.DROPPING:
             self._drop(self._victim, tick, DROPS_MAX)
@@ -177,6 +178,7 @@ class SegmentReclaimer:
         return job == self._sync
 
     def _choose(self, tick: int) -> None:
+        assert self._victim is None
         segments = self._log.segments
         for number, pages in list(self._barren.items()):
             if number not in segments or len(segments[number].pages) != pages:
@@ -222,6 +224,7 @@ class SegmentReclaimer:
 
     def _give_up(self, victim: Segment, part: Part) -> None:
         """Remove the pages of a part, the last one first, except pages that were pinned since."""
+        assert self._stage is _Drain.DROPPING
         end = part.pages
         while end > 0:
             found = self._there(victim, part, end - 1)
@@ -244,6 +247,8 @@ class SegmentReclaimer:
             end = first
 
     def _lose(self, space: PrefixTree, shard: int, keys: bytes) -> None:
+        assert self._victim is not None
+        assert keys
         self._losing = True
         self._queue.effects.append(Lost(space, shard, keys, "reclaimed"))
 
@@ -261,6 +266,8 @@ class SegmentReclaimer:
             self._lose(space, shard, key)
             return
         source = node.place_at(shard, position)
+        assert self._victim is not None
+        assert source.segment == self._victim.number != placed.place.segment
         self._log.pin_segment(source.segment)
         self._copies += 1
         self._targets.add(placed.place.segment)

@@ -39,8 +39,10 @@ class WritesUnderWay:
 
     def remove(self, write: Write) -> None:
         """Remove a write that has settled."""
+        assert not write.left, "a record of it is still being written"
         for slot in write.slots:
-            del self._by_slot[slot]
+            mine = self._by_slot.pop(slot)
+            assert mine is write
         del self._writes[write]
 
     def of_slot(self, slot: Slot) -> Write:

@@ -105,6 +105,7 @@ class Writes:
             pairs = [(one, shard) for one in chain]
             admitted = self._admission.admit(pairs, size, now_ns, self._memory.moment.tick)
             self._memory.counts["not_admitted_pages"] += admitted < wanted
+        assert 0 <= admitted <= wanted
         begun = self._begin_chain(_leading(chain, admitted), shard, admitted, durable)
         if durable is None and begun < admitted:
             self._admission.take_back(admitted - begun, size)
@@ -158,6 +159,7 @@ class Writes:
                 wanted = node.count
                 written = self._begin_node(node, shard, durable)
                 begun += written
+                assert begun <= pages
                 if written < wanted:
                     self._memory.counts["disk_full_pages"] += pages - begun
                     return begun
@@ -205,6 +207,7 @@ class Writes:
 
     def _await(self, write: Write, durable: Durable | None) -> None:
         if durable is not None and durable not in write.waiters:
+            assert not durable.ended
             write.waiters.append(durable)
             durable.outstanding += 1
 

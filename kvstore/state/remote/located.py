@@ -82,6 +82,7 @@ class LocatedChain:
 
     def lacks(self, peer: str, position: int) -> None:
         """A peer did not deliver this page: it has at most the pages before it."""
+        assert 0 <= position < len(self.keys) // KEY_BYTES
         if self.windowed:  # and then it may have none of those that such a hit needs
             self.holdings.pop(peer, None)
         elif peer in self.holdings:
@@ -224,6 +225,7 @@ class LocatedChains:
         made = LocatedChain(next(self._number), space, mask, windowed, packed, at, now_ns)
         self._chains[made.number] = made
         self._keys += len(packed) // KEY_BYTES
+        assert len(self._chains) <= CHAINS_MAX
         return made
 
     def expire(self, now_ns: int) -> None:
@@ -258,6 +260,7 @@ class LocatedChains:
             assert all(self._chains.get(one.number) is one for one in keys.values())
 
     def _answer(self, chain: LocatedChain, now_ns: int) -> None:
+        assert chain.asking == (chain.number in self._asking)
         if chain.asking:
             chain.asking = False
             del self._asking[chain.number]
@@ -265,6 +268,7 @@ class LocatedChains:
         chain.answered_ns = now_ns
 
     def _remember(self, chain: LocatedChain, end: int) -> None:
+        assert chain.number in self._chains
         keys = [chain.key(at) for at in range(max(chain.first, chain.end), end)]
         if keys:
             self._by_key.setdefault(chain.space.number, {}).update(dict.fromkeys(keys, chain))
@@ -279,8 +283,10 @@ class LocatedChains:
             self._forget(oldest)
 
     def _forget(self, chain: LocatedChain) -> None:
+        assert not chain.asking, "a request waits for its answer"
         del self._chains[chain.number]
         self._keys -= len(chain.keys) // KEY_BYTES
+        assert self._keys >= 0
         known = self._by_key.get(chain.space.number, {})  # a later chain may have had all its keys
         for at in range(chain.first, chain.end):
             key = chain.key(at)

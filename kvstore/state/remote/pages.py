@@ -22,8 +22,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import count, groupby
-from typing import Any, Final
+from typing import Final
 
+from kvstore.protocol.counts import RemoteCounts
 from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
 from kvstore.state.remote.arrival import Arrival
 from kvstore.state.remote.jobs import FetchEnd, Holding, PeerFetch, PeerJob, PeerLimits
@@ -241,22 +242,16 @@ class RemotePages:
         asked_ns = self.chains.next_deadline_ns()
         return min([*deadlines, asked_ns] if asked_ns else deadlines, default=0)
 
-    def stats(self) -> dict[str, Any]:
-        """Reads in progress and measurements, as plain values."""
-        of_peers = Counter(one.peer for one in self._arrivals.values() if one.lost)
-        peers = self._rates.stats()
-        for name, peer in peers.items():
-            peer["unsettled_jobs"] = of_peers[name]
-        lost = of_peers.total()
-        return {
-            "jobs": len(self._arrivals) - lost,
-            "unsettled_jobs": lost,
-            "in_flight_bytes": self._session.used_bytes,
-            "in_flight_bytes_max": self.limits.in_flight_bytes_max,
-            "locating": self.chains.asking,
-            "located_chains": len(self.chains),
-            "peers": peers,
-        }
+    def stats(self) -> RemoteCounts:
+        """Reads in progress and measurements."""
+        unsettled = Counter(one.peer for one in self._arrivals.values() if one.lost)
+        lost = unsettled.total()
+        return RemoteCounts(
+            jobs=len(self._arrivals) - lost, unsettled_jobs=lost,
+            in_flight_bytes=self._session.used_bytes,
+            in_flight_bytes_max=self.limits.in_flight_bytes_max, locating=self.chains.asking,
+            located_chains=len(self.chains), peers=self._rates.stats(unsettled),
+        )  # fmt: skip
 
     def check(self) -> None:
         """Assert that jobs, puts, and the keys being read agree."""
@@ -367,6 +362,7 @@ class RemotePages:
         process = Process(number, Peer(0, remote=True), self._session)
         if self._session.free_bytes >= space.shards[shard].slot_bytes:
             self._table.begin_put(process, number, space, shard, b"".join(keys), parent)
+        assert self._session.used_bytes <= self.limits.in_flight_bytes_max
         put = process.puts.get(number)
         if put is None:
             for other in self._arrivals.values():
@@ -386,6 +382,8 @@ class RemotePages:
 
     def _submit(self, arrival: Arrival) -> None:
         chain, put = arrival.chain, arrival.pages
+        assert arrival.job not in self._arrivals
+        assert put.slots
         self._arrivals[arrival.job] = arrival
         self._rates.began(arrival.peer, self._table.now_ns)
         self._table.counts["peer_jobs"] += 1
@@ -402,6 +400,7 @@ class RemotePages:
         """Update the measurements after a job that delivered its first ``came`` pages."""
         put, chain = arrival.pages, arrival.chain
         missing = len(put.slots) - came
+        assert missing >= 0
         size = put.space.shards[put.shard].page_bytes
         self._rates.ended(arrival.peer, came, missing, size, self._table.now_ns)
         self._table.counts["peer_missing_pages"] += missing
@@ -436,6 +435,7 @@ class RemotePages:
 
     def _try_another(self, arrival: Arrival) -> bool:
         """Request the rest of a job from another holder; False if there is none, or no time."""
+        assert not arrival.lost, "it may still write to the slots"
         put, chain, now_ns = arrival.pages, arrival.chain, self._table.now_ns
         holders = self._holders(chain, arrival.at, put.space.shards[put.shard].window_pages)
         able = [peer for peer, end in holders.items() if end >= arrival.at + len(put.slots)]
@@ -464,15 +464,18 @@ class RemotePages:
 
     def _lose(self, arrival: Arrival) -> None:
         """Nothing waits for a job any more, but it may still write."""
+        assert not arrival.lost
         self._not_coming(arrival, arrival.pages.keys)
         self._table.counts["peer_unsettled_jobs"] += 1
         arrival.lost = True
         self._table.lose(arrival.process)
+        assert arrival.pages.lost
         self._release(arrival)
 
     def _settle(self, arrival: Arrival) -> None:
         del self._arrivals[arrival.job]
         self._table.end(arrival.process, sys.maxsize)
+        assert arrival.process.idle, "its slots would never be free"
 
     def _release(self, arrival: Arrival) -> None:
         waiters, arrival.waiters = arrival.waiters, []

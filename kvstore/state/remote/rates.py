@@ -1,7 +1,10 @@
 """How fast each peer delivers pages, and which peers delivered nothing recently. Pure."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
+
+from kvstore.protocol.counts import PeerCounts
 
 RATE_DEFAULT: Final = 100e6
 """Assumed bytes per second of a peer without measurements: a slow network."""
@@ -67,6 +70,7 @@ class PeerRates:
         """A job of a peer has ended, with ``pages`` pages delivered and ``missing`` not."""
         known = self._peers[peer]
         known.jobs -= 1
+        assert known.jobs >= 0
         known.pages += pages
         known.bytes += pages * page_bytes
         known.missing_pages += missing
@@ -97,17 +101,14 @@ class PeerRates:
         known = self._peers.get(peer)
         return known is not None and now_ns < known.away_until_ns
 
-    def stats(self) -> dict[str, Any]:
-        """The measurements of each peer, as plain values."""
+    def stats(self, unsettled: Mapping[str, int]) -> dict[str, PeerCounts]:
+        """The measurements of each peer; ``unsettled``: lost reads whose bytes may arrive."""
         return {
-            name: {
-                "bytes_per_s": round(one.bytes_per_s),
-                "jobs": one.jobs,
-                "fetched_pages": one.pages,
-                "fetched_bytes": one.bytes,
-                "missing_pages": one.missing_pages,
-                "retried_pages": one.retried_pages,
-                "failed_jobs": one.failed_jobs,
-            }
+            name: PeerCounts(
+                bytes_per_s=round(one.bytes_per_s), jobs=one.jobs,
+                unsettled_jobs=unsettled.get(name, 0), fetched_pages=one.pages,
+                fetched_bytes=one.bytes, missing_pages=one.missing_pages,
+                retried_pages=one.retried_pages, failed_jobs=one.failed_jobs,
+            )
             for name, one in self._peers.items()
-        }
+        }  # fmt: skip

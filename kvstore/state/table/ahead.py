@@ -127,6 +127,7 @@ class SlotsAhead:
         new = new_pages(space, shard, [key], parent)  # a page before it may have left for that
         if new.refusal is not None:
             return new.refusal
+        assert len(put.slots) == 1
         begin_pages(space, shard, [key], put.slots, parent, tokens, unknown=new.unknown)
         self._held.owners.add(put.slots, [key], space)
         put.keys, put.ahead, put.since_ns = [key], False, self._held.moment.now_ns
@@ -143,6 +144,7 @@ class SlotsAhead:
         for (_, shard), (space, used_ns) in self.used.items():
             with self._held.eviction.sparing(used_ns):
                 slots = self._room.allocate(space, space.root, space.shards[shard].slot_bytes, 1)
+            assert len(slots) <= 1
             self._held.slots.abort(slots)
         self.used.clear()
 

@@ -41,6 +41,7 @@ class Announcement:
 
     def step(self, table: PageTable) -> None:
         """Announce some of the pages that are on disk now."""
+        assert self._waiting
         pages = [
             (node, shard)
             for space, number in islice(self._waiting, SHELVES)

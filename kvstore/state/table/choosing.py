@@ -75,6 +75,7 @@ class RoomPlan:
 
     def take(self, victim: Leaving) -> None:
         """Add a victim, behind the others."""
+        assert victim.node is not self.spared
         self.victims.append(victim)
         if self._taken is not None:
             self._taken.add(victim.node)

@@ -148,6 +148,7 @@ class Retirement:
                 self._retiring.remove(position)
                 for process in given_up:
                     _forfeit(slots, process, position)
+        assert all(process.lost for process in given_up), "an engine still writes there"
         ended = [process for process in given_up if process.idle]
         for process in ended:
             del self._lost[process]

@@ -102,6 +102,7 @@ class Draining:
         Returns:
             whether there is one; it is :attr:`now` then.
         """
+        assert self.now is None, "one extent at a time"
         position = self.colder(space, slot_bytes, own, now_ns)
         if position is None:
             return False

@@ -105,6 +105,8 @@ class Keeping:
             kept.give_back(space, name, refused)
             self._released(refused)
             pages, cause = pages - len(refused), "disk"
+        assert 0 <= pages <= len(keys)
+        assert cause or pages == len(keys)
         if cause:
             self._held.counts[f"not_kept_pages_{cause}"] += len(keys) - pages
         return pages, cause

@@ -147,6 +147,7 @@ class Residents:
         self.drop_below(node, shard, cause)
         self.ghosts.head = PrefixKey(b"")
         self._remove(node, shard, cause)
+        assert not node.present >> shard & 1
         self.tidy(node)
 
     def drop_below(self, node: PrefixNode, shard: int, cause: str) -> None:
@@ -154,6 +155,7 @@ class Residents:
 
         If there are many, :meth:`sweep` drops them over several turns.
         """
+        assert is_live(node)
         if node.space.shards[shard].window_pages:
             return
         found = subtree(node, most=DROP_AT_ONCE)
@@ -171,6 +173,7 @@ class Residents:
             self._remove(node, shard, cause)
         elif node.present >> shard & 1:
             self.abandon(node, shard)  # its writer will find it DROPPED
+        assert not node.present >> shard & 1
         self.tidy(node)
 
     def sweep(self, steps: int) -> None:
@@ -191,6 +194,7 @@ class Residents:
 
     def _remove(self, node: PrefixNode, shard: int, cause: str) -> None:
         """Remove the READY pages of a node from every tier."""
+        assert node.ready >> shard & 1
         if node.pins:
             self.pinned_changed.append(node)
         tiers = node.tiers(shard)
@@ -207,12 +211,15 @@ class Residents:
 
     def abandon(self, node: PrefixNode, shard: int) -> None:
         """Drop a page that is being written; its writer will find it DROPPED."""
+        assert node.count == 1, "its writer is told of one page"
+        assert node.memory & ~node.ready & 1 << shard
         self._forget(node, shard)
         self.actions.append(Abandoned(node.space, [node.key]))
         self.story.tell("abandoned", node, shard)
 
     def _forget(self, node: PrefixNode, shard: int) -> list[Slot]:
         slots = node.forget_all(shard)
+        assert len(slots) == node.count
         self.owners.remove(slots)
         return slots
 
@@ -227,6 +234,7 @@ class Residents:
 
     def evict(self, node: PrefixNode, pages: int = 1) -> None:
         """Evict the last ``pages`` of a node from memory; those on disk stay in the index."""
+        assert not node.memory & ~node.ready, "a page of it is being written"
         if not node.on_disk and not node.below:
             self._evict_last(node, min(pages, node.count))
             return
@@ -237,6 +245,7 @@ class Residents:
                 self._release_memory(node, shard)
             else:
                 self._remove(node, shard, "evicted")
+        assert not node.memory
         if node.above is not None:
             node.above.access = max(node.above.access, node.access)
         self.tidy(node)
@@ -266,6 +275,7 @@ class Residents:
         return True
 
     def _release_memory(self, node: PrefixNode, shard: int) -> None:
+        assert node.memory & node.on_disk & 1 << shard, "it would be in no tier"
         self.emit(TierRemoved, node, shard, "host")  # while its tokens are known
         slots = self._forget(node, shard)
         self.counts["evicted_to_disk"] += len(slots)
@@ -278,9 +288,11 @@ class Residents:
             self.tidy(node)
         else:
             self.drop(node, shard, "evicted")
+        assert not node.memory >> shard & 1
 
     def vacate(self, position: int, pages_max: int) -> bool:
         """Evict READY pages of an extent, even used ones; returns whether all are evicted."""
+        assert self.slots.extents[position].retiring, "new pages would come"
         left = pages_max
         for slot in self.slots.slots_in_use(position):
             owner = self.owners.get(slot)

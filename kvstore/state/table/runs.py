@@ -320,6 +320,7 @@ def nodes_of(owners: Owners, slots: list[Slot]) -> list[PrefixNode]:
         if node is not None:
             found.append(node)
         at += node.count if node is not None else 1
+    assert at == len(slots), "of a node all slots are given, or none"
     return found
 
 

@@ -137,7 +137,9 @@ class SlabIndex:
             nodes[-1].access = self._tick
             self.slots.pin(slots, self._tick)
             self.counts["pages_hit"] += len(nodes)
-        return Held(nodes, slots, b"".join(node.digests[_SHARD] for node in nodes))
+        digests = b"".join(node.digests[_SHARD] for node in nodes)
+        assert len(digests) == len(slots) * DIGEST_BYTES, "a reader verifies each page"
+        return Held(nodes, slots, digests)
 
     def unpin(self, held: Held) -> None:
         """End the use of pages."""
@@ -191,6 +193,7 @@ class SlabIndex:
 
     def commit(self, reservation: Reservation, good: int) -> None:
         """End a reservation: the first ``good`` slots hold verified pages, the others are freed."""
+        assert 0 <= good <= len(reservation.slots)
         for at in reversed(range(len(reservation.slots))):
             node, slot = reservation.nodes[at], reservation.slots[at]
             if slot in self._disowned:
@@ -223,6 +226,7 @@ class SlabIndex:
             if node.ready:
                 self.slots.release([slot])
             else:
+                assert slot not in self._disowned
                 self.slots.lose([slot])
                 self._disowned.add(slot)
             self._take_out(node)
@@ -357,6 +361,7 @@ class SlabIndex:
         return True
 
     def _evict(self, node: PrefixNode) -> None:
+        assert not self.slots.in_use(node.slots[_SHARD]), "it is being read"
         self.slots.release([node.slots[_SHARD]])
         self._take_out(node)
         self.counts["pages_evicted"] += 1
@@ -366,6 +371,7 @@ class SlabIndex:
     def _take_out(self, node: PrefixNode) -> None:
         """Remove the page from the tree; the caller gets its slot."""
         self._pages -= bool(node.ready)
+        assert self._pages >= 0
         node.forget(_SHARD)
         self._offer([node.space.prune(node)])
 

@@ -66,7 +66,6 @@ class ColdKeys:
 
     def put(self, node: PrefixNode, keys: list[PrefixKey]) -> None:
         """Add the pages of a node, which are not here; ``keys`` are theirs."""
-        assert not node.cold
         number, mask = self._number(node), MARKS_MASK
         for key in keys:
             mark = hash(key) & mask
@@ -86,6 +85,7 @@ class ColdKeys:
 
     def discard(self, node: PrefixNode, keys: list[PrefixKey]) -> None:
         """Remove all pages of a node; ``keys`` are theirs."""
+        assert len(keys) == node.count
         for key in keys:
             entries, first = self._find(key, node)
             del entries[first : first + ENTRY_BYTES]
@@ -93,15 +93,18 @@ class ColdKeys:
         self._free.append(node.cold)
         node.cold = 0
         self.count -= len(keys)
+        assert self.count >= 0
 
     def _number(self, node: PrefixNode) -> int:
         """Give a node a unique number."""
+        assert not node.cold, "it has one"
         if self._free:
             node.cold = self._free.pop()
             self._nodes[node.cold] = node
         else:
             node.cold = len(self._nodes)
             self._nodes.append(node)
+        assert node.cold, "0 stands for none"
         return node.cold
 
     def _find(self, key: PrefixKey, node: PrefixNode) -> tuple[bytearray, int]:
@@ -126,6 +129,8 @@ class ColdKeys:
         entries = memoryview(self._entries[old]).cast("Q").tolist()
         self._entries[old] = bytearray(array("Q", [one for one in entries if not one & bit]))
         self._entries.append(bytearray(array("Q", [one for one in entries if one & bit])))
+        left, moved = len(self._entries[old]), len(self._entries[new])
+        assert left + moved == len(entries) * ENTRY_BYTES, "an entry was lost"
         if new + 1 == 2 * bit:
             self._base *= 2
 

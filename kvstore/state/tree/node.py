@@ -138,10 +138,12 @@ class PrefixNode:
 
     def hang(self, above: "PrefixNode") -> None:
         """Make this node a child of another one; the caller corrects the depths."""
+        first = self.first
+        assert first not in above.below, "two children with one key"
         self.above = above
         if above.below is _NOTHING:
             above.below = {}
-        above.below[self.first] = self
+        above.below[first] = self
 
     # ---- keys -------------------------------------------------------------------------------
 
@@ -371,7 +373,6 @@ class PrefixNode:
     def begin_all(self, shard: int, slots: bytes) -> None:
         """The pages of ``shard``, in no tier yet, are being written to the slots of a column."""
         assert not self.present >> shard & 1
-        assert len(slots) == self.count * SLOT_COLUMN
         self._enter_memory(shard, slots)
         self.present |= 1 << shard
         self.space.writing.add(self)
@@ -388,7 +389,8 @@ class PrefixNode:
 
     def commit(self, shard: int, digests: bytes, keep: Retention = ORDINARY) -> None:
         """The pages of ``shard`` are READY; ``digests`` are packed."""
-        assert self.present >> shard & 1
+        assert self.present & ~self.ready & 1 << shard, "only a page that is being written"
+        assert len(digests) == self.count * DIGEST_BYTES
         self.digest_columns = {**self.digest_columns, shard: digests}
         if keep != ORDINARY:
             assert self.count == 1
@@ -404,8 +406,6 @@ class PrefixNode:
     def promote(self, shard: int, slots: bytes) -> None:
         """The pages of ``shard``, only on disk so far, are also READY in the slots of a column."""
         assert self.on_disk >> shard & 1
-        assert not self.memory >> shard & 1
-        assert len(slots) == self.count * SLOT_COLUMN
         self._enter_memory(shard, slots)
 
     def demote(self, shard: int, places: bytes) -> None:
@@ -418,11 +418,15 @@ class PrefixNode:
 
     def move_page(self, shard: int, position: int, place: Place) -> None:
         """The record of one of its pages has a new place."""
+        assert self.on_disk >> shard & 1
+        assert 0 <= position < self.count
         column = replace_place(self.place_columns[shard], position, place)
         self.place_columns = {**self.place_columns, shard: column}
 
     def adopt(self, shard: int, places: bytes, digests: bytes) -> None:
         """The pages of ``shard`` were found on disk at the start, at the places of a column."""
+        assert self.ready == self.present, "a client writes a page of it"
+        assert len(digests) == self.count * DIGEST_BYTES
         self.digest_columns = {**self.digest_columns, shard: digests}
         self.present |= 1 << shard
         self.ready = self.present
@@ -435,11 +439,13 @@ class PrefixNode:
 
     def forget_all(self, shard: int) -> list[Slot]:
         """The pages of ``shard`` are no longer in memory; returns their slots."""
+        assert self.memory >> shard & 1
         slots = self.slots_of(shard)
         self.space.changes += 1
         self.slot_columns = without(self.slot_columns, shard)
         self.memory &= ~(1 << shard)
         self.space.host_bytes -= len(slots) * self.space.shards[shard].slot_bytes
+        assert self.space.host_bytes >= 0
         if not self.memory:
             self.tokens = b""
         if not self.in_memory:
@@ -451,6 +457,7 @@ class PrefixNode:
 
     def forget_disk(self, shard: int) -> None:
         """The pages of ``shard`` are no longer on disk."""
+        assert self.on_disk >> shard & 1
         self.place_columns = without(self.place_columns, shard)
         self.on_disk &= ~(1 << shard)
         self.space.changes += 1
@@ -458,6 +465,8 @@ class PrefixNode:
         self._leave(shard)
 
     def _enter_memory(self, shard: int, slots: bytes) -> None:
+        assert not self.memory >> shard & 1
+        assert len(slots) == self.count * SLOT_COLUMN
         if not self.in_memory:
             self.count_above(1)
         if self.cold:
@@ -476,6 +485,7 @@ class PrefixNode:
     def unhold(self) -> None:
         """The children were added, or will not be."""
         self.children_in_memory -= 1
+        assert self.children_in_memory >= 0
         if not self.in_memory:
             self.count_above(-1)
 

@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final
 
 from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey, ShardSpec, SpaceIdentity
 from kvstore.state.tree.cold_keys import ColdKeys
@@ -67,6 +67,7 @@ class KeyIndex(Mapping[PrefixKey, PrefixNode]):
         for key in keys:
             (parts[key[0]] if len(parts) > 1 else parts[0])[key] = node
         self._length += len(keys)
+        assert len(parts) > 1 or len(parts[0]) == self._length, "a key was there already"
         if self._length > SMALL and len(parts) == 1:
             self._divide()
 
@@ -96,12 +97,15 @@ class KeyIndex(Mapping[PrefixKey, PrefixNode]):
 
     def cool(self, node: PrefixNode) -> None:
         """The pages of a node are now only on disk: store their keys compactly."""
+        assert node.on_disk
+        assert not node.memory
         keys = node.key_list()
         self._discard(keys)
         self._cold.put(node, keys)
 
     def warm(self, node: PrefixNode) -> None:
         """The pages of a cold node were loaded to memory."""
+        assert node.cold
         keys = node.key_list()
         self._cold.discard(node, keys)
         self.put(keys, node)
@@ -126,6 +130,7 @@ class KeyIndex(Mapping[PrefixKey, PrefixNode]):
         self._parts = [{} for _ in range(PARTS)]
         for key, value in small.items():
             self._part(key)[key] = value
+        assert sum(map(len, self._parts)) == self._length
 
 
 SHELF_NODES: Final = 256
@@ -133,17 +138,7 @@ SHELF_NODES: Final = 256
 _SHIFT: Final = SHELF_NODES.bit_length() - 1
 
 
-class Listed(Protocol):
-    """The properties of a node that are needed to list it."""
-
-    serial: int
-    count: int
-
-
-N = TypeVar("N", bound=Listed)
-
-
-class CreationOrder(Generic[N]):
+class CreationOrder:
     """All nodes of one space by serial number, so that they can be listed in steps.
 
     A walk over a million nodes would block the state for too long, and a walk with pauses must
@@ -157,10 +152,10 @@ class CreationOrder(Generic[N]):
     def __init__(self) -> None:
         #: chunk number → serial number of its first page → node; chunks are in ascending order,
         #: and none is empty.
-        self._chunks: dict[int, dict[int, N]] = {}
+        self._chunks: dict[int, dict[int, PrefixNode]] = {}
         self._next = 0
 
-    def add(self, node: N) -> None:
+    def add(self, node: PrefixNode) -> None:
         """Give the pages of a new node their serial numbers."""
         serial, count = self._next, node.count
         if count > 1 and serial % SHELF_NODES + count > SHELF_NODES:
@@ -172,18 +167,20 @@ class CreationOrder(Generic[N]):
             chunk = self._chunks[serial >> _SHIFT] = {}
         chunk[serial] = node
 
-    def divide(self, node: N, head: N) -> None:
+    def divide(self, node: PrefixNode, head: PrefixNode) -> None:
         """The first pages of a node now belong to ``head``."""
         chunk = self._chunks[node.serial >> _SHIFT]
+        assert chunk[node.serial] is node
         head.serial = node.serial
         node.serial += head.count
         chunk[head.serial] = head
         chunk[node.serial] = node
 
-    def remove(self, node: N) -> None:
+    def remove(self, node: PrefixNode) -> None:
         """The node is removed from the tree."""
         number = node.serial >> _SHIFT
         chunk = self._chunks[number]
+        assert chunk[node.serial] is node
         del chunk[node.serial]
         if not chunk:
             del self._chunks[number]
@@ -193,7 +190,7 @@ class CreationOrder(Generic[N]):
         every = list(self._chunks)
         return every[bisect_left(every, cursor >> _SHIFT) :]
 
-    def nodes(self, number: int, cursor: int = 0) -> list[N]:
+    def nodes(self, number: int, cursor: int = 0) -> list[PrefixNode]:
         """The nodes of one chunk with pages from serial number ``cursor`` on, in order."""
         chunk = self._chunks.get(number, {})
         found = [node for node in chunk.values() if node.serial + node.count > cursor]
@@ -206,7 +203,7 @@ class CreationOrder(Generic[N]):
         return number + 1 << _SHIFT
 
 
-def _serial(node: Listed) -> int:
+def _serial(node: PrefixNode) -> int:
     return node.serial
 
 
@@ -276,7 +273,7 @@ class PrefixTree:
     index: KeyIndex = field(default_factory=KeyIndex)
     writing: set[PrefixNode] = field(default_factory=set)
     holes: dict[PrefixNode, int] = field(default_factory=dict)
-    by_creation: CreationOrder[PrefixNode] = field(default_factory=CreationOrder)
+    by_creation: CreationOrder = field(default_factory=CreationOrder)
     shard_numbers: dict[ShardSpec, int] = field(default_factory=dict)
     needs: dict[str, tuple[int, int]] = field(default_factory=dict)
     sessions: int = 0
@@ -321,6 +318,7 @@ class PrefixTree:
             if found.in_memory:
                 found.count_above(1)
             deepen(found)
+            assert found.depth == parent.depth + found.count
 
     def end(self, key: PrefixKey) -> PrefixNode | None:
         """The node whose last page has a key; None if there is none."""
@@ -357,6 +355,8 @@ class PrefixTree:
 
     def divided(self, node: PrefixNode, head: PrefixNode) -> None:
         """A node of this tree was split; ``head`` is new."""
+        assert node.above is head
+        assert head.ready == node.ready
         self.index.divide(node, head)
         self.by_creation.divide(node, head)
         self.changes += 1
@@ -484,6 +484,8 @@ class PrefixTree:
 
     def remove(self, node: PrefixNode) -> None:
         """Remove a node without children."""
+        assert not node.below
+        assert not node.present
         self.index.discard(node)
         self.by_creation.remove(node)
         node.above = None

@@ -275,6 +275,7 @@ class Fetches:
 
         Either all slots of a node are given or none.
         """
+        assert not fetch.ended, "nobody would unpin them"
         self._slots.pin(slots, self._moment.tick)
         fetch.pinned += slots
 
@@ -351,6 +352,7 @@ class Spaces:
         if space.number not in session.spaces:
             session.spaces[space.number] = space
             space.sessions += 1
+        assert space.sessions > 0, "a space that a session has open is not closed"
         opened = session.shards.get(space.number, 0)
         for number in numbers:
             opened |= 1 << number
@@ -393,6 +395,7 @@ class Spaces:
         idle = [one for one in self if not one.sessions and not one.nodes and not needed(one)]
         for space in idle:
             del self._spaces[space.number], self._by_digest[space.identity.digest]
+        assert len(self._spaces) == len(self._by_digest)
         return len(idle)
 
     def check(self) -> None:
@@ -429,6 +432,8 @@ class Spaces:
             _shard_number(space, spec, size) for spec, size in zip(shards, sizes, strict=True)
         ]
         space.needs = needs
+        assert len(numbers) == len(shards)
+        assert space.identity == identity
         return space, numbers
 
 

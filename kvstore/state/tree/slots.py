@@ -24,6 +24,8 @@ from enum import IntEnum
 from functools import partial
 from typing import Final, NamedTuple, NewType
 
+from kvstore.protocol.counts import HostSizes
+
 Slot = NewType("Slot", int)
 """``extent position << 20 | index within the extent``."""
 
@@ -125,6 +127,7 @@ class Extent:
         assert after >= 0
         self.pins[first:end] = array("I", [after]) * count
         self.pinned += count * (bool(after) - bool(before))
+        assert 0 <= self.pinned <= self.count
 
 
 class Replacement(NamedTuple):
@@ -140,20 +143,6 @@ class Replacement(NamedTuple):
     old: int
     new: int
     in_use: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SlotStats:
-    """A snapshot of a :class:`SlotTable`; bytes are slot bytes."""
-
-    capacity_bytes: int
-    withheld_bytes: int
-    free_bytes: int
-    writing_bytes: int
-    ready_bytes: int
-    pinned_bytes: int
-    limbo_bytes: int
-    retiring_bytes: int
 
 
 class SlotTable:
@@ -189,6 +178,7 @@ class SlotTable:
             self._unassigned.insert(0, len(self.extents))
             self.extents.append(Extent(number))
         self._next_number += len(numbers)
+        assert self.withheld >= 0, "more memory than there is"
         return numbers
 
     def withheld_numbers(self, count: int) -> list[int]:
@@ -235,6 +225,7 @@ class SlotTable:
         for slot in slots:
             extent, index = self._locate(slot)
             assert extent.states[index] == SlotState.WRITING
+            assert not extent.holds[index], "a slot that its writer may still write to"
             self._free(slot, extent, index)
 
     def lose(self, slots: Iterable[Slot]) -> None:
@@ -273,7 +264,9 @@ class SlotTable:
         limbo = 0
         for extent, first, end in self._blocks(slots):
             extent.change_pins(first, end, -1)
-            limbo += extent.states.count(_LIMBO, first, end)
+            gone = extent.states.count(_LIMBO, first, end)
+            assert extent.states.count(_READY, first, end) + gone == end - first
+            limbo += gone
         for slot in slots if limbo else ():
             self._settle(slot, *self._locate(slot))
 
@@ -285,6 +278,7 @@ class SlotTable:
             assert extent.pins[index] > 0
             extent.pins[index] -= 1
             extent.pinned -= not extent.pins[index]
+            assert extent.pinned >= 0
             extent.holds[index] += 1
 
     def unhold(self, slots: Iterable[Slot]) -> None:
@@ -300,6 +294,8 @@ class SlotTable:
 
     def drain(self, position: int) -> None:
         """Allocate no slot of an extent until it is empty, see :meth:`end_drain`."""
+        assert self.extents[position].domain is not None, "nothing to drain"
+        assert not self.extents[position].closed
         self.extents[position].draining = True
 
     def end_drain(self, position: int) -> bool:
@@ -316,6 +312,8 @@ class SlotTable:
 
     def retire(self, position: int) -> None:
         """Allocate no slot of an extent any more; :meth:`replace` ends this."""
+        assert self.extents[position].domain is not None, "nobody has had it"
+        assert not self.extents[position].retiring
         self.extents[position].retiring = True
 
     def retirable(self, position: int, given_up: Mapping[Slot, int]) -> bool:
@@ -421,7 +419,7 @@ class SlotTable:
         touched = SlotState.WRITING in states or SlotState.LIMBO in states
         return touched or extent.pinned > 0 or any(extent.holds)
 
-    def stats(self) -> SlotStats:
+    def stats(self) -> HostSizes:
         """A consistent snapshot of sizes by state."""
         by_state = [0, 0, 0, 0]
         pinned = unassigned = retiring = 0
@@ -433,8 +431,8 @@ class SlotTable:
             for state in SlotState:
                 by_state[state] += extent.states.count(state) * extent.slot_bytes
             pinned += extent.pinned * extent.slot_bytes
-        return SlotStats(
-            self.capacity_bytes, withheld_bytes=self.withheld * self.extent_bytes,
+        return HostSizes(
+            capacity_bytes=self.capacity_bytes, withheld_bytes=self.withheld * self.extent_bytes,
             free_bytes=unassigned + by_state[_FREE], writing_bytes=by_state[_WRITING],
             ready_bytes=by_state[_READY], pinned_bytes=pinned, limbo_bytes=by_state[_LIMBO],
             retiring_bytes=retiring,
@@ -539,6 +537,7 @@ class SlotTable:
             # Memory of the same domain may be cut anew; another domain must get new memory.
             position = min(empty, key=lambda at: self.extents[at].domain != domain)
         extent = self.extents[position]
+        assert not extent.retiring, "a late access would hit its new pages"
         if extent.domain is not None:
             former = self._open[extent.domain, extent.slot_bytes]
             if position in former:
@@ -551,6 +550,7 @@ class SlotTable:
 
     def _renumber(self, extent: Extent, *, in_use: bool) -> None:
         """The extent will get new memory, under a new number."""
+        assert in_use or len(extent.free) == extent.count, "memory in use would be freed"
         self.replaced.append(Replacement(extent.number, self._next_number, in_use))
         extent.number = self._next_number
         self._next_number += 1

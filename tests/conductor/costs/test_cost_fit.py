@@ -1,6 +1,7 @@
 """Costs that are learned: from what was measured, kept over restarts, never from nonsense."""
 
 import asyncio
+import hashlib
 import random
 
 import msgspec
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conductor.costs.bias import LastingBias
 from conductor.costs.book import CostBook, EngineCosts, Machine, UnusableCostsError, machine_of
 from conductor.costs.fit import RobustFit
 from conductor.front.kept_costs import KeptCosts
@@ -57,7 +59,7 @@ def test_an_engine_that_is_faster_or_slower_is_learned_despite_outliers(
 
 
 def test_a_term_that_is_never_measured_keeps_its_prior() -> None:
-    fit = RobustFit()
+    fit = RobustFit(3)
     for _ in range(2000):
         fit.observe((0.0, 1.0, 0.0), 3.0)
 
@@ -66,7 +68,7 @@ def test_a_term_that_is_never_measured_keeps_its_prior() -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
 def test_what_cannot_be_a_duration_teaches_nothing(seconds: float) -> None:
-    fit = RobustFit()
+    fit = RobustFit(3)
     fit.observe((1.0, 1.0, 1.0), seconds)
 
     assert fit.count == 0
@@ -75,20 +77,78 @@ def test_what_cannot_be_a_duration_teaches_nothing(seconds: float) -> None:
 
 @given(st.lists(st.tuples(*[st.floats(0, 1e6)] * 3, st.floats(0, 1e9)), max_size=60))
 def test_factors_stay_finite_whatever_is_measured(seen: list[tuple[float, ...]]) -> None:
-    fit = RobustFit()
+    fit = RobustFit(3)
     for *terms, seconds in seen:
         fit.observe(terms, seconds)
-    again = RobustFit()
+    again = RobustFit(3)
 
     assert all(0.02 <= factor <= 50 for factor in fit.factors.tolist())
     assert again.restore(fit.state())
     assert again.factors.tolist() == fit.factors.tolist()
 
 
+@given(st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e9)), max_size=60))
+def test_a_bias_is_bounded_whatever_is_measured(seen: list[tuple[float, float]]) -> None:
+    bias = LastingBias()
+    for thought_s, seconds in seen:
+        bias.observe(thought_s, seconds)
+        assert 1 / 3 <= bias.factor <= 3.0
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
+def test_what_cannot_be_a_duration_is_no_bias(seconds: float) -> None:
+    bias = LastingBias()
+    bias.observe(1.0, seconds)
+    bias.observe(seconds, 1.0)
+    assert bias.factor == 1.0
+
+
+def test_outliers_that_the_fit_leaves_out_are_a_bias() -> None:
+    """A third of all prompts takes three times as long; the fit follows the others."""
+    costs = EngineCosts(MACHINE)
+    usual_s = costs.prior.prefill_seconds(*PROMPT)
+    thought, took = 0.0, 0.0
+    for at in range(600):
+        seconds = usual_s * (1.6 if at % 3 == 0 else 1.0)
+        if at >= 300:
+            took += seconds
+            thought += sum(costs.prefill_line.terms(*PROMPT))
+        costs.computed(*PROMPT, seconds)
+
+    assert thought == pytest.approx(took, rel=0.05)
+
+
+def test_one_pause_is_no_bias() -> None:
+    costs = EngineCosts(MACHINE)
+    costs.stepped(8, 9000, 100.0)
+    assert costs.step_bias.factor <= 1.05
+
+
+def test_a_file_of_an_older_version_has_no_fits_of_transfers_and_no_bias() -> None:
+    saved = msgspec.json.decode(filled().dump(), type=dict)
+    for one in saved["engines"].values():
+        for name in ("fetch", "handoff", "bias"):
+            one.pop(name, None)
+    engines = msgspec.json.encode(saved["engines"])
+    digest = hashlib.blake2b(engines, digest_size=16).hexdigest()
+    older = msgspec.json.encode(
+        {"version": 1, "digest": digest, "engines": msgspec.Raw(engines)}
+    )  # fmt: skip
+
+    book = CostBook()
+    book.load(older)
+    one = book.of("a", MACHINE)
+    assert one.prefill_fit.count == 1
+    assert one.handoff_fit.count == one.fetch_fit.count == 0
+    assert one.prefill_bias.factor == 1.0
+
+
 def filled() -> CostBook:
     book = CostBook()
     book.of("a", MACHINE).computed(*PROMPT, 2.0)
     book.of("b", MACHINE).stepped(8, 9000, 0.05)
+    book.of("b", MACHINE).handed_over(0.2, 0.9)
+    book.of("c", MACHINE).fetched(1e9, 2e9, 3e9, 0.9)
     book.of("never measured", MACHINE)
     return book
 
@@ -97,8 +157,10 @@ def test_a_book_goes_on_where_another_left_off() -> None:
     before, after = filled(), CostBook()
     after.load(before.dump())
 
-    for name in ("a", "b"):
+    for name in ("a", "b", "c"):
         old, new = before.of(name, MACHINE), after.of(name, MACHINE)
+        assert new.fetch_line == old.fetch_line
+        assert new.handoff_line == old.handoff_line
         assert seconds_of(new, *PROMPT) == seconds_of(old, *PROMPT)
         assert new.step_seconds(8, 9000) == old.step_seconds(8, 9000)
     assert after.dump() == before.dump()

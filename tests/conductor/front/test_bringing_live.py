@@ -1,7 +1,7 @@
 """Goal: nodes bring what waiting requests need, and stop when it is of no use; then all is told."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,20 +101,26 @@ class Scene(NamedTuple):
 
 @asynccontextmanager
 async def scene(
-    cluster: Mapping[str, object] | None = None, token: str | None = OPERATE, **bring: object
+    cluster: Mapping[str, object] | None = None,
+    token: str | None = OPERATE,
+    protocol: str = "reference",
+    roles: Sequence[str] = ("mixed", "mixed"),
+    **bring: object,
 ) -> AsyncIterator[Scene]:
-    """Two mixed engines with a place each, each at a node of its own.
+    """Two engines with a place each, each at a node of its own.
 
     ``cluster``: the nodes are in the store of this one, instead of being registered with ``token``.
     """
     records = MemoryRecords(lease_s=60.0)
     async with AsyncExitStack() as stack:
         publishers, nodes, engines = {}, {}, {}
-        for name in ("n1", "n2"):
+        for name, role in zip(("n1", "n2"), roles, strict=True):
             publisher = EventPublisher(LOOPBACK, LOOPBACK, topic=f"kvstore@{name}@b1".encode())
             publishers[name] = as_node(stack.enter_context(publisher), "b1")
             nodes[name] = WorkingNode(name, publisher)
-            engine = FakeEngine(f"e{name[1]}", "mixed", max_running=1, node=name)
+            engine = FakeEngine(
+                f"e{name[1]}", role, max_running=1, node=name, protocol=protocol
+            )  # fmt: skip
             engines[engine.id] = engine
             nodes[name].sessions = [session_of(engine.id, shards=["cd" * 32])]
             await nodes[name].start()

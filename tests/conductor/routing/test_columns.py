@@ -14,13 +14,13 @@ def test_columns_of_columns_are_those_of_their_values(
     asked: list[str], known: list[str], data: st.DataObject
 ) -> None:
     tokens = st.lists(st.integers(0, 1 << 20), min_size=len(known), max_size=len(known))
-    numbers = np.array([data.draw(tokens) for _ in range(4)], dtype=np.int64).reshape(4, -1)
+    numbers = np.array([data.draw(tokens) for _ in range(6)], dtype=np.int64).reshape(6, -1)
     found = FoundPrefixes(known, numbers, list(range(len(known))))
 
     values = dict(found)
 
     assert values == {
-        name: Prefix(*numbers[:3, at].tolist(), at, int(numbers[3, at]))
+        name: Prefix(*numbers[:3, at].tolist(), at, *numbers[3:, at].tolist())
         for at, name in enumerate(known)
     }
     assert found.get("e") is None

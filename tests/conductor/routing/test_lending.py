@@ -14,6 +14,7 @@ from conductor.routing.lending import (
     AMPLE,
     HOLD_S,
     HOME,
+    LOOK_AT_HOME_S,
     LOOK_S,
     SAMPLES_MIN,
     SPARE,
@@ -225,6 +226,35 @@ def test_nothing_is_lent_before_enough_is_known() -> None:
     gauges = pools.gauges()
     assert gauges["lendings"] == {("m",): 1.0}
     assert len(gauges["engine_lent"]) == len(pools.lent)
+
+
+def test_a_load_that_grows_is_noticed_sooner_while_all_are_at_home() -> None:
+    pools, now, looked = Pools(TARGETS), 0.0, list[float]()
+
+    def seen(_: str) -> Fleet:
+        looked.append(now)
+        return mixed(), ()
+
+    for number in range(SAMPLES_MIN):
+        now = number * 100.0
+        pools.came("m", now)
+        pools.needs("m", number, LONG)
+    look(pools, seen, now)
+    assert pools.lent == {}
+    for number in range(SAMPLES_MIN, 200):  # now more comes than they serve
+        pools.came("m", now)
+        pools.needs("m", number, LONG)
+    now += LOOK_AT_HOME_S
+    look(pools, seen, now)
+    assert pools.lent
+    lent_at = now
+    looked.clear()
+    for _ in range(400):
+        now += 0.1
+        look(pools, seen, now)
+    later = sorted(set(looked))
+    assert later[0] >= lent_at + HOLD_S
+    assert all(two - one >= LOOK_S - 1e-9 for one, two in pairwise(later))
 
 
 def test_a_model_without_engines_is_forgotten() -> None:

@@ -8,6 +8,7 @@ from conductor.costs.book import CostBook
 from conductor.routing.engines import EngineInfo, EngineRegistry
 from conductor.routing.load import EngineLoads
 from conductor.routing.occupancy import Occupancy
+from conductor.routing.work import ComingPrompt
 from tests.conductor.routing.test_dispatcher import info
 
 Change = Callable[[Occupancy, EngineRegistry, EngineLoads], object]
@@ -29,7 +30,8 @@ CHANGES: dict[str, Change] = {
     "an engine goes": lambda _, registry, __: registry.remove("e"),
     "a prompt is given": lambda _, __, loads: loads.assigned(2, engine(), (9, 0), (0.0, 9.0), 0.0),
     "a prompt is computed": lambda _, __, loads: loads.computed(1, "e", 0.0, None),
-    "KV comes": lambda _, __, loads: loads.comes(2, engine(), 9, "e", 0.0),
+    "KV comes": lambda _, __, loads: loads.comes(2, engine(), ComingPrompt(9, 9), "e", 0.0),
+    "a handoff begins": lambda _, __, loads: loads.hands_over(1, engine(), 9, 0.0),
     "a request decodes": lambda _, __, loads: loads.decodes(2, engine(), 9, 0.0),
     "a request leaves": lambda _, __, loads: loads.left(1, "e", 0.0),
     "others use an engine": lambda _, __, loads: loads.tell_others("e", 3.0, 1.0, 1),

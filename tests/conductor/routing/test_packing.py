@@ -20,7 +20,7 @@ from tests.conductor.routing.columns import engine, request, schedule
 def candidates(draw: st.DrawFn) -> Candidates:
     count = draw(st.integers(0, 9))
     largest = draw(st.sampled_from([0, 255, 256, 65_535, 65_536, (1 << 31) - 1]))
-    numbers = draw(arrays.arrays(np.int32, (7, count), elements=st.integers(0, largest)))
+    numbers = draw(arrays.arrays(np.int32, (9, count), elements=st.integers(0, largest)))
     if count:
         numbers[2, draw(st.integers(0, count - 1))] = largest
     numbers[1] = np.maximum(numbers[1], 1)
@@ -47,7 +47,7 @@ def test_what_was_packed_is_what_comes_out_as_often_as_it_is_asked(
 
 
 def test_a_number_too_large_for_any_narrow_form_is_kept_as_it_is() -> None:
-    numbers = np.ones((7, 3), dtype=np.int32)
+    numbers = np.ones((9, 3), dtype=np.int32)
     numbers[2] = [1 << 30, 5, (1 << 31) - 1]
     one = Candidates(("a", "b", "c"), (Role.MIXED,) * 3, (Health.ALIVE,) * 3, numbers,
                      np.zeros(3, np.uint8))  # fmt: skip
@@ -55,7 +55,7 @@ def test_a_number_too_large_for_any_narrow_form_is_kept_as_it_is() -> None:
 
 
 def test_an_engine_that_is_named_as_a_role_keeps_its_name() -> None:
-    shared, numbers = SharedValues(), np.ones((7, 1), dtype=np.int32)
+    shared, numbers = SharedValues(), np.ones((9, 1), dtype=np.int32)
 
     def packed(name: str, role: Role) -> PackedCandidates:
         verdicts = np.zeros(1, np.uint8)

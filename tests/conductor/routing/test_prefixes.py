@@ -50,12 +50,20 @@ class Cluster:
             pass
         self._feed(worker).flush()
 
-    def pages(self, shard: str, first: int, last: int, salt: str = "", node: str = "n") -> None:
+    def pages(
+        self,
+        shard: str,
+        first: int,
+        last: int,
+        salt: str = "",
+        node: str = "n",
+        medium: str = "CPU",
+    ) -> None:
         """A node has these pages of the prompt, of one shard."""
         seed = chain_seed([("cache_salt", salt)] if salt else [])
         keys = [bytes(key) for key in page_keys(TOKENS, PAGE, seed=seed)]
         self.tell(
-            node_worker(node), block_hashes=keys[first:last], block_size=PAGE, medium="CPU",
+            node_worker(node), block_hashes=keys[first:last], block_size=PAGE, medium=medium,
             space=SPACE, shard=0, shard_digest=shard[:16],
         )  # fmt: skip
 
@@ -115,6 +123,41 @@ def test_what_is_in_the_engine_or_on_its_node_is_usable_together(cluster: Cluste
     cluster.blocks(engine_worker("e"), 5)  # 10 tokens: into the third page
     cluster.pages(ONE, 2, 4)
     assert cluster.prefix()[:3] == (10, 0, 16)
+
+
+def test_what_an_engine_lacks_is_in_the_memory_or_on_the_disk_of_its_node(cluster: Cluster):
+    info = cluster.engine(shards=(ONE,))
+    cluster.follows(engine_worker("e"), own_domain(info))
+    cluster.pages(ONE, 0, 8)
+    assert cluster.prefix() == Prefix(0, 32, 32, 0, 0, 32, 0)
+    cluster.pages(ONE, 0, 10, medium="STORAGE")
+    assert cluster.prefix() == Prefix(0, 40, 40, 0, 0, 32, 8)
+    cluster.blocks(engine_worker("e"), 5)
+    assert cluster.prefix() == Prefix(10, 40, 40, 0, 0, 22, 8)
+    cluster.view.expect(1, "e", 0, 10.0, 12.0)
+    cluster.at(10.0)
+    assert cluster.prefix() == Prefix(10, 40, 40, 0, 0, 0, 0), "it will have all of it soon"
+
+
+def test_pages_of_a_node_that_are_all_on_its_disk_are_not_in_its_memory(cluster: Cluster):
+    cluster.engine("whole", shards=(ONE,))
+    cluster.engine("halves", shards=(LEFT, RIGHT))
+    cluster.pages(ONE, 0, 6, medium="STORAGE")
+    cluster.pages(LEFT, 0, 6, medium="STORAGE")
+    cluster.pages(LEFT, 0, 4)
+    cluster.pages(RIGHT, 0, 5)
+    assert cluster.prefix("whole")[2:] == (24, 0, 0, 0, 24)
+    assert cluster.prefix("halves")[2:] == (20, 0, 0, 16, 4)
+
+
+def test_what_an_engine_has_behind_a_gap_is_not_fetched(cluster: Cluster):
+    info = cluster.engine(shards=(ONE,))
+    cluster.follows(engine_worker("e"), own_domain(info))
+    cluster.blocks(engine_worker("e"), 8)
+    cluster.tell(engine_worker("e"), type="BlockRemoved", block_hashes=[1, 2], medium="GPU")
+    cluster.pages(ONE, 0, 1)
+    cluster.pages(ONE, 0, 2, medium="STORAGE")
+    assert cluster.prefix() == Prefix(0, 8, 16, 0, 0, 4, 4)
 
 
 def test_a_salt_is_of_both_the_engines_blocks_and_the_nodes_pages(cluster: Cluster):

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conductor.costs.book import EngineCosts, Machine
-from conductor.costs.prior import transfer_seconds
 from conductor.routing.binding import AHEAD_S
 from conductor.routing.choices import Assign, Hold
 from conductor.routing.columns import Matches, Prefix
@@ -46,13 +45,21 @@ def fetches(policy: str, usable: int, reached: int, fetched_s: float, computed_s
 def seconds_at(policy: str, row: EngineRow, prefix: Prefix, busy: float) -> tuple[float, float]:
     """What a prompt costs at a mixed engine, by the prior's scalars; and until its first token."""
     usable = min(prefix.usable, TOKENS - 1)
+    in_memory = min(prefix.usable - prefix.disk, TOKENS - 1)
+    own = min(prefix.usable - prefix.disk - prefix.memory, TOKENS - 1)
     reached = min(prefix.usable + prefix.peer, TOKENS - 1)
-    computed_s = PRIOR.prefill_seconds(TOKENS - usable, usable)
-    fetched_s = transfer_seconds(PRIOR.kv_bytes(reached - usable), PRIOR.network)
-    rest_s = PRIOR.prefill_seconds(TOKENS - reached, reached)
-    fetched = fetches(policy, usable, reached, fetched_s + rest_s, computed_s)
-    prefill_s = rest_s if fetched else computed_s
-    ttft_s = row.backlog_s + (fetched_s if fetched else 0.0) + prefill_s
+    fetched_s, have = 0.0, own
+    prefill_s = PRIOR.prefill_seconds(TOKENS - own, own)
+    ways = (("memory", in_memory, PRIOR.host.bytes_per_s), ("disk", usable, 6e9),
+            ("peer", reached, PRIOR.network.bytes_per_s))  # fmt: skip
+    for way, end, bytes_per_s in ways:
+        gap = way == "peer" and have < usable
+        part_s = PRIOR.kv_bytes(end - have) / bytes_per_s + (0.0 if fetched_s else 0.005)
+        rest_s = PRIOR.prefill_seconds(TOKENS - end, end)
+        rule = policy if way == "peer" else "whatever is sooner"
+        if end > have and not gap and fetches(rule, have, end, part_s + rest_s, prefill_s):
+            fetched_s, prefill_s, have = fetched_s + part_s, rest_s, end
+    ttft_s = max(row.backlog_s, fetched_s) + prefill_s
     if policy != "earliest-first-token":
         return ttft_s, ttft_s
     passed_s = OVERTAKEN * busy**2 * min(row.backlog_s, prefill_s)
@@ -72,8 +79,12 @@ def places(draw: st.DrawFn) -> tuple[list[EngineRow], Matches]:
         for at in range(draw(st.integers(1, 6)))
     ]
     tokens = st.sampled_from([0, 0, 512, 8192, 30_000, TOKENS])
-    local = {row.id: draw(tokens) for row in rows}
-    matches = {name: Prefix(own, 0, own, None, draw(tokens)) for name, own in local.items()}
+    node = st.sampled_from([0, 0, 0, 512, 8192, 30_000])
+    matches = {}
+    for row in rows:
+        own, memory, disk = draw(tokens), draw(node), draw(node)
+        usable = own + memory + disk
+        matches[row.id] = Prefix(own, 0, usable, None, draw(tokens), memory, disk)
     return rows, matches
 
 
@@ -112,8 +123,8 @@ def test_with_nothing_of_its_own_an_engine_fetches_whatever_the_threshold() -> N
 
     assert isinstance(local, Assign)
     assert isinstance(far, Assign)
-    assert (far.prefill, far.fetch_tokens) == ("idle", 8192)
-    assert (local.prefill, local.fetch_tokens) == ("idle", 0)
+    assert (far.prefill, far.fetch.network) == ("idle", 8192)
+    assert (local.prefill, local.fetch.network) == ("idle", 0)
 
 
 def test_a_request_that_is_bound_waits_for_its_engine_and_another_does_not() -> None:

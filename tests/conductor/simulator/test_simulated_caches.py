@@ -157,5 +157,8 @@ def test_prefixes_are_those_that_one_engine_after_another_would_give(data: st.Da
         usable = leading(kinds[0][at] | kinds[1][at] | kinds[2][at] | kinds[3][at])
         peer = max([n for other, n in enumerate(nodes) if other != at], default=0)
         numbers = (leading(kinds[0][at]), nodes[at], usable)
-        expected = [one * BLOCK_TOKENS for one in numbers]
-        assert found[f"p{at}"] == Prefix(*expected, 0, max(0, peer - usable) * BLOCK_TOKENS)
+        own = leading(kinds[0][at] | kinds[3][at])
+        in_memory = max(own, leading(kinds[1][at]))
+        fetched = (max(0, peer - usable), in_memory - own, max(0, nodes[at] - in_memory))
+        expected = [one * BLOCK_TOKENS for one in (*numbers, *fetched)]
+        assert found[f"p{at}"] == Prefix(*expected[:3], 0, *expected[3:])

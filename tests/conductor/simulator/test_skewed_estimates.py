@@ -1,4 +1,4 @@
-"""A policy is tried with estimates that stay wrong, and with those alone: engines are as before."""
+"""A policy is tried with wrong estimates, and with those alone: engines are as before."""
 
 import pytest
 
@@ -24,15 +24,19 @@ def test_every_other_engine_seems_slower_and_those_between_faster() -> None:
     assert book.of("p1", MACHINE) is engines[1]
 
 
-def test_measurements_do_not_correct_a_skew() -> None:
-    costs = SkewedBook(0.3).of("p0", MACHINE)
-    before = costs.step_seconds(4, 9_000)
+def test_fits_do_not_correct_a_skew_and_the_lasting_bias_does() -> None:
+    costs, true = SkewedBook(0.3).of("p0", MACHINE), EngineCosts(MACHINE)
+    step_s, prompt_s = true.step_seconds(4, 9_000), costs.prior.prefill_seconds(2_000, 500)
 
     for _ in range(100):  # as the truth is
-        costs.stepped(4, 9_000, EngineCosts(MACHINE).step_seconds(4, 9_000))
-        costs.computed(2_000, 500, costs.prior.prefill_seconds(2_000, 500))
+        costs.stepped(4, 9_000, step_s)
+        costs.computed(2_000, 500, prompt_s)
 
-    assert costs.step_seconds(4, 9_000) == pytest.approx(before)
+    for _, fit in costs.fits.values():
+        assert fit.factors.tolist() == pytest.approx([1.0] * len(fit.factors))
+    assert costs.step_seconds(4, 9_000) == pytest.approx(step_s, rel=0.01)
+    assert costs.step_factors.tolist() == pytest.approx([1.0] * 3, rel=0.01)
+    assert sum(costs.prefill_line.terms(2_000, 500)) == pytest.approx(prompt_s, rel=0.01)
 
 
 def test_a_skew_changes_decisions_and_a_replay_has_it_too() -> None:

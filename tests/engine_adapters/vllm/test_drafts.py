@@ -43,10 +43,23 @@ def drafting(
     return config
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_heads_that_ran_are_taken(method):
-    names = {"eagle": "EagleLlamaForCausalLM", "eagle3": "Eagle3LlamaForCausalLM"}
-    config = drafting(method, names[method])
+def predicting(architecture: str, layers: int | None, of_the_model: int = 0) -> Values:
+    """With a layer for multi-token prediction."""
+    config = drafting("mtp", architecture, of_the_model)
+    config.speculative_config.draft_model_config.hf_config.n_predict = layers
+    return config
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        drafting("eagle"), drafting("eagle3", "Eagle3LlamaForCausalLM"),
+        # vLLM says of some that they have no layer, of others that they have the model's.
+        predicting("MiMoMTPModel", 1, 0), predicting("Glm4MoeMTPModel", 1, 4),
+        predicting("ErnieMTPModel", 1, 4),
+    ],
+)  # fmt: skip
+def test_drafts_that_ran_are_taken(config):
     check_model(config)
     assert has_draft_layers(config)
     groups = [group_of("FullAttentionSpec", LAYERS, eagle=True)]
@@ -74,7 +87,9 @@ def changed(change: str) -> Values:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (drafting("mtp", "DeepSeekMTPModel"), "method mtp: its draft layers have KV of their own"),
+        (predicting("DeepSeekMTPModel", 1), "method mtp: its draft DeepSeekMTPModel has not run"),
+        (predicting("MiMoMTPModel", 2, 1), "method mtp: its draft has 2 layers: only one is"),
+        (predicting("ErnieMTPModel", None, 1), "method mtp: its draft has 0 layers: only one is"),
         (drafting("eagle", "EagleOfTomorrow"), "method eagle: its draft EagleOfTomorrow has not"),
         (drafting(layers=2), "its draft has 2 layers: only one is supported"),
         *((drafting(**{option: True}), f"{option} is not supported with draft layers")

@@ -185,7 +185,7 @@ def test_a_child_that_ends_again_and_again_is_started_at_a_bounded_rate(
             await server.start()
             monkeypatch.setattr(http, "_MODULE", ("-c", "raise SystemExit(7)"))
             monkeypatch.setattr(http.asyncio, "sleep", counted)
-            os.kill(server.stats()["pid"], signal.SIGKILL)
+            os.kill(server.stats().pid, signal.SIGKILL)
             watching = asyncio.create_task(server.watch())
             while server.restarts < 4:
                 await sleep(0.01)
@@ -210,10 +210,10 @@ def test_a_child_that_is_silent_is_ended_and_started_again(parts, monkeypatch, q
         try:
             await server.start()
             watching = asyncio.create_task(server.watch())
-            silent = server.stats()["pid"]
+            silent = server.stats().pid
             os.kill(silent, signal.SIGSTOP)
             async with asyncio.timeout(30):
-                while server.stats()["pid"] in (0, silent):  # noqa: ASYNC110 - nobody tells
+                while server.stats().pid in (0, silent):  # noqa: ASYNC110 - nobody tells
                     await asyncio.sleep(0)
             assert gone(silent)
             watching.cancel()

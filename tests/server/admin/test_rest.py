@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from kvstore.config import HttpConfig, ServerConfig, load
+from kvstore.protocol import counts
 from kvstore.protocol.errors import ConfigError
-from kvstore.server import answers, client, counts
+from kvstore.server import answers, client
 from kvstore.server.admin.routes import BODY_BYTES_MAX, PROMPT_BYTES_MAX, ROUTES
 from kvstore.server.auth import tokens_of
 from tests.client.conftest import READY, Daemon, arguments

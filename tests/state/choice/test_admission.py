@@ -185,6 +185,7 @@ def test_learned_carries_over_what_was_used_in_the_later_half_of_its_time_on_dis
     for node, shard in chain:
         placed = log.place(node.space, shard, node.keys, 100)
         assert placed is not None
+        node.commit(shard, bytes(16))
         node.adopt(shard, pack_place(placed.place), bytes(16))
         node.access = 100
     last_uses = {1: 100, 2: 140, 3: 160}

@@ -3,6 +3,7 @@
 import pytest
 
 from kvstore.node.movements import Prefetch
+from kvstore.protocol.counts import NO_RECORDS
 from kvstore.protocol.errors import CapacityError, PageCorrupt
 from kvstore.state.disk.jobs import (
     DiskRead,
@@ -352,8 +353,13 @@ def test_a_prompt_longer_than_memory_spills_to_disk_from_its_beginning():
 
 
 def test_the_stats_say_what_was_admitted_and_what_a_day_will_cost():
-    wear = DiskWorld().disk.stats()["wear"]
-    assert set(wear) == {"admitted", "refused", "today_bytes", "forecast_bytes", "budget_bytes"}
+    world = DiskWorld()
+    world.store(world.me, world.mine, "abc")
+
+    wear = world.disk.stats(NO_RECORDS).wear
+
+    assert (wear.admitted, wear.refused, wear.budget_bytes) == (3, 0, 0)
+    assert wear.forecast_bytes > wear.today_bytes >= 3 * PAGE, "of less than an hour"
 
 
 def test_a_refused_prompt_is_looked_at_a_few_times_however_long_it_is(monkeypatch):

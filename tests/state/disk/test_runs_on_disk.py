@@ -47,7 +47,7 @@ def test_a_run_is_written_with_one_event_and_stays_one_node():
     world = DiskWorld()
     world.store(world.me, world.mine, "abcdef")
     world.table.actions.clear()
-    assert world.disk.stats()["writes"] == 6, "pages, as ever"
+    assert world.disk.limits.writing.pages == 6, "pages, as ever"
 
     world.end_all()
 

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import TypeVar
 
+from kvstore.node.describe import describe
 from kvstore.node.desk import Desk
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
@@ -299,9 +300,9 @@ class RemoteWorld:
 
     def check_nothing_held(self) -> None:
         """Assert that nothing is pinned, being written, or in LIMBO."""
-        stats = self.node.stats()
-        host = stats["host"]
-        assert host["writing_bytes"] == host["limbo_bytes"] == host["pinned_bytes"] == 0
-        assert stats["waiting_requests"] == stats["leases"] == stats["session_bytes"] == 0
-        remote = stats["remote"]
-        assert remote["jobs"] == remote["unsettled_jobs"] == remote["in_flight_bytes"] == 0
+        stats = describe(self.node)
+        host = stats.host
+        assert host.writing_bytes == host.limbo_bytes == host.pinned_bytes == 0
+        assert stats.waiting_requests == stats.leases == stats.session_bytes == 0
+        remote = stats.remote
+        assert remote.jobs == remote.unsettled_jobs == remote.in_flight_bytes == 0

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from kvstore.node.describe import describe
 from kvstore.protocol import wire
 from kvstore.state.remote import spreads
 from kvstore.state.remote.jobs import SpreadEnd
@@ -314,5 +315,5 @@ def test_a_peer_that_gives_nothing_leaves_nothing_behind(world, peer):
     bring(world, peer, "abcd")
     world.end(world.read(), 0)
     assert world.answer(peer) == wire.Brought(11, 0)
-    assert world.node.stats()["host"]["free_bytes"] == PAGE * 8 * 4
+    assert describe(world.node).host.free_bytes == PAGE * 8 * 4
     world.check_nothing_held()

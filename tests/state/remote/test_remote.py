@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvstore.node.describe import describe
 from kvstore.protocol import wire
 from kvstore.state.remote import pages
 from kvstore.state.remote.jobs import FetchEnd, Holding
@@ -222,7 +223,7 @@ def test_a_job_that_is_not_settled_gives_no_page_and_its_slots_are_not_used(worl
     assert leased(world.answer(engine)) == 0
     host = world.table.slots.stats()
     assert (host.limbo_bytes, host.ready_bytes) == (4 * PAGE, 0)
-    assert world.node.stats()["remote"]["in_flight_bytes"] == 4 * PAGE, "it counts until then"
+    assert describe(world.node).remote.in_flight_bytes == 4 * PAGE, "it counts until then"
     world.settle(job)
     world.release(engine)
     world.check_nothing_held()

@@ -8,6 +8,7 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -238,6 +239,34 @@ def test_memory_that_the_kernel_holds_back_stops_nobody(memory, monkeypatch, as_
         gate.set()
     assert memory.wait(4, WAIT_S)
     assert memory.descriptor(2) is None
+
+
+def test_memory_that_comes_while_it_gets_another_number_is_made_once(memory, monkeypatch):
+    gate, punch, taken_out = threading.Event(), kernel.punch, memory._taken_out
+
+    def held_up(*arguments: int) -> None:
+        assert gate.wait(WAIT_S)
+        punch(*arguments)
+
+    def slow(old: int, new: int, *, in_use: bool) -> Any:
+        found = taken_out(old, new, in_use=in_use)
+        gate.set()
+        found.thread.join(WAIT_S)
+        return found
+
+    monkeypatch.setattr(kernel, "punch", held_up)
+    memory.replace([Replacement(0, 2, in_use=False)])
+    monkeypatch.setattr(memory, "_taken_out", slow)
+    made: list[int] = []
+    new = memory._new
+    monkeypatch.setattr(memory, "_new", lambda number: made.append(number) or new(number))
+
+    exchange(memory, Replacement(2, 4, in_use=False))
+    memory.replace([])
+
+    assert made == [4]
+    assert memory.descriptor(2) is None
+    assert memory.missing_bytes() == 0
 
 
 def test_memory_that_cannot_be_given_back_yet_has_none_for_the_next_tenant(

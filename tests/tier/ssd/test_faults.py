@@ -59,7 +59,7 @@ def test_a_write_that_the_disk_refuses_is_an_error_and_can_be_tried_again(
 
     assert isinstance(ended.error, kind)
     assert str(HOME) in str(ended.error), "the message names the directory"
-    assert log.stats()["errors"] == {kind.code: 1}
+    assert log.stats().errors == {kind.code: 1}
     assert driver.write((place, page))[0].error is None
     assert_reads_back(driver, place, page)
 
@@ -159,7 +159,7 @@ def test_after_a_failed_sync_a_segment_is_never_called_durable_again(faulty):
     assert isinstance(sealed.error, TierUnavailable)
     assert sealed.failed == (0,)
     assert driver.seal(1).failed == ()
-    assert list(log.stats()["failed_segments"]) == [0]
+    assert list(log.stats().failed_segments) == ["0"]
     assert_reads_back(driver, *first)
     assert driver.drop(0).error is None
     assert driver.sync().error is None
@@ -186,9 +186,9 @@ def test_a_drop_that_failed_can_be_tried_again(faulty):
     faulty.arm("remove", DiskFault.IO_ERROR)
 
     assert isinstance(driver.drop(0).error, TierUnavailable)
-    assert log.stats()["directories"][0]["used_bytes"] == SEGMENT_BYTES
+    assert log.stats().directories[0].used_bytes == SEGMENT_BYTES
     assert driver.drop(0).error is None
-    assert log.stats()["directories"][0]["used_bytes"] == 0
+    assert log.stats().directories[0].used_bytes == 0
 
 
 def test_the_capacity_of_a_directory_is_never_exceeded(disk):
@@ -199,7 +199,7 @@ def test_the_capacity_of_a_directory_is_never_exceeded(disk):
     ended = [driver.write((Place(number, 0), page))[0] for number in range(3)]
 
     assert [type(one.error) for one in ended] == [type(None), type(None), CapacityError]
-    assert log.stats()["directories"][0]["used_bytes"] == 2 * SEGMENT_BYTES
+    assert log.stats().directories[0].used_bytes == 2 * SEGMENT_BYTES
     driver.drop(0)
     assert driver.write((Place(2, 0), page))[0].error is None
 
@@ -211,7 +211,7 @@ def test_new_segments_go_to_the_directory_with_most_room(disk):
 
     driver.write(*[(Place(number, 0), page) for number in range(6)])
 
-    assert [one["segments"] for one in log.stats()["directories"]] == [3, 3]
+    assert [one.segments for one in log.stats().directories] == [3, 3]
 
 
 def test_a_segment_whose_file_somebody_deleted_is_dropped_like_any_other(disk):
@@ -222,7 +222,7 @@ def test_a_segment_whose_file_somebody_deleted_is_dropped_like_any_other(disk):
     disk.remove(HOME / "0" / segment_name(0))
 
     assert driver.drop(0).error is None
-    assert log.stats()["directories"][0]["used_bytes"] == 0
+    assert log.stats().directories[0].used_bytes == 0
 
 
 class OneBadDirectory(SimulatedDisk):
@@ -309,7 +309,7 @@ def test_a_job_that_cannot_be_right_fails_alone(real_log):
 
     codes = [one.error.code if one.error else "" for one in ended]
     assert codes == ["invalid_argument", "tier_unavailable", ""]
-    assert log.stats()["directories"][0]["segments"] == 1
+    assert log.stats().directories[0].segments == 1
     assert_reads_back(driver, Place(1, 0), good)
 
 

@@ -191,7 +191,7 @@ def test_a_segment_of_another_log_is_left_as_it_is(disk):
         assert str(path) in found.untouched[0]
         assert "belongs to log" in found.untouched[0]
         assert found.next_segment == 10
-        assert log.stats()["directories"][0]["used_bytes"] == SEGMENT_BYTES
+        assert log.stats().directories[0].used_bytes == SEGMENT_BYTES
         assert TierDriver(log).drop(9).error is None
         assert victim.read_file(path) == content
         log.close()
@@ -365,7 +365,7 @@ def test_without_direct_io_the_log_says_so(caplog):
     log = recovered(disk)
 
     assert "not support direct I/O" in caplog.text
-    assert log.stats()["directories"][0]["direct_io"] is False
+    assert log.stats().directories[0].direct_io is False
     assert TierDriver(log).write((Place(0, 0), pages(1)[0]))[0].error is None
     log.close()
 

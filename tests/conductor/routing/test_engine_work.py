@@ -1,0 +1,109 @@
+"""What an engine's work costs: its slowest data-parallel rank, and prompts computed together."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conductor.costs.book import CostBook
+from conductor.routing.engines import EngineInfo, Role
+from conductor.routing.joining import RankEvents
+from conductor.routing.load import EngineLoads
+
+
+def engine(ranks: int = 1) -> EngineInfo:
+    return EngineInfo(
+        id="e", role=Role.MIXED, url="http://x", model="m", page_tokens=64, domain="d",
+        shape="llama3-70b", hardware="8xa800",
+        ranks=tuple(RankEvents(rank, None, None, None) for rank in range(ranks)),
+    )  # fmt: skip
+
+
+@given(
+    st.integers(1, 4),
+    st.lists(
+        st.tuples(st.integers(1, 90_000), st.sampled_from([None, 0, 1, 2, 3]), st.booleans()),
+        min_size=1, max_size=12,
+    ),
+)  # fmt: skip
+def test_the_rank_with_most_of_what_was_sent_to_it_counts(
+    ranks: int, requests: list[tuple[int, int | None, bool]]
+) -> None:
+    loads, one = EngineLoads(CostBook()), engine(ranks)
+    for number, (tokens, rank, ends) in enumerate(requests):
+        loads.decodes(number, one, tokens, 0.0, rank=rank)
+        if ends:
+            loads.left(number, "e", 0.0)
+        loads.check()
+
+    left = [(tokens, rank) for tokens, rank, ends in requests if not ends]
+    of_rank = [[t for t, rank in left if rank == number] for number in range(4)]
+    known = of_rank if ranks > 1 else []
+    batch = max([-(-(len(left) + 1) // ranks), *map(len, known)])
+    tokens = sum(one for one, _ in left)
+    context = max([-(-(len(left) + 1) // ranks) * tokens / max(1, len(left)), *map(sum, known)])
+    assert loads.step_s(one) == pytest.approx(
+        loads.costs(one).step_seconds(max(batch, len(left) / ranks), max(context, tokens / ranks))
+    )
+
+
+def test_steps_of_a_full_rank_teach_nothing_of_the_engine_that_is_not_so() -> None:
+    """All requests are at one of four ranks, and its steps take what so many requests take."""
+    spread, sent = EngineLoads(CostBook()), EngineLoads(CostBook())
+    one = engine(4)
+    for loads, rank in ((spread, None), (sent, 2)):
+        step_s = loads.costs(one).prior.decode_step_seconds(32, 32 * 20_000)
+        for turn in range(40):
+            numbers = range(32 * turn, 32 * turn + 32)
+            for number in numbers:
+                loads.decodes(number, one, 20_000, 100.0 * turn, rank=rank)
+            for number in numbers:
+                loads.decoded(number, "e", 101, 100.0 * turn + 100 * step_s)
+            for number in numbers:
+                loads.left(number, "e", 100.0 * turn + 100 * step_s)
+            loads.check()
+
+    assert sent.costs(one).step_factors.tolist() == pytest.approx([1.0] * 3, rel=0.02)
+    assert max(spread.costs(one).step_factors.tolist()) > 1.5
+
+
+def test_an_engine_that_registers_with_other_ranks_counts_requests_as_it_did() -> None:
+    loads = EngineLoads(CostBook())
+    loads.decodes(1, engine(2), 100, 0.0, rank=1)
+    loads.decodes(1, engine(), 100, 1.0, rank=1)
+    loads.check()
+    loads.left(1, "e", 2.0)
+    loads.check()
+    assert not loads._loads["e"].of_rank
+
+
+@pytest.mark.parametrize("together", [1, 2, 8])
+def test_prompts_computed_in_one_step_are_learned_as_one(together: int) -> None:
+    loads, one, now = EngineLoads(CostBook()), engine(), 0.0
+    prior = loads.costs(one).prior
+    for turn in range(60):
+        numbers = range(8 * turn, 8 * turn + together)
+        step_s = prior.prefill_seconds(together * 400, 500 - (together - 1) * 200)
+        for number in numbers:
+            loads.assigned(number, one, (400, 500), (0.0, 0.05), now)
+        for number in numbers:
+            loads.computed(number, "e", now + step_s, None)
+        for number in numbers:
+            loads.left(number, "e", now + step_s)
+        now += step_s + 1.0
+    loads.columns([one], now)
+
+    fit, bias = loads.costs(one).prefill_fit, loads.costs(one).prefill_bias
+    assert fit.count == 60
+    assert fit.factors.tolist() == pytest.approx([1.0] * 3, rel=0.02)
+    assert bias.factor == pytest.approx(1.0, rel=0.02)
+
+
+def test_one_prompt_after_another_is_learned_by_itself() -> None:
+    loads, one = EngineLoads(CostBook()), engine()
+    loads.assigned(1, one, (400, 0), (0.0, 0.05), 0.0)
+    loads.assigned(2, one, (400, 0), (0.0, 0.05), 0.0)
+    loads.computed(1, "e", 0.05, None)
+    loads.computed(2, "e", 0.1, None)
+    loads.columns([one], 1.0)
+
+    assert loads.costs(one).prefill_fit.count == 2
