@@ -206,10 +206,10 @@ class Cache:
             if missing == before:
                 break  # memory is too small for the run
         self.names += 1
-        lease, _, _ = self.table.acquire(self.process, self.names, self.space, 0, packed, NEVER_NS)
+        leased = self.table.acquire(self.process, self.names, self.space, 0, packed, NEVER_NS)
         if fetch is not None:
             self.table.end_fetch(self.process, fetch)
-        return lease
+        return leased.lease
 
     def _store(self, keys: list[PrefixKey], lease: Lease) -> None:
         """Store what follows the run, as fast as the disk makes room."""

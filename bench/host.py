@@ -2,6 +2,8 @@
 
 A second process runs the node; digests are on. ``put/8MiB/x16`` is one call with 16 pages of 8 MiB,
 waited for; ``get`` copies into buffers, ``view`` verifies pages where they are and gives them back.
+The node is full, so that each put evicts pages; ``put/…/fresh`` finds free memory that the node has
+touched.
 In ``busy`` cases another thread of this process runs Python all the time (but not while the bound
 is measured). ``roundtrip/p50`` is a ping; ``lookup/N`` asks for N keys that are all there;
 ``bystander/CASE`` is what another engine notices meanwhile, see :mod:`bench.host_bystander`;
@@ -11,6 +13,7 @@ is measured). ``roundtrip/p50`` is a ping; ``lookup/N`` asks for N keys that are
 import argparse
 import re
 import sys
+from itertools import count
 from statistics import median
 from typing import Final, NamedTuple
 
@@ -19,7 +22,8 @@ import numpy as np
 from bench import host_bystander, host_mooncake, measure, ping_pong, server
 from bench.busy import BusyThread
 from bench.host_pages import MIB, SHAPES, PageCalls, Shape, open_space, random_keys
-from bench.measure import Measured, Memcpy, Progress, Report
+from bench.measure import Measured, Memcpy, Progress, Report, Result
+from kvstore.cli.remote import Remote
 from kvstore.client.store import KVStore
 from kvstore.protocol import wire
 
@@ -27,6 +31,9 @@ POOL_MIB: Final = 1024
 POOL_MIB_MIN: Final = 64
 ROUND_TRIPS: Final = 32
 """Requests in one measurement of a latency: taking turns one by one would measure cold caches."""
+FRESH: Final = "/fresh"
+FRESH_SHAPES: Final = ("64KiB/x128",)
+CLEAR_WAIT_S: Final = 30.0
 LOOKUP_COUNTS: Final = (1, 128, 1000, 2048)
 
 
@@ -35,7 +42,8 @@ def move_cases(shape: Shape) -> list[str]:
     verbs, ends = (
         (("put", "get", "view"), ("", "/busy")) if shape.views else (("put", "get"), ("",))
     )
-    return [f"{verb}/{shape.name}{end}" for verb in verbs for end in ends]
+    fresh = [f"put/{shape.name}{FRESH}"] if shape.name in FRESH_SHAPES else []
+    return [f"{verb}/{shape.name}{end}" for verb in verbs for end in ends] + fresh
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure what is asked for; 2 when that is nothing."""
     moves = {shape: [*filter(options.cases.search, move_cases(shape))] for shape in SHAPES}
-    asks = {"roundtrip/p50": 0} | {f"lookup/{count}": count for count in LOOKUP_COUNTS}
-    asks = {name: count for name, count in asks.items() if options.cases.search(name)}
+    asks = {"roundtrip/p50": 0} | {f"lookup/{pages}": pages for pages in LOOKUP_COUNTS}
+    asks = {name: pages for name, pages in asks.items() if options.cases.search(name)}
     beside = [*filter(options.cases.search, host_bystander.names())]
     peers = host_mooncake.names() if options.peers == "mooncake" else []
     peers = [*filter(options.cases.search, peers)]
@@ -73,8 +81,8 @@ def run(options: argparse.Namespace) -> int:
         for shape, names in moves.items():
             if names:
                 _move(bench, shape, names)
-        for name, count in asks.items():
-            _ask(bench, name, count)
+        for name, pages in asks.items():
+            _ask(bench, name, pages)
         for name in beside:
             progress.step(name)
             report.add(host_bystander.measured(name, options.seconds))
@@ -101,13 +109,15 @@ class Bench(NamedTuple):
 
 def _move(bench: Bench, shape: Shape, names: list[str]) -> None:
     """Measure the cases ``names`` of one shape."""
-    fitting = bench.pool_bytes // 2 // shape.call_bytes * shape.call_bytes
-    calls = PageCalls(bench.store, shape, min(measure.working_set_bytes(shape.call_bytes), fitting))
+    calls = PageCalls(bench.store, shape, _sources_bytes(bench, shape))
     memcpy = Memcpy(shape.page_bytes, shape.pages)
     for _ in range(bench.pool_bytes // shape.call_bytes):
         calls.put()  # from here on the pool is full, all of it touched, and each put evicts
     for name in names:
         bench.progress.step(name)
+        if name.endswith(FRESH):
+            bench.report.add(_fresh(bench, shape, name, memcpy))
+            continue
         verb = name.partition("/")[0]
         if verb != "put":
             calls.fill()
@@ -117,6 +127,30 @@ def _move(bench: Bench, shape: Shape, names: list[str]) -> None:
         measured = measure.interleave(case, memcpy, min_seconds=bench.seconds)
         bench.report.add(measure.throughput(name, shape.call_bytes, measured, memcpy.name))
     bench.progress.note(_cold(shape))
+
+
+def _sources_bytes(bench: Bench, shape: Shape) -> int:
+    """What pages are copied from: more than the caches, at most half of the node's memory."""
+    fitting = bench.pool_bytes // 2 // shape.call_bytes * shape.call_bytes
+    return min(measure.working_set_bytes(shape.call_bytes), fitting)
+
+
+def _fresh(bench: Bench, shape: Shape, name: str, memcpy: Memcpy) -> Result:
+    """Puts to a node of their own, which is emptied whenever it is half full."""
+    with server.running(bench.pool_bytes) as address, server.connected(address) as store:
+        server.wait_populated(store, bench.pool_bytes)
+        calls = PageCalls(store, shape, _sources_bytes(bench, shape))
+        operator, turns = Remote(f"{address}.admin"), count(1)
+
+        def put() -> float:
+            seconds = calls.put()
+            if next(turns) % (bench.pool_bytes // 2 // shape.call_bytes) == 0:
+                job = operator.send("POST", "/v1/clear", {"all": True})
+                operator.finished(job, CLEAR_WAIT_S)
+            return seconds
+
+        measured = measure.interleave(put, memcpy, min_seconds=bench.seconds)
+    return measure.throughput(name, shape.call_bytes, measured, memcpy.name)
 
 
 def _cold(shape: Shape) -> str:

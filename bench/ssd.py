@@ -4,7 +4,7 @@
 pages is synced, while the next one is written. The bound does the same with bare ``pwrite`` and
 ``pread`` past the page cache, in as many threads, in pieces of one page, with an ``fdatasync`` a
 group in ``always``. Pages are read in random order. Digests are on. ``recover/N`` is a start that
-finds N pages of 64 KiB.
+finds N pages of 64 KiB, ``recover/N/log`` what of it reads the log.
 """
 
 import argparse
@@ -64,16 +64,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=4,
                         help="threads of the log and of its bound")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=5.0, help="minimum duration of each case")
-    parser.add_argument("--pages", type=int, default=recovery.PAGES,
-                        help="pages in the log that is recovered")  # fmt: skip
+    parser.add_argument("--pages", type=int, action="append", metavar="N",
+                        help="pages in the log that is recovered, again for more;"
+                        " default: 320,000 and 1,000,000")  # fmt: skip
     parser.add_argument("--cases", type=re.compile, default=re.compile(""), metavar="REGEX",
                         help="run only cases whose name matches")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure what is asked for; 2 when that is nothing."""
-    names = [*CASES, f"recover/{options.pages}"]
-    names = [name for name in names if options.cases.search(name)]
+    recoveries = {f"recover/{count}": count for count in options.pages or recovery.SECONDS_MAX}
+    names = [name for name in (*CASES, *recoveries) if options.cases.search(name)]
     if not names:
         sys.stderr.write(f"no case is called so: {options.cases.pattern}\n")
         return 2
@@ -85,7 +86,8 @@ def run(options: argparse.Namespace) -> int:
         for name in names:
             progress.step(name)
             if name not in CASES:
-                report.add(recovery.measured(name, folder, options.pages, progress))
+                for result in recovery.measured(name, folder, recoveries[name], progress):
+                    report.add(result)
                 continue
             with Disks(folder, CASES[name], options.size_mib * MIB, options.threads) as disks:
                 case, bound = disks.pair(name)

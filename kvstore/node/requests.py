@@ -401,7 +401,7 @@ class Requests:
             self._pages.slots.addresses(leased.lease.slots),
             leased.digests, max(0, ready - len(leased.lease.slots)) + offered, leased.lasting,
             lease_ms, offered,
-            _pack_kept(leased.kept(shard), now_ns) if process.peer.remote else b"",
+            _pack_kept(leased.kept, now_ns),
         )  # fmt: skip
 
 

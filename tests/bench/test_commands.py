@@ -84,6 +84,13 @@ def test_host_measures_moves_and_requests_and_leaves_no_process(monkeypatch):
     assert not children(mark)
 
 
+def test_host_measures_puts_to_free_memory():
+    (result,) = measured("host", "--pool-mib", "64", "--cases", "^put/64KiB/x128/fresh$")
+
+    assert result["case"] == "put/64KiB/x128/fresh"
+    assert_keeps_the_contract(result)
+
+
 def test_host_measures_what_a_bystander_notices_and_leaves_no_process(monkeypatch):
     mark = f"BENCH_BYSTANDER_TEST={os.getpid()}"
     monkeypatch.setenv(*mark.split("="))
@@ -124,6 +131,7 @@ def test_host_knows_every_case_that_has_a_floor():
     wanted = {f"{verb}/{size}" for verb in ("put", "get", "view") for size in sizes}
     wanted |= {f"{name}/busy" for name in wanted}
     wanted |= {f"{verb}/64KiB/{count}" for verb in ("put", "get") for count in ("x1", "x128")}
+    wanted.add("put/64KiB/x128/fresh")
     assert names == wanted
     sizes_bytes = {shape.name.partition("/")[0]: shape.page_bytes for shape in host_pages.SHAPES}
     assert sizes_bytes == {"64KiB": 64 << 10, "1MiB": 1 << 20, "8MiB": 8 << 20}
@@ -183,7 +191,7 @@ def test_ssd_measures_every_case_that_has_a_floor_and_leaves_no_file(tmp_path):
     )
 
     writes = ["write/1MiB/interval", "write/8MiB/interval", "write/1MiB/always"]
-    names = [*writes, "read/1MiB", "read/8MiB", "recover/100"]
+    names = [*writes, "read/1MiB", "read/8MiB", "recover/100", "recover/100/log"]
     assert [result["case"] for result in results] == names
     for result in results:
         assert_keeps_the_contract(result)

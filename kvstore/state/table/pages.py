@@ -22,6 +22,7 @@ from kvstore.state.table.runs import (
     follows,
     known_pages,
     leading_in_memory,
+    lent,
     new_pages,
     nodes_of,
     shard_of,
@@ -115,15 +116,15 @@ class PageTable:
             raise CapacityError(
                 f"the session's quota of {process.session.quota_bytes} bytes is used up"
             )
-        digests = b"".join([node.digest_columns[shard] for node in nodes])
-        assert len(digests) == len(slots) * DIGEST_BYTES, "a reader verifies each page"
+        leased = lent(lease, nodes, shard, remote=process.peer.remote)
+        assert len(leased.digests) == len(slots) * DIGEST_BYTES, "a reader verifies each page"
         if nodes:
             self.slots.pin(slots, tick)
             self._lend(process, lease_id, lease, nodes[0], shard)
             if used:
                 self._count_use(nodes, shard)
                 self.counts["loaded_bytes"] += len(slots) * space.shards[shard].page_bytes
-        return Leased(lease, digests, nodes)
+        return leased
 
     def _count_use(self, nodes: Sequence[PrefixNode], shard: int) -> None:
         """A request used a run of pages of one shard."""

@@ -98,36 +98,43 @@ STEP_RUNS: Final = 256
 
 
 class Leased(NamedTuple):
-    """The pages of a lease.
+    """The pages of a lease, as they were before their use was counted, which may split runs.
 
     Attributes:
         lease: the lease.
         digests: of each page, 16 bytes.
-        nodes: the nodes of the pages, the first one first.
+        lasting: leading pages that neither expire nor are read once.
+        kept: how long each page is kept, if another node asked; otherwise empty.
     """
 
     lease: Lease
     digests: bytes
-    nodes: list[PrefixNode]
+    lasting: int
+    kept: list[Retention]
 
-    def kept(self, shard: int) -> list[Retention]:
-        """How long each page of this shard is kept."""
-        kept: list[Retention] = []
-        for node in self.nodes:
-            once, memory_only = node.read_once >> shard & 1, node.memory_only >> shard & 1
-            stays = Retention(node.expires.get(shard, 0), bool(once), bool(memory_only))
-            kept += [stays] * node.count
-        return kept
 
-    @property
-    def lasting(self) -> int:
-        """Leading pages that neither expire nor are read once."""
-        count = 0
-        for node in self.nodes:
-            if node.expires or node.read_once:
-                return count
-            count += node.count
-        return count
+def lent(lease: Lease, run: Sequence[PrefixNode], shard: int, *, remote: bool) -> Leased:
+    """Read the pages of these nodes for a lease; ``remote``: of another node."""
+    digests = b"".join([node.digest_columns[shard] for node in run])
+    return Leased(lease, digests, _lasting(run), _kept(run, shard) if remote else [])
+
+
+def _kept(run: Sequence[PrefixNode], shard: int) -> list[Retention]:
+    kept: list[Retention] = []
+    for node in run:
+        once, memory_only = node.read_once >> shard & 1, node.memory_only >> shard & 1
+        stays = Retention(node.expires.get(shard, 0), bool(once), bool(memory_only))
+        kept += [stays] * node.count
+    return kept
+
+
+def _lasting(run: Sequence[PrefixNode]) -> int:
+    count = 0
+    for node in run:
+        if node.expires or node.read_once:
+            return count
+        count += node.count
+    return count
 
 
 def leading_in_memory(space: PrefixTree, packed: bytes, shard: int) -> list[PrefixNode]:

@@ -8,7 +8,7 @@ from kvstore.state.disk.jobs import DiskRead
 from kvstore.state.tree.actions import TierStored
 from kvstore.state.tree.sessions import Fetch
 from tests.state.disk.disk_world import IO_ERROR, DiskWorld, flood
-from tests.state.disk.test_runs_on_disk import whole
+from tests.state.disk.test_runs_on_disk import runs_of, whole
 from tests.state.world import chain, key
 
 
@@ -155,3 +155,18 @@ def test_memory_of_the_page_before_those_that_are_loaded_may_give_them_room():
     world.end_all()
     assert world.table.fetches.ended == [asked]
     assert world.in_memory("abcd") == [True, True, False, True]
+
+
+def test_a_run_that_is_split_because_it_is_used_is_lent_whole():
+    """The policy ``selective`` writes it then, and it does not fit the rest of a segment."""
+    world = DiskWorld(write="selective", segment_bytes=120 << 10)
+    path = "abcdefghij"
+    world.store(world.me, world.mine, "xyzuvw")
+    world.acquire(world.me, world.mine, "xyzuvw")
+    world.store(world.me, world.mine, path)
+
+    packed = b"".join(chain(path))
+    leased = world.table.acquire(world.me, 99, world.mine, 0, packed, 1 << 60)
+
+    assert len(runs_of(world)) > 2, "it was split meanwhile"
+    assert len(leased.lease.slots) == len(leased.digests) // 16 == leased.lasting == len(path)
