@@ -16,6 +16,7 @@ from threading import Lock
 from typing import Final, NamedTuple
 
 import numpy as np
+from kvstore.state.ask.describe import core
 
 from bench.measure import Progress, Result
 from kvstore import mover
@@ -31,7 +32,6 @@ from kvstore.protocol.page import (
     pack_pair,
     page_seeds,
 )
-from kvstore.state.ask.describe import core
 from kvstore.state.disk.jobs import DiskWrite, PageRecord
 from kvstore.state.tree.places import Place, footer_bytes, record_bytes
 from kvstore.state.tree.slots import Slot, SlotTable
