@@ -20,6 +20,7 @@ import numpy as np
 from bench.measure import Progress, Result
 from kvstore import mover
 from kvstore.config import SSDConfig
+from kvstore.node.describe import core
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
 from kvstore.node.ssd import DiskTier
@@ -31,7 +32,6 @@ from kvstore.protocol.page import (
     pack_pair,
     page_seeds,
 )
-from kvstore.state.ask.describe import core
 from kvstore.state.disk.jobs import DiskWrite, PageRecord
 from kvstore.state.tree.places import Place, footer_bytes, record_bytes
 from kvstore.state.tree.slots import Slot, SlotTable
