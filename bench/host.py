@@ -26,6 +26,7 @@ from bench.measure import Measured, Memcpy, Progress, Report, Result
 from kvstore.cli.remote import Remote
 from kvstore.client.store import KVStore
 from kvstore.protocol import wire
+from kvstore.server.answers import JobRow
 
 POOL_MIB: Final = 1024
 POOL_MIB_MIN: Final = 64
@@ -145,7 +146,7 @@ def _fresh(bench: Bench, shape: Shape, name: str, memcpy: Memcpy) -> Result:
         def put() -> float:
             seconds = calls.put()
             if next(turns) % (bench.pool_bytes // 2 // shape.call_bytes) == 0:
-                job = operator.send("POST", "/v1/clear", {"all": True})
+                job = operator.send("POST", "/v1/clear", JobRow, {"all": True})
                 operator.finished(job, CLEAR_WAIT_S)
             return seconds
 

@@ -21,6 +21,7 @@ from kvstore.state.ask.describe import core
 from bench.measure import Progress, Result
 from kvstore import mover
 from kvstore.config import SSDConfig
+from kvstore.node.describe import core
 from kvstore.node.node import Node
 from kvstore.node.requests import NodeLimits
 from kvstore.node.ssd import DiskTier
