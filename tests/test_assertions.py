@@ -5,7 +5,7 @@ from typing import Final
 
 from tests.test_tidy import code_lines, python_files, refuse, shown, tree_of, walk
 
-ASSERTIONS_MIN: Final = {"kvstore/node": 25, "kvstore/state": 45, "kvstore/tier": 18}
+ASSERTIONS_MIN: Final = {"kvstore/node": 24, "kvstore/state": 45, "kvstore/tier": 18}
 """Assertions per 1,000 code lines of the packages that change state: as measured, rounded down.
 Raise one when there are more; the commit that lowers one gives the reason."""
 

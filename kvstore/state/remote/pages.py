@@ -424,10 +424,12 @@ class RemotePages:
             part = next(self._number)
             process.puts[part] = put.part(came)
         statuses = self._table.commit_put(process, part, digests, keep, peer=arrival.peer)
+        owner = self._table.residents.owner
         stored = [
             slot
             for slot, status in zip(slots, statuses, strict=True)
-            if status is PageStatus.STORED
+            # Their writes may have begun to reclaim the segment of their head: they were dropped.
+            if status is PageStatus.STORED and owner(slot) is not None
         ]
         for fetch in arrival.waiters:
             if not fetch.ended:
