@@ -16,7 +16,6 @@ from threading import Lock
 from typing import Final, NamedTuple
 
 import numpy as np
-from kvstore.state.ask.describe import core
 
 from bench.measure import Progress, Result
 from kvstore import mover
