@@ -191,11 +191,11 @@ class Eviction:
         self._took_over.clear()
         self._strays = 0
 
-    def check_turn(self) -> None:
+    def check_turn(self, now_ns: int) -> None:
         """Assert that every choice was ended, and that skipped leaves return to their queues."""
         for passed in self._passed.values():
             assert 0 < len(passed.leaves) < GRACE_LOOKS
-            assert passed.until_ns <= self.now_ns + GRACE_NS
+            assert passed.until_ns <= now_ns + GRACE_NS
         latest_ns = self.now_ns + GRACELESS_NS
         assert all(until_ns <= latest_ns for until_ns in self._graceless_until_ns.values())
         assert not self._no_replica

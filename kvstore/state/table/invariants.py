@@ -73,7 +73,7 @@ def _space(table: PageTable, space: PrefixTree) -> Iterator[int]:
 
 def _check_turn(table: PageTable) -> None:
     """Assert the invariants that hold between two turns."""
-    table.eviction.check_turn()
+    table.eviction.check_turn(table.moment.now_ns)
     assert table.draining.spared is None
     assert not table.disk.effects, "the disk side said what nobody has applied"
     now = table.draining.now

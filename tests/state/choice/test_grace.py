@@ -2,7 +2,7 @@
 
 from kvstore.state.choice.eviction import GRACE_NS, GRACELESS_NS
 from kvstore.state.table.invariants import check
-from tests.state.world import World, key
+from tests.state.world import FULL, FULL_2, World, key
 
 SECOND_NS = 1_000_000_000
 
@@ -94,3 +94,21 @@ def test_a_leaf_that_was_passed_over_may_leave_by_itself():
     full.removed()
     full.later(GRACE_NS)
     assert full.evicted_for("z") == "b"
+
+
+def test_a_leaf_that_was_passed_over_may_get_another_shard_after_the_choice():
+    world = World(extents=1, slots_each=4)
+    world.table.moment.now_ns = SECOND_NS
+    me = world.process()
+    mine = world.space(me, (FULL, FULL_2))
+    for letter in "abde":
+        world.store(me, mine, letter)
+    for letter in "de":
+        world.table.release(me, world.acquire(me, mine, letter)[0])
+    world.table.moment.now_ns += SECOND_NS
+    number, _, put = world.begin(me, mine, "a", shard=1)
+    assert put.slots, "where the first of those used was; the young ones were passed over"
+    world.table.moment.now_ns += SECOND_NS
+    world.commit(me, number)
+    world.table.release(me, world.acquire(me, mine, "b")[0])
+    check(world.table)
