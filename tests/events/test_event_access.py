@@ -79,7 +79,7 @@ def test_by_default_events_lie_beside_the_nodes_socket_for_those_who_may_know_of
 def test_token_ids_are_published_only_when_asked_for(tmp_path, wait_until, asked, told):
     with publication(tmp_path, tokens=asked) as made:
         made.publish([STORED])
-        wait_until(lambda: made.stats()["batches_sent"] == 1)
+        wait_until(lambda: made.stats().batches_sent == 1)
         (event,) = events_of(made.replay_endpoint)
 
     assert (event["block_hashes"], event["token_ids"]) == ([bytes(32)], told)
@@ -91,7 +91,7 @@ def test_a_second_node_on_the_same_socket_is_refused_and_takes_nothing(tmp_path,
         with refused, publication(tmp_path):
             pass
         first.publish([STORED])
-        wait_until(lambda: first.stats()["batches_sent"] == 1)
+        wait_until(lambda: first.stats().batches_sent == 1)
         assert len(events_of(first.replay_endpoint)) == 1
 
 
@@ -103,7 +103,7 @@ def test_over_tcp_a_token_is_needed_and_checked(tmp_path, wait_until):
         follow_token_file=str(path),
     ) as made:  # fmt: skip
         made.publish([STORED])
-        wait_until(lambda: made.stats()["batches_sent"] == 1)
+        wait_until(lambda: made.stats().batches_sent == 1)
 
         assert len(events_of(made.replay_endpoint, TOKEN.encode())) == 1
         for endpoint, side in ((made.endpoint, zmtp.SUB), (made.replay_endpoint, zmtp.DEALER)):

@@ -209,7 +209,7 @@ class Fuzzed:
         assert stats.sessions == []
         assert stats.leases == stats.puts == stats.waiting_requests == 0
         host = stats.host
-        held = {name: host[f"{name}_bytes"] for name in ("writing", "pinned", "limbo", "retiring")}
+        held = {name: getattr(host, f"{name}_bytes") for name in ("writing", "pinned", "limbo", "retiring")}
         assert not any(held.values()), held
 
 
