@@ -325,7 +325,6 @@ class Desk:
 
     @_explained
     def _later(self) -> None:
-        assert self._going_on
         began_ns = self._clock()
         self._going_on = False
         self.node.go_on(began_ns)

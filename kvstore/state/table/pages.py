@@ -172,7 +172,6 @@ class PageTable:
         Raises:
             CapacityError: the session's quota is used up; nothing was started.
         """
-        assert earlier is None or not earlier.ended
         held = earlier.size_bytes if earlier is not None else 0
         if not process.session.admits(size_bytes - held):
             raise CapacityError(
@@ -241,7 +240,6 @@ class PageTable:
         put = process.puts.get(put_id)
         if put is None or put.ahead:
             raise InvalidArgument("put", f"{put_id} is not open")
-        assert not put.lost
         pages, page_bytes = len(put.slots), put.space.shards[put.shard].page_bytes
         if len(digests) != pages * DIGEST_BYTES:
             raise InvalidArgument("digests", f"{len(digests)} bytes for {pages} pages")
@@ -342,7 +340,6 @@ class PageTable:
         process.lost = True
         for put_id in list(process.puts):
             self.abort_put(process, put_id, writing=True)
-        assert all(put.lost for put in process.puts.values())
 
     def end(self, process: Process, pages_max: int) -> int:
         """Free what a process held; it is known not to access this tier any more.
@@ -374,7 +371,6 @@ class PageTable:
         """Apply deadlines up to ``now_ns``, within a turn's limit; whether more have passed."""
         left = EXPIRE_MAX
         for process, lease_id, lease in self._deadlines.leases_due(now_ns, EXPIRE_MAX):
-            assert lease.deadline_ns <= now_ns
             left -= 1 + len(lease.slots)
             self.counts["expired_leases"] += 1
             self._expire_lease(process, lease_id, lease)
@@ -390,7 +386,6 @@ class PageTable:
         if process.peer.remote:  # it checks digests, and touches no memory of this node
             self.release(process, lease_id, read=False)
             return
-        assert not lease.expired
         lease.expired = True
         held = nodes_of(self.residents.owners, lease.slots)
         self._tell_of("expired", held, lease)
@@ -444,7 +439,6 @@ class PageTable:
             self.residents.tidy(head)
         put.keys += granted
         put.slots += slots
-        assert len(put.keys) == len(put.slots)
         put.size_bytes += len(slots) * slot_bytes
         process.charge(len(slots) * slot_bytes)
         return len(slots), refusal
@@ -453,7 +447,6 @@ class PageTable:
         self, process: Process, lease_id: int, lease: Lease, first: PrefixNode, shard: int
     ) -> None:
         assert lease_id not in process.leases, "nobody would release it"
-        assert lease.slots
         process.charge(lease.size_bytes)
         process.leases[lease_id] = lease
         self.story.tell("leased", first, shard, len(lease.slots))
