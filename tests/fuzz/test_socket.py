@@ -209,8 +209,8 @@ class Fuzzed:
         assert stats.sessions == []
         assert stats.leases == stats.puts == stats.waiting_requests == 0
         host = stats.host
-        held = {name: getattr(host, f"{name}_bytes") for name in ("writing", "pinned", "limbo", "retiring")}
-        assert not any(held.values()), held
+        assert host.writing_bytes == host.pinned_bytes == 0
+        assert host.limbo_bytes == host.retiring_bytes == 0
 
 
 def fuzz_the_state(seed: int, seconds: float, turn_s_max: float) -> None:
