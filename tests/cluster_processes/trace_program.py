@@ -76,7 +76,7 @@ def run(transport: str, directory: str, requests: int, traces: list[str]) -> dic
         "equal": equal,
         "fetched_pages": last["counts"]["peer_fetched_pages"],
         "transports": last["cluster"]["transports"],
-        "announced": last["cluster"]["directory"].get("shared", {}).get("announced", 0),
+        "announced": (last["cluster"]["directory"]["shared"] or {}).get("announced", 0),
         "corrupt_pages": [one["counts"].get("corrupt_pages", 0) for one in (first, last)],
     }
 

@@ -119,7 +119,7 @@ class Quotas:
 
 
 PINS_MAX: Final = 1024
-PIN_KEYS_MAX: Final = 32_768
+PIN_KEYS_MAX = 32_768
 """Maximum keys of one pin: all of them are released at once when it ends."""
 _STEP_KEYS: Final = 128
 
