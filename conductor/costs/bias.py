@@ -1,9 +1,9 @@
-"""How far the estimates of an engine are off for good, whatever the fit has learned. Pure.
+"""Corrects estimates of an engine that stay too low or too high after the fit. Pure.
 
-A fit has few terms, and takes an outlier for a usual error. Where the terms do not fit an engine
-(other clients use it, its card is throttled for long prompts), or where outliers are the rule, its
-estimates stay too low or too high. This factor follows what measured seconds are of estimated ones,
-it included, so it ends where both are equal in the mean.
+A fit has few terms and limits the weight of outliers. If the terms do not describe an engine (other
+clients use it, its card is throttled for long prompts), or if outliers are frequent, its estimates
+keep a bias. A factor is raised while measurements exceed the corrected estimates, and lowered while
+they are less, so that their mean ratio tends to 1.
 """
 
 from typing import Final
@@ -11,7 +11,7 @@ from typing import Final
 _WEIGHT: Final = 0.1
 """Of the newest measurement."""
 _OFF_MAX: Final = 0.5
-"""One that is further off counts as if it were so far: a pause of the engine is no bias."""
+"""Maximum relative error that counts: a pause of the engine is no bias."""
 _FACTOR_MIN, _FACTOR_MAX = 1 / 3, 3.0
 
 
@@ -19,25 +19,25 @@ class LastingBias:
     """The bias of one kind of estimates of one engine.
 
     Attributes:
-        factor: by which they are multiplied, a third to three.
+        factor: by which the estimates are multiplied, 1/3 to 3.
     """
 
     def __init__(self) -> None:
         self.factor = 1.0
 
     def observe(self, thought_s: float, seconds: float) -> None:
-        """Learn from one measurement; what cannot be one (0 or less, not finite) is ignored.
+        """Learn from one measurement; values that are not positive and finite are ignored.
 
         Args:
-            thought_s: what was estimated, with the factor.
-            seconds: what was measured.
+            thought_s: estimate, the factor included.
+            seconds: measured.
         """
         if 0.0 < thought_s < float("inf") and 0.0 < seconds < float("inf"):
             off = min(_OFF_MAX, max(-_OFF_MAX, seconds / thought_s - 1.0))
             self.restore(min(_FACTOR_MAX, max(_FACTOR_MIN, self.factor * (1.0 + _WEIGHT * off))))
 
     def restore(self, factor: float) -> bool:
-        """Go on with this factor; False if it cannot be one."""
+        """Set the factor; False, and unchanged, if it is out of range."""
         if not _FACTOR_MIN <= factor <= _FACTOR_MAX:
             return False
         self.factor = factor

@@ -72,8 +72,8 @@ _GAUGES: Final = {
         ("engine", "state"),
     ),
     "cost_error": (
-        "Relative error of the cost estimates for the last 256 prompts and decode steps, before the"
-        " costs were updated with them.",
+        "Relative error of the cost estimates for the last 256 prompts, decode steps, fetches and"
+        " handoffs, before the costs were updated with them.",
         ("engine", "what", "quantile"),
     ),
     "ttft_error": (
@@ -86,7 +86,7 @@ _GAUGES: Final = {
         ("engine", "what", "term"),
     ),
     "cost_bias": (
-        "What prompts and decode steps take of what the fitted costs say, lately.",
+        "Factor that corrects a lasting bias of the fitted costs, 1/3 to 3; 1 = no bias.",
         ("engine", "what"),
     ),
     "output_tokens_error": (
