@@ -159,12 +159,13 @@ class Admin:
         return _json(self._shown(engine)) if engine else _unknown("engine")
 
     def _shown(self, engine: Engine) -> dict[str, object]:
-        others = self._parts.dispatcher.loads.others.told(engine.info.id)
+        dispatcher = self._parts.dispatcher
+        others = dispatcher.loads.others.reported(engine.info.id)
         return {
             **msgspec.structs.asdict(engine.info),
             "state": engine.health.state,
             "failures": engine.health.failures,
-            "in_flight": self._parts.dispatcher.in_flight(engine.info.id),
+            "in_flight": dispatcher.in_flight(engine.info.id),
             "others": others._asdict() if others is not None else None,
             "gaps": by_advice(self._membership.gaps(engine)),
         }

@@ -134,7 +134,7 @@ class OthersReader:
     def gauges(self) -> dict[str, dict[tuple[str, ...], float]]:
         """Requests of others for the metrics: (engine, running or waiting) → number."""
         others = self._dispatcher.loads.others
-        told = {engine.info.id: others.told(engine.info.id) for engine in self._registry}
+        told = {engine.info.id: others.reported(engine.info.id) for engine in self._registry}
         return {
             "engine_others": {
                 (name, what): getattr(one, what)

@@ -20,7 +20,7 @@ _STATES: Final = frozenset(state.name.lower() for state in State if state not in
 _CODE: Final = r"^[a-z0-9_]{0,64}$(?!\n)"
 
 
-class _Told(msgspec.Struct):
+class _Handoff(msgspec.Struct):
     state: Literal["success", "failed"]
     code: Annotated[str, msgspec.Meta(pattern=_CODE)] | None = None
     seconds: dict[str, float] = {}
@@ -28,7 +28,7 @@ class _Told(msgspec.Struct):
 
 
 class _Params(msgspec.Struct):
-    handoff: _Told | None = None
+    handoff: _Handoff | None = None
 
 
 _PARAMS: Final = msgspec.json.Decoder(_Params)

@@ -136,7 +136,7 @@ class Desk:
             self._seen = (self.registry.changes, now_infos, now_health)
         others = self.dispatcher.loads.others
         if self._seen_others != others.changes:
-            found = {engine.info.id: others.told(engine.info.id) for engine in self.registry}
+            found = {engine.info.id: others.reported(engine.info.id) for engine in self.registry}
             self._write(OthersInput({name: one for name, one in found.items() if one is not None}))
             self._seen_others = others.changes
 

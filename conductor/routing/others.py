@@ -64,7 +64,7 @@ class EngineOthers:
         """Those at one engine; :data:`NOBODY` also if it does not tell."""
         return self._told.get(engine_id, NOBODY)
 
-    def told(self, engine_id: str) -> OtherRequests | None:
+    def reported(self, engine_id: str) -> OtherRequests | None:
         """Those at one engine; None = it does not tell."""
         return self._told.get(engine_id)
 

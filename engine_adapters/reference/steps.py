@@ -137,7 +137,7 @@ class Steps:
                 end.request.phase_began = now
                 end.request.state = State.FLUSHING  # what was pushed in vain is stored
             else:
-                self._offer(end.request, now)
+                self._store_full_pages(end.request, now)
                 self._answer_handoff(end.request)
         pushes.start(store_takes=self._parts.store is not None and self._parts.store.takes_pages)
 
@@ -229,7 +229,7 @@ class Steps:
             self._parts.scheduler.computed(request, count)
             self._record_hashes(request)
             if request.uncomputed:
-                self._offer(request, now)
+                self._store_full_pages(request, now)
                 continue
             token = sample(logits[row], request.sampling, len(request.tokens))
             told: dict[int, float] = {}
@@ -243,16 +243,16 @@ class Steps:
                 continue
             request.emit(output)
             if fresh > 0:
-                self._offer(request, now)
+                self._store_full_pages(request, now)
         spent = time.monotonic() - began
         self._parts.metrics.step_seconds.observe(spent)
         self._parts.metrics.prompt_tokens.labels("computed").inc(prefilled)
         if self._parts.store is not None and prefilled:
             self._parts.store.observe_prefill(prefilled, pairs, spent, began + spent)
 
-    def _offer(self, request: Request, now: float) -> None:
+    def _store_full_pages(self, request: Request, now: float) -> None:
         if self._parts.store is not None and request.fake is None:
-            self._parts.store.offer(request, now)
+            self._parts.store.store_full_pages(request, now)
 
     def _append(
         self, request: Request, token: int, logprobs: dict[int, float] | None = None
@@ -280,7 +280,7 @@ class Steps:
         if request.to_handoff:
             self._held[request] = last
             if isinstance(self._parts.pushes, PrefillPushes) and self._parts.pushes.has(request):
-                self._offer(request, now)
+                self._store_full_pages(request, now)
                 self._parts.pushes.computed(request, is_final=last.finish_reason == "stop")
             else:
                 request.state = State.FLUSHING
@@ -288,7 +288,7 @@ class Steps:
             return
         if self._parts.store is not None and request.fake is None:  # else its K/V are none
             self._parts.scheduler.extend_keys(request)
-            self._parts.store.offer(request, now, final=True)
+            self._parts.store.store_full_pages(request, now, final=True)
             self._parts.store.finished(request)
         self._remove(request)
         self._emit_last(request, last)

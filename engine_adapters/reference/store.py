@@ -318,7 +318,7 @@ class StoreAdapter:
 
     # Engine to store
 
-    def offer(self, request: Request, now: float, *, final: bool = False) -> None:
+    def store_full_pages(self, request: Request, now: float, *, final: bool = False) -> None:
         """Store the full pages that were not stored yet, in the background.
 
         Args:
@@ -351,7 +351,7 @@ class StoreAdapter:
         Returns:
             True if the answer can be sent: every put has ended, or the time limit has passed.
         """
-        self.offer(request, now)
+        self.store_full_pages(request, now)
         if not request.handoff_id:
             self._offer_tail(request, now)
         sent = bool(request.handoff_id) and (

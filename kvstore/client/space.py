@@ -13,7 +13,7 @@ from kvstore.client.link import NodeLink
 from kvstore.client.loads import DISK_WAIT_S, Loader, LoadState
 from kvstore.client.resources import LOADS, Opened, StoreResources
 from kvstore.client.results import MISS, Hit, PageViews, PutResult, RestoreResult
-from kvstore.client.stores import Keep, Storer, added
+from kvstore.client.stores import Keep, Storer, summed
 from kvstore.config.cluster import NODES_MAX
 from kvstore.mover.kvpool import KVPool
 from kvstore.protocol import wire
@@ -343,7 +343,7 @@ class Space:
             if parts[-1].refused:
                 parts.append(PutResult(0, refused=len(keys) - stop))
                 break
-        total = added(parts)
+        total = summed(parts)
         if total.refused:
             raise CapacityError(
                 f"{total.refused} of {len(keys)} pages were not stored: no slot is free and none"

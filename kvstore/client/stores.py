@@ -127,7 +127,7 @@ class Storer:
                 self._alone_until[opened.shards[shard]] = monotonic() + ALONE_S
                 return None
             parts.append(part)
-        return added(parts)
+        return summed(parts)
 
     def _put_reserved(
         self, keys: PrefixKeys, source: mover.Pieces | BlocksOnDevice, shard: int, keep: Keep,
@@ -190,7 +190,7 @@ class Storer:
         return mover.gather(targets, size, source, seeds).tobytes()
 
 
-def added(parts: Sequence[PutResult]) -> PutResult:
+def summed(parts: Sequence[PutResult]) -> PutResult:
     """The sum of one or more results."""
     return PutResult(*map(sum, zip(*parts, strict=True)))
 

@@ -65,7 +65,7 @@ class CopyEnd(NamedTuple):
 @dataclass(slots=True, eq=False)
 class _Copy:
     order: CopyOrder
-    told: Callable[[CopyEnd], None]
+    on_end: Callable[[CopyEnd], None]
     pages: int = 0
 
 
@@ -105,13 +105,13 @@ class Copier:
         """Names of the nodes that are not asked because they are draining."""
         return sorted(name for name, leaves in self._up().items() if leaves)
 
-    def copy(self, order: CopyOrder, told: Callable[[CopyEnd], None]) -> None:
-        """Copy pages to one node; ``told`` is called once, perhaps during this call."""
-        self._next(_Copy(order, told))
+    def copy(self, order: CopyOrder, on_end: Callable[[CopyEnd], None]) -> None:
+        """Copy pages to one node; ``on_end`` is called once, perhaps during this call."""
+        self._next(_Copy(order, on_end))
 
-    def spread(self, asked: Spread, told: Callable[[SpreadEnd], None]) -> None:
-        """Copy pages to several nodes; ``told`` is called once, perhaps during this call."""
-        _Round(self, asked, told, self.peers(asked.keys[:KEY_BYTES])).go_on()
+    def spread(self, asked: Spread, on_end: Callable[[SpreadEnd], None]) -> None:
+        """Copy pages to several nodes; ``on_end`` is called once, perhaps during this call."""
+        _Round(self, asked, on_end, self.peers(asked.keys[:KEY_BYTES])).go_on()
 
     def is_over(self, deadline_ns: int) -> bool:
         """Whether a deadline has passed."""
@@ -131,7 +131,7 @@ class Copier:
                 return
         complete = end.error is None and copy.pages >= wanted
         self._failures += not complete and not order.gone
-        copy.told(CopyEnd(copy.pages, complete, end.error))
+        copy.on_end(CopyEnd(copy.pages, complete, end.error))
 
     def _next(self, copy: _Copy) -> None:
         order, number = copy.order, next(self._number)
@@ -152,11 +152,11 @@ class _Round:
     """A spread: asks as many nodes at a time as are wanted; for a failed one, the next."""
 
     def __init__(
-        self, copier: Copier, asked: Spread, told: Callable[[SpreadEnd], None], peers: list[str]
+        self, copier: Copier, asked: Spread, on_end: Callable[[SpreadEnd], None], peers: list[str]
     ) -> None:  # fmt: skip
         self._copier = copier
         self._asked = asked
-        self._told = told
+        self._on_end = on_end
         self._left = peers
         self._running = 0
         self._found = 0
@@ -179,7 +179,7 @@ class _Round:
             self._copier.copy(order, self._ended)
         self._asking = False
         if not self._running:
-            self._told(SpreadEnd(asked.number, self._found, len(self._copier.draining())))
+            self._on_end(SpreadEnd(asked.number, self._found, len(self._copier.draining())))
 
     def _ended(self, end: CopyEnd) -> None:
         self._running -= 1

@@ -126,6 +126,7 @@ class Desk:
         self._clock = clock
         self._soon = soon
         self._check_every_step = check_every_step
+        self._turn_seconds, self._sources = node.pages.meter.loop_turn, node.pages.eviction.sources
         self._numbers = count(1)
         #: The longest recent turn in nanoseconds, and its request, or a description.
         self._longest: tuple[int, object] = (0, "")
@@ -233,7 +234,7 @@ class Desk:
 
     def peer_standing(self, peer: str, boot: bytes) -> None:
         """The session with a peer is up; ``boot`` empty: it is down."""
-        self.node.pages.eviction.sources.changed(peer, boot)
+        self._sources.changed(peer, boot)
 
     @_explained
     def peer_spread(self, end: SpreadEnd) -> None:
@@ -247,7 +248,7 @@ class Desk:
 
     def note_turn(self, took_ns: int, what: object) -> None:
         """Record the duration of a turn, which blocks all others; ``what``: request, or words."""
-        self.node.pages.meter.loop_turn.observe(took_ns)
+        self._turn_seconds.observe(took_ns)
         if took_ns > self._longest[0]:
             self._longest = took_ns, what
 

@@ -191,25 +191,25 @@ class Node:
 
     def located(self, number: int, holdings: Sequence[Holding], now_ns: int) -> None:
         """The directory has answered a :class:`~kvstore.state.remote.jobs.Locate`."""
-        self._told_by_peers(now_ns).chains.located(number, holdings, now_ns)
+        self._from_peers(now_ns).chains.located(number, holdings, now_ns)
         self._after(now_ns)
 
     def peer_fetched(self, end: FetchEnd, now_ns: int) -> None:
         """A job of a peer has ended; unknown jobs are ignored."""
-        self._told_by_peers(now_ns).peer_fetched(end)
+        self._from_peers(now_ns).peer_fetched(end)
         self._after(now_ns)
 
     def peer_settled(self, job: int, now_ns: int) -> None:
         """Nothing writes into the slots of a job that ended unsettled any more."""
-        self._told_by_peers(now_ns).peer_settled(job)
+        self._from_peers(now_ns).peer_settled(job)
         self._after(now_ns)
 
     def peer_spread(self, end: SpreadEnd, now_ns: int) -> None:
         """A :class:`~kvstore.state.remote.jobs.Spread` has ended."""
-        self._told_by_peers(now_ns).spreads.told(end)
+        self._from_peers(now_ns).spreads.finish(end)
         self._after(now_ns)
 
-    def _told_by_peers(self, now_ns: int) -> RemotePages:
+    def _from_peers(self, now_ns: int) -> RemotePages:
         assert self.remote is not None
         self.pages.moment.now_ns, self._room_may_be = now_ns, True
         return self.remote

@@ -48,6 +48,7 @@ class Turns:
 
     def __init__(self, desk: Desk, name: str = "an operator's request") -> None:
         self._desk = desk
+        self._story = desk.node.pages.story
         self._name = name
         self._tasks: set[Task] = set()
         self._ready: deque[Task] = deque()
@@ -114,7 +115,7 @@ class Turns:
         except KVStoreError as error:
             result = Refusal.of(error)
         except AssertionError as error:
-            self._desk.node.pages.story.explain(error)
+            self._story.explain(error)
             raise
         else:
             if pause is None:

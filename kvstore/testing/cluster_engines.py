@@ -173,7 +173,8 @@ class NodeEngines:
         if self._random.random() < self._time.faults.process:
             self._end(process)
             return
-        with self.node.node.pages.story.explaining():
+        node = self.node.node
+        with node.pages.story.explaining():
             step = process.script.send(answer)
         if isinstance(step, int):
             self._time.at(step, lambda: self._resume(process, None))

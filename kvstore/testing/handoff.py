@@ -176,11 +176,11 @@ class HandoffSimulation:
             delay_ns = random.randrange(SECOND // 5 + 3 * SECOND * again)
             if random.random() > 0.03:
                 begin = partial(prefill.begin, room, tokens, content)
-                self.time.at(delay_ns, partial(prefill.reach, begin))
+                self.time.at(delay_ns, partial(prefill.in_next_step, begin))
             delay_ns = random.randrange(SECOND // 5)
             if random.random() > 0.03:
                 begin = partial(decode.begin, room, tokens, peer, room)
-                self.time.at(delay_ns, partial(decode.reach, begin))
+                self.time.at(delay_ns, partial(decode.in_next_step, begin))
         self.outcome.requests += 1
 
     def _trouble(self) -> None:

@@ -182,12 +182,12 @@ class SimulatedEngine(Generic[_Rank]):
         """Whether one of its ranks stands: the others wait for it in each step."""
         return any(rank.is_stopped for rank in self.ranks)
 
-    def reach(self, call: "partial[None]") -> None:
+    def in_next_step(self, call: "partial[None]") -> None:
         """Do something in the next step in which all ranks take part; never if one has died."""
         if self.dead:
             return
         if self.is_stopped:
-            self.time.at(STEP_NS, partial(self.reach, call))
+            self.time.at(STEP_NS, partial(self.in_next_step, call))
         else:
             call()
 

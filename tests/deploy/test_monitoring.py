@@ -108,7 +108,9 @@ def conductor_series(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seri
             async with beside(node), serving(a, decisions=trace) as client:
                 assert (await client.operate("/v1/nodes", {"url": node.url}))[0] == 201
                 await eventually(lambda: client.is_current("engine/a"))
-                await eventually(lambda: client.conductor.queue.dispatcher.loads.others.told("a"))
+                await eventually(
+                    lambda: client.conductor.queue.dispatcher.loads.others.reported("a")
+                )
                 key = b"k" * 32
                 stored = StoredEvent(
                     block_hashes=[key], parent_block_hash=None, token_ids=[], block_size=4,

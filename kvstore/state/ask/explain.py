@@ -49,6 +49,7 @@ class Explainer:
 
     def __init__(self, pages: PageTable, now_ns: int) -> None:
         self._pages = pages
+        self._conversations = pages.keeping.conversations
         self._now_ns = now_ns
 
     def steps(
@@ -124,7 +125,7 @@ class Explainer:
 
     def _kept_for(self, node: PrefixNode) -> str:
         """The conversations that keep it, and how long; or why none does any more."""
-        kept = self._pages.keeping.conversations.of(node)[:_CONVERSATIONS_TOLD]
+        kept = self._conversations.of(node)[:_CONVERSATIONS_TOLD]
         left = [(one.name, (one.expires_ns - self._now_ns) / _NS_PER_S) for one in kept]
         told = [f"{name[:_NAME_CHARS]} ({max(0.0, seconds):.0f} s left)" for name, seconds in left]
         if told:
@@ -133,7 +134,7 @@ class Explainer:
 
     def _gave_way(self, space: PrefixTree, key: PrefixKey) -> str:
         """The conversation that kept it, and the space it gave way to; empty = it did not."""
-        past = self._pages.keeping.conversations.gave_way.get((space.number, key))
+        past = self._conversations.gave_way.get((space.number, key))
         if past is None:
             return ""
         return (

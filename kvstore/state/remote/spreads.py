@@ -64,7 +64,7 @@ class Spreads:
         self._submit(Spread(number, identity, shard, keys, first, peers, deadline_ns))
         return made
 
-    def told(self, end: SpreadEnd) -> None:
+    def finish(self, end: SpreadEnd) -> None:
         """The peer side has ended a request."""
         spreading = self._running.pop(end.number)
         spreading.peers, spreading.draining = end.peers, end.draining

@@ -144,7 +144,7 @@ class SlabIndex:
     def unpin(self, held: Held) -> None:
         """End the use of pages."""
         self.slots.unpin(held.slots)
-        self._offer(held.nodes)
+        self._add_candidates(held.nodes)
 
     def reserve(
         self, pages: PageSet, keys: PrefixKeys, digests: bytes, *, always: bool = False
@@ -209,7 +209,7 @@ class SlabIndex:
                 self._take_out(node)
                 self.slots.abort([slot])
                 self.counts["pages_failed"] += 1
-        self._offer(reservation.nodes)
+        self._add_candidates(reservation.nodes)
         self._drop_if_empty(reservation.pages)
 
     def forget(self, pages: PageSet, packed: bytes) -> int:
@@ -323,7 +323,7 @@ class SlabIndex:
         while position is not None:
             if self._empty_extent(position):
                 if victim is not None:
-                    self._offer([victim])
+                    self._add_candidates([victim])
                 return True
             self.slots.extents[position].used_at = self._tick
             position = self.slots.colder_extent(_DOMAIN, slot_bytes, age)
@@ -341,7 +341,7 @@ class SlabIndex:
             elif self._evictable(node):
                 break
         if spared is not None:
-            self._offer([spared])
+            self._add_candidates([spared])
         return node
 
     def _empty_extent(self, position: int) -> bool:
@@ -373,7 +373,7 @@ class SlabIndex:
         self._pages -= bool(node.ready)
         assert self._pages >= 0
         node.forget(_SHARD)
-        self._offer([node.space.prune(node)])
+        self._add_candidates([node.space.prune(node)])
 
     def _evictable(self, node: PrefixNode) -> bool:
         return (
@@ -384,7 +384,7 @@ class SlabIndex:
             and not self.slots.in_use(node.slots[_SHARD])
         )
 
-    def _offer(self, nodes: Iterable[PrefixNode]) -> None:
+    def _add_candidates(self, nodes: Iterable[PrefixNode]) -> None:
         for node in nodes:
             if self._evictable(node):
                 self._queue(node.space.shards[_SHARD].slot_bytes).add_candidate(node, self._tick)

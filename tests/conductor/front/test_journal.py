@@ -139,7 +139,7 @@ def test_requests_of_others_are_inputs_too(tmp_path: Path) -> None:
         decisions = {"journal_file": str(path)}
         async with serving(*engines, policy={"name": "least-loaded"}, decisions=decisions) as one:
             others = one.conductor.queue.dispatcher.loads.others
-            await eventually(lambda: all(others.told(engine.id) for engine in engines))
+            await eventually(lambda: all(others.reported(engine.id) for engine in engines))
             for _ in range(4):
                 assert (await one.complete())[1]["choices"][0]["text"] == "whole from c"
 

@@ -77,7 +77,7 @@ async def test_requests_of_others_are_shown_and_ours_are_not_among_them() -> Non
         engine.gate.set()
         assert [(await one)[0] for one in ours] == [200, 200]
         assert await client.delete("/v1/engines/e") == 204
-        assert loads.others.told("e") is None
+        assert loads.others.reported("e") is None
 
 
 @in_loop
@@ -86,7 +86,7 @@ async def test_a_request_goes_to_the_engine_that_others_use_less() -> None:
     busy.metrics, idle.metrics = told(6, 0), told(0, 0)
     async with serving(busy, idle, policy={"name": "least-loaded"}) as client:
         loads = client.conductor.queue.dispatcher.loads
-        await eventually(lambda: loads.others.told("a") and loads.others.told("b"))
+        await eventually(lambda: loads.others.reported("a") and loads.others.reported("b"))
         for _ in range(3):
             _, answer, headers = await client.complete()
             assert answer["choices"][0]["text"] == "whole from b"
@@ -114,10 +114,10 @@ async def test_an_engine_that_stops_telling_is_thought_to_be_ours_alone(text: st
     engine.metrics = told(3, 1)
     async with serving(engine) as client:
         loads = client.conductor.queue.dispatcher.loads
-        await eventually(lambda: loads.others.told("e"))
+        await eventually(lambda: loads.others.reported("e"))
         if text == "down":
             await engine.stop()
         engine.metrics = text
-        await eventually(lambda: loads.others.told("e") is None)
+        await eventually(lambda: loads.others.reported("e") is None)
         assert await shown(client) is None
         assert not client.conductor.faults.counts["background"]

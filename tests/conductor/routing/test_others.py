@@ -32,7 +32,7 @@ def test_what_is_not_ours_is_of_others_and_shared_as_all_is(
 
 def test_only_changes_count_and_an_engine_that_does_not_tell_is_ours() -> None:
     others = EngineOthers()
-    assert (others.of("e"), others.told("e")) == (NOBODY, None)
+    assert (others.of("e"), others.reported("e")) == (NOBODY, None)
     others.tell("e", 4.0, 2.0, 3)
     assert others.of("e") == OtherRequests(2.0, 1.0)
     changes = others.changes
@@ -40,7 +40,7 @@ def test_only_changes_count_and_an_engine_that_does_not_tell_is_ours() -> None:
     others.forget("f")
     assert others.changes == changes
     others.forget("e")
-    assert (others.of("e"), others.told("e"), others.changes) == (NOBODY, None, changes + 1)
+    assert (others.of("e"), others.reported("e"), others.changes) == (NOBODY, None, changes + 1)
 
 
 @pytest.mark.parametrize("policy", ["least-loaded", "longest-prefix", "lmetric"])
