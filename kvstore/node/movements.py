@@ -63,7 +63,7 @@ class Prefetch:
         while self._missing or self._fetches:
             for fetch in [one for one in self._fetches if not one.waits]:
                 self._fetches.remove(fetch)
-                self._table.residents.let_go(self._table.fetches.end(fetch))
+                self._table.residents.unpin(self._table.fetches.end(fetch))
                 self.done += 1
             if self._table.now_ns >= self._deadline_ns:
                 self._missing.clear()
@@ -77,7 +77,7 @@ class Prefetch:
         """Start no more loads, and release pages that were or will be loaded."""
         self._missing.clear()
         for fetch in self._fetches:
-            self._table.residents.let_go(self._table.fetches.end(fetch))
+            self._table.residents.unpin(self._table.fetches.end(fetch))
         self._fetches.clear()
 
     def _find(self, shard: int) -> Moves:

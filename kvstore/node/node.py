@@ -233,7 +233,7 @@ class Node:
         assert now_ns >= self.pages.moment.now_ns, "the clock never goes back"
         self.pages.moment.now_ns = now_ns
         self._overdue = self.pages.expire(now_ns)
-        self.pages.residents.sweep(SWEEP_STEPS)
+        self.pages.residents.drop_orphans(SWEEP_STEPS)
         if self.pages.room.drain(SWEEP_STEPS):
             self._room_may_be |= self.pages.draining.now is None
         self.pages.room.load_more()

@@ -126,7 +126,7 @@ def _use(world: World) -> None:
     for letter in "stuvw":
         world.store(other, theirs, letter * 40)
         while world.table.residents.unfinished:
-            world.table.residents.sweep(64)
+            world.table.residents.drop_orphans(64)
             world.table.room.drain(64)
     world.table.release(engine, number)
     world.acquire(engine, space, "h" * 4, until_ns=1)

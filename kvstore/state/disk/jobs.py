@@ -424,7 +424,7 @@ class PageMemory(Protocol):
     story: Story
 
 
-class Lost(NamedTuple):
+class LeftDisk(NamedTuple):
     """Effect: pages and their descendants are no longer on disk; those not in memory are dropped.
 
     Attributes:
@@ -437,7 +437,7 @@ class Lost(NamedTuple):
     cause: str
 
 
-class Spoilt(NamedTuple):
+class CorruptRecord(NamedTuple):
     """Effect: a page is corrupt: drop it from every tier."""
 
     space: PrefixTree
@@ -445,12 +445,12 @@ class Spoilt(NamedTuple):
     key: PrefixKey
 
 
-class LetGo(NamedTuple):
+class UnpinSlots(NamedTuple):
     """Effect: the disk side no longer needs these slots: unpin them."""
 
     slots: list[Slot]
 
 
-DiskEffect = PageLoad | TierStored | Lost | Spoilt | LetGo
+DiskEffect = PageLoad | TierStored | LeftDisk | CorruptRecord | UnpinSlots
 """What happened to pages; :mod:`kvstore.state.table.tiers` applies it. The pages of a
 :class:`PageLoad` were read, or cannot be."""

@@ -14,7 +14,7 @@ from itertools import count
 from typing import Final
 
 from kvstore.state.choice.quotas import SHRINK_MAX, Quotas
-from kvstore.state.disk.jobs import Lost, PageMemory
+from kvstore.state.disk.jobs import LeftDisk, PageMemory
 from kvstore.state.disk.log import Segment, SegmentLog
 from kvstore.state.disk.plans import parts_of
 from kvstore.state.disk.queue import DiskQueue
@@ -177,7 +177,7 @@ class DiskLimits:
         for shard in node.place_columns:
             self._memory.counts["disk_quota_pages"] += 1
             self._going_bytes[space.number] += space.shards[shard].record_bytes
-            self._queue.effects.append(Lost(space, shard, node.keys, "quota"))
+            self._queue.effects.append(LeftDisk(space, shard, node.keys, "quota"))
         self._going.add(node)
         assert self._going_bytes[space.number] <= space.disk_bytes
         if node.above is not None:

@@ -28,6 +28,7 @@ from kvstore.state.disk.durability import are_there, never_on_disk
 from kvstore.state.disk.graves import Graves
 from kvstore.state.disk.jobs import (
     DURABLES_MAX,
+    CorruptRecord,
     DiskCheck,
     DiskRead,
     DiskRules,
@@ -36,12 +37,11 @@ from kvstore.state.disk.jobs import (
     DiskTombstone,
     DiskWrite,
     Durable,
-    LetGo,
-    Lost,
+    LeftDisk,
     PageMemory,
     RecordOf,
-    Spoilt,
     SyncPolicy,
+    UnpinSlots,
     Verdict,
     WritePolicy,
 )
@@ -325,7 +325,7 @@ class DiskPages:
     def _end_durable(self, durable: Durable) -> None:
         assert not durable.ended, "its pages would be unpinned twice"
         self.writes.give_up(durable)
-        self._queue.effects.append(LetGo(durable.pinned))
+        self._queue.effects.append(UnpinSlots(durable.pinned))
         durable.pinned = []
         self._durables.discard(durable)
         if durable.error is None and not all(are_there(*some) for some in durable.pages):
@@ -355,9 +355,9 @@ class DiskPages:
         assert node.count == 1
         in_memory = node.memory >> shard & 1
         self._queue.effects.append(
-            Lost(node.space, shard, node.keys, "head_lost")
+            LeftDisk(node.space, shard, node.keys, "head_lost")
             if in_memory
-            else Spoilt(node.space, shard, node.key)
+            else CorruptRecord(node.space, shard, node.key)
         )
 
     # ---- what the tier says -----------------------------------------------------------------
@@ -416,7 +416,7 @@ class DiskPages:
             if node.disk_pins:
                 self._backlog.add(node, shard)
         if isinstance(error, PageCorrupt) and _is_in_slot(job, of):
-            self._queue.effects.append(Spoilt(of.space, of.shard, job.page.key))
+            self._queue.effects.append(CorruptRecord(of.space, of.shard, job.page.key))
 
     def go_on(self) -> None:
         """Write and sync waiting pages, as far as possible now."""

@@ -17,7 +17,7 @@ from kvstore.state.disk.jobs import (
     DiskJob,
     DiskSeal,
     DiskSync,
-    Lost,
+    LeftDisk,
     RecordOf,
     page_record,
 )
@@ -61,7 +61,7 @@ class SegmentReclaimer:
         counts: counters.
         retry_ns: pause of reclaiming after a failed sync or deletion.
 
-    Pages that a reclaim removes are effects, see :class:`~kvstore.state.disk.jobs.Lost`;
+    Pages that a reclaim removes are effects, see :class:`~kvstore.state.disk.jobs.LeftDisk`;
     :meth:`resume` is called when they have been applied.
     """
 
@@ -250,7 +250,7 @@ class SegmentReclaimer:
         assert self._victim is not None
         assert keys
         self._losing = True
-        self._queue.effects.append(Lost(space, shard, keys, "reclaimed"))
+        self._queue.effects.append(LeftDisk(space, shard, keys, "reclaimed"))
 
     def _copy(self, victim: Segment, carry: list[Part], tick: int) -> None:
         for part in carry:

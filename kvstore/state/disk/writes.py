@@ -13,10 +13,10 @@ from kvstore.state.disk.graves import Graves
 from kvstore.state.disk.jobs import (
     DiskWrite,
     Durable,
-    LetGo,
     PageMemory,
     PageRecord,
     RecordOf,
+    UnpinSlots,
     Write,
 )
 from kvstore.state.disk.limits import DiskLimits
@@ -266,7 +266,7 @@ class Writes:
                 error = error or left
                 unwritten.append((node, shard))
             at += node.count
-        self._queue.effects.append(LetGo(write.slots))
+        self._queue.effects.append(UnpinSlots(write.slots))
         for durable in write.waiters:
             self._syncs.part_ended(durable, error)
 

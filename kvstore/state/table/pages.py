@@ -186,7 +186,7 @@ class PageTable:
         """End a fetch: its request was answered, or given up."""
         process.fetches.remove(fetch)
         process.charge(-fetch.size_bytes)
-        self.residents.let_go(self.fetches.end(fetch))
+        self.residents.unpin(self.fetches.end(fetch))
 
     # ---- writing ----------------------------------------------------------------------------
 
@@ -305,7 +305,7 @@ class PageTable:
         for slot in reversed(put.slots):
             node = self.residents.owners.get(slot)
             if node is not None:
-                self.residents.abandon(node, put.shard)
+                self.residents.drop_writing(node, put.shard)
                 self.residents.drop_below(node, put.shard, "head_lost")
                 self.residents.tidy(node)
         if first is not None:

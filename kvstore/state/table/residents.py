@@ -74,7 +74,7 @@ class Residents:
 
     @property
     def unfinished(self) -> bool:
-        """Whether there is work left for later turns: :meth:`sweep`, :meth:`drain`, writes."""
+        """Whether work is left for later turns: :meth:`drop_orphans`, :meth:`drain`, writes."""
         if self.orphans or self.draining.now is not None:
             return True
         return self.disk.unfinished or len(self.disk.loads.beginning) > 0
@@ -128,7 +128,7 @@ class Residents:
         if self.disk.exists:
             self.disk.limits.add_candidate(node)
 
-    def let_go(self, slots: list[Slot]) -> None:
+    def unpin(self, slots: list[Slot]) -> None:
         """Unpin the pages in these slots.
 
         Either all slots of a node are given or none; some pages may have been dropped meanwhile.
@@ -146,14 +146,14 @@ class Residents:
         self.ghosts.head = node.key
         self.drop_below(node, shard, cause)
         self.ghosts.head = PrefixKey(b"")
-        self._remove(node, shard, cause)
+        self._drop_ready(node, shard, cause)
         assert not node.present >> shard & 1
         self.tidy(node)
 
     def drop_below(self, node: PrefixNode, shard: int, cause: str) -> None:
         """Drop the descendants of ``node``, which no lookup can reach without it.
 
-        If there are many, :meth:`sweep` drops them over several turns.
+        If there are many, :meth:`drop_orphans` drops them over several turns.
         """
         assert is_live(node)
         if node.space.shards[shard].window_pages:
@@ -170,13 +170,13 @@ class Residents:
     def _drop_orphan(self, node: PrefixNode, shard: int, cause: str) -> None:
         """Drop a leaf, whatever its state."""
         if node.ready >> shard & 1:
-            self._remove(node, shard, cause)
+            self._drop_ready(node, shard, cause)
         elif node.present >> shard & 1:
-            self.abandon(node, shard)  # its writer will find it DROPPED
+            self.drop_writing(node, shard)  # its writer will find it DROPPED
         assert not node.present >> shard & 1
         self.tidy(node)
 
-    def sweep(self, steps: int) -> None:
+    def drop_orphans(self, steps: int) -> None:
         """Drop descendants of dropped pages, in ``steps`` steps; see :attr:`orphans`."""
         left = steps
         while self.orphans and left > 0:
@@ -192,7 +192,7 @@ class Residents:
                 top.space.fill_hole(top, shard)
                 self.tidy(top)
 
-    def _remove(self, node: PrefixNode, shard: int, cause: str) -> None:
+    def _drop_ready(self, node: PrefixNode, shard: int, cause: str) -> None:
         """Remove the READY pages of a node from every tier."""
         assert node.ready >> shard & 1
         if node.pins:
@@ -209,7 +209,7 @@ class Residents:
         self.ghosts.add(node, shard, cause, self.moment.now_ns, keys)
         self.slots.release(slots)
 
-    def abandon(self, node: PrefixNode, shard: int) -> None:
+    def drop_writing(self, node: PrefixNode, shard: int) -> None:
         """Drop a page that is being written; its writer will find it DROPPED."""
         assert node.count == 1, "its writer is told of one page"
         assert node.memory & ~node.ready & 1 << shard
@@ -244,7 +244,7 @@ class Residents:
             if node.on_disk >> shard & 1:
                 self._release_memory(node, shard)
             else:
-                self._remove(node, shard, "evicted")
+                self._drop_ready(node, shard, "evicted")
         assert not node.memory
         if node.above is not None:
             node.above.access = max(node.above.access, node.access)

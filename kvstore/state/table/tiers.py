@@ -10,7 +10,14 @@ from collections.abc import Iterable, Sequence
 
 from kvstore.protocol.errors import KVStoreError, PageCorrupt
 from kvstore.protocol.page import DIGEST_BYTES, KEY_BYTES, PrefixKey
-from kvstore.state.disk.jobs import DiskEffect, Durable, LetGo, Lost, PageLoad, Spoilt
+from kvstore.state.disk.jobs import (
+    CorruptRecord,
+    DiskEffect,
+    Durable,
+    LeftDisk,
+    PageLoad,
+    UnpinSlots,
+)
 from kvstore.state.table.residents import Residents
 from kvstore.state.tree.actions import TierRemoved, TierStored
 from kvstore.state.tree.columns import pack_slots
@@ -93,13 +100,13 @@ def apply_effects(held: Residents) -> None:
 
 def _apply(held: Residents, effect: DiskEffect) -> None:
     match effect:
-        case LetGo():
-            held.let_go(effect.slots)
+        case UnpinSlots():
+            held.unpin(effect.slots)
         case PageLoad():
             _arrive(held, effect)
-        case Lost():
+        case LeftDisk():
             _lose(held, effect)
-        case Spoilt():
+        case CorruptRecord():
             node = effect.space.index.get(effect.key)
             if node is not None:
                 page = effect.space.exact(node, node.position(effect.key), 1)
@@ -168,7 +175,7 @@ def _wanted(load: PageLoad, at: int) -> PrefixNode | None:
     return space.exact(node, offset, pages)
 
 
-def _lose(held: Residents, lost: Lost) -> None:
+def _lose(held: Residents, lost: LeftDisk) -> None:
     """Pages and their descendants are no longer on disk; those not in memory are dropped."""
     space, shard, at = lost.space, lost.shard, 0
     while at < len(lost.keys):

@@ -11,7 +11,7 @@ from kvstore.state.disk.jobs import (
     DiskRules,
     DiskWrite,
     Durable,
-    Lost,
+    LeftDisk,
     SyncPolicy,
     WritePolicy,
 )
@@ -100,7 +100,9 @@ class DiskWorld(World):
 
     def lose(self, node: PrefixNode, shard: int) -> None:
         """Pages leave the disk with what follows them, as when their segment is reclaimed."""
-        self.table.residents.disk.effects.append(Lost(node.space, shard, node.keys, "reclaimed"))
+        self.table.residents.disk.effects.append(
+            LeftDisk(node.space, shard, node.keys, "reclaimed")
+        )
         apply_effects(self.table.residents)
 
     def fetch(self, run: list[PrefixNode], shard: int) -> Fetch:

@@ -20,7 +20,7 @@ from kvstore.state.disk.jobs import (
     DiskSync,
     DiskTombstone,
     Durable,
-    Lost,
+    LeftDisk,
     SyncPolicy,
     WritePolicy,
 )
@@ -120,7 +120,7 @@ class LogMachine(RuleBasedStateMachine):
             effects = list(self.queue.effects)
             self.queue.effects.clear()
             for one in effects:
-                assert isinstance(one, Lost)
+                assert isinstance(one, LeftDisk)
                 for at in range(0, len(one.keys), 32):
                     node = self.space.nodes.get(PrefixKey(one.keys[at : at + 32]))
                     if node is not None:

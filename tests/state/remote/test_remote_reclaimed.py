@@ -1,7 +1,7 @@
 """Goal: pages from peers are dropped with a head that was only on disk, whenever that is lost."""
 
 from kvstore.state.choice.admission import Admission
-from kvstore.state.disk.jobs import DiskRules, DiskWrite, Lost, SyncPolicy, WritePolicy
+from kvstore.state.disk.jobs import DiskRules, DiskWrite, LeftDisk, SyncPolicy, WritePolicy
 from kvstore.state.disk.log import SegmentLog
 from kvstore.state.disk.pages import DiskPages
 from tests.state.remote.remote_world import RemoteWorld, leased
@@ -29,7 +29,7 @@ def test_pages_whose_head_is_reclaimed_when_they_are_written_to_disk_are_fetched
     assert len(job.slots) == 2
 
     # as when the segment of the head is reclaimed because the pages need room on disk
-    disk.effects.append(Lost(world.space, 0, head.keys, "reclaimed"))
+    disk.effects.append(LeftDisk(world.space, 0, head.keys, "reclaimed"))
     world.end(job)
 
     assert not world.ready("abc")

@@ -136,7 +136,7 @@ def test_a_hole_is_right_as_long_as_what_is_below_it_is_leaving(wrong):
     space = world.space(engine)
     world.store(engine, space, "a" * 2 * DROP_AT_ONCE)
     world.table.residents.drop(space.nodes[key("a")], 0, "operator")
-    world.table.residents.sweep(DROP_AT_ONCE)
+    world.table.residents.drop_orphans(DROP_AT_ONCE)
     check(world.table)
     assert space.holes
 

@@ -38,7 +38,7 @@ def drop(world: World, path: str) -> None:
 
 
 def sweep(world: World, steps: int) -> None:
-    world.table.residents.sweep(steps)
+    world.table.residents.drop_orphans(steps)
     check(world.table)
 
 
@@ -61,7 +61,7 @@ def test_a_head_that_leaves_is_a_miss_at_once_and_what_follows_it_leaves_in_turn
 
 def test_what_follows_a_head_that_left_leaves_from_the_tails_on(world: World):
     drop(world, "abc")
-    world.table.residents.sweep(1000)
+    world.table.residents.drop_orphans(1000)
 
     removed = [one for one in world.table.actions if isinstance(one, Removed)]
     assert [one.keys[0] for one in removed][1:] == chain(LONG, start=3)[::-1]
@@ -73,7 +73,7 @@ def test_a_page_cannot_be_put_where_one_left_until_all_behind_it_has(world: Worl
     drop(world, "abc")
 
     assert world.store(engine, space, "abcd", start=2) == [PageStatus.NO_ROOM] * 2
-    world.table.residents.sweep(1000)
+    world.table.residents.drop_orphans(1000)
     assert world.store(engine, space, "abcd", start=2) == [PageStatus.GRANTED] * 2
     assert world.lookup(space, "abcd") == (4, 0)
 
@@ -86,7 +86,7 @@ def test_what_is_put_behind_a_page_that_is_about_to_leave_leaves_with_it(world: 
     number, statuses, _ = world.begin(engine, space, "abcdxyz", start=4)
     assert statuses == [PageStatus.GRANTED] * 3
 
-    world.table.residents.sweep(1000)
+    world.table.residents.drop_orphans(1000)
 
     assert world.commit(engine, number) == [PageStatus.DROPPED] * 3
     assert not [node for node in space.nodes.values() if node.present & 1 and node.depth > 2]
@@ -126,12 +126,12 @@ def test_lookups_find_what_a_look_at_each_page_finds_while_pages_leave_in_turns(
                 world.table.residents.drop(chance.choice(nodes), 0, "corrupt")
                 dropped += bool(world.table.residents.orphans)
             case "sweep":
-                world.table.residents.sweep(chance.randrange(1, 6))
+                world.table.residents.drop_orphans(chance.randrange(1, 6))
             case _:
                 shards = chance.choice([[0], [1], [0, 1]])
                 assert world.lookup(space, path, shards)[0] == ready(space, path, shards)
         check(world.table)
-    world.table.residents.sweep(10_000)
+    world.table.residents.drop_orphans(10_000)
     assert dropped > 0
     assert not space.holes
     assert all(node.parent is space.root or node.parent.present & 1

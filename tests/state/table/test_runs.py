@@ -324,7 +324,7 @@ class BothTables(RuleBasedStateMachine):
             while side.table.expire(self.now_ns):
                 pass
             while side.table.residents.orphans:
-                side.table.residents.sweep(100)
+                side.table.residents.drop_orphans(100)
 
         self.both(expire)
 
