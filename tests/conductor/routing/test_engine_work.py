@@ -8,6 +8,7 @@ from conductor.costs.book import CostBook
 from conductor.routing.engines import EngineInfo, Role
 from conductor.routing.joining import RankEvents
 from conductor.routing.load import EngineLoads
+from conductor.routing.others import USUAL_TOKENS
 
 
 def engine(ranks: int = 1) -> EngineInfo:
@@ -24,10 +25,12 @@ def engine(ranks: int = 1) -> EngineInfo:
         st.tuples(st.integers(1, 90_000), st.sampled_from([None, 0, 1, 2, 3]), st.booleans()),
         min_size=1, max_size=12,
     ),
+    st.sampled_from([0.0, 0.5, 1.0, 7.0, 40.0]),
 )  # fmt: skip
 def test_the_rank_with_most_of_what_was_sent_to_it_counts(
-    ranks: int, requests: list[tuple[int, int | None, bool]]
+    ranks: int, requests: list[tuple[int, int | None, bool]], others: float
 ) -> None:
+    """Those of others, of which only the number is known, spread evenly and are as long as ours."""
     loads, one = EngineLoads(CostBook()), engine(ranks)
     for number, (tokens, rank, ends) in enumerate(requests):
         loads.decodes(number, one, tokens, 0.0, rank=rank)
@@ -36,13 +39,17 @@ def test_the_rank_with_most_of_what_was_sent_to_it_counts(
         loads.check()
 
     left = [(tokens, rank) for tokens, rank, ends in requests if not ends]
+    loads.tell_others("e", len(left) + others, 0.0, len(left))
+    loads.columns([one], 0.0)  # counts them
     of_rank = [[t for t, rank in left if rank == number] for number in range(4)]
     known = of_rank if ranks > 1 else []
-    batch = max([-(-(len(left) + 1) // ranks), *map(len, known)])
-    tokens = sum(one for one, _ in left)
-    context = max([-(-(len(left) + 1) // ranks) * tokens / max(1, len(left)), *map(sum, known)])
+    mean = sum(one for one, _ in left) / len(left) if left else USUAL_TOKENS
+    spread = -(-(len(left) + others + 1) // ranks)  # with one more
     assert loads.step_s(one) == pytest.approx(
-        loads.costs(one).step_seconds(max(batch, len(left) / ranks), max(context, tokens / ranks))
+        loads.costs(one).step_seconds(
+            max([spread, *map(len, known)]),
+            max([spread * mean if left or others else 0.0, *map(sum, known)]),
+        )
     )
 
 
