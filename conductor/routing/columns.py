@@ -6,7 +6,7 @@ queried for each prompt before.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from kvstore.index.layout import Numbers, Words
 
 Column = npt.NDArray[np.float64]
 """A number for each engine; float64."""
+Number = TypeVar("Number")
 
 
 class Prefix(NamedTuple):
@@ -55,7 +56,7 @@ class GatheredCosts:
     """Results that :class:`conductor.routing.pricing.Prices` caches for columns of costs.
 
     Attributes:
-        all: the columns that do not change during a call, as one array.
+        all: the columns of :class:`CostInputs`, as one array.
         of_rows: those of the rows in an array, by its id, with the array, so that the id stays
             unique.
         computing: the newest prompt.
@@ -66,13 +67,10 @@ class GatheredCosts:
     computing: Any = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostColumns:
-    """What the engines' costs depend on, in columns; all float64 [engines].
+class CostInputs(NamedTuple, Generic[Number]):
+    """What the costs of an engine depend on, but for the time: numbers, or columns of engines.
 
     Attributes:
-        backlog_s: seconds until the prompts that an engine has are computed.
-        leaving_s: seconds until their KV, and that of earlier ones, has been sent to other engines.
         constant_s: overhead of each prompt.
         floor_s: minimum of each prompt, to read the weights.
         token_s: of each computed token.
@@ -86,41 +84,54 @@ class CostColumns:
         handoff_factor: how many times longer these take than the slower link's datasheet says.
         coming_bytes: KV on its way to it over the network, or that will be.
         fetch_s: seconds of each fetch to it, in addition to its bytes.
-        network_byte_s, memory_byte_s, disk_byte_s: seconds of a byte that it fetches from another
-            node, or from the memory or the disk of its own.
-        memory_bytes, disk_bytes: KV on its way to it from these two.
-        late_per_s, late_per_s2, late_most: number of requests decoding there that become late if it
-            computes a prompt: per second of that, per second squared, and the maximum.
-        usual_s: recent mean seconds to the first token; one number.
+        memory_byte_s, disk_byte_s, network_byte_s: seconds of a byte that it fetches from the
+            memory or the disk of its node, or from another node.
+        memory_bytes, disk_bytes: KV on its way to it from the memory and the disk.
         others_s: seconds until the prompts of others that wait at an engine are computed. Requests
             do not wait for these here, because nobody reports when that is.
+        late_per_s, late_per_s2, late_most: number of requests decoding there that become late if it
+            computes a prompt: per second of that, per second squared, and the maximum.
+    """
+
+    constant_s: Number
+    floor_s: Number
+    token_s: Number
+    pair_s: Number
+    step_s: Number
+    kv_room: Number
+    token_bytes: Number
+    network_bytes_per_s: Number
+    handoff_s: Number
+    handoff_factor: Number
+    coming_bytes: Number
+    fetch_s: Number
+    memory_byte_s: Number
+    disk_byte_s: Number
+    network_byte_s: Number
+    memory_bytes: Number
+    disk_bytes: Number
+    others_s: Number
+    late_per_s: Number
+    late_per_s2: Number
+    late_most: Number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostColumns:
+    """What the engines' costs depend on now, in columns; all float64 [engines].
+
+    Attributes:
+        backlog_s: seconds until the prompts that an engine has are computed.
+        leaving_s: seconds until their KV, and that of earlier ones, has been sent to other engines.
+        inputs: the rest.
+        usual_s: recent mean seconds to the first token; one number.
         kept: cached results.
     """
 
     backlog_s: Column
     leaving_s: Column
-    constant_s: Column
-    floor_s: Column
-    token_s: Column
-    pair_s: Column
-    step_s: Column
-    kv_room: Column
-    token_bytes: Column
-    network_bytes_per_s: Column
-    handoff_s: Column
-    handoff_factor: Column
-    coming_bytes: Column
-    fetch_s: Column
-    memory_byte_s: Column
-    disk_byte_s: Column
-    network_byte_s: Column
-    memory_bytes: Column
-    disk_bytes: Column
-    late_per_s: Column
-    late_per_s2: Column
-    late_most: Column
+    inputs: CostInputs[Column]
     usual_s: float = 0.0
-    others_s: Column = field(default_factory=lambda: np.zeros(()))
     kept: GatheredCosts = field(default_factory=GatheredCosts, compare=False, repr=False)
 
 

@@ -13,14 +13,15 @@ from typing import Final, NamedTuple
 
 from conductor.costs.book import EngineCosts
 from conductor.costs.prior import PrefillLine
+from conductor.routing.columns import CostInputs
 from conductor.routing.engines import Role
 from conductor.routing.moving import MovingKv
 from conductor.routing.others import NOBODY, USUAL_TOKENS, OtherRequests
 from conductor.routing.work import ComingPrompt, ComputingPrompt, DecodingRequest
 
 
-class WorkRow(NamedTuple):
-    """The inputs of an engine's costs, independent of the time; see :class:`CostColumns`.
+class WorkTimes(NamedTuple):
+    """From what the seconds that an engine is busy follow at any time.
 
     Attributes:
         late_at: when its first prompt counts as computed, without a report.
@@ -35,33 +36,10 @@ class WorkRow(NamedTuple):
     head_s: float
     rest_s: float
     sent_at: float
-    constant_s: float
-    floor_s: float
-    token_s: float
-    pair_s: float
-    step_s: float
-    kv_room: float
-    token_bytes: float
-    network_bytes_per_s: float
-    handoff_s: float
-    handoff_factor: float
-    coming_bytes: float
-    fetch_s: float
-    memory_byte_s: float
-    disk_byte_s: float
-    network_byte_s: float
-    memory_bytes: float
-    disk_bytes: float
-    others_s: float
-    late_per_s: float
-    late_per_s2: float
-    late_most: float
 
 
 _TOGETHER_S: Final = 0.005
 """Prompts that are reported within so many seconds were computed in one step."""
-TIMED: Final = 5
-"""Fields of :class:`WorkRow` whose columns depend on the time."""
 
 
 class ComputedPrompts(NamedTuple):
@@ -136,22 +114,27 @@ class EngineWork:
     others: OtherRequests = NOBODY
     usual_s: float = 0.0
 
-    def row(self, role: Role) -> WorkRow:
-        """The inputs that stay the same until something changes, or :meth:`pass_late` changes them.
-
-        Args:
-            role: the present role of the engine.
-        """
+    def times(self) -> WorkTimes:
+        """Stay the same until something changes, or :meth:`pass_late` changes them."""
         head = next(iter(self.computing.values()), None)
-        token_bytes, line = self.costs.prior.kv_bytes(1), self.prefill_line()
-        memory, disk, network = (tokens * token_bytes for tokens in self.moving.in_flight)
-        fetch, handoff = self.costs.fetch_line, self.costs.handoff_line
-        return WorkRow(
+        return WorkTimes(
             late_at=self.head_since + head.counts_s if head is not None else inf,
             head_since=self.head_since,
             head_s=head.seconds if head is not None else -1.0,
             rest_s=self.total_s() - head.seconds if head is not None else 0.0,
             sent_at=self.sent_at,
+        )
+
+    def inputs(self, role: Role) -> CostInputs[float]:
+        """Stay the same likewise.
+
+        Args:
+            role: the present role of the engine.
+        """
+        token_bytes, line = self.costs.prior.kv_bytes(1), self.prefill_line()
+        memory, disk, network = (tokens * token_bytes for tokens in self.moving.in_flight)
+        fetch, handoff = self.costs.fetch_line, self.costs.handoff_line
+        return CostInputs(
             constant_s=line.constant_s,
             floor_s=line.floor_s,
             token_s=line.token_s,
@@ -262,7 +245,7 @@ class EngineWork:
         return max(count, *counts), max(tokens, *those)
 
     def late(self, role: Role) -> dict[str, float]:
-        """The columns of :class:`CostColumns` about requests that a prompt makes late.
+        """The values of :class:`CostInputs` about requests that a prompt makes late.
 
         The number of later prompts is unknown. So a request that has used a part ``u`` of the
         seconds that it tolerates counts as late to the part ``u**2``: the first stall costs less

@@ -10,8 +10,8 @@ from typing import Any, Final
 import numpy as np
 
 from conductor.costs.book import CostBook, EngineCosts, machine_of
-from conductor.routing.columns import CostColumns
-from conductor.routing.engine_work import TIMED, EngineWork, WorkRow
+from conductor.routing.columns import Column, CostColumns, CostInputs
+from conductor.routing.engine_work import EngineWork, WorkTimes
 from conductor.routing.engines import EngineInfo, Role
 from conductor.routing.moving import NO_FETCH, FetchedTokens, Restored
 from conductor.routing.others import EngineOthers
@@ -45,8 +45,8 @@ class EngineLoads:
         self._senders: dict[int, str] = {}  # request → the engine from which its KV comes
         self._infos: Sequence[EngineInfo] | None = None  # of the rows
         self._at: dict[str, int] = {}  # the row of each
-        self._rows = np.zeros((0, 0))
-        self._by_name: Any = None  # the columns of these, as a `WorkRow`
+        self._times = np.zeros((0, 0))  # columns of `WorkTimes`
+        self._inputs = np.zeros((0, 0))  # likewise, of `CostInputs`
         self._stale: set[str] = set()  # engines whose rows are to be made again
 
     def _changed(self, engine_id: str) -> None:
@@ -77,10 +77,11 @@ class EngineLoads:
         """
         if self._infos is not infos:
             self._infos, self._at = infos, {info.id: at for at, info in enumerate(infos)}
-            self._rows = np.zeros((len(WorkRow._fields), len(infos)))
-            self._by_name = WorkRow._make(self._rows)
+            self._times = np.zeros((len(WorkTimes._fields), len(infos)))
+            self._inputs = np.zeros((len(CostInputs._fields), len(infos)))
             self._stale = set(self._at)
-        rows, changed = self._by_name, {self._at[one] for one in self._stale if one in self._at}
+        changed = {self._at[one] for one in self._stale if one in self._at}
+        rows: Any = WorkTimes._make(self._times)
         late = now >= rows.late_at
         if late.any():
             changed.update(np.flatnonzero(late).tolist())
@@ -90,13 +91,16 @@ class EngineLoads:
             others = self.others.of(infos[at].id)
             if others != load.others:
                 load.others, load.step_cost_s = others, -1.0
-            self._rows[:, at] = load.row(infos[at].role if roles is None else roles[at])
+            self._times[:, at] = load.times()
+            self._inputs[:, at] = load.inputs(infos[at].role if roles is None else roles[at])
         self._stale.clear()
         left_s = np.maximum(rows.head_s - np.maximum(now - rows.head_since, 0.0), _OVERDUE_S)
         backlog_s = np.where(rows.head_s >= 0, rows.rest_s + left_s, 0.0)
         leaving_s = np.maximum(rows.sent_at - now, 0.0)
-        named = dict(zip(WorkRow._fields[TIMED:], self._rows[TIMED:].copy(), strict=True))
-        return CostColumns(backlog_s=backlog_s, leaving_s=leaving_s, usual_s=self._usual_s, **named)
+        inputs: CostInputs[Column] = CostInputs._make(self._inputs.copy())
+        return CostColumns(
+            backlog_s=backlog_s, leaving_s=leaving_s, inputs=inputs, usual_s=self._usual_s
+        )
 
     def tell_others(
         self, engine_id: str, running: float | None, waiting: float | None, ours: int

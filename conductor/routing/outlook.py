@@ -208,7 +208,7 @@ class Outlook:
         pairs = pair_rows([(mixed, []), (prefill if decode else [], decode)])
         if not pairs.firsts:
             return None
-        token_s = self._costs.token_s[pairs.rows]
+        token_s = self._costs.inputs.token_s[pairs.rows]
         decoders = [*by_role[Role.DECODE], *mixed]
         pool = DecodePool(view.models[rows[0]], view, decoders, self._loads)
         return _Engines(pairs, token_s.min() / token_s, pool)

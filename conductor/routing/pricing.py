@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from conductor.routing.columns import Column, CostColumns, Terms
+from conductor.routing.columns import Column, CostColumns, CostInputs, Terms
 from conductor.routing.groups import PairRows, Rows
 from conductor.routing.moving import FetchedTokens
 from conductor.routing.policy import Fetches, sooner
@@ -44,29 +44,6 @@ class Prompt(NamedTuple):
     at_node: Column | None
     keys: Words
     output: float
-
-
-class _Fixed(NamedTuple):
-    """The inputs that do not change during a call, of some engines; see :class:`CostColumns`."""
-
-    constant_s: Column
-    floor_s: Column
-    token_s: Column
-    pair_s: Column
-    token_bytes: Column
-    network_bytes_per_s: Column
-    handoff_s: Column
-    handoff_factor: Column
-    fetch_s: Column
-    memory_byte_s: Column
-    disk_byte_s: Column
-    network_byte_s: Column
-    memory_bytes: Column
-    disk_bytes: Column
-    step_s: Column
-    late_per_s: Column
-    late_per_s2: Column
-    late_most: Column
 
 
 class Computing(NamedTuple):
@@ -163,15 +140,16 @@ class Prices:
             costs: of all engines.
             fetches: decides for each engine whether it fetches or computes.
         """
-        self._kv_room, self._coming_bytes = costs.kv_room.copy(), costs.coming_bytes.copy()
+        inputs = costs.inputs
+        self._kv_room, self._coming_bytes = inputs.kv_room.copy(), inputs.coming_bytes.copy()
         self._costs = costs
         self._leaving_s = costs.leaving_s.copy()
         self._sent = False  # a prompt was sent in this call
         self._fetches = fetches
         self._kept = costs.kept
         if self._kept.all is None:
-            self._kept.all = np.array([getattr(costs, name) for name in _Fixed._fields])
-        self._thought_s = costs.backlog_s + costs.others_s
+            self._kept.all = np.array(costs.inputs)
+        self._thought_s = costs.backlog_s + inputs.others_s
         self._given: deque[tuple[int, Words]] = deque(maxlen=_PROMPTS_COMPARED)
         self.backlog_s = costs.backlog_s.copy()
 
@@ -209,14 +187,15 @@ class Prices:
         found = self._alone(prompt, rows)
         return float((found.fetch_s + found.prefill_s).min())
 
-    def _of(self, rows: Rows) -> _Fixed:
+    def _of(self, rows: Rows) -> CostInputs[Column]:
+        """The costs of some engines at the beginning of the call."""
         fixed = self._kept.of_rows
         known = fixed.get(id(rows))
         if known is None:
             if len(fixed) >= _ROWS_KEPT:
                 fixed.clear()
-            known = fixed[id(rows)] = (rows, _Fixed(*self._kept.all.take(rows, axis=1)))
-        found: _Fixed = known[1]
+            known = fixed[id(rows)] = (rows, CostInputs._make(self._kept.all.take(rows, axis=1)))
+        found: CostInputs[Column] = known[1]
         return found
 
     def decoding(self, first: int, decode: Rows, prompt: Prompt) -> tuple[Column, Column]:
@@ -225,7 +204,7 @@ class Prices:
         Returns:
             Whether the KV has no room there; then seconds.
         """
-        costs = self._costs
+        costs = self._costs.inputs
         byte_s = costs.token_bytes[first] / costs.network_bytes_per_s[first]
         fixed, moved = self._of(decode), self._moved(decode, prompt)
         sends_s = fixed.handoff_s + fixed.handoff_factor * moved * byte_s
@@ -360,7 +339,7 @@ class Prices:
 
     def send(self, first: int, row: int, prompt: Prompt) -> None:
         """A decode engine gets the KV of the prompt that ``first`` has been given last."""
-        self._sent, costs = True, self._costs
+        self._sent, costs = True, self._costs.inputs
         moved = max(0.0, prompt.tokens - prompt.held[row])
         seconds = moved * costs.token_bytes[first] / costs.network_bytes_per_s[first]
         seconds *= costs.handoff_factor[row]

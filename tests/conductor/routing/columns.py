@@ -90,8 +90,10 @@ def view_of(rows: Sequence[EngineRow], *, assigned: int = 0, retry_after_s: int 
     line, square, most = np.array([row.late for row in rows], dtype=np.float64).reshape(-1, 3).T
     costs = replace(
         costs, backlog_s=backlog, leaving_s=leaving, usual_s=USUAL_S,
-        late_per_s=line, late_per_s2=square, late_most=most,
-        others_s=np.array([row.others_s for row in rows], dtype=np.float64),
+        inputs=costs.inputs._replace(
+            late_per_s=line, late_per_s2=square, late_most=most,
+            others_s=np.array([row.others_s for row in rows], dtype=np.float64),
+        ),
     )  # fmt: skip
     return View(
         ids=[row.id for row in rows],

@@ -133,12 +133,12 @@ def test_answers_do_not_hold_an_engine_up_that_was_lent_to_prompts() -> None:
         dispatcher.loads.decodes(number, engine.info, 1_000, 0.0, Answer(2_000.0, 0.1))
     costs = dispatcher.view(0.1).costs
     assert costs is not None
-    assert costs.late_most.tolist() == [1.0] * 4
+    assert costs.inputs.late_most.tolist() == [1.0] * 4
     lend(dispatcher)
     view = dispatcher.view(0.6)
     assert view.costs is not None
     counted = [role is not Role.PREFILL for role in view.roles]
-    assert view.costs.late_most.astype(bool).tolist() == counted
+    assert view.costs.inputs.late_most.astype(bool).tolist() == counted
     assert not all(counted)
 
 

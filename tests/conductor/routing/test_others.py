@@ -85,10 +85,10 @@ def test_costs_count_others_as_requests_like_ours() -> None:
             loads.decodes(number, infos[0], 3_000, NOW)
     beside.tell_others("e", 4.0, 0.0, 2)
     both = [loads.columns(infos, NOW) for loads in (alone, beside)]
-    assert both[0].step_s == pytest.approx(both[1].step_s)
-    assert both[0].kv_room == pytest.approx(both[1].kv_room)
+    assert both[0].inputs.step_s == pytest.approx(both[1].inputs.step_s)
+    assert both[0].inputs.kv_room == pytest.approx(both[1].inputs.kv_room)
     beside.tell_others("e", None, None, 0)
-    assert beside.columns(infos, NOW).step_s < both[1].step_s
+    assert beside.columns(infos, NOW).inputs.step_s < both[1].inputs.step_s
     beside.check()
 
 
@@ -97,11 +97,11 @@ def test_a_prompt_of_others_takes_as_long_as_ours_lately_or_as_a_usual_one() -> 
     loads = EngineLoads(CostBook())
     loads.tell_others("e", 0.0, 3.0, 0)
     usual_s = loads.prefill_seconds(infos[0], USUAL_TOKENS, 0)
-    assert loads.columns(infos, NOW).others_s == pytest.approx([3 * usual_s])
+    assert loads.columns(infos, NOW).inputs.others_s == pytest.approx([3 * usual_s])
     loads.assigned(1, infos[0], (1_000, 0), (0.5, 2.0), NOW)
     loads.tell_others("e", 0.0, 4.0, 1)
     columns = loads.columns(infos, NOW)
-    assert columns.others_s == pytest.approx([3 * 2.0])
+    assert columns.inputs.others_s == pytest.approx([3 * 2.0])
     assert columns.backlog_s == pytest.approx([2.5]), "ours alone"
 
 
@@ -111,7 +111,7 @@ def test_without_ours_others_count_as_requests_of_usual_size() -> None:
     idle = loads.columns(infos, NOW)
     loads.tell_others("e", 5.0, 0.0, 0)
     busy = loads.columns(infos, NOW)
-    assert np.all(busy.step_s > idle.step_s)
-    assert idle.kv_room - busy.kv_room == pytest.approx([5 * USUAL_TOKENS])
+    assert np.all(busy.inputs.step_s > idle.inputs.step_s)
+    assert idle.inputs.kv_room - busy.inputs.kv_room == pytest.approx([5 * USUAL_TOKENS])
     loads.forget("e")
-    assert loads.columns(infos, NOW).kv_room == pytest.approx(idle.kv_room)
+    assert loads.columns(infos, NOW).inputs.kv_room == pytest.approx(idle.inputs.kv_room)

@@ -105,7 +105,7 @@ def test_a_request_that_is_said_to_decode_twice_counts_once() -> None:
     def room() -> float:
         costs = desk.view(0.0).costs
         assert costs is not None
-        return float(costs.kv_room[1])
+        return float(costs.inputs.kv_room[1])
 
     empty = room()
     desk.arrive(Request(number=1, model="m", arrived=0.0, tokens=8192))
@@ -283,7 +283,7 @@ def test_a_load_with_failures_and_engines_that_go_leaves_nothing_behind(
     costs = driven.dispatcher.view(0.0).costs
     assert costs is not None
     assert not costs.backlog_s.any(), "no engine is thought to have prompts"
-    assert not costs.coming_bytes.any(), "or KV on its way"
+    assert not costs.inputs.coming_bytes.any(), "or KV on its way"
     assert not driven.dispatcher.loads._senders
     places = {spec.id: spec.max_running for spec in LOADS[load]}
     assert all(most <= places[name] for name, most in seeded.most.items())
@@ -296,7 +296,7 @@ def test_steps_are_estimated_anew_when_an_engine_registers_with_other_hardware_o
     ranks = tuple(RankEvents(rank, None, None, None) for rank in range(4))
 
     def step_s(one: EngineInfo) -> float:
-        return float(loads.columns([one], 0.0).step_s[0])
+        return float(loads.columns([one], 0.0).inputs.step_s[0])
 
     for number in range(1, 60):
         loads.decodes(number, small, 20_000, 0.0)
@@ -314,7 +314,7 @@ def test_who_has_been_stalled_longer_is_nearer_to_being_late() -> None:
 
     def late(seconds: float) -> float:
         costs = loads.columns([one], 100.0)
-        line, square, most = costs.late_per_s[0], costs.late_per_s2[0], costs.late_most[0]
+        line, square, most = costs.inputs.late_per_s[0], costs.inputs.late_per_s2[0], costs.inputs.late_most[0]
         return float(min(most, seconds * line + seconds**2 * square))
 
     def compute(number: int, seconds: float, now: float) -> None:
@@ -347,7 +347,7 @@ def test_an_answer_that_is_not_streamed_decodes_when_its_prompt_should_be_comput
     def seen(now: float) -> tuple[float, float, float]:
         costs = desk.view(now).costs
         assert costs is not None
-        return float(costs.backlog_s[0]), float(costs.kv_room[0]), float(costs.step_s[0])
+        return float(costs.backlog_s[0]), float(costs.inputs.kv_room[0]), float(costs.inputs.step_s[0])
 
     computing, decoding = seen(assign.prefill_s / 2), seen(assign.prefill_s * 2)
     assert computing[0] > decoding[0] == 0
