@@ -314,7 +314,8 @@ def test_who_has_been_stalled_longer_is_nearer_to_being_late() -> None:
 
     def late(seconds: float) -> float:
         costs = loads.columns([one], 100.0)
-        line, square, most = costs.inputs.late_per_s[0], costs.inputs.late_per_s2[0], costs.inputs.late_most[0]
+        inputs = costs.inputs
+        line, square, most = inputs.late_per_s[0], inputs.late_per_s2[0], inputs.late_most[0]
         return float(min(most, seconds * line + seconds**2 * square))
 
     def compute(number: int, seconds: float, now: float) -> None:
@@ -347,7 +348,8 @@ def test_an_answer_that_is_not_streamed_decodes_when_its_prompt_should_be_comput
     def seen(now: float) -> tuple[float, float, float]:
         costs = desk.view(now).costs
         assert costs is not None
-        return float(costs.backlog_s[0]), float(costs.inputs.kv_room[0]), float(costs.inputs.step_s[0])
+        inputs = costs.inputs
+        return float(costs.backlog_s[0]), float(inputs.kv_room[0]), float(inputs.step_s[0])
 
     computing, decoding = seen(assign.prefill_s / 2), seen(assign.prefill_s * 2)
     assert computing[0] > decoding[0] == 0
