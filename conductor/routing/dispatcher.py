@@ -29,6 +29,7 @@ from typing import Final
 
 from conductor.costs.book import CostBook
 from conductor.routing.admission import EVERYBODY, Admission, AdmissionRules
+from conductor.routing.attainment import Attainment
 from conductor.routing.binding import AHEAD_S
 from conductor.routing.capacity import Targets
 from conductor.routing.choices import Assign, Continue, Effect, Hold, Reject
@@ -163,6 +164,9 @@ class Dispatcher:
         known = self._known.get(number)
         if known is None or known.assign is None:
             return
+        attained = self._attained(number)
+        if attained is not None:
+            attained.began(number, now)
         self.loads.computed(number, known.assign.prefill, now, hit_tokens)
         self.loads.sent(number, now)
         for engine_id in known.held:
@@ -187,6 +191,12 @@ class Dispatcher:
             if restored is not None:
                 self.loads.restored(number, engine_id, restored)
         self.admission.ended(number, output_tokens, now)
+        attained = self._attained(number)
+        if attained is not None:
+            attained.ended(number, output_tokens, now)
+
+    def _attained(self, number: int) -> Attainment | None:
+        return self.pools.attained(number) if self.pools is not None else None
 
     def _decodes(self, known: KnownRequest, engine_id: str, now: float) -> None:
         engine = self._registry.get(engine_id)
@@ -393,6 +403,9 @@ class Dispatcher:
         known.assign = assign
         self._load(known, assign, now)
         self.loads.foreseen(assign.ttft_s + now - known.request.arrived)
+        attained = self._attained(assign.request)
+        if attained is not None:
+            attained.assigned(assign.request)
         known.tries += 1
         engine_ids = list(dict.fromkeys((assign.prefill, assign.decode)))
         self._places.chosen(engine_ids)
@@ -428,7 +441,7 @@ class Dispatcher:
         """Report the request's data to the pools."""
         if self.pools is not None and known.request.tokens:
             needs = known.needs(self.admission.output(known.request.number))
-            need(self.pools, self._registry, known.request.model, known.request.number, needs)
+            need(self.pools, self._registry, known.request, needs)
 
     def _give_back(self, known: KnownRequest, now: float) -> None:
         """Give all places of a request back."""
@@ -451,6 +464,9 @@ class Dispatcher:
     def _remove(self, known: KnownRequest) -> None:
         number = known.request.number
         del self._known[number]
+        attained = self._attained(number)
+        if attained is not None:
+            attained.left(number)
         self.admission.left(number)
         self.loads.sent(number, self._stepped_at)
         if self._waiting.pop(number, None) is not None:

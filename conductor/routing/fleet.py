@@ -13,6 +13,7 @@ from conductor.routing.engines import Engine, EngineInfo, EngineRegistry, Health
 from conductor.routing.lending import MixedEngine, Pools
 from conductor.routing.load import EngineLoads
 from conductor.routing.recent import LoadSample
+from conductor.routing.requests import Request
 
 
 def kinds_of(engines: Iterable[Engine], loads: EngineLoads) -> list[EngineKind]:
@@ -56,12 +57,12 @@ def came(pools: Pools, registry: EngineRegistry, model: str, now: float) -> None
 
 
 def need(
-    pools: Pools, registry: EngineRegistry, model: str, number: int, sample: LoadSample
+    pools: Pools, registry: EngineRegistry, request: Request, sample: LoadSample
 ) -> None:
     """Tell the pools what a request for a model or an adapter needs; see :meth:`Pools.needs`."""
-    infos = registry.infos(model)
+    infos = registry.infos(request.model)
     if infos:
-        pools.needs(infos[0].model, number, sample)
+        pools.needs(infos[0].model, request.number, sample, request.arrived)
 
 
 def _of(info: EngineInfo) -> tuple[Role, str]:

@@ -21,6 +21,7 @@ from itertools import accumulate
 from math import inf
 from typing import Final, NamedTuple
 
+from conductor.routing.attainment import Attainment
 from conductor.routing.capacity import EngineKind, FleetRates, Needs, Targets, capacity
 from conductor.routing.engines import Role
 from conductor.routing.recent import LoadSample
@@ -74,12 +75,19 @@ class Prospect(NamedTuple):
         home: if all are at home.
         present: with the present split.
         best: finds the best split, and its rate.
+        in_time: measured part of the requests that is served in time; None = unknown.
     """
 
     rate: float
     home: float
     present: float
     best: Callable[[], tuple[Split, float]]
+    in_time: float | None = None
+
+    @property
+    def served(self) -> float:
+        """Requests a second that are served in time now: as measured, else as predicted."""
+        return self.present if self.in_time is None else self.in_time * self.rate
 
 
 @dataclass(slots=True)
@@ -89,12 +97,12 @@ class Lending:
     Attributes:
         split: the present one.
         changes: how often it has changed.
-        held_until: no other split is taken before that.
+        changed_at: when it has changed last; no other one is taken for :data:`HOLD_S`.
     """
 
     split: Split = HOME
     changes: int = 0
-    held_until: float = -inf
+    changed_at: float = -inf
 
     def keep(self, alive: Collection[str], others: Collection[Role]) -> bool:
         """Send those home that cannot be lent any more; returns whether there are any.
@@ -110,7 +118,7 @@ class Lending:
 
     def consider(self, prospect: Prospect, now: float) -> bool:
         """Take another split if that is worth it; returns whether it was taken."""
-        if now < self.held_until:
+        if self.is_held(now):
             return False
         if self._is_ample_at_home(prospect):
             wanted = HOME
@@ -118,18 +126,25 @@ class Lending:
             return False
         else:
             wanted, served = prospect.best()
-            if served <= WORTH * prospect.present:
+            now_served = prospect.present
+            if self.split != HOME:
+                now_served = max(now_served, prospect.served)
+            if served <= WORTH * now_served:
                 return False
         changed = self._become(wanted)
         if changed:
-            self.held_until = now + HOLD_S
+            self.changed_at = now
         return changed
+
+    def is_held(self, now: float) -> bool:
+        """Whether no other split is taken yet."""
+        return now < self.changed_at + HOLD_S
 
     def wants_best(self, prospect: Prospect) -> bool:
         """Whether :meth:`consider` would ask for the best split."""
         if self._is_ample_at_home(prospect):
             return False
-        return self.split == HOME or prospect.present < SPARE * prospect.rate
+        return self.split == HOME or WORTH * prospect.served < prospect.rate
 
     def _is_ample_at_home(self, prospect: Prospect) -> bool:
         return prospect.home >= (SPARE if self.split == HOME else AMPLE) * prospect.rate
@@ -161,9 +176,23 @@ Fleet = tuple[Sequence[MixedEngine], Sequence[EngineKind]]
 """Engines of a model: mixed ones, and all others."""
 
 
+class Load(NamedTuple):
+    """What comes for a model, read at once.
+
+    Attributes:
+        rate: requests a second.
+        samples: needs of the newest, at least one.
+        in_time: measured part of the requests that is served in time; None = unknown.
+    """
+
+    rate: float
+    samples: Sequence[LoadSample]
+    in_time: float | None = None
+
+
 def foresee(
     fleet: Fleet,
-    load: tuple[float, Sequence[LoadSample]],
+    load: Load,
     targets: Targets,
     present: Split,
     wants_best: Callable[[Prospect], bool],
@@ -175,13 +204,13 @@ def foresee(
 
     Args:
         fleet: engines that can be lent, and the other engines of their model.
-        load: requests a second that come, and what the newest needed, at least one; read at once.
+        load: what comes.
         targets: objectives of the requests.
         present: the present split.
         wants_best: whether the best split will be asked for.
     """
     engines, others = fleet
-    needs = Needs(load[1])
+    needs = Needs(load.samples)
     worth: dict[tuple[str, int], float] = {}
     for one in engines:
         if _hardware(one) not in worth:
@@ -195,7 +224,7 @@ def foresee(
     rates = _Rates(ranked, others, needs, targets)
     yield from rates.see_home()
     served = yield from rates.see_present(present)
-    prospect = Prospect(load[0], rates.of(0, 0), served, rates.best)
+    prospect = Prospect(load.rate, rates.of(0, 0), served, rates.best, load.in_time)
     if wants_best(prospect):
         yield from rates.see_pools()
     return prospect
@@ -320,8 +349,9 @@ def _counted(fleet: Sequence[EngineKind]) -> list[EngineKind]:
 
 @dataclass(slots=True)
 class _Model:
-    """What came for one model."""
+    """What came for one model, and how it is served."""
 
+    attained: Attainment
     lending: Lending = field(default_factory=Lending)
     arrived: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES_KEPT))
     samples: dict[int, LoadSample] = field(default_factory=dict)
@@ -356,22 +386,35 @@ class Pools:
         self._seen: object = None
         self._now = -inf
 
+    def _of(self, model: str) -> _Model:
+        known = self._models.get(model)
+        if known is None:
+            known = self._models[model] = _Model(Attainment(self._targets))
+        return known
+
     def came(self, model: str, now: float) -> None:
         """A request has come for the engines of a model."""
-        self._models.setdefault(model, _Model()).arrived.append(now)
+        self._of(model).arrived.append(now)
 
-    def needs(self, model: str, number: int, sample: LoadSample) -> None:
+    def needs(self, model: str, number: int, sample: LoadSample, came: float) -> None:
         """What a request needs, as far as is known: it counts as long as it waits, too.
 
         Args:
             model: of the engines for which it has come.
             number: its own; a later one has a higher one.
             sample: what it needs; again when more is known.
+            came: when it has come.
         """
-        samples = self._models.setdefault(model, _Model()).samples
+        samples = self._of(model).samples
+        self._of(model).attained.came(number, came)
         samples[number] = sample
         if len(samples) > SAMPLES_KEPT:
             del samples[min(samples)]
+
+    def attained(self, number: int) -> Attainment | None:
+        """Among which a request counts; None = it does not count, or not any more."""
+        every = (model.attained for model in self._models.values())
+        return next((one for one in every if number in one), None)
 
     def look(self, fleet: Callable[[str], Fleet], seen: object, now: float) -> None:
         """Lend, and take back, if it is time.
@@ -417,14 +460,17 @@ class Pools:
     def _look(self, fleet: Callable[[str], Fleet]) -> Iterator[None]:
         for name, model in [*self._models.items()]:
             lending = model.lending
-            if self._now < lending.held_until or not model.is_known():
+            if lending.is_held(self._now) or not model.is_known():
                 continue
             engines, others = fleet(name)
             if engines:
-                prospect = yield from foresee(
-                    (engines, others), (model.rate(self._now), [*model.samples.values()]),
-                    self._targets, lending.split, lending.wants_best,
+                load = Load(
+                    model.rate(self._now), [*model.samples.values()],
+                    model.attained.part(lending.changed_at, self._now, SAMPLES_MIN),
                 )  # fmt: skip
+                prospect = yield from foresee(
+                    (engines, others), load, self._targets, lending.split, lending.wants_best
+                )
                 if lending.consider(prospect, self._now):
                     self._tell()
 

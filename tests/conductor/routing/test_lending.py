@@ -21,6 +21,7 @@ from conductor.routing.lending import (
     WORTH,
     Fleet,
     Lending,
+    Load,
     MixedEngine,
     Pools,
     Prospect,
@@ -49,7 +50,7 @@ def split(prompts: Sequence[str], tokens: Sequence[str]) -> Split:
 def prospect_of(
     engines: Sequence[MixedEngine],
     others: Sequence[EngineKind],
-    load: tuple[float, Sequence[LoadSample]],
+    load: Load,
     targets: Targets,
     present: Split,
 ) -> Prospect:
@@ -147,6 +148,25 @@ def test_engines_are_lent_when_more_comes_than_they_serve_and_go_home_when_less_
     assert lending.split == HOME
 
 
+def test_a_split_that_serves_what_comes_stays_whatever_is_predicted_of_others() -> None:
+    """A change makes answers late; it is for loads that the present split does not serve."""
+    first, second = split(["m0", "m1"], ["m2"]), split(["m0"], ["m1", "m2"])
+
+    def changes(present: float, best: float, in_time: float | None) -> bool:
+        lending = Lending(first)
+        prospect = Prospect(10.0, 4.0, present, lambda: (second, best), in_time)
+        return lending.consider(prospect, 0.0)
+
+    assert not changes(5.0, 9.0, in_time=1.0)  # the prediction is known to be wrong
+    assert not changes(5.0, 9.0, in_time=0.92)
+    assert not changes(5.0, 9.0, in_time=0.85)  # this is more than the other one would serve
+    assert changes(5.0, 9.5, in_time=0.85)
+    assert changes(5.0, 9.0, in_time=None)
+    assert not changes(10.0, 30.0, in_time=None)  # enough is served, as is predicted
+    assert changes(10.0, 30.0, in_time=0.5)  # or not, as is measured
+    assert not changes(10.0, 10.5, in_time=0.5)  # the other one would be no better
+
+
 def test_who_has_no_partner_left_goes_home_at_once() -> None:
     lending = Lending()
     lending.split = split(["m0", "m1"], ["m2"])
@@ -164,21 +184,21 @@ def test_who_has_no_partner_left_goes_home_at_once() -> None:
 
 
 def test_prompts_that_hold_answers_up_are_computed_apart() -> None:
-    long = prospect_of(mixed(), (), (5.0, [LONG] * 20), TARGETS, HOME)
+    long = prospect_of(mixed(), (), Load(5.0, [LONG] * 20), TARGETS, HOME)
     best, served = long.best()
     assert served > 1.1 * long.home == long.present * 1.1
     assert len(best.prompts) + len(best.tokens) == 4
     assert len(best.prompts) > len(best.tokens)
-    assert prospect_of(mixed(), (), (5.0, [LONG] * 20), TARGETS, best).present == served
+    assert prospect_of(mixed(), (), Load(5.0, [LONG] * 20), TARGETS, best).present == served
 
 
 def test_engines_of_other_roles_are_counted_first() -> None:
-    load = (5.0, [LONG] * 20)
+    load = Load(5.0, [LONG] * 20)
     decode = kind("decode", 4)
     best, _ = prospect_of(mixed(2), [decode], load, TARGETS, HOME).best()
     assert (len(best.prompts), len(best.tokens)) == (2, 0)
     slow = kind("decode", 1, step_s=lambda batch, context: 0.01 * batch)
-    others, load = [kind("prefill", 4), slow], (5.0, [SHORT] * 20)
+    others, load = [kind("prefill", 4), slow], Load(5.0, [SHORT] * 20)
     best, _ = prospect_of(mixed(2), others, load, TARGETS, HOME).best()
     assert not best.prompts
 
@@ -186,7 +206,7 @@ def test_engines_of_other_roles_are_counted_first() -> None:
 def test_the_hardware_that_is_better_at_prompts_is_lent_to_prompts() -> None:
     slow_steps = mixed(2, "fast-at-prompts", step_s=lambda batch, context: 0.03 + 1e-4 * batch)
     quick_steps = mixed(2, "fast-at-tokens", step_s=lambda batch, context: 0.01 + 1e-4 * batch)
-    load = (5.0, [LONG] * 20)
+    load = Load(5.0, [LONG] * 20)
     best, _ = prospect_of([*quick_steps, *slow_steps], (), load, TARGETS, HOME).best()
     assert {one.id for one in slow_steps} <= best.prompts
     assert best.tokens <= {one.id for one in quick_steps}
@@ -194,7 +214,7 @@ def test_the_hardware_that_is_better_at_prompts_is_lent_to_prompts() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 40])
 def test_any_number_of_engines_can_be_lent(count: int) -> None:
-    found = prospect_of(mixed(count), (), (1.0, [LONG, SHORT] * 10), TARGETS, HOME)
+    found = prospect_of(mixed(count), (), Load(1.0, [LONG, SHORT] * 10), TARGETS, HOME)
     best, served = found.best()
     assert served >= found.home
     assert len(best.prompts) + len(best.tokens) <= count
@@ -213,10 +233,10 @@ def test_nothing_is_lent_before_enough_is_known() -> None:
     for number in range(40):
         pools.came("m", number * 0.02)
         if number < SAMPLES_MIN - 1:
-            pools.needs("m", number, LONG)
+            pools.needs("m", number, LONG, number * 0.02)
         look(pools, seen, number * 0.02)
     assert pools.lent == {}
-    pools.needs("m", 40, SHORT)
+    pools.needs("m", 40, SHORT, 0.8)
     look(pools, seen, 1.0)
     before, looks = pools.lent, 0
     for number in range(40):
@@ -238,12 +258,12 @@ def test_a_load_that_grows_is_noticed_sooner_while_all_are_at_home() -> None:
     for number in range(SAMPLES_MIN):
         now = number * 100.0
         pools.came("m", now)
-        pools.needs("m", number, LONG)
+        pools.needs("m", number, LONG, now)
     look(pools, seen, now)
     assert pools.lent == {}
     for number in range(SAMPLES_MIN, 200):  # now more comes than they serve
         pools.came("m", now)
-        pools.needs("m", number, LONG)
+        pools.needs("m", number, LONG, now)
     now += LOOK_AT_HOME_S
     look(pools, seen, now)
     assert pools.lent
@@ -261,7 +281,7 @@ def test_a_model_without_engines_is_forgotten() -> None:
     pools = Pools(TARGETS)
     for number in range(2 * SAMPLES_MIN):
         pools.came("m", number * 0.02)
-        pools.needs("m", number, LONG)
+        pools.needs("m", number, LONG, number * 0.02)
     look(pools, lambda _: (mixed(), ()), 1.0)
     assert pools.lent
     pools.look(lambda _: ((), ()), "gone", 1.0)

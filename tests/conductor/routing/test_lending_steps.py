@@ -44,7 +44,7 @@ def lend(dispatcher: Dispatcher) -> None:
     assert pools is not None
     for number in range(2 * SAMPLES_MIN):
         pools.came("m", number * 0.01)
-        pools.needs("m", number, LONG)
+        pools.needs("m", number, LONG, number * 0.01)
     for _ in range(100):
         dispatcher.step(0.5)
     assert set(pools.lent.values()) == {Role.PREFILL, Role.DECODE}
@@ -93,7 +93,7 @@ def test_a_step_does_a_part_of_a_look_and_a_late_step_goes_on(
     monkeypatch.setattr(lending, "capacity", counted)
     for number in range(128):
         pools.came("m", number * 0.001)
-        pools.needs("m", number, LONG)
+        pools.needs("m", number, LONG, number * 0.01)
     while not pools.lent:
         before, steps = calls, steps + 1
         dispatcher.step(0.2 + steps * LOOK_S)
@@ -110,9 +110,9 @@ def test_who_waits_counts_as_much_as_who_has_an_engine(monkeypatch: pytest.Monke
     foresee = lending.foresee
 
     def watched(
-        fleet: Fleet, load: tuple[float, Sequence[LoadSample]], *rest: Any
+        fleet: Fleet, load: lending.Load, *rest: Any
     ) -> Generator[None, None, Prospect]:
-        seen.append(sorted(one.new + one.prefix for one in load[1]))
+        seen.append(sorted(one.new + one.prefix for one in load.samples))
         return (yield from foresee(fleet, load, *rest))
 
     monkeypatch.setattr(lending, "foresee", watched)
