@@ -35,7 +35,10 @@ def fleet_of(
     living = [one for one in engines if one.health.state is not Health.DEAD]
     kinds = {(one.role, one.hardware): one for one in kinds_of(living, loads)}
     mixed = [
-        MixedEngine(info.id, replace(kinds[_of(info)], places=info.max_running, count=1))
+        MixedEngine(
+            info.id, replace(kinds[_of(info)], places=info.max_running, count=1),
+            loads.prompts_s(info),
+        )
         for info in (one.info for one in living)
         if info.role is Role.MIXED
     ]

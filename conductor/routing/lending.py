@@ -166,10 +166,12 @@ class MixedEngine(NamedTuple):
     Attributes:
         id: its name.
         kind: what it is, its role mixed.
+        prompts_s: seconds of the prompts that it has.
     """
 
     id: str
     kind: EngineKind
+    prompts_s: float = 0.0
 
 
 Fleet = tuple[Sequence[MixedEngine], Sequence[EngineKind]]
@@ -200,7 +202,8 @@ def foresee(
     """What the splits of some engines are thought to serve; yields after each part of the work.
 
     Engines whose hardware is better at prompts than at tokens are the first to be lent to prompts,
-    the others to tokens; of equal ones, those that are lent so now.
+    the others to tokens; of equal ones, those that are lent so now, then those that have most
+    prompts: answers that come to an engine would wait for the prompts that it still computes.
 
     Args:
         fleet: engines that can be lent, and the other engines of their model.
@@ -219,7 +222,9 @@ def foresee(
     order = (Role.PREFILL, Role.MIXED, Role.DECODE)
     ranked = sorted(
         engines,
-        key=lambda one: (worth[_hardware(one)], order.index(present.role(one.id)), one.id),
+        key=lambda one: (
+            worth[_hardware(one)], order.index(present.role(one.id)), -one.prompts_s, one.id
+        ),
     )
     rates = _Rates(ranked, others, needs, targets)
     yield from rates.see_home()

@@ -327,6 +327,10 @@ class EngineLoads:
         """Seconds that an engine needs for the end of a prompt."""
         return sum(self._of(info).prefill_line().terms(new_tokens, prefix_tokens))
 
+    def prompts_s(self, info: EngineInfo) -> float:
+        """Seconds of all prompts that an engine has, the first one whole."""
+        return self._of(info).total_s()
+
     def costs(self, info: EngineInfo) -> EngineCosts:
         """The speed of an engine, as far as it is known."""
         return self._of(info).costs

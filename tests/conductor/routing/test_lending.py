@@ -212,6 +212,17 @@ def test_the_hardware_that_is_better_at_prompts_is_lent_to_prompts() -> None:
     assert best.tokens <= {one.id for one in quick_steps}
 
 
+def test_of_equal_engines_those_that_have_no_prompts_are_lent_to_tokens() -> None:
+    """Else the answers that come would wait for prompts that were there before."""
+    busy_s = {"m0": 0.2, "m1": 0.0, "m2": 0.5, "m3": 7.0}
+    engines = [one._replace(prompts_s=busy_s[one.id]) for one in mixed(4, "m")]
+    load = Load(5.0, [LONG] * 20)
+    best, _ = prospect_of(engines, (), load, TARGETS, HOME).best()
+    assert best == split(["m0", "m2", "m3"], ["m1"])
+    best, _ = prospect_of(engines, (), load, TARGETS, split(["m0", "m1", "m2"], ["m3"])).best()
+    assert best == split(["m0", "m1", "m2"], ["m3"])  # no change for its sake
+
+
 @pytest.mark.parametrize("count", [1, 2, 40])
 def test_any_number_of_engines_can_be_lent(count: int) -> None:
     found = prospect_of(mixed(count), (), Load(1.0, [LONG, SHORT] * 10), TARGETS, HOME)
