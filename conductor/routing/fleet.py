@@ -36,7 +36,8 @@ def fleet_of(
     kinds = {(one.role, one.hardware): one for one in kinds_of(living, loads)}
     mixed = [
         MixedEngine(
-            info.id, replace(kinds[_of(info)], places=info.max_running, count=1),
+            info.id,
+            replace(kinds[_of(info)], places=info.max_running, count=1),
             loads.prompts_s(info),
         )
         for info in (one.info for one in living)
@@ -59,9 +60,7 @@ def came(pools: Pools, registry: EngineRegistry, model: str, now: float) -> None
         pools.came(infos[0].model, now)
 
 
-def need(
-    pools: Pools, registry: EngineRegistry, request: Request, sample: LoadSample
-) -> None:
+def need(pools: Pools, registry: EngineRegistry, request: Request, sample: LoadSample) -> None:
     """Tell the pools what a request for a model or an adapter needs; see :meth:`Pools.needs`."""
     infos = registry.infos(request.model)
     if infos:

@@ -223,7 +223,10 @@ def foresee(
     ranked = sorted(
         engines,
         key=lambda one: (
-            worth[_hardware(one)], order.index(present.role(one.id)), -one.prompts_s, one.id
+            worth[_hardware(one)],
+            order.index(present.role(one.id)),
+            -one.prompts_s,
+            one.id,
         ),
     )
     rates = _Rates(ranked, others, needs, targets)

@@ -10,6 +10,10 @@ SPEED_MAX: Final = 1024.0
 SPEED_MIN: Final = 1 / 1024
 
 
+_STEP: Final = 1.05
+"""Between two speeds of a search that goes down."""
+
+
 class Highest(NamedTuple):
     """The highest speed found, and the part of the requests that was effective there.
 
@@ -45,7 +49,37 @@ def highest_speed(
             good, speed = Highest(speed, part), speed * 2
         else:
             bad, speed = speed, speed / 2
-    while good.speed and bad and bad / good.speed > 1 + precision:
+    return _between(effective, good, bad, precision) if good.speed and bad else good
+
+
+def highest_up_to(
+    effective: Callable[[float], float],
+    top: float,
+    floor: float = SPEED_MIN,
+    precision: float = PRECISION,
+) -> Highest:
+    """Search the highest speed likewise where the part rises and falls: step by step, from above.
+
+    Args:
+        effective: as for :func:`highest_speed`.
+        top: speed to begin with.
+        floor: lower speeds are not of interest; more than 0.
+        precision: as for :func:`highest_speed`.
+    """
+    bad, speed = 0.0, top
+    while speed >= floor:
+        part = effective(speed)
+        if part >= ATTAINED:
+            return _between(effective, Highest(speed, part), bad or speed, precision)
+        bad, speed = speed, speed / _STEP
+    return Highest(0.0, 0.0)
+
+
+def _between(
+    effective: Callable[[float], float], good: Highest, bad: float, precision: float
+) -> Highest:
+    """Halve the distance between a speed that is slow enough and one that is not."""
+    while bad / good.speed > 1 + precision:
         speed = (good.speed * bad) ** 0.5
         part = effective(speed)
         if part >= ATTAINED:

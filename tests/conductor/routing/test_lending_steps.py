@@ -13,7 +13,6 @@ from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import EngineInfo, EngineRegistry, Health, Role
 from conductor.routing.lending import LOOK_S, SAMPLES_MIN, Fleet, Prospect
 from conductor.routing.policy import POLICIES
-from conductor.routing.recent import LoadSample
 from conductor.routing.requests import DispatchLimits, Request
 from conductor.routing.scheduler import Scheduler
 from conductor.routing.work import Answer
@@ -109,9 +108,7 @@ def test_who_waits_counts_as_much_as_who_has_an_engine(monkeypatch: pytest.Monke
     seen: list[list[int]] = []
     foresee = lending.foresee
 
-    def watched(
-        fleet: Fleet, load: lending.Load, *rest: Any
-    ) -> Generator[None, None, Prospect]:
+    def watched(fleet: Fleet, load: lending.Load, *rest: Any) -> Generator[None, None, Prospect]:
         seen.append(sorted(one.new + one.prefix for one in load.samples))
         return (yield from foresee(fleet, load, *rest))
 

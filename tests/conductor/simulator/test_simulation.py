@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from conductor.routing.journal import JournalHead, Stepped
 from conductor.routing.policy import POLICIES
 from conductor.service import main
-from conductor.simulator.goodput import highest_speed
+from conductor.simulator.goodput import highest_speed, highest_up_to
 from conductor.simulator.journal import read_journal, replay, write_journal
 from conductor.simulator.report import Objectives, percentile, rejections, summary_of
 from conductor.simulator.samples import Capacity, Series, plot, series_of, swing_of
@@ -370,6 +370,19 @@ def test_the_highest_speed_is_found_within_two_percent(limit: float):
 
     assert limit / 1.02 <= found.speed <= limit
     assert len(asked) < 25
+
+
+def test_the_last_of_several_falls_is_found_from_above():
+    def effective(speed: float) -> float:
+        return 0.95 if speed <= 2.0 or 4.0 <= speed <= 5.0 else 0.5
+
+    assert highest_speed(effective, 1.5).speed <= 2.0
+    found = highest_up_to(effective, 8.0)
+    assert 5.0 / 1.02 <= found.speed <= 5.0
+    assert found.effective == 0.95
+    assert highest_up_to(effective, 3.9).speed == pytest.approx(2.0, rel=0.02)
+    assert highest_up_to(effective, 3.9, 2.1).speed == 0.0
+    assert highest_up_to(effective, 4.5).speed == 4.5
 
 
 def test_no_speed_is_slow_enough_if_all_fail():
