@@ -39,6 +39,7 @@ def fleet_of(
             info.id,
             replace(kinds[_of(info)], places=info.max_running, count=1),
             loads.prompts_s(info),
+            loads.answers(info),
         )
         for info in (one.info for one in living)
         if info.role is Role.MIXED

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping, 
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import inf
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from conductor.routing.attainment import Attainment
@@ -76,6 +77,7 @@ class Prospect(NamedTuple):
         present: with the present split.
         best: finds the best split, and its rate.
         in_time: measured part of the requests that is served in time; None = unknown.
+        answers: requests that decode at each engine, by its name.
     """
 
     rate: float
@@ -83,6 +85,7 @@ class Prospect(NamedTuple):
     present: float
     best: Callable[[], tuple[Split, float]]
     in_time: float | None = None
+    answers: Mapping[str, int] = MappingProxyType({})
 
     @property
     def served(self) -> float:
@@ -98,11 +101,14 @@ class Lending:
         split: the present one.
         changes: how often it has changed.
         changed_at: when it has changed last; no other one is taken for :data:`HOLD_S`.
+        better_since: since when another one would have served more at each look; None = it would
+            not have at the last one.
     """
 
     split: Split = HOME
     changes: int = 0
     changed_at: float = -inf
+    better_since: float | None = None
 
     def keep(self, alive: Collection[str], others: Collection[Role]) -> bool:
         """Send those home that cannot be lent any more; returns whether there are any.
@@ -120,21 +126,34 @@ class Lending:
         """Take another split if that is worth it; returns whether it was taken."""
         if self.is_held(now):
             return False
-        if self._is_ample_at_home(prospect):
-            wanted = HOME
-        elif not self.wants_best(prospect):
-            return False
-        else:
-            wanted, served = prospect.best()
-            now_served = prospect.present
-            if self.split != HOME:
-                now_served = max(now_served, prospect.served)
-            if served <= WORTH * now_served:
+        wanted = HOME
+        if not self._is_ample_at_home(prospect):
+            found = self._better(prospect, now)
+            if found is None:
                 return False
+            wanted = found
         changed = self._become(wanted)
         if changed:
-            self.changed_at = now
+            self.changed_at, self.better_since = now, None
         return changed
+
+    def _better(self, prospect: Prospect, now: float) -> Split | None:
+        """The split that is worth a change; None = there is none."""
+        since, self.better_since = self.better_since, None
+        if not self.wants_best(prospect):
+            return None
+        wanted, best = prospect.best()
+        if self.split == HOME:
+            return wanted if best > WORTH * prospect.present else None
+        served = prospect.served
+        if best <= max(prospect.present, WORTH * served):
+            return None
+        # Answers of engines that decode no more are late, so the change must gain more requests
+        # than that. It lasts as long as it must, and as long as there was a reason for it.
+        self.better_since = now if since is None else since
+        lost = sum(prospect.answers.get(one, 0) for one in self.split.tokens - wanted.tokens)
+        gained = (min(best, prospect.rate) - served) * (HOLD_S + now - self.better_since)
+        return wanted if gained > lost else None
 
     def is_held(self, now: float) -> bool:
         """Whether no other split is taken yet."""
@@ -167,11 +186,13 @@ class MixedEngine(NamedTuple):
         id: its name.
         kind: what it is, its role mixed.
         prompts_s: seconds of the prompts that it has.
+        answers: requests that decode there.
     """
 
     id: str
     kind: EngineKind
     prompts_s: float = 0.0
+    answers: int = 0
 
 
 Fleet = tuple[Sequence[MixedEngine], Sequence[EngineKind]]
@@ -232,7 +253,8 @@ def foresee(
     rates = _Rates(ranked, others, needs, targets)
     yield from rates.see_home()
     served = yield from rates.see_present(present)
-    prospect = Prospect(load.rate, rates.of(0, 0), served, rates.best, load.in_time)
+    answers = {one.id: one.answers for one in engines}
+    prospect = Prospect(load.rate, rates.of(0, 0), served, rates.best, load.in_time, answers)
     if wants_best(prospect):
         yield from rates.see_pools()
     return prospect

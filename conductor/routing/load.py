@@ -331,6 +331,10 @@ class EngineLoads:
         """Seconds of all prompts that an engine has, the first one whole."""
         return self._of(info).total_s()
 
+    def answers(self, info: EngineInfo) -> int:
+        """Requests that decode at an engine."""
+        return len(self._of(info).decoding)
+
     def costs(self, info: EngineInfo) -> EngineCosts:
         """The speed of an engine, as far as it is known."""
         return self._of(info).costs

@@ -159,12 +159,35 @@ def test_a_split_that_serves_what_comes_stays_whatever_is_predicted_of_others() 
 
     assert not changes(5.0, 9.0, in_time=1.0)  # the prediction is known to be wrong
     assert not changes(5.0, 9.0, in_time=0.92)
-    assert not changes(5.0, 9.0, in_time=0.85)  # this is more than the other one would serve
+    assert not changes(5.0, 9.0, in_time=0.85)  # this is nearly what the other one would serve
     assert changes(5.0, 9.5, in_time=0.85)
     assert changes(5.0, 9.0, in_time=None)
     assert not changes(10.0, 30.0, in_time=None)  # enough is served, as is predicted
     assert changes(10.0, 30.0, in_time=0.5)  # or not, as is measured
-    assert not changes(10.0, 10.5, in_time=0.5)  # the other one would be no better
+    assert not changes(10.0, 10.0, in_time=0.5)  # the other one would be no better
+
+
+def test_a_change_gains_more_requests_than_it_makes_answers_late() -> None:
+    first, second = split(["m0"], ["m1", "m2"]), split(["m0", "m1"], ["m2"])
+    answers = {"m1": 40, "m2": 1000}
+
+    def prospect(served: float = 9.0) -> Prospect:
+        return Prospect(10.0, 4.0, 7.0, lambda: (second, served), None, answers)
+
+    lending = Lending(first)  # 2 a second more, 40 answers are lost
+    assert not lending.consider(prospect(), 100.0)
+    assert not lending.consider(prospect(), 100.0 + 40 / 2 - HOLD_S)
+    assert not lending.consider(prospect(served=7.0), 110.0)  # it was not better for a moment
+    assert not lending.consider(prospect(), 112.0)
+    assert not lending.consider(prospect(), 112.0 + 40 / 2 - HOLD_S)
+    assert lending.consider(prospect(), 112.1 + 40 / 2 - HOLD_S)
+    assert lending.split == second
+    # Of more than what comes nothing is gained.
+    assert not Lending(first).consider(prospect(served=1000.0)._replace(rate=8.0), 0.0)
+    assert Lending(first).consider(prospect(served=1000.0)._replace(rate=10.0), 0.0)
+    # Who goes on decoding loses nothing, nor who is at home, where prompts are computed anyway.
+    assert Lending(split(["m0"], ["m2"])).consider(prospect(), 0.0)
+    assert Lending(HOME).consider(prospect(), 0.0)
 
 
 def test_who_has_no_partner_left_goes_home_at_once() -> None:
