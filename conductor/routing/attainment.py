@@ -26,63 +26,78 @@ class _Seen:
 
 
 class Attainment:
-    """The newest requests of a model.
+    """The newest requests of each model; a request that is not among them is ignored.
 
     Args:
         targets: their objectives.
+
+    Attributes:
+        targets: these.
     """
 
     def __init__(self, targets: Targets) -> None:
-        self._targets = targets
-        self._seen: dict[int, _Seen] = {}
+        self.targets = targets
+        self._models: dict[str, dict[int, _Seen]] = {}
 
-    def __contains__(self, number: int) -> bool:
-        return number in self._seen
+    def _of(self, number: int) -> dict[int, _Seen]:
+        """Those among which a request is; none if it is nowhere."""
+        return next((seen for seen in self._models.values() if number in seen), {})
 
-    def came(self, number: int, at: float) -> None:
+    def came(self, model: str, number: int, at: float) -> None:
         """A request waits; a second call does nothing."""
-        if number not in self._seen:
-            self._seen[number] = _Seen(at)
-            if len(self._seen) > REQUESTS_KEPT:
-                del self._seen[min(self._seen)]
+        seen = self._models.setdefault(model, {})
+        if number not in seen:
+            seen[number] = _Seen(at)
+            if len(seen) > REQUESTS_KEPT:
+                del seen[min(seen)]
 
     def assigned(self, number: int) -> None:
         """It has an engine."""
-        self._seen[number].assigned = True
+        one = self._of(number).get(number)
+        if one is not None:
+            one.assigned = True
 
     def began(self, number: int, at: float) -> None:
         """It has its first token; a second call does nothing."""
-        one = self._seen[number]
-        if one.began is None:
+        one = self._of(number).get(number)
+        if one is not None and one.began is None:
             one.began = at
-            one.in_time = at - one.came <= self._targets.ttft_s
+            one.in_time = at - one.came <= self.targets.ttft_s
 
     def ended(self, number: int, output_tokens: int, at: float) -> None:
         """It has all its tokens."""
-        one = self._seen[number]
+        seen = self._of(number)
+        one = seen.get(number)
+        if one is None:
+            return
         if one.began is None:
-            del self._seen[number]
-        elif at - one.began > self._targets.tbt_s * max(1, output_tokens - 1):
+            del seen[number]
+        elif at - one.began > self.targets.tbt_s * max(1, output_tokens - 1):
             one.in_time = False
 
     def left(self, number: int) -> None:
         """It has ended, in whatever way."""
-        one = self._seen[number]
-        if one.began is None:
+        one = self._of(number).get(number)
+        if one is not None and one.began is None:
             one.in_time = False
 
-    def part(self, since: float, now: float, least: int) -> float | None:
-        """The part that is served in time.
+    def forget(self, model: str) -> None:
+        """A model has no engines any more."""
+        self._models.pop(model, None)
+
+    def part(self, model: str, since: float, now: float, least: int) -> float | None:
+        """The part of the requests for a model that is served in time.
 
         Args:
+            model: that of the engines.
             since: only requests that came at this time, or later, count.
             now: time.
             least: with fewer that are known, None is returned.
         """
-        late = now - self._targets.ttft_s
+        late = now - self.targets.ttft_s
         found = [
             bool(one.in_time)
-            for one in self._seen.values()
+            for one in self._models.get(model, {}).values()
             if one.came >= since
             and (one.in_time is not None or (not one.assigned and one.came < late))
         ]

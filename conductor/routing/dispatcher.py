@@ -47,7 +47,6 @@ from conductor.routing.scheduler import Scheduler
 from conductor.routing.work import ComingPrompt
 
 _RETRY_AFTER_S_MAX: Final = 60
-_PACE_WEIGHT: Final = 0.1
 """Weight of the newest completion in the moving average of the time between completions."""
 
 
@@ -85,7 +84,8 @@ class Dispatcher:
         self.loads = EngineLoads(book or CostBook())
         self.admission = Admission(rules, self.loads, scheduler.policy)
         first = rules.classes[0]
-        self.pools = Pools(Targets(first.ttft_s, first.tbt_s)) if lends else None
+        self._attained = Attainment(Targets(first.ttft_s, first.tbt_s))
+        self.pools = Pools(self._attained) if lends else None
         self._learned: set[int] = set()  # since the last step, without an assignment
         self._stepped_at = -math.inf
         self._known: dict[int, KnownRequest] = {}
@@ -94,8 +94,6 @@ class Dispatcher:
         self._arrived: dict[int, KnownRequest] = {}  # whose KV waits for a decode engine
         self._refused: list[Reject] = []  # until the next step
         self._places = Occupancy(self.loads.others)
-        self._released_at: float | None = None
-        self._pace_s = 1.0
         self._closed = False
 
     def __len__(self) -> int:
@@ -119,7 +117,7 @@ class Dispatcher:
     @property
     def retry_after_s(self) -> int:
         """Estimated seconds until the waiting requests are served, 1 to 60."""
-        return min(_RETRY_AFTER_S_MAX, max(1, math.ceil(len(self) * self._pace_s)))
+        return min(_RETRY_AFTER_S_MAX, max(1, math.ceil(len(self) * self._places.pace_s)))
 
     @property
     def wake_at(self) -> float | None:
@@ -164,9 +162,7 @@ class Dispatcher:
         known = self._known.get(number)
         if known is None or known.assign is None:
             return
-        attained = self._attained(number)
-        if attained is not None:
-            attained.began(number, now)
+        self._attained.began(number, now)
         self.loads.computed(number, known.assign.prefill, now, hit_tokens)
         self.loads.sent(number, now)
         for engine_id in known.held:
@@ -191,12 +187,7 @@ class Dispatcher:
             if restored is not None:
                 self.loads.restored(number, engine_id, restored)
         self.admission.ended(number, output_tokens, now)
-        attained = self._attained(number)
-        if attained is not None:
-            attained.ended(number, output_tokens, now)
-
-    def _attained(self, number: int) -> Attainment | None:
-        return self.pools.attained(number) if self.pools is not None else None
+        self._attained.ended(number, output_tokens, now)
 
     def _decodes(self, known: KnownRequest, engine_id: str, now: float) -> None:
         engine = self._registry.get(engine_id)
@@ -252,10 +243,7 @@ class Dispatcher:
 
     def _free(self, number: int, engine_id: str, now: float) -> None:
         self.loads.left(number, engine_id, now)
-        self._places.free(engine_id)
-        if self._released_at is not None:
-            self._pace_s += _PACE_WEIGHT * (now - self._released_at - self._pace_s)
-        self._released_at = now
+        self._places.free(engine_id, now)
 
     def failed(self, number: int, engine_id: str, why: str, now: float) -> None:
         """An engine failed a request: it waits for others, or is rejected after the last try."""
@@ -403,9 +391,7 @@ class Dispatcher:
         known.assign = assign
         self._load(known, assign, now)
         self.loads.foreseen(assign.ttft_s + now - known.request.arrived)
-        attained = self._attained(assign.request)
-        if attained is not None:
-            attained.assigned(assign.request)
+        self._attained.assigned(assign.request)
         known.tries += 1
         engine_ids = list(dict.fromkeys((assign.prefill, assign.decode)))
         self._places.chosen(engine_ids)
@@ -464,9 +450,7 @@ class Dispatcher:
     def _remove(self, known: KnownRequest) -> None:
         number = known.request.number
         del self._known[number]
-        attained = self._attained(number)
-        if attained is not None:
-            attained.left(number)
+        self._attained.left(number)
         self.admission.left(number)
         self.loads.sent(number, self._stepped_at)
         if self._waiting.pop(number, None) is not None:

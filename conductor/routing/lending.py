@@ -379,9 +379,8 @@ def _counted(fleet: Sequence[EngineKind]) -> list[EngineKind]:
 
 @dataclass(slots=True)
 class _Model:
-    """What came for one model, and how it is served."""
+    """What came for one model."""
 
-    attained: Attainment
     lending: Lending = field(default_factory=Lending)
     arrived: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES_KEPT))
     samples: dict[int, LoadSample] = field(default_factory=dict)
@@ -401,30 +400,24 @@ class Pools:
     """The mixed engines of all models.
 
     Args:
-        targets: the objectives of the requests.
+        attained: which requests are in time.
 
     Attributes:
         lent: roles of those that are lent; another object whenever they change.
     """
 
-    def __init__(self, targets: Targets) -> None:
+    def __init__(self, attained: Attainment) -> None:
         self.lent: Mapping[str, Role] = {}
-        self._targets = targets
+        self._attained = attained
         self._models: dict[str, _Model] = {}
         self._look_at = -inf
         self._looking: Iterator[None] | None = None
         self._seen: object = None
         self._now = -inf
 
-    def _of(self, model: str) -> _Model:
-        known = self._models.get(model)
-        if known is None:
-            known = self._models[model] = _Model(Attainment(self._targets))
-        return known
-
     def came(self, model: str, now: float) -> None:
         """A request has come for the engines of a model."""
-        self._of(model).arrived.append(now)
+        self._models.setdefault(model, _Model()).arrived.append(now)
 
     def needs(self, model: str, number: int, sample: LoadSample, came: float) -> None:
         """What a request needs, as far as is known: it counts as long as it waits, too.
@@ -435,16 +428,11 @@ class Pools:
             sample: what it needs; again when more is known.
             came: when it has come.
         """
-        samples = self._of(model).samples
-        self._of(model).attained.came(number, came)
+        samples = self._models.setdefault(model, _Model()).samples
+        self._attained.came(model, number, came)
         samples[number] = sample
         if len(samples) > SAMPLES_KEPT:
             del samples[min(samples)]
-
-    def attained(self, number: int) -> Attainment | None:
-        """Among which a request counts; None = it does not count, or not any more."""
-        every = (model.attained for model in self._models.values())
-        return next((one for one in every if number in one), None)
 
     def look(self, fleet: Callable[[str], Fleet], seen: object, now: float) -> None:
         """Lend, and take back, if it is time.
@@ -484,6 +472,7 @@ class Pools:
             else:
                 changed |= model.lending.split != HOME
                 del self._models[name]
+                self._attained.forget(name)
         if changed:
             self._tell()
 
@@ -496,10 +485,14 @@ class Pools:
             if engines:
                 load = Load(
                     model.rate(self._now), [*model.samples.values()],
-                    model.attained.part(lending.changed_at, self._now, SAMPLES_MIN),
+                    self._attained.part(name, lending.changed_at, self._now, SAMPLES_MIN),
                 )  # fmt: skip
                 prospect = yield from foresee(
-                    (engines, others), load, self._targets, lending.split, lending.wants_best
+                    (engines, others),
+                    load,
+                    self._attained.targets,
+                    lending.split,
+                    lending.wants_best,
                 )
                 if lending.consider(prospect, self._now):
                     self._tell()

@@ -15,6 +15,8 @@ from kvstore.index.layout import Numbers
 
 AT_HOME: Final[Mapping[str, Role]] = {}
 """No mixed engine is lent."""
+_PACE_WEIGHT: Final = 0.1
+"""Of the newest interval in the moving average."""
 
 
 class _Fixed(NamedTuple):
@@ -45,6 +47,7 @@ class Occupancy:
         in_flight: requests that have a place, by engine.
         detached: of these, places that belong to no request.
         promised: requests that will get a place when their KV arrives, by engine.
+        pace_s: recent mean seconds from one free place to the next.
     """
 
     def __init__(self, others: EngineOthers) -> None:
@@ -53,6 +56,8 @@ class Occupancy:
         self.in_flight: Counter[str] = Counter()
         self.detached: Counter[str] = Counter()
         self.promised: Counter[str] = Counter()
+        self.pace_s = 1.0
+        self._freed_at: float | None = None
         self._last_assigned: dict[str, int] = {}
         self._assigned = 0
         self._changes = 0
@@ -66,9 +71,12 @@ class Occupancy:
         self.in_flight[engine_id] += 1
         self._changed(engine_id)
 
-    def free(self, engine_id: str) -> None:
+    def free(self, engine_id: str, now: float) -> None:
         """A place is free again."""
         self._less(self.in_flight, engine_id)
+        if self._freed_at is not None:
+            self.pace_s += _PACE_WEIGHT * (now - self._freed_at - self.pace_s)
+        self._freed_at = now
 
     def promise(self, engine_id: str) -> None:
         """A request will need a place."""

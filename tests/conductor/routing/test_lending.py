@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conductor.routing.attainment import Attainment
 from conductor.routing.capacity import EngineKind, Targets
 from conductor.routing.dispatcher import Dispatcher
 from conductor.routing.engines import Role
@@ -256,7 +257,7 @@ def test_any_number_of_engines_can_be_lent(count: int) -> None:
 
 
 def test_nothing_is_lent_before_enough_is_known() -> None:
-    pools, engines = Pools(TARGETS), mixed()
+    pools, engines = Pools(Attainment(TARGETS)), mixed()
     looks = 0
 
     def seen(_: str) -> Fleet:
@@ -283,7 +284,7 @@ def test_nothing_is_lent_before_enough_is_known() -> None:
 
 
 def test_a_load_that_grows_is_noticed_sooner_while_all_are_at_home() -> None:
-    pools, now, looked = Pools(TARGETS), 0.0, list[float]()
+    pools, now, looked = Pools(Attainment(TARGETS)), 0.0, list[float]()
 
     def seen(_: str) -> Fleet:
         looked.append(now)
@@ -312,7 +313,7 @@ def test_a_load_that_grows_is_noticed_sooner_while_all_are_at_home() -> None:
 
 
 def test_a_model_without_engines_is_forgotten() -> None:
-    pools = Pools(TARGETS)
+    pools = Pools(Attainment(TARGETS))
     for number in range(2 * SAMPLES_MIN):
         pools.came("m", number * 0.02)
         pools.needs("m", number, LONG, number * 0.02)
@@ -349,7 +350,7 @@ class LentByChance(Pools):
     """Lends the engines anew at each look, whatever comes."""
 
     def __init__(self, turns: Sequence[Split]) -> None:
-        super().__init__(TARGETS)
+        super().__init__(Attainment(TARGETS))
         self._turns = list(turns)
 
     def look(self, fleet: Callable[[str], Fleet], seen: object, now: float) -> None:

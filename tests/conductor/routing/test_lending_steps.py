@@ -177,30 +177,26 @@ def test_a_prompt_that_one_engine_can_take_is_served_there_whatever_that_is_lent
 
 def test_what_engines_have_and_who_is_in_time_is_known() -> None:
     registry, dispatcher = dispatcher_with(1, policy="earliest-first-token")
-    pools = dispatcher.pools
-    assert pools is not None
     for number in (1, 2, 3):
         dispatcher.arrive(Request(number=number, model="m", arrived=0.0, tokens=500))
         dispatcher.learn(number, {})
     [first] = dispatcher.step(0.0)
     assert isinstance(first, Assign)
-    attained = pools.attained(1)
-    assert attained is not None
-    assert attained.part(0.0, 0.0, 1) is None
+    attained = dispatcher._attained
+    assert attained.part("m", 0.0, 0.0, 1) is None
     [engine], _ = fleet_of(registry, dispatcher.loads)
     assert (engine.answers, engine.prompts_s) == (0, pytest.approx(first.prefill_s))
 
     dispatcher.began(1, 1.0)
     [engine], _ = fleet_of(registry, dispatcher.loads)
     assert (engine.answers, engine.prompts_s) == (1, 0.0)
-    assert attained.part(0.0, 1.0, 1) == 1.0
+    assert attained.part("m", 0.0, 1.0, 1) == 1.0
     assert [effect.request for effect in dispatcher.step(1.0)] == [2]
-    assert attained.part(0.0, 30.5, 2) == 0.5  # one has waited for too long
+    assert attained.part("m", 0.0, 30.5, 2) == 0.5  # one has waited for too long
     dispatcher.began(2, 31.0)  # the objective of the default class is 30 s
-    assert attained.part(0.0, 31.0, 3) == pytest.approx(1 / 3)
+    assert attained.part("m", 0.0, 31.0, 3) == pytest.approx(1 / 3)
     dispatcher.ended(1, 10, 31.0)  # and 0.1 s
     dispatcher.left(1, 31.0)
-    assert attained.part(0.0, 31.0, 2) == 0.0
+    assert attained.part("m", 0.0, 31.0, 2) == 0.0
     dispatcher.left(3, 32.0)  # without an answer
-    assert attained.part(0.0, 32.0, 3) == 0.0
-    assert pools.attained(4) is None
+    assert attained.part("m", 0.0, 32.0, 3) == 0.0

@@ -20,7 +20,7 @@ def engine(max_running: int = 3) -> EngineInfo:
 
 CHANGES: dict[str, Change] = {
     "a place is taken": lambda places, _, __: places.take("e"),
-    "a place is free": lambda places, _, __: places.free("e"),
+    "a place is free": lambda places, _, __: places.free("e", 0.0),
     "a place is promised": lambda places, _, __: places.promise("e"),
     "an engine is assigned": lambda places, _, __: places.chosen(["e"]),
     "an engine fails": lambda _, registry, __: next(iter(registry)).health.failed(0.0),
