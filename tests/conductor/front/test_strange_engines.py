@@ -286,7 +286,7 @@ COUNTS = (
     {"prompt_tokens": -1, "completion_tokens": -1},
     {"prompt_tokens": 10**30, "completion_tokens": 10**30},
     {"prompt_tokens": 9, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": -5}},
-    {"prompt_tokens": 9, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 10**99}},
+    {"completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 10**400}},
 )  # fmt: skip
 TIMINGS = (
     {"restored_tokens": -(10**30), "restore_s": 1e308, "compute_s": -1e308, "queue_s": -1},
