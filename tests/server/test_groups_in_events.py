@@ -10,7 +10,7 @@ from kvstore.events import zmtp
 from kvstore.events.publisher import END_OF_REPLAY, EventBatch, RemovedEvent, StoredEvent
 from kvstore.events.questions import PAGES, SNAPSHOT, Asked, encode_question
 from kvstore.index.channel import EventConnection
-from kvstore.protocol.page import PrefixKeys, ShardSpec
+from kvstore.protocol.page import PrefixKeys
 from tests.client.conftest import FLAT, SIZE, TIMEOUT_S, Daemon, content, new_keys, open_space
 
 FULL = msgspec.structs.replace(FLAT, group="full")
