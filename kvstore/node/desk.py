@@ -122,9 +122,7 @@ class Desk:
         self.disk: DiskSide | None = None
         self.peers: PeerSide | None = None
         self.lines: dict[int, Line] = {}
-        self._publish = publish
-        self._clock = clock
-        self._soon = soon
+        self._publish, self._clock, self._soon = publish, clock, soon
         self._check_every_step = check_every_step
         self._turn_seconds, self._sources = node.pages.meter.loop_turn, node.pages.eviction.sources
         self._numbers = count(1)
