@@ -74,12 +74,12 @@ class JournalFile:
         while (line := self._lines.get()) is not None:
             if size < 0:
                 continue  # it has ended
-            raw = encoder.encode(line) + b"\n"
             try:
+                raw = encoder.encode(line) + b"\n"
                 if size + len(raw) > self._bytes_max:
                     raise OSError(0, f"{self._bytes_max} bytes are full")
                 size += _write_all(self._fd, raw, size)
-            except OSError as error:
+            except (OSError, ValueError, OverflowError) as error:  # or it cannot be encoded
                 size = -1
                 self._end(reason(error))
         os.close(self._fd)

@@ -42,6 +42,7 @@ class KeptCosts:
         if self._path is None:
             return
         try:
+            _refuse_no_file(self._path)
             with self._path.open("rb") as file:
                 data = file.read(_BYTES_MAX + 1)
             if len(data) > _BYTES_MAX:
@@ -71,6 +72,7 @@ class KeptCosts:
     def _write(self, path: Path, data: bytes) -> None:
         draft = path.with_name(f"{path.name}.new")
         try:
+            _refuse_no_file(path)
             with draft.open("wb") as file:
                 file.write(data)
                 file.flush()
@@ -82,3 +84,13 @@ class KeptCosts:
     def _fault(self, message: str) -> None:
         self.faults += 1
         _log.warning(message)
+
+
+def _refuse_no_file(path: Path) -> None:
+    """Refuse a place where a device, a pipe or a folder is: a write would replace it.
+
+    Raises:
+        OSError: something is there and is no file.
+    """
+    if path.exists() and not path.is_file():
+        raise FileExistsError(0, "is there and is no file")

@@ -17,6 +17,8 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 NULL: Final = msgspec.Raw(b"null")  # never equal to bytes
 TRUE: Final = msgspec.Raw(b"true")
 _NAME_CHARS: Final = 256
+_SAID_MAX: Final = 1 << 50
+"""Maximum tokens, bytes or seconds of one request that an engine is believed."""
 _TYPES: Final = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -29,6 +31,7 @@ class BadRequestError(Exception):
 
 
 Kind = TypeVar("Kind")
+Number = TypeVar("Number", int, float)
 
 
 def parse(raw: bytes, kind: type[Kind]) -> Kind:
@@ -54,8 +57,13 @@ def parse(raw: bytes, kind: type[Kind]) -> Kind:
 
 
 def name_of(value: object) -> str:
-    """A client's name of something; only its beginning counts. Empty if it is none."""
-    return value[:_NAME_CHARS] if isinstance(value, str) else ""
+    """A client's name of something; only its beginning counts. Empty if it is none.
+
+    A header may have any bytes; those that are not UTF-8 are escaped.
+    """
+    if not isinstance(value, str):
+        return ""
+    return value[:_NAME_CHARS].encode(errors="backslashreplace").decode()
 
 
 def error_body(status: int, code: str, message: str, field: str | None = None) -> bytes:
@@ -136,15 +144,20 @@ class EngineAnswer(msgspec.Struct):
         if cached is None and timings.restored_tokens is None:
             cached = details.cached_tokens
         return Measured(
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            cached_tokens=cached,
-            restored_tokens=timings.restored_tokens,
-            restored_bytes=timings.restored_bytes,
-            queue_s=timings.queue_s,
-            restore_s=timings.restore_s,
-            compute_s=timings.compute_s,
+            prompt_tokens=_possible(usage.prompt_tokens),
+            completion_tokens=_possible(usage.completion_tokens),
+            cached_tokens=_possible(cached),
+            restored_tokens=_possible(timings.restored_tokens),
+            restored_bytes=_possible(timings.restored_bytes),
+            queue_s=_possible(timings.queue_s),
+            restore_s=_possible(timings.restore_s),
+            compute_s=_possible(timings.compute_s),
         )
+
+
+def _possible(said: Number | None) -> Number | None:
+    """A count or a duration as an engine says it; None if no request can have it."""
+    return said if said is not None and 0 <= said <= _SAID_MAX else None
 
 
 def read_answer(raw: bytes) -> EngineAnswer | None:

@@ -450,7 +450,7 @@ def _entries(
     if path is not None:
         try:
             content = tomllib.loads(path.read_text())
-        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{path}: {reason(error)}") from error
         yield from ((str(path), key, value) for key, value in _leaves(content, []))
     for name, text in sorted(environ.items()):
@@ -498,10 +498,21 @@ def _fields(kind: Any) -> tuple[msgspec.structs.FieldInfo, ...]:
 
 
 def _put(tree: dict[str, Any], key: list[str], value: Any, source: str) -> None:
+    if _has_nul(value):
+        raise ConfigError(f"{source}: {'.'.join(key)}: it has a NUL character, which no name has")
     *parents, leaf = key
     for name in parents:
         tree = tree.setdefault(name, {})
     tree[leaf] = _bytes(value, source, key) if _is_size(leaf) else value
+
+
+def _has_nul(value: Any) -> bool:
+    """Whether a value contains a text that no file, address or name can have."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_nul, value))
+    if isinstance(value, dict):
+        return any(map(_has_nul, value.values()))
+    return isinstance(value, str) and "\0" in value
 
 
 def _listed(value: str, key: list[str], source: str) -> Any:
@@ -510,7 +521,7 @@ def _listed(value: str, key: list[str], source: str) -> Any:
         return [part.strip() for part in value.split(",") if part.strip()]
     try:
         return tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{source}: {'.'.join(key)}: {value!r} is not a list: {error}") from error
 
 

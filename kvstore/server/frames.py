@@ -26,6 +26,8 @@ UNSENT_BYTES_MAX: Final = 16 << 20
 """Beyond this, a client that does not read answers (to requests that waited) is disconnected."""
 UNREAD_BYTES_MAX: Final = 256 << 20
 """Maximum unprocessed bytes of all connections of a face together."""
+LINGER_S: Final = 2.0
+"""How long a refused client has to read why, and what was sent before."""
 
 
 class FrameConnections:
@@ -76,7 +78,7 @@ class FrameConnections:
         self._counts["refused_protocol"] += 1
         self._faults.note("protocol", f"{connection.whose}: {error}")
         connection.answer(wire.Failure(request, error.code, str(error)))
-        connection.transport.close()
+        connection.refused()
 
     def want(self, connection: "FrameConnection") -> None:
         """A connection has messages to process; see :meth:`FrameConnection.take`."""
@@ -189,9 +191,7 @@ class FrameConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         """The connection was closed by either side."""
-        self._bodies.clear()
-        self._reader = wire.FrameReader()
-        self._count_unread(0)
+        self._forget_unread()
         self._server.lost(self)
 
     def answer(self, answer: wire.Answer) -> None:
@@ -216,6 +216,12 @@ class FrameConnection(asyncio.Protocol):
             log.warning("%s does not read its answers: disconnected", self.whose)
             self.transport.abort()
 
+    def refused(self) -> None:
+        """Close it as soon as its client has read its answers, or does not; forget what it sent."""
+        self.transport.close()
+        asyncio.get_running_loop().call_later(LINGER_S, self.transport.abort)
+        self._forget_unread()
+
     def cut(self) -> None:
         """Close it at once; unsent bytes are lost."""
         self.transport.abort()
@@ -231,6 +237,11 @@ class FrameConnection(asyncio.Protocol):
         except ProtocolError as error:
             self._server.refuse(self, error)
             return None
+
+    def _forget_unread(self) -> None:
+        self._bodies.clear()
+        self._reader = wire.FrameReader()
+        self._count_unread(0)
 
     def _read_or_pause(self) -> None:
         """Read only while the client reads its answers and its messages have been processed."""

@@ -181,6 +181,11 @@ def test_the_conductors_variables_are_looked_at_in_the_same_way(caplog):
         ("[ssd]\ndirectories = ['/a', '/b/../a/']\n", {}, (), ["ssd.directories", "twice"]),
         ("", {}, ["http.host=127.0.0.1.evil.example"], ["is not loopback"]),
         ("not toml", {}, (), ["server.toml"]),
+        ('[ssd]\ndirectories = ["/a\\u0000"]\n', {}, (),
+         ["server.toml", "ssd.directories", "NUL"]),
+        ("", {}, ["socket.path=/a\0"], ["--set socket.path", "NUL"]),
+        (f"a = {'[' * 3000}{']' * 3000}\n", {}, (), ["server.toml", "recursion"]),
+        ("", {}, [f"ssd.directories={'[' * 3000}"], ["--set ssd.directories", "not a list"]),
     ],
 )  # fmt: skip
 def test_a_mistake_names_its_key_and_its_source(tmp_path, toml, environ, overrides, said):

@@ -1,13 +1,14 @@
 """Goal: however much one client sends, and whatever it does not read, others get their turn."""
 
 import asyncio
+import socket
 from collections import Counter
 
 import pytest
 
 from kvstore.protocol import wire
 from kvstore.protocol.errors import ProtocolError
-from kvstore.server import rounds
+from kvstore.server import frames, rounds
 from kvstore.server.frames import (
     UNREAD_BYTES_MAX,
     FrameConnection,
@@ -15,6 +16,7 @@ from kvstore.server.frames import (
 )
 from kvstore.server.rounds import ROUND_S, TURN_S, Rounds
 from kvstore.state.tree.sessions import Peer
+from tests.loops import eventually, in_loop
 
 
 @pytest.fixture
@@ -169,3 +171,44 @@ def test_who_sends_the_most_of_long_messages_loses_one_of_them():
     server.unread(1)
 
     assert refused == [server.open[1]]
+
+
+@in_loop
+async def test_who_is_refused_and_reads_nothing_keeps_neither_bytes_nor_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(frames, "UNREAD_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(frames, "LINGER_S", 0.05)
+    loop, lost = asyncio.get_running_loop(), []
+
+    def answer(connection: FrameConnection, request: wire.Request) -> None:
+        connection.answer(wire.StatsReply(1, bytes(frames.UNSENT_BYTES_HIGH // 2)))
+
+    def begin(connection: FrameConnection) -> None:
+        connection.number = len(server.open) + 1
+        server.add(connection)
+
+    server = FrameConnections(Counter(), answer, lost.append)
+    clients = []
+    for _ in range(6):
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        clients.append(theirs)
+        await loop.connect_accepted_socket(
+            lambda ours=ours: FrameConnection(server, ours, begin), ours
+        )
+    for client in clients:  # an answer that it does not read, and most of a long message
+        half = (16 << 20).to_bytes(4, "little") + bytes(300 << 10)
+        await loop.sock_sendall(client, wire.encode(wire.Stats(1)) + half)
+        await asyncio.sleep(0)
+        assert server.unread_bytes <= frames.UNREAD_BYTES_MAX
+    await eventually(lambda: lost, "who does not read its refusal is disconnected")
+    assert len(lost) < len(clients)
+    assert server.unread_bytes == sum(one.unread_bytes for one in server.open.values()) > 0
+
+    server.close()
+    await eventually(lambda: len(lost) == len(clients))
+    assert not server.unread_bytes
+    for client in clients:
+        client.close()

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.convertors import CONVERTOR_TYPES, IntegerConvertor
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
@@ -40,10 +41,21 @@ STRETCHES_MAX: Final = 16
 DISCARD_BYTES_MAX: Final = 32 << 20
 """Maximum bytes read of a refused request's body, so that the client gets the answer."""
 DISCARD_S: Final = 2.0
+NUMBER_DIGITS_MAX: Final = 1_000
+"""Python converts 4,300 digits at most; a path with more than these is not found."""
 _PAGE: Final = (Path(__file__).parent / "docs.html").read_text()
 _CODES: Final = {404: "not_found", 405: "method_not_allowed"}
 
 Handler = Callable[[Any, Caller], Awaitable[Any]]
+
+
+class NumberConvertor(IntegerConvertor):
+    """A number in a path."""
+
+    regex = f"[0-9]{{1,{NUMBER_DIGITS_MAX}}}"
+
+
+CONVERTOR_TYPES["number"] = NumberConvertor()
 
 
 class App:

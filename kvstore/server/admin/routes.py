@@ -43,7 +43,7 @@ class Route:
 
     Attributes:
         method: HTTP method.
-        path: the path; parts in braces are fields of ``asks``; ``{job:int}`` is a number.
+        path: the path; parts in braces are fields of ``asks``; ``{job:number}`` is a number.
         asks: type of the request: its query or body, and the parts of its path.
         gives: type of the answer's JSON; None = the answer is not JSON.
         role: role needed for the request; None = no role.
@@ -96,10 +96,10 @@ ROUTES: Final = (
     Route("GET", "/v1/conversations", operations.ListConversations, answers.ConversationList),
     Route("GET", "/v1/quotas", operations.ListQuotas, answers.QuotaList),
     Route("GET", "/v1/jobs", operations.ListJobs, answers.JobList),
-    Route("GET", "/v1/jobs/{job:int}", operations.ShowJob, answers.JobRow),
+    Route("GET", "/v1/jobs/{job:number}", operations.ShowJob, answers.JobRow),
     Route("POST", "/v1/explain", Question, Explanation, body_bytes_max=PROMPT_BYTES_MAX),
     Route("POST", "/v1/pins", operations.PinPages, answers.Pinned, "operate"),
-    Route("DELETE", "/v1/pins/{pin:int}", operations.Unpin, answers.Unpinned, "operate"),
+    Route("DELETE", "/v1/pins/{pin:number}", operations.Unpin, answers.Unpinned, "operate"),
     Route("POST", "/v1/conversations", operations.KeepPages, answers.KeptPages, "operate"),
     Route(
         "POST",
@@ -118,5 +118,5 @@ ROUTES: Final = (
     Route("POST", "/v1/drain", operations.DrainNode, answers.JobRow, "operate", 202),
     Route("PUT", "/v1/quotas/{space}", operations.SetLimits, answers.JobRow, "operate", 202),
     Route("PUT", "/v1/policy", operations.SetPolicy, answers.PolicySet, "operate"),
-    Route("DELETE", "/v1/jobs/{job:int}", operations.CancelJob, answers.JobRow, "operate"),
+    Route("DELETE", "/v1/jobs/{job:number}", operations.CancelJob, answers.JobRow, "operate"),
 )

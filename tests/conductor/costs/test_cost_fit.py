@@ -2,7 +2,9 @@
 
 import asyncio
 import hashlib
+import os
 import random
+import stat
 
 import msgspec
 import pytest
@@ -213,6 +215,24 @@ def test_a_file_is_kept_over_restarts_and_one_that_cannot_be_used_is_counted(tmp
     nowhere = KeptCosts(str(tmp_path / "no" / "folder"), filled())
     nowhere.write()
     assert nowhere.faults == 1
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "a link to a pipe"])
+def test_what_is_no_file_is_neither_read_nor_replaced(tmp_path, kind) -> None:
+    path = there = tmp_path / "costs"
+    if kind == "folder":
+        there.mkdir()
+    else:
+        there = tmp_path / "pipe" if kind != "pipe" else path
+        os.mkfifo(there)  # to open it would wait for its other end; to replace it, lose it
+    if there is not path:
+        path.symlink_to(there)
+    kept = KeptCosts(str(path), CostBook())
+    kept.read()
+    kept.write()
+    assert kept.faults == 2
+    assert stat.S_ISFIFO(path.stat().st_mode) or path.is_dir()
+    assert sorted(tmp_path.iterdir()) == sorted({path, there})
 
 
 def test_a_full_book_forgets_the_engine_that_was_not_asked_for_longest(monkeypatch) -> None:

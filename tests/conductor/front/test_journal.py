@@ -12,6 +12,7 @@ import pytest
 from conductor.front import journaling
 from conductor.front.journaling import JournalFile
 from conductor.routing.journal import (
+    ArriveInput,
     ClosedInput,
     EnginesInput,
     FailedInput,
@@ -25,6 +26,7 @@ from conductor.service import main
 from conductor.simulator.journal import read_journal, replay
 from kvstore.protocol.errors import ConfigError
 from tests.conductor.fakes import Client, FakeEngine, serving
+from tests.conductor.front.test_front import raw
 from tests.loops import eventually, in_loop
 
 SECRET = "the words of a prompt"
@@ -244,3 +246,36 @@ def test_a_place_where_it_cannot_be_ends_the_start(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent" / "journal"):
         with pytest.raises(ConfigError, match=r"decisions\.journal_file="):
             JournalFile(path, 100)
+
+
+def test_a_name_of_any_bytes_is_in_the_journal(tmp_path: Path) -> None:
+    path, engines = tmp_path / "journal.jsonl", fleet("mixed")
+
+    @in_loop
+    async def run() -> None:
+        decisions = {"journal_file": str(path)}
+        async with serving(*engines, decisions=decisions) as client:
+            for name in (b"\xff\x80", b"\xff", "\xe9t\xe9".encode()):
+                head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+                body = b'{"model": "m", "prompt": "x"}'
+                head += b"X-Session-Id: %s\r\nContent-Length: %d\r\n\r\n" % (name, len(body))
+                assert (await raw(client, head, body)).startswith(b"HTTP/1.1 200 ")
+            _, metrics = await client.get("/metrics")
+            assert "kvstore_conductor_journal_written 1.0" in metrics
+
+    run()
+    head, lines = read_journal(path)
+    assert replay(head, lines) == []
+    sessions = [one.session for one in lines if isinstance(one, ArriveInput)]
+    assert sessions == ["\\udcff\\udc80", "\\udcff", "\xe9t\xe9"]
+
+
+def test_a_line_that_cannot_be_encoded_ends_it(tmp_path: Path, wait_until: Any) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = JournalFile(path, 1 << 20)
+    journal.write(stepped(1))
+    journal.write(Stepped(2, [["\udcff"]]))
+    wait_until(lambda: journal.ended, what="it has failed")
+    journal.close()
+    assert not journal._thread.is_alive()
+    assert [json.loads(line)["at"] for line in path.read_bytes().splitlines()] == [1]

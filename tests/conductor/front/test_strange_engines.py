@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gzip
+import json
 import random
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -279,3 +280,51 @@ async def test_no_request_and_no_answer_is_an_error_of_ours(seconds: float, soak
         assert engine.asked > 20
         assert threading.active_count() < 40
         await eventually(lambda: len(client.conductor.queue) == 0)
+
+
+COUNTS = (
+    {"prompt_tokens": -1, "completion_tokens": -1},
+    {"prompt_tokens": 10**30, "completion_tokens": 10**30},
+    {"prompt_tokens": 9, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": -5}},
+    {"completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 10**400}},
+)  # fmt: skip
+TIMINGS = (
+    {"restored_tokens": -(10**30), "restore_s": 1e308, "compute_s": -1e308, "queue_s": -1},
+    {"restored_tokens": 10**30, "restored_bytes": 10**30, "restore_s": 5e-324, "compute_s": 0},
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "said", [{"usage": one} for one in COUNTS] + [{"timings": one} for one in TIMINGS]
+)
+@in_loop
+async def test_counts_that_no_request_can_have_are_no_counts(
+    said: dict[str, object], stream: bool
+) -> None:
+    whole = json.dumps({"choices": [{"text": "x"}], **said}).encode()
+
+    def answer(path: bytes) -> bytes | None:
+        if path != b"/v1/completions":
+            return http(b"{}")
+        if not stream:
+            return http(whole)
+        return http(b"data: " + whole + b"\n\ndata: [DONE]\n\n", "200 OK",
+                    b"Content-Type: text/event-stream")  # fmt: skip
+
+    policy = {"name": "earliest-first-token"}
+    async with strange(answer) as engine, serving(
+        policy=policy, health={"probe_s": 60.0}, admission={"mode": "prediction"}
+    ) as client:  # fmt: skip
+        body = {"id": "a", "role": "mixed", "url": engine.url, "model": "m"}
+        assert (await client.operate("/v1/engines", body))[0] == 201
+        for _ in range(3):
+            status, _, headers = await client.complete([1, 2, 3], stream=stream)
+            assert status == 200
+            decision = await client.decision(headers["X-Request-Id"])
+        told = [one for one in decision["attempts"][-1]["served"].values() if one is not None]
+        assert all(0 <= one <= 1 << 50 for one in told)
+        assert (await client.get("/metrics"))[0] == 200
+        assert (await client.get("/v1/decisions"))[0] == 200
+        assert client.conductor.proxy.idle.is_set()
+        assert not client.conductor.faults.counts["internal"]

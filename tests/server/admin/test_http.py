@@ -53,6 +53,7 @@ def test_the_root_leads_to_a_page_that_needs_nothing_from_elsewhere(daemon):
 
 def test_what_is_no_number_where_one_belongs_is_not_found(api):
     assert api.refused("GET", "/v1/jobs/x")[:2] == (404, "not_found")
+    assert api.refused("GET", f"/v1/jobs/{'9' * 5000}")[:2] == (404, "not_found")
     assert api.refused("DELETE", f"/v1/pins/{1 << 70}")[:2] == (422, "invalid_argument")
     assert api.refused("GET", "/v1/stats/")[:2] == (404, "not_found")
 

@@ -139,7 +139,7 @@ def test_all_routes_are_described_with_the_types_of_their_answers(api):
 
     schemas = described["components"]["schemas"]
     for route in ROUTES:
-        path = route.path.replace(":int", "")
+        path = route.path.replace(":number", "")
         shown = described["paths"][path][route.method.lower()]
         assert shown["description"], path
         refused = shown["responses"]["default"]["content"]["application/json"]["schema"]

@@ -8,6 +8,7 @@ from kvstore.protocol.page import PrefixKey
 from kvstore.state.table import residents
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus, Removed
+from kvstore.state.tree.node import Retention
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.testing.simulation import Simulation
 from tests.state.world import FULL, FULL_2, World, chain, key
@@ -157,3 +158,39 @@ def test_no_history_shows_a_wrong_byte_when_every_head_leaves_its_pages_behind(
     outcome = Simulation(seed, extents=3).run(seconds=0.3)
 
     assert outcome.pages_read > 0
+
+
+def test_a_long_prompt_that_was_read_once_leaves_in_turns(world: World):
+    space = space_of(world)
+    reader = world.process()
+    once = "zyxwvutsrq"
+    world.store(reader, space, once + "p", keep=Retention(read_once=True))
+    lease, _ = world.acquire(reader, space, once)
+
+    world.table.release(reader, lease)
+
+    check(world.table)
+    assert len(world.table.residents.orphans) == 1, "each page behind the first would be one more"
+    assert world.lookup(space, once) == (0, 0)
+    assert len(world.removed("read_once")) == 1
+    world.table.residents.drop_orphans(1000)
+    check(world.table)
+    assert len(world.removed("read_once")) == len(once)
+    assert not any(key(once[: at + 1]) in space.nodes for at in range(len(once)))
+
+
+def test_every_rank_that_read_a_long_prompt_once_leaves_its_own_pages(world: World):
+    space = space_of(world)
+    reader = world.process()
+    once = "zyxwvutsrq"
+    for shard in (0, 1):
+        world.store(reader, space, once, shard=shard, keep=Retention(read_once=True))
+    leases = [world.acquire(reader, space, once, shard=shard)[0] for shard in (0, 1)]
+    for shard, lease in enumerate(leases):
+        world.table.release(reader, lease)
+        check(world.table)
+        assert len(world.table.residents.orphans) == shard + 1
+        assert world.lookup(space, once, [1]) == (0 if shard else len(once), 0)
+    world.table.residents.drop_orphans(1000)
+    check(world.table)
+    assert key(once[:1]) not in space.nodes
