@@ -32,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="parts to measure; default: all")  # fmt: skip
     parser.add_argument("--load", default="async", choices=["async", "layerwise"],
                         help="how the connector loads: kvstore.load")  # fmt: skip
+    parser.add_argument("--page-tokens", type=int, default=0,
+                        help="of kvstore's pages in ttft/*: kvstore.page_tokens")  # fmt: skip
     parser.add_argument("--prompts", type=int, default=9,
                         help="prompts of each length; minimum: 3")  # fmt: skip
     parser.add_argument("--talks", type=int, default=3, help="repetitions of multiturn")
@@ -68,7 +70,8 @@ def run(options: argparse.Namespace) -> int:
 def _first_tokens(options: argparse.Namespace, report: Report, part: Progress) -> bool:
     """Whether the node had anything."""
     count = max(3, options.prompts)
-    ours = _ours(count, options.load, report, part)
+    extra = {"load": options.load, "page_tokens": options.page_tokens}
+    ours = _ours(count, extra, report, part)
     _add("kvstore", ours, report, part)
     for name in options.peers:
         part.step(f"{name}: restart, then from there; beside an engine without it")
@@ -102,10 +105,10 @@ def _ms(spread: Spread) -> str:
     return f"{spread.median * 1e3:.0f} ms ({spread.min * 1e3:.0f} to {spread.max * 1e3:.0f})"
 
 
-def _ours(count: int, load: str, report: Report, progress: Progress) -> Restarted:
+def _ours(count: int, extra: dict[str, object], report: Report, progress: Progress) -> Restarted:
     with VllmCluster(capacity_bytes=2 * _GIB, ssd_bytes=4 * _GIB) as cluster:
         cluster.start_node()
-        transfer = cluster.transfer(load=load)
+        transfer = cluster.transfer(**extra)
         result = asyncio.run(restarted(cluster, count, transfer))
         if not result.hit_tokens:
             progress.note("nothing was loaded from the node")

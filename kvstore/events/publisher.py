@@ -80,6 +80,9 @@ class StoredEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
         space: hex digest of the space; our extension, not used by engines.
         shard: index of the shard in its space, which differs from node to node; our extension.
         shard_digest: first 16 hex digits of the shard's digest, equal on all nodes; our extension.
+        group: name of the shard's KV group; our extension. Pages of all groups of a space have the
+            same keys, and a hit needs pages of each group.
+        window_pages: how many pages of this group a hit needs: the last n; 0 = all; our extension.
         boot: hex boot id of the publisher; our extension.
     """
 
@@ -93,6 +96,8 @@ class StoredEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
     space: str | UnsetType = UNSET
     shard: int | UnsetType = UNSET
     shard_digest: str | UnsetType = UNSET
+    group: str | UnsetType = UNSET
+    window_pages: int | UnsetType = UNSET
     boot: str | UnsetType = UNSET
 
 
@@ -106,6 +111,7 @@ class RemovedEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
         space: hex digest of the space; our extension, not used by engines.
         shard: index of the shard in its space, which differs from node to node; our extension.
         shard_digest: first 16 hex digits of the shard's digest, equal on all nodes; our extension.
+        group: name of the shard's KV group; our extension.
         boot: hex boot id of the publisher; our extension.
     """
 
@@ -114,6 +120,7 @@ class RemovedEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     space: str | UnsetType = UNSET
     shard: int | UnsetType = UNSET
     shard_digest: str | UnsetType = UNSET
+    group: str | UnsetType = UNSET
     boot: str | UnsetType = UNSET
 
 

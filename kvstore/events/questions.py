@@ -92,6 +92,8 @@ class HeldEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
         space: hex digest of the space.
         shard: index of the shard in its space.
         shard_digest: first 16 hex digits of the shard's digest.
+        group: name of the shard's KV group.
+        window_pages: how many pages of this group a hit needs: the last n; 0 = all.
     """
 
     block_hashes: msgspec.Raw
@@ -104,6 +106,8 @@ class HeldEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
     space: str
     shard: int
     shard_digest: str
+    group: str
+    window_pages: int
 
 
 def encode_keys(packed: bytes | bytearray) -> msgspec.Raw:

@@ -224,6 +224,8 @@ def _event(action: Stored, tokens: bool) -> StoredEvent:  # noqa: FBT001
         space=action.space.label,
         shard=action.shard,
         shard_digest=action.space.shards[action.shard].event_label,
+        group=action.space.shards[action.shard].spec.group,
+        window_pages=action.space.shards[action.shard].window_pages,
     )
 
 
@@ -249,6 +251,8 @@ def _stored(
             space=run[0].space.label,
             shard=run[0].shard,
             shard_digest=run[0].space.shards[run[0].shard].event_label,
+            group=run[0].space.shards[run[0].shard].spec.group,
+            window_pages=run[0].space.shards[run[0].shard].window_pages,
         )
         for run in runs
     ]
@@ -268,4 +272,5 @@ def _removed(first: Removed | TierRemoved, keys: list[PrefixKey], tier: str) -> 
         space=first.space.label,
         shard=first.shard,
         shard_digest=first.space.shards[first.shard].event_label,
+        group=first.space.shards[first.shard].spec.group,
     )

@@ -153,6 +153,8 @@ class _PagesMessage:
                 space=space.label,
                 shard=shard,
                 shard_digest=space.shards[shard].event_label,
+                group=space.shards[shard].spec.group,
+                window_pages=space.shards[shard].window_pages,
             )
             for (_, shard, tier), (space, packed) in self._held.items()
         ]

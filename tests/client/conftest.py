@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,10 @@ class Pool:
         self.planes = [np.zeros((blocks, stride), dtype=np.uint8) for _ in range(plane_count)]
         addresses = tuple(plane.ctypes.data for plane in self.planes)
         self.kvpool = KVPool(addresses, block_bytes, stride, blocks, per_layer)
+
+    def on(self, device: str) -> KVPool:
+        """The same memory, said to be on a device."""
+        return replace(self.kvpool, device=device)
 
     def fill(self, seed: int) -> None:
         chance = np.random.default_rng(seed)

@@ -11,7 +11,6 @@ import pytest
 from kvstore import mover
 from kvstore.client.loads import LoadState
 from kvstore.client.store import KVStore
-from kvstore.mover.kvpool import KVPool
 from kvstore.protocol.page import CanonicalLayout, ShardSpec
 from tests.client.conftest import (
     CAPACITY_BYTES,
@@ -40,14 +39,6 @@ def device(store, monkeypatch):
     return slab
 
 
-def device_pool(pool: Pool) -> KVPool:
-    plain = pool.kvpool
-    return KVPool(
-        plain.planes, plain.block_bytes, plain.block_stride_bytes, plain.block_count,
-        plain.planes_per_layer, "cuda:7",
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(("gap", "capacity"), [(0, 1 << 20), (3, 1 << 20), (64, 8 * SIZE)])
 @pytest.mark.parametrize("keep", [{}, {"ttl_s": 60.0}])
 def test_a_pool_on_a_device_is_filled_through_the_slab(store, monkeypatch, gap, capacity, keep):
@@ -65,7 +56,7 @@ def test_a_pool_on_a_device_is_filled_through_the_slab(store, monkeypatch, gap, 
     for order in ("page", "segment"):
         for plane in pool.planes:
             plane[:] = 0
-        job = space.restore_to_kvpool(keys, device_pool(pool), blocks, order=order)
+        job = space.restore_to_kvpool(keys, pool.on("cuda:7"), blocks, order=order)
         assert job.wait_layer(1, 10.0)
         assert job.result().pages == 12
         assert job.verified_pages == 12
@@ -83,7 +74,7 @@ def test_a_damaged_page_never_reaches_a_device(store, device):
     space.put(keys, pages)
     host_byte(store, space, keys, 2).value ^= 1
     pool = Pool(4, BLOCK, 16)
-    job = space.restore_to_kvpool(keys, device_pool(pool), np.arange(5))
+    job = space.restore_to_kvpool(keys, pool.on("cuda:7"), np.arange(5))
     assert job.result().pages == 2
     assert store.troubles == {"corrupt": 1}
     assert not any(pool.planes[0][block].any() for block in (2, 3, 4))
@@ -100,12 +91,12 @@ def test_a_device_that_fails_is_used_no_more_and_its_slots_go_to_nobody(store, d
 
     monkeypatch.setattr(device._way_in, "copy", fails)
     pool = Pool(4, BLOCK, 16)
-    assert space.restore_to_kvpool(keys, device_pool(pool), [0, 1]).result().pages == 0
+    assert space.restore_to_kvpool(keys, pool.on("cuda:7"), [0, 1]).result().pages == 0
     stats = store.slab_stats()
     assert "illegal memory access" in stats["broken"]
     assert stats["writing_bytes"] == 2 * SIZE
     assert (space.lookup(keys).tiers, device.run(space.pages[0], keys.packed)) == ({"host": 2}, 0)
-    assert space.restore_to_kvpool(keys, device_pool(pool), [0, 1]).result().pages == 0
+    assert space.restore_to_kvpool(keys, pool.on("cuda:7"), [0, 1]).result().pages == 0
     assert get(space, keys) == [bytes(page) for page in pages]
 
 
@@ -123,9 +114,9 @@ def test_a_device_without_memory_for_the_moment_is_a_miss_and_used_again(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch, "stack", full)
-    assert space.restore_to_kvpool(keys, device_pool(pool), [0, 1]).result().pages == 0
+    assert space.restore_to_kvpool(keys, pool.on("cuda:7"), [0, 1]).result().pages == 0
     monkeypatch.setattr(torch, "stack", stack)
-    assert space.restore_to_kvpool(keys, device_pool(pool), [0, 1]).result().pages == 2
+    assert space.restore_to_kvpool(keys, pool.on("cuda:7"), [0, 1]).result().pages == 2
     stats = store.slab_stats()
     assert (stats["broken"], stats["errors"], stats["in_use_bytes"]) == ("", 1, 0)
 
@@ -140,7 +131,7 @@ def test_a_device_that_fails_while_pages_leave_the_slab_is_a_miss(store, device,
 
     monkeypatch.setattr(device, "_copy_out", fails)
     pool = Pool(4, BLOCK, 16)
-    assert space.restore_to_kvpool(keys, device_pool(pool), [0, 1]).result().pages == 0
+    assert space.restore_to_kvpool(keys, pool.on("cuda:7"), [0, 1]).result().pages == 0
     assert store.slab_stats()["errors"] == 1
 
 
@@ -163,7 +154,7 @@ def test_a_cancelled_load_to_a_device_ends(store, device):
     progress.cancel()
     table = np.array([[0], [1]])
     there, load = space._loads.device_load(
-        keys, device_pool(Pool(4, BLOCK, 4)), table, 0, progress, "page", 8, LoadState()
+        keys, Pool(4, BLOCK, 4).on("cuda:7"), table, 0, progress, "page", 8, LoadState()
     )
     assert there is None
     assert load() == 0

@@ -13,7 +13,6 @@ import pytest
 
 from kvstore.client import jobs
 from kvstore.client.store import KVStore
-from kvstore.mover.kvpool import KVPool
 from kvstore.protocol.errors import CapacityError, DeviceUnavailable, InvalidArgument
 from tests.client.conftest import (
     CAPACITY_BYTES,
@@ -51,14 +50,6 @@ def store(device) -> Iterator[KVStore]:
         device.finish()
 
 
-def on_device(pool: Pool) -> KVPool:
-    plain = pool.kvpool
-    return KVPool(
-        plain.planes, plain.block_bytes, plain.block_stride_bytes, plain.block_count,
-        plain.planes_per_layer, "cpu:0",
-    )  # fmt: skip
-
-
 def found(pool: Pool) -> list[bytes]:
     return [pool.page(np.array([block])) for block in BLOCKS]
 
@@ -77,42 +68,6 @@ def stored(store):
     return space, keys, [bytes(page) for page in pages], pool
 
 
-def test_two_engines_on_one_device_keep_their_blocks_and_their_failures_apart(device, daemon):
-    """Each has its own lanes, and the device mixes the work of all of them."""
-    with daemon.connect() as one, daemon.connect() as other:
-        stores, pools = [one, other], [Pool(4, BLOCK, 16), Pool(4, BLOCK, 16)]
-        first = open_space(one)
-        spaces = [first, other.space(first.identity, list(first.shards))]
-        keys = [new_keys(first, COUNT, at * 10_000) for at in range(2)]
-        for at, pool in enumerate(pools):
-            pool.fill(at + 1)
-        wrote = [found(pool) for pool in pools]
-        storing = [
-            space.extract_from_kvpool(on_device(pool), BLOCKS, own)
-            for space, pool, own in zip(spaces, pools, keys, strict=True)
-        ]
-        assert [job.result().stored for job in storing] == [COUNT, COUNT]
-        for turn in range(3):  # their own pages, each other's, and their own again
-            for pool in pools:
-                clear(pool)
-            whose = [turn % 2, 1 - turn % 2]
-            loads = [
-                space.restore_to_kvpool(keys[at], on_device(pool), BLOCKS)
-                for space, pool, at in zip(spaces, pools, whose, strict=True)
-            ]
-            assert [job.result().pages for job in loads] == [COUNT, COUNT]
-            assert [found(pool) for pool in pools] == [wrote[at] for at in whose]
-
-        device.failures.append(("run", RuntimeError("CUDA error: out of memory")))
-        clear(pools[0])
-        assert spaces[0].restore_to_kvpool(keys[0], on_device(pools[0]), BLOCKS).result().pages == 0
-        assert not any(any(page) for page in found(pools[0]))
-        assert [each.troubles.get("device_unavailable", 0) for each in stores] == [1, 0]
-        for at, space in enumerate(spaces):
-            job = space.restore_to_kvpool(keys[at], on_device(pools[at]), BLOCKS)
-            assert job.result().pages == COUNT
-
-
 @pytest.mark.parametrize("order", ["page", "segment"])
 @pytest.mark.parametrize("gap", [0, 3, 64])
 def test_pages_go_to_a_device_and_come_back(store, device, gap, order):
@@ -120,7 +75,7 @@ def test_pages_go_to_a_device_and_come_back(store, device, gap, order):
     keys, pages = new_keys(space, COUNT), content(COUNT, SIZE)
     space.put(keys, pages)
     pool = Pool(4, BLOCK, 16, gap)
-    job = space.restore_to_kvpool(keys, on_device(pool), BLOCKS, order=order)
+    job = space.restore_to_kvpool(keys, pool.on("cpu:0"), BLOCKS, order=order)
     if order == "segment":
         assert job.wait_layer(1, 10.0)
         assert job.verified_pages == COUNT
@@ -131,7 +86,7 @@ def test_pages_go_to_a_device_and_come_back(store, device, gap, order):
     assert found(pool) == [bytes(page) for page in pages]
 
     other = other_keys(space)
-    job = space.extract_from_kvpool(on_device(pool), BLOCKS, other)
+    job = space.extract_from_kvpool(pool.on("cpu:0"), BLOCKS, other)
     assert job.result().stored == COUNT
     assert get(space, other) == [bytes(page) for page in pages]
     assert store.stats()["leases"] == 0
@@ -139,8 +94,8 @@ def test_pages_go_to_a_device_and_come_back(store, device, gap, order):
 
 def test_only_pages_that_are_not_stored_leave_the_device(store, device):
     space, keys, _, pool = stored(store)
-    assert space.restore_to_kvpool(keys, on_device(pool), BLOCKS).result().pages == COUNT
-    result = space.extract_from_kvpool(on_device(pool), BLOCKS, keys).result()
+    assert space.restore_to_kvpool(keys, pool.on("cpu:0"), BLOCKS).result().pages == COUNT
+    result = space.extract_from_kvpool(pool.on("cpu:0"), BLOCKS, keys).result()
     assert (result.stored, result.existing) == (0, COUNT)
 
 
@@ -153,7 +108,7 @@ def test_a_store_reads_what_the_step_before_it_wrote(store, device):
             plane[:] = number + 1
 
     device.current().run(step)
-    assert space.extract_from_kvpool(on_device(pool), BLOCKS, keys).result().stored == COUNT
+    assert space.extract_from_kvpool(pool.on("cpu:0"), BLOCKS, keys).result().stored == COUNT
     (page, *_) = get(space, keys)
     assert set(page) == {1, 2, 3, 4}
 
@@ -161,7 +116,7 @@ def test_a_store_reads_what_the_step_before_it_wrote(store, device):
 def test_a_damaged_page_is_quarantined_and_never_reaches_the_device(store, device):
     space, keys, pages, pool = stored(store)
     host_byte(store, space, keys, 5).value ^= 1
-    assert space.restore_to_kvpool(keys, on_device(pool), BLOCKS).result().pages == 5
+    assert space.restore_to_kvpool(keys, pool.on("cpu:0"), BLOCKS).result().pages == 5
     assert found(pool)[:5] == pages[:5]
     assert not any(any(page) for page in found(pool)[5:])
     assert store.troubles == {"corrupt": 1}
@@ -182,16 +137,16 @@ def test_a_device_that_fails_costs_a_miss_and_the_next_job_works(store, device, 
     for move in ("restore", "extract"):
         device.failures.append((where, kind("no memory on the device")))
         if move == "restore":
-            job = space.restore_to_kvpool(keys, on_device(pool), BLOCKS)
+            job = space.restore_to_kvpool(keys, pool.on("cpu:0"), BLOCKS)
             assert job.result().pages == 0
             assert store.troubles["device_unavailable"] == 1
         else:
-            store_job = space.extract_from_kvpool(on_device(pool), BLOCKS, other)
+            store_job = space.extract_from_kvpool(pool.on("cpu:0"), BLOCKS, other)
             with pytest.raises(DeviceUnavailable, match="no memory on the device"):
                 store_job.result()
         assert not device.failures
-    assert space.restore_to_kvpool(keys, on_device(pool), BLOCKS).result().pages == COUNT
-    assert space.extract_from_kvpool(on_device(pool), BLOCKS, other).result().stored == COUNT
+    assert space.restore_to_kvpool(keys, pool.on("cpu:0"), BLOCKS).result().pages == COUNT
+    assert space.extract_from_kvpool(pool.on("cpu:0"), BLOCKS, other).result().stored == COUNT
     assert get(space, other) == pages
     assert store.stats()["leases"] == 0
 
@@ -199,12 +154,12 @@ def test_a_device_that_fails_costs_a_miss_and_the_next_job_works(store, device, 
 def test_blocks_of_a_restore_that_never_ends_are_not_given_back(store, device, wait_until):
     space, keys, _, pool = stored(store)
     device.stalled = True
-    job = space.restore_to_kvpool(keys, on_device(pool), BLOCKS)
+    job = space.restore_to_kvpool(keys, pool.on("cpu:0"), BLOCKS)
     wait_until(lambda: store.troubles["device_unavailable"] == 1)
     assert not job.done
     assert not job.wait(0.0)
     assert store.stats()["leases"] == 0, "the node is not kept waiting"
-    again = space.restore_to_kvpool(keys, on_device(Pool(4, BLOCK, 16)), BLOCKS)
+    again = space.restore_to_kvpool(keys, Pool(4, BLOCK, 16).on("cpu:0"), BLOCKS)
     assert again.result().pages == 0
     assert store.troubles["device_unavailable"] == 2
 
@@ -214,14 +169,14 @@ def test_blocks_of_a_restore_that_never_ends_are_not_given_back(store, device, w
     clear(pool)
     device.finish()
     assert not any(any(page) for page in found(pool)), "nothing is written after the end"
-    assert space.restore_to_kvpool(keys, on_device(pool), BLOCKS).result().pages == COUNT
+    assert space.restore_to_kvpool(keys, pool.on("cpu:0"), BLOCKS).result().pages == COUNT
 
 
 def test_blocks_of_a_store_that_never_ends_are_not_given_back(store, device, wait_until):
     space, pool = open_space(store), Pool(4, BLOCK, 16)
     keys = new_keys(space, COUNT)
     device.stalled = True
-    job = space.extract_from_kvpool(on_device(pool), BLOCKS, keys)
+    job = space.extract_from_kvpool(pool.on("cpu:0"), BLOCKS, keys)
     wait_until(lambda: job._ended.is_set())
     assert not job.done
     device.stalled = False
@@ -229,20 +184,20 @@ def test_blocks_of_a_store_that_never_ends_are_not_given_back(store, device, wai
     with pytest.raises(DeviceUnavailable, match="has not finished"):
         job.result()
     assert space.lookup(keys).pages == 0
-    assert space.extract_from_kvpool(on_device(pool), BLOCKS, keys).result().stored == COUNT
+    assert space.extract_from_kvpool(pool.on("cpu:0"), BLOCKS, keys).result().stored == COUNT
 
 
 def test_a_layer_of_a_restore_that_failed_is_never_there(store, device):
     space, keys, _, pool = stored(store)
     device.failures.append(("memory", torch.OutOfMemoryError("full")))
-    job = space.restore_to_kvpool(keys, on_device(pool), BLOCKS, order="segment")
+    job = space.restore_to_kvpool(keys, pool.on("cpu:0"), BLOCKS, order="segment")
     assert not job.wait_layer(0, 10.0)
     assert job.result().pages == 0
 
 
 def test_a_cancelled_restore_ends(store, device):
     space, keys, _, pool = stored(store)
-    job = space.restore_to_kvpool(keys, on_device(pool), BLOCKS)
+    job = space.restore_to_kvpool(keys, pool.on("cpu:0"), BLOCKS)
     job.cancel()
     assert job.wait(10.0)
 
@@ -269,21 +224,21 @@ def test_an_extract_after_close_is_refused(store, device):
     keys = new_keys(space, 1)
     store.close()
     with pytest.raises((DeviceUnavailable, CapacityError)):
-        space.extract_from_kvpool(on_device(pool), [0], keys).result()
+        space.extract_from_kvpool(pool.on("cpu:0"), [0], keys).result()
 
 
 def test_a_pool_that_is_first_used_in_inference_mode_works_in_other_threads(store, device):
     """vLLM calls us in that mode; tensors made in it may not be written outside of it."""
     space, keys, pages, pool = stored(store)
     with torch.inference_mode():
-        job = space.restore_to_kvpool(keys, on_device(pool), BLOCKS)
-        store.device_pool(on_device(pool)).speeds(SIZE)
+        job = space.restore_to_kvpool(keys, pool.on("cpu:0"), BLOCKS)
+        store.device_pool(pool.on("cpu:0")).speeds(SIZE)
     assert job.result().pages == COUNT
-    assert space.restore_to_kvpool(keys, on_device(pool), BLOCKS).result().pages == COUNT
+    assert space.restore_to_kvpool(keys, pool.on("cpu:0"), BLOCKS).result().pages == COUNT
     assert found(pool) == pages
     other = other_keys(space)
     with torch.inference_mode():
-        job = space.extract_from_kvpool(on_device(pool), BLOCKS, other)
+        job = space.extract_from_kvpool(pool.on("cpu:0"), BLOCKS, other)
     assert job.result().stored == COUNT
 
 
@@ -291,7 +246,7 @@ def test_a_pool_that_is_first_used_in_inference_mode_works_in_other_threads(stor
 def test_nobody_waits_for_layers_of_a_restore_that_was_not_queued(store, device, monkeypatch):
     space, keys, _, pool = stored(store)
     monkeypatch.setattr(jobs, "QUEUE_MAX", 0)
-    job = space.restore_to_kvpool(keys, on_device(pool), BLOCKS, order="segment")
+    job = space.restore_to_kvpool(keys, pool.on("cpu:0"), BLOCKS, order="segment")
     assert job.refused
     assert not job.wait_layer(0, 3600.0)
     assert job.done
@@ -308,7 +263,7 @@ def test_a_restore_without_layers_has_ended_when_that_is_told(store, device, mon
 
     monkeypatch.setattr(lane.DeviceCopy, "end", told)
     absent = new_keys(space, COUNT, start=1_000_000)
-    job = space.restore_to_kvpool(absent, on_device(pool), BLOCKS, order="segment")
+    job = space.restore_to_kvpool(absent, pool.on("cpu:0"), BLOCKS, order="segment")
     submitted.set()
     assert not job.wait_layer(0, 10.0)
     assert job.done

@@ -24,6 +24,8 @@ def test_a_stored_event_is_the_map_that_readers_of_vllm_events_expect():
         medium="CPU",
         space="ab" * 32,
         shard=3,
+        group="group1",
+        window_pages=4,
         boot="0badcafe",
     )
 
@@ -40,6 +42,8 @@ def test_a_stored_event_is_the_map_that_readers_of_vllm_events_expect():
         "lora_name": None,
         "space": "ab" * 32,
         "shard": 3,
+        "group": "group1",
+        "window_pages": 4,
         "boot": "0badcafe",
     }
 
@@ -49,7 +53,7 @@ def test_our_own_fields_are_absent_when_unset_and_required_ones_present_when_non
     removed = RemovedEvent(block_hashes=[KEY], medium="GPU")
     removed_fields = msgspec.msgpack.decode(msgspec.msgpack.encode(removed))
 
-    assert {"space", "shard", "boot"}.isdisjoint(stored_fields)
+    assert {"space", "shard", "group", "window_pages", "boot"}.isdisjoint(stored_fields)
     assert stored_fields["parent_block_hash"] is stored_fields["lora_id"] is None
     assert removed_fields == {"type": "BlockRemoved", "block_hashes": [KEY], "medium": "GPU"}
 

@@ -99,11 +99,12 @@ class Client:
     def close_view(self, name: str) -> None:
         self._views.pop(name).close()
 
-    def restore(self, chain: int, count: int, cancel: bool = False) -> dict[str, Any]:
+    def restore(
+        self, chain: int, count: int, cancel: bool = False, device: str = "cpu"
+    ) -> dict[str, Any]:
         """A restore into a pool of its own; what the engine writes after its end must stay."""
         memory = np.zeros((8, count, content.PAGE_BYTES // 8), dtype=np.uint8)
-        planes = tuple(plane.ctypes.data for plane in memory)
-        pool = KVPool(planes, content.PAGE_BYTES // 8, content.PAGE_BYTES // 8, count)
+        pool = pool_of(memory, device)
         job = self.space.restore_to_kvpool(content.keys(chain, count), pool, np.arange(count))
         if cancel:
             job.cancel()
@@ -114,8 +115,7 @@ class Client:
     def restore_and_reuse(self, chain: int, count: int) -> dict[str, Any]:
         """Cancel a restore that waits at its gate; once it ended, use the blocks otherwise."""
         memory = np.zeros((8, count, content.PAGE_BYTES // 8), dtype=np.uint8)
-        planes = tuple(plane.ctypes.data for plane in memory)
-        pool = KVPool(planes, content.PAGE_BYTES // 8, content.PAGE_BYTES // 8, count)
+        pool = pool_of(memory)
         job = self.space.restore_to_kvpool(content.keys(chain, count), pool, np.arange(count))
         self._gate("cancel")
         job.cancel()
@@ -130,6 +130,15 @@ class Client:
             "untouched": bool((memory == 0xA5).all()),
             "after": after,
         }
+
+    def extract(self, chain: int, count: int, device: str = "cpu") -> dict[str, Any]:
+        """Store a chain from a pool of its own."""
+        memory = np.zeros((8, count, content.PAGE_BYTES // 8), dtype=np.uint8)
+        for at, page in enumerate(content.pages(chain, count)):
+            memory[:, at] = page.reshape(8, -1)
+        pool = pool_of(memory, device)
+        job = self.space.extract_from_kvpool(pool, np.arange(count), content.keys(chain, count))
+        return job.result(30.0)._asdict()
 
     def lease_s(self, seconds: float) -> None:
         kvstore.client.loads.LEASE_S = seconds  # type: ignore[misc]
@@ -218,6 +227,12 @@ class Client:
             return getattr(self, command["do"])(**arguments)
         except KVStoreError as error:
             return {"error": error.code, "retryable": error.retryable, "message": str(error)}
+
+
+def pool_of(memory: np.ndarray[Any, Any], device: str = "cpu") -> KVPool:
+    """The pool of an array of planes, blocks and bytes."""
+    planes = tuple(plane.ctypes.data for plane in memory)
+    return KVPool(planes, memory.shape[2], memory.shape[2], memory.shape[1], device=device)
 
 
 def open_pipe(path: Path) -> TextIO:

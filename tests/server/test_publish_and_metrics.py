@@ -20,9 +20,14 @@ from kvstore.state.tree.prefix_tree import PrefixTree, Shard
 from kvstore.state.tree.slots import SlotTable
 
 SHARDS = [
-    Shard(ShardSpec(layout=CanonicalLayout(4), layers=(at, at + 1), heads=(0, 1)), 16, 4096)
+    Shard(
+        ShardSpec(
+            layout=CanonicalLayout(4), layers=(at, at + 1), heads=(0, 1),
+            group=f"group{at // 2}", window_pages=(0, 5)[at // 2],
+        ), 16, 4096,
+    )
     for at in range(4)
-]
+]  # fmt: skip
 SPACES = [
     PrefixTree(at, SpaceIdentity(model=f"m{at}", kv_dtype="uint8", page_tokens=2), list(SHARDS))
     for at in (0, 1)
@@ -47,6 +52,8 @@ def test_a_stored_run_carries_its_parent_tokens_space_and_shard():
         space=SPACES[1].label,
         shard=3,
         shard_digest=SHARDS[3].spec.digest.hex()[:16],
+        group="group1",
+        window_pages=5,
     )
 
 
@@ -99,6 +106,20 @@ def test_every_event_names_its_shard_by_its_digest_too():
 
     assert len(events) == 6
     assert {(event.shard, event.shard_digest) for event in events} == {(2, SHARDS[2].event_label)}
+
+
+@pytest.mark.parametrize(("shard", "group", "window"), [(1, "group0", 0), (2, "group1", 5)])
+def test_every_event_names_the_group_of_its_shard_and_what_a_hit_needs_of_it(shard, group, window):
+    page = (SPACES[0], shard, keys(1), PrefixKey(b""))
+    actions = [Stored(*page, b""), TierStored(*page, "ssd"), TierRemoved(*page, "host"),
+               Removed(SPACES[0], shard, keys(1), "evicted", ("host", "ssd"))]  # fmt: skip
+
+    events = [event for event in events_of(actions) if not isinstance(event, ClearedEvent)]
+
+    assert len(events) == 6
+    assert {event.group for event in events} == {group}
+    stored = [event for event in events if isinstance(event, StoredEvent)]
+    assert {event.window_pages for event in stored} == {window}
 
 
 def test_pages_that_were_never_ready_are_not_told_of():
