@@ -1,11 +1,13 @@
 """Access control: bearer tokens with roles.
 
-=========== ===================================== =================================== role on
-loopback on other addresses =========== =====================================
-=================================== health all all client all, unless a token is configured a token,
-or ``http.open_requests`` read all, unless a token is configured a token operate a token, generated
-if none is set a token =========== =====================================
-===================================
+=========== ===================================== ===================================
+role        on loopback                           on other addresses
+=========== ===================================== ===================================
+health      all                                   all
+client      all, unless a token is configured     a token, or ``http.open_requests``
+read        all, unless a token is configured     a token
+operate     a token, generated if none is set     a token
+=========== ===================================== ===================================
 
 A token of a later row includes the earlier ones. Where no token is needed, requests that a browser
 sends for a web page are refused.
