@@ -35,7 +35,7 @@ from kvstore.state.tree.match import longest_match
 from kvstore.state.tree.node import ORDINARY, PrefixNode, Retention, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.sessions import Fetch, Lease, Process, Put, Session
-from kvstore.state.tree.slots import Slot, SlotTable
+from kvstore.state.tree.slots import SlotTable
 
 EXPIRE_MAX = 128
 """Maximum deadlines of pages that one turn applies."""
@@ -152,28 +152,11 @@ class PageTable:
         let_go = self.slots.unhold if lease.expired else self.slots.unpin
         let_go(lease.slots)
         if read:
-            self._drop_read(held, set(lease.slots))
+            self.residents.drop_read(held, set(lease.slots))
         for node in held:
             if is_live(node):
                 self.residents.add_candidate(node)
         lease.slots.clear()  # its deadline may be far away, and must not keep them till then
-
-    def _drop_read(self, held: Sequence[PrefixNode], slots: set[Slot]) -> None:
-        """Drop those of the pages that were read once, of a lease of these slots.
-
-        What follows a page that left with many behind it leaves with it, in later turns.
-        """
-        leaving: set[tuple[PrefixNode, int]] = set()
-        for node in held:
-            for shard, slot in node.slots.items() if node.read_once and is_live(node) else ():
-                if not node.read_once >> shard & 1 or slot not in slots:
-                    continue
-                if (node.above, shard) not in leaving:
-                    self.residents.drop(node, shard, "read_once")
-                if is_live(node) and (
-                    (node.above, shard) in leaving or node.space.holes.get(node, 0) >> shard & 1
-                ):
-                    leaving.add((node, shard))
 
     def begin_fetch(self, process: Process, size_bytes: int, earlier: Fetch | None = None) -> Fetch:
         """Start a fetch; its bytes count against the session's quota until :meth:`end_fetch`.

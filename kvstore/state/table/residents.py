@@ -6,6 +6,7 @@ are unknown here; :mod:`kvstore.state.table.pages` knows them.
 """
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from itertools import islice
 
 from kvstore.protocol.page import KEY_BYTES, PrefixKey
@@ -175,6 +176,23 @@ class Residents:
             self.drop_writing(node, shard)  # its writer will find it DROPPED
         assert not node.present >> shard & 1
         self.tidy(node)
+
+    def drop_read(self, held: Sequence[PrefixNode], slots: set[Slot]) -> None:
+        """Drop those of the pages that were read once, of a lease of these slots.
+
+        What follows a page that left with many behind it leaves with it, in later turns.
+        """
+        leaving: set[tuple[PrefixNode, int]] = set()
+        for node in held:
+            for shard, slot in node.slots.items() if node.read_once and is_live(node) else ():
+                if not node.read_once >> shard & 1 or slot not in slots:
+                    continue
+                if (node.above, shard) not in leaving:
+                    self.drop(node, shard, "read_once")
+                if is_live(node) and (
+                    (node.above, shard) in leaving or node.space.holes.get(node, 0) >> shard & 1
+                ):
+                    leaving.add((node, shard))
 
     def drop_orphans(self, steps: int) -> None:
         """Drop descendants of dropped pages, in ``steps`` steps; see :attr:`orphans`."""
