@@ -151,7 +151,7 @@ class PageTable:
         self._tell_of("released", held, lease)
         let_go = self.slots.unhold if lease.expired else self.slots.unpin
         let_go(lease.slots)
-        if read:
+        if read and any(node.read_once for node in held):
             self.residents.drop_read(held, set(lease.slots))
         for node in held:
             if is_live(node):
@@ -170,6 +170,7 @@ class PageTable:
         Raises:
             CapacityError: the session's quota is used up; nothing was started.
         """
+        assert earlier is None or not earlier.ended
         held = earlier.size_bytes if earlier is not None else 0
         if not process.session.admits(size_bytes - held):
             raise CapacityError(
@@ -238,6 +239,7 @@ class PageTable:
         put = process.puts.get(put_id)
         if put is None or put.ahead:
             raise InvalidArgument("put", f"{put_id} is not open")
+        assert not put.lost
         pages, page_bytes = len(put.slots), put.space.shards[put.shard].page_bytes
         if len(digests) != pages * DIGEST_BYTES:
             raise InvalidArgument("digests", f"{len(digests)} bytes for {pages} pages")
@@ -384,6 +386,7 @@ class PageTable:
         if process.peer.remote:  # it checks digests, and touches no memory of this node
             self.release(process, lease_id, read=False)
             return
+        assert not lease.expired
         lease.expired = True
         held = nodes_of(self.residents.owners, lease.slots)
         self._tell_of("expired", held, lease)
