@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from conductor.costs.book import CostBook, UnusableCostsError
+from conductor.front.rotation import refuse_no_file
 from kvstore.protocol.errors import reason
 
 PERIOD_S: Final = 60.0
@@ -42,7 +43,7 @@ class KeptCosts:
         if self._path is None:
             return
         try:
-            _refuse_no_file(self._path)
+            refuse_no_file(self._path)
             with self._path.open("rb") as file:
                 data = file.read(_BYTES_MAX + 1)
             if len(data) > _BYTES_MAX:
@@ -72,7 +73,7 @@ class KeptCosts:
     def _write(self, path: Path, data: bytes) -> None:
         draft = path.with_name(f"{path.name}.new")
         try:
-            _refuse_no_file(path)
+            refuse_no_file(path)
             with draft.open("wb") as file:
                 file.write(data)
                 file.flush()
@@ -84,13 +85,3 @@ class KeptCosts:
     def _fault(self, message: str) -> None:
         self.faults += 1
         _log.warning(message)
-
-
-def _refuse_no_file(path: Path) -> None:
-    """Refuse a place where a device, a pipe or a folder is: a write would replace it.
-
-    Raises:
-        OSError: something is there and is no file.
-    """
-    if path.exists() and not path.is_file():
-        raise FileExistsError(0, "is there and is no file")

@@ -18,7 +18,7 @@ NULL: Final = msgspec.Raw(b"null")  # never equal to bytes
 TRUE: Final = msgspec.Raw(b"true")
 _NAME_CHARS: Final = 256
 _SAID_MAX: Final = 1 << 50
-"""Maximum tokens, bytes or seconds of one request that an engine is believed."""
+"""Larger counts and durations that an engine reports of a request are ignored."""
 _TYPES: Final = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 

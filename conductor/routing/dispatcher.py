@@ -47,7 +47,6 @@ from conductor.routing.scheduler import Scheduler
 from conductor.routing.work import ComingPrompt
 
 _RETRY_AFTER_S_MAX: Final = 60
-"""Weight of the newest completion in the moving average of the time between completions."""
 
 
 class Dispatcher:

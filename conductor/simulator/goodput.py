@@ -8,10 +8,8 @@ ATTAINED: Final = 0.9
 PRECISION: Final = 0.02
 SPEED_MAX: Final = 1024.0
 SPEED_MIN: Final = 1 / 1024
-
-
 _STEP: Final = 1.05
-"""Between two speeds of a search that goes down."""
+"""Ratio of two successive speeds of a search from above."""
 
 
 class Highest(NamedTuple):

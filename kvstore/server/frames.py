@@ -27,7 +27,7 @@ UNSENT_BYTES_MAX: Final = 16 << 20
 UNREAD_BYTES_MAX: Final = 256 << 20
 """Maximum unprocessed bytes of all connections of a face together."""
 LINGER_S: Final = 2.0
-"""How long a refused client has to read why, and what was sent before."""
+"""How long a refused client has to read its answers."""
 
 
 class FrameConnections:
@@ -217,7 +217,7 @@ class FrameConnection(asyncio.Protocol):
             self.transport.abort()
 
     def refused(self) -> None:
-        """Close it as soon as its client has read its answers, or does not; forget what it sent."""
+        """Close it when its client has read its answers, or after LINGER_S; drop what it sent."""
         self.transport.close()
         asyncio.get_running_loop().call_later(LINGER_S, self.transport.abort)
         self._forget_unread()

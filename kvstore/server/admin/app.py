@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.convertors import CONVERTOR_TYPES, IntegerConvertor
+from starlette.convertors import IntegerConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
@@ -42,7 +42,7 @@ DISCARD_BYTES_MAX: Final = 32 << 20
 """Maximum bytes read of a refused request's body, so that the client gets the answer."""
 DISCARD_S: Final = 2.0
 NUMBER_DIGITS_MAX: Final = 1_000
-"""Python converts 4,300 digits at most; a path with more than these is not found."""
+"""Maximum digits of a number in a path; Python converts at most 4,300."""
 _PAGE: Final = (Path(__file__).parent / "docs.html").read_text()
 _CODES: Final = {404: "not_found", 405: "method_not_allowed"}
 
@@ -55,7 +55,7 @@ class NumberConvertor(IntegerConvertor):
     regex = f"[0-9]{{1,{NUMBER_DIGITS_MAX}}}"
 
 
-CONVERTOR_TYPES["number"] = NumberConvertor()
+register_url_convertor("number", NumberConvertor())
 
 
 class App:
