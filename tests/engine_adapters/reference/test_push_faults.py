@@ -171,6 +171,7 @@ def test_a_push_that_fails_at_its_end_answers_as_a_handoff_through_the_store(
     here, there = pair.ask(TEXT[:200])
     wait_until(lambda: here.request.state is State.INFLIGHT)
     pair.decode.abort(there.request)
+    wait_until(lambda: there.request.state is State.FINISHED)
     gate.opened.set()
 
     assert report(here.wait()) == ("failed", "aborted")
