@@ -26,6 +26,7 @@ from conductor.config import HttpConfig
 from conductor.front.openai import error_response
 from kvstore.process import privatefile
 from kvstore.process.faults import Faults
+from kvstore.process.smallfile import read_token
 from kvstore.protocol.errors import ConfigError, reason
 
 _TOKEN_CHARACTERS_MIN: Final = 16
@@ -163,7 +164,7 @@ def read_token_file(key: str, path: str) -> str:
     if not path:
         return ""
     try:
-        text = Path(path).read_text().strip()
+        text = read_token(Path(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{key}={path}: {reason(error)}") from error
     if not text:

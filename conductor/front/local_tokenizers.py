@@ -22,6 +22,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from kvstore.index.reading import UnreadableError, read
+from kvstore.process.smallfile import read_small
 from kvstore.protocol.errors import ConfigError, reason
 
 _THREADS: Final = 2
@@ -30,6 +31,7 @@ _JOBS_MAX: Final = 64
 _CHARS_MAX: Final = 4 << 20
 """Longer prompts are left to the engine."""
 _COMPARED_EVERY: Final = 1_000
+_FILE_BYTES_MAX: Final = 256 << 20
 _EXTRA: Final = "pip install 'kvstore-server[tokenizers]'"
 _PROMPT: Final = frozenset({"prompt", "add_special_tokens"})
 _CHAT: Final = frozenset(
@@ -273,7 +275,7 @@ def load_tokenizers(paths: Mapping[str, str]) -> LocalTokenizers:
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text("utf-8")
+        return read_small(file, _FILE_BYTES_MAX).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: {reason(error)}") from error
 

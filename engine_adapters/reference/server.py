@@ -30,6 +30,7 @@ from engine_adapters.reference.protocol import (
 )
 from engine_adapters.reference.request import Output, Request
 from kvstore.process.privatefile import token_for
+from kvstore.process.smallfile import read_token
 from kvstore.protocol.errors import ConfigError, InvalidArgument, reason
 
 _log = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class ConductorAt:
         token = token_for("conductor", self.url) if self.token_file is None else ""
         if self.token_file is not None:
             try:
-                token = self.token_file.read_text().strip()
+                token = read_token(self.token_file)
             except (OSError, UnicodeDecodeError) as error:
                 _log.warning("%s with the Conductor's token: %s", self.token_file, reason(error))
         return {"Authorization": f"Bearer {token}"} if token else {}

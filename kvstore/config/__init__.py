@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+_FILE_BYTES_MAX: Final = 1 << 20
 _NEAR: Final = 0.8
 """Similarity (:mod:`difflib`) from which on a name counts as a misspelling of another."""
 _ELSEWHERE: Final = re.compile(r"KVSTORE_(URL|TOKEN(_FILE)?|CONDUCTOR_.*)")
@@ -449,7 +450,11 @@ def _entries(
 ) -> Iterable[tuple[str, list[str], Any]]:
     if path is not None:
         try:
-            content = tomllib.loads(path.read_text())
+            with path.open("rb") as file:  # a device never ends
+                raw = file.read(_FILE_BYTES_MAX + 1)
+            if len(raw) > _FILE_BYTES_MAX:
+                raise ConfigError(f"{path}: it has more than {_FILE_BYTES_MAX:,} bytes")
+            content = tomllib.loads(raw.decode())
         except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{path}: {reason(error)}") from error
         yield from ((str(path), key, value) for key, value in _leaves(content, []))

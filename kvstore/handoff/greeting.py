@@ -33,6 +33,7 @@ from kvstore.mover.ranges import (
     receive_ranges,
     send_ranges,
 )
+from kvstore.process.smallfile import read_small
 from kvstore.protocol.errors import (
     ConfigError,
     InvalidArgument,
@@ -125,7 +126,7 @@ def read_secret(path: Path) -> bytes:
     try:
         if path.stat().st_mode & 0o077:
             raise ConfigError(f"{path}: other users may read the secret: chmod 600")
-        secret = path.read_bytes().strip()
+        secret = read_small(path).strip()
     except OSError as error:
         raise ConfigError(f"{path}: the secret cannot be read: {reason(error)}") from error
     if len(secret) < SECRET_BYTES_MIN:

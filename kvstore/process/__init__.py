@@ -1,3 +1,3 @@
-"""Parts that every program uses: the log, listening sockets, private files, fault counts."""
+"""Parts that every program uses: the log, listening sockets, small and private files, faults."""
 
-__all__ = ["collector", "faults", "listeners", "logs", "privatefile", "tls"]
+__all__ = ["collector", "faults", "listeners", "logs", "privatefile", "smallfile", "tls"]

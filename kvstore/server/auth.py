@@ -6,6 +6,7 @@ from typing import Final, Literal
 
 from kvstore.config import HttpConfig
 from kvstore.process import privatefile
+from kvstore.process.smallfile import read_token
 from kvstore.protocol.errors import ConfigError, reason
 
 Role = Literal["read", "operate"]
@@ -66,7 +67,7 @@ def _read(key: str, path: str) -> str:
     if not path:
         return ""
     try:
-        text = Path(path).read_text().strip()
+        text = read_token(Path(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{key}: {reason(error)}") from error
     if not text:

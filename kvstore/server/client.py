@@ -8,6 +8,7 @@ from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
 from kvstore.config import HttpConfig
+from kvstore.process.smallfile import read_token
 from kvstore.server.auth import token_file
 from kvstore.server.environment import admin_socket
 
@@ -94,7 +95,7 @@ def endpoint(url: str, token: str) -> tuple[str, str]:
     if url != HERE or socket_path.is_socket():
         return url, token
     try:
-        return HERE_TCP, token or token_file(socket_path).read_text().strip()
+        return HERE_TCP, token or read_token(token_file(socket_path))
     except (OSError, UnicodeDecodeError):
         return HERE_TCP, token
 

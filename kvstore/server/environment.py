@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvstore.config import ServerConfig
 from kvstore.process.privatefile import token_for
+from kvstore.process.smallfile import read_token
 from kvstore.protocol.errors import ConfigError, reason
 
 
@@ -24,7 +25,7 @@ def cli_defaults(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
     token, path = environ.get("KVSTORE_TOKEN", ""), environ.get("KVSTORE_TOKEN_FILE", "")
     if path and not token:
         try:
-            token = Path(path).read_text().strip()
+            token = read_token(Path(path))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"KVSTORE_TOKEN_FILE={path}: {reason(error)}") from error
     return environ.get("KVSTORE_URL", f"unix://{admin_socket()}"), token

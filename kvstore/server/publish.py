@@ -18,6 +18,7 @@ from kvstore.events.publisher import (
 )
 from kvstore.events.questions import OpenQuestion
 from kvstore.events.zmtp import TOKEN_BYTES_MAX
+from kvstore.process.smallfile import read_token
 from kvstore.protocol.counts import NO_EVENTS, EventCounts
 from kvstore.protocol.errors import ConfigError, InvalidArgument, reason
 from kvstore.protocol.page import PrefixKey
@@ -162,7 +163,7 @@ def _follow_token(config: EventsConfig) -> bytes:
     if not text:
         key = f"{key}_file={config.follow_token_file}"
         try:
-            text = Path(config.follow_token_file).read_text().strip()
+            text = read_token(Path(config.follow_token_file))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{key}: {reason(error)}") from error
     if len(text) not in _TOKEN_CHARACTERS or not (text.isascii() and text.isprintable()):
