@@ -26,6 +26,8 @@ ATTAINED: Final = 0.9
 """Part of the requests that must be served in time."""
 _STEPS: Final = 30
 """Of the search for a rate."""
+_FIXED_POINT_STEPS: Final = 8
+"""Of the number of requests that decode at a mixed engine."""
 _CHUNK_TOKENS: Final = 8192
 """Tokens of prompts that a mixed engine is thought to compute in a step."""
 _TAIL: Final = 0.1
@@ -222,31 +224,53 @@ def _mixed(kind: EngineKind, needs: Needs, targets: Targets) -> float:
     chunks_s, before = needs.longest_chunks(seconds)
     low = 0.0
     high = _Queue(1, mean_s, float(seconds.var()) / mean_s**2, seconds).rate(targets.ttft_s)
-    batch = batch_max(kind, needs, targets.tbt_s)
+    batch_most = batch_max(kind, needs, targets.tbt_s)
     tail = max(1.0, _TAIL * needs.output)
     for _ in range(_STEPS):
         rate = (low + high) / 2
-        stay_s = _stay_s(kind, needs, rate, mean_s)
-        step_s = kind.step_s(max(1.0, rate * stay_s), rate * stay_s * needs.context)
-        met = rate * stay_s * needs.chunks  # chunks that are computed while one request decodes
+        steps = _mixed_steps(kind, needs, rate, mean_s)
+        met = steps.batch * needs.chunks  # chunks that are computed while one request decodes
         slow = min(tail, met)
         # The longest ones count: of those that it meets, the part that fits in the tail.
         among = min(1.0, tail / met) if met > 0 else 1.0
-        slow_s = float(np.interp(among, before, chunks_s)) * slow
-        if rate * stay_s <= batch and step_s + slow_s / tail <= targets.tbt_s:
+        slow_s = float(np.interp(among, before, chunks_s)) + steps.besides_s
+        tail_s = (slow * slow_s + (tail - slow) * steps.decode_s) / tail
+        if steps.batch <= batch_most and tail_s <= targets.tbt_s:
             low = rate
         else:
             high = rate
     return low
 
 
-def _stay_s(kind: EngineKind, needs: Needs, rate: float, prompt_s: float) -> float:
-    """How long a request decodes if prompts are computed meanwhile; a fixed point."""
-    left = 1.0 - rate * prompt_s
-    if left <= 0:
-        return inf
-    stay_s = needs.output * kind.step_s(1.0, needs.context) / left
-    for _ in range(8):
-        batch = min(float(kind.places), max(1.0, rate * stay_s))
-        stay_s = needs.output * kind.step_s(batch, batch * needs.context) / left
-    return stay_s
+class _MixedSteps(NamedTuple):
+    """Steps of an engine that computes prompts and decodes.
+
+    Attributes:
+        batch: requests that decode; infinite = ever more.
+        decode_s: seconds of a step that only decodes.
+        besides_s: seconds that a step with a chunk of a prompt takes for the batch.
+    """
+
+    batch: float
+    decode_s: float
+    besides_s: float
+
+
+def _mixed_steps(kind: EngineKind, needs: Needs, rate: float, prompt_s: float) -> _MixedSteps:
+    """The steps at a rate of requests, as a fixed point.
+
+    Those with a chunk give every request that decodes a token, too: the weights are read once, the
+    tokens of the batch are computed with the chunk, and their KV is read besides.
+    """
+    chunks = rate * needs.chunks
+    steps = _MixedSteps(1.0, kind.step_s(1.0, needs.context), 0.0)
+    for _ in range(_FIXED_POINT_STEPS):
+        left = 1.0 - rate * prompt_s - chunks * steps.besides_s
+        if left <= 0:
+            return steps._replace(batch=inf)
+        batch = rate * needs.output / (chunks + left / steps.decode_s)
+        full = min(float(kind.places), max(1.0, batch))
+        decode_s = kind.step_s(full, full * needs.context)
+        read_s = max(0.0, decode_s - kind.step_s(full, 0.0))
+        steps = _MixedSteps(batch, decode_s, kind.line.token_s * full + read_s)
+    return steps
