@@ -19,12 +19,11 @@ from itertools import count
 from time import monotonic_ns
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from kvstore.node.describe import describe
+from kvstore.node.describe import describe, work_left
 from kvstore.node.node import Node
 from kvstore.node.selfcheck import SelfCheck
 from kvstore.protocol import wire
 from kvstore.protocol.counts import NodeCounts, SelfCheckCounts, SsdCounts
-from kvstore.protocol.page import KEY_BYTES
 from kvstore.state.remote.jobs import FetchEnd, Holding, SpreadEnd
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.actions import Action
@@ -124,10 +123,8 @@ class Desk:
         self.lines: dict[int, Line] = {}
         self._publish, self._clock, self._soon = publish, clock, soon
         self._check_every_step = check_every_step
-        self._turn_seconds, self._sources = node.pages.meter.loop_turn, node.pages.eviction.sources
+        self._meter, self._sources = node.pages.meter, node.pages.eviction.sources
         self._numbers = count(1)
-        #: The longest recent turn in nanoseconds, and its request, or a description.
-        self._longest: tuple[int, object] = (0, "")
         #: A later turn is scheduled.
         self._going_on = False
         #: Answers are being sent: what they cause is carried out after them.
@@ -150,7 +147,7 @@ class Desk:
         answered = self.node.receive(connection, request, came_ns)
         self.flush()
         took_ns = self._clock() - came_ns
-        self.note_turn(took_ns, request)
+        self._meter.note_turn(took_ns, request)
         if answered and (latency := self.node.latencies.get(type(request))) is not None:
             latency.observe(took_ns)
 
@@ -161,7 +158,7 @@ class Desk:
         self.lines.pop(connection, None)
         self.node.disconnected(connection, began_ns, ended=ended)
         self.flush()
-        self.note_turn(self._clock() - began_ns, "the end of a connection")
+        self._meter.note_turn(self._clock() - began_ns, "the end of a connection")
 
     @_explained
     def process_ended(self, identity: int) -> None:
@@ -169,7 +166,7 @@ class Desk:
         began_ns = self._clock()
         self.node.process_ended(identity, began_ns)
         self.flush()
-        self.note_turn(self._clock() - began_ns, "the end of a process")
+        self._meter.note_turn(self._clock() - began_ns, "the end of a process")
 
     @_explained
     def operate(self, change: Callable[[PageTable], T]) -> T:
@@ -183,7 +180,7 @@ class Desk:
             return self.node.operate(change, began_ns)
         finally:
             self.flush()
-            self.note_turn(self._clock() - began_ns, "an operator's request")
+            self._meter.note_turn(self._clock() - began_ns, "an operator's request")
 
     # ---- time and disk ----------------------------------------------------------------------
 
@@ -193,7 +190,7 @@ class Desk:
         began_ns = self._clock()
         self.node.advance(began_ns)
         self.flush()
-        self.note_turn(self._clock() - began_ns, "deadlines")
+        self._meter.note_turn(self._clock() - began_ns, "deadlines")
 
     @_explained
     def poll_disk(self) -> None:
@@ -202,7 +199,7 @@ class Desk:
         if self.disk is not None:
             self.disk.poll(began_ns)
         self.flush()
-        self.note_turn(self._clock() - began_ns, "completions of the SSD tier")
+        self._meter.note_turn(self._clock() - began_ns, "completions of the SSD tier")
 
     # ---- peers ------------------------------------------------------------------------------
 
@@ -212,7 +209,7 @@ class Desk:
         began_ns = self._clock()
         self.node.located(number, holdings, began_ns)
         self.flush()
-        self.note_turn(self._clock() - began_ns, "an answer of the directory")
+        self._meter.note_turn(self._clock() - began_ns, "an answer of the directory")
 
     @_explained
     def peer_fetched(self, end: FetchEnd) -> None:
@@ -220,7 +217,7 @@ class Desk:
         began_ns = self._clock()
         self.node.peer_fetched(end, began_ns)
         self.flush()
-        self.note_turn(self._clock() - began_ns, "the end of a fetch from a peer")
+        self._meter.note_turn(self._clock() - began_ns, "the end of a fetch from a peer")
 
     @_explained
     def peer_settled(self, job: int) -> None:
@@ -228,7 +225,7 @@ class Desk:
         began_ns = self._clock()
         self.node.peer_settled(job, began_ns)
         self.flush()
-        self.note_turn(self._clock() - began_ns, "the end of a peer's late writes")
+        self._meter.note_turn(self._clock() - began_ns, "the end of a peer's late writes")
 
     def peer_standing(self, peer: str, boot: bytes) -> None:
         """The session with a peer is up; ``boot`` empty: it is down."""
@@ -240,22 +237,7 @@ class Desk:
         began_ns = self._clock()
         self.node.peer_spread(end, began_ns)
         self.flush()
-        self.note_turn(self._clock() - began_ns, "the end of copies to peers")
-
-    # ---- duration of turns ------------------------------------------------------------------
-
-    def note_turn(self, took_ns: int, what: object) -> None:
-        """Record the duration of a turn, which blocks all others; ``what``: request, or words."""
-        self._turn_seconds.observe(took_ns)
-        if took_ns > self._longest[0]:
-            self._longest = took_ns, what
-
-    def take_longest(self) -> tuple[int, str]:
-        """The longest turn since the last call, in nanoseconds, and what it did."""
-        (took_ns, what), self._longest = self._longest, (0, "")
-        keys = len(getattr(what, "keys", b"")) // KEY_BYTES
-        name = what if isinstance(what, str) else type(what).__name__
-        return took_ns, f"{name} of {keys} keys" if keys else name
+        self._meter.note_turn(self._clock() - began_ns, "the end of copies to peers")
 
     # ---- decisions of the node --------------------------------------------------------------
 
@@ -324,8 +306,8 @@ class Desk:
 
     @_explained
     def _later(self) -> None:
-        began_ns = self._clock()
+        began_ns, what = self._clock(), work_left(self.node)
         self._going_on = False
         self.node.go_on(began_ns)
         self.flush()
-        self.note_turn(self._clock() - began_ns, "a later turn")
+        self._meter.note_turn(self._clock() - began_ns, what)

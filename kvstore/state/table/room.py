@@ -54,7 +54,7 @@ class Room:
         held, tenant = self._held, space.identity.tenant
         held.ghosts.wanted = (space.number, slot_bytes)
         held.eviction.now_ns = held.moment.now_ns
-        held.draining.tick = held.moment.tick  # what this request used stays
+        held.draining.begin_request(held.moment.tick)
         plans_left = count + EMPTY_MAX  # what leaves an extent that is drained makes no room yet
         while len(taken) < count and plans_left > 0:
             plans_left -= 1
@@ -178,8 +178,9 @@ class Room:
         Returns:
             the steps that were taken; fewer when the extent is empty, or left to its class.
         """
+        offered = self._held.offer_skipped(steps)
         if self._held.draining.now is None:
-            return 0
+            return offered
         taken, self._held.draining.tick = 0, self._held.moment.tick
         for page in self._held.draining.pages(steps):
             taken += 1
