@@ -228,6 +228,7 @@ class LearnedReuse:
         while self._tables and most > 0:
             self._tables.pop()
             most -= 1
+        assert most <= 0 or not any(self._observed), "all that is observed is in order, too"
         return most > 0
 
     def _finish_prompt(self, tick: int) -> Kind | None:

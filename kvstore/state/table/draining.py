@@ -114,6 +114,7 @@ class Draining:
             of_class = shards[shard].slot_bytes == slot_bytes
             if of_class and self._slots.position(last_slot(column)) != position:
                 return False
+        assert slot_bytes not in victim.queued, "it is still in the queue"
         self.skips_left -= 1
         self.skipped[victim] = slot_bytes
         enter(victim, slot_bytes)  # it comes again by itself
