@@ -61,6 +61,8 @@ class Room:
             more = self._make_room(RoomRequest(space, slot_bytes, count - len(taken), head))
             taken += held.slots.allocate(count - len(taken), tenant, slot_bytes)
             if not more and len(taken) < count:
+                if held.offer_skipped(EMPTY_MAX):
+                    continue
                 if held.draining.serves(space, slot_bytes) or held.eviction.spared_since_ns:
                     break
                 if not self._spill(RoomRequest(space, slot_bytes, count - len(taken), head)):
@@ -178,9 +180,8 @@ class Room:
         Returns:
             the steps that were taken; fewer when the extent is empty, or left to its class.
         """
-        offered = self._held.offer_skipped(steps)
         if self._held.draining.now is None:
-            return offered
+            return 0
         taken, self._held.draining.tick = 0, self._held.moment.tick
         for page in self._held.draining.pages(steps):
             taken += 1
