@@ -204,6 +204,10 @@ class Furthest:
         self._sequence += 1
         heapq.heappush(self._heap, (-self._next[node.key], self._sequence, node))
 
+    def forget(self, most: int) -> bool:  # noqa: ARG002
+        """It is never replaced."""
+        return True
+
     def pop(self, tick: int) -> PrefixNode | None:  # noqa: ARG002
         """The leaf needed last."""
         while self._heap:

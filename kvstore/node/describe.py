@@ -25,6 +25,23 @@ def core() -> str:
     return "pure" if __file__.endswith(".py") else "compiled"
 
 
+def work_left(node: Node) -> str:
+    """What a later turn goes on with, in words for the log."""
+    held, pages = node.pages.residents, node.pages
+    parts = (
+        ("descendants of dropped pages", held.orphans),
+        ("an extent that is being emptied", held.draining.now),
+        ("leaves that were skipped", held.draining.returning),
+        ("loads from the SSDs", held.disk.loads.beginning),
+        ("writes to the SSDs", held.disk.unfinished),
+        ("slots ahead", pages.ahead.used),
+        ("what ended processes held", node.ending),
+        ("waiting requests", node.waiting.ready),
+    )
+    names = [name for name, left in parts if left]
+    return f"a later turn: {', '.join(names) or 'deadlines'}"
+
+
 def describe(
     node: Node, ssd: SsdCounts | None = None, self_check: SelfCheckCounts = _UNCHECKED
 ) -> NodeCounts:

@@ -14,39 +14,23 @@ The node decides, memory, SSD tier and peers move bytes; only the desk carries d
 """
 
 from collections.abc import Callable, Sequence
-from functools import wraps
 from itertools import count
 from time import monotonic_ns
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from kvstore.node.describe import describe
+from kvstore.node.describe import describe, work_left
 from kvstore.node.node import Node
 from kvstore.node.selfcheck import SelfCheck
 from kvstore.protocol import wire
 from kvstore.protocol.counts import NodeCounts, SelfCheckCounts, SsdCounts
-from kvstore.protocol.page import KEY_BYTES
 from kvstore.state.remote.jobs import FetchEnd, Holding, SpreadEnd
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.actions import Action
 from kvstore.state.tree.sessions import Peer
 from kvstore.state.tree.slots import Replacement
+from kvstore.state.tree.story import explained
 
-P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def _explained(call: "Callable[Concatenate[Desk, P], T]") -> "Callable[Concatenate[Desk, P], T]":
-    """Add the last events of the page concerned to any error that is a bug of the node."""
-
-    @wraps(call)
-    def explained(desk: "Desk", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return call(desk, *args, **kwargs)
-        except Exception as error:
-            desk.node.pages.story.explain(error)
-            raise
-
-    return explained
 
 
 class Line(Protocol):
@@ -105,6 +89,7 @@ class Desk:
 
     Attributes:
         self_check: checks the state.
+        story: the last events of pages, which an error that is a bug of the node shows.
         disk: the SSD tier; None if there is none.
         peers: the peer side; None if the node is alone.
         lines: the open connections, by number.
@@ -124,10 +109,9 @@ class Desk:
         self.lines: dict[int, Line] = {}
         self._publish, self._clock, self._soon = publish, clock, soon
         self._check_every_step = check_every_step
-        self._turn_seconds, self._sources = node.pages.meter.loop_turn, node.pages.eviction.sources
+        self.story = node.pages.story
+        self._meter, self._sources = node.pages.meter, node.pages.eviction.sources
         self._numbers = count(1)
-        #: The longest recent turn in nanoseconds, and its request, or a description.
-        self._longest: tuple[int, object] = (0, "")
         #: A later turn is scheduled.
         self._going_on = False
         #: Answers are being sent: what they cause is carried out after them.
@@ -143,35 +127,38 @@ class Desk:
         self.node.connected(number, peer)
         return number
 
-    @_explained
     def receive(self, connection: int, request: wire.Request) -> None:
         """Process one request of a connection; its answer is sent on its line."""
         came_ns = self._clock()
-        answered = self.node.receive(connection, request, came_ns)
-        self.flush()
+        try:
+            answered = self.node.receive(connection, request, came_ns)
+            self._flush()
+        except Exception as error:  # as `explained` does, which costs each message more
+            self.story.explain(error)
+            raise
         took_ns = self._clock() - came_ns
-        self.note_turn(took_ns, request)
+        self._meter.note_turn(took_ns, request)
         if answered and (latency := self.node.latencies.get(type(request))) is not None:
             latency.observe(took_ns)
 
-    @_explained
+    @explained
     def disconnect(self, connection: int, *, ended: bool) -> None:
         """A connection was closed; ``ended``: its process is known to have ended too."""
         began_ns = self._clock()
         self.lines.pop(connection, None)
         self.node.disconnected(connection, began_ns, ended=ended)
-        self.flush()
-        self.note_turn(self._clock() - began_ns, "the end of a connection")
+        self._flush()
+        self._meter.note_turn(self._clock() - began_ns, "the end of a connection")
 
-    @_explained
+    @explained
     def process_ended(self, identity: int) -> None:
         """The kernel reports that a process has ended: it uses no memory any more."""
         began_ns = self._clock()
         self.node.process_ended(identity, began_ns)
-        self.flush()
-        self.note_turn(self._clock() - began_ns, "the end of a process")
+        self._flush()
+        self._meter.note_turn(self._clock() - began_ns, "the end of a process")
 
-    @_explained
+    @explained
     def operate(self, change: Callable[[PageTable], T]) -> T:
         """Carry out an operator's change of the page table.
 
@@ -182,86 +169,74 @@ class Desk:
         try:
             return self.node.operate(change, began_ns)
         finally:
-            self.flush()
-            self.note_turn(self._clock() - began_ns, "an operator's request")
+            self._flush()
+            self._meter.note_turn(self._clock() - began_ns, "an operator's request")
 
     # ---- time and disk ----------------------------------------------------------------------
 
-    @_explained
+    @explained
     def advance(self) -> None:
         """Apply all deadlines that have passed."""
         began_ns = self._clock()
         self.node.advance(began_ns)
-        self.flush()
-        self.note_turn(self._clock() - began_ns, "deadlines")
+        self._flush()
+        self._meter.note_turn(self._clock() - began_ns, "deadlines")
 
-    @_explained
+    @explained
     def poll_disk(self) -> None:
         """Process the SSD tier's completions."""
         began_ns = self._clock()
         if self.disk is not None:
             self.disk.poll(began_ns)
-        self.flush()
-        self.note_turn(self._clock() - began_ns, "completions of the SSD tier")
+        self._flush()
+        self._meter.note_turn(self._clock() - began_ns, "completions of the SSD tier")
 
     # ---- peers ------------------------------------------------------------------------------
 
-    @_explained
+    @explained
     def located(self, number: int, holdings: Sequence[Holding]) -> None:
         """The directory has answered a query."""
         began_ns = self._clock()
         self.node.located(number, holdings, began_ns)
-        self.flush()
-        self.note_turn(self._clock() - began_ns, "an answer of the directory")
+        self._flush()
+        self._meter.note_turn(self._clock() - began_ns, "an answer of the directory")
 
-    @_explained
+    @explained
     def peer_fetched(self, end: FetchEnd) -> None:
         """A job of a peer has ended."""
         began_ns = self._clock()
         self.node.peer_fetched(end, began_ns)
-        self.flush()
-        self.note_turn(self._clock() - began_ns, "the end of a fetch from a peer")
+        self._flush()
+        self._meter.note_turn(self._clock() - began_ns, "the end of a fetch from a peer")
 
-    @_explained
+    @explained
     def peer_settled(self, job: int) -> None:
         """Nothing writes into the slots of an ended job any more."""
         began_ns = self._clock()
         self.node.peer_settled(job, began_ns)
-        self.flush()
-        self.note_turn(self._clock() - began_ns, "the end of a peer's late writes")
+        self._flush()
+        self._meter.note_turn(self._clock() - began_ns, "the end of a peer's late writes")
 
     def peer_standing(self, peer: str, boot: bytes) -> None:
         """The session with a peer is up; ``boot`` empty: it is down."""
         self._sources.changed(peer, boot)
 
-    @_explained
+    @explained
     def peer_spread(self, end: SpreadEnd) -> None:
         """Other nodes have fetched copies of pages, or cannot."""
         began_ns = self._clock()
         self.node.peer_spread(end, began_ns)
-        self.flush()
-        self.note_turn(self._clock() - began_ns, "the end of copies to peers")
-
-    # ---- duration of turns ------------------------------------------------------------------
-
-    def note_turn(self, took_ns: int, what: object) -> None:
-        """Record the duration of a turn, which blocks all others; ``what``: request, or words."""
-        self._turn_seconds.observe(took_ns)
-        if took_ns > self._longest[0]:
-            self._longest = took_ns, what
-
-    def take_longest(self) -> tuple[int, str]:
-        """The longest turn since the last call, in nanoseconds, and what it did."""
-        (took_ns, what), self._longest = self._longest, (0, "")
-        keys = len(getattr(what, "keys", b"")) // KEY_BYTES
-        name = what if isinstance(what, str) else type(what).__name__
-        return took_ns, f"{name} of {keys} keys" if keys else name
+        self._flush()
+        self._meter.note_turn(self._clock() - began_ns, "the end of copies to peers")
 
     # ---- decisions of the node --------------------------------------------------------------
 
-    @_explained
+    @explained
     def flush(self) -> None:
         """Carry out the node's decisions: memory, then disk and peers, answers, events."""
+        self._flush()
+
+    def _flush(self) -> None:
         if self._flushing:
             return
         self._flushing = True
@@ -322,10 +297,10 @@ class Desk:
         self.node.go_on(self._clock())
         return True
 
-    @_explained
+    @explained
     def _later(self) -> None:
-        began_ns = self._clock()
+        began_ns, what = self._clock(), work_left(self.node)
         self._going_on = False
         self.node.go_on(began_ns)
-        self.flush()
-        self.note_turn(self._clock() - began_ns, "a later turn")
+        self._flush()
+        self._meter.note_turn(self._clock() - began_ns, what)

@@ -59,6 +59,7 @@ class Node:
         latencies: durations of requests of these types. The caller of :meth:`receive` measures
             those that it answers at once, because the node has no clock.
         unfinished: there is more work than one turn does; call :meth:`go_on` soon.
+        ending: ended processes that hold more than one turn releases.
     """
 
     def __init__(
@@ -80,13 +81,14 @@ class Node:
         self.remote: RemotePages | None = None
         self._new_token = new_token
         self._peers: dict[int, Peer] = {}
+        #: Identity of a process → its connections that are open, or hold something.
+        self._connections: dict[int, dict[int, None]] = {}
         self.waiting = WaitingRoom()
         #: More deadlines have passed than one turn applied.
         self._overdue = False
         #: Slots may have become free since requests that wait for some were last tried.
         self._room_may_be = False
-        #: Ended processes that hold more than one turn releases.
-        self._ending: dict[Process, None] = {}
+        self.ending: dict[Process, None] = {}
         self.retirement = Retirement(self.pages.residents, limits.unwatched_ns)
         meter = self.pages.meter
         self.latencies: dict[type, Histogram] = {
@@ -120,6 +122,7 @@ class Node:
         assert connection not in self._peers
         assert connection not in self.processes, "what that one held would be this one's"
         self._peers[connection] = peer
+        self._connections.setdefault(peer.identity, {})[connection] = None
 
     def receive(self, connection: int, request: wire.Request, now_ns: int) -> bool:
         """Process one request; its answer, if any, is added to ``outbox``.
@@ -152,13 +155,15 @@ class Node:
     def disconnected(self, connection: int, now_ns: int, *, ended: bool) -> None:
         """A connection was closed; ``ended``: its process is known to have ended too."""
         self.pages.moment.now_ns = now_ns
-        self._peers.pop(connection, None)
+        peer = self._peers.pop(connection, None)
+        if peer is not None:
+            self._left(connection, peer)
         process = self.processes.get(connection)
         if process is not None:
             self._stop_waiting(process)
             if ended or process.idle:
                 self._end(process)
-            elif process not in self._ending:  # otherwise it has settled, and is being released
+            elif process not in self.ending:  # otherwise it has settled, and is being released
                 self._lose(process, now_ns)
         self._after(now_ns)
 
@@ -169,8 +174,9 @@ class Node:
         those without an accepted Hello, because a later Hello would be accepted.
         """
         self.pages.moment.now_ns = now_ns
-        ended = [one for one in self.processes.values() if one.peer.identity == identity]
-        self.closing += [at for at, peer in self._peers.items() if peer.identity == identity]
+        known = self._connections.get(identity, {})
+        ended = [self.processes[at] for at in known if at in self.processes]
+        self.closing += [at for at in known if at in self._peers]
         for process in ended:
             self._end(process)
         assert all(process.lost for process in ended)
@@ -236,6 +242,7 @@ class Node:
         self.pages.residents.drop_orphans(SWEEP_STEPS)
         if self.pages.room.drain(SWEEP_STEPS):
             self._room_may_be |= self.pages.draining.now is None
+        self._room_may_be |= self.pages.residents.offer_skipped(SWEEP_STEPS) > 0
         self.pages.room.load_more()
         self.pages.ahead.make_room()
         self._after(now_ns)
@@ -250,8 +257,7 @@ class Node:
 
     def waits_for(self, identity: int) -> bool:
         """Whether the node holds, or may come to hold, anything until this process ends."""
-        held = (process.peer for process in self.processes.values())
-        return any(peer.identity == identity for peer in (*self._peers.values(), *held))
+        return identity in self._connections
 
     # ---- requests ---------------------------------------------------------------------------
 
@@ -302,20 +308,20 @@ class Node:
     def _end(self, process: Process) -> None:
         """The process accesses no bytes any more: :meth:`_after` releases what it held."""
         self.retirement.remove(process)
-        if process not in self._ending:
+        if process not in self.ending:
             self._stop_waiting(process)
             process.lost = True
-            self._ending[process] = None
+            self.ending[process] = None
 
     def _end_some(self) -> None:
         """Release what ended processes held, up to the limit of one turn."""
         left = self.limits.turn_pages
-        while self._ending and left > 0:
-            process = next(iter(self._ending))
+        while self.ending and left > 0:
+            process = next(iter(self.ending))
             assert process.lost
             left -= 1 + self.pages.end(process, left)
             if process.idle:
-                del self._ending[process]
+                del self.ending[process]
                 self._forget(process)
 
     def _forget(self, process: Process) -> None:
@@ -324,11 +330,19 @@ class Node:
         assert process.idle
         session = process.session
         del self.processes[process.connection]
+        self._left(process.connection, process.peer)
         del session.processes[process.connection]
         if not session.processes:
             assert session.used_bytes == 0
             self.pages.spaces.left(session)
             del self.sessions[session.token]
+
+    def _left(self, connection: int, peer: Peer) -> None:
+        """A connection was closed, or holds nothing any more: forget it after both."""
+        if connection not in self._peers and connection not in self.processes:
+            del self._connections[peer.identity][connection]
+            if not self._connections[peer.identity]:
+                del self._connections[peer.identity]
 
     def _refuse(self, request: wire.Request, error: KVStoreError) -> wire.Failure | None:
         self.pages.counts[f"refused_{error.code}"] += 1
@@ -392,13 +406,13 @@ class Node:
 
     def _after(self, now_ns: int) -> None:
         """Collect the page table's effects, and resume waiting requests as one turn allows."""
-        if self._ending:
+        if self.ending:
             self._end_some()
         self._wake()
         if self.waiting.count:
             self._resume_some(now_ns)
         self.unfinished = bool(
-            self._ending or self._overdue or self.pages.residents.unfinished or self._may_resume
+            self.ending or self._overdue or self.pages.residents.unfinished or self._may_resume
             or self.pages.ahead.used
         )  # fmt: skip
 

@@ -96,7 +96,7 @@ class Dispatcher:
             self._tasks.pop(number, None)
             self._answer(number, asked, message.by, result)
 
-        task = self._turns.start(work, end)
+        task = self._turns.start(work, end, message.operation)
         if not ended:
             self._tasks[number] = task
 

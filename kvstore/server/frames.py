@@ -100,8 +100,12 @@ class FrameConnections:
             )
             self.refuse(largest, ProtocolError("too many long messages at a time"))
 
+    def end(self, connection: "FrameConnection") -> None:
+        """A connection was closed: its end has its turn, for a thousand may close together."""
+        self._rounds.want(connection.peer.identity, connection.end)
+
     def lost(self, connection: "FrameConnection") -> None:
-        """A connection was closed."""
+        """The end of a connection has its turn."""
         if self.open.pop(connection.number, None) is not None:  # else its first message was refused
             self._lost(connection)
 
@@ -178,6 +182,11 @@ class FrameConnection(asyncio.Protocol):
         self._read_or_pause()
         return self._more
 
+    def end(self, _end_s: float) -> bool:
+        """Leave the connections of the face, in its turn; returns that there is no more."""
+        self._server.lost(self)
+        return False
+
     def pause_writing(self) -> None:
         """The client does not read its answers: stop processing its messages."""
         self._congested = True
@@ -192,7 +201,7 @@ class FrameConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         """The connection was closed by either side."""
         self._forget_unread()
-        self._server.lost(self)
+        self._server.end(self)
 
     def answer(self, answer: wire.Answer) -> None:
         """Send one answer; close the connection if too many are unread.

@@ -115,7 +115,7 @@ class Jobs:
             del self._jobs[number]
         self._jobs[job.number] = job
         shown = job.shown()
-        self._turns.start(work(job), lambda end: job.end(end))
+        self._turns.start(work(job), lambda end: job.end(end), f"the job {kind}")
         return shown
 
     def get(self, number: int) -> OperatorJob:

@@ -77,7 +77,7 @@ class FollowerQuestions:
         else:
             chosen = sample(self._table, asked.keys, random.randrange, random.random)
             work = self._pages(question, chosen)
-        self._turns.start(work, lambda _: None)
+        self._turns.start(work, lambda _: None, asked.kind.decode())
 
     def _pages(self, question: OpenQuestion, steps: Iterator[list[HeldPages]]) -> Work[None]:
         """Send the pages of some steps."""

@@ -31,11 +31,13 @@ class Task:
     Args:
         work: its steps.
         ended: called with its result or its refusal.
+        name: what it does, in words for the log.
     """
 
-    def __init__(self, work: Work[Any], ended: Callable[[Any], None]) -> None:
+    def __init__(self, work: Work[Any], ended: Callable[[Any], None], name: str = "") -> None:
         self.work = work
         self.ended = ended
+        self.name = name
 
 
 class Turns:
@@ -43,7 +45,7 @@ class Turns:
 
     Args:
         desk: carries out the decisions made in a turn, at its end.
-        name: what its turns are called when they are long.
+        name: whose they are; a long turn is called that, and by the work whose step was longest.
     """
 
     def __init__(self, desk: Desk, name: str = "an operator's request") -> None:
@@ -59,9 +61,9 @@ class Turns:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def start(self, work: Work[T], ended: Callable[[T | Refusal], None]) -> Task:
+    def start(self, work: Work[T], ended: Callable[[T | Refusal], None], name: str = "") -> Task:
         """Start work; exceptions other than refusals go to the loop's handler."""
-        task = Task(work, ended)
+        task = Task(work, ended, name)
         self._tasks.add(task)
         self._ready.append(task)
         self._go_on()
@@ -89,14 +91,17 @@ class Turns:
         """Run steps for one turn, then pause for the same time."""
         begun = perf_counter()
         end, now = begun + TURN_S, begun
+        longest, what = 0.0, self._name
         while self._ready and now < end:
-            task = self._ready.popleft()
+            task, before = self._ready.popleft(), now
             if task in self._tasks:
                 self._step(task)
             now = perf_counter()
+            if now - before > longest and task.name:
+                longest, what = now - before, f"{self._name}: {task.name}"
         self._desk.flush()
         took = perf_counter() - begun
-        self._desk.note_turn(round(took * 1e9), self._name)
+        self._desk.node.pages.meter.note_turn(round(took * 1e9), what)
         self._handle = asyncio.get_running_loop().call_later(took, self._rested)
 
     def _rested(self) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvstore.protocol.counts import Latency, Lookups
+from kvstore.protocol.page import KEY_BYTES
 
 BOUNDS_S: Final[tuple[float, ...]] = (
     0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0,
@@ -75,7 +76,22 @@ class Meter:
         self.lookup, self.acquire, self.put = Histogram(), Histogram(), Histogram()
         self.wait, self.disk_load, self.loop_turn = Histogram(), Histogram(), Histogram()
         self.peer_fetch = Histogram()
+        #: The longest recent turn in nanoseconds, and its request, or a description.
+        self._longest: tuple[int, object] = (0, "")
         self._models: dict[str, ModelLookups] = {}
+
+    def note_turn(self, took_ns: int, what: object) -> None:
+        """Record the duration of a turn, which blocks all others; ``what``: request, or words."""
+        self.loop_turn.observe(took_ns)
+        if took_ns > self._longest[0]:
+            self._longest = took_ns, what
+
+    def take_longest(self) -> tuple[int, str]:
+        """The longest turn since the last call, in nanoseconds, and what it did."""
+        (took_ns, what), self._longest = self._longest, (0, "")
+        keys = len(getattr(what, "keys", b"")) // KEY_BYTES
+        name = what if isinstance(what, str) else type(what).__name__
+        return took_ns, f"{name} of {keys} keys" if keys else name
 
     def found(self, model: str, host: int, ssd: int, missed: int) -> None:
         """Count the keys of an answered lookup: in memory, on disk, missed."""

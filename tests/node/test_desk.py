@@ -217,9 +217,24 @@ def test_the_longest_turn_is_named_once_and_all_are_counted(desk):
     desk.advance()
     desk.disconnect(number, ended=True)
 
-    assert desk.take_longest() == (90, "deadlines")
-    assert desk.take_longest() == (0, "")
+    assert desk.node.pages.meter.take_longest() == (90, "deadlines")
+    assert desk.node.pages.meter.take_longest() == (0, "")
     assert sum(desk.node.pages.meter.loop_turn.counts) == 3
+
+
+def test_a_later_turn_is_named_by_what_it_went_on_with(desk, later):
+    ticks = iter([0, 5, 100, 190])
+    desk._clock = lambda: next(ticks)
+    desk.node.pages.ahead.used[0, 0] = desk, 1  # type: ignore[assignment]
+    desk.node.unfinished = True
+    desk.node.go_on = lambda _now_ns: desk.node.pages.ahead.used.clear()
+    desk.flush()
+
+    (go_on,) = later
+    desk._clock = lambda: next(ticks)
+    go_on()
+
+    assert desk.node.pages.meter.take_longest() == (5, "a later turn: slots ahead")
 
 
 def test_a_turn_that_was_a_request_is_named_by_it_and_by_how_much_it_asked(desk):
@@ -228,4 +243,4 @@ def test_a_turn_that_was_a_request_is_named_by_it_and_by_how_much_it_asked(desk)
 
     desk.receive(desk.connect(Peer(1), Line([])), wire.Lookup(1, 0, [0], bytes(96)))
 
-    assert desk.take_longest() == (5, "Lookup of 3 keys")
+    assert desk.node.pages.meter.take_longest() == (5, "Lookup of 3 keys")

@@ -30,7 +30,7 @@ class AtOnce:
         self.before_step: Callable[[], object] = lambda: None
         self.pauses: list[float] = []
 
-    def start(self, work: Any, ended: Callable[[Any], None]) -> Task:
+    def start(self, work: Any, ended: Callable[[Any], None], name: str) -> Task:
         try:
             for pause in work:
                 self.pauses += [pause] if pause is not None else []
@@ -38,7 +38,7 @@ class AtOnce:
             ended(None)
         except Refusal as refusal:
             ended(refusal)
-        return Task(work, ended)
+        return Task(work, ended, name)
 
 
 class Cluster:

@@ -50,7 +50,7 @@ class Desk:
                                   configured="lru", ssd=None),
         )  # fmt: skip
         self.tasks: list[Any] = []
-        turns = SimpleNamespace(start=lambda work, ended: self.tasks.append((work, ended)))
+        turns = SimpleNamespace(start=lambda work, ended, _: self.tasks.append((work, ended)))
         self.operation = OperatorRequests(self.table, memory, status, turns)
         self.inspection = Inspection(node, status)
         self.leases: list[tuple[Any, int]] = []

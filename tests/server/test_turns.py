@@ -109,6 +109,18 @@ def test_all_work_together_gets_a_turn_and_then_the_others_as_long(loop, node):
     assert apart[:-1] == pytest.approx([2 * TURN_S] * (len(apart) - 1)), "a pause and a turn"
 
 
+def test_a_long_turn_is_called_after_the_work_whose_step_was_longest(loop, node):
+    desk = at(node)
+    work = Turns(desk, "an operator's request")
+    for name, step_s in (("first", TURN_S / 8), ("second", 4 * TURN_S), ("third", TURN_S / 8)):
+        work.start(working(loop, step_s, 2, [], name), lambda _result: None, name)
+    loop.run()
+
+    took_ns, what = desk.node.pages.meter.take_longest()
+    assert what == "an operator's request: second"
+    assert took_ns >= 4e9 * TURN_S
+
+
 def test_work_that_waits_takes_no_turn_until_then(loop, node):
     work, woke = Turns(at(node)), []
 

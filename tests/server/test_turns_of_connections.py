@@ -125,8 +125,37 @@ class Served:
     def unread(self, change_bytes: int) -> None:
         self.unread_bytes += change_bytes
 
-    def lost(self, connection: FrameConnection) -> None:
+    def end(self, connection: FrameConnection) -> None:
         assert not self.unread_bytes
+
+
+def test_of_a_thousand_connections_that_close_together_few_end_at_one_go(clock):
+    async def run() -> None:
+        ended: list[FrameConnection] = []
+
+        def lost(connection: FrameConnection) -> None:
+            ended.append(connection)
+            clock.now_s += ROUND_S / 10
+
+        server = FrameConnections(Counter(), lambda *_: None, lost)
+        connections = [made(server) for _ in range(1000)]
+        for number, connection in enumerate(connections, start=1):
+            connection.peer, connection.number = Peer(number), number
+            server.add(connection)
+        for connection in connections:
+            connection.connection_lost(None)
+        assert 0 < len(ended) <= 11, "the others wait for their turn"
+
+        before = len(ended)
+        await asyncio.sleep(0)
+        assert before < len(ended) <= before + 11
+        while len(ended) < 1000:
+            before = len(ended)
+            await asyncio.sleep(0)
+            assert len(ended) > before
+        assert not server.open
+
+    asyncio.run(run())
 
 
 def test_nothing_more_is_taken_from_a_client_that_does_not_read_its_answers():

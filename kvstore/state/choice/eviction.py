@@ -36,6 +36,8 @@ stays."""
 TAKE_OVER_MAX: Final = 64
 """Maximum leaves that each choice moves to a new policy, so that no request waits for all of
 them."""
+FORGOTTEN_MAX: Final = 512
+"""Maximum things learnt by a replaced policy that are freed at a time: 0.1 ms."""
 
 
 class Passed:
@@ -76,6 +78,8 @@ class Eviction:
         self._queues: dict[tuple[str, int], EvictionPolicy] = {}
         #: Queues of the policy before, as far as they are not taken over yet.
         self._before: dict[tuple[str, int], EvictionPolicy] = {}
+        #: Queues of replaced policies that have no leaf left, but what they learnt.
+        self._replaced: list[EvictionPolicy] = []
         #: Leaves that were passed over, by queue: no choice looks at them again meanwhile.
         self._passed: dict[tuple[str, int], Passed] = {}
         #: Until when leaves within their grace go too, by queue: nothing else was found.
@@ -119,12 +123,16 @@ class Eviction:
         self._before, self._queues = self._queues, {}
 
     def settle(self, most: int) -> bool:
-        """Move up to ``most`` leaves to the current policy; returns whether all are moved."""
+        """Move up to ``most`` leaves to the current policy, then free what the former learnt.
+
+        Returns:
+            whether all are moved, and all is freed.
+        """
         for name, queue in list(self._before.items()):
             if self._take_over(name, queue, most):
                 return False
-            del self._before[name]
-        return True
+            self._replaced.append(self._before.pop(name))
+        return self._forget()
 
     def stored(self, node: PrefixNode, keys: list[PrefixKey], slot_bytes: int, tick: int) -> None:
         """The pages of ``node``, with these keys, were stored; it may be split."""
@@ -190,6 +198,8 @@ class Eviction:
             self._others_used.clear()
         self._took_over.clear()
         self._strays = 0
+        if self._replaced:
+            self._forget()
 
     def check_turn(self, now_ns: int) -> None:
         """Assert that every choice was ended, and that skipped leaves return to their queues."""
@@ -343,7 +353,7 @@ class Eviction:
             return False
         if self._take_over(queue, before, TAKE_OVER_MAX):
             return True
-        del self._before[queue]
+        self._replaced.append(self._before.pop(queue))
         return False
 
     def _lift_grace(self, queue: tuple[str, int]) -> bool:
@@ -386,6 +396,12 @@ class Eviction:
                 return False
             self._queue(*name).add_candidate(node, self._tick)
         return True
+
+    def _forget(self) -> bool:
+        """Free some of what replaced policies learnt; whether all is free."""
+        while self._replaced and self._replaced[-1].forget(FORGOTTEN_MAX):
+            self._replaced.pop()
+        return not self._replaced
 
     def _replica_line(self, name: str, slot_bytes: int) -> LeastRecent:
         line = self._replicas.get((name, slot_bytes))

@@ -22,6 +22,8 @@ HISTORY_MAX: Final = 1 << 16
 """Keys of pages not in memory that a policy remembers at most."""
 MOVES_MAX: Final = 8
 """Leaves, and ranks, that one choice of a victim brings up to date at most."""
+MOVES_TICK_MAX: Final = 64
+"""Leaves that all choices of one tick bring up to date at most: a message may choose 128 times."""
 GONE_MAX: Final = 2
 """First entries of a heap, of leaves that have gone otherwise, that go with each that comes."""
 CELLS_EMPTY_MAX: Final = 256
@@ -47,6 +49,13 @@ class EvictionPolicy(Protocol):
 
     def pop(self, tick: int) -> PrefixNode | None:
         """The best victim of those offered, or None; it must be offered again to come again."""
+        ...
+
+    def forget(self, most: int) -> bool:
+        """Let go of up to ``most`` things that were learnt; whether none is left.
+
+        Nothing else is asked of it from then on. All at once is too much for one turn.
+        """
         ...
 
 
@@ -89,6 +98,10 @@ class LeastRecent:
                 return node
         return None
 
+    def forget(self, most: int) -> bool:  # noqa: ARG002
+        """Nothing was learnt."""
+        return True
+
     def _rank(self, node: PrefixNode) -> tuple[int, int]:
         return 0, node.access
 
@@ -125,6 +138,12 @@ class FrequencySketch(LeastRecent):
             self._counts[page.key] = self._counts.get(page.key, 0) + 1
         if len(self._counts) >= HISTORY_MAX:
             self._counts = {key: count // 2 for key, count in self._counts.items() if count > 1}
+
+    def forget(self, most: int) -> bool:
+        """Let go of counts."""
+        for _ in range(min(most, len(self._counts))):
+            self._counts.popitem()
+        return not self._counts
 
     def _rank(self, node: PrefixNode) -> tuple[int, int]:
         return self._counts.get(node.key, 0) + node.uses, node.access
@@ -199,6 +218,14 @@ class SmallAndMain:
                 return node
         return None
 
+    def forget(self, most: int) -> bool:
+        """Let go of places, and of keys that went."""
+        for _ in range(min(most, len(self._places))):
+            self._places.popitem()
+        for _ in range(min(most, len(self._gone))):
+            self._gone.popitem()
+        return not self._places and not self._gone
+
     def _goes(self, node: PrefixNode, main: bool, paid: int) -> None:  # noqa: FBT001
         self._popped[node] = main, paid
         if len(self._popped) > self.POPPED_MAX:
@@ -245,6 +272,8 @@ class HighestReuse:
         self._due_at: dict[Cell, int] = {}
         self._sequence = 0
         self._usual_cost = 0
+        #: The tick of the last choice, and leaves that its choices may still bring up to date.
+        self._aged_tick = self._moves_left = 0
 
     def stored(self, node: PrefixNode, keys: list[PrefixKey], tick: int) -> None:
         """Learn from the page's return, or from its prompt's first coming."""
@@ -286,6 +315,10 @@ class HighestReuse:
                 self._reuse.evicted(node)
                 return node
         return None
+
+    def forget(self, most: int) -> bool:
+        """Let go of what was observed."""
+        return self._reuse.forget(most)
 
     def _push(self, node: PrefixNode, tick: int) -> None:
         """Let the node stand in the cell where it belongs now."""
@@ -330,9 +363,12 @@ class HighestReuse:
 
     def _age(self, tick: int) -> None:
         """Move leaves whose time in their cell is over; a bounded number, the rest goes later."""
-        for _ in range(MOVES_MAX):
+        if tick != self._aged_tick:
+            self._aged_tick, self._moves_left = tick, MOVES_TICK_MAX
+        for _ in range(min(MOVES_MAX, self._moves_left)):
             if not self._due or self._due[0][0] > tick:
                 return
+            self._moves_left -= 1
             due, cell = heappop(self._due)
             if self._due_at.get(cell) != due:
                 continue

@@ -213,6 +213,24 @@ class LearnedReuse:
             parent.turns, parent.use_interval = node.turns, node.use_interval
             parent.pages_added, parent.deepest = node.pages_added, node.deepest
 
+    def forget(self, most: int) -> bool:
+        """Let go of up to ``most`` observations, or kinds; whether none is left."""
+        for line in (self._in_order, *self._by_age):
+            while line and most > 0:
+                watched, most = line.popleft(), most - 1
+                if watched.key is not None:
+                    del self._part(watched.key)[watched.key]
+                    watched.key = None
+        for table in (self._ranks, self._ranked, self._counted, self._table):
+            while table and most > 0:
+                table.popitem()
+                most -= 1
+        while self._tables and most > 0:
+            self._tables.pop()
+            most -= 1
+        assert most <= 0 or not any(self._observed), "all that is observed is in order, too"
+        return most > 0
+
     def _finish_prompt(self, tick: int) -> Kind | None:
         """The pages stored last end a prompt: observe it, and update the counts."""
         end = self._end

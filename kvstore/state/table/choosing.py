@@ -120,6 +120,8 @@ class RoomChooser:
             if node is not None:
                 # Of a space with limits each page is asked for: the next one may be reserved.
                 limited = node.space.number in held.quotas.limited
+                if not limited and held.draining.skips(node, slot_bytes):
+                    continue
                 each = slots_of_a_page(node, slot_bytes)
                 last = Leaving(node, -(-(1 if limited else left) // each))
                 if held.disk.is_dirty(node):

@@ -11,9 +11,11 @@ from itertools import islice, repeat
 from typing import Final
 
 from kvstore.state.choice.eviction import is_held
+from kvstore.state.choice.policy import enter
 from kvstore.state.choice.quotas import Quotas
 from kvstore.state.table.orphans import tails_first
 from kvstore.state.table.runs import Owners
+from kvstore.state.tree.columns import last_slot
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree
 from kvstore.state.tree.slots import Slot, SlotTable
@@ -22,6 +24,8 @@ LOOKS: Final = 8
 """Slots that are looked at in the time in which one page leaves."""
 WHOLE_MAX: Final = 128
 """Pages of a run that leave together at most."""
+SKIPS_MAX: Final = 1024
+"""Victims in the extent that is being emptied that one request skips at most."""
 STAY_NS: Final = 30_000_000_000
 """How long a class keeps an extent that it got, against one that has pages of its own to evict.
 
@@ -56,6 +60,9 @@ class Draining:
         grown: the extent that a class got last; when half of it is used, the next one is drained.
         tick: the request that is being carried out; pages that it used stay.
         spared: the page behind which room is being made, which stays.
+        skips_left: victims that the request may still skip.
+        skipped: victims that were skipped, and their class; they are in no queue until the end.
+        returning: those that were skipped before, until they are offered again.
     """
 
     def __init__(self, slots: SlotTable, owners: Owners, quotas: Quotas) -> None:
@@ -67,6 +74,9 @@ class Draining:
         self.grown: int | None = None
         self.tick = 0
         self.spared: PrefixNode | None = None
+        self.skips_left = 0
+        self.skipped: dict[PrefixNode, int] = {}
+        self.returning: list[tuple[PrefixNode, int]] = []
         #: Position → when it got empty.
         self._since_ns: dict[int, int] = {}
 
@@ -86,6 +96,28 @@ class Draining:
         if extent.class_of != (space.identity.tenant, slot_bytes):
             return False
         self.grown = None
+        return True
+
+    def begin_request(self, tick: int) -> None:
+        """A request makes room; what it used stays."""
+        self.tick, self.skips_left = tick, SKIPS_MAX
+
+    def skips(self, victim: PrefixNode, slot_bytes: int) -> bool:
+        """Whether to skip a victim: its last slot is in the extent that is being emptied.
+
+        What it leaves there is not for the class that asks. It leaves with the extent.
+        """
+        if self.now is None or self.skips_left <= 0:
+            return False
+        shards, position = victim.space.shards, self.now.position
+        for shard, column in victim.slot_columns.items():
+            of_class = shards[shard].slot_bytes == slot_bytes
+            if of_class and self._slots.position(last_slot(column)) != position:
+                return False
+        assert slot_bytes not in victim.queued, "it is still in the queue"
+        self.skips_left -= 1
+        self.skipped[victim] = slot_bytes
+        enter(victim, slot_bytes)  # it comes again by itself
         return True
 
     def begin(
@@ -135,6 +167,8 @@ class Draining:
         """The walk has ended: whether the extent is empty; else it is left to its class."""
         assert self.now is not None
         position, self.now = self.now.position, None
+        self.returning += self.skipped.items()
+        self.skipped.clear()
         if self._slots.end_drain(position):
             self.grown = position
             self._since_ns[position] = now_ns

@@ -57,9 +57,10 @@ class Keeping:
         self.is_used = True
         try:
             for node in pin.nodes if tier == "ssd" else ():
-                for shard in node.digests:
-                    if not node.on_disk >> shard & 1:
-                        self._tiers.ensure_written(node, shard)
+                if node.ready & ~node.on_disk:  # of thousands few are
+                    for shard in node.digests:
+                        if not node.on_disk >> shard & 1:
+                            self._tiers.ensure_written(node, shard)
         except CapacityError:
             self.unpin(pin.number)
             raise

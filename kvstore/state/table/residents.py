@@ -12,6 +12,7 @@ from itertools import islice
 from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.choice.eviction import Eviction
 from kvstore.state.choice.ghosts import Ghosts
+from kvstore.state.choice.policy import leave
 from kvstore.state.disk.graves import BURIED
 from kvstore.state.disk.pages import DiskPages, no_disk
 from kvstore.state.metering import Meter
@@ -76,7 +77,7 @@ class Residents:
     @property
     def unfinished(self) -> bool:
         """Whether work is left for later turns: :meth:`drop_orphans`, :meth:`drain`, writes."""
-        if self.orphans or self.draining.now is not None:
+        if self.orphans or self.draining.now is not None or self.draining.returning:
             return True
         return self.disk.unfinished or len(self.disk.loads.beginning) > 0
 
@@ -128,6 +129,16 @@ class Residents:
             self.eviction.add_candidate(node)
         if self.disk.exists:
             self.disk.limits.add_candidate(node)
+
+    def offer_skipped(self, most: int) -> int:
+        """Offer up to ``most`` leaves again that were skipped while an extent was emptied."""
+        returning = self.draining.returning
+        for _ in range(offered := min(most, len(returning))):
+            node, slot_bytes = returning.pop()
+            leave(node, slot_bytes)
+            if is_live(node):
+                self.eviction.add_candidate(node)
+        return offered
 
     def unpin(self, slots: list[Slot]) -> None:
         """Unpin the pages in these slots.

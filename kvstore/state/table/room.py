@@ -54,13 +54,15 @@ class Room:
         held, tenant = self._held, space.identity.tenant
         held.ghosts.wanted = (space.number, slot_bytes)
         held.eviction.now_ns = held.moment.now_ns
-        held.draining.tick = held.moment.tick  # what this request used stays
+        held.draining.begin_request(held.moment.tick)
         plans_left = count + EMPTY_MAX  # what leaves an extent that is drained makes no room yet
         while len(taken) < count and plans_left > 0:
             plans_left -= 1
             more = self._make_room(RoomRequest(space, slot_bytes, count - len(taken), head))
             taken += held.slots.allocate(count - len(taken), tenant, slot_bytes)
             if not more and len(taken) < count:
+                if held.offer_skipped(EMPTY_MAX):
+                    continue
                 if held.draining.serves(space, slot_bytes) or held.eviction.spared_since_ns:
                     break
                 if not self._spill(RoomRequest(space, slot_bytes, count - len(taken), head)):

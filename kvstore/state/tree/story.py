@@ -6,9 +6,10 @@ that every log and every test that reports the error shows them.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple
+from functools import wraps
+from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from kvstore.protocol.errors import KVStoreError
 from kvstore.protocol.page import KEY_BYTES, PrefixKey
@@ -152,3 +153,28 @@ def _of(node: PrefixNode, events: Iterable[Event]) -> list[Event]:
         for one in events
         if one.space == node.space.number and chain.get(one.key, EVENTS_MAX) < one.pages
     ]
+
+
+class Storied(Protocol):
+    """What has a story."""
+
+    story: Story
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+S = TypeVar("S", bound=Storied)
+
+
+def explained(call: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Add the last events of the page concerned to any error that is a bug of the node."""
+
+    @wraps(call)
+    def explaining(one: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return call(one, *args, **kwargs)
+        except Exception as error:
+            one.story.explain(error)
+            raise
+
+    return explaining

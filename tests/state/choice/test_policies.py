@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from bench.policy import SLOT_BYTES, Furthest, Simulation, simulate
 from kvstore.protocol.errors import InvalidArgument
 from kvstore.protocol.page import CanonicalLayout, PrefixKey, ShardSpec, SpaceIdentity
+from kvstore.state.choice.eviction import FORGOTTEN_MAX
 from kvstore.state.choice.policy import (
     MOVES_MAX,
+    MOVES_TICK_MAX,
     POLICIES,
     EvictionPolicy,
     HighestReuse,
@@ -205,6 +207,59 @@ def test_no_choice_of_a_victim_moves_more_than_a_few_leaves_however_many_aged(mo
 
     assert 0 < most <= MOVES_MAX
     assert policy.pop(1 << 20) is None
+
+
+def test_no_tick_moves_many_leaves_however_many_victims_are_chosen_in_it(monkeypatch):
+    space, policy = a_space(0), HighestReuse(SLOT_BYTES)
+    for number in range(3000):
+        policy.add_candidate(a_leaf(space, number, number), 3000)
+    moved = []
+    put = HighestReuse._put
+    monkeypatch.setattr(HighestReuse, "_put", lambda *given: (moved.append(given), put(*given)))
+    of_ticks = []
+    for tick in (1 << 20, 1 + (1 << 20)):
+        moved.clear()
+        assert all(policy.pop(tick) is not None for _ in range(100))
+        of_ticks.append(len(moved))
+
+    assert 0 < max(of_ticks) <= MOVES_TICK_MAX
+    assert of_ticks[1], "the others age in the ticks after it"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_a_policy_learnt_is_let_go_in_steps(name):
+    policy = new_policy(name, SLOT_BYTES)
+    simulation = Simulation(200, policy)
+    for ids in conversations(20, 4):
+        simulation.request(ids)
+    while policy.pop(simulation.tick) is not None:
+        pass
+
+    steps = 1
+    while not policy.forget(10):
+        steps += 1
+
+    learns = name in ("tinylfu", "s3-fifo", "kvstore")
+    assert steps > 10 if learns else steps == 1
+    if isinstance(policy, HighestReuse):
+        learnt = policy._reuse
+        assert not any([learnt._in_order, *learnt._by_age, *learnt._observed])
+        assert not any([learnt._table, learnt._tables, learnt._counted, learnt._ranks])
+
+
+def test_what_a_replaced_policy_learnt_is_let_go_with_the_choices_that_come():
+    world = World(extents=1, slots_each=2 * FORGOTTEN_MAX)
+    eviction, engine = world.table.eviction, world.process()
+    eviction.change_policy("kvstore")
+    space = world.space(engine)
+    for page in range(3 * FORGOTTEN_MAX):
+        world.store(engine, space, chr(0x1000 + page))
+
+    eviction.change_policy("lru")
+    assert not eviction.settle(1 << 20), "it learnt more than one step lets go"
+    for page in range(20):
+        world.store(engine, space, chr(0x8000 + page))
+    assert eviction.settle(1)
 
 
 def learn(policy: HighestReuse, kind: Kind, rank: float) -> None:

@@ -6,7 +6,7 @@ from kvstore.state.table.draining import STAY_NS, WHOLE_MAX
 from kvstore.state.table.invariants import check
 from kvstore.state.table.room import EMPTY_MAX
 from kvstore.state.tree.actions import PageStatus, Removed
-from tests.state.world import FULL, WINDOW, World, key
+from tests.state.world import FULL, WINDOW, World, chain, key
 
 GRANTED, NO_ROOM = PageStatus.GRANTED, PageStatus.NO_ROOM
 MANY = 3 * EMPTY_MAX
@@ -92,6 +92,40 @@ def test_a_page_that_is_read_meanwhile_ends_the_drain_and_its_free_slots_are_use
     world.table.release(node.red, number)
     assert world.store(node.red, node.old, "x") == [GRANTED]
     assert world.lookup(node.old, node.stored[0]) == (left, 0), "there was a free slot"
+    check(world.table)
+
+
+def test_a_put_takes_no_page_out_of_an_extent_that_is_drained_for_others():
+    node = Tenants(extents=3)
+    world = node.world
+    assert world.store(node.blue, node.new, "a") == [NO_ROOM]
+    assert world.table.draining.now is not None
+
+    assert world.store(node.red, node.old, "xyz") == [GRANTED] * 3
+    assert world.removed("evicted") == chain(node.stored[1])[:-4:-1], "the next in order"
+
+    node.drain()
+    assert world.table.counts["moved_extents"] == 1
+    assert world.lookup(node.old, node.stored[2]) == (node.each, 0)
+
+
+def test_pages_that_were_skipped_while_their_extent_was_drained_leave_later():
+    node = Tenants()
+    world = node.world
+    world.store(node.blue, node.new, "a")
+    assert world.store(node.red, node.old, "x") == [GRANTED]
+    assert world.lookup(node.old, node.stored[1]) == (node.each - 1, 0)
+    number, _ = world.acquire(node.red, node.old, node.stored[0][:1])
+    node.drain()
+    assert world.table.counts["moved_extents"] == 0, "it is left to its class"
+    assert world.table.residents.unfinished, "they come back in turns"
+    while world.table.residents.offer_skipped(1):
+        check(world.table)
+    assert not world.table.residents.unfinished
+
+    world.table.release(node.red, number)
+    assert world.store(node.red, node.old, "y" * (2 * node.each)) == [GRANTED] * 2 * node.each
+    assert world.lookup(node.old, node.stored[0]) == (0, 0)
     check(world.table)
 
 
