@@ -2,8 +2,8 @@
 
 The calling thread waits for its own answer; there is one request at a time. Messages without an
 answer never block: they are posted, and sent with the next request, or as soon as no other thread
-is writing, or within 50 ms. Posted messages belong to this connection: if it breaks before they
-were sent, they are never sent on a later one.
+is writing, or within 50 ms, or at once if nobody has needed the connection lately. Posted messages
+belong to this connection: if it breaks before they were sent, they are never sent on a later one.
 """
 
 import socket
@@ -41,6 +41,9 @@ class Connection:
 
     Attributes:
         broken: why it cannot be used any more; empty = it can.
+        watched: another thread calls :meth:`flush` every 50 ms; otherwise posted messages are sent
+            at once. Set by that thread.
+        postponed: changes with each message that need not be sent at once.
 
     Raises:
         PeerUnreachable: nothing listens there.
@@ -49,6 +52,8 @@ class Connection:
     def __init__(self, path: str, number: int) -> None:
         self.number = number
         self.broken = ""
+        self.watched = True
+        self.postponed = 0
         self._path = path
         self._socket = open_socket(path)
         self._timeout_s = 0.0
@@ -97,7 +102,8 @@ class Connection:
             self.abort("it does not read our messages")
             return
         self._posted.append(wire.encode(message))
-        if now or len(self._posted) >= _BATCH:
+        self.postponed += not now  # before ``watched`` is read: see Link._maintain
+        if now or len(self._posted) >= _BATCH or not self.watched:
             self.flush()
 
     def flush(self) -> None:

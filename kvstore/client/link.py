@@ -48,6 +48,10 @@ SETTLE_WAIT_S: Final = 30.0
 """How long a closed link tries to tell a node that does not answer which moves have ended."""
 _BACKOFF_S: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _TICK_S: Final = 0.05
+_QUIET_TICK_S: Final = 0.5
+"""Time between two looks at a connection for which there was nothing to do for a while: each takes
+0.1 ms of CPU time, and an engine has one such thread for each of its processes."""
+_QUIET_AFTER_S: Final = 1.0
 _ORIGIN_BYTES: Final = 16
 
 
@@ -391,12 +395,17 @@ class Link:
             self._thread = thread
 
     def _maintain(self) -> None:
-        attempt, asked, quiet = 0, monotonic(), 0.0
+        attempt, asked, quiet, needed, postponed = 0, monotonic(), 0.0, monotonic(), 0
         while not self._reconnecting.closed:
             connection = self._connection
             if connection is not None:
                 attempt = 0
-                if connection.wait_closed(_TICK_S):
+                # First say that nobody looks soon: what is posted after that is sent at once.
+                connection.watched = monotonic() - needed < _QUIET_AFTER_S
+                if connection.postponed != postponed or self.reserved.any or self._unused:
+                    postponed, needed = connection.postponed, monotonic()
+                    connection.watched = True
+                if connection.wait_closed(_TICK_S if connection.watched else _QUIET_TICK_S):
                     self._lost(connection)
                 else:
                     connection.flush()
