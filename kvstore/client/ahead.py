@@ -86,6 +86,11 @@ class ReservedSlots:
             self._slots[slot.space, slot.shard] = slot, monotonic()
             return True
 
+    @property
+    def any(self) -> bool:
+        """Whether slots are kept."""
+        return bool(self._slots)
+
     def unused(self) -> list[ReservedSlot]:
         """Slots that were not used for a while, to be given back."""
         if not self._slots:  # nearly always

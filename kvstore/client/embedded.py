@@ -26,6 +26,7 @@ from kvstore.protocol.errors import (
     KVStoreError,
     PeerUnreachable,
     ProtocolError,
+    TransferError,
     TransferTimeout,
     error_from_code,
 )
@@ -108,7 +109,7 @@ class _Memory:
 
 
 class Embedded:
-    """A node and its memory as a :class:`~kvstore.client.link.NodeLink`; thread-safe.
+    """A node and its memory as a :class:`~kvstore.client.node_link.NodeLink`; thread-safe.
 
     It belongs to the process that created it: in a forked child everything is a miss.
 
@@ -186,7 +187,7 @@ class Embedded:
     def request(
         self, message: wire.Request, timeout_s: float, _epoch: int | None = None
     ) -> wire.Answer:
-        """See :class:`~kvstore.client.link.NodeLink`."""
+        """See :class:`~kvstore.client.node_link.NodeLink`."""
         deadline = monotonic() + timeout_s
         if not self._answered.acquire(timeout=timeout_s):
             raise TransferTimeout("other requests took too long")
@@ -205,8 +206,22 @@ class Embedded:
             raise error_from_code(answer.code, answer.message, answer.field)
         return answer
 
+    def request_all(
+        self, messages: Sequence[wire.Request], timeout_s: float, epoch: int
+    ) -> list[wire.Answer | KVStoreError]:
+        """See :class:`~kvstore.client.node_link.NodeLink`."""
+        answers: list[wire.Answer | KVStoreError] = []
+        for message in messages:
+            try:
+                answers.append(self.request(message, timeout_s, epoch))
+            except TransferError:
+                raise
+            except KVStoreError as error:
+                answers.append(error)
+        return answers
+
     def send(self, message: wire.Request, _epoch: int | None = None) -> None:
-        """See :class:`~kvstore.client.link.NodeLink`."""
+        """See :class:`~kvstore.client.node_link.NodeLink`."""
         self._sent.append(message)
         # The thread with the lock delivers it; if too many wait, this thread waits for the lock.
         wait_s = _LOCK_WAIT_S if len(self._sent) >= _SENT_MAX else 0.0
@@ -219,7 +234,7 @@ class Embedded:
     send_later = send
 
     def moving(self) -> _Moving:
-        """See :class:`~kvstore.client.link.NodeLink`."""
+        """See :class:`~kvstore.client.node_link.NodeLink`."""
         return _Moving(self._begin, self._end)
 
     def close(self) -> None:

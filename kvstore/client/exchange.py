@@ -1,14 +1,16 @@
 """One connection to a node: requests with deadlines, and messages without an answer.
 
-The calling thread waits for its own answer; there is one request at a time. Messages without an
+The calling thread waits for its own answer; there is one request at a time, or several that are
+sent together. Messages without an
 answer never block: they are posted, and sent with the next request, or as soon as no other thread
-is writing, or within 50 ms. Posted messages belong to this connection: if it breaks before they
-were sent, they are never sent on a later one.
+is writing, or within 50 ms, or at once if nobody has needed the connection lately. Posted messages
+belong to this connection: if it breaks before they were sent, they are never sent on a later one.
 """
 
 import socket
 import threading
 from collections import deque
+from collections.abc import Sequence
 from time import monotonic
 from typing import Final
 
@@ -41,6 +43,9 @@ class Connection:
 
     Attributes:
         broken: why it cannot be used any more; empty = it can.
+        watched: another thread calls :meth:`flush` every 50 ms; otherwise posted messages are sent
+            at once. Set by that thread.
+        postponed: changes with each message that need not be sent at once.
 
     Raises:
         PeerUnreachable: nothing listens there.
@@ -49,6 +54,8 @@ class Connection:
     def __init__(self, path: str, number: int) -> None:
         self.number = number
         self.broken = ""
+        self.watched = True
+        self.postponed = 0
         self._path = path
         self._socket = open_socket(path)
         self._timeout_s = 0.0
@@ -91,13 +98,34 @@ class Connection:
         finally:
             self._turn.release()
 
+    def request_all(self, messages: Sequence[wire.Request], deadline: float) -> list[wire.Answer]:
+        """Send requests together and wait for all answers; see :meth:`request`.
+
+        Args:
+            messages: they fit the node's buffers, and so do their answers: some hundred KB each.
+            deadline: of the last answer.
+        """
+        if not self._turn.acquire(timeout=max(deadline - monotonic(), 0.0)):
+            raise TransferTimeout(f"{self._path}: other requests took too long")
+        try:
+            if self.broken:
+                raise PeerUnreachable(f"{self._path}: {self.broken}")
+            try:
+                return self._exchange_all(messages, deadline)
+            except BaseException as error:
+                self._end(str(error) or type(error).__name__)
+                raise
+        finally:
+            self._turn.release()
+
     def post(self, message: wire.Request, *, now: bool) -> None:
         """Send a message without an answer; never blocks. ``now`` False: within 50 ms."""
         if len(self._posted) >= POSTED_MAX:
             self.abort("it does not read our messages")
             return
         self._posted.append(wire.encode(message))
-        if now or len(self._posted) >= _BATCH:
+        self.postponed += not now  # before ``watched`` is read: see Link._maintain
+        if now or len(self._posted) >= _BATCH or not self.watched:
             self.flush()
 
     def flush(self) -> None:
@@ -167,6 +195,32 @@ class Connection:
             raise ProtocolError(f"answer {answer!r} does not belong to request {self._identifier}")
         check_answer(message, answer)
         return answer
+
+    def _exchange_all(self, messages: Sequence[wire.Request], deadline: float) -> list[wire.Answer]:
+        first = self._identifier + 1
+        for message in messages:
+            self._identifier += 1
+            message.id = self._identifier  # type: ignore[union-attr]
+        with self._writing:
+            self._send(self._take_posted() + b"".join(map(wire.encode, messages)), deadline)
+        if self._posted:
+            self.flush()
+        answers: dict[int, wire.Answer] = {}
+        reader = wire.FrameReader()
+        while len(answers) < len(messages) or reader.unread_bytes:
+            self._limit(deadline)
+            data = self._socket.recv(RECEIVE_BYTES)
+            if not data:
+                why = self.broken or "the node closed the connection"
+                raise PeerUnreachable(f"{self._path}: {why}")
+            for body in reader.feed(data):
+                answer = wire.decode_answer(body)
+                number = getattr(answer, "id", 0)
+                if number in answers or not first <= number <= self._identifier:
+                    raise ProtocolError(f"answer {answer!r} belongs to none of these requests")
+                check_answer(messages[number - first], answer)
+                answers[number] = answer
+        return [answers[number] for number in range(first, self._identifier + 1)]
 
     def _send(self, frame: bytes, deadline: float) -> None:
         sent = max(send_now(self._socket, frame), 0)

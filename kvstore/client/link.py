@@ -13,10 +13,9 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from time import monotonic
 from types import TracebackType
-from typing import Final, Protocol
+from typing import Final
 
 from kvstore.client import forks
 from kvstore.client.ahead import ReservedSlot, ReservedSlots
@@ -48,65 +47,11 @@ SETTLE_WAIT_S: Final = 30.0
 """How long a closed link tries to tell a node that does not answer which moves have ended."""
 _BACKOFF_S: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _TICK_S: Final = 0.05
+_QUIET_TICK_S: Final = 0.5
+"""Time between two looks at a connection for which there was nothing to do for a while: each takes
+0.1 ms of CPU time, and an engine has one such thread for each of its processes."""
+_QUIET_AFTER_S: Final = 1.0
 _ORIGIN_BYTES: Final = 16
-
-
-class NodeLink(Protocol):
-    """The interface of a node for the client: through a socket, or in this process."""
-
-    @property
-    def epoch(self) -> int:
-        """Number of the current connection; spaces opened on an earlier one are invalid."""
-
-    @property
-    def connected(self) -> bool:
-        """Whether a request can succeed now."""
-
-    @property
-    def quota_bytes(self) -> int:
-        """Bytes that this engine may have pinned or reserved at the node; 0 = unknown."""
-
-    @property
-    def node_name(self) -> str:
-        """Name of the node; empty = unknown."""
-
-    @property
-    def node_minor(self) -> int:
-        """Minor version of the node's protocol; 0 = unknown."""
-
-    @property
-    def reserved(self) -> ReservedSlots | None:
-        """Slots for the next single pages; None = a put here costs no round trip anyway."""
-
-    def request(
-        self, message: wire.Request, timeout_s: float, epoch: int | None = None
-    ) -> wire.Answer:
-        """Send a request and wait for its answer.
-
-        Args:
-            message: its ``id`` is set here.
-            timeout_s: maximum wait.
-            epoch: the connection that it is for; on another one it is not sent.
-
-        Raises:
-            TransferTimeout, PeerUnreachable: no answer.
-            KVStoreError: the error with which the node refused.
-        """
-
-    def send(self, message: wire.Request, epoch: int | None = None) -> None:
-        """Send a message without an answer; does not wait.
-
-        It is lost silently if the node is away, or if the link has reconnected since ``epoch``.
-        """
-
-    def send_later(self, message: wire.Request, epoch: int | None = None) -> None:
-        """As :meth:`send`, but not urgent: sent with the next message, or soon."""
-
-    def moving(self) -> AbstractContextManager[Use]:
-        """Context for a use of the node's memory: it stays mapped, and the node learns the end."""
-
-    def close(self) -> None:
-        """Disconnect and unmap, as soon as no move is in progress."""
 
 
 class Moving:
@@ -138,7 +83,7 @@ class Moving:
 
 
 class Link:
-    """A :class:`NodeLink` over the node's Unix socket.
+    """A :class:`~kvstore.client.node_link.NodeLink` over the node's Unix socket.
 
     Args:
         path: the socket.
@@ -191,7 +136,7 @@ class Link:
 
     @property
     def epoch(self) -> int:
-        """See :class:`NodeLink`."""
+        """See :class:`~kvstore.client.node_link.NodeLink`."""
         self._revive(CONNECT_TIMEOUT_S)
         return self._reconnecting.connection
 
@@ -204,32 +149,60 @@ class Link:
     def request(
         self, message: wire.Request, timeout_s: float, epoch: int | None = None
     ) -> wire.Answer:
-        """See :class:`NodeLink`."""
+        """See :class:`~kvstore.client.node_link.NodeLink`."""
         deadline = monotonic() + timeout_s
+        connection = self._connection_of(epoch, timeout_s)
+        try:
+            answer = connection.request(message, deadline)
+        except (OSError, KVStoreError) as error:
+            raise self._failed(connection, error) from error
+        if isinstance(answer, wire.Failure):
+            raise error_from_code(answer.code, answer.message, answer.field)
+        return answer
+
+    def request_all(
+        self, messages: Sequence[wire.Request], timeout_s: float, epoch: int
+    ) -> list[wire.Answer | KVStoreError]:
+        """See :class:`~kvstore.client.node_link.NodeLink`."""
+        connection = self._connection_of(epoch, timeout_s)
+        try:
+            answers = connection.request_all(messages, monotonic() + timeout_s)
+        except (OSError, KVStoreError) as error:
+            raise self._failed(connection, error) from error
+        return [
+            error_from_code(answer.code, answer.message, answer.field)
+            if isinstance(answer, wire.Failure) else answer
+            for answer in answers
+        ]  # fmt: skip
+
+    def _connection_of(self, epoch: int | None, timeout_s: float) -> Connection:
+        """The connection for a request.
+
+        Raises:
+            PeerUnreachable, TransferTimeout: there is none, or another one now.
+        """
         self._revive(timeout_s)
         connection = self._connection
         if connection is None or self._reconnecting.closing:
             raise PeerUnreachable(f"{self.path}: {self.why}")
         if epoch is not None and epoch != connection.number:
             raise PeerUnreachable(f"{self.path}: reconnected during a call")
-        try:
-            answer = connection.request(message, deadline)
-        except (OSError, KVStoreError) as error:
-            if connection.broken:
-                self._lost(connection)
-            raise as_transfer_error(error, self.path) from error
-        if isinstance(answer, wire.Failure):
-            raise error_from_code(answer.code, answer.message, answer.field)
-        return answer
+        return connection
+
+    def _failed(self, connection: Connection, error: OSError | KVStoreError) -> KVStoreError:
+        """The error to raise after a request without an answer."""
+        if connection.broken:
+            self._lost(connection)
+        return as_transfer_error(error, self.path)
 
     def send(self, message: wire.Request, epoch: int | None = None) -> None:
-        """See :class:`NodeLink`."""
+        """See :class:`~kvstore.client.node_link.NodeLink`."""
         connection = self._connection
         if connection is not None and epoch in (None, connection.number):
             connection.post(message, now=True)
 
     def send_later(self, message: wire.Request, epoch: int | None = None) -> None:
-        """See :class:`NodeLink`.
+        """See :class:`~kvstore.client.node_link.NodeLink`.
 
         Waking the node at once would take some 50 µs from this process.
         """
@@ -238,7 +211,7 @@ class Link:
             connection.post(message, now=False)
 
     def moving(self) -> Moving:
-        """See :class:`NodeLink`."""
+        """See :class:`~kvstore.client.node_link.NodeLink`."""
         self._revive(CONNECT_TIMEOUT_S)
         return Moving(self._begin, self._ended)
 
@@ -248,7 +221,7 @@ class Link:
             return self._reconnecting.unfinished()
 
     def close(self) -> None:
-        """See :class:`NodeLink`.
+        """See :class:`~kvstore.client.node_link.NodeLink`.
 
         While a move or view is in progress the connection stays open, but no more requests are
         sent.
@@ -391,12 +364,17 @@ class Link:
             self._thread = thread
 
     def _maintain(self) -> None:
-        attempt, asked, quiet = 0, monotonic(), 0.0
+        attempt, asked, quiet, needed, postponed = 0, monotonic(), 0.0, monotonic(), 0
         while not self._reconnecting.closed:
             connection = self._connection
             if connection is not None:
                 attempt = 0
-                if connection.wait_closed(_TICK_S):
+                # First say that nobody looks soon: what is posted after that is sent at once.
+                connection.watched = monotonic() - needed < _QUIET_AFTER_S
+                if connection.postponed != postponed or self.reserved.any or self._unused:
+                    postponed, needed = connection.postponed, monotonic()
+                    connection.watched = True
+                if connection.wait_closed(_TICK_S if connection.watched else _QUIET_TICK_S):
                     self._lost(connection)
                 else:
                     connection.flush()

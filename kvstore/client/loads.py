@@ -18,8 +18,8 @@ import numpy.typing as npt
 from kvstore import mover
 from kvstore.client.device import BlocksOnDevice
 from kvstore.client.jobs import MustWaitError
-from kvstore.client.link import NodeLink
 from kvstore.client.mapping import Use
+from kvstore.client.node_link import NodeLink
 from kvstore.client.promotion import Promotion
 from kvstore.client.resources import Opened, StoreResources
 from kvstore.client.results import PageViews

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from kvstore.client import forks
 from kvstore.client.device import DevicePools
 from kvstore.client.jobs import Worker
-from kvstore.client.link import NodeLink
+from kvstore.client.node_link import NodeLink
 from kvstore.client.promotion import Promotion
 from kvstore.protocol.errors import KVStoreError, TransferError
 

@@ -9,11 +9,11 @@ import numpy.typing as npt
 from kvstore import mover
 from kvstore.client.device import BlocksOnDevice
 from kvstore.client.jobs import RestoreJob, StoreJob
-from kvstore.client.link import NodeLink
 from kvstore.client.loads import DISK_WAIT_S, Loader, LoadState
+from kvstore.client.node_link import NodeLink
 from kvstore.client.resources import LOADS, Opened, StoreResources
 from kvstore.client.results import MISS, Hit, PageViews, PutResult, RestoreResult
-from kvstore.client.stores import Keep, Storer, summed
+from kvstore.client.stores import Keep, ShardPages, Storer, summed
 from kvstore.config.cluster import NODES_MAX
 from kvstore.mover.kvpool import KVPool
 from kvstore.protocol import wire
@@ -489,6 +489,32 @@ class Space:
         source = pool.pieces(blocks, size, len(keys))
         return StoreJob(stores, lambda: self.put_pieces(keys, source, shard, keep, only))
 
+    def extract_shards(
+        self, parts: Sequence[tuple[KVPool, npt.ArrayLike, PrefixKeys, int]]
+    ) -> StoreJob[list[PutResult | KVStoreError]]:
+        """Store pages of several shards from an engine's blocks, in the background.
+
+        It is :meth:`extract_from_kvpool` for each, with fewer requests: for slots of all shards
+        together, and to commit all.
+
+        Args:
+            parts: for each shard the pool in host memory, the blocks, the keys, and the shard.
+
+        Returns:
+            The job; its ``result()`` has for each part what :meth:`put` returns, or raises.
+
+        Raises:
+            InvalidArgument: the blocks do not fit the keys or the pool, or it is on a device.
+            LayoutMismatch: a page is not a whole number of the pool's blocks.
+        """
+        pages = []
+        for pool, blocks, keys, shard in parts:
+            if pool.device != "cpu":
+                raise InvalidArgument("parts", f"a pool is on {pool.device}")
+            pieces = pool.pieces(blocks, self._size(shard), len(keys))
+            pages.append(ShardPages(keys, pieces, shard))
+        return StoreJob(self._resources.stores, lambda: self._put_shards(pages))
+
     def prefetch(self, keys: PrefixKeys, shard: int = 0) -> StoreJob[int]:
         """Load pages from the SSD tier, and from other nodes, into host memory, in the background.
 
@@ -515,6 +541,42 @@ class Space:
         return StoreJob(self._resources.slow_loads, run)
 
     # ---- copying ----------------------------------------------------------------------------
+
+    def _put_shards(self, parts: Sequence[ShardPages]) -> list[PutResult | KVStoreError]:
+        """Put pages of several shards, as many together as a batch may have."""
+        batches: list[list[ShardPages]] = [[]]
+        for part in parts:
+            if batches[-1] and self._share([*batches[-1], part]) > 1.0:
+                batches.append([])
+            batches[-1].append(part)
+        return [result for batch in batches for result in self._put_batch(batch)]
+
+    def _share(self, parts: Sequence[ShardPages]) -> float:
+        """The pages of these parts, as a share of what one message may reserve."""
+        return sum(len(part.keys) / self._batch_pages(part.shard) for part in parts)
+
+    def _put_batch(self, parts: Sequence[ShardPages]) -> list[PutResult | KVStoreError]:
+        if len(parts) == 1:  # perhaps a single page, for which a slot is reserved
+            return [self._put_rest(parts[0], PutResult(0, refused=len(parts[0].keys)))]
+        try:
+            begun = self._stores.put_together(parts, Keep(), self._resources.link)
+        except KVStoreError as error:
+            return [error] * len(parts)
+        return [
+            self._put_rest(part, result)
+            if isinstance(result, PutResult) and result.refused else result
+            for part, result in zip(parts, begun, strict=True)
+        ]  # fmt: skip
+
+    def _put_rest(self, part: ShardPages, begun: PutResult) -> PutResult | KVStoreError:
+        """Put the pages that were refused, which are the last ones: slots may become free."""
+        start = len(part.keys) - begun.refused
+        source = part.source.pages(start, len(part.keys))
+        try:
+            rest = self.put_pieces(part.keys[start:], source, part.shard)
+        except KVStoreError as error:
+            return error
+        return summed([begun._replace(refused=0), rest])
 
     def numbers(self, link: NodeLink | None = None) -> Opened:
         """Space and shard numbers on the current connection; opens the space after a reconnect."""

@@ -19,7 +19,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from kvstore.client import forks
-from kvstore.client.link import Link, NodeLink
+from kvstore.client.link import Link
+from kvstore.client.node_link import NodeLink
 from kvstore.client.promotion import Promotion
 from kvstore.client.resources import StoreResources
 from kvstore.client.space import Space

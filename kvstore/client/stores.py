@@ -9,12 +9,13 @@ import numpy as np
 from kvstore import mover
 from kvstore.client.ahead import ReservedSlot, ReservedSlots
 from kvstore.client.device import BlocksOnDevice
-from kvstore.client.link import NodeLink
 from kvstore.client.loads import names
 from kvstore.client.mapping import Use
+from kvstore.client.node_link import NodeLink
 from kvstore.client.resources import Opened, StoreResources
 from kvstore.client.results import PutResult
 from kvstore.protocol import wire
+from kvstore.protocol.errors import KVStoreError
 from kvstore.protocol.page import PrefixKeys, page_seeds
 from kvstore.state.table.slab import PageSet
 from kvstore.state.tree.actions import PageStatus
@@ -31,6 +32,20 @@ class Keep(NamedTuple):
     ttl_s: float = 0.0
     read_once: bool = False
     memory_only: bool = False
+
+
+class ShardPages(NamedTuple):
+    """Pages of one shard, to be put with those of other shards.
+
+    Attributes:
+        keys: consecutive keys of a chain.
+        source: the pages.
+        shard: index of the shard in the space.
+    """
+
+    keys: PrefixKeys
+    source: mover.Pieces
+    shard: int
 
 
 class Storer:
@@ -103,6 +118,53 @@ class Storer:
         waits = PageStatus.NO_PARENT not in statuses and PageStatus.DROPPED not in statuses
         return _result(statuses), granted.busy and waits
 
+    def put_together(
+        self, parts: Sequence[ShardPages], keep: Keep, link: NodeLink
+    ) -> list[PutResult | KVStoreError]:
+        """Put pages of several shards: all ask for slots together, and are committed together.
+
+        Returns:
+            For each its result, in which pages may be refused, or why it was not put.
+
+        Raises:
+            KVStoreError: why none was put.
+        """
+        opened = self._numbers(link)
+        begins = [
+            wire.BeginPut(
+                0, next(names), opened.space, opened.shards[part.shard], part.keys.packed,
+                part.keys.parent, b"" if part.keys.tokens is None else part.keys.tokens.tobytes(),
+            )
+            for part in parts
+        ]  # fmt: skip
+        results: list[PutResult | KVStoreError] = []
+        written: dict[int, wire.CommitPut] = {}
+        with link.moving() as memory:
+            try:
+                answers = link.request_all(begins, self._resources.timeout_s, opened.epoch)
+                for at, (part, granted) in enumerate(zip(parts, answers, strict=True)):
+                    if isinstance(granted, KVStoreError):
+                        results.append(granted)
+                        continue
+                    assert isinstance(granted, wire.PutGranted)
+                    results.append(_result(granted.statuses))
+                    if granted.addresses:
+                        digests = self._write(memory, granted, part.keys, part.source, part.shard)
+                        written[at] = wire.CommitPut(
+                            0, begins[at].put, digests, int(keep.ttl_s * 1000), keep.read_once,
+                            keep.memory_only,
+                        )  # fmt: skip
+                ends = self._commit(link, list(written.values()), opened)
+                for at, end in zip(written, ends, strict=True):
+                    before = results[at]
+                    assert isinstance(before, PutResult)
+                    results[at] = end if isinstance(end, KVStoreError) else summed([before, end])
+            except BaseException:
+                for begin in begins:
+                    link.send(wire.AbortPut(begin.put), opened.epoch)  # nothing is being written
+                raise
+        return results
+
     def put_turns(
         self, keys: PrefixKeys, source: mover.Pieces | BlocksOnDevice, shard: int, keep: Keep,
         only: range,
@@ -128,6 +190,23 @@ class Storer:
                 return None
             parts.append(part)
         return summed(parts)
+
+    def _commit(
+        self, link: NodeLink, commits: Sequence[wire.CommitPut], opened: Opened
+    ) -> list[PutResult | KVStoreError]:
+        """Commit puts together; those that are refused are aborted."""
+        if not commits:
+            return []
+        ends: list[PutResult | KVStoreError] = []
+        answers = link.request_all(commits, self._resources.timeout_s, opened.epoch)
+        for commit, answer in zip(commits, answers, strict=True):
+            if isinstance(answer, KVStoreError):
+                link.send(wire.AbortPut(commit.put), opened.epoch)
+                ends.append(answer)
+            else:
+                assert isinstance(answer, wire.Committed)
+                ends.append(_result(answer.statuses))
+        return ends
 
     def _put_reserved(
         self, keys: PrefixKeys, source: mover.Pieces | BlocksOnDevice, shard: int, keep: Keep,

@@ -21,6 +21,7 @@ from kvstore.engine.ranks import HeldShard
 from kvstore.mover import Order
 from kvstore.mover.kvpool import KVPool
 from kvstore.protocol.errors import DeviceUnavailable, InvalidArgument, KVStoreError
+from kvstore.protocol.page import PrefixKeys
 
 IDLE_WAIT_S: Final = 0.02
 """Maximum wait for the oldest load in a step that computes nothing. Otherwise the engine repeats
@@ -140,10 +141,40 @@ class _Loading:
 
 @dataclass(slots=True)
 class _Storing:
+    """A store in flight.
+
+    Attributes:
+        together: the extract of shards that have requests in common; None = there is none.
+        sizes: bytes of a page of each of them.
+        alone: the extract of each other shard, and bytes of its page.
+    """
+
     store: Store
-    jobs: list[StoreJob[PutResult]]
-    sizes: list[int]
     began: float
+    together: StoreJob[list[PutResult | KVStoreError]] | None = None
+    sizes: list[int] = field(default_factory=list)
+    alone: list[tuple[StoreJob[PutResult], int]] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return (self.together is None or self.together.done) and all(
+            job.done for job, _ in self.alone
+        )
+
+    def outcomes(self) -> list[tuple[PutResult | KVStoreError, int]]:
+        """For each shard its result, and bytes of its page."""
+        found: list[tuple[PutResult | KVStoreError, int]] = []
+        if self.together is not None:
+            try:
+                found += zip(self.together.result(0.0), self.sizes, strict=True)
+            except KVStoreError as error:
+                found += [(error, size) for size in self.sizes]
+        for job, size in self.alone:
+            try:
+                found.append((job.result(0.0), size))
+            except KVStoreError as error:
+                found.append((error, size))
+        return found
 
 
 @dataclass(slots=True)
@@ -209,14 +240,23 @@ class WorkerSide:
         """Start stores; the blocks must not change until the scheduler has their report."""
         space = self.opening.get()
         for store in stores:
-            storing = _Storing(store, [], [], self.clock())
+            storing = _Storing(store, self.clock())
             self._stores.append(storing)
             if space is None:
                 self.counts.add("store_failures")
                 continue
+            together = []
             for blocks in store.blocks:
+                count = len(blocks.blocks) // self.groups[blocks.group].page_blocks
+                keys = store.keys[blocks.first : blocks.first + count]
                 for memory in self.groups[blocks.group].shards:
-                    self._extract(space, storing, blocks, memory)
+                    only = memory.own_pages(store.page + blocks.first, count)
+                    if only is None and memory.pool.device == "cpu":
+                        together.append((memory.pool, blocks.blocks, keys, memory.shard))
+                    elif only is None or only:  # otherwise all of them are other ranks' to write
+                        self._extract(space, storing, blocks, keys, memory, only)
+            if together:
+                self._extract_together(space, storing, together)
 
     def poll(self, *, idle: bool = False) -> StepOutcome:
         """Return the ended jobs; wait for layer-wise loads, which end with their step.
@@ -233,20 +273,15 @@ class WorkerSide:
             self._poll_load(loading, outcome)
         self._idle_steps = self._idle_steps + 1 if idle and not outcome.received else 0
         for storing in list(self._stores):
-            if all(job.done for job in storing.jobs):
+            if storing.done:
                 self._stores.remove(storing)
                 outcome.report.end(storing.store.job, self._stored(storing))
         return outcome
 
     def _extract(
-        self, space: Space, storing: _Storing, blocks: Blocks, memory: ShardMemory
-    ) -> None:
-        store, first = storing.store, blocks.first
-        count = len(blocks.blocks) // self.groups[blocks.group].page_blocks
-        keys = store.keys[first : first + count]
-        only = memory.own_pages(store.page + first, count)
-        if only is not None and not only:
-            return  # all of them are other ranks' to write
+        self, space: Space, storing: _Storing, blocks: Blocks, keys: PrefixKeys,
+        memory: ShardMemory, only: range | None,
+    ) -> None:  # fmt: skip
         try:
             job = space.extract_from_kvpool(
                 memory.pool, blocks.blocks, keys, memory.shard, only=only
@@ -255,8 +290,19 @@ class WorkerSide:
             self.counts.add("store_failures")
             self._note("store", error)
             return
-        storing.jobs.append(job)
-        storing.sizes.append(space.page_bytes[memory.shard])
+        storing.alone.append((job, space.page_bytes[memory.shard]))
+
+    def _extract_together(
+        self, space: Space, storing: _Storing,
+        parts: Sequence[tuple[KVPool, Sequence[int], PrefixKeys, int]],
+    ) -> None:  # fmt: skip
+        try:
+            storing.together = space.extract_shards(parts)
+        except KVStoreError as error:
+            self.counts.add("store_failures", len(parts))
+            self._note("store", error)
+            return
+        storing.sizes = [space.page_bytes[shard] for *_, shard in parts]
 
     def _restore(self, load: Load, blocks: Blocks, memory: ShardMemory) -> RestoreJob | None:
         space = self.opening.get()
@@ -347,12 +393,10 @@ class WorkerSide:
     def _stored(self, storing: _Storing) -> int:
         """Number of pages that are in the store now; updates the counts."""
         pages = 0
-        for job, size in zip(storing.jobs, storing.sizes, strict=True):
-            try:
-                result = job.result(0.0)
-            except KVStoreError as error:
+        for result, size in storing.outcomes():
+            if isinstance(result, KVStoreError):
                 self.counts.add("store_failures")
-                self._note("store", error)
+                self._note("store", result)
                 continue
             pages += result.stored + result.existing + result.pending
             self.counts.add("stored_pages", result.stored)

@@ -6,7 +6,7 @@ from time import monotonic
 
 import pytest
 
-from kvstore.client import exchange
+from kvstore.client import exchange, link
 from kvstore.client.exchange import Connection
 from kvstore.protocol import wire
 from kvstore.protocol.errors import KVStoreError, PeerUnreachable, ProtocolError, TransferTimeout
@@ -46,6 +46,34 @@ def test_what_was_said_first_arrives_first(peer, connected):
 
     assert peer.heard[1:4] == [wire.Release(1), wire.AbortPut(2), wire.Release(3)]
     assert peer.names()[4] == "Ping"
+
+
+def test_a_link_that_nobody_needs_looks_seldom_and_then_sends_at_once_what_can_wait(
+    peer, connected, monkeypatch, wait_until
+):
+    looks: list[float] = []
+    seldom, go_on = threading.Event(), threading.Event()
+    real = exchange.wait_closed
+
+    def wait_closed(connection: socket.socket, timeout_s: float) -> bool:
+        looks.append(timeout_s)
+        if timeout_s > link._TICK_S and not seldom.is_set():
+            seldom.set()
+            assert go_on.wait(TIMEOUT_S)
+        return real(connection, timeout_s)
+
+    connected.send_later(wire.Release(1))
+    monkeypatch.setattr(exchange, "wait_closed", wait_closed)
+    assert seldom.wait(TIMEOUT_S)
+    assert looks[:-1] == [link._TICK_S] * (len(looks) - 1), "often, while it was needed"
+    try:
+        connected.send_later(wire.Release(2))
+        wait_until(lambda: wire.Release(2) in peer.heard)
+    finally:
+        count = len(looks)
+        go_on.set()
+    wait_until(lambda: len(looks) > count)
+    assert looks[count] == link._TICK_S, "somebody needs it again"
 
 
 def test_what_was_meant_for_an_earlier_connection_is_said_on_no_other(peer, connected, wait_until):

@@ -1,10 +1,11 @@
 """How a worker waits for its moves, with a store whose jobs end when the test says."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvstore.client.results import RestoreResult
+from kvstore.client.results import PutResult, RestoreResult
 from kvstore.engine.messages import Blocks, Load, Store
 from kvstore.engine.opening import Opening
 from kvstore.engine.worker import IDLE_WAIT_S, GroupMemory, ShardMemory, WorkerSide
@@ -52,13 +53,14 @@ class Job:
 class Machine(FakeStore):
     """A worker, a clock and the jobs it is given."""
 
-    def __init__(self, steps_ahead: int = 0) -> None:
+    def __init__(self, steps_ahead: int = 0, device: str = "cpu", shards: int = 1) -> None:
         super().__init__()
         self.now = 10.0
         self.jobs: list[Job] = []
         self.ends_after_s = 0.0
         opening = Opening(self, IDENTITY, [SHARD], lambda: self.now)
-        memory = GroupMemory([ShardMemory(None, 0)], PAGE, BLOCK)
+        pool = SimpleNamespace(device=device)
+        memory = GroupMemory([ShardMemory(pool, at) for at in range(shards)], PAGE, BLOCK)
         self.side = WorkerSide(opening, [memory], lambda: self.now, steps_ahead)
 
     def restore_to_kvpool(self, *arguments: Any) -> Job:
@@ -187,21 +189,50 @@ def test_a_layerwise_load_that_does_not_end_is_invalid_in_the_step_it_was_for():
     assert not outcome.invalid_blocks, "reported once"
 
 
-def test_a_store_that_cannot_even_begin_is_counted_as_failed():
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_a_store_that_cannot_even_begin_is_counted_as_failed(device):
     def refuse(*arguments: Any, **options: Any) -> Any:
         raise LayoutMismatch("page_bytes", "too large")
 
     stores = [Store(1, KEYS, [Blocks(0, 0, [1, 2, 3, 4])])]
-    machine = Machine()
-    machine.extract_from_kvpool = refuse
+    machine, refused = Machine(device=device), Machine(device=device)
+    machine.extract_from_kvpool = machine.extract_shards = refuse
     machine.side.start_stores(stores)
-    refused = Machine()
     refused.space = refuse
     refused.side.start_stores(stores)
 
     for one in (machine, refused):
         assert one.side.poll().report.ended[1].pages == 0
         assert one.side.counts.take()["store_failures"] == 1
+
+
+def test_what_became_of_each_shard_of_a_store_is_counted():
+    class Ended:
+        def __init__(self, result: Any) -> None:
+            self._result, self.done = result, True
+
+        def result(self, timeout_s: float) -> Any:
+            if isinstance(self._result, Exception):
+                raise self._result
+            return self._result
+
+    machine = Machine(shards=2)
+    machine.page_bytes = [512, 1024]
+    store = Store(1, KEYS, [Blocks(0, 0, [1, 2, 3, 4])])
+    asked: list[Any] = []
+    refused = LayoutMismatch("page_bytes", "too large")
+    for result in ([PutResult(1, existing=1), refused], [PutResult(2), PutResult(1)], refused):
+        machine.extract_shards = lambda parts, result=result: asked.append(parts) or Ended(result)
+        machine.side.start_stores([store])
+        machine.side.poll()
+
+    assert [[shard for *_, shard in parts] for parts in asked] == [[0, 1]] * 3
+    counts = machine.side.counts.take()
+    assert counts["stores"] == 3
+    assert counts["store_failures"] == 1 + 2
+    assert counts["stored_pages"] == 1 + 2 + 1
+    assert counts["existing_pages"] == 1
+    assert counts["stored_bytes"] == 512 + 2 * 512 + 1024
 
 
 @pytest.mark.parametrize("blocks", [[], [1, 2, 3, 0]])

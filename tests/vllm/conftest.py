@@ -4,7 +4,6 @@ their own (``VLLM_PYTHON``; ``make test-vllm`` makes it and says where it is).""
 import mmap
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import Process, Spawn
-from tests.vllm.engines import ROOT, Engine, transfer_config
+from tests.vllm.engines import ROOT, Engine, Imported, transfer_config
 
 READY = r"kvstore-server ready: socket (\S+) http (\S+) events (\S+) replay (\S+)"
 _numbers = count()
@@ -41,19 +40,42 @@ def python() -> Path:
 
 
 @pytest.fixture(scope="session")
-def model(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random model on disk."""
-    folder = tmp_path_factory.mktemp("model")
-    subprocess.run(
-        [python, "-m", "bench.vllm_model", "tiny", folder], check=True, timeout=120, cwd=ROOT
-    )
-    return folder
+def imported(python: Path) -> Iterator[Imported]:
+    """Starts what needs vLLM, but for servers."""
+    made = Imported(python)
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")
-def plain(python: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def make(imported: Imported, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """``make(kind, *arguments)``: a folder with what :mod:`tests.vllm.models` makes, each once."""
+    folders: dict[str, Path] = {}
+
+    def made(kind: str, *arguments: object) -> Path:
+        name = "-".join(map(str, (kind, *arguments)))
+        if name not in folders:
+            top = tmp_path_factory.mktemp(name)
+            folder = top / "model"
+            imported.run("tests.vllm.models", (kind, folder, *arguments), top / "log")
+            folders[name] = folder
+        return folders[name]
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def model(make: Make) -> Path:
+    """A small random model on disk."""
+    return make("tiny")
+
+
+@pytest.fixture(scope="session")
+def plain(
+    imported: Imported, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
     """An engine without the connector and without a prefix cache: what tokens must be."""
-    engine = Engine(python, tmp_path_factory.mktemp("plain") / "engine.log")
+    engine = Engine(imported, tmp_path_factory.mktemp("plain") / "engine.log")
     try:
         engine.start(model, enable_prefix_caching=False)
         yield engine
@@ -62,7 +84,7 @@ def plain(python: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture
-def start(python: Path, model: Path, tmp_path: Path) -> Iterator[Start]:
+def start(imported: Imported, model: Path, tmp_path: Path) -> Iterator[Start]:
     """``start(address, hooks=(), transfer={}, **vllm arguments) -> Engine``; all end with the test.
 
     Without an address the engine has no connector.
@@ -73,7 +95,7 @@ def start(python: Path, model: Path, tmp_path: Path) -> Iterator[Start]:
         address: str | None, *, hooks: tuple[str, ...] = (), transfer: dict[str, Any] | None = None,
         **changes: Any,
     ) -> Engine:  # fmt: skip
-        engine = Engine(python, tmp_path / f"engine-{len(started)}.log")
+        engine = Engine(imported, tmp_path / f"engine-{len(started)}.log")
         started.append(engine)
         if address is not None:
             changes["kv_transfer_config"] = transfer_config(address, **(transfer or {}))
@@ -84,19 +106,6 @@ def start(python: Path, model: Path, tmp_path: Path) -> Iterator[Start]:
     for engine in started:
         engine.close()
         sys.stderr.write(f"\n--- {engine.log.name}\n{engine.report()}\n")
-
-
-@pytest.fixture
-def make(python: Path, tmp_path: Path) -> Make:
-    """``make(kind, *arguments)``: a folder with what :mod:`tests.vllm.models` makes."""
-
-    def made(kind: str, *arguments: object) -> Path:
-        folder = tmp_path / "-".join(map(str, (kind, *arguments)))
-        command = [python, "-m", "tests.vllm.models", kind, folder, *map(str, arguments)]
-        subprocess.run(command, check=True, timeout=120, cwd=ROOT)
-        return folder
-
-    return made
 
 
 class Node:

@@ -159,6 +159,7 @@ class Engine:
     def stop(self) -> Answer:
         """Shut the engine down as vLLM does."""
         self.llm.llm_engine.engine_core.shutdown()
+        self.llm = None
         return {}
 
 
@@ -373,5 +374,10 @@ def serve(engine: object) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(serve(Engine()))
+def main() -> int:
+    """See the module."""
+    engine = Engine()
+    status = serve(engine)
+    if engine.llm is not None:
+        engine.stop()
+    return status

@@ -4,6 +4,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -62,27 +63,61 @@ class EngineError(Exception):
     """The engine said no, or nothing; its log says why."""
 
 
+class Imported:
+    """The process of :mod:`tests.vllm.imported`: starts programs that need vLLM."""
+
+    def __init__(self, python: Path) -> None:
+        """Start it, and wait until it has imported vLLM."""
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [python, "-m", "tests.vllm.imported", str(theirs.fileno())],
+                env={**os.environ, **ENVIRONMENT}, cwd=ROOT, stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),), start_new_session=True,
+            )  # fmt: skip
+        self._requests.settimeout(START_WAIT_S)
+        assert self._requests.recv(16) == b"imported"
+
+    def begin(self, program: str, log: Path, passed: Sequence[int]) -> int:
+        """Start the ``main`` of a module with descriptors; returns its process id."""
+        return self._ask(program, [], log, passed, waits=False)
+
+    def run(self, program: str, arguments: Sequence[object], log: Path) -> None:
+        """Run the ``main`` of a module; it must succeed."""
+        status = self._ask(program, [str(one) for one in arguments], log, (), waits=True)
+        assert status == 0, log.read_text(errors="replace")
+
+    def close(self) -> None:
+        """End it; programs that run go on."""
+        self._requests.close()
+        self._process.wait(END_WAIT_S)
+
+    def _ask(
+        self, program: str, arguments: list[str], log: Path, passed: Sequence[int], *, waits: bool
+    ) -> int:
+        with log.open("wb") as output:
+            request = json.dumps([program, arguments, waits]).encode()
+            socket.send_fds(self._requests, [request], [output.fileno(), *passed])
+        return int(self._requests.recv(16))
+
+
 class Engine:
     """One engine process."""
 
-    def __init__(self, python: Path, log: Path, program: str = "engine_process.py") -> None:
+    def __init__(
+        self, imported: Imported, log: Path, program: str = "tests.vllm.engine_process"
+    ) -> None:
         """Start the process; :meth:`start` makes the engine."""
         self.log = log
         commands, to_child = os.pipe()
         from_child, answers = os.pipe()
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [python, ROOT / "tests/vllm" / program, str(commands), str(answers)],
-                env={**os.environ, **ENVIRONMENT}, cwd=ROOT, stdin=subprocess.DEVNULL,
-                stdout=output, stderr=subprocess.STDOUT, pass_fds=(commands, answers),
-                start_new_session=True,
-            )  # fmt: skip
+        self.pid = imported.begin(program, log, (commands, answers))
+        self._ended = os.pidfd_open(self.pid)  # it ends, and is reaped, only after a command
         os.close(commands)
         os.close(answers)
         self._commands = os.fdopen(to_child, "wb", buffering=0)
         self._answers = from_child
         self._buffer = b""
-        self.pid = self._process.pid
 
     def start(self, model: Path, hooks: Sequence[str] = (), **changes: Any) -> dict[str, Any]:
         """Make the engine; ``changes`` are vLLM's arguments."""
@@ -149,10 +184,13 @@ class Engine:
             return
         self._commands.close()
         try:
-            self._process.wait(END_WAIT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.pid, signal.SIGKILL)
-            self._process.wait(END_WAIT_S)
-            pytest.fail(f"an engine did not end\n{self.report()}")
+            if not self._wait_end():
+                os.killpg(self.pid, signal.SIGKILL)
+                assert self._wait_end(), f"process {self.pid} does not end"
+                pytest.fail(f"an engine did not end\n{self.report()}")
         finally:
             os.close(self._answers)
+            os.close(self._ended)
+
+    def _wait_end(self) -> bool:
+        return bool(select.select([self._ended], [], [], END_WAIT_S)[0])

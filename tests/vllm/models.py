@@ -1,7 +1,6 @@
 """Random models and adapters on disk for the tests; run in vLLM's environment.
 
-``python -m tests.vllm.models KIND FOLDER`` (one of ``KINDS``), ``head FOLDER METHOD`` or ``adapter
-FOLDER SEED``.
+Arguments: ``KIND FOLDER`` (one of ``KINDS``), ``head FOLDER METHOD`` or ``adapter FOLDER SEED``.
 """
 
 import json
@@ -221,16 +220,24 @@ def make_adapter(folder: Path, seed: int) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 
+def make_tiny(folder: Path) -> None:
+    """The dense model of most tests."""
+    make(folder, SHAPES["tiny"])
+
+
 KINDS = {
-    "windows": make_windows, "latents": make_latents, "states": make_states, "mimo": make_mimo,
-    "glm": make_glm, "ernie": make_ernie,
+    "tiny": make_tiny, "windows": make_windows, "latents": make_latents, "states": make_states,
+    "mimo": make_mimo, "glm": make_glm, "ernie": make_ernie,
 }  # fmt: skip
 
 
-if __name__ == "__main__":
-    if sys.argv[1] in KINDS:
-        KINDS[sys.argv[1]](Path(sys.argv[2]))
-    elif sys.argv[1] == "head":
-        make_head(Path(sys.argv[2]), sys.argv[3])
+def main() -> int:
+    """See the module."""
+    kind, folder, *more = sys.argv[1:]
+    if kind in KINDS:
+        KINDS[kind](Path(folder))
+    elif kind == "head":
+        make_head(Path(folder), *more)
     else:
-        make_adapter(Path(sys.argv[2]), int(sys.argv[3]))
+        make_adapter(Path(folder), *map(int, more))
+    return 0

@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import Spawn, WaitUntil
 from tests.vllm.conftest import Node, flip_stored_bytes
-from tests.vllm.engines import Engine, EngineError
+from tests.vllm.engines import Engine, EngineError, Imported
 
 FOUR = [1, 2, 3, 4]
 FAILED_LOADS = "vllm:kv_offload_tiering_promotion_job_failures:('1:KVStoreTier',)"
@@ -24,9 +24,9 @@ _names = count()
 
 
 @pytest.fixture(scope="module")
-def process(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def process(imported: Imported, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """The process of :mod:`tests.vllm.tier_process`."""
-    made = Engine(python, tmp_path_factory.mktemp("tier") / "log", "tier_process.py")
+    made = Engine(imported, tmp_path_factory.mktemp("tier") / "log", "tests.vllm.tier_process")
     try:
         yield made
     finally:

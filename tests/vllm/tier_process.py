@@ -4,7 +4,6 @@ Everything of vLLM is real (manager, primary tier, shared region, factory) but t
 copies between an engine and its primary tier on accelerators only. Rows are filled and read here.
 """
 
-import sys
 from collections.abc import Sequence
 from itertools import count
 from time import monotonic
@@ -182,5 +181,6 @@ def content(number: int) -> Any:
     return np.random.default_rng(number).integers(0, 256, ROW, dtype=np.uint8)
 
 
-if __name__ == "__main__":
-    sys.exit(serve(Tiers()))
+def main() -> int:
+    """See the module."""
+    return serve(Tiers())
