@@ -222,12 +222,12 @@ def test_the_longest_turn_is_named_once_and_all_are_counted(desk):
     assert sum(desk.node.pages.meter.loop_turn.counts) == 3
 
 
-def test_a_later_turn_is_named_by_what_it_went_on_with(desk, later):
+def test_a_later_turn_is_named_by_what_it_went_on_with(desk, later, monkeypatch):
     ticks = iter([0, 5, 100, 190])
     desk._clock = lambda: next(ticks)
     desk.node.pages.ahead.used[0, 0] = desk, 1  # type: ignore[assignment]
     desk.node.unfinished = True
-    desk.node.go_on = lambda _now_ns: desk.node.pages.ahead.used.clear()
+    monkeypatch.setattr(desk.node, "go_on", lambda _: desk.node.pages.ahead.used.clear())
     desk.flush()
 
     (go_on,) = later
