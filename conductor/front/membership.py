@@ -318,6 +318,7 @@ class Membership:
         engine = self._registry.get(info.id)
         if engine is not None and engine.info.url == info.url:
             self._judge(info.id, well=well)
+            self._wake.set()  # the loop sleeps as long as if this probe were still under way
             if well:
                 await self._read_adapters(info.id)
 

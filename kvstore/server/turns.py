@@ -49,7 +49,7 @@ class Turns:
     """
 
     def __init__(self, desk: Desk, name: str = "an operator's request") -> None:
-        self._desk = desk
+        self._desk, self._meter = desk, desk.node.pages.meter
         self._story = desk.node.pages.story
         self._name = name
         self._tasks: set[Task] = set()
@@ -101,7 +101,7 @@ class Turns:
                 longest, what = now - before, f"{self._name}: {task.name}"
         self._desk.flush()
         took = perf_counter() - begun
-        self._desk.node.pages.meter.note_turn(round(took * 1e9), what)
+        self._meter.note_turn(round(took * 1e9), what)
         self._handle = asyncio.get_running_loop().call_later(took, self._rested)
 
     def _rested(self) -> None:

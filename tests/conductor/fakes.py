@@ -88,6 +88,7 @@ class FakeEngine:
         self.tokens = 3
         self.like_openai = False
         self.healthy = True
+        self.probed = 0
         self.url = ""
         self._runner: web.AppRunner | None = None
 
@@ -116,6 +117,7 @@ class FakeEngine:
             await runner.cleanup()
 
     async def _health(self, _: web.Request) -> web.Response:
+        self.probed += 1
         return web.json_response({}, status=200 if self.healthy else 500)
 
     async def _metrics(self, _: web.Request) -> web.Response:

@@ -186,6 +186,19 @@ async def test_a_registration_that_cannot_be_is_refused_and_names_the_field() ->
 
 
 @in_loop
+async def test_engines_that_are_all_due_at_once_are_probed_again_after_the_usual_pause() -> None:
+    first, second = FakeEngine("e1", "mixed"), FakeEngine("e2", "mixed")
+    health = {"backoff_s_max": 3600.0}  # a probe that is under way is not due for so long
+    async with serving(first, second, health=health) as client:
+        for engine in client.conductor.registry:
+            engine.health.probe_at = 0.0
+        client.conductor.membership._wake.set()
+        before = first.probed, second.probed
+        await eventually(lambda: first.probed > before[0] + 3, "the first engine")
+        await eventually(lambda: second.probed > before[1] + 3, "the second engine")
+
+
+@in_loop
 async def test_a_dead_engine_is_revived_by_a_probe_and_by_registering_again() -> None:
     engine = FakeEngine("e", "mixed")
     async with serving(engine) as client:
