@@ -1,10 +1,10 @@
 """One connection to a node: requests with deadlines, and messages without an answer.
 
 The calling thread waits for its own answer; there is one request at a time, or several that are
-sent together. Messages without an
-answer never block: they are posted, and sent with the next request, or as soon as no other thread
-is writing, or within 50 ms, or at once if nobody has needed the connection lately. Posted messages
-belong to this connection: if it breaks before they were sent, they are never sent on a later one.
+sent together. Messages without an answer never block: they are posted, and sent with the next
+request, or as soon as no other thread is writing, or within 50 ms, or at once if nobody has needed
+the connection lately. Posted messages belong to this connection: if it breaks before they were
+sent, they are never sent on a later one.
 """
 
 import socket

@@ -164,9 +164,9 @@ class Link:
         self, messages: Sequence[wire.Request], timeout_s: float, epoch: int
     ) -> list[wire.Answer | KVStoreError]:
         """See :class:`~kvstore.client.node_link.NodeLink`."""
-        connection = self._connection_of(epoch, timeout_s)
+        deadline, connection = monotonic() + timeout_s, self._connection_of(epoch, timeout_s)
         try:
-            answers = connection.request_all(messages, monotonic() + timeout_s)
+            answers = connection.request_all(messages, deadline)
         except (OSError, KVStoreError) as error:
             raise self._failed(connection, error) from error
         return [
