@@ -3,6 +3,7 @@
 import contextlib
 import os
 import ssl
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -39,13 +40,20 @@ def link_all(
         KVStoreError: it failed; the message names a rank.
     """
 
+    ending = threading.Event()
+
     def run(rank: PeerRank) -> None:
+        if ending.is_set():
+            return
         try:
             if time.monotonic_ns() >= until_ns:
                 raise PeerUnreachable(f"no time is left to link {len(ranks)} ranks")
             make(rank, until_ns)
-        except KVStoreError as error:
-            raise _named(error, rank) from error
+        except BaseException as error:
+            ending.set()
+            if isinstance(error, KVStoreError):
+                raise _named(error, rank) from error
+            raise
 
     if len(ranks) == 1:
         run(ranks[0])
@@ -56,7 +64,7 @@ def link_all(
             for made in as_completed([threads.submit(run, rank) for rank in ranks]):
                 made.result()
         finally:
-            threads.shutdown(cancel_futures=True)
+            ending.set()
 
 
 def link_to(
