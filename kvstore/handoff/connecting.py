@@ -39,7 +39,6 @@ def link_all(
     Raises:
         KVStoreError: it failed; the message names a rank.
     """
-
     ending = threading.Event()
 
     def run(rank: PeerRank) -> None:
