@@ -115,15 +115,15 @@ def test_pages_that_were_skipped_while_their_extent_was_drained_leave_later():
     world.store(node.blue, node.new, "a")
     assert world.store(node.red, node.old, "x") == [GRANTED]
     assert world.lookup(node.old, node.stored[1]) == (node.each - 1, 0)
-    number, _ = world.acquire(node.red, node.old, node.stored[0][:1])
+    number, _ = world.acquire(node.red, node.old, node.stored[0])
     node.drain()
     assert world.table.counts["moved_extents"] == 0, "it is left to its class"
     assert world.table.residents.unfinished, "they come back in turns"
+    world.table.release(node.red, number)
     while world.table.residents.offer_skipped(1):
         check(world.table)
     assert not world.table.residents.unfinished
 
-    world.table.release(node.red, number)
     assert world.store(node.red, node.old, "y" * (2 * node.each)) == [GRANTED] * 2 * node.each
     assert world.lookup(node.old, node.stored[0]) == (0, 0)
     check(world.table)
