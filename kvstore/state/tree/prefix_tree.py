@@ -212,7 +212,7 @@ SHARD_LABEL_DIGITS = 16
 CHILDREN_MAX = 512
 """Children of a node that one stretch of :meth:`PrefixTree.checks` examines together."""
 STRETCH_WORK = 160
-"""Work of one stretch: some 100 microseconds. A node costs 4, each page of it 1, 4 children 1."""
+"""Maximum work of one stretch of several nodes, some 100 microseconds; see :func:`_work_of`."""
 
 
 @dataclass(slots=True)
@@ -426,8 +426,13 @@ class PrefixTree:
         _check_children(self.root)
         for number in self.by_creation.numbers(0):
             for node in self.by_creation.nodes(number):
+                more = _work_of(node)
+                if work and work + more > STRETCH_WORK:
+                    yield looked
+                    looked = work = 0
                 if not is_live(node):
                     continue
+                work += more
                 parent = self._check_node(node)
                 also(node)
                 host_bytes += node.count * sum(
@@ -437,11 +442,6 @@ class PrefixTree:
                     counted[parent] += node.in_memory
                 count += node.count
                 looked += node.count
-                work += 4 + len(node.slot_columns) + len(node.place_columns) + node.count
-                work += len(node.below) // 4 if len(node.below) <= CHILDREN_MAX else 0
-                if work >= STRETCH_WORK:
-                    yield looked
-                    looked = work = 0
         yield looked
         if self.changes == changes:
             assert count == len(self.index), "a page that is not listed"
@@ -542,6 +542,13 @@ def deepen(node: PrefixNode) -> None:
         assert at.above is not None
         at.depth = at.above.depth + at.count
         moved.extend(at.below.values())
+
+
+def _work_of(node: PrefixNode) -> int:
+    """Work of checking a node: 4, and 1 for each key, slot and place, and for 4 children."""
+    columns = 1 + len(node.slot_columns) + len(node.place_columns)
+    children = len(node.below) // 4 if len(node.below) <= CHILDREN_MAX else 0
+    return 4 + node.count * columns + children
 
 
 def _check_columns(node: PrefixNode) -> None:

@@ -9,7 +9,7 @@ from kvstore.state.choice.eviction import Passed
 from kvstore.state.table.invariants import check, checks
 from kvstore.state.table.residents import DROP_AT_ONCE
 from kvstore.state.tree import prefix_tree, slots
-from kvstore.state.tree.node import PrefixNode
+from kvstore.state.tree.node import RUN_PAGES_MAX, PrefixNode
 from kvstore.state.tree.places import Place
 from kvstore.state.tree.slots import SlotState
 from tests.state.disk.disk_world import DiskWorld
@@ -260,8 +260,19 @@ def test_one_stretch_looks_at_a_bounded_number_of_nodes_and_slots(monkeypatch):
         told += nodes
         looked["nodes"] = looked["slots"] = 0
 
-    assert 0 < most <= 2 * prefix_tree.STRETCH_WORK
+    assert 0 < most <= prefix_tree.STRETCH_WORK
     assert told == len(space.nodes) == 1501
+
+
+def test_a_stretch_of_long_runs_with_several_shards_has_one_run():
+    world = World(extents=2, slots_each=2048)
+    engine = world.process()
+    space = world.space(engine, [FULL, FULL_2])
+    for at in range(12):
+        for shard in (0, 1):
+            world.store(engine, space, chr(0x4E00 + at) * RUN_PAGES_MAX, shard=shard)
+    found = [nodes for nodes in checks(world.table) if nodes]
+    assert found == [RUN_PAGES_MAX] * 12
 
 
 def test_the_children_of_a_node_with_very_many_are_counted_all_the_same(monkeypatch):
