@@ -11,9 +11,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from kvstore.client.jobs import RestoreJob, StoreJob
     from kvstore.client.results import Hit, PageViews, PutResult, RestoreResult
     from kvstore.client.space import Space
     from kvstore.client.store import KVStore
+    from kvstore.config import DeviceSlabConfig
     from kvstore.mover.kvpool import KVPool
     from kvstore.protocol.errors import (
         CapacityError,
@@ -54,10 +56,13 @@ _PAGES: Final = (
 )  # fmt: skip
 _RESULTS: Final = ("Hit", "PageViews", "PutResult", "RestoreResult")
 _MODULES: Final = {
+    "DeviceSlabConfig": "kvstore.config",
     "EngineLabel": "kvstore.protocol.page",
     "KVPool": "kvstore.mover.kvpool",
     "KVStore": "kvstore.client.store",
+    "RestoreJob": "kvstore.client.jobs",
     "Space": "kvstore.client.space",
+    "StoreJob": "kvstore.client.jobs",
     **dict.fromkeys(_RESULTS, "kvstore.client.results"),
     **dict.fromkeys(_ERRORS, "kvstore.protocol.errors"),
     **dict.fromkeys(_PAGES, "kvstore.protocol.page"),
@@ -65,13 +70,12 @@ _MODULES: Final = {
 """Public name → the module that defines it."""
 
 __all__ = [
-    "CanonicalLayout", "CapacityError", "ConfigError", "DeviceUnavailable", "DurabilityUnavailable",
-    "EngineLabel", "EngineNameTaken", "Hit",
-    "InvalidArgument", "KVPool", "KVStore", "KVStoreError", "LayoutMismatch", "NotFound",
-    "OpaqueLayout", "PageCorrupt", "PageViews", "PeerUnreachable", "PrefixKeys", "ProtocolError",
-    "PutResult", "RestoreResult", "ShardSpec", "Space", "SpaceIdentity", "TierUnavailable",
-    "TooFewCopies",
-    "TransferError", "TransferTimeout", "__version__", "page_keys",
+    "CanonicalLayout", "CapacityError", "ConfigError", "DeviceSlabConfig", "DeviceUnavailable",
+    "DurabilityUnavailable", "EngineLabel", "EngineNameTaken", "Hit", "InvalidArgument", "KVPool",
+    "KVStore", "KVStoreError", "LayoutMismatch", "NotFound", "OpaqueLayout", "PageCorrupt",
+    "PageViews", "PeerUnreachable", "PrefixKeys", "ProtocolError", "PutResult", "RestoreJob",
+    "RestoreResult", "ShardSpec", "Space", "SpaceIdentity", "StoreJob", "TierUnavailable",
+    "TooFewCopies", "TransferError", "TransferTimeout", "__version__", "page_keys",
 ]  # fmt: skip
 
 

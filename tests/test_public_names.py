@@ -12,13 +12,12 @@ from kvstore.protocol import errors
 from tests.conftest import ROOT
 
 PUBLIC = {
-    "CanonicalLayout", "CapacityError", "ConfigError", "DeviceUnavailable", "DurabilityUnavailable",
-    "EngineLabel", "EngineNameTaken", "Hit",
-    "InvalidArgument", "KVPool", "KVStore", "KVStoreError", "LayoutMismatch", "NotFound",
-    "OpaqueLayout", "PageCorrupt", "PageViews", "PeerUnreachable", "PrefixKeys", "ProtocolError",
-    "PutResult", "RestoreResult", "ShardSpec", "Space", "SpaceIdentity", "TierUnavailable",
-    "TooFewCopies",
-    "TransferError", "TransferTimeout", "__version__", "page_keys",
+    "CanonicalLayout", "CapacityError", "ConfigError", "DeviceSlabConfig", "DeviceUnavailable",
+    "DurabilityUnavailable", "EngineLabel", "EngineNameTaken", "Hit", "InvalidArgument", "KVPool",
+    "KVStore", "KVStoreError", "LayoutMismatch", "NotFound", "OpaqueLayout", "PageCorrupt",
+    "PageViews", "PeerUnreachable", "PrefixKeys", "ProtocolError", "PutResult", "RestoreJob",
+    "RestoreResult", "ShardSpec", "Space", "SpaceIdentity", "StoreJob", "TierUnavailable",
+    "TooFewCopies", "TransferError", "TransferTimeout", "__version__", "page_keys",
 }  # fmt: skip
 
 

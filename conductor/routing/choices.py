@@ -286,5 +286,5 @@ class Reject:
     judgement: Judgement | None = None
 
 
-Decision = Assign | Hold | Reject
+Choice = Assign | Hold | Reject
 Effect = Assign | Continue | Reject

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from conductor.routing.binding import Key, SecondsChooser, least_seconds
-from conductor.routing.choices import Assign, Decision, Hold, Plan, Reject
+from conductor.routing.choices import Assign, Choice, Hold, Plan, Reject
 from conductor.routing.columns import (
     NO_PREFIX,
     Column,
@@ -116,7 +116,7 @@ class Scheduler:
             due.append(row)
         return due
 
-    def schedule(self, view: View, waiting: Waiting, now: float) -> list[Decision]:
+    def schedule(self, view: View, waiting: Waiting, now: float) -> list[Choice]:
         """Decide on the waiting requests.
 
         Args:
@@ -189,7 +189,7 @@ class _Call:
         """Whether a request waits long."""
         return now >= min(self._waiting.halves, default=math.inf)
 
-    def decisions(self, now: float) -> Iterator[Decision]:
+    def decisions(self, now: float) -> Iterator[Choice]:
         """Decide on all; requests that keep waiting are left out."""
         waiting, long = self._waiting, self.first_long(now)
         done: set[int] = set()
@@ -225,7 +225,7 @@ class _Call:
         """Whether an engine has a free place."""
         return bool(self._room[row])
 
-    def decide(self, row: int, now: float) -> Decision:
+    def decide(self, row: int, now: float) -> Choice:
         """Decide on one request."""
         waiting, key = self._waiting, self._key(row)
         if key in self._full:
@@ -259,7 +259,7 @@ class _Call:
 
     def _decide_by_seconds(
         self, row: int, group: EngineGroup, chooser: SecondsChooser, now: float
-    ) -> Decision:
+    ) -> Choice:
         """Decide on one request; its engine may be one that has no room yet."""
         chosen = chooser.choose(self._waiting, row, lambda: self._possible(group), now)
         if chosen.full:

@@ -35,6 +35,7 @@ from conductor.simulator.scenario import Failure, Scenario
 from conductor.simulator.simulation import Simulation
 from conductor.simulator.trace import TracedRequest, read_trace
 from conductor.simulator.workloads import WORKLOADS, made_up
+from kvstore.config.machine import version_of
 from kvstore.protocol.errors import InvalidArgument, reason
 
 _FAILURE: Final = re.compile(r"([A-Za-z0-9._-]+)@(\d+(?:\.\d+)?)(?::(\d+(?:\.\d+)?))?")
@@ -330,6 +331,7 @@ def main(arguments: Sequence[str]) -> int:
         description="Simulate what each routing policy would do with a trace.",
     )
     add_arguments(parser)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version_of()}")
     parser.add_argument("--json", action="store_true", help="print one JSON line per case")
     parser.add_argument("--replay", type=Path, metavar="FILE",
                         help="replay a journal instead, and compare the decisions")  # fmt: skip

@@ -29,6 +29,7 @@ from engine_adapters.reference.server import ConductorAt, Identity, Server, serv
 from engine_adapters.reference.warm_up import warm_up
 from kvstore.client.store import KVStore
 from kvstore.config import DeviceSlabConfig
+from kvstore.config.machine import version_of
 from kvstore.config.sizes import size_of
 from kvstore.engine.label import EngineSources, engine_label
 from kvstore.engine.options import Retain
@@ -52,6 +53,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     """Parse the command line; exits with a message if it is invalid."""
     parser = argparse.ArgumentParser(prog=_PROGRAM, allow_abbrev=False)
     add = parser.add_argument
+    add("--version", action="version", version=f"%(prog)s {version_of()}")
     add("--mode", choices=("mono", "prefill", "decode"), default="mono",
         help="role for the Conductor; every mode serves every request")  # fmt: skip
     add("--model", choices=sorted(MODELS), default="tiny", help="model size; default: tiny")

@@ -65,13 +65,21 @@ def test_a_verb_that_is_none_is_answered_with_the_one_that_was_meant(typed, said
     assert (ended.value.code, f"'{typed}' is not a verb; {said}" in told) == (2, True), told
 
 
-@pytest.mark.parametrize("module", ["kvstore.cli.command", "kvstore.server.daemon"])
-def test_the_version_is_said(module, spawn):
-    called = f"from {module} import main; main(['--version'])"
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("kvstore.cli.command", []),
+        ("kvstore.server.daemon", []),
+        ("conductor.service", []),
+        ("conductor.service", ["simulate"]),
+    ],
+)
+def test_the_version_is_said(module, words, spawn):
+    called = f"from {module} import main; main({[*words, '--version']})"
     process = spawn([sys.executable, "-c", called])
 
     assert process.wait() == 0
-    assert re.fullmatch(r"kvstore(-server)? \d+\.\d+\.\d+\S*\n", process.stdout)
+    assert re.fullmatch(r"kvstore[a-z -]* \d+\.\d+\.\d+\S*\n", process.stdout)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """Goal: a value comes from where the operator thinks; a mistake names its key and source."""
 
 import tomllib
+from typing import get_args, get_type_hints
 
 import pytest
 
 from conductor.config import load_conductor
 from kvstore.config import HostConfig, HttpConfig, ServerConfig, load, show
 from kvstore.protocol.errors import ConfigError
+from kvstore.state.choice.policy import POLICIES
 
 
 def read(tmp_path, toml="", environ=None, overrides=()):
@@ -236,3 +238,7 @@ def test_a_list_may_be_written_with_commas_or_as_in_toml(text):
 def test_a_broken_list_is_refused_with_its_key():
     with pytest.raises(ConfigError, match=r"ssd\.directories"):
         load(ServerConfig, None, {}, ['ssd.directories=["/a'])
+
+
+def test_every_policy_can_be_configured():
+    assert set(get_args(get_type_hints(HostConfig)["policy"])) == set(POLICIES)

@@ -1,11 +1,10 @@
 """The page of the public Python API, made from the sources: ``python -m tests.docs.api_page``.
 
 Classes, methods and functions stand there with the signatures and docstrings that they have in the
-code. Names are those of ``kvstore.__all__``, and the few classes that those take or give.
+code. Names are those of ``kvstore.__all__``.
 """
 
 import ast
-import importlib
 import inspect
 import re
 import textwrap
@@ -20,9 +19,8 @@ INTRODUCTION: Final = """\
 # Python API
 
 This page is generated from the docstrings by `python -m tests.docs.api_page`; do not edit it.
-Import the names from `kvstore` (`from kvstore import KVStore`), except those under
-[Further classes](#further-classes), which name their module. Other names, and methods that are not
-listed here, may change between versions.
+Import the names from `kvstore` (`from kvstore import KVStore`). Other names, and methods that are
+not listed here, may change between versions.
 
 - Sizes are in bytes and times in seconds, unless a name says otherwise.
 - A **buffer** (`Buffer`) is `bytes`, a `bytearray`, a `memoryview` or a NumPy array of any dtype.
@@ -42,6 +40,8 @@ SECTIONS: Final = {
     ],
     "An engine's KV pool": ["KVPool"],
     "An engine's name": ["EngineLabel"],
+    "Jobs": ["StoreJob", "RestoreJob"],
+    "Configuration": ["DeviceSlabConfig"],
     "Results": ["Hit", "PutResult", "PageViews", "RestoreResult"],
     "Errors": [
         "KVStoreError", "ConfigError", "EngineNameTaken", "CapacityError", "TooFewCopies",
@@ -52,11 +52,6 @@ SECTIONS: Final = {
     ],
 }  # fmt: skip
 """All of ``kvstore.__all__`` but ``__version__``."""
-FURTHER: Final = {
-    "StoreJob": "kvstore.client.jobs", "RestoreJob": "kvstore.client.jobs",
-    "DeviceSlabConfig": "kvstore.config",
-}  # fmt: skip
-"""What public names take or give, and the modules that define it."""
 INSIDE: Final = {
     "KVPool": {"pieces"},
     "KVStore": {"forked"},
@@ -90,18 +85,13 @@ def page() -> str:
         parts.append(f"## {title}\n")
         for name in names:
             parts += _described(getattr(kvstore, name), name)
-    parts.append("## Further classes\n")
-    for name, module in FURTHER.items():
-        parts += _described(getattr(importlib.import_module(module), name), name, module)
     return "\n".join(parts)
 
 
-def _described(what: Any, name: str, module: str = "") -> Iterator[str]:
+def _described(what: Any, name: str) -> Iterator[str]:
     """A heading, a signature and a docstring; of a class its methods too."""
     node = _tree(what)
     yield f"### {name}\n"
-    if module:
-        yield f"From `{module}`.\n"
     if isinstance(node, Function):
         yield _code([_signature(node, method=False)])
         yield _text(ast.get_docstring(node) or "")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from conductor.costs.book import CostBook
-from conductor.routing.choices import Decision, Hold
+from conductor.routing.choices import Choice, Hold
 from conductor.routing.columns import NO_KEYS, Matches, View, Waiting
 from conductor.routing.engines import EngineInfo, Health, Role
 from conductor.routing.load import EngineLoads
@@ -141,13 +141,13 @@ def schedule(
     matches: Matches | None = None,
     *,
     retry_after_s: int = 1,
-) -> list[Decision]:
+) -> list[Choice]:
     """What a policy decides at :data:`NOW`."""
     view = view_of(engines, assigned=9, retry_after_s=retry_after_s)
     return decided(Scheduler(POLICIES[policy], AT_ONCE), view, waiting(requests, matches))
 
 
-def decided(scheduler: Scheduler, view: View, asked: Waiting, now: float = NOW) -> list[Decision]:
+def decided(scheduler: Scheduler, view: View, asked: Waiting, now: float = NOW) -> list[Choice]:
     """A decision on each request, in the policy's order: who goes on waiting is held."""
     decisions = {one.request: one for one in scheduler.schedule(view, asked, now)}
     order = [asked.numbers[row] for row in scheduler.policy.order(asked, now)]
