@@ -39,18 +39,14 @@ class Front:
     Args:
         faults: counts closed connections.
         connections_max: maximum open connections.
-        first_request_s: seconds for the first request of a connection.
 
     Attributes:
         faults: connections that were closed, by cause.
     """
 
-    def __init__(
-        self, faults: Faults, connections_max: int, first_request_s: float = FIRST_REQUEST_S
-    ) -> None:
+    def __init__(self, faults: Faults, connections_max: int) -> None:
         self.faults = faults
         self._most = connections_max
-        self._first_request_s = first_request_s
         self._idle: dict[RequestHandler, float] = {}  # start of idle time; oldest first
         self._new: dict[RequestHandler, float] = {}
         self._server: web.Server | None = None
@@ -104,8 +100,8 @@ class Front:
         """Close connections without a request, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(min(1.0, self._first_request_s))
-            overdue = loop.time() - self._first_request_s
+            await asyncio.sleep(min(1.0, FIRST_REQUEST_S))
+            overdue = loop.time() - FIRST_REQUEST_S
             for protocol, since in list(self._new.items()):
                 if since > overdue:
                     break

@@ -13,12 +13,12 @@ _CODES: Final = frozenset((*FailureCode, ""))
 
 
 class HandoffMetrics:
-    """How the KV of pairs went, and how it ended."""
+    """Handoffs of KV between the engines of pairs: transfer method and final states."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._count = Counter(
             "kvstore_conductor_handoffs",
-            "Handoffs between engines of pairs: how the KV went, and how it ended at each side.",
+            "Handoffs between engines of pairs, by transfer method and each side's final state.",
             ("way", "side", "state", "code"), registry=registry,
         )  # fmt: skip
         self._seconds = Histogram(

@@ -63,12 +63,12 @@ _GAUGES: Final = {
     ),
     "engine_in_flight": ("Requests in flight at each engine.", ("engine",)),
     "local_tokenizer": (
-        "1 while prompts of a kind are tokenised here, 0 since an engine said otherwise.",
+        "1 = prompts of a kind are tokenised locally; 0 = disabled, as an engine's differed.",
         ("model", "kind"),
     ),
     "journal_written": ("1 while the journal of decisions is written.", ()),
     "engine_others": (
-        "Requests of others at each engine that tells: running, or waiting there.",
+        "Requests at an engine that this Conductor did not send, of engines that export them.",
         ("engine", "state"),
     ),
     "cost_error": (

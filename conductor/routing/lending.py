@@ -200,7 +200,7 @@ Fleet = tuple[Sequence[MixedEngine], Sequence[EngineKind]]
 
 
 class Load(NamedTuple):
-    """What comes for a model, read at once.
+    """A snapshot of the requests that arrive for one model.
 
     Attributes:
         rate: requests a second.

@@ -14,7 +14,9 @@ USUAL_TOKENS: Final = 1_024
 
 
 class OtherRequests(NamedTuple):
-    """Requests of others at one engine; fractions, because who waits there is not told apart.
+    """Requests at one engine that this Conductor did not send.
+
+    Fractions, because engines do not report whose requests wait.
 
     Attributes:
         running: that it computes.

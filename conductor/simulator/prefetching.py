@@ -94,7 +94,7 @@ class Prefetching:
         return [transfer for transfer, _ in self._moving.values()]
 
     def look(self, now: float) -> None:
-        """Begin what is wished now, and give up what is not any more."""
+        """Start the prefetches that are useful now, and cancel those that no longer are."""
         looked = 0
         for known in self._desk.dispatcher.unassigned:
             number = known.request.number

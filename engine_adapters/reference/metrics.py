@@ -45,7 +45,7 @@ class Metrics:
         self.handoffs = counter(
             "handoffs", "Ended pushes, by last state and cause.", "state", "cause"
         )
-        self.handoff_bytes = counter("handoff_bytes", "K/V and aux data that were pushed.")
+        self.handoff_bytes = counter("handoff_bytes", "Bytes of KV and aux data that were pushed.")
         self.handoff_seconds = counter("handoff_seconds", "Seconds of ended pushes.", "state")
         self.step_seconds = Histogram(
             "reference_engine_step_seconds",

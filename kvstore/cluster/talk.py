@@ -1,4 +1,4 @@
-"""The messages between a node and its index process about the cluster."""
+"""The node's side of the messages with its index process about the cluster."""
 
 from collections.abc import Callable
 

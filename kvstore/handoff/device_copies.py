@@ -206,7 +206,7 @@ class DeviceCopies:
 
     @property
     def _is_over(self) -> bool:
-        """Whether nothing is left to be told; who feeds may be stuck with one that was told."""
+        """Whether all copies were reported; the feeding thread may be blocked in a reported one."""
         if not self._closed or not all(one.is_told for one in self._flying):
             return False
         return not self._feeds or not all(one.is_taken for one in self._flying)

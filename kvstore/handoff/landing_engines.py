@@ -1,4 +1,4 @@
-"""Decode's memory under a transport whose writes decode does not see: which engine, and its end.
+"""Which transfer engine owns decode's memory when writes are one-sided, and when to shut it down.
 
 Over such a transport (Mooncake, RDMA) bytes of a failed write may arrive at any time: nothing that
 prefill does prevents that. Only the end of decode's own engine does. It aborts all other writes, so

@@ -37,7 +37,7 @@ MOONCAKE: Final = "mooncake"
 WRITE_S: Final = 10.0
 """A write that has not ended then has failed; less than the silence of TRANSFERRING."""
 GATHER_BYTES: Final = 16 << 20
-"""Sixteen jobs of 1 MiB."""
+"""Memory for heads on their way to ranks that have others: sixteen jobs of 1 MiB."""
 STAGED_BYTES: Final = 64 << 20
 _IN_FLIGHT_BYTES: Final = 1 << 30
 """Never reached: each of 64 links has four jobs of 1 MiB, or of one block, at a time."""
@@ -55,7 +55,6 @@ class MooncakeWriter:
         memory: in which all of the pool is; it outlives this.
         host: of this machine, for the engine; it listens on all interfaces whatever it is.
         protocol: ``rdma``, or ``tcp`` for tests.
-        gather_bytes: memory for heads on their way to ranks that have others; at least 1.
 
     Raises:
         ConfigError: Mooncake is not installed, finds no device, or cannot register the memory.
@@ -64,9 +63,8 @@ class MooncakeWriter:
     transport = MOONCAKE
 
     def __init__(
-        self, memory: SharedMemory, *, host: str = "127.0.0.1", protocol: str = "rdma",
-        gather_bytes: int = GATHER_BYTES,
-    ) -> None:  # fmt: skip
+        self, memory: SharedMemory, *, host: str = "127.0.0.1", protocol: str = "rdma"
+    ) -> None:
         try:
             self._mooncake = MooncakeTransport(
                 host, _IN_FLIGHT_BYTES, protocol=protocol, serves=False, patient=True
@@ -74,11 +72,11 @@ class MooncakeWriter:
         except ConfigError as error:
             why = str(error).partition(": ")[2]
             raise ConfigError(f"handoffs over Mooncake: {why}") from error
-        self._gathered = SharedMemory(gather_bytes)
+        self._gathered = SharedMemory(GATHER_BYTES)
         self.gather_memory = np.frombuffer(self._gathered.buffer, dtype=np.uint8)
         for one in (memory, self._gathered):
             self._mooncake.register(one.address, one.size_bytes, one.descriptor)
-        wanted = memory.size_bytes + gather_bytes
+        wanted = memory.size_bytes + GATHER_BYTES
         until_s = time.monotonic() + START_S
         while self._mooncake.stats()["registered_bytes"] < wanted:
             if time.monotonic() > until_s:

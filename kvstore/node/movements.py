@@ -10,7 +10,6 @@ from typing import Final
 
 from kvstore.protocol.errors import CapacityError, InvalidArgument, TierUnavailable
 from kvstore.protocol.page import PrefixKey
-from kvstore.state.disk.pages import DiskPages
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree.node import PrefixNode, is_live
 from kvstore.state.tree.prefix_tree import PrefixTree
@@ -48,7 +47,7 @@ class Prefetch:
         _refuse_too_many(space, keys)
         self.done = self.total = 0
         self._table = table
-        self._disk = _disk_of(table)
+        _refuse_without_disk(table)
         self._space = space
         self._keys = keys
         self._deadline_ns = deadline_ns
@@ -125,7 +124,7 @@ class Demotion:
         _refuse_too_many(space, keys)
         self.done = self.total = 0
         self._table = table
-        self._disk = _disk_of(table)
+        _refuse_without_disk(table)
         self._space = space
         self._keys = keys
         self._deadline_ns = deadline_ns
@@ -219,10 +218,9 @@ class Demotion:
         return all(there)
 
 
-def _disk_of(table: PageTable) -> DiskPages:
+def _refuse_without_disk(table: PageTable) -> None:
     if not table.disk.exists:
         raise TierUnavailable("this node has no SSD tier: set ssd.directories")
-    return table.disk
 
 
 def _refuse_too_many(space: PrefixTree, keys: Sequence[PrefixKey]) -> None:

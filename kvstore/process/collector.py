@@ -11,14 +11,15 @@ from collections.abc import Callable
 from typing import Final
 
 YOUNG: Final = 2_000
-"""Objects made until the youngest are looked at."""
+"""Objects allocated between two collections of generation 0."""
 YOUNG_ROUNDS: Final = 4
-"""Such looks until those are looked at again that survived one: a millisecond for all of them."""
+"""Collections of generation 0 between two of generation 1, which take a millisecond."""
 NEVER: Final = 1 << 30
-"""Rounds until the old are looked at."""
+"""Collections of generation 1 between two of generation 2."""
 
 SELDOM: Final = 10_000
-"""Objects made until the youngest are looked at: of some 300 decisions of the Conductor."""
+"""Objects allocated between two collections of generation 0: some 300 decisions of the
+Conductor."""
 
 
 def spare_the_old() -> Callable[[], None]:

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from kvstore.config import ServerConfig
@@ -16,24 +15,24 @@ def admin_socket(config: ServerConfig = ServerConfig()) -> Path:  # noqa: B008 -
     return Path(config.http.socket_path or f"{config.socket.path}.admin")
 
 
-def cli_defaults(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
+def cli_defaults() -> tuple[str, str]:
     """The default address and token of the ``kvstore`` command.
 
     Raises:
         ConfigError: KVSTORE_TOKEN_FILE cannot be read.
     """
-    token, path = environ.get("KVSTORE_TOKEN", ""), environ.get("KVSTORE_TOKEN_FILE", "")
+    token, path = os.environ.get("KVSTORE_TOKEN", ""), os.environ.get("KVSTORE_TOKEN_FILE", "")
     if path and not token:
         try:
             token = read_token(Path(path))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"KVSTORE_TOKEN_FILE={path}: {reason(error)}") from error
-    return environ.get("KVSTORE_URL", f"unix://{admin_socket()}"), token
+    return os.environ.get("KVSTORE_URL", f"unix://{admin_socket()}"), token
 
 
-def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """The environment of a child process, so that it imports the same code as this one."""
-    return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def conductor_token(url: str) -> str:

@@ -56,6 +56,9 @@ def inode_of(descriptor: int) -> Inode:
     return f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}", found.st_ino
 
 
+_PROC: Final = Path("/proc")
+
+
 class MemoryRecord:
     """The memory that a node has created, in this boot and in earlier ones; thread-safe.
 
@@ -64,12 +67,10 @@ class MemoryRecord:
 
     Args:
         path: the file; next to the node's socket.
-        proc: path of the process file system.
     """
 
-    def __init__(self, path: Path, proc: Path = Path("/proc")) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._proc = proc
         #: Protects all fields below.
         self._lock = threading.Lock()
         self._earlier = self._read()
@@ -90,7 +91,7 @@ class MemoryRecord:
         if not wanted:
             return 0
         mapped: dict[Inode, list[_Mapped]] = defaultdict(list)
-        for process in self._proc.glob("[0-9]*"):
+        for process in _PROC.glob("[0-9]*"):
             for inode, mapping in _mappings(process):
                 if inode in wanted:
                     mapped[inode].append(mapping)
@@ -128,7 +129,7 @@ class MemoryRecord:
         """The first line: inode numbers are valid for one boot of the machine only."""
         boot = "unknown"
         with suppress(OSError):
-            boot = (self._proc / "sys/kernel/random/boot_id").read_text().strip()
+            boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{_TITLE} {boot}"
 
     def _read(self) -> set[Inode]:

@@ -108,7 +108,7 @@ class RoomChooser:
         self._held = residents
 
     def choose(self, wanted: RoomRequest) -> RoomPlan:
-        """What gives room, as far as that can be said before any of it is done."""
+        """Plan evictions until the request fits, or one depends on how an earlier one ends."""
         held = self._held
         plan = RoomPlan(held.draining.spared)
         space, slot_bytes, left = wanted.space, wanted.slot_bytes, wanted.slots

@@ -191,7 +191,7 @@ class Residents:
     def drop_read(self, held: Sequence[PrefixNode], slots: set[Slot]) -> None:
         """Drop those of the pages that were read once, of a lease of these slots.
 
-        What follows a page that left with many behind it leaves with it, in later turns.
+        If a dropped page has many descendants, they are dropped in later turns.
         """
         leaving: set[tuple[PrefixNode, int]] = set()
         for node in held:

@@ -260,12 +260,12 @@ def test_a_record_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path
     assert sorted(lines) == ["00:01 0", "00:01 1", "00:01 2", "00:01 9"]
 
 
-def test_processes_that_cannot_be_seen_hold_nothing_back(boot, client, tmp_path):
+def test_processes_that_cannot_be_seen_hold_nothing_back(boot, client, tmp_path, monkeypatch):
     first = boot()
     first.memory.create(range(2))
     client(first.memory, 1, 64 << 10)
     second = boot()
-    second.record._proc = tmp_path / "nothing"
+    monkeypatch.setattr(stale, "_PROC", tmp_path / "nothing")
 
     assert second.stale_bytes() == 0
 
