@@ -10,6 +10,7 @@ from kvstore.node.selfcheck import SelfCheck
 from kvstore.node.waiting import WaitingRoom
 from kvstore.protocol import wire
 from kvstore.protocol.counts import SelfCheckCounts
+from kvstore.state.remote.jobs import PeerLimits
 from kvstore.state.table.pages import PageTable
 from kvstore.state.tree import prefix_tree
 from kvstore.testing.simulation import Simulation
@@ -142,3 +143,14 @@ def test_a_simulation_that_fails_tells_its_story():
         simulation.run(0.05)
 
     assert "the last events of" in caught.value.__notes__[0]
+
+
+def test_what_is_read_from_other_nodes_is_looked_at_in_debug_mode(world):
+    world.node.join(PeerLimits(in_flight_bytes_max=1 << 20))
+    remote = world.node.remote
+    assert remote is not None
+    SelfCheck(world.node).run()
+    remote._by_key[0, 0] = {}
+
+    with pytest.raises(AssertionError, match="nothing is on its way"):
+        SelfCheck(world.node).run()
