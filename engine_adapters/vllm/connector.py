@@ -100,7 +100,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._options = read_options(transfer.kv_connector_extra_config)
         facts = read_facts(vllm_config, kv_cache_config, self._options.revision)
         self._facts = facts
-        self._page_tokens = page_tokens_of(self._options, facts.groups)
+        self._page_tokens = page_tokens_of(
+            self._options, facts.groups, on_cpu=current_platform.is_cpu()
+        )
         self._has_drafts = has_draft_layers(vllm_config)
         self._draft_steps = DraftSteps(vllm_config)
         self._identity = space_identity(facts, self._options.tenant, self._page_tokens)

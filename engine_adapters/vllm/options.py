@@ -1,11 +1,17 @@
 """Options of the connector and the tier, with vLLM's names of the sections."""
 
 from collections.abc import Mapping, Sequence
+from math import lcm
 from typing import Any, Final
 
 from kvstore.engine.identity import Group
 from kvstore.engine.options import LoadOrder, Options, TieringOptions, read_section
 from kvstore.protocol.errors import ConfigError
+from kvstore.protocol.page import PAGE_TOKENS_MIN_DEFAULT
+
+CPU_PAGE_TOKENS_MIN: Final = 32
+"""A CPU computes some hundred tokens a second: those behind the last whole page of a prompt cost it
+more than the work of twice as many pages."""
 
 _WHERE: Final = "kv_connector_extra_config"
 _WHERE_TIER: Final = "secondary_tiers"
@@ -29,8 +35,13 @@ def read_tier_options(values: Mapping[str, Any]) -> TieringOptions:
     return read_section(values, TieringOptions, _WHERE_TIER)
 
 
-def page_tokens_of(options: Options, groups: Sequence[Group]) -> int:
+def page_tokens_of(options: Options, groups: Sequence[Group], *, on_cpu: bool) -> int:
     """Tokens per page for an engine with these KV groups.
+
+    Args:
+        options: of the connector.
+        groups: of the engine.
+        on_cpu: it computes on CPUs.
 
     Raises:
         ConfigError: the page size is not a multiple of each group's block (with states: not the
@@ -52,10 +63,8 @@ def page_tokens_of(options: Options, groups: Sequence[Group]) -> int:
                 f" one block ({', '.join(map(str, sorted(set(blocks))))} tokens); leave it out"
             )
         return blocks[0]
+    least = CPU_PAGE_TOKENS_MIN if on_cpu else PAGE_TOKENS_MIN_DEFAULT
     try:
-        page_tokens = options.page_tokens_for(max(blocks))
-        for block in blocks:
-            options.page_tokens_for(block)
+        return options.page_tokens_for(lcm(*blocks), least)
     except ConfigError as error:
         raise ConfigError(f"{_WHERE}: {error}") from error
-    return page_tokens

@@ -60,7 +60,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         engine: name of this engine, the same as its id at the Conductor; empty = ``host:port`` of
             its HTTP server, where that is known. Two live engines of a node cannot have one name.
         page_tokens: tokens per page, a multiple of the engine's block; 0 = the smallest multiple
-            that is at least 64.
+            that is at least 64, or what the adapter says for its engine.
         tenant: isolation domain; memory of one tenant is never mapped by engines of another.
         revision: identifies the weights, instead of the model's files.
         lookup_timeout_ms: maximum time that the engine's scheduler waits for an answer; after a
@@ -110,14 +110,19 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             return None
         return DeviceSlabConfig(device="cpu", capacity_bytes=self.device_slab_bytes)
 
-    def page_tokens_for(self, block_tokens: int) -> int:
+    def page_tokens_for(self, block_tokens: int, least: int = PAGE_TOKENS_MIN_DEFAULT) -> int:
         """Tokens per page for an engine with blocks of ``block_tokens``.
+
+        Args:
+            block_tokens: tokens of a block, at least 1.
+            least: unless a size is configured, pages have the smallest multiple of the block that
+                is at least this.
 
         Raises:
             ConfigError: the configured page size is not a multiple of the block.
         """
         if not self.page_tokens:
-            return -(-PAGE_TOKENS_MIN_DEFAULT // block_tokens) * block_tokens
+            return -(-least // block_tokens) * block_tokens
         if self.page_tokens % block_tokens:
             raise ConfigError(
                 f"page_tokens: {self.page_tokens} is not a multiple of the engine's block of"

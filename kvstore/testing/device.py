@@ -293,6 +293,7 @@ class DevicePoolContract:
 
     Args:
         open_device: opens a device.
+        slice_pages: pages of a slice of the ring.
     """
 
     CHECKS: ClassVar[tuple[str, ...]] = (
@@ -314,8 +315,9 @@ class DevicePoolContract:
     """Planes, bytes of a block, gap, blocks of a page, blocks outermost."""
     PAGES: ClassVar[int] = 11
 
-    def __init__(self, open_device: Callable[[], Device]) -> None:
+    def __init__(self, open_device: Callable[[], Device], slice_pages: int = 1) -> None:
         self._open = open_device
+        self._slice_pages = slice_pages
 
     def check_pages_reach_their_blocks_byte_for_byte(self) -> None:
         """Every shape is restored completely, and no other block is touched."""
@@ -436,7 +438,7 @@ class DevicePoolContract:
             # Several slices, which are used more than once.
             before = lanes.SLICE_BYTES
             undo.callback(setattr, lanes, "SLICE_BYTES", before)
-            lanes.SLICE_BYTES = memory.size
+            lanes.SLICE_BYTES = self._slice_pages * memory.size
             yield memory
 
     def _restore(self, memory: EngineMemory) -> int:

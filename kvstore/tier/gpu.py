@@ -2,13 +2,14 @@
 
 Everything is done in torch operations, which run alike on ``cuda`` and on ``cpu``. In a device's
 staging memory pages lie in page order, so one copy moves them between there and the host; one
-operation for each plane gathers or spreads the blocks of all pages of a job. A pool with one plane
-of large blocks (the layout with blocks outermost) needs neither: its blocks are copied directly.
+operation for each plane gathers or spreads the blocks of all pages that are staged. That is a whole
+job on ``cuda``; on ``cpu`` it is less than a page (:class:`_Parts`). A pool with one plane of large
+blocks (the layout with blocks outermost) needs neither: its blocks are copied directly.
 """
 
 import ctypes
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from time import monotonic, sleep
 from typing import Any, Final
 
@@ -34,8 +35,8 @@ do not keep a device busy."""
 STAGING_BYTES: Final = 256 << 20
 """Bytes that a client moves at a time (``BATCH_BYTES`` of :mod:`kvstore.client.space`): each
 operation is started once per job of the lane. Allocated as jobs need it, for each direction."""
-HOST_STAGING_BYTES: Final = 8 << 20
-"""Staging memory that stays in the processor's cache; starting an operation costs little there."""
+HOST_STAGING_BYTES: Final = 1 << 20
+"""Staging memory that stays in a core's own cache; starting an operation costs little there."""
 _POLL_S: Final = 0.0001
 _ITEMS: Final = ((16, torch.complex128), (8, torch.int64), (1, torch.uint8))
 """Bytes and type of the items in which blocks are moved; only their size matters."""
@@ -136,15 +137,14 @@ class DevicePool:
             stream.wait(after)
             if self._direct:
                 return self._out.take(self._from_blocks(table, size), targets, size, seeds)
-            part = min(len(table), self._out.part_pages(size))
-            staged = self._out.staging(part * size)
+            parts = self._parts(table, size)
+            staged = self._out.staging(parts.size)
 
             def fetch(first: int, count: int, memory: Any) -> None:
-                at = first % part
-                if not at:
-                    blocks = table[first : first + part]
-                    self._gather(staged[: len(blocks) * size], blocks)
-                memory.copy_(staged[at * size : (at + count) * size], non_blocking=True)
+                for number, there, here in parts.cut(first, count):
+                    if not there.start:
+                        self._gather(staged, parts, number)
+                    memory[here].copy_(staged[there], non_blocking=True)
 
             return self._out.take(fetch, targets, size, seeds)
 
@@ -163,57 +163,61 @@ class DevicePool:
 
     # ---- internal ---------------------------------------------------------------------------
 
-    def _pages(self, staged: Any, table: Table) -> Any:
-        """Staged pages as (pages, planes, blocks of a page, items of a block)."""
-        pages, each = table.shape
-        return staged.view(self._type).view(pages, len(self._planes), each, -1)
+    def _parts(self, table: Table, size: int) -> "_Parts":
+        return _Parts(table, size, len(self._planes), self._device.staging_bytes)
+
+    def _staged(self, staged: Any, parts: "_Parts", number: int) -> Any:
+        """A part in staging memory as (pages, planes, blocks of a page, items of a block)."""
+        (pages, each), planes = parts.blocks(number).shape, len(parts.planes(number))
+        used = staged[: pages * planes * parts.plane_bytes]
+        return used.view(self._type).view(pages, planes, each, -1)
 
     def _restore_staged(
         self, pages: PagesInHost, table: Table, after: DeviceEvent,
         progress: mover.Progress | None,
     ) -> tuple[int, list[DeviceEvent]]:  # fmt: skip
         """Restore through staging memory; returns the valid pages, and an event for each layer."""
-        stream, size = self._in.stream, pages.size
-        part = min(len(table), self._in.part_pages(size))
-        staged = self._in.staging(part * size)
+        stream = self._in.stream
+        parts = self._parts(table, pages.size)
+        staged, every = self._in.staging(parts.size), range(len(self._planes))
 
         def deliver(first: int, count: int, memory: Any) -> None:
-            at = first % part
-            if first and not at:  # the staging memory is full
-                self._spread(staged, table[first - part : first], range(self._pool.layer_count))
-            staged[at * size : (at + count) * size].copy_(memory, non_blocking=True)
+            for number, there, here in parts.cut(first, count):
+                if number and not there.start:  # the staging memory is full
+                    self._spread(staged, parts, number - 1, every)
+                staged[there].copy_(memory[here], non_blocking=True)
 
-        if part < len(table):
-            stream.wait(after)  # otherwise the copy of the last part need not wait for the engine
+        if parts.last:
+            stream.wait(after)  # otherwise the copy of the only part need not wait for the engine
         good = self._in.bring(pages, deliver, progress)
         if not good:
             return 0, []
         stream.wait(after)
-        first = (good - 1) // part * part
-        last, blocks = staged[: (good - first) * size], table[first:good]
-        events = []
-        for layer in range(self._pool.layer_count):
-            stream.run(lambda layer=layer: self._spread(last, blocks, range(layer, layer + 1)))  # type: ignore[misc]
+        valid = self._parts(table[:good], pages.size)  # the last of these is in staging memory
+        each, events = self._pool.planes_per_layer, []
+        for first in range(0, len(every), each):
+            layer = every[first : first + each]
+            stream.run(lambda layer=layer: self._spread(staged, valid, valid.last, layer))  # type: ignore[misc]
             events.append(stream.record())
         return good, events
 
-    def _gather(self, staged: Any, table: Table) -> None:
-        """Copy blocks to staging memory; run on the stream."""
-        pages, index = self._pages(staged, table), self._index(table)
-        for number, plane in enumerate(self._planes):
-            if len(table) == 1:  # faster on cpu, but only for adjacent memory
-                torch.index_select(plane, 0, index[0], out=pages[0, number])
+    def _gather(self, staged: Any, parts: "_Parts", number: int) -> None:
+        """Copy the blocks of a part to staging memory; run on the stream."""
+        there, index = self._staged(staged, parts, number), self._index(parts.blocks(number))
+        for at, plane in enumerate(parts.planes(number)):
+            if len(index) == 1:  # faster on cpu, but only for adjacent memory
+                torch.index_select(self._planes[plane], 0, index[0], out=there[0, at])
             else:
-                torch.ops.aten.index.Tensor_out(plane, [index], out=pages[:, number])
-        self.launches += len(self._planes)
-
-    def _spread(self, staged: Any, table: Table, layers: range) -> None:
-        """Copy some layers of staged pages to their blocks; run on the stream."""
-        pages, each = self._pages(staged, table), self._pool.planes_per_layer
-        index = self._index(table)
-        for number in range(layers.start * each, layers.stop * each):
-            self._planes[number].index_put_((index,), pages[:, number])
+                torch.ops.aten.index.Tensor_out(self._planes[plane], [index], out=there[:, at])
             self.launches += 1
+
+    def _spread(self, staged: Any, parts: "_Parts", number: int, planes: range) -> None:
+        """Copy a part's planes that are among ``planes`` to their blocks; run on the stream."""
+        there, index = self._staged(staged, parts, number), self._index(parts.blocks(number))
+        for at, plane in enumerate(parts.planes(number)):
+            if plane in planes:
+                self._planes[plane].index_put_((index,), there[:, at])
+                self.launches += 1
 
     def _index(self, table: Table) -> Any:
         """The table on the device; the last one is kept, because all layers of a job use it."""
@@ -240,6 +244,61 @@ class DevicePool:
 
         assert table.shape[1] * self._pool.block_bytes == size
         return fetch
+
+
+class _Parts:
+    """How the pages of a job are staged: as many at a time as fit, or else some planes of one.
+
+    Parts have numbers, in the order of their bytes. Each is staged at the start of the memory; only
+    a part of several pages can come or go in more than one slice of the ring.
+
+    Args:
+        table: the blocks of each page.
+        size: bytes of a page.
+        planes: planes of the pool.
+        staging_bytes: bytes of the largest part, if that is a plane of a page or more.
+
+    Attributes:
+        plane_bytes: bytes of a page in one plane.
+        size: bytes of the largest part.
+        last: number of the last part.
+    """
+
+    def __init__(self, table: Table, size: int, planes: int, staging_bytes: int) -> None:
+        self.plane_bytes = size // planes
+        self._page_bytes = size
+        self._pages = min(len(table), max(1, staging_bytes // size))
+        most = min(planes, max(1, staging_bytes // self.plane_bytes))
+        self._planes = [range(planes)[at : at + most] for at in range(0, planes, most)]
+        self._blocks = [table[at : at + self._pages] for at in range(0, len(table), self._pages)]
+        self.size = self._pages * most * self.plane_bytes
+        self.last = len(self._blocks) * len(self._planes) - 1
+
+    def blocks(self, number: int) -> Table:
+        """The blocks of a part's pages; the same object for all parts of these pages."""
+        return self._blocks[number // len(self._planes)]
+
+    def planes(self, number: int) -> range:
+        """The planes of a part."""
+        return self._planes[number % len(self._planes)]
+
+    def cut(self, first: int, count: int) -> Iterator[tuple[int, slice, slice]]:
+        """Cut adjacent pages at the bounds of parts.
+
+        Returns:
+            Numbers of parts, with the bytes of each in staging memory and from the first page on.
+        """
+        page, end = first, first + count
+        while page < end:
+            group, at = divmod(page, self._pages)
+            pages = min(self._pages - at, end - page)
+            for part, planes in enumerate(self._planes):
+                there = at * self._page_bytes
+                here = (page - first) * self._page_bytes + planes.start * self.plane_bytes
+                size = pages * len(planes) * self.plane_bytes
+                number = group * len(self._planes) + part
+                yield number, slice(there, there + size), slice(here, here + size)
+            page += pages
 
 
 class DevicePage:

@@ -65,7 +65,8 @@ class Device(Protocol):
 
     Attributes:
         name: ``cuda:N`` or ``cpu:N``.
-        staging_bytes: how much of a job is gathered or spread at a time, at least 1.
+        staging_bytes: how much of a job is gathered or spread at a time, or one plane of a page if
+            that is more; at least 1.
     """
 
     name: str
@@ -226,14 +227,6 @@ class Lane:
             self._staging = self._device.memory(1 << (size - 1).bit_length(), self.stream)
         assert len(self._staging) >= size
         return self._staging[:size]
-
-    def part_pages(self, size: int) -> int:
-        """Pages of ``size`` bytes that are staged at a time: whole slices of the ring.
-
-        Rounded up, so that a job of ``staging_bytes`` is staged at once.
-        """
-        each = _slice_pages(size)
-        return -(-self._device.staging_bytes // (each * size)) * each
 
     def bring(
         self, pages: PagesInHost, deliver: Callable[[int, int, Any], None],

@@ -42,10 +42,12 @@ ENGINE = {
 def transfer_config(address: str, **changes: Any) -> dict[str, Any]:
     """What a user writes into ``--kv-transfer-config``, with room for a busy test machine.
 
-    Every hit is loaded: what is faster depends on the machine.
+    Every hit is loaded: what is faster depends on the machine. Pages have several blocks, as on a
+    GPU.
     """
     extra = {
         "address": address,
+        "page_tokens": 2 * ENGINE["block_size"],
         "loads": "always",
         "lookup_timeout_ms": 200,
         "load_timeout_ms_min": 2000,

@@ -106,14 +106,24 @@ def test_pages_are_the_smallest_multiple_of_the_block_that_is_long_enough():
     ]  # fmt: skip
     assert read_options({"page_tokens": 256}).page_tokens_for(128) == 256
     with pytest.raises(ConfigError, match="extra_config: page_tokens: 96 is not a multiple"):
-        page_tokens_of(read_options({"page_tokens": 96}), [FULL, blocks_of(64)])
+        page_tokens_of(read_options({"page_tokens": 96}), [FULL, blocks_of(64)], on_cpu=False)
+
+
+def test_pages_are_shorter_on_a_cpu_unless_blocks_are_long():
+    default, chosen = read_options({}), read_options({"page_tokens": 64})
+
+    blocks = [[blocks_of(tokens)] for tokens in (16, 32, 48, 64, 128)]
+    assert [page_tokens_of(default, one, on_cpu=True) for one in blocks] == [32, 32, 48, 64, 128]
+    assert [page_tokens_of(default, one, on_cpu=False) for one in blocks] == [64, 64, 96, 64, 128]
+    assert page_tokens_of(default, [blocks_of(48), blocks_of(32)], on_cpu=True) == 96
+    assert page_tokens_of(chosen, [FULL], on_cpu=True) == 64, "what is set holds"
 
 
 def test_layerwise_loads_are_refused_where_the_engine_could_not_be_told_that_one_failed():
-    assert page_tokens_of(read_options({"load": "layerwise"}), [FULL]) == 64
-    assert page_tokens_of(read_options({}), [FULL, blocks_of(128)]) == 128
+    assert page_tokens_of(read_options({"load": "layerwise"}), [FULL], on_cpu=False) == 64
+    assert page_tokens_of(read_options({}), [FULL, blocks_of(128)], on_cpu=False) == 128
     with pytest.raises(ConfigError, match="kv_connector_extra_config: load: layerwise"):
-        page_tokens_of(read_options({"load": "layerwise"}), [FULL, FULL])
+        page_tokens_of(read_options({"load": "layerwise"}), [FULL, FULL], on_cpu=False)
 
 
 def test_without_options_everything_has_a_default():

@@ -24,9 +24,28 @@ ONE_JOB = "check_operations_do_not_grow_with_pages"
 """Holds of jobs that are staged at once."""
 
 
+PAGE_BYTES = 6 * 4096 * 2
+"""Of the contract's first shape; a page of its others has 512 KiB, or less than a third."""
+
+
+@pytest.mark.parametrize(
+    ("staging_bytes", "slice_pages"),
+    [
+        pytest.param(1, 1, id="a plane"),
+        pytest.param(PAGE_BYTES * 2 // 3, 4, id="four planes of six, or a few of 11 pages"),
+        pytest.param(PAGE_BYTES, 1, id="a page"),
+        pytest.param(PAGE_BYTES * 3 + 1, 4, id="three pages of 11"),
+        pytest.param(PAGE_BYTES * 8, 4, id="two slices"),
+    ],
+)
 @pytest.mark.parametrize("check", sorted(set(DevicePoolContract.CHECKS) - {ONE_JOB}))
-def test_a_pool_whose_jobs_are_staged_in_parts_keeps_the_contract(check):
-    getattr(DevicePoolContract(lambda: LateDevice(4, staging_bytes=1)), check)()
+def test_a_pool_whose_jobs_are_staged_in_parts_keeps_the_contract(
+    check, staging_bytes, slice_pages
+):
+    def open_device():
+        return LateDevice(4, staging_bytes=staging_bytes)
+
+    getattr(DevicePoolContract(open_device, slice_pages), check)()
 
 
 def test_a_job_of_the_size_of_the_staging_memory_is_one_part_however_slices_fit(monkeypatch):
