@@ -6,13 +6,14 @@ from hypothesis import strategies as st
 
 from kvstore.protocol.errors import CapacityError, InvalidArgument, NotFound
 from kvstore.state.choice import ghosts as module
+from kvstore.state.choice.conversations import RELEASE_PAGES
 from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.choice.quotas import PINS_MAX, Pins, expiry
 from kvstore.state.table.invariants import check
 from kvstore.state.tree.actions import PageStatus
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
-from tests.state.world import PAGE, ROOT, World, identity, key
+from tests.state.world import FULL, PAGE, ROOT, World, identity, key
 
 SECOND = 1_000_000_000
 
@@ -150,6 +151,7 @@ def test_pins_keep_their_budget_and_name_what_is_missing(world_of_two):
     pins.remove(pin.number)
     with pytest.raises(NotFound):
         pins.remove(pin.number)
+    assert [node.key for node in pins.let_go(4)] == [key("abc"), key("ab"), key("a")]
 
     assert (len(pins), pins.used_bytes) == (0, 0)
     assert all(node.pins == 0 for node in space.nodes.values())
@@ -175,7 +177,7 @@ def test_a_pinned_page_that_is_corrupt_leaves_all_the_same(world_of_two):
     world.table.residents.drop(space.nodes[key("a")], 0, "corrupt")
 
     assert world.lookup(space, "ab") == (0, 0)
-    world.table.eviction.offer_all(world.table.keeping.pins.remove(pin.number).nodes)
+    world.table.keeping.unpin(pin.number)
     check(world.table)
 
 
@@ -200,6 +202,84 @@ def test_a_put_over_quota_evicts_the_spaces_own_leaves(world_of_two):
     assert world.lookup(space, "ab") == (1, 0)
     assert world.lookup(other, "w") == (1, 0), "there was free room besides"
     assert world.store(process, space, "xyz") == [PageStatus.GRANTED] * 2 + [PageStatus.NO_ROOM]
+    check(world.table)
+
+
+def evictions(world: World, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many pages leave with each eviction from now on."""
+    pages, evict = list[int](), world.table.residents.evict
+
+    def counted(node: PrefixNode, most: int = 1) -> None:
+        pages.append(min(most, node.count))
+        evict(node, most)
+
+    monkeypatch.setattr(world.table.residents, "evict", counted)
+    return pages
+
+
+def test_a_run_makes_room_within_a_quota_in_one_step(monkeypatch):
+    world = World(extents=1, slots_each=16)
+    process = world.process()
+    space = world.space(process)
+    world.store(process, space, "abcdefgh")
+    world.table.quotas.set(space, 8 * PAGE, 0, 16 * PAGE)
+    world.table.eviction.offer_all(space.by_creation.nodes(0), anew=True)
+    left = evictions(world, monkeypatch)
+
+    assert world.store(process, space, "stuvw") == [PageStatus.GRANTED] * 5
+
+    assert left == [5]
+    assert (space.host_bytes, world.lookup(space, "abcdefgh")) == (8 * PAGE, (3, 0))
+    assert world.store(process, space, "0123456789") == [
+        *[PageStatus.GRANTED] * 8, *[PageStatus.NO_ROOM] * 2
+    ]  # fmt: skip
+    check(world.table)
+
+
+@pytest.mark.parametrize(("reserved", "leaves"), [(0, [5]), (4, [4, 1]), (6, [2, 3]), (9, [5])])
+def test_a_run_of_another_space_gives_what_is_not_reserved_in_one_step(
+    monkeypatch, reserved, leaves
+):
+    world = World(extents=1, slots_each=16)
+    process = world.process()
+    space = world.space(process)
+    other, _ = world.table.spaces.open(
+        process.session, identity(model="other"), [space.shards[0].spec]
+    )
+    world.table.quotas.set(space, 0, reserved * PAGE, 16 * PAGE)
+    world.store(process, space, "abcdefgh")
+    world.store(process, other, "12345678")
+    left = evictions(world, monkeypatch)
+
+    assert world.store(process, other, "vwxyz") == [PageStatus.GRANTED] * 5
+
+    assert left == leaves
+    assert space.host_bytes == max(min(reserved, 8), 3) * PAGE
+    check(world.table)
+
+
+def test_what_many_queues_have_next_is_looked_for_once_in_a_choice(monkeypatch):
+    world = World(extents=1, slots_each=60)
+    process = world.process()
+    spaces = [
+        world.table.spaces.open(process.session, identity(model=f"{at}"), [FULL])[0]
+        for at in range(6)
+    ]
+    for space in spaces[1:]:
+        world.table.quotas.set(space, 60 * PAGE, 0, 60 * PAGE)
+    paths = [(spaces[at % 6], chr(0x1000 + at)) for at in range(60)]
+    for space, path in paths:
+        world.store(process, space, path)
+    popped, pop = list[str](), world.table.eviction._pop
+    monkeypatch.setattr(
+        world.table.eviction, "_pop", lambda name, size: popped.append(name) or pop(name, size)
+    )
+
+    world.store(process, spaces[0], "b" * 30)
+
+    assert [world.lookup(*page)[0] for page in paths] == [0] * 30 + [1] * 30, "the oldest went"
+    assert len(popped) <= 6 + 30, "each queue once, and the one that a victim has left"
+    assert sorted(popped[:6]) == sorted({*popped})
     check(world.table)
 
 
@@ -291,10 +371,61 @@ def test_pins_that_end_together_end_one_after_the_other(world_of_two):
     for _ in range(3):
         pins.add(space, key("abc"), 5 * SECOND)
 
-    ends = [(pins.expire(6 * SECOND), len(pins))[1] for _ in range(4)]
+    pins.expire(6 * SECOND)
 
-    assert ends == [2, 1, 0, 0]
-    assert pins.used_bytes == 0
+    assert (len(pins), len(pins.ending), pins.used_bytes) == (0, 3, 9 * PAGE)
+    ends = [(len(pins.let_go(4)), len(pins.ending), pins.used_bytes) for _ in range(4)]
+    assert ends == [(4, 2, 6 * PAGE), (4, 1, 3 * PAGE), (1, 0, 0), (0, 0, 0)]
+
+
+def test_a_long_pin_ends_in_steps_and_its_pages_leave_at_once_if_they_have_to():
+    world = World(extents=1, slots_each=1500)
+    process = world.process()
+    space, pins, keeping = world.space(process), world.table.residents.pins, world.table.keeping
+    path = "a" * 1500
+    world.store(process, space, path)
+    pins.budget_bytes = 1500 * PAGE
+    pin = keeping.pin(space, key(path), 0)
+    assert world.store(process, space, "b") == [PageStatus.NO_ROOM], "all of it is pinned"
+
+    keeping.unpin(pin.number)
+
+    def pinned() -> int:
+        return sum(node.memory_pins > 0 for node in space.nodes.values())
+
+    assert (len(pins), pinned(), pins.used_bytes) == (0, 1500 - RELEASE_PAGES, 1500 * PAGE)
+    assert keeping.next_deadline_ns() == 1
+    check(world.table)
+    assert world.store(process, space, "b" * 300) == [PageStatus.GRANTED] * 300
+    assert pinned() < 1500 - RELEASE_PAGES, "more was let go because there was no other room"
+    check(world.table)
+    with pytest.raises(CapacityError):
+        keeping.pin(space, key("b"), 0)
+    for _ in range(1500 // RELEASE_PAGES):
+        assert world.table.residents.unfinished
+        before = pinned()
+        world.table.expire(0)
+        assert 0 < before - pinned() <= RELEASE_PAGES
+        check(world.table)
+        if not pinned():
+            break
+    assert not world.table.residents.unfinished
+    assert (pinned(), pins.used_bytes, keeping.is_used) == (0, 0, False)
+
+
+def test_no_more_pins_than_allowed_are_there_with_those_that_let_go(world_of_two):
+    world, process, space, _ = world_of_two
+    world.store(process, space, "a")
+    pins = Pins(1 << 60)
+    for _ in range(PINS_MAX):
+        pins.add(space, key("a"), 0)
+    pins.remove(1)
+
+    with pytest.raises(CapacityError, match="unpin one first"):
+        pins.add(space, key("a"), 0)
+    pins.let_go(1)
+    pins.add(space, key("a"), 0)
+    pins.check()
 
 
 def test_a_pin_is_measured_in_steps_and_made_at_once():
