@@ -94,11 +94,9 @@ class Room:
         return max(0, count - -(-quotas.excess(space, size_bytes) // slot_bytes))
 
     def _evict_own(self, space: PrefixTree, pages_max: int, size_bytes: int) -> int:
-        """Evict pages of a leaf of a space with limits, or have them written first.
+        """Evict pages of a leaf of a limited space that take up to ``size_bytes``; how many.
 
-        Returns:
-            how many, at most as many as take ``size_bytes``; a run that is written first counts as
-            one. 0 = none may go.
+        A run that is written first counts as one; 0 = none may go.
         """
         chosen = self._chooser.choose_own(space, pages_max, size_bytes).asked
         if chosen is None:
