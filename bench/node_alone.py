@@ -123,7 +123,9 @@ class TakesAll:
         self.pages = node.pages.residents.disk = DiskPages(
             node.pages.residents, log, admission, rules
         )
-        node.pages.keeping.pins.disk_budget_bytes = log.capacity_bytes // 4
+        keeping = node.pages.keeping
+        keeping.pins.disk_budget_bytes = log.capacity_bytes // 4
+        keeping.conversations.disk_budget_bytes = log.capacity_bytes // 4
         self._node = node
         self._at_once = at_once
         self._begun: deque[int] = deque()
@@ -186,7 +188,8 @@ class LoneNode:
         node = Node(
             "alone", bytes(16), slots, limits, lambda: next(tokens).to_bytes(16, "little"), policy
         )
-        node.pages.keeping.pins.budget_bytes = capacity_bytes // 4
+        keeping = node.pages.keeping
+        keeping.pins.budget_bytes = keeping.conversations.budget_bytes = capacity_bytes // 4
         node.pages.residents.ghosts = Ghosts(AdminConfig().ghosts_max)
         node.pages.residents.ghosts.policy = policy
         self._later: deque[Callable[[], None]] = deque()
@@ -228,6 +231,10 @@ class LoneNode:
     def in_memory(self) -> int:
         """Small pages that are READY in memory."""
         return self.desk.stats().host.ready_bytes // PAGE_BYTES
+
+    def kept_pages(self) -> int:
+        """Pages that conversations keep."""
+        return sum(len(one.nodes) for one in self.desk.node.pages.keeping.conversations)
 
     def leases(self) -> int:
         """Leases that are not given back."""

@@ -268,6 +268,28 @@ def pins(world: World) -> None:
     world.wait(lambda: not world.operator.ask(operations.ListPins())["pins"])
 
 
+def keep(world: World) -> None:
+    """A long prompt is kept as a conversation's, and let go: by its end, and when time is up."""
+    engine, kept = world.engine, world.lone.kept_pages
+    keys = world.chain(min(PIN_KEYS_MAX, world.many))
+    part = wire.KEEP_KEYS_MAX * KEY_BYTES
+    world.begin()
+    for ends in (True, False):
+        for _ in range(TICKS_MAX):
+            at = kept() * KEY_BYTES  # an SSD tier takes the rest when it has time
+            if at == len(keys):
+                break
+            some = keys[at : at + part]
+            engine.say(wire.KeepConversation(engine.space, "long", some, 1000 * TTL_S))
+            world.lone.tick()
+        assert at == len(keys)
+        if ends:
+            engine.say(wire.KeepConversation(engine.space, "long", b"", 0))
+        else:
+            world.clock.skip(TTL_S + 1)
+        world.wait(lambda: kept() == 0)
+
+
 def _pin(world: World, asked: operations.PinPages) -> dict[str, Any]:
     """Pin pages as soon as a full SSD tier has room for what of them is not there yet."""
     for _ in range(TICKS_MAX):
@@ -414,13 +436,15 @@ def reclaim(world: World) -> None:
 
 CASES: Final[dict[str, Callable[[World], None]]] = {
     "stats": stats, "list": listing, "explain": explain, "messages": messages, "pins": pins,
+    "keep": keep,
     "policy": policy, "corrupt": corrupt, "evict": evict, "models": models, "session": session,
     "leases": leases, "expire": expire, "quota": quota, "clear": clear,
 }  # fmt: skip
 """Those of a node whose pages are in memory, in their order, after ``fill`` and ``gc``."""
 
 SSD_CASES: Final[dict[str, Callable[[World], None]]] = {
-    "reclaim": reclaim, "messages+ssd": messages, "pins+ssd": pins, "quota+ssd": disk_quota,
+    "reclaim": reclaim, "messages+ssd": messages, "pins+ssd": pins, "keep+ssd": keep,
+    "quota+ssd": disk_quota,
     "clear+ssd": clear,
 }  # fmt: skip
 """Those of a node with an SSD tier, which is full."""

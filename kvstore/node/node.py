@@ -242,7 +242,7 @@ class Node:
         self.pages.residents.drop_orphans(SWEEP_STEPS)
         if self.pages.room.drain(SWEEP_STEPS):
             self._room_may_be |= self.pages.draining.now is None
-        self._room_may_be |= self.pages.residents.offer_skipped(SWEEP_STEPS) > 0
+        self._room_may_be |= self.pages.residents.offer_more(SWEEP_STEPS) > 0
         self.pages.room.load_more()
         self.pages.ahead.make_room()
         self._after(now_ns)

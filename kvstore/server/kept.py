@@ -111,5 +111,5 @@ def _pin_row(pin: Pin) -> answers.PinRow:
     ends_in_s = (pin.expires_ns - monotonic_ns()) / _NS_PER_S if pin.expires_ns else None
     return answers.PinRow(
         pin=pin.number, space=pin.space.label, key=pin.key.hex(), tier=pin.tier,
-        pages=len(pin.nodes), bytes=pin.size_bytes, ends_in_s=ends_in_s,
+        pages=pin.pages, bytes=pin.size_bytes, ends_in_s=ends_in_s,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 Arguments are checked in the same step that makes the change, before anything has changed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import monotonic_ns
 from typing import Any, Final
 
@@ -95,17 +95,17 @@ class OperatorRequests:
         expires_ns = expiry(asked.ttl_s, table.now_ns)
         measured = yield from table.keeping.pins.measure(space, key, asked.tier)
         if asked.tier == "ssd":
-            yield from self._write(measured[0][::-1])
+            yield from self._write(reversed(measured[0]))
         pin = table.keeping.pin(space, key, expires_ns, asked.tier, measured)
-        return answers.Pinned(
-            pin=pin.number, pages=len(pin.nodes), bytes=pin.size_bytes, tier=pin.tier
-        )
+        return answers.Pinned(pin=pin.number, pages=pin.pages, bytes=pin.size_bytes, tier=pin.tier)
 
     def unpin(self, asked: operations.Unpin, _by: Caller) -> Work[answers.Unpinned]:
         """Remove a pin."""
-        yield from ()
         ended = self._table.keeping.unpin(asked.pin)
-        return answers.Unpinned(pin=asked.pin, pages=len(ended.nodes), bytes=ended.size_bytes)
+        while ended.nodes:
+            yield None
+            self._table.residents.offer_more(_STEP_NODES)
+        return answers.Unpinned(pin=asked.pin, pages=ended.pages, bytes=ended.size_bytes)
 
     def keep(self, asked: operations.KeepPages, _by: Caller) -> Work[answers.KeptPages]:
         """Keep a prefix as that of a conversation."""
@@ -243,7 +243,7 @@ class OperatorRequests:
 
     # ---- internal ---------------------------------------------------------------------------
 
-    def _write(self, nodes: list[PrefixNode]) -> Work[None]:
+    def _write(self, nodes: Iterable[PrefixNode]) -> Work[None]:
         """Queue pages that are not on disk for writing, heads first."""
         for count, node in enumerate(nodes, start=1):
             for shard in list(node.digests) if is_live(node) else ():

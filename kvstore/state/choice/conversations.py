@@ -259,7 +259,8 @@ class Conversations:
         for one in list(self._all.values()):
             if one.expires_ns > now_ns:
                 continue
-            self._let_go_last(one, RELEASE_PAGES - len(gone), gone)
+            while one.nodes and len(gone) < RELEASE_PAGES:
+                gone.append(self._let_go_last(one)[1])
             assert len(gone) <= RELEASE_PAGES
             if one.nodes:
                 return gone
@@ -375,9 +376,7 @@ class Conversations:
     def _lose_page(self, step: "_Keep", one: Conversation) -> None:
         """Release the last page of a conversation for another one."""
         assert one.space is not step.found.space, "it would make room for itself"
-        key = next(reversed(one.nodes))
-        node = one.nodes[key]
-        self._let_go(one, key)
+        key, node = self._let_go_last(one)
         one.gave_way += 1
         step.left -= 1
         if node not in self._charged:
@@ -405,7 +404,15 @@ class Conversations:
         found.size_bytes += size
 
     def _let_go(self, found: Conversation, key: PrefixKey) -> None:
-        node = found.nodes.pop(key)
+        self._discharge(found, found.nodes.pop(key))
+
+    def _let_go_last(self, one: Conversation) -> tuple[PrefixKey, PrefixNode]:
+        """Release the last page of a conversation; it."""
+        key, node = one.nodes.popitem()  # to look for the last key passes all that were deleted
+        self._discharge(one, node)
+        return key, node
+
+    def _discharge(self, found: Conversation, node: PrefixNode) -> None:
         charge = self._charged[node]
         found.size_bytes -= charge.size_bytes
         assert found.size_bytes >= 0
@@ -413,13 +420,6 @@ class Conversations:
             del self._charged[node]
             self._count(found, -charge.size_bytes)
             _pin(node, found.tier, -1)
-
-    def _let_go_last(self, one: Conversation, most: int, gone: list[PrefixNode]) -> None:
-        """Release up to ``most`` of the last pages of a conversation."""
-        for _ in range(min(most, len(one.nodes))):
-            key = next(reversed(one.nodes))
-            gone.append(one.nodes[key])
-            self._let_go(one, key)
 
     def _charge_anew(self, charge: _Charge, size: int) -> None:
         """Change the charged size of a page."""
@@ -433,7 +433,7 @@ class Conversations:
         """A kept page has grown: release pages of its conversations until no limit is exceeded."""
         for one in charge.keepers():
             while one.nodes and len(gone) < RELEASE_PAGES and self._exceeds(one):
-                self._let_go_last(one, 1, gone)
+                gone.append(self._let_go_last(one)[1])
             if not one.nodes:
                 self._remove(one)
             elif self._exceeds(one):

@@ -92,6 +92,9 @@ class Eviction:
         self._others_used: dict[tuple[str, int], int] = {}
         #: Queues that have taken leaves over for this choice.
         self._took_over: set[tuple[str, int]] = set()
+        #: The next leaf of each queue that was asked, which no queue has until it is chosen, until
+        #: another leaf comes to its queue, or the choice ends.
+        self._next: dict[tuple[str, int], PrefixNode] = {}
         #: Leaves of another queue that this choice has met.
         self._strays = 0
         self._tick = 0
@@ -171,6 +174,8 @@ class Eviction:
         if self.evictable(node):
             name = self._queue_name(node.space)
             for slot_bytes in classes(node):
+                if self._next and (rival := self._next.pop((name, slot_bytes), None)) is not None:
+                    self.add_candidate(rival)  # the policy says which of them comes first
                 line = self._replica_line if self._is_elsewhere(node) else self._queue
                 line(name, slot_bytes).add_candidate(node, self._tick)
 
@@ -198,6 +203,8 @@ class Eviction:
             self._others_used.clear()
         self._took_over.clear()
         self._strays = 0
+        while self._next:
+            self.add_candidate(self._next.popitem()[1])
         if self._replaced:
             self._forget()
 
@@ -211,6 +218,7 @@ class Eviction:
         assert not self._no_replica
         assert not self._others_used
         assert not self._took_over
+        assert not self._next, "leaves that no queue has"
 
     def evictable(self, node: PrefixNode) -> bool:
         """Whether the node's pages may be evicted from memory."""
@@ -231,22 +239,30 @@ class Eviction:
         return f"\0{space.label}" if limited else space.identity.tenant
 
     def _oldest(self, queues: list[tuple[str, int]]) -> PrefixNode | None:
-        chosen: PrefixNode | None = None
-        for name, slot_bytes in queues:
-            node = self._pop(name, slot_bytes)
-            if node is None:
-                continue
-            if chosen is None:
-                chosen = node
-            elif node.access < chosen.access:
-                self.add_candidate(chosen)
-                chosen = node
-            else:
-                self.add_candidate(node)
-        if chosen is not None and self._is_spared(chosen):
+        """The longest unused one of the next leaves of several queues."""
+        if len(queues) == 1 and not self._next:
+            chosen = self._pop(*queues[0])
+            if chosen is None or not self._is_spared(chosen):
+                return chosen
             self.add_candidate(chosen)
             return None
-        return chosen
+        for queue in queues:
+            if queue not in self._next and (node := self._pop(*queue)) is not None:
+                self._next[queue] = node
+        while True:
+            first: tuple[str, int] | None = None
+            chosen = None
+            for queue in queues:
+                node = self._next.get(queue)
+                if node is not None and (chosen is None or node.access < chosen.access):
+                    first, chosen = queue, node
+            if first is None or chosen is None or self._is_spared(chosen):
+                return None
+            del self._next[first]
+            if first[1] in classes(chosen) and self.evictable(chosen):
+                return chosen
+            if (node := self._pop(*first)) is not None:  # that one has changed meanwhile
+                self._next[first] = node
 
     def _is_spared(self, node: PrefixNode) -> bool:
         since_ns = self.spared_since_ns
@@ -426,6 +442,12 @@ def classes(node: PrefixNode) -> list[int]:
     shards = node.space.shards
     found = [shards[shard].slot_bytes for shard in node.slot_columns]
     return found if len(found) < 2 else sorted(set(found))
+
+
+def bytes_of_a_page(node: PrefixNode) -> int:
+    """Bytes of memory that each page of the node takes, all its shards together."""
+    shards = node.space.shards
+    return sum([shards[shard].slot_bytes for shard in node.slot_columns])
 
 
 def slots_of_a_page(node: PrefixNode, slot_bytes: int) -> int:

@@ -25,7 +25,8 @@ MOVES_MAX: Final = 8
 MOVES_TICK_MAX: Final = 64
 """Leaves that all choices of one tick bring up to date at most: a message may choose 128 times."""
 GONE_MAX: Final = 2
-"""First entries of a heap, of leaves that have gone otherwise, that go with each that comes."""
+"""First entries of a heap, or of the cell whose turn is next, of leaves that have gone otherwise,
+that go with each that comes: so that no choice has to pass many at once."""
 CELLS_EMPTY_MAX: Final = 256
 """Cells that have no leaf at present, and stay; each has a list."""
 Cell = tuple[Kind, int, int]
@@ -107,7 +108,7 @@ class LeastRecent:
 
     def _push(self, node: PrefixNode) -> None:
         assert is_live(node)
-        for _ in range(GONE_MAX):  # so that no choice has to pass many at once
+        for _ in range(GONE_MAX):
             if self._heap and not is_live(self._heap.first()[-1]):
                 self._heap.pop()
         self._sequence += 1
@@ -322,6 +323,10 @@ class HighestReuse:
 
     def _push(self, node: PrefixNode, tick: int) -> None:
         """Let the node stand in the cell where it belongs now."""
+        first = self._cells.get(self._order[0][1]) if self._order else None
+        for _ in range(GONE_MAX):
+            if first and not is_live(first.first()[-1]):
+                first.pop()
         self._sequence += 1
         seconds = node.space.prefill_s_per_token * node.space.identity.page_tokens
         if seconds > 0:

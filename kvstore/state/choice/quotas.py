@@ -9,6 +9,7 @@ In memory, spaces with limits have eviction queues of their own; all others of a
 How limits are enforced on disk is in :mod:`kvstore.state.disk.limits`.
 """
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -22,7 +23,8 @@ from kvstore.state.tree.prefix_tree import PrefixTree
 LIMITED_MAX: Final = 64
 """Maximum spaces with limits: every choice of a victim examines each of them."""
 SHRINK_MAX: Final = 64
-"""Maximum pages that one grant evicts to get within a quota; the rest is evicted in later turns."""
+"""Maximum pages that one grant evicts to get within a quota, beside one for each page that it
+brings; the rest is evicted in later turns."""
 
 
 @dataclass(slots=True)
@@ -107,8 +109,21 @@ class Quotas:
 
     def exceeded(self, space: PrefixTree, more_bytes: int = 0) -> bool:
         """Whether the space is over its quota, or would be with ``more_bytes`` more."""
+        return self.excess(space, more_bytes) > 0
+
+    def excess(self, space: PrefixTree, more_bytes: int = 0) -> int:
+        """Bytes that the space, with ``more_bytes`` more, is over its quota; 0 = it is not."""
         limits = self.limited.get(space.number)
-        return limits is not None and 0 < limits.quota_bytes < self.used(space) + more_bytes
+        if limits is None or not limits.quota_bytes:
+            return 0
+        return max(0, self.used(space) + more_bytes - limits.quota_bytes)
+
+    def spare(self, victim: PrefixTree, space: PrefixTree) -> int | None:
+        """Bytes that ``victim`` may lose to ``space``; None = all that it has."""
+        limits = self.limited.get(victim.number)
+        if limits is None or victim is space or not limits.reserved_bytes:
+            return None
+        return max(0, self.used(victim) - limits.reserved_bytes)
 
     def _protected(self, limits: SpaceLimits, space: PrefixTree, size_bytes: int) -> bool:
         return (
@@ -120,7 +135,7 @@ class Quotas:
 
 PINS_MAX: Final = 1024
 PIN_KEYS_MAX = 32_768
-"""Maximum keys of one pin: all of them are released at once when it ends."""
+"""Maximum keys of one pin: all of them are pinned at once."""
 _STEP_KEYS: Final = 128
 
 
@@ -130,7 +145,9 @@ class Pin:
 
     Attributes:
         number: names the pin on this node.
-        nodes: the node of ``key`` and all its ancestors.
+        pages: how many it covers.
+        nodes: those of ``key`` and all its ancestors, these first; once it has ended, those that
+            are not let go yet.
         size_bytes: size of their pages in its tier when the pin was made, present or not.
         tier: where the pages are kept, ``host`` or ``ssd``.
         expires_ns: when it expires; 0 = never.
@@ -139,7 +156,8 @@ class Pin:
     number: int
     space: PrefixTree
     key: PrefixKey
-    nodes: tuple[PrefixNode, ...]
+    pages: int
+    nodes: list[PrefixNode]
     size_bytes: int
     expires_ns: int
     tier: Tier = "host"
@@ -153,7 +171,8 @@ class Pins:
     memory is only on disk, it is kept there; if one that is pinned on disk is only in memory, it
     stays in memory until it is written. A pin is charged once, when it is made, to the budget of
     its tier, wherever its pages are then; pages that two pins share are charged twice. So no budget
-    is ever exceeded.
+    is ever exceeded. A pin that ends lets go of its pages in steps, the last ones first, and is
+    charged until it has let go of all.
 
     Args:
         budget_bytes: maximum size of all pins in memory.
@@ -165,6 +184,8 @@ class Pins:
         self.disk_budget_bytes = disk_budget_bytes
         self.used_bytes = 0
         self.disk_used_bytes = 0
+        #: Pins that have ended and have pages to let go of.
+        self.ending: deque[Pin] = deque()
         self._pins: dict[int, Pin] = {}
         self._number = 0
 
@@ -204,7 +225,8 @@ class Pins:
     ) -> Pin:  # fmt: skip
         """Pin the pages of ``key`` and of all keys before it in a tier.
 
-        ``measured``: a recent result of :meth:`measure`; None = measure now.
+        ``measured``: a recent result of :meth:`measure`, whose list is the pin's from then on; None
+        = measure now.
 
         Raises:
             NotFound: no page is stored under the key.
@@ -229,16 +251,18 @@ class Pins:
                 f" unpin something or raise {name}",
                 name,
             )
-        if len(self._pins) >= PINS_MAX:
+        if len(self._pins) + len(self.ending) >= PINS_MAX:
             raise CapacityError(f"{PINS_MAX} pins exist already; unpin one first")
         self._number += 1
-        pin = Pin(self._number, space, key, tuple(nodes), size, expires_ns, tier)
+        nodes.reverse()  # no copy: each look at all of them takes a millisecond
+        pin = Pin(self._number, space, key, len(nodes), nodes, size, expires_ns, tier)
         self._pins[pin.number] = pin
-        self._count(pin, 1)
+        self._charge(pin, 1)
+        _count(pin.nodes, tier, 1)
         return pin
 
     def remove(self, number: int) -> Pin:
-        """End a pin; its nodes may be evictable again.
+        """End a pin; :meth:`let_go` then says which of its nodes may be evictable again.
 
         Raises:
             NotFound: there is no such pin.
@@ -246,31 +270,36 @@ class Pins:
         pin = self._pins.pop(number, None)
         if pin is None:
             raise NotFound("pin", f"{number} does not exist; it may have expired")
-        self._count(pin, -1)
+        self.ending.append(pin)
         return pin
 
-    def _count(self, pin: Pin, change: int) -> None:
+    def let_go(self, most: int) -> list[PrefixNode]:
+        """Let go of up to ``most`` pages of pins that have ended; returns their nodes."""
+        gone: list[PrefixNode] = []
+        while self.ending and len(gone) < most:
+            pin = self.ending[0]
+            some = pin.nodes[len(gone) - most :]
+            del pin.nodes[len(gone) - most :]
+            _count(some, pin.tier, -1)
+            gone += reversed(some)
+            if not pin.nodes:
+                self.ending.popleft()
+                self._charge(pin, -1)
+        return gone
+
+    def _charge(self, pin: Pin, change: int) -> None:
         if pin.tier == "ssd":
             self.disk_used_bytes += change * pin.size_bytes
             assert self.disk_used_bytes >= 0
-            for node in pin.nodes:
-                node.disk_pins += change
-                assert node.disk_pins >= 0
         else:
             self.used_bytes += change * pin.size_bytes
             assert self.used_bytes >= 0
-            for node in pin.nodes:
-                node.memory_pins += change
-                assert node.memory_pins >= 0
 
-    def expire(self, now_ns: int) -> tuple[PrefixNode, ...]:
-        """End one expired pin, if there is one; returns the nodes that lost it.
-
-        Only one, because many may expire together and each call must be short.
-        """
-        ended = (pin.number for pin in self._pins.values() if 0 < pin.expires_ns <= now_ns)
-        number = next(ended, None)
-        return self.remove(number).nodes if number is not None else ()
+    def expire(self, now_ns: int) -> None:
+        """End the pins that have expired."""
+        for pin in list(self._pins.values()):
+            if 0 < pin.expires_ns <= now_ns:
+                self.remove(pin.number)
 
     def next_deadline_ns(self) -> int:
         """The earliest expiry of a pin; 0 = none expires."""
@@ -282,9 +311,25 @@ class Pins:
             ("host", self.used_bytes, self.budget_bytes),
             ("ssd", self.disk_used_bytes, self.disk_budget_bytes),
         ):
-            sizes = [pin.size_bytes for pin in self._pins.values() if pin.tier == tier]
+            pins = [*self._pins.values(), *self.ending]
+            sizes = [pin.size_bytes for pin in pins if pin.tier == tier]
             assert used == sum(sizes)
             assert used <= budget or not sizes
+        assert all(len(pin.nodes) == pin.pages for pin in self._pins.values())
+        assert all(pin.nodes for pin in self.ending), "it has nothing to let go of"
+        assert len(self._pins) + len(self.ending) <= PINS_MAX
+
+
+def _count(nodes: list[PrefixNode], tier: Tier, change: int) -> None:
+    """Count one more pin of these nodes, or one less."""
+    if tier == "ssd":
+        for node in nodes:
+            node.disk_pins += change
+            assert node.disk_pins >= 0
+    else:
+        for node in nodes:
+            node.memory_pins += change
+            assert node.memory_pins >= 0
 
 
 def _stored(space: PrefixTree, key: PrefixKey) -> PrefixNode:

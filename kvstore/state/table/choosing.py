@@ -8,7 +8,7 @@ where the next choice depends on what becomes of this one; then another is made.
 from collections import Counter
 from typing import Final, NamedTuple
 
-from kvstore.state.choice.eviction import classes, slots_of_a_page
+from kvstore.state.choice.eviction import bytes_of_a_page, classes, slots_of_a_page
 from kvstore.state.table.residents import Residents
 from kvstore.state.tree.node import PrefixNode
 from kvstore.state.tree.prefix_tree import PrefixTree
@@ -118,12 +118,17 @@ class RoomChooser:
             if node is not None and plan.takes(node):
                 continue  # it stood there twice, as what changed its queue may
             if node is not None:
-                # Of a space with limits each page is asked for: the next one may be reserved.
                 limited = node.space.number in held.quotas.limited
                 if not limited and held.draining.skips(node, slot_bytes):
                     continue
-                each = slots_of_a_page(node, slot_bytes)
-                last = Leaving(node, -(-(1 if limited else left) // each))
+                each, spare = (
+                    slots_of_a_page(node, slot_bytes),
+                    held.quotas.spare(node.space, space),
+                )
+                pages = -(-left // each)
+                if spare is not None:  # what is more is reserved, maybe with what has been taken
+                    pages = min(pages, 1 + max(0, spare - slot_bytes) // bytes_of_a_page(node))
+                last = Leaving(node, pages)
                 if held.disk.is_dirty(node):
                     plan.asked = last
                     break
@@ -134,7 +139,7 @@ class RoomChooser:
                 break
             plan.take(last)
             left -= each * min(last.pages, node.count)
-            if left <= 0 or limited or node.above is None:
+            if left <= 0 or spare is not None or node.above is None:
                 break
             leaving = Counter() if leaving is None else leaving
             leaving[node.above] += 1
@@ -143,10 +148,13 @@ class RoomChooser:
                 break  # it is a leaf then, which takes its rank from this one
         return plan
 
-    def choose_own(self, space: PrefixTree) -> RoomPlan:
-        """A leaf of a space with limits."""
+    def choose_own(self, space: PrefixTree, pages_max: int, size_bytes: int) -> RoomPlan:
+        """A leaf of a space with limits: as many pages of it as take ``size_bytes``."""
         node = self._held.eviction.own_victim(space)
-        return RoomPlan(None, None if node is None else Leaving(node, 1))
+        if node is None:
+            return RoomPlan(None)
+        pages = min(pages_max, node.count, -(-size_bytes // bytes_of_a_page(node)))
+        return RoomPlan(None, Leaving(node, pages))
 
     def choose_spill(self, wanted: RoomRequest) -> RoomPlan:
         """The pages before the new ones that are on disk, the first ones first.

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 
 from kvstore.protocol.errors import CapacityError, TierUnavailable
 from kvstore.protocol.page import PrefixKey
-from kvstore.state.choice.conversations import Conversations, KeepCause
-from kvstore.state.choice.quotas import Pin, Pins
+from kvstore.state.choice.conversations import RELEASE_PAGES, Conversations, KeepCause
+from kvstore.state.choice.quotas import Pin
 from kvstore.state.table.residents import Residents
 from kvstore.state.table.tiers import Tiers
 from kvstore.state.tree.node import PrefixNode, is_live
@@ -31,7 +31,7 @@ class Keeping:
     """
 
     def __init__(self, residents: Residents, tiers: Tiers) -> None:
-        self.pins = Pins()
+        self.pins = residents.pins
         self.conversations = Conversations()
         self.ttl_ns_max = TTL_NS_MAX
         self.is_used = False
@@ -67,13 +67,13 @@ class Keeping:
         return pin
 
     def unpin(self, number: int) -> Pin:
-        """End a pin.
+        """End a pin; of a long one, most pages are let go in later turns.
 
         Raises:
             NotFound: there is no such pin.
         """
         ended = self.pins.remove(number)
-        self._released(ended.nodes)
+        self._held.offer_more(RELEASE_PAGES)
         return ended
 
     def keep(
@@ -99,12 +99,12 @@ class Keeping:
         until_ns = now_ns + ttl_ns
         out = kept.keep(space, name, keys, now_ns, until_ns, bytes_max, tier, quota)
         self._held.counts["gave_way_pages"] += len(out.lost)
-        self._released(out.lost)
+        self._held.unprotected(out.lost)
         pages, cause = out.pages, out.cause
         refused = self._write(out.added) if tier == "ssd" else []
         if refused:
             kept.give_back(space, name, refused)
-            self._released(refused)
+            self._held.unprotected(refused)
             pages, cause = pages - len(refused), "disk"
         assert 0 <= pages <= len(keys)
         assert cause or pages == len(keys)
@@ -121,25 +121,19 @@ class Keeping:
         """Stop keeping the pages of a conversation soon; returns how many there were."""
         return self.conversations.end(space, name)
 
-    def _released(self, nodes: Sequence[PrefixNode]) -> None:
-        """Pins of these nodes ended: the nodes may be evictable, their segments reclaimable."""
-        for node in nodes:
-            if is_live(node):
-                self._held.add_candidate(node)
-        if nodes:
-            self._held.disk.unpinned()
-
     def expire(self, now_ns: int) -> None:
         """Release what was kept until now, within one turn's limit."""
         self._settle()
         if len(self.pins):
-            self._released(self.pins.expire(now_ns))
-        self._released(self.conversations.expire(now_ns))
-        self.is_used = bool(len(self.pins) or len(self.conversations))
+            self.pins.expire(now_ns)
+        if self.pins.ending:
+            self._held.unprotected(self.pins.let_go(RELEASE_PAGES))
+        self._held.unprotected(self.conversations.expire(now_ns))
+        self.is_used = bool(len(self.pins) or self.pins.ending or len(self.conversations))
 
     def next_deadline_ns(self) -> int:
         """The earliest deadline that :meth:`expire` would apply; 0 = none."""
-        if self._held.pinned_changed:
+        if self._held.pinned_changed or self.pins.ending:
             return 1
         due = (self.pins.next_deadline_ns(), self.conversations.next_deadline_ns())
         return min((at for at in due if at), default=0)
@@ -150,7 +144,7 @@ class Keeping:
         if changed:
             gone = self.conversations.changed(changed)
             changed.clear()
-            self._released(gone)
+            self._held.unprotected(gone)
 
     def _write(self, nodes: list[PrefixNode]) -> list[PrefixNode]:
         """Write pages that are not on disk; returns those that the disk does not accept now."""

@@ -13,6 +13,7 @@ from kvstore.protocol.page import KEY_BYTES, PrefixKey
 from kvstore.state.choice.eviction import Eviction
 from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.choice.policy import leave
+from kvstore.state.choice.quotas import Pins
 from kvstore.state.disk.graves import BURIED
 from kvstore.state.disk.pages import DiskPages, no_disk
 from kvstore.state.metering import Meter
@@ -51,6 +52,7 @@ class Residents:
         orphans: descendants of dropped pages that are still in the index.
         story: the last events of pages.
         draining: the extent that is being emptied for pages of another class.
+        pins: of operators.
         pinned_changed: pinned nodes that lost or gained pages, until that is charged.
     """
 
@@ -70,6 +72,7 @@ class Residents:
         self.orphans: deque[Orphans] = deque()
         self.owners = Owners(slots)
         self.draining = Draining(slots, self.owners, self.quotas)
+        self.pins = Pins()
         self.pinned_changed: list[PrefixNode] = []
         #: Another one is set here when there is an SSD tier.
         self.disk: DiskPages = no_disk(self)
@@ -78,6 +81,8 @@ class Residents:
     def unfinished(self) -> bool:
         """Whether work is left for later turns: :meth:`drop_orphans`, :meth:`drain`, writes."""
         if self.orphans or self.draining.now is not None or self.draining.returning:
+            return True
+        if self.pins.ending:
             return True
         return self.disk.unfinished or len(self.disk.loads.beginning) > 0
 
@@ -130,15 +135,31 @@ class Residents:
         if self.disk.exists:
             self.disk.limits.add_candidate(node)
 
-    def offer_skipped(self, most: int) -> int:
-        """Offer up to ``most`` leaves again that were skipped while an extent was emptied."""
+    def offer_more(self, most: int) -> int:
+        """Offer up to ``most`` pages that no queue has: how many.
+
+        These are leaves that were skipped while an extent was emptied, and pages of pins that have
+        ended.
+        """
         returning = self.draining.returning
         for _ in range(offered := min(most, len(returning))):
             node, slot_bytes = returning.pop()
             leave(node, slot_bytes)
             if is_live(node):
                 self.eviction.add_candidate(node)
+        if self.pins.ending:
+            gone = self.pins.let_go(most - offered)
+            self.unprotected(gone)
+            offered += len(gone)
         return offered
+
+    def unprotected(self, nodes: Sequence[PrefixNode]) -> None:
+        """Pins of these nodes ended: the nodes may be evictable, their segments reclaimable."""
+        for node in nodes:
+            if is_live(node):
+                self.add_candidate(node)
+        if nodes:
+            self.disk.unpinned()
 
     def unpin(self, slots: list[Slot]) -> None:
         """Unpin the pages in these slots.

@@ -61,7 +61,7 @@ class Room:
             more = self._make_room(RoomRequest(space, slot_bytes, count - len(taken), head))
             taken += held.slots.allocate(count - len(taken), tenant, slot_bytes)
             if not more and len(taken) < count:
-                if held.offer_skipped(EMPTY_MAX):
+                if held.offer_more(EMPTY_MAX):
                     continue
                 if held.draining.serves(space, slot_bytes) or held.eviction.spared_since_ns:
                     break
@@ -74,31 +74,40 @@ class Room:
 
     def shrink(self, space: PrefixTree, pages_max: int, more_bytes: int = 0) -> bool:
         """Evict leaves of a space until so much more is within its quota; whether it is."""
-        left = pages_max
-        while left and self._held.quotas.exceeded(space, more_bytes) and self._evict_own(space):
-            left -= 1
+        left, quotas = pages_max, self._held.quotas
+        while left > 0 and (excess := quotas.excess(space, more_bytes)):
+            pages = self._evict_own(space, left, excess)
+            if not pages:
+                break
+            left -= pages
         self._held.eviction.end_choice()
         apply_effects(self._held)
-        return not self._held.quotas.exceeded(space, more_bytes)
+        return not quotas.exceeded(space, more_bytes)
 
     def within_quota(self, space: PrefixTree, slot_bytes: int, count: int) -> int:
         """How many of ``count`` more pages the space's quota allows, its own leaves evicted."""
-        if space.number not in self._held.quotas.limited:
+        quotas, size_bytes = self._held.quotas, count * slot_bytes
+        if space.number not in quotas.limited or not count:
             return count
-        for more in range(count):
-            if not self.shrink(space, SHRINK_MAX, (more + 1) * slot_bytes):
-                return more
-        return count
+        if self.shrink(space, SHRINK_MAX + count - 1, size_bytes):
+            return count
+        return max(0, count - -(-quotas.excess(space, size_bytes) // slot_bytes))
 
-    def _evict_own(self, space: PrefixTree) -> bool:
-        """Evict a leaf of a space with limits, or have it written first; False when none may go."""
-        chosen = self._chooser.choose_own(space).asked
-        verdict = self._verdict(*chosen) if chosen is not None else Verdict.FULL
-        if chosen is not None and verdict is Verdict.EVICT:
+    def _evict_own(self, space: PrefixTree, pages_max: int, size_bytes: int) -> int:
+        """Evict pages of a leaf of a limited space that take up to ``size_bytes``; how many.
+
+        A run that is written first counts as one; 0 = none may go.
+        """
+        chosen = self._chooser.choose_own(space, pages_max, size_bytes).asked
+        if chosen is None:
+            return 0
+        verdict = self._verdict(*chosen)
+        if verdict is Verdict.EVICT:
             self._held.ghosts.wanted = (space.number, 0)
             self._held.evict(*chosen)
             self._held.ghosts.wanted = None
-        return verdict is not Verdict.FULL
+            return chosen.pages
+        return int(verdict is Verdict.WRITING)
 
     def _make_room(self, wanted: RoomRequest) -> bool:
         """Choose what gives room, and do it; False when there is nothing, or nothing yet."""

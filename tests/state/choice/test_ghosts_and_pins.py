@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from kvstore.protocol.errors import CapacityError, InvalidArgument, NotFound
 from kvstore.state.choice import ghosts as module
+from kvstore.state.choice.conversations import RELEASE_PAGES
 from kvstore.state.choice.ghosts import Ghosts
 from kvstore.state.choice.quotas import PINS_MAX, Pins, expiry
 from kvstore.state.table.invariants import check
@@ -150,6 +151,7 @@ def test_pins_keep_their_budget_and_name_what_is_missing(world_of_two):
     pins.remove(pin.number)
     with pytest.raises(NotFound):
         pins.remove(pin.number)
+    assert [node.key for node in pins.let_go(4)] == [key("abc"), key("ab"), key("a")]
 
     assert (len(pins), pins.used_bytes) == (0, 0)
     assert all(node.pins == 0 for node in space.nodes.values())
@@ -175,7 +177,7 @@ def test_a_pinned_page_that_is_corrupt_leaves_all_the_same(world_of_two):
     world.table.residents.drop(space.nodes[key("a")], 0, "corrupt")
 
     assert world.lookup(space, "ab") == (0, 0)
-    world.table.eviction.offer_all(world.table.keeping.pins.remove(pin.number).nodes)
+    world.table.keeping.unpin(pin.number)
     check(world.table)
 
 
@@ -291,10 +293,61 @@ def test_pins_that_end_together_end_one_after_the_other(world_of_two):
     for _ in range(3):
         pins.add(space, key("abc"), 5 * SECOND)
 
-    ends = [(pins.expire(6 * SECOND), len(pins))[1] for _ in range(4)]
+    pins.expire(6 * SECOND)
 
-    assert ends == [2, 1, 0, 0]
-    assert pins.used_bytes == 0
+    assert (len(pins), len(pins.ending), pins.used_bytes) == (0, 3, 9 * PAGE)
+    ends = [(len(pins.let_go(4)), len(pins.ending), pins.used_bytes) for _ in range(4)]
+    assert ends == [(4, 2, 6 * PAGE), (4, 1, 3 * PAGE), (1, 0, 0), (0, 0, 0)]
+
+
+def test_a_long_pin_ends_in_steps_and_its_pages_leave_at_once_if_they_have_to():
+    world = World(extents=1, slots_each=1500)
+    process = world.process()
+    space, pins, keeping = world.space(process), world.table.residents.pins, world.table.keeping
+    path = "a" * 1500
+    world.store(process, space, path)
+    pins.budget_bytes = 1500 * PAGE
+    pin = keeping.pin(space, key(path), 0)
+    assert world.store(process, space, "b") == [PageStatus.NO_ROOM], "all of it is pinned"
+
+    keeping.unpin(pin.number)
+
+    def pinned() -> int:
+        return sum(node.memory_pins > 0 for node in space.nodes.values())
+
+    assert (len(pins), pinned(), pins.used_bytes) == (0, 1500 - RELEASE_PAGES, 1500 * PAGE)
+    assert keeping.next_deadline_ns() == 1
+    check(world.table)
+    assert world.store(process, space, "b" * 300) == [PageStatus.GRANTED] * 300
+    assert pinned() < 1500 - RELEASE_PAGES, "more was let go because there was no other room"
+    check(world.table)
+    with pytest.raises(CapacityError):
+        keeping.pin(space, key("b"), 0)
+    for _ in range(1500 // RELEASE_PAGES):
+        assert world.table.residents.unfinished
+        before = pinned()
+        world.table.expire(0)
+        assert 0 < before - pinned() <= RELEASE_PAGES
+        check(world.table)
+        if not pinned():
+            break
+    assert not world.table.residents.unfinished
+    assert (pinned(), pins.used_bytes, keeping.is_used) == (0, 0, False)
+
+
+def test_no_more_pins_than_allowed_are_there_with_those_that_let_go(world_of_two):
+    world, process, space, _ = world_of_two
+    world.store(process, space, "a")
+    pins = Pins(1 << 60)
+    for _ in range(PINS_MAX):
+        pins.add(space, key("a"), 0)
+    pins.remove(1)
+
+    with pytest.raises(CapacityError, match="unpin one first"):
+        pins.add(space, key("a"), 0)
+    pins.let_go(1)
+    pins.add(space, key("a"), 0)
+    pins.check()
 
 
 def test_a_pin_is_measured_in_steps_and_made_at_once():

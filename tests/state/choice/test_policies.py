@@ -332,7 +332,8 @@ def test_the_simulator_finds_what_a_page_table_finds():
         check(table)
 
 
-def test_leaves_that_have_gone_otherwise_do_not_wait_in_the_heap_for_the_next_choice():
+@pytest.mark.parametrize("kind", [LeastRecent, HighestReuse])
+def test_leaves_that_have_gone_otherwise_do_not_wait_in_the_heap_for_the_next_choice(kind):
     world = World(extents=20)
     engine = world.process()
     space = world.space(engine)
@@ -340,7 +341,7 @@ def test_leaves_that_have_gone_otherwise_do_not_wait_in_the_heap_for_the_next_ch
     for path in paths:
         world.store(engine, space, path)
     nodes = [space.nodes[key(path)] for path in paths]
-    policy = LeastRecent(SLOT_BYTES + 1)  # a class of its own: the table has offered them as well
+    policy = kind(SLOT_BYTES + 1)  # a class of its own: the table has offered them as well
     for node in nodes[:40]:
         policy.add_candidate(node, 0)
     for node in nodes[:40]:
@@ -349,5 +350,6 @@ def test_leaves_that_have_gone_otherwise_do_not_wait_in_the_heap_for_the_next_ch
     for node in nodes[40:]:
         policy.add_candidate(node, 0)
 
-    assert len(policy) == 20
+    heaps = [policy._heap] if kind is LeastRecent else policy._cells.values()
+    assert sum(map(len, heaps)) == 20
     assert [policy.pop(0) for _ in range(21)] == [*nodes[40:], None]

@@ -120,7 +120,7 @@ def test_pages_that_were_skipped_while_their_extent_was_drained_leave_later():
     assert world.table.counts["moved_extents"] == 0, "it is left to its class"
     assert world.table.residents.unfinished, "they come back in turns"
     world.table.release(node.red, number)
-    while world.table.residents.offer_skipped(1):
+    while world.table.residents.offer_more(1):
         check(world.table)
     assert not world.table.residents.unfinished
 
