@@ -20,8 +20,8 @@ from typing import Any, Final, Self
 import numpy as np
 
 from bench.measure import Progress, Report, Result
-from bench.node_turns import World
 from bench.node_watch import TURN_S_MAX, Span, WatchedLoop
+from bench.node_world import World
 from kvstore.config import EventsConfig, SocketConfig
 from kvstore.events.questions import KEYS_MAX
 from kvstore.index.snapshot import SnapshotEnd, SnapshotPages, audit, read_snapshot, sample

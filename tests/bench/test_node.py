@@ -14,8 +14,8 @@ from bench import node, node_memory, node_rates, node_turns, node_watch
 from bench.node_alone import PAGE_BYTES, Clock, Engine, LoneNode
 from bench.node_operator import Busy
 from bench.node_rates import PROMPT_PAGES, FullNode, Rates
-from bench.node_turns import World
 from bench.node_watch import Collector, Watch, WatchedLoop
+from bench.node_world import World
 from kvstore.protocol.page import KEY_BYTES
 from kvstore.server import operations
 from kvstore.state.choice.eviction import GRACE_NS
