@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice, repeat
 from typing import Final
 
-from kvstore.state.choice.eviction import is_held
+from kvstore.state.choice.eviction import bytes_of_a_page, is_held
 from kvstore.state.choice.policy import enter
 from kvstore.state.choice.quotas import Quotas
 from kvstore.state.table.orphans import tails_first
@@ -210,7 +210,7 @@ class Draining:
     ) -> Generator[tuple[PrefixNode, int] | None, None, bool]:
         """The page in a slot, or all of its run; False when one may not leave."""
         if self._leaves_whole(run, position):
-            if not self._may_leave(run):
+            if not self._may_leave(run) or self._is_reserved(run):
                 return False
             (shard,), pages = run.slot_columns, run.count
             yield run, shard
@@ -221,14 +221,23 @@ class Draining:
         for shard in list(owner.slot_columns):
             alone = owner.on_disk >> shard & 1 or owner.space.shards[shard].window_pages
             for node in () if alone else tails_first(owner, shard):
-                if node is not None and not self._may_leave(node):
+                if node is not None and (not self._may_leave(node) or self._is_reserved(node)):
                     return False
                 yield None if node is None else (node, shard)
             if owner.memory >> shard & 1 and is_live(owner):
-                if not self._may_leave(owner):
+                if not self._may_leave(owner) or self._is_reserved(owner):
                     return False
                 yield owner, shard
         return True
+
+    def _is_reserved(self, node: PrefixNode) -> bool:
+        """Whether the pages of a node are in what its space has reserved; asked before each leaves.
+
+        What only they make reachable may be in other extents, and leaves too.
+        """
+        assert self.now is not None
+        size_bytes = node.count * bytes_of_a_page(node)
+        return self._quotas.protects(node.space, self.now.space, size_bytes)
 
     def _leaves_whole(self, run: PrefixNode, position: int) -> bool:
         """Whether all pages of a run may leave together: each split makes a node more.

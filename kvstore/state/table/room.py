@@ -56,12 +56,12 @@ class Room:
         held.eviction.now_ns = held.moment.now_ns
         held.draining.begin_request(held.moment.tick)
         plans_left = count + EMPTY_MAX  # what leaves an extent that is drained makes no room yet
-        while len(taken) < count and plans_left > 0:
-            plans_left -= 1
+        while len(taken) < count and (plans_left := plans_left - 1) >= 0:
             more = self._make_room(RoomRequest(space, slot_bytes, count - len(taken), head))
             taken += held.slots.allocate(count - len(taken), tenant, slot_bytes)
             if not more and len(taken) < count:
                 if held.offer_more(EMPTY_MAX):
+                    plans_left -= EMPTY_MAX // 4  # what is offered may be of no use, and be much
                     continue
                 if held.draining.serves(space, slot_bytes) or held.eviction.spared_since_ns:
                     break

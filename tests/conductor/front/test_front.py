@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from conductor.front import connections
 from tests.conductor.fakes import OPERATE, FakeEngine, bearer, serving
 from tests.loops import eventually, in_loop
 
@@ -38,9 +39,9 @@ async def connect(client: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWrit
 
 
 @in_loop
-async def test_a_connection_that_says_nothing_is_closed() -> None:
+async def test_a_connection_that_says_nothing_is_closed(monkeypatch) -> None:
+    monkeypatch.setattr(connections, "FIRST_REQUEST_S", 0.05)
     async with serving() as client:
-        client.conductor._front._first_request_s = 0.05
         reader, writer = await connect(client)
         slow, slow_writer = await connect(client)
         slow_writer.write(b"GET /health HTTP/1.1\r\nX-Slow: ")

@@ -335,6 +335,22 @@ def test_a_long_pin_ends_in_steps_and_its_pages_leave_at_once_if_they_have_to():
     assert (pinned(), pins.used_bytes, keeping.is_used) == (0, 0, False)
 
 
+def test_a_put_that_finds_no_room_lets_go_of_no_long_pin_as_a_whole():
+    world = World(extents=1, slots_each=2000)
+    process = world.process()
+    space, keeping, path = world.space(process), world.table.keeping, "a" * 2000
+    world.store(process, space, path)
+    keeping.pins.budget_bytes = 2000 * PAGE
+    pin = keeping.pin(space, key(path), 0)
+    world.acquire(process, space, path)  # so nothing of what is let go is of use
+    keeping.unpin(pin.number)
+
+    assert world.store(process, space, "b" * 128) == [PageStatus.NO_ROOM] * 128
+
+    assert len(pin.nodes) > 500
+    check(world.table)
+
+
 def test_no_more_pins_than_allowed_are_there_with_those_that_let_go(world_of_two):
     world, process, space, _ = world_of_two
     world.store(process, space, "a")

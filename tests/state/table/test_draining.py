@@ -6,7 +6,7 @@ from kvstore.state.table.draining import STAY_NS, WHOLE_MAX
 from kvstore.state.table.invariants import check
 from kvstore.state.table.room import EMPTY_MAX
 from kvstore.state.tree.actions import PageStatus, Removed
-from tests.state.world import FULL, WINDOW, World, chain, key
+from tests.state.world import FULL, PAGE, WINDOW, World, chain, key
 
 GRANTED, NO_ROOM = PageStatus.GRANTED, PageStatus.NO_ROOM
 MANY = 3 * EMPTY_MAX
@@ -227,3 +227,18 @@ def test_a_run_with_pages_in_two_extents_leaves_one_of_them_page_by_page():
     assert world.lookup(old, "c" * 4) == (4, 0)
     assert world.table.counts["moved_extents"] == 1
     check(world.table)
+
+
+def test_what_a_space_has_reserved_stays_though_its_chain_lies_in_two_extents():
+    world = World(extents=2, slots_each=8)
+    red, blue = world.process("red"), world.process("blue", pid=2)
+    old, new = world.space(red, tenant="red"), world.space(blue, tenant="blue")
+    world.store(red, old, "abcdefghijklmnop")
+    world.table.quotas.set(old, 0, 8 * PAGE, 16 * PAGE)
+    world.table.eviction.offer_all(old.by_creation.nodes(0), anew=True)
+
+    for _ in range(6):
+        world.store(blue, new, "zyx")
+        world.table.room.drain(EMPTY_MAX)
+        assert old.host_bytes >= 8 * PAGE
+        check(world.table)
