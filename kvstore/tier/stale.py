@@ -27,6 +27,7 @@ from kvstore.protocol.errors import reason
 
 log = logging.getLogger(__name__)
 
+_PROC: Final = Path("/proc")
 _TITLE: Final = "kvstore memory"
 _ENTRY: Final = re.compile(r"([0-9a-f]{2,}:[0-9a-f]{2,}) (\d{1,20})")
 _RECORD_BYTES_MAX: Final = 64 << 20
@@ -54,9 +55,6 @@ def inode_of(descriptor: int) -> Inode:
     """The device and inode number of an open file."""
     found = os.fstat(descriptor)
     return f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}", found.st_ino
-
-
-_PROC: Final = Path("/proc")
 
 
 class MemoryRecord:
